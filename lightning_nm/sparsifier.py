@@ -33,7 +33,7 @@ from lightning_nm.training.checkpoint import (
 from lightning_nm.training.distributed.consistency import RankComparison, reduce_gradients
 from lightning_nm.training.forgotten import ForgottenCalls
 from lightning_nm.training.macs import MacsCounter
-from lightning_nm.training.optimizers import trained_by, unwrapped
+from lightning_nm.training.optimizers import held_by, trained_by, trained_layer, unwrapped
 from lightning_nm.training.phases import plan_schedules
 from lightning_nm.training.scale import ScaledLearningRates, rescale_initial
 from lightning_nm.training.start import choose_masks, refuse_late_sharding, refuse_to_mask
@@ -193,13 +193,18 @@ class NMSparsifier:
         """Select the layers, and choose their first masks; nothing is installed."""
         reshard([module for module in self.model.modules() if isinstance(module, FSDPModule)])
         is_trained = None
+        is_held = None
         if self.config.frozen != "mask":
+            # Both read the optimizers, which may be given as an iterator.
+            optimizers = None if optimizers is None else list(optimizers)
             is_trained = trained_by(optimizers)
+            is_held = held_by(optimizers)
         saved_layers = saved.layers if saved else {}
         selection = self.settings.select(
             self.model,
             seed=self.seed,
             is_trained=is_trained,
+            is_held=is_held,
             continued=saved_layers,
             saved_first_last=saved.first_last if saved else None,
         )
@@ -244,8 +249,8 @@ class NMSparsifier:
         self._require_attached("mask_unfrozen")
         if not self.selection.frozen or not self._step.optimizers:
             return []
-        is_trained = trained_by(known.optimizer for known in self._step.optimizers.values())
-        unfrozen = [layer for layer in self.selection.frozen if is_trained(layer.optimizer_param)]
+        optimizers = [known.optimizer for known in self._step.optimizers.values()]
+        unfrozen = [layer for layer in self.selection.frozen if trained_layer(layer, optimizers)]
         self._mask_frozen(unfrozen, {})
         return unfrozen
 

@@ -13,6 +13,7 @@ from lightning_nm import (
     ASP,
     BAME,
     CAST,
+    LBC,
     MVUE,
     SRSTE,
     SSTE,
@@ -20,6 +21,7 @@ from lightning_nm import (
     STEP,
     BiMask,
     DecayingMask,
+    MaxQ,
     NMSparsifier,
     RigL,
     SLoPe,
@@ -108,6 +110,8 @@ METHODS = {
     "rigl": lambda: RigL(every=2, stop=0.9, drop=0.8),
     "cast": lambda: CAST(decay=1e-2, refresh_every=3, end=1.0),
     "cast-early": lambda: CAST(decay=1e-2, refresh_every=1, scale_groups=0, end=5),
+    "lbc": lambda: LBC(stop=0.5),
+    "maxq": lambda: MaxQ(stop=0.6, ramp="cubic", decay=1e-2),
     "bame": lambda: BAME(stop=0.8, every=2, budget=1.0),
     "bame-bi-mask": lambda: BAME(
         start=1, stop=6, every=2, budget=0.5, evidence_rate=0.5, dgrad="bi-mask"
@@ -233,9 +237,13 @@ class Training:
             self.sparsifier.before_step(self.optimizer)
             self.optimizer.step()
             self.sparsifier.step()
-            if all(layer.forward_mask is not None for layer in self.sparsifier.layers.values()):
+            layers = self.sparsifier.layers.values()
+            if all(
+                layer.forward_mask is not None and layer.spec.method.current_pattern(layer)
+                for layer in layers
+            ):
                 assert self.sparsifier.violations() == 0
-            for layer in self.sparsifier.layers.values():
+            for layer in layers:
                 if not layer.spec.method.latent and layer.forward_mask is not None:
                     assert not layer.weight[~layer.forward_mask].any(), (
                         "a method without latent values keeps none"

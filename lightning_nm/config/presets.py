@@ -9,10 +9,13 @@ from typing import Any, Literal, get_args
 from lightning_nm.estimators import EstimatorName
 from lightning_nm.methods import (
     ASP,
+    LBC,
     SRSTE,
     SSTE,
     BiMask,
     Dense,
+    MaskLogits,
+    MaxQ,
     Method,
     MethodName,
     SLoPe,
@@ -122,6 +125,29 @@ _PRESETS: dict[PresetName, dict[str, Preset]] = {
             {"update_every": 40, "first_update": 39, "decay": 0.0},
             conv_layout="flat",
             skip_first=False,
+        ),
+        "lbc": Preset(
+            LBC,
+            "arXiv 2206.06662",
+            # The command of the code: 60 of 120 epochs.
+            {"stop": 0.5},
+        ),
+        "maxq": Preset(
+            MaxQ,
+            "arXiv 2312.07061",
+            # The scripts of the code: 30 of 120 epochs. Stems of 7x7 cannot be given to its convolutions.
+            {"start": 0, "stop": 0.25, "ramp": "linear", "decay": 2e-4, "temperature": 0.01},
+        ),
+        "mask-logits": Preset(
+            MaskLogits,
+            "arXiv 2409.17481",
+            {
+                "temperature": (4.0, 0.05),
+                "scale": (1e2, 5e2),
+                "prior_strength": 3.0,
+                "weight_reg": 1e-5,
+                "stop": 1.0,
+            },
         ),
     },
     "fst": {

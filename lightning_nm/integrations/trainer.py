@@ -364,7 +364,9 @@ def _dense_layers(sparsifier: NMSparsifier) -> list[str]:
         if layer.spec.method.sparse_forward
         and not layer.spec.forward_reason
         and not is_nm(
-            layer.view.rows(layer.param.detach()), layer.spec.method.current_pattern(layer), dim=1
+            layer.view.rows(layer.param.detach()),
+            layer.spec.method.current_pattern(layer) or layer.pattern,
+            dim=1,
         )
     ]
 

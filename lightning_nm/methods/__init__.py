@@ -14,6 +14,9 @@ from lightning_nm.methods.base import Dense, MaskMethod, Method
 from lightning_nm.methods.bi_mask import BiMask
 from lightning_nm.methods.cast import CAST
 from lightning_nm.methods.decaying import DecayingMask
+from lightning_nm.methods.lbc import LBC
+from lightning_nm.methods.mask_logits import MaskLogits
+from lightning_nm.methods.maxq import MaxQ
 from lightning_nm.methods.rigl import RigL
 from lightning_nm.methods.s_ste import SSTE
 from lightning_nm.methods.slope import SLoPe
@@ -25,6 +28,7 @@ __all__ = [
     "ASP",
     "BAME",
     "CAST",
+    "LBC",
     "SRSTE",
     "SSTE",
     "STE",
@@ -32,7 +36,9 @@ __all__ = [
     "BiMask",
     "DecayingMask",
     "Dense",
+    "MaskLogits",
     "MaskMethod",
+    "MaxQ",
     "Method",
     "MethodName",
     "RigL",
@@ -55,6 +61,9 @@ MethodName = Literal[
     "bame",
     "rigl",
     "cast",
+    "lbc",
+    "maxq",
+    "mask-logits",
 ]
 """The short names; each is the ``short_name`` of a class in this package."""
 

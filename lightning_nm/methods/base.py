@@ -32,9 +32,9 @@ _STEP_HOOKS = (
     "current_pattern",
 )
 
-_WEIGHT_HOOKS = ("forward_weight", "backward_weight", "weight_gradient")
+_WEIGHT_HOOKS = ("forward_weight", "training_weight", "backward_weight", "weight_gradient")
 _PROMISES = {
-    "selects_entries": ("forward_weight", "backward_weight"),
+    "selects_entries": ("forward_weight", "training_weight", "backward_weight"),
     "restores_masks": ("init_masks",),
     "gradient_at_pruned": ("weight_gradient",),
 }
@@ -79,6 +79,9 @@ class Method:
     """Whether the forward mask is N:M along `out`, too, in layers where dgrad can be N:M."""
     paper_counts_masked: bool = False
     """Whether the paper counts GEMMs as sparse that are masked, but not N:M along the contraction axis."""
+    trains_weight: bool = True
+    """Whether the weight itself is trained. If not, it may be frozen: its layer is masked all the same if an optimizer
+    holds the weight, and this optimizer trains ``layer.parameters``."""
     latent: bool = True
     """Whether pruned entries of the parameter hold values that matter."""
     selects_entries: bool = False
@@ -155,6 +158,16 @@ class Method:
         inherited = (Method.backward_weight, MaskMethod.backward_weight)
         return type(self).backward_weight not in inherited
 
+    @property
+    def has_training_weight(self) -> bool:
+        """Whether training uses other values than W_F and W_B, see :meth:`training_weight`."""
+        return type(self).training_weight is not Method.training_weight
+
+    @property
+    def changes_pattern(self) -> bool:
+        """Whether the pattern of the masks may change, so that a plan of the costs looks at more than the schedule."""
+        return type(self).current_pattern is not Method.current_pattern
+
     def schedule(self, planned_steps: int | None) -> tuple[int, ...]:
         """The training steps at which something begins or ends; resolved once and kept as ``layer.progress.schedule``.
 
@@ -206,6 +219,14 @@ class Method:
     def forward_weight(self, layer: NMLayer, weight: Tensor) -> Tensor:
         """W_F, of the weight's shape; built with a select, so that pruned entries are +0.0."""
         return weight
+
+    def training_weight(self, layer: NMLayer, weight: Tensor) -> Tensor:
+        """What both GEMMs use in place of W_F and W_B while the layer's module is in training mode; W_F by default.
+
+        For methods that train by other values than those of the model, such as random or soft masks. State dicts,
+        files, statistics and evaluation have W_F. Where it is overridden, the products of layers count as dense.
+        """
+        return self.forward_weight(layer, weight)
 
     def backward_weight(self, layer: NMLayer, weight: Tensor) -> Tensor:
         """W_B, of the weight's shape; the forward weight unless overridden."""
@@ -273,8 +294,12 @@ class Method:
         """
         return False
 
-    def current_pattern(self, layer: NMLayer) -> NMPattern:
-        """The pattern of the masks now, for a method whose N changes while it trains; the layer's by default."""
+    def current_pattern(self, layer: NMLayer) -> NMPattern | None:
+        """The pattern of the masks now, for a method whose N changes while it trains; the layer's by default.
+
+        ``None`` while the masks hold to no N:M, as those that shrink entry by entry. Then no product counts as N:M, the
+        share of kept entries is measured, and ``violations`` of the sparsifier goes by the layer's pattern.
+        """
         return layer.spec.pattern
 
     def statistics(self, layers: Sequence[NMLayer]) -> dict[str, float]:

@@ -87,15 +87,32 @@ def unwrapped(optimizer: Optimizer) -> Optimizer:
 
 def trained_by(optimizers: Iterable[Optimizer] | None) -> Callable[[nn.Parameter], bool]:
     """Whether a parameter requires a gradient and is in one of the optimizers; without optimizers the former."""
+    is_held = held_by(optimizers)
+
+    def is_trained(parameter: nn.Parameter) -> bool:
+        return parameter.requires_grad and is_held(parameter)
+
+    return is_trained
+
+
+def held_by(optimizers: Iterable[Optimizer] | None) -> Callable[[nn.Parameter], bool]:
+    """Whether a parameter, frozen or not, is in one of the optimizers; without optimizers always."""
     held: set[int] = set()
     for optimizer in optimizers or ():
         for group in optimizer.param_groups:
             held.update(id(parameter) for parameter in group["params"])
 
-    def is_trained(parameter: nn.Parameter) -> bool:
-        return parameter.requires_grad and (not held or id(parameter) in held)
+    def is_held(parameter: nn.Parameter) -> bool:
+        return not held or id(parameter) in held
 
-    return is_trained
+    return is_held
+
+
+def trained_layer(layer: NMLayer, optimizers: Sequence[Optimizer]) -> bool:
+    """Whether the optimizers train a layer: its weight, or the parameters that its method owns."""
+    trains_weight = layer.spec.method.trains_weight
+    is_trained = trained_by(optimizers) if trains_weight else held_by(optimizers)
+    return is_trained(layer.optimizer_param)
 
 
 def changes_nothing(optimizer: Optimizer) -> bool:

@@ -10,6 +10,7 @@ from lightning_nm.nn.layer import NMLayer
 COUNTED = 1_008_000
 """Steps of a phase that are asked one by one whether their gradient is dense; more are taken to be like them."""
 _UNPLANNED = 5040  # the number of steps where it does not matter
+_LOOKS = 64  # at the masks of a method whose pattern changes between the moments of its schedule
 # Steps by which layers are told apart that take dense gradients at different times.
 _TOLD_APART = 64
 
@@ -19,7 +20,8 @@ def charge_plan(layers: Sequence[NMLayer], planned_steps: int | None) -> None:
 
     ``layer.mean_densities()`` is then the average over that training. The methods' and estimators' own hooks are asked:
     at each step of a schedule the masks are updated, and each step between counts as its GEMMs are then, with a dense
-    gradient where ``needs_dense_gradient`` asks for one. Changes of cost that no schedule tells are not known.
+    gradient where ``needs_dense_gradient`` asks for one. Where the pattern of the masks changes, they are also updated
+    at 64 moments of the training. Other changes of cost that no schedule tells are not known.
 
     Counters, masks and, where a method prunes for good, weights are changed, so the layers cannot be trained after it.
 
@@ -35,9 +37,12 @@ def charge_plan(layers: Sequence[NMLayer], planned_steps: int | None) -> None:
         for moment in (*progress.schedule, *progress.estimator_schedule):
             if 0 < moment < steps:
                 moments.add(moment)
-        for start, stop in pairwise(sorted(moments)):
+        looks = set()
+        if layer.spec.method.changes_pattern:
+            looks = {steps * k // _LOOKS for k in range(1, _LOOKS)}
+        for start, stop in pairwise(sorted(moments | looks)):
             progress.go_to(start)
-            if start in progress.schedule and start:
+            if start and (start in progress.schedule or start in looks):
                 with layer.full():
                     layer.spec.method.update(layer)
             dense = _dense_gradients(layer, start, stop, turns)

@@ -18,6 +18,7 @@ from torch.optim import SGD, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAd
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_nm.nn.layer import NMLayer
+from lightning_nm.nn.layer.gemms import kept_share
 from lightning_nm.nn.layer.memory import memory_state
 
 Scale = Literal["supar", "supar-lr"]
@@ -45,7 +46,7 @@ def density_of(layer: NMLayer) -> float:
     """The share of entries that the forward mask keeps now; 1 in a dense phase."""
     if not layer.masks.has_forward:
         return 1.0
-    return layer.spec.method.current_pattern(layer).density
+    return kept_share(layer)
 
 
 @torch.no_grad()

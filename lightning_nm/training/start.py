@@ -11,7 +11,7 @@ from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.layer.sharding import is_sharded
 from lightning_nm.nn.layer.state import saved_layer, state_difference
 from lightning_nm.nn.selection.selection import refuse_masked, refuse_nan
-from lightning_nm.training.optimizers import trained_by
+from lightning_nm.training.optimizers import trained_layer
 from lightning_nm.training.phases import plan_schedules
 
 
@@ -46,7 +46,7 @@ def refuse_to_mask(layers: Iterable[NMLayer], optimizers: Sequence[Optimizer]) -
         for holder in layer.spec.holders:
             refuse_masked(layer.name, *holder)
         for optimizer in optimizers:
-            if trained_by([optimizer])(layer.optimizer_param):
+            if trained_layer(layer, [optimizer]):
                 layer.spec.method.check_optimizer(layer, optimizer)
 
 

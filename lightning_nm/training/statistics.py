@@ -140,7 +140,9 @@ def violations(layers: Iterable[NMLayer]) -> int:
         if not spec.method.sparse_forward or spec.forward_reason:
             continue
         rows = layer.view.rows(layer.forward_weight())
-        count += int(count_violations(rows, spec.method.current_pattern(layer), dim=1))
+        # Where the masks hold to no N:M now, they are compared with what they are to become.
+        pattern = spec.method.current_pattern(layer) or spec.pattern
+        count += int(count_violations(rows, pattern, dim=1))
     return count
 
 

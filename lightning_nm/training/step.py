@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_nm.functional.schedule import within
 from lightning_nm.nn.layer import NMLayer
+from lightning_nm.nn.layer.gemms import kept_share
 from lightning_nm.training.forgotten import ForgottenCalls
 from lightning_nm.training.optimizers import (
     OwnedLayers,
@@ -464,6 +465,7 @@ def _count_cost(layer: NMLayer) -> None:
         progress.dense_gradient,
         progress.estimating,
         layer.param.requires_grad,
+        kept_share(layer),
         method.current_pattern(layer),
         method.gradient_at_pruned(layer),
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from lightning.pytorch.loggers import TensorBoardLogger
 
-from lightning_nm import BAME, CAST, MaskMonitor, NMSparsityCallback, RigL
+from lightning_nm import BAME, CAST, LBC, MaskMonitor, MaxQ, NMSparsityCallback, RigL
 from lightning_nm.callbacks.report.tensorboard import CHARTS, MODEL_ONLY
 from tests.support.event_files import Events
 from tests.support.lightning_models import Data, make_trainer, new_model
@@ -31,6 +31,8 @@ RUNS = {
         name: {"method": "transposable", "grad_estimator": name}
         for name in ("mvue", "approx-mvue", "top-n")
     },
+    "lbc": {"method": LBC(stop=2)},
+    "maxq": {"method": MaxQ(stop=2)},
     "bame": {"method": BAME(stop=4, every=1, evidence_rate=0.5)},
     "rigl": {"method": RigL(every=1, stop=4)},
     "cast": {"method": CAST(end=2)},

@@ -78,6 +78,26 @@ def sparsifier(method="bi-mask", preset="paper", pattern="2:4", **options):
             "flat",
             {"update_every": 40, "first_update": 39, "decay": 0},
         ),
+        ("lbc", "paper", ["1", "3"], "plain", {"stop": 0.5}),
+        (
+            "maxq",
+            "paper",
+            ["1", "3"],
+            "plain",
+            {"start": 0, "stop": 0.25, "ramp": "linear", "decay": 2e-4, "temperature": 0.01},
+        ),
+        (
+            "mask-logits",
+            "paper",
+            ["1", "3"],
+            "plain",
+            {
+                "temperature": (4, 0.05),
+                "scale": (100, 500),
+                "prior_strength": 3,
+                "weight_reg": 1e-5,
+            },
+        ),
         (
             "transposable",
             "fst",

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 N, M = 2, 4
+PATTERNS = np.array([p for p in itertools.product((1, 0), repeat=M) if sum(p) == N])
+"""The 6 patterns of a block, ``[C, M]``."""
 TILES = [
     np.array(rows)
     for rows in itertools.product(
@@ -60,6 +62,7 @@ class Case:
     drop: float = 0.0  # the share that RigL drops at first
     groups: int = 0  # CAST's numbers of the scale for each row
     end: int = 0  # the last step of a schedule
+    stop: int = 0  # the steps after which a mask that shrinks is N:M
 
 
 CONVOLUTIONS = ((4, 4, 2), (8, 4, 2), (4, 8, 2))
@@ -92,6 +95,22 @@ CASES = {
         (*range(1, 11), *range(36, 46)),
         flat=True,
         refresh=(1, 40),
+    ),
+    # arXiv 2206.06662: stem and head dense, scores trained as weights are, N:M after half of the training
+    "lbc": Case("lbc", CONVOLUTIONS, (False, True, True, False), 20, tuple(range(1, 21)), stop=10),
+    # arXiv 2312.07061: stem and head dense, blocks pruned over the first quarter, soft masks, decay in the gradient
+    "maxq": Case(
+        "maxq",
+        CONVOLUTIONS,
+        (False, True, True, False),
+        20,
+        tuple(range(1, 21)),
+        decay=2e-4,
+        stop=5,
+    ),
+    # arXiv 2409.17481: weights of masked layers frozen, head dense, annealed until the end, the prior by magnitude
+    "mask-logits": Case(
+        "mask-logits", ((8, 8, 1), (8, 8, 1)), (True, True, False), 20, tuple(range(1, 21)), stop=20
     ),
     # arXiv 2404.01847: a new mask after 40 steps, decay after clipping, the last sixth dense
     "fst": Case(
@@ -203,6 +222,12 @@ class Trace:
 
 def train(case):
     """The trace of a case."""
+    others = {"lbc": train_lbc, "maxq": train_maxq, "mask-logits": train_mask_logits}
+    return others.get(case.method, train_masks)(case)
+
+
+def train_masks(case):
+    """The trace of a method that selects masks from weights, or keeps them."""
     weights, trace = start(case), Trace()
     masked = [k for k, use in enumerate(case.masked) if use]
     masks, permutations, scales, state = {}, {}, {}, {}
@@ -221,7 +246,9 @@ def train(case):
             if case.method == "s-ste":
                 forward[k] = backward[k] = soft_threshold(weights[k], k, scales)
             if step < case.fades_until:
-                kept = shaped(case, weights[k], largest(np.abs(matrix_of(case, weights[k])), trace))
+                kept = from_matrix(
+                    case, largest(np.abs(as_matrix(case, weights[k])), trace), weights[k].shape
+                )
                 left = 1 - (step - 1) / (case.fades_until - 1)
                 forward[k] = backward[k] = weights[k] * (kept + (1 - kept) * left)
         gradients, inputs = differentiate(case, forward, backward, *batch(case, step))
@@ -248,11 +275,9 @@ def train(case):
             weights[k], state["momentum"][k] = weights[k] * both, state["momentum"][k] * both
             gradients[k] = gradients[k] * both
         if step in case.recorded:
-            trace.forward.append([masks[k][0].astype(bool) for k in masked])
-            trace.backward.append([masks[k][1].astype(bool) for k in masked])
-            trace.dx.append([inputs[k] for k in masked if k])
-            trace.dw.append([gradients[k] for k in masked])
-            trace.weights.append([weights[k] for k in masked])
+            forward_masks = {k: masks[k][0] for k in masked}
+            backward_masks = {k: masks[k][1] for k in masked}
+            record(trace, masked, forward_masks, backward_masks, inputs, gradients, weights)
         masks.update({k: (mask, mask) for k, mask in moved.items()})
     return trace
 
@@ -352,7 +377,7 @@ def adams(w, g, state, decays, ramp, decay, rate=0.02, betas=(0.9, 0.95), weight
 
 def select(case, k, weight, known, permutations, step, trace):
     """The forward and the backward mask of layer k in the forward pass of a step."""
-    matrix = matrix_of(case, weight)
+    matrix = as_matrix(case, weight)
     if case.method in ("asp", "rigl") and known is not None:
         return known
     if step < case.fades_until:
@@ -361,40 +386,185 @@ def select(case, k, weight, known, permutations, step, trace):
         if known is None:
             forward = largest(np.abs(matrix), trace)
         else:
-            forward = matrix_of(case, known[0])
-        backward = known and matrix_of(case, known[1])
+            forward = as_matrix(case, known[0])
+        backward = known and as_matrix(case, known[1])
         if step in case.refresh:
             backward = largest(np.abs(matrix * forward).T, trace).T * forward
-        return shaped(case, weight, forward), shaped(case, weight, backward)
+        return from_matrix(case, forward, weight.shape), from_matrix(case, backward, weight.shape)
     if case.method == "transposable":
         if step not in case.refresh:
             return known
-        mask = shaped(case, weight, best_tiles(matrix, trace))
+        mask = from_matrix(case, best_tiles(matrix, trace), weight.shape)
         return mask, mask
     mask = largest(np.abs(matrix), trace, M - 1 if step < case.wide_until else N)
     if case.method != "bi-mask":
-        return shaped(case, weight, mask), shaped(case, weight, mask)
+        return from_matrix(case, mask, weight.shape), from_matrix(case, mask, weight.shape)
     kept = matrix * mask
     if step in case.searches:
         permutations[k] = best_permutation(case, kept, case.searches.index(step))
     order = permutations.get(k, np.arange(len(kept)))
     back = np.zeros_like(mask)
     back[order] = largest(np.abs(kept[order]).T, trace).T
-    return shaped(case, weight, mask), shaped(case, weight, back * mask)
+    return from_matrix(case, mask, weight.shape), from_matrix(case, back * mask, weight.shape)
 
 
-def matrix_of(case, weight):
-    """A weight as rows in which M consecutive entries are a block."""
+def as_matrix(case, weight):
+    """``[out, in * taps]``, in the order in which blocks lie in it."""
     if case.flat:
         return weight.reshape(len(weight), -1)
     return np.moveaxis(weight, 1, -1).reshape(len(weight), -1)
 
 
-def shaped(case, weight, rows):
-    """Undo ``matrix_of``."""
-    if case.flat or weight.ndim == 2:
-        return rows.reshape(weight.shape)
-    return np.moveaxis(rows.reshape(len(weight), weight.shape[2], weight.shape[1]), -1, 1)
+def from_matrix(case, matrix, shape):
+    """Undo :func:`as_matrix` for a weight of this shape."""
+    if case.flat or len(shape) == 2:
+        return matrix.reshape(shape)
+    return np.moveaxis(matrix.reshape(shape[0], shape[2], shape[1]), -1, 1)
+
+
+def train_lbc(case):
+    """The trace of Learning Best Combination; 0 is the score of a removed pattern."""
+    weights, trace, state = start(case), Trace(), {}
+    masked = [k for k, use in enumerate(case.masked) if use]
+    # An entry is in 3 of the 6 patterns, whose scores add up to 1.
+    scores = {k: np.full((weights[k].size // M, len(PATTERNS)), 1 / 3) for k in masked}
+    alive = {k: np.ones(scores[k].shape, bool) for k in masked}
+    for step in range(1, case.steps + 1):
+        share = min((step - 1) / case.stop, 1)
+        count = 1 + int(np.ceil((len(PATTERNS) - 1) * (1 - share) ** 3 - 1e-12))
+        masks = {}
+        for k in masked:
+            for block, left in zip(scores[k], alive[k], strict=True):
+                while left.sum() > count:
+                    lowest, second = np.argsort(np.where(left, block, np.inf))[:2]
+                    trace.margin = min(
+                        trace.margin, (block[second] - block[lowest]) / abs(block).max()
+                    )
+                    left[lowest] = False
+            scores[k] = np.where(alive[k], scores[k], 0)
+            kept = (alive[k] @ PATTERNS > 0).astype(float)
+            masks[k] = from_matrix(case, kept.reshape(len(weights[k]), -1), weights[k].shape)
+            weights[k] = weights[k] * masks[k]
+        gradients, inputs = differentiate(case, weights, weights, *batch(case, step))
+        of_scores = []
+        for k in masked:
+            of_mask = as_matrix(case, gradients[k] * weights[k]).reshape(-1, M)
+            of_scores.append((of_mask @ PATTERNS.T) * alive[k])
+            gradients[k] = gradients[k] * masks[k]
+        if count == 1:
+            of_scores = [np.zeros_like(each) for each in of_scores]
+        trained = sgd([*weights, *(scores[k] for k in masked)], [*gradients, *of_scores], state)
+        weights = trained[: len(weights)]
+        scores = dict(zip(masked, trained[len(weights) :], strict=True))
+        weights = [w * masks[k] if k in masks else w for k, w in enumerate(weights)]
+        if step in case.recorded:
+            record(trace, masked, masks, masks, inputs, gradients, weights)
+    return trace
+
+
+def train_maxq(case):
+    """The trace of MaxQ: the soft masks are those of the code, by ranks."""
+    weights, trace, state = start(case), Trace(), {}
+    masked = [k for k, use in enumerate(case.masked) if use]
+    for step in range(1, case.steps + 1):
+        share = max(1 - (step - 1) / case.stop, 0)
+        masks, forward = {}, list(weights)
+        for k in masked:
+            matrix = as_matrix(case, weights[k])
+            mask = largest(abs(matrix), trace).reshape(-1, M)
+            sums = abs(matrix).reshape(-1, M).sum(1)
+            order = np.argsort(sums)
+            dense = int(share * len(sums))
+            if 0 < dense < len(sums):
+                trace.margin = min(trace.margin, sums[order[dense]] / sums[order[dense - 1]] - 1)
+            mask[order[:dense]] = 1
+            masks[k] = from_matrix(case, mask.reshape(matrix.shape), weights[k].shape)
+            filters = soft_mask(weights[k].reshape(len(weights[k]), -1), trace)
+            positions = soft_mask(weights[k].reshape(-1, weights[k].shape[2]).T, trace)
+            soft = filters.reshape(weights[k].shape) + positions.T.reshape(weights[k].shape)
+            forward[k] = weights[k] * masks[k] * (1 + soft)
+        gradients, inputs = differentiate(case, forward, forward, *batch(case, step))
+        for k in masked:
+            gradients[k] = gradients[k] + case.decay * (1 - masks[k]) * weights[k]
+        weights = sgd(weights, gradients, state)
+        if step in case.recorded:
+            record(trace, masked, masks, masks, inputs, gradients, weights)
+    return trace
+
+
+def soft_mask(rows, trace, tau=0.01):
+    """For each row, sigmoid((|w| - threshold) / tau) at the largest N / M of its entries, 0 elsewhere."""
+    soft = np.zeros_like(rows)
+    for values_of_row, result in zip(abs(rows), soft, strict=True):
+        order = np.argsort(values_of_row)
+        below = int((M - N) / M * len(order))
+        threshold = values_of_row[order[below - 1 : below + 1]].mean()
+        trace.margin = min(trace.margin, values_of_row[order[below]] / threshold - 1)
+        above = order[below:]
+        result[above] = 1 / (1 + np.exp(-(values_of_row[above] - threshold) / tau))
+    return soft
+
+
+def first_noise(count, layer):
+    """What takes the place of the normal numbers of a layer's first logits."""
+    return values((count,), 700 + layer)
+
+
+def gumbel_noise(count, layer, step):
+    """What takes the place of Gumbel numbers in a step, from 1."""
+    return 2 * values((count,), 800 + 100 * layer + step)
+
+
+def train_mask_logits(case, strength=3.0, regularisation=1e-5):
+    """The trace of MaskLLM: of masked layers the gradients and values are those of the logits."""
+    weights, trace, state = start(case), Trace(), {}
+    masked = [k for k, use in enumerate(case.masked) if use]
+    logits = {}
+    for k in masked:
+        blocks = as_matrix(case, weights[k]).reshape(-1, M)
+        prior = largest(abs(blocks), trace)
+        noise = first_noise(len(blocks) * len(PATTERNS), k).reshape(len(blocks), -1)
+        logits[k] = 0.01 * noise + strength * 0.01 * (prior @ PATTERNS.T - 1)
+    for step in range(1, case.steps + 1):
+        progress = (step - 1) / case.stop
+        scale, tau = 100 + 400 * progress, 4 + (0.05 - 4) * progress
+        hard, forward, choices, soft = {}, list(weights), {}, {}
+        for k in masked:
+            ranked = np.sort(logits[k], axis=1)
+            trace.margin = min(trace.margin, (1 - ranked[:, -2] / ranked[:, -1]).min())
+            best = PATTERNS[logits[k].argmax(1)].astype(float)
+            hard[k] = from_matrix(case, best.reshape(len(weights[k]), -1), weights[k].shape)
+            z = (
+                scale * logits[k] + gumbel_noise(logits[k].size, k, step).reshape(logits[k].shape)
+            ) / tau
+            e = np.exp(z - z.max(1, keepdims=True))
+            choices[k] = e / e.sum(1, keepdims=True)
+            mask = (choices[k] @ PATTERNS).reshape(len(weights[k]), -1)
+            soft[k] = from_matrix(case, mask, weights[k].shape)
+            forward[k] = weights[k] * soft[k]
+        gradients, inputs = differentiate(case, forward, forward, *batch(case, step))
+        for k in masked:
+            # L - r (1 - t / T) sum (W m)^2
+            fading = regularisation * (1 - progress)
+            of_mask = gradients[k] * weights[k] - 2 * fading * weights[k] ** 2 * soft[k]
+            of_choice = as_matrix(case, of_mask).reshape(-1, M) @ PATTERNS.T
+            mean = (choices[k] * of_choice).sum(1, keepdims=True)
+            gradients[k] = scale / tau * choices[k] * (of_choice - mean)
+        trained = sgd([logits.get(k, w) for k, w in enumerate(weights)], gradients, state)
+        logits = {k: trained[k] for k in masked}
+        weights = [w if k in logits else trained[k] for k, w in enumerate(weights)]
+        if step in case.recorded:
+            record(trace, masked, hard, hard, inputs, gradients, logits)
+    return trace
+
+
+def record(trace, masked, forward, backward, inputs, gradients, weights):
+    """Add a step to the trace."""
+    trace.forward.append([forward[k].astype(bool) for k in masked])
+    trace.backward.append([backward[k].astype(bool) for k in masked])
+    trace.dx.append([inputs[k] for k in masked if k])
+    trace.dw.append([gradients[k] for k in masked])
+    trace.weights.append([weights[k] for k in masked])
 
 
 def soft_threshold(weight, k, scales):

@@ -7,6 +7,8 @@ from torch import nn
 
 from lightning_nm import CAST, STEP, DecayingMask, NMSparsifier, RigL, preset_method
 from lightning_nm.functional import permutation
+from lightning_nm.methods import MaskLogits, mask_logits
+from tests.golden import oracle
 from tests.golden.files import arrays, load
 from tests.golden.oracle import CASES, Trace, batch, candidates, start, train
 
@@ -67,6 +69,7 @@ def run(name, monkeypatch, **options):
         "_shuffles",
         lambda count, size, generator, device: torch.tensor(candidates(size, count, 0)),
     )
+    give_noise(monkeypatch)
     model = Network(case, linear=all(taps == 1 for _, _, taps in case.sizes))
     settings = {"method": case.method, "preset": PRESETS[name], "planned_steps": case.steps}
     if name in WITHOUT_PRESET:
@@ -99,10 +102,32 @@ def run(name, monkeypatch, **options):
             trace.forward.append(forward)
             trace.backward.append(backward)
             trace.dx.append([gradients[k] for k in masked if k])
-            trace.dw.append([weights[k].grad.numpy().copy() for k in masked])
-            trace.weights.append([weights[k].detach().numpy().copy() for k in masked])
+            trained = [sparsifier.layers[each].parameters.get("logits") for each in names]
+            trained = [
+                weights[k] if own is None else own for k, own in zip(masked, trained, strict=True)
+            ]
+            trace.dw.append([each.grad.numpy().copy() for each in trained])
+            trace.weights.append([each.detach().numpy().copy() for each in trained])
         sparsifier.step()
     return trace
+
+
+def give_noise(monkeypatch):
+    """The logits of masks get the oracle's noise: the words of a step name the layer and the step."""
+
+    def words(layer, step):
+        number = 0 if step == "first" else step + 1
+        return torch.tensor([int(layer.name.rpartition(".")[2]), number, 0, 0])
+
+    def first(count, seed):
+        return torch.tensor(oracle.first_noise(count, int(seed[0])))
+
+    def gumbel(count, seed):
+        return torch.tensor(oracle.gumbel_noise(count, int(seed[0]), int(seed[1])))
+
+    monkeypatch.setattr(MaskLogits, "_words", staticmethod(words))
+    monkeypatch.setattr(mask_logits, "normal_noise", first)
+    monkeypatch.setattr(mask_logits, "gumbel_noise", gumbel)
 
 
 def masks_of(layer):
@@ -174,6 +199,11 @@ def test_the_preset_gives_the_committed_trace(name, monkeypatch):
         ("slope", {"method": preset_method("slope", first_refresh=100)}),
         ("rigl", {"method": RigL(every=4, stop=18, drop=0.45)}),
         ("cast", {"method": CAST(decay=0.011, refresh_every=3, end=17)}),
+        ("lbc", {"method": preset_method("lbc", stop=0.6)}),
+        ("maxq", {"method": preset_method("maxq", ramp="cubic")}),
+        ("maxq", {"method": preset_method("maxq", temperature=0.02)}),
+        ("mask-logits", {"method": preset_method("mask-logits", weight_reg=2e-5)}),
+        ("mask-logits", {"method": preset_method("mask-logits", scale=(100, 400))}),
     ],
     ids=[
         "layout",
@@ -188,6 +218,11 @@ def test_the_preset_gives_the_committed_trace(name, monkeypatch):
         "refresh",
         "drop",
         "decay",
+        "stop",
+        "ramp",
+        "temperature",
+        "penalty",
+        "annealing",
     ],
 )
 def test_another_setting_gives_another_trace(name, options, monkeypatch):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_nm import BAME, MVUE, NMSparsifier, TransposableMask
+from lightning_nm import BAME, LBC, MVUE, MaxQ, NMSparsifier, TransposableMask
 from lightning_nm import functional as nmf
 from lightning_nm.kernels import Router, SimulatedSparseKernel, routing
 from lightning_nm.kernels.cpu import CpuCsrKernel, CpuPermuteKernel
@@ -35,6 +35,8 @@ METHODS = {
     "transposable": lambda: TransposableMask(update_every=2),
     "bi-mask": lambda: "bi-mask",
     "bame": lambda: BAME(stop=100, every=2, budget=1.0, evidence="batch"),
+    "lbc": lambda: LBC(stop=3),
+    "maxq": lambda: MaxQ(stop=0),
     "soft-threshold": SoftThreshold,
 }
 CASES = [

@@ -11,10 +11,13 @@ from lightning_nm import (
     ASP,
     BAME,
     CAST,
+    LBC,
     MVUE,
     STEP,
     ApproxMVUE,
     DecayingMask,
+    MaskLogits,
+    MaxQ,
     RigL,
     SLoPe,
     TopN,
@@ -40,6 +43,9 @@ METHODS = {
     "slope": lambda: SLoPe(refresh_every=2),
     "rigl": lambda: RigL(every=1, stop=100, drop=0.9),
     "cast": lambda: CAST(decay=1e-3, refresh_every=2, end=3),
+    "lbc": lambda: LBC(stop=3),
+    "mask-logits": lambda: MaskLogits(stop=6),
+    "maxq": lambda: MaxQ(start=1, stop=4, decay=1e-2),
     "soft-threshold": SoftThreshold,
     "scaled-mask": ScaledMask,
 }
@@ -55,10 +61,14 @@ WEIGHT_GRADIENTS = {
     "rigl": _at_kept_entries,
     "slope": _at_kept_entries,
     "scaled-mask": lambda layer, grad: 1.5 * grad,
+    "mask-logits": lambda layer, grad: None,
 }
-"""The gradient that W receives in the first step, from the layer and dL/dW_F; by default dL/dW_F itself."""
+"""The gradient that W receives in the first step, from the layer and dL/dW_F, which it is by default; None for none."""
 
-WITHOUT_LATENT_WEIGHTS = ("asp", "bame", "rigl", "slope")
+OWNERS = ("scaled-mask", "lbc", "mask-logits")
+"""Methods that own a parameter: Muon, which trains matrices alone, is refused."""
+
+WITHOUT_LATENT_WEIGHTS = ("asp", "bame", "lbc", "rigl", "slope")
 """How the names of rows begin whose methods keep pruned entries at zero."""
 LEAVES_GRADIENTS_OUT = (*WITHOUT_LATENT_WEIGHTS, "cast")
 """Of those that need no gradient at pruned entries in some steps."""

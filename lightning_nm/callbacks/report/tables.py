@@ -168,6 +168,24 @@ def phases(sparsifier: NMSparsifier) -> list[str]:
     return list(dict.fromkeys(lines))
 
 
+def owned_parameters(sparsifier: NMSparsifier) -> list[str]:
+    """Return a line for each method that owns parameters: how many, and the memory that they take."""
+    numbers: dict[str, list[int]] = {}  # by method: parameters, their bytes, entries of the weights
+    for layer in sparsifier.layers.values():
+        if not layer.parameters:
+            continue
+        sums = numbers.setdefault(type(layer.spec.method).__name__, [0, 0, 0])
+        for parameter in layer.parameters.values():
+            sums[0] += parameter.numel()
+            sums[1] += parameter.numel() * parameter.element_size()
+        sums[2] += layer.view.shape.numel()
+    return [
+        f"{method} trains {count:,} parameters of its own, {count / entries:.3g} for each masked weight: "
+        f"{size / 2**20:,.1f} MiB, and as much for each gradient and each tensor of the optimizer's state"
+        for method, (count, size, entries) in numbers.items()
+    ]
+
+
 def _steps(window: Sequence[int], after: str) -> str:
     """The first step and, if there is one, the last step, after which something ends."""
     if len(window) == 1:
@@ -221,6 +239,8 @@ def print_layers(sparsifier: NMSparsifier, console: Console | None = None) -> No
         print_note(console, f"preset {sparsifier.config.preset}, {preset}")
     for phase in phases(sparsifier):
         console.print(phase, style="dim")
+    for owned in owned_parameters(sparsifier):
+        print_note(console, owned)
     masked = sparsifier.shares()
     if masked["parameters"]:
         console.print(f"masked: {_share(masked)}")

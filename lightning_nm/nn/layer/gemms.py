@@ -82,13 +82,38 @@ def layer_gemms(layer: NMLayer) -> Gemms:
     return Gemms(*(find(layer) for find in LAYER_GEMMS.values()))
 
 
+_SOFT = "other values than W_F while it trains"
+
+
 def _forward(layer: NMLayer) -> Gemm:
     spec = layer.spec
     if not spec.method.uses_masks:
         return Gemm()
-    if layer.masks.has_forward:
-        return Gemm.sparse(spec.method.current_pattern(layer))
-    return Gemm(reason=spec.forward_reason or "dense phase")
+    if not layer.masks.has_forward:
+        return Gemm(reason=spec.forward_reason or "dense phase")
+    if spec.method.has_training_weight:
+        return Gemm(reason=_SOFT)
+    pattern = spec.method.current_pattern(layer)
+    if pattern is None:
+        return _masked(layer, "not N:M yet")
+    return Gemm.sparse(pattern)
+
+
+def _masked(layer: NMLayer, reason: str) -> Gemm:
+    """A GEMM of W_F that is N:M along another axis than the contracted one, or along none."""
+    density = kept_share(layer)
+    return Gemm(
+        kind="masked",
+        reason=reason,
+        arithmetic=density,
+        paper=density if layer.spec.method.paper_counts_masked else 1.0,
+    )
+
+
+def kept_share(layer: NMLayer) -> float:
+    """The share of entries that the forward mask keeps: that of the pattern, or measured where there is none now."""
+    pattern = layer.spec.method.current_pattern(layer)
+    return layer.masks.density if pattern is None else pattern.density
 
 
 def _dgrad(layer: NMLayer) -> Gemm:
@@ -98,22 +123,20 @@ def _dgrad(layer: NMLayer) -> Gemm:
     pattern = method.current_pattern(layer)
     if not method.uses_masks:
         return Gemm()
-    if masks.has_backward:
+    if masks.has_backward and pattern is not None:
         return Gemm.sparse(pattern, masks.backward_density)
     if not masks.has_forward:
         return Gemm(reason=spec.dgrad_reason)
-    if method.transposable and not spec.dgrad_reason:
+    if method.has_training_weight:
+        return Gemm(reason=_SOFT)
+    if method.transposable and pattern is not None and not spec.dgrad_reason:
         return Gemm.sparse(pattern)
-    return Gemm(
-        kind="masked",
-        reason=spec.dgrad_reason or "not N:M along out",
-        arithmetic=pattern.density,
-        paper=pattern.density if method.paper_counts_masked else 1.0,
-    )
+    return _masked(layer, spec.dgrad_reason or "not N:M along out")
 
 
 def _wgrad(layer: NMLayer) -> Gemm:
-    if not layer.param.requires_grad:
+    # Parameters of the method get their gradients by that of the weight.
+    if not layer.param.requires_grad and not layer.parameters:
         return Gemm("none", reason="frozen, so no weight gradient")
     method = layer.spec.method
     estimator = layer.spec.estimator
@@ -121,7 +144,7 @@ def _wgrad(layer: NMLayer) -> Gemm:
     exact = Gemm()
     is_masked = method.uses_masks and layer.masks.has_forward
     if is_masked and not method.gradient_at_pruned(layer):
-        density = method.current_pattern(layer).density
+        density = kept_share(layer)
         exact = Gemm(
             kind="outputs",
             reason="dW at kept entries alone",

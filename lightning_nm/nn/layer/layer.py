@@ -260,6 +260,18 @@ class NMLayer(HasHandle):
             setattr(other, name, part)
         return other
 
+    def refuse_tensor_parallel(self, what: str) -> None:
+        """Raise a ``ValueError`` if each process multiplies by its own part of the weight, for a method that needs all.
+
+        Args:
+            what: What the method needs the whole weight for, a noun phrase.
+        """
+        if self.spec.tensor_parallel:
+            raise ValueError(
+                f"tensor parallelism cuts the weight of layer '{self.name}', but {type(self.spec.method).__name__} has "
+                f"{what}: use FSDP or DDP, name the layer in `exclude`, or use another method"
+            )
+
     def adopt(self, other: NMLayer) -> None:
         """Take over the masks, buffers and parameters of a copy; known parameters are written in place."""
         self.masks = other.masks

@@ -37,6 +37,8 @@ class LayerMasks:
         """int64 ``[out]``: the order of the output rows in which the backward mask is N:M."""
         self.backward_density: float | None = None
         """Share of the weight that the backward mask keeps, when last measured."""
+        # What `density` measured, and the generation of the masks that it belongs to.
+        self._density: tuple[int, float] | None = None
         # Forward mask bits that the last update changed, int64 without axes.
         self.flips: Tensor | None = None
         # Forward mask bits that all updates together changed.
@@ -59,6 +61,19 @@ class LayerMasks:
         It also differs after a write to the bits or the permutation from outside, if torch counts the write.
         """
         return self.generation, tuple(memory_state(tensor) for tensor in self.tensors())
+
+    @property
+    def density(self) -> float:
+        """Share of the weight that the forward mask keeps, 1 without one.
+
+        It is measured once for each move of the masks, and then waits for the device.
+        """
+        if self.bits is None or not self.has_forward:
+            return 1.0
+        if self._density is None or self._density[0] != self.generation:
+            kept = torch.count_nonzero(self.bits & FORWARD_BIT)
+            self._density = (self.generation, int(kept) / self.bits.numel())
+        return self._density[1]
 
     def tensors(self) -> list[Tensor]:
         """What the masks are made of."""

@@ -63,18 +63,24 @@ class WeightView:
         return storage.unpack_by_rows(weight)
 
     def forward_of(self, weight: Tensor) -> Tensor:
-        """W_F, of the weight's shape, from the parameter as products get it."""
+        """W_F, or the method's training weight, of the weight's shape, from the parameter as products get it."""
         layer = self._layer
         if layer.storage is not None:
             return weight if weight.shape == layer.storage.shape else layer.storage.unpack(weight)
-        return layer.spec.method.forward_weight(layer, weight)
+        method = layer.spec.method
+        if method.has_training_weight and layer.spec.module.training:
+            return method.training_weight(layer, weight)
+        return method.forward_weight(layer, weight)
 
     def backward_of(self, weight: Tensor) -> Tensor:
-        """W_B, of the weight's shape, from the parameter as products get it."""
+        """W_B, or the method's training weight, of the weight's shape, from the parameter as products get it."""
         layer = self._layer
         if layer.storage is not None:
             return weight if weight.shape == layer.storage.shape else layer.storage.unpack(weight)
-        return layer.spec.method.backward_weight(layer, weight)
+        method = layer.spec.method
+        if method.has_training_weight and layer.spec.module.training:
+            return method.training_weight(layer, weight)
+        return method.backward_weight(layer, weight)
 
     def unrows(self, tensor: Tensor) -> Tensor:
         """Undo :meth:`rows`."""

@@ -28,7 +28,7 @@ def packable_forward(layer: NMLayer, weight: Tensor, dtype: torch.dtype) -> Tens
     bits = masks.bits if masks.has_forward and method.selects_entries else None
     # The one pass walks weight and bits together, so both must lie in the same order.
     if bits is None or bits.stride() != weight.stride():
-        weight_oi = layer.view.matrix(method.forward_weight(layer, weight))
+        weight_oi = layer.view.matrix(layer.view.forward_of(weight))
         return weight_oi.to(dtype).contiguous()
     return masked_forward(layer.view.matrix(weight), layer.view.matrix(bits), dtype)
 
@@ -44,7 +44,7 @@ def packable_backward(layer: NMLayer, weight: Tensor, dtype: torch.dtype) -> Ten
     has_mask = masks.has_forward or own_backward
     bits = masks.bits if has_mask and method.selects_entries else None
     if bits is None or bits.stride() != weight.stride():
-        weight_oi = layer.view.matrix(method.backward_weight(layer, weight))
+        weight_oi = layer.view.matrix(layer.view.backward_of(weight))
         return _transposed(weight_oi.to(dtype), order)
     return masked_backward(
         layer.view.matrix(weight), layer.view.matrix(bits), dtype, order, own_backward=own_backward

@@ -371,7 +371,7 @@ class _Embedding(torch.autograd.Function):
         ctx.by_frequency = by_frequency
         method = layer.spec.method
         if not method.selects_entries:
-            return F.embedding(tokens, method.forward_weight(layer, weight))
+            return F.embedding(tokens, layer.view.forward_of(weight))
         # Only the rows that are looked up are masked: W_F of a large vocabulary is never made.
         rows = F.embedding(tokens, weight)
         mask = layer.masks.forward_view

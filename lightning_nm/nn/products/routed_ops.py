@@ -83,6 +83,10 @@ def product_now(
     sparsity = _SPARSITY.get(gemm_now.kind)
     if sparsity == "masked" and not spec.method.selects_entries:
         sparsity = None  # the method's own backward weight may have values at entries that the forward mask prunes
+    # A masked operand is not N:M along its depth, but its mask is N:M along the other axis: not while it is so nowhere.
+    pattern = gemm_now.pattern or spec.method.current_pattern(layer)
+    if pattern is None:
+        sparsity = None
     reason = ""
     if conv is not None and gemm == "wgrad" and is_estimating(layer):
         reason = ESTIMATED_CONVOLUTION
@@ -90,11 +94,9 @@ def product_now(
         reason = "none of its operands is N:M"
         if gemm_now.reason:
             reason = f"{gemm_now.label}; {gemm_now.reason}"
-    if reason or sparsity is None:
+    if reason or sparsity is None or pattern is None:
         key = GemmKey(gemm, *size, x.dtype, spec.pattern, device)
         return Product(spec.name, key, reason)
-    # A masked operand is not N:M along its depth, but its mask is N:M along the other axis.
-    pattern = gemm_now.pattern or spec.method.current_pattern(layer)
     # Only a backward mask is N:M in another order of the rows, and convolutions keep the order of memory.
     has_order = masks.has_backward and masks.permutation is not None
     permuted = conv is None and gemm == "dgrad" and has_order

@@ -113,6 +113,7 @@ def select(
     skip_last: bool = True,
     seed: int = 0,
     is_trained: Trained | None = None,
+    is_held: Trained | None = None,
     continued: Collection[str] = (),
     saved_first_last: Mapping[str, str] | None = None,
 ) -> Selection:
@@ -129,6 +130,7 @@ def select(
         skip_last: Leave the last linear layer dense.
         seed: Base of the layers' random choices.
         is_trained: Layers for which it is false stay dense and wait; ``None`` masks frozen layers, too.
+        is_held: The same for layers whose method does not train the weight; ``is_trained`` by default.
         continued: Names of layers that are masked all the same, because a saved state has masks for them.
         saved_first_last: ``Selection.first_last`` of the training that goes on from a saved state; by default they are
             the first convolution and the last linear layer that are trained, in the order of registration.
@@ -141,6 +143,8 @@ def select(
     named = _names_in(rules)
     candidates = list(candidates_of(model, selection, "channels", named))
     ties = Ties(model, candidates, named)
+    if is_trained is not None and is_held is not None:
+        is_trained = _by_method(candidates, rules, ties, is_trained, is_held)
     # Before the globs are checked, so that one that matches embeddings alone is refused with the reason.
     candidates = _leave_out_lookups(candidates, ties, selection)
     _check_globs(model, rules, exclude, candidates, selection)
@@ -215,6 +219,26 @@ def _first_match(rules: Sequence[Rule], names: Sequence[str]) -> Rule | None:
         if rule.matches(*names):
             return rule
     return None
+
+
+def _by_method(
+    candidates: Sequence[Candidate],
+    rules: Sequence[Rule],
+    ties: Ties,
+    is_trained: Trained,
+    is_held: Trained,
+) -> Trained:
+    """Return whether an optimizer trains a layer, of whose weight the method may need no training."""
+    only_held = set()
+    for candidate in candidates:
+        rule = _first_match(rules, ties.names(candidate))
+        if rule is not None and not rule.method.trains_weight:
+            only_held.add(id(candidate.weight))
+
+    def by_method(parameter: nn.Parameter) -> bool:
+        return is_held(parameter) if id(parameter) in only_held else is_trained(parameter)
+
+    return by_method
 
 
 def _why_left_out(

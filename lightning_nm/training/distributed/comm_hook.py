@@ -68,7 +68,11 @@ class CommHookState:
         if layer is None or layer.param is not parameter or layer.storage is not None:
             return None  # of a packed weight the gradient is that of kept entries
         # Without a mask every entry is kept, and some methods read the gradient of pruned entries, too.
-        if layer.masks.forward_view is None or layer.spec.method.gradient_at_pruned(layer):
+        method = layer.spec.method
+        if layer.masks.forward_view is None or method.gradient_at_pruned(layer):
+            return None
+        # Without an N the size of a message would depend on the masks.
+        if method.current_pattern(layer) is None:
             return None
         return layer
 
@@ -100,6 +104,7 @@ def kept_entries(layer: NMLayer) -> Tensor:
     kept = layer.masks.forward_view
     assert kept is not None
     pattern = layer.spec.method.current_pattern(layer)
+    assert pattern is not None  # CommHookState.sparse() leaves such layers out
     m = pattern.m
     blocks = as_blocks(layer.view.rows(kept), m)
     # No two keys of a block are equal, so the order is the same in every process.

@@ -96,14 +96,17 @@ class WholeValues:
     def forward_weight(self, layer: ExpertLayer, weight: Tensor) -> Tensor:
         """Return W_F of the expert."""
         if self._forward is None:
-            self._forward = self._layer.spec.method.forward_weight(self._layer, self._weight)
+            self._forward = self._layer.view.forward_of(self._weight)
         return self._forward[layer.expert]
+
+    # Both are made as the whole layer's products make them.
+    training_weight = forward_weight
 
     @torch.no_grad()
     def backward_weight(self, layer: ExpertLayer, weight: Tensor) -> Tensor:
         """Return W_B of the expert."""
         if self._backward is None:
-            self._backward = self._layer.spec.method.backward_weight(self._layer, self._weight)
+            self._backward = self._layer.view.backward_of(self._weight)
         return self._backward[layer.expert]
 
     def release(self) -> None:

@@ -158,7 +158,7 @@ class _ForwardWeight(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, layer: NMLayer, weight: Tensor) -> Tensor:
-        made = layer.spec.method.forward_weight(layer, weight)
+        made = layer.view.forward_of(weight)
         return weight.clone() if made is weight else made
 
     @staticmethod

@@ -1,0 +1,213 @@
+"""Learning Best Combination: all N:M patterns of a block have scores, and the lowest are removed one by one."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_nm.functional import pack_mask, unpack_mask
+from lightning_nm.functional.block_patterns import patterns_of_layer, surviving
+from lightning_nm.functional.evolution import as_blocks, from_blocks
+from lightning_nm.functional.pattern import NMPattern
+from lightning_nm.functional.schedule import Moment, check_moment, resolve_moment
+from lightning_nm.functional.select import mask_, masked
+from lightning_nm.methods.base import MaskMethod
+from lightning_nm.nn.layer import NMLayer
+
+SCORES = "scores"
+"""The layer's parameter: a score for each pattern of each block, ``[out, blocks, C]``; 0 once it is removed."""
+REMOVED = "removed"
+"""The layer's buffer: whether each of them is removed, one bit each."""
+PATTERNS = "patterns"
+"""The layer's buffer: uint8 ``[C, M]``, 1 where a pattern keeps an entry."""
+
+
+class LBC(MaskMethod):
+    r"""Learning Best Combination (Zhang et al., NeurIPS 2022, arXiv 2206.06662): patterns compete within each block.
+
+    Each block has a score for each of its :math:`C = \binom{M}{N}` patterns, at first :math:`1 / \binom{M-1}{N-1}`.
+    An entry is kept while any pattern that is left keeps it, so training starts dense. After training step t the
+    lowest scores of each block are removed for good until
+
+    .. math:: 1 + \lceil (C - 1) (1 - t / t_f)^3 \rceil
+
+    are left; of equal ones, that whose entries have the smallest sum of magnitudes. **Masks are N:M from** ``stop``
+    **on**: before, no product counts as N:M, and ``violations`` counts the blocks that keep more.
+
+    The score s of a pattern P that is left gets the straight-through gradient :math:`dL/ds = \sum_{i \in P} W_i\,
+    dL/dW_{F,i}`. Weights get the gradient of kept entries. Pruned entries never return, and are zero in the parameter.
+
+    Scores are trained by the optimizer of the weight, in its parameter group, as in the paper. They take C / M numbers
+    of at least 32 bits for each weight, and the optimizer's state for them: 1.5 at 2:4, 1 at 1:16, 8.75 at 4:8.
+
+    Args:
+        stop: :math:`t_f`, from which one pattern is left: an integer counts training steps, a float in [0, 1] is a
+            share of the planned ones. The paper's is 0.5. 0 keeps the largest magnitudes from the first step on.
+
+    Raises:
+        TypeError: If ``stop`` is neither an integer nor a float.
+        ValueError: If ``stop`` is negative or a share above 1; when training starts, if a share is given but no number
+            of steps, or, naming the layer, if the pattern has more than 256 combinations or tensor parallelism cuts the
+            weight.
+
+    Example:
+        >>> LBC(stop=0.5).schedule(planned_steps=1000)
+        (500,)
+    """
+
+    short_name = "lbc"
+    restores_masks = True
+    latent = False
+    # The paper counts all three GEMMs by the share of kept entries.
+    paper_counts_masked = True
+
+    def __init__(self, stop: Moment = 0.5) -> None:
+        check_moment("stop", stop)
+        self.stop = stop
+
+    def schedule(self, planned_steps: int | None) -> tuple[int, ...]:
+        """The training step from which masks are N:M."""
+        return (resolve_moment(self, "stop", self.stop, planned_steps),)
+
+    def check(self, planned_steps: int | None) -> None:
+        """Warn of a stop that the training does not reach."""
+        (stop,) = self.schedule(planned_steps)
+        if planned_steps is not None and stop > planned_steps:
+            warnings.warn(
+                f"LBC's masks never become N:M: stop={self.stop} is step {stop} of {planned_steps}; "
+                "use a smaller `stop`",
+                stacklevel=2,
+            )
+
+    def current_pattern(self, layer: NMLayer) -> NMPattern | None:
+        """The layer's pattern once one combination of each block is left, ``None`` before."""
+        return layer.spec.pattern if _finished(layer) else None
+
+    def init_masks(self, layer: NMLayer) -> None:
+        """Give all patterns the same score, so that every entry is kept."""
+        layer.set_masks(None)
+        layer.buffers.clear()
+        if layer.spec.forward_reason:
+            return
+        layer.refuse_tensor_parallel("scores of all blocks")
+        patterns = patterns_of_layer(layer.name, layer.pattern)
+        count, m = patterns.shape
+        rows = layer.view.rows_shape(layer.weight)
+        blocks = rows.numel() // m
+        device = layer.weight.device
+        # One pattern in C(M-1, N-1) keeps a certain entry: the scores of those that do add up to 1.
+        score = 1 / math.comb(m - 1, layer.pattern.n - 1)
+        dtype = torch.promote_types(layer.weight.dtype, torch.float32)
+        # Three dimensions: Muon takes those of two for matrices of a layer.
+        scores = torch.full((rows[0], blocks // rows[0], count), score, dtype=dtype, device=device)
+        if SCORES in layer.parameters:
+            # The optimizer may hold this object.
+            layer.parameters[SCORES].data.copy_(scores)
+        else:
+            layer.parameters[SCORES] = nn.Parameter(scores)
+        layer.buffers[PATTERNS] = patterns.to(device, torch.uint8)
+        layer.buffers[REMOVED] = torch.zeros(
+            (scores.numel() + 7) // 8, dtype=torch.uint8, device=device
+        )
+        layer.set_masks(torch.ones(layer.view.shape, dtype=torch.bool, device=device))
+        self.update(layer)
+
+    @torch.no_grad()
+    def update(self, layer: NMLayer) -> None:
+        """Remove the lowest scores of each block, as many as it is time for, and what they alone kept."""
+        scores = layer.parameters.get(SCORES)
+        if scores is None:
+            return
+        (stop,) = layer.progress.schedule
+        total = scores.shape[-1]
+        left = surviving(total, layer.progress.clock, stop)
+        removed = _removed(layer)
+        # The same number in all blocks.
+        if left >= total - int(removed[0, 0].sum()):
+            return
+        worst_first = _worst_first(layer, scores, removed)
+        removed.scatter_(-1, worst_first[..., : total - left], True)
+        layer.buffers[REMOVED].copy_(pack_mask(removed))
+        scores.masked_fill_(removed, 0)
+        patterns = layer.buffers[PATTERNS]
+        # [blocks, C] x [C, M]: how many patterns that are left keep each entry.
+        keepers = (~removed).flatten(0, 1).float() @ patterns.float()
+        rows = layer.view.rows_shape(layer.weight)
+        layer.set_masks(layer.view.unrows(from_blocks(keepers > 0, rows)))
+        if layer.step:
+            layer.view.zero_pruned(layer.view.local)
+
+    def gradient_at_pruned(self, layer: NMLayer) -> bool:
+        """Whether there is no mask: a pruned entry is in no pattern that is left, so no score needs its gradient."""
+        return not layer.masks.has_forward
+
+    def weight_gradient(
+        self, layer: NMLayer, weight: Tensor, grad: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        """The gradient at kept entries, and that of the scores that are left."""
+        mask = layer.masks.forward_view
+        scores = layer.parameters.get(SCORES)
+        if mask is None or scores is None:
+            return (grad, *[None] * len(layer.parameters))
+        kept_grad = mask_(grad, mask)
+        # What a mask that were a real number would get: dL/dm = W dL/dW_F.
+        of_mask = as_blocks(layer.view.rows(kept_grad * weight), layer.pattern.m).to(scores.dtype)
+        patterns = layer.buffers[PATTERNS].to(scores.dtype)
+        of_scores = (of_mask @ patterns.t()).view(scores.shape)
+        return kept_grad, masked(of_scores, scores.detach() != 0)
+
+    def before_step(self, layer: NMLayer, optimizer: Optimizer) -> None:
+        """Leave the last scores, which decide on nothing any more, without a gradient: clipping does not count it."""
+        if SCORES in layer.parameters and _finished(layer):
+            layer.parameters[SCORES].grad = None
+
+    def lost_without_before_step(self, layer: NMLayer) -> str:
+        """An empty text: the gradient of the last scores changes no mask."""
+        return ""
+
+    @torch.no_grad()
+    def after_step(self, layer: NMLayer, optimizer: Optimizer) -> None:
+        """Keep pruned entries and removed scores at zero, whatever the optimizer did."""
+        if layer.masks.has_forward:
+            layer.view.zero_pruned(layer.view.local)
+        if SCORES in layer.parameters:
+            layer.parameters[SCORES].masked_fill_(_removed(layer), 0)
+
+    def statistics(self, layers: Sequence[NMLayer]) -> dict[str, float]:
+        """``surviving_patterns``: patterns that are left in a block, on average; 1 from ``stop`` on."""
+        left = 0
+        blocks = 0
+        for layer in layers:
+            if SCORES in layer.parameters:
+                removed = _removed(layer)
+                left += int((~removed).sum())
+                blocks += removed[..., 0].numel()
+        return {"surviving_patterns": left / blocks} if blocks else {}
+
+
+def _finished(layer: NMLayer) -> bool:
+    """Whether one pattern of each block is left."""
+    (stop,) = layer.progress.schedule
+    return layer.progress.clock >= stop
+
+
+def _removed(layer: NMLayer) -> Tensor:
+    """Whether each score is removed, bool of their shape."""
+    return unpack_mask(layer.buffers[REMOVED], tuple(layer.parameters[SCORES].shape))
+
+
+def _worst_first(layer: NMLayer, scores: Tensor, removed: Tensor) -> Tensor:
+    """The patterns of each block in the order in which they go: those gone already, then by score, then magnitude."""
+    patterns = layer.buffers[PATTERNS].to(scores.dtype)
+    weight = layer.weight.detach()
+    magnitudes = as_blocks(layer.view.rows(weight).abs(), layer.pattern.m).to(scores.dtype)
+    kept = (magnitudes @ patterns.t()).view(scores.shape)
+    ranked = scores.masked_fill(removed, -torch.inf)
+    by_magnitude = kept.argsort(dim=-1, stable=True)
+    by_score = ranked.gather(-1, by_magnitude).argsort(dim=-1, stable=True)
+    return by_magnitude.gather(-1, by_score)

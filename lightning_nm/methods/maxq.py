@@ -1,0 +1,191 @@
+"""MaxQ: N:M masks that come block by block, and soft masks that let the large weights of other axes count for more."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from lightning_nm.functional import magnitude_mask
+from lightning_nm.functional.evolution import as_blocks, from_blocks
+from lightning_nm.functional.pattern import NMPattern
+from lightning_nm.functional.schedule import Moment, check_moment, resolve_moment
+from lightning_nm.functional.select import masked
+from lightning_nm.functional.soft_axes import axis_thresholds, share_left, soft_factor
+from lightning_nm.methods.base import check_option
+from lightning_nm.methods.ste import SRSTE, DecayAt
+from lightning_nm.nn.layer import NMLayer
+
+Ramp = Literal["linear", "cubic", "cos", "exp"]
+
+
+class MaxQ(SRSTE):
+    r"""Multi-axis query (Xiang et al., CVPR 2024, arXiv 2312.07061): a hard N:M mask times soft masks of other axes.
+
+    .. math:: W_F = m \odot W \odot (1 + s_{filter} + s_{position}), \quad
+        s = [|W| > \theta]\, \sigma((|W| - \theta) / \tau)
+
+    A filter's threshold :math:`\theta` has the share (M - N) / M of its weights below it. A kernel position's has that
+    of all weights at that position; layers without several positions, as linear ones, have :math:`s_{filter}` alone. W
+    gets the gradient of W_F unchanged, and pruned weights the decay of SR-STE. Masks and thresholds are selected anew
+    after every step.
+
+    From ``start`` to ``stop`` the hard mask comes block by block: the blocks of the smallest sums of magnitudes stay
+    dense longest. **Masks are N:M from** ``stop`` **on**; before, no product counts as N:M, and ``violations`` counts
+    the blocks that are dense still.
+
+    The state dict, files and exports hold W_F, the soft factors in it: the trained model needs no further operation.
+
+    Args:
+        start: When blocks begin to be pruned: an integer counts training steps, a float in [0, 1] is a share of the
+            planned ones.
+        stop: When all blocks are N:M, likewise. The code's is a quarter: 30 of 120 epochs.
+        ramp: How the share of dense blocks falls in between: ``"linear"``, as in the code's scripts, ``"cubic"``,
+            ``"cos"`` or ``"exp"``.
+        decay: The SR-STE decay of pruned weights.
+        temperature: :math:`\tau`.
+        decay_scale: A factor of the decay. ``"world-size"`` is the number of processes.
+        decay_at: ``"before-clipping"`` or ``"after-clipping"``, see :class:`SRSTE`.
+
+    Raises:
+        TypeError: If a moment is neither an integer nor a float.
+        ValueError: For a setting out of its range; when training starts, if ``stop`` comes before ``start``, a share is
+            given but no number of steps, or tensor parallelism cuts the weight.
+
+    Example:
+        >>> MaxQ().schedule(planned_steps=1000)
+        (0, 250)
+    """
+
+    short_name = "maxq"
+    restores_masks = True
+    selects_entries = False
+
+    def __init__(
+        self,
+        start: Moment = 0,
+        stop: Moment = 0.25,
+        ramp: Ramp = "linear",
+        decay: float = 2e-4,
+        temperature: float = 0.01,
+        decay_scale: float | Literal["world-size"] = 1.0,
+        decay_at: DecayAt = "before-clipping",
+    ) -> None:
+        super().__init__(decay, decay_scale=decay_scale, decay_at=decay_at)
+        check_moment("start", start)
+        check_moment("stop", stop)
+        if isinstance(start, float) == isinstance(stop, float) and stop < start:
+            raise ValueError(f"stop={stop} lies before start={start}")
+        check_option("ramp", ramp, *get_args(Ramp))
+        if not 0 < temperature < float("inf"):
+            raise ValueError(
+                f"temperature={temperature} must be a positive number; the default is 0.01"
+            )
+        self.start = start
+        self.stop = stop
+        self.ramp: Ramp = ramp
+        self.temperature = temperature
+
+    def schedule(self, planned_steps: int | None) -> tuple[int, ...]:
+        """The training steps at which blocks begin to be pruned, and at which all of them are."""
+        start = resolve_moment(self, "start", self.start, planned_steps)
+        stop = resolve_moment(self, "stop", self.stop, planned_steps)
+        return start, stop
+
+    def check(self, planned_steps: int | None) -> None:
+        """Refuse a stop before the start, and warn of one that the training does not reach."""
+        start, stop = self.schedule(planned_steps)
+        if stop < start:
+            raise ValueError(
+                f"stop={self.stop} is step {stop} of {planned_steps}, before start={self.start} ({start})"
+            )
+        if planned_steps is not None and stop > planned_steps:
+            warnings.warn(
+                f"MaxQ's masks never become N:M: stop={self.stop} is step {stop} of {planned_steps}; "
+                "use a smaller `stop`",
+                stacklevel=2,
+            )
+
+    def current_pattern(self, layer: NMLayer) -> NMPattern | None:
+        """The layer's pattern from ``stop`` on, ``None`` before."""
+        _, stop = layer.progress.schedule
+        return layer.spec.pattern if layer.progress.clock >= stop else None
+
+    def init_masks(self, layer: NMLayer) -> None:
+        """Select the first masks and thresholds."""
+        layer.refuse_tensor_parallel("thresholds of whole filters")
+        layer.set_masks(None)
+        layer.buffers.clear()
+        self.select(layer)
+
+    def update(self, layer: NMLayer) -> None:
+        """Select the masks and thresholds of the weight as it is now."""
+        self.select(layer)
+
+    @torch.no_grad()
+    def select(self, layer: NMLayer) -> None:
+        """Select the masks and thresholds."""
+        if layer.spec.forward_reason:
+            return
+        weight = layer.weight.detach()
+        rows = layer.view.rows(weight)
+        mask_rows = magnitude_mask(rows, layer.pattern, dim=1)
+        mask_blocks = as_blocks(mask_rows, layer.pattern.m)  # [blocks, M]
+        dense = int(self._share_left(layer) * len(mask_blocks))
+        if dense:
+            magnitudes = as_blocks(rows.abs(), layer.pattern.m)
+            sums = magnitudes.sum(1, dtype=torch.promote_types(weight.dtype, torch.float32))
+            smallest_first = sums.argsort(stable=True)
+            # A copy: the blocks may be a view of the mask.
+            mask_blocks = mask_blocks.index_fill(0, smallest_first[:dense], True)
+            mask_rows = from_blocks(mask_blocks, rows.shape)
+        layer.set_masks(layer.view.unrows(mask_rows))
+        thresholds = axis_thresholds(_by_filters(layer, weight), layer.pattern)
+        for name, threshold in zip(("filters", "positions"), thresholds, strict=False):
+            if name in layer.buffers:
+                # In place: compiled graphs read this tensor.
+                layer.buffers[name].copy_(threshold)
+            else:
+                layer.buffers[name] = threshold
+
+    def _share_left(self, layer: NMLayer) -> float:
+        """The share of blocks that are dense now."""
+        start, stop = layer.progress.schedule
+        clock = layer.progress.clock
+        if clock >= stop:
+            return 0.0
+        return share_left(self.ramp, (clock - start) / (stop - start) if clock > start else 0.0)
+
+    def forward_weight(self, layer: NMLayer, weight: Tensor) -> Tensor:
+        """W under the mask, times the soft factors."""
+        mask = layer.masks.forward_view
+        if mask is None:
+            return weight
+        values = _by_filters(layer, weight)
+        thresholds = list(layer.buffers.values())
+        factor = soft_factor(values, thresholds, self.temperature)
+        scaled = (values * factor).to(weight.dtype)
+        if layer.spec.layout != "flat":
+            scaled = layer.view.unrows(scaled)
+        return masked(scaled, mask)
+
+    def statistics(self, layers: Sequence[NMLayer]) -> dict[str, float]:
+        """``dense_blocks``: the share of blocks that keep all their entries; 0 from ``stop`` on."""
+        dense = 0.0
+        entries = 0
+        for layer in layers:
+            if layer.masks.has_forward:
+                size = layer.view.shape.numel()
+                pruned_share = (1 - layer.masks.density) / (1 - layer.pattern.density)
+                dense += size * (1 - pruned_share)
+                entries += size
+        return {"dense_blocks": dense / entries} if entries else {}
+
+
+def _by_filters(layer: NMLayer, weight: Tensor) -> Tensor:
+    """The weight as ``[out, in, *taps]``."""
+    # Flat blocks cross the taps, but filters and positions are those of the convolution.
+    return weight if layer.spec.layout == "flat" else layer.view.rows(weight)
