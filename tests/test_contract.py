@@ -11,8 +11,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from lightning_nm import NMSparsifier, TransposableMask
 from lightning_nm import functional as nmf
 from lightning_nm.nn.adapters import Adapter
+from lightning_nm.nn.adapters.experts.expert import expert_of
 from lightning_nm.nn.layer.names import key_of_layer
-from tests.support.contract import METHODS, WEIGHT_GRADIENTS
+from lightning_nm.nn.products import estimates
+from tests.support.contract import METHODS, OPTIONS, WEIGHT_GRADIENTS
 from tests.support.kinds import KINDS, make
 from tests.support.muon import muon
 from tests.support.outside import SoftThreshold
@@ -34,6 +36,7 @@ OPTIMIZERS = {
 
 
 def attach(module, method, pattern="2:4", **options):
+    options = {**OPTIONS.get(method, {}), **options}
     return NMSparsifier(
         module, pattern, METHODS[method](), skip_first_last=False, **options
     ).attach()
@@ -139,6 +142,28 @@ def test_every_optimizer_keeps_nm(method, optimizer):
         assert nmf.is_nm(layer.weight, "2:4"), "a method without latent weights keeps none"
 
 
+def used_backward_weight(layer):
+    """W_B, of a layer that draws it the draw of the first backward pass."""
+    if not layer.draws_backward:
+        return layer.backward_weight()
+    layer.draw_noise(layer.noise.draws)
+    weight = layer.weight.detach()
+
+    def draw(part, weight):
+        return estimates.backward_weight(part, weight, layer.noise.words, weight.dtype)
+
+    if layer.spec.layout.startswith("experts"):
+        # Each expert has products, and so draws, of its own.
+        drawn = torch.stack([draw(expert_of(layer, k), weight[k]) for k in range(len(weight))])
+    else:
+        drawn = draw(layer, weight)
+    rows = layer.view.rows(drawn)
+    for group in rows.chunk(layer.spec.groups):
+        assert nmf.is_nm(group, layer.pattern, dim=0)
+    assert not torch.equal(drawn, layer.forward_weight())
+    return drawn
+
+
 @pytest.mark.parametrize(
     "kind", [kind for kind in KINDS if "attention" not in kind and "encoder" not in kind]
 )
@@ -166,9 +191,10 @@ def test_gradients_follow_the_formulas(method, kind):
         return out, x_plain.grad, {name: parameter.grad for name, parameter in parameters.items()}
 
     out, _, grads = reference([layer.forward_weight() for layer in layers])
-    _, dx, _ = reference([layer.backward_weight() for layer in layers])
+    _, dx, _ = reference([used_backward_weight(layer) for layer in layers])
     torch.testing.assert_close(y, out)
-    if len(layers) > 1 and any(layer.masks.has_backward for layer in layers):
+    has_own = any(layer.masks.has_backward or layer.draws_backward for layer in layers)
+    if len(layers) > 1 and has_own:
         return  # the gradient of a weight is made by W_B of those after it, and their inputs by W_F
     torch.testing.assert_close(x.grad, dx)
     if "bias" in grads:

@@ -135,9 +135,8 @@ class TrainingStep:
             if "after_step" in hooks:
                 with _full(layer, gradient=True):
                     layer.spec.method.after_step(layer, optimizer)
-            if layer.spec.estimator is not None:
-                # A batch may hold several steps, and each needs random numbers of its own.
-                layer.draw_noise()
+            # A batch may hold several steps, and each needs random numbers of its own.
+            layer.draw_noise()
 
     def end_batch(self) -> bool:
         """Move the masks of the layers whose optimizer has stepped, and begin the next window.
@@ -178,8 +177,7 @@ class TrainingStep:
             progress.updated_at = progress.step
             # Weights that come back by a later load find no state of before these masks.
             layer.replaced_state = None
-        if layer.spec.estimator is not None:
-            layer.draw_noise()
+        layer.draw_noise()
 
     def begin_window(self, *, loaded: bool = False) -> None:
         """Decide what the layers do until the next step, before its first forward pass: all micro-batches do the same.

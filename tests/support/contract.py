@@ -7,7 +7,7 @@ from typing import get_args
 
 import torch
 
-from lightning_nm import ASP, BAME, MVUE, ApproxMVUE, TopN, TransposableMask
+from lightning_nm import ASP, BAME, MVUE, SRSTE, ApproxMVUE, TopN, TransposableMask
 from lightning_nm.kernels import SimulatedSparseKernel
 from lightning_nm.methods import MethodName
 from tests.support.outside import ScaledMask, SoftThreshold
@@ -25,7 +25,11 @@ METHODS = {
     ),
     "soft-threshold": SoftThreshold,
     "scaled-mask": ScaledMask,
+    "sr-ste-drawn": SRSTE,
 }
+
+OPTIONS = {"sr-ste-drawn": {"dgrad": "mvue"}}
+"""Settings of a row beside its method."""
 
 
 def _at_kept_entries(layer, grad):
