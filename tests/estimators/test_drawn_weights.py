@@ -372,14 +372,8 @@ def test_the_share_of_nonzeros_by_counting_all_masks():
         assert drawn_density(pattern, 0.3) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "linear",
-        pytest.param("conv2d", marks=pytest.mark.slow),
-        pytest.param("hugging-face-conv1d", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["linear", "conv2d", "hugging-face-conv1d"])
 def test_compiled_layers_draw_as_eager_ones(kind):
     from torch._dynamo.testing import CompileCounterWithBackend
 
