@@ -118,8 +118,8 @@ class ScaledLearningRates:
     """Multiplies the learning rates of masked weights by ``base_density / density`` while an optimizer steps.
 
     For the time of the step, and while methods prepare it, the optimizer's groups are split by factor, with other
-    learning rates in the parts. Schedulers, logs and checkpoints therefore see the user's own groups and rates. Decoupled weight decay is multiplied
-    with the learning rate, as in the paper's code.
+    learning rates in the parts. Schedulers, logs and checkpoints therefore see the user's own groups and rates.
+    Decoupled weight decay is multiplied with the learning rate, as in the paper's code.
 
     Args:
         base_density: The density that the learning rates suit.

@@ -20,12 +20,24 @@ from lightning_nm import (
     TransposableMask,
 )
 from lightning_nm import functional as nmf
-from lightning_nm.kernels import routing
+from lightning_nm.callbacks.report.settings import hyperparameters
+from lightning_nm.callbacks.report.tables import layer_rows
+from lightning_nm.demo.exact_resume import ExactResume
+from lightning_nm.kernels import Router, routing
+from lightning_nm.kernels.cpu import CpuCsrKernel
 from lightning_nm.nn.layer.gemms import drawn_density
 from lightning_nm.nn.products import estimates
+from tests.support.cpu_products import needs_library
 from tests.support.kinds import KINDS, make
+from tests.support.lightning_models import (
+    Data,
+    assert_equal_models,
+    callback,
+    make_trainer,
+    new_model,
+)
 from tests.support.outside import ScaledMask, SoftThreshold
-from tests.support.routed import simulated
+from tests.support.routed import ran, simulated
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
 
@@ -414,6 +426,31 @@ def test_a_router_makes_the_same_gradients(kind, estimator):
     assert any("drawn anew" in reason for reason in reasons) or kind in ("conv2d", "attention")
 
 
+@needs_library
+@pytest.mark.parametrize("estimator", [None, "mvue"])
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("kind", ["linear", "conv1d", "conv2d", "conv2d-groups"])
+def test_cpu_kernels_make_the_other_products(kind, channels_last, estimator):
+    """dX is dense, and its weight the one that would be drawn without kernels."""
+    module, x = make(kind, torch.float32)
+    if channels_last and x.dim() == 4:
+        module.to(memory_format=torch.channels_last)
+        x = x.to(memory_format=torch.channels_last)
+    twin = copy.deepcopy(module)
+    attach(module, grad_estimator=estimator)
+    attach(twin, grad_estimator=estimator)
+    expected = gradients(twin, x)
+    router = Router("sparse", [CpuCsrKernel()])
+    with routing(router):
+        found = gradients(module, x)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-5)
+    assert ("forward", "cpu-csr") in ran(router)
+    (use,) = [use for use in router.used() if use.product.key.gemm == "dgrad"]
+    assert use.kernel == "reference"
+    assert "drawn anew" in use.product.reason
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_activation_checkpointing_changes_nothing(reentrant):
     module, x = make("linear")
@@ -437,6 +474,33 @@ def test_a_pass_that_is_differentiated_uses_the_forward_weight():
     torch.testing.assert_close(dx, layer.forward_weight().sum(0).expand_as(x))
     dx.square().sum().backward()
     assert layer.weight.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_trainer_resumes_bit_for_bit(tmp_path, accumulate):
+    def fit(epochs, checkpoint=None):
+        made = callback("sr-ste", dgrad="mvue", skip_first_last=False)
+        options = {"max_epochs": epochs, "accumulate_grad_batches": accumulate}
+        trainer = make_trainer(tmp_path, [made, ExactResume()], **options)
+        model = new_model()
+        trainer.fit(model, Data(), ckpt_path=checkpoint)
+        return model, trainer
+
+    whole, _ = fit(2)
+    _, trainer = fit(1)
+    trainer.save_checkpoint(tmp_path / "half.ckpt")
+    resumed, _ = fit(2, tmp_path / "half.ckpt")
+    assert_equal_models(whole, resumed)
+
+
+def test_the_table_of_layers_says_which_products_are_nm():
+    rules = [{"include": "2", "dgrad": None}]
+    sparsifier = attach(mlp(), rules=rules)
+    found = {name: cells for name, *cells in layer_rows(sparsifier)}
+    assert found["0"][3:6] == ["2:4", "2:4", "dense"]
+    assert found["2"][3:6] == ["2:4", "masked", "dense"]
+    assert hyperparameters(sparsifier)["nm/dgrad"] == "MVUE"
+    assert "nm/rules/0/dgrad" not in hyperparameters(sparsifier)
 
 
 def test_autocast_draws_in_the_dtype_of_the_product(draws):

@@ -88,7 +88,7 @@ def test_runs_resume_bit_for_bit(tmp_path, make, method):
     torch.manual_seed(99)
     part = make()
     callback = sparse(method, scale="supar", resume_from=middle)
-    made, watch = run(part, tmp_path / "part", callback, resume=str(middle), **options)
+    _, watch = run(part, tmp_path / "part", callback, resume=str(middle), **options)
     assert len(watch.rates) == 2
     for name, value in whole.state_dict().items():
         assert torch.equal(value, part.state_dict()[name]), name
@@ -111,7 +111,7 @@ def test_a_checkpoint_of_another_scale_is_refused(tmp_path):
 @pytest.mark.parametrize("base_density", [1.0, 0.5])
 def test_a_second_training_keeps_the_trained_values(tmp_path, base_density):
     model = new(gpt2)
-    made, _ = run(model, tmp_path, sparse("ste", scale="supar", base_density=base_density))
+    run(model, tmp_path, sparse("ste", scale="supar", base_density=base_density))
     trained = {name: p.detach().clone() for name, p in model.named_parameters()}
     callback = sparse("ste", scale="supar", base_density=base_density)
     _, watch = run(model, tmp_path, callback)
