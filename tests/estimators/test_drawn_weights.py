@@ -2,6 +2,7 @@
 
 import copy
 import io
+from dataclasses import replace
 
 import pytest
 import torch
@@ -23,8 +24,9 @@ from lightning_nm import functional as nmf
 from lightning_nm.callbacks.report.settings import hyperparameters
 from lightning_nm.callbacks.report.tables import layer_rows
 from lightning_nm.demo.exact_resume import ExactResume
-from lightning_nm.kernels import Router, routing
-from lightning_nm.kernels.cpu import CpuCsrKernel
+from lightning_nm.kernels import GemmKey, Router, SimulatedSparseKernel, routing
+from lightning_nm.kernels.api import parse_key, uses_of_pack
+from lightning_nm.kernels.cpu import CpuCsrKernel, CpuPermuteKernel
 from lightning_nm.nn.layer.gemms import drawn_density
 from lightning_nm.nn.products import estimates
 from tests.support.cpu_products import needs_library
@@ -422,8 +424,16 @@ def test_a_router_makes_the_same_gradients(kind, estimator):
         found = gradients(module, x)
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-5)
-    reasons = {use.product.reason for use in router.used() if use.product.key.gemm == "dgrad"}
-    assert any("drawn anew" in reason for reason in reasons) or kind in ("conv2d", "attention")
+    kernels = {(use.kernel, use.product.reason) for use in router.used() if is_dgrad(use)}
+    if kind == "conv2d":
+        assert kernels == {("reference", "a convolution that no kernel takes")}
+    else:
+        assert ("simulated", "") in kernels
+        assert all(use.product.key.drawn for use in router.used() if is_dgrad(use))
+
+
+def is_dgrad(use):
+    return use.product.key.gemm == "dgrad"
 
 
 @needs_library
@@ -431,7 +441,7 @@ def test_a_router_makes_the_same_gradients(kind, estimator):
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("kind", ["linear", "conv1d", "conv2d", "conv2d-groups"])
 def test_cpu_kernels_make_the_other_products(kind, channels_last, estimator):
-    """dX is dense, and its weight the one that would be drawn without kernels."""
+    """The weight of dX is the one that would be drawn without kernels; of convolutions that product is dense."""
     module, x = make(kind, torch.float32)
     if channels_last and x.dim() == 4:
         module.to(memory_format=torch.channels_last)
@@ -446,9 +456,68 @@ def test_cpu_kernels_make_the_other_products(kind, channels_last, estimator):
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-5)
     assert ("forward", "cpu-csr") in ran(router)
-    (use,) = [use for use in router.used() if use.product.key.gemm == "dgrad"]
-    assert use.kernel == "reference"
-    assert "drawn anew" in use.product.reason
+    (use,) = filter(is_dgrad, router.used())
+    if kind == "linear":
+        assert use.kernel == "cpu-csr"
+        assert use.product.key.drawn
+    else:
+        assert use.kernel == "reference"
+        assert use.product.reason == "no kernel takes a drawn weight of a convolution"
+
+
+@pytest.mark.parametrize("shape", [(24, 40), (40, 24), (64, 16)])
+@pytest.mark.parametrize("pattern", ["2:4", "1:8"])
+def test_the_transposed_draw_is_the_draw(shape, pattern):
+    torch.manual_seed(0)
+    module = nn.Linear(*shape, dtype=torch.float64)
+    (layer,) = attach(module, pattern=pattern).layers.values()
+    weight, words = layer.weight.detach(), layer.noise.words
+    drawn_oi = estimates.drawn_matrix(layer, weight, words, torch.float64)
+    layer.draw_noise(layer.noise.draws)
+    drawn_io = estimates.drawn_transposed(layer, weight, words, torch.float64)
+    assert drawn_io.is_contiguous()
+    torch.testing.assert_close(drawn_io, drawn_oi.t())
+
+
+def test_a_drawn_operand_is_packed_for_each_product():
+    key = GemmKey("dgrad", 8, 8, 8, torch.float32, NMPattern(2, 4), "cpu", drawn=True)
+    assert parse_key(str(key)) == key
+    assert str(key).endswith("2:4 cpu drawn")
+    assert [uses_of_pack(replace(key, drawn=drawn), 4) for drawn in (True, False)] == [1, 4]
+    assert key != replace(key, drawn=False), "its decision is not that of a kept mask"
+    packed = []
+
+    class Packs(SimulatedSparseKernel):
+        def pack(self, matrix):
+            packed.append(matrix)
+            return super().pack(matrix)
+
+    module, x = make("linear", torch.float32)
+    attach(module)
+    with routing(Router("sparse", [Packs()])):
+        gradients(module, x)
+        one = len(packed)
+        gradients(module, x)
+    drawn = [matrix for matrix in packed if matrix.shape == (32, 64)]
+    assert len(packed) > one
+    assert not torch.equal(drawn[-1], drawn[-2])
+    assert all(nmf.is_nm(matrix, "2:4", dim=1) for matrix in drawn)
+
+
+@needs_library
+def test_measured_kernels_take_drawn_weights():
+    """The decision is of packing and product; cpu-permute says why it takes no drawn weight."""
+    module, x = make("linear", torch.float32)
+    attach(module, pattern="1:8")
+    router = Router("auto", [CpuPermuteKernel(), CpuCsrKernel()])
+    with routing(router):
+        for _ in range(2):
+            gradients(module, x)
+    (use,) = {use.product.key: use for use in router.used() if is_dgrad(use)}.values()
+    assert use.product.key.drawn
+    assert use.decision.dense_ms > 0
+    assert use.decision.pack_ms > 0
+    assert "cpu-permute: it packs masks that are kept" in use.decision.reason
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from lightning_nm.nn.layer import NMLayer
+
+if TYPE_CHECKING:  # for the types only: imports point one way
+    from lightning_nm.estimators.base import GradientEstimator
 
 
 def estimated(layer: NMLayer, dy_to: Tensor, seed: Tensor) -> Tensor:
@@ -40,12 +45,32 @@ def drawn_matrix(
         dtype: Of the product.
         rows: The outputs of the product, in whole blocks: a part of a joint projection.
     """
+    forward_oi, seed = _to_draw(layer, weight, noise, dtype, rows)
+    return _sampler(layer).estimate(layer, forward_oi, seed)
+
+
+def drawn_transposed(layer: NMLayer, weight: Tensor, noise: Tensor, dtype: torch.dtype) -> Tensor:
+    """W_B^T ``[in, out]`` of :func:`drawn_matrix`, contiguous, as kernels pack it."""
+    forward_oi, seed = _to_draw(layer, weight, noise, dtype)
+    drawn_io, _ = _sampler(layer).estimate_transposed(layer, forward_oi.contiguous(), seed)
+    # It may be padded, as the tokens of a wgrad are.
+    return drawn_io[:, : len(forward_oi)].contiguous()
+
+
+def _sampler(layer: NMLayer) -> GradientEstimator:
     sampler = layer.spec.dgrad
     assert sampler is not None
+    return sampler
+
+
+def _to_draw(
+    layer: NMLayer, weight: Tensor, noise: Tensor, dtype: torch.dtype, rows: slice = slice(None)
+) -> tuple[Tensor, Tensor]:
+    """W_F ``[out, in]`` and the words of one draw."""
     # What the exact product would use: rounded to the dtype of the product before it is drawn.
     forward_oi = layer.view.matrix(layer.view.forward_of(weight))[rows].to(dtype)
     first_row = layer.first_row + (rows.start or 0)
-    return sampler.estimate(layer, forward_oi, layer.noise.for_weight(noise, first_row))
+    return forward_oi, layer.noise.for_weight(noise, first_row)
 
 
 def backward_matrix(

@@ -33,7 +33,7 @@ from lightning_nm.nn.products.dense_conv import conv_gradients, conv_weight_grad
 from lightning_nm.nn.products.estimates import backward_matrix, backward_weight, estimated
 from lightning_nm.nn.products.routed_conv import backward_convs, flattened, forward_conv
 from lightning_nm.nn.products.routed_ops import (
-    DRAWN_WEIGHT,
+    DRAWN_CONVOLUTION,
     ESTIMATED_CONVOLUTION,
     backward_gemms,
     forward_gemm,
@@ -467,7 +467,7 @@ class _Conv(torch.autograd.Function):
         if not routed or (needs_x and not routes_x):
             weight_of_dx = None
             if needs_x:
-                reason = DRAWN_WEIGHT if routed else _dense_reason(x)
+                reason = DRAWN_CONVOLUTION if routed else _dense_reason(x)
                 record_dense(layer, ctx.router, "dgrad", tokens, x, reason)
                 drawn_with = None if _differentiated() else noise
                 weight_of_dx = backward_weight(layer, weight, drawn_with, ctx.dtype)

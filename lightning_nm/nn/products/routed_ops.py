@@ -33,7 +33,7 @@ from lightning_nm.kernels.router.handles import lookup
 from lightning_nm.kernels.router.router import Product, Router
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.layer.gemms import LAYER_GEMMS, GemmKind
-from lightning_nm.nn.products.estimates import backward_matrix, estimated
+from lightning_nm.nn.products.estimates import backward_matrix, drawn_transposed, estimated
 from lightning_nm.nn.products.operands import (
     backward_operand,
     forward_operand,
@@ -49,8 +49,8 @@ GEMMS: tuple[GemmName, ...] = ("forward", "dgrad", "wgrad")
 ESTIMATED_CONVOLUTION = "no kernel takes an estimated dY of a convolution"
 """Why the wgrad of such a convolution is dense."""
 
-DRAWN_WEIGHT = "its weight is drawn anew for each product"
-"""Why a dgrad with a drawn weight is dense: kernels keep the layout and the packs of a weight's masks."""
+DRAWN_CONVOLUTION = "no kernel takes a drawn weight of a convolution"
+"""Why the dgrad of such a convolution is dense."""
 
 # What kernels know of a product's sparse operand; dense kinds are left out.
 _SPARSITY: dict[GemmKind, Sparsity] = {"n:m": "n:m", "masked": "masked", "outputs": "outputs"}
@@ -89,8 +89,8 @@ def product_now(
     reason = ""
     if conv is not None and gemm == "wgrad" and is_estimating(layer):
         reason = ESTIMATED_CONVOLUTION
-    elif gemm == "dgrad" and layer.draws_backward:
-        reason = DRAWN_WEIGHT
+    elif conv is not None and gemm == "dgrad" and layer.draws_backward:
+        reason = DRAWN_CONVOLUTION
     elif sparsity is None or sparsity not in router.takes(device):
         reason = "none of its operands is N:M"
         if gemm_now.reason:
@@ -103,7 +103,18 @@ def product_now(
     # Only a backward mask is N:M in another order of the rows, and convolutions keep the order of memory.
     has_order = masks.has_backward and masks.permutation is not None
     permuted = conv is None and gemm == "dgrad" and has_order
-    key = GemmKey(gemm, *size, x.dtype, pattern, device, permuted, sparsity, conv)
+    drawn = gemm == "dgrad" and layer.draws_backward
+    key = GemmKey(
+        gemm,
+        *size,
+        x.dtype,
+        pattern,
+        device,
+        permuted=permuted,
+        drawn=drawn,
+        sparsity=sparsity,
+        conv=conv,
+    )
     return Product(spec.name, key)
 
 
@@ -380,6 +391,10 @@ def _dgrad(
         return dy_to @ _backward_matrix(layer, weight, noise, dy_to.dtype)
 
     def sparse() -> Tensor:
+        if product.key.drawn:
+            assert noise is not None
+            drawn_io = drawn_transposed(layer, weight, noise, dy_to.dtype)
+            return kernel.linear(kernel.pack(plain(drawn_io)), dy_to)
         packed = pack_of(layer, router, kernel, product, weight, backward_operand)
         # A pack in the order of the permutation needs the columns of dY in the same order.
         order = layer.masks.permutation if product.key.permuted and kernel.ordered else None
