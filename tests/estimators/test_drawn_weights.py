@@ -432,6 +432,31 @@ def test_a_router_makes_the_same_gradients(kind, estimator):
         assert all(use.product.key.drawn for use in router.used() if is_dgrad(use))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["linear", "conv2d"])
+def test_compiled_layers_of_a_router_draw_as_eager_ones(kind):
+    torch._dynamo.reset()
+    module, x = make(kind, torch.float32)
+    twin = copy.deepcopy(module)
+    attach(module, grad_estimator="mvue")
+    attach(twin, grad_estimator="mvue")
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        expected = gradients(twin, x)
+        with routing(simulated()):
+            found = gradients(compiled, x)
+        for name, gradient in expected.items():
+            torch.testing.assert_close(
+                found[name if name == "input" else f"_orig_mod.{name}"],
+                gradient,
+                rtol=1e-4,
+                atol=1e-5,
+            )
+        for layer in (*layers_of(module), *layers_of(twin)):
+            layer.draw_noise()
+    torch._dynamo.reset()
+
+
 def is_dgrad(use):
     return use.product.key.gemm == "dgrad"
 
