@@ -11,10 +11,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from lightning_nm import NMSparsifier, TransposableMask
 from lightning_nm import functional as nmf
 from lightning_nm.nn.adapters import Adapter
+from lightning_nm.nn.adapters.experts.expert import expert_of
 from lightning_nm.nn.layer.names import key_of_layer
+from lightning_nm.nn.products import estimates
 from tests.support.contract import (
     LEAVES_GRADIENTS_OUT,
     METHODS,
+    OPTIONS,
     OWNERS,
     TWO_GRAPHS,
     WEIGHT_GRADIENTS,
@@ -43,6 +46,7 @@ OPTIMIZERS = {
 
 
 def attach(module, method, pattern="2:4", **options):
+    options = {**OPTIONS.get(method, {}), **options}
     return NMSparsifier(
         module, pattern, METHODS[method](), skip_first_last=False, **options
     ).attach()
@@ -155,6 +159,28 @@ def test_every_optimizer_keeps_nm(method, optimizer):
         assert nmf.is_nm(layer.weight, "2:4"), "a method without latent weights keeps none"
 
 
+def used_backward_weight(layer):
+    """W_B, of a layer that draws it the draw of the first backward pass."""
+    if not layer.draws_backward:
+        return layer.view.backward_of(layer.weight.detach())
+    layer.draw_noise(layer.noise.draws)
+    weight = layer.weight.detach()
+
+    def draw(part, weight):
+        return estimates.backward_weight(part, weight, layer.noise.words, weight.dtype)
+
+    if layer.spec.layout.startswith("experts"):
+        # Each expert has products, and so draws, of its own.
+        drawn = torch.stack([draw(expert_of(layer, k), weight[k]) for k in range(len(weight))])
+    else:
+        drawn = draw(layer, weight)
+    rows = layer.view.rows(drawn)
+    for group in rows.chunk(layer.spec.groups):
+        assert nmf.is_nm(group, layer.pattern, dim=0)
+    assert not torch.equal(drawn, layer.forward_weight())
+    return drawn
+
+
 @pytest.mark.parametrize(
     "kind", [kind for kind in KINDS if "attention" not in kind and "encoder" not in kind]
 )
@@ -183,11 +209,12 @@ def test_gradients_follow_the_formulas(method, kind):
 
     with torch.no_grad():
         used = [layer.view.forward_of(layer.weight.detach()) for layer in layers]
-        used_backward = [layer.view.backward_of(layer.weight.detach()) for layer in layers]
+        used_backward = [used_backward_weight(layer) for layer in layers]
     out, _, grads = reference(used)
     _, dx, _ = reference(used_backward)
     torch.testing.assert_close(y, out)
-    if len(layers) > 1 and any(layer.masks.has_backward for layer in layers):
+    has_own = any(layer.masks.has_backward or layer.draws_backward for layer in layers)
+    if len(layers) > 1 and has_own:
         return  # the gradient of a weight is made by W_B of those after it, and their inputs by W_F
     torch.testing.assert_close(x.grad, dx)
     if "bias" in grads:

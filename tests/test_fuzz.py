@@ -133,6 +133,9 @@ OPTIMIZERS = {
     "adafactor": lambda p: torch.optim.Adafactor(p, 1e-2),
 }
 
+OWN_BACKWARD = {"bi-mask", "bi-mask-phases", "transposable", "bame-bi-mask"}
+"""Methods that make a backward weight of their own."""
+
 ENTRYWISE = OPTIMIZERS.keys() - {"rmsprop", "adafactor"}
 """Those that BAME and RigL take."""
 TAKEN = {
@@ -156,6 +159,7 @@ def cases(draw):
         "shared": draw(st.booleans()),
         "pattern": draw(st.sampled_from(["1:2", "2:4", "1:4", "2:8", "4:8", "1:16", "3:4", "2:6"])),
         "method": method,
+        "dgrad": None if method in OWN_BACKWARD else draw(st.sampled_from([None, "mvue"])),
         "estimator": draw(st.sampled_from(sorted(ESTIMATORS))),
         "optimizer": draw(st.sampled_from(optimizers)),
         "conv_layout": draw(st.sampled_from(["channels", "flat"])),
@@ -191,6 +195,7 @@ def attach(model, case, state=None):
         conv_layout=case["conv_layout"],
         planned_steps=PLAN,
         grad_snr_every=3,
+        dgrad=case["dgrad"],
     ).attach(state)
 
 

@@ -10,7 +10,13 @@ from torch import nn
 from typing_extensions import Required
 
 from lightning_nm.config.presets import Preset, PresetName, preset_of
-from lightning_nm.estimators import EstimatorName, GradientEstimator, resolve_estimator
+from lightning_nm.estimators import (
+    DgradName,
+    EstimatorName,
+    GradientEstimator,
+    resolve_dgrad,
+    resolve_estimator,
+)
 from lightning_nm.functional.pattern import NMPattern, PatternLike
 from lightning_nm.methods import Method, MethodName, resolve_method
 from lightning_nm.nn.layer.layout import ConvLayout
@@ -43,6 +49,7 @@ class RuleSpec(TypedDict, total=False):
     method: MethodName | Method
     grad_estimator: EstimatorName | GradientEstimator | None
     conv_layout: ConvLayout
+    dgrad: DgradName | None
 
 
 @dataclass(frozen=True)
@@ -106,6 +113,7 @@ def resolve_rules(
     preset: PresetName | None,
     skip_first_last: SkipFirstLast | None,
     conv_layout: ConvLayout | None,
+    dgrad: DgradName | None = None,
 ) -> ResolvedRules:
     """Resolve the settings of :class:`~lightning_nm.SparsityConfig` of the same names.
 
@@ -120,7 +128,9 @@ def resolve_rules(
     _check_list(rules)
     specs = rules or ()
     general_preset = _preset_or_none(preset, method)
-    general = _general_rule(pattern, method, grad_estimator, include, conv_layout, general_preset)
+    general = _general_rule(
+        pattern, method, grad_estimator, include, conv_layout, general_preset, dgrad
+    )
 
     # Dense layers have a preset without a source. Where the general method is dense, the masked layers are those of
     # the rules, so the presets of the rules decide in place of the general one.
@@ -170,18 +180,43 @@ def _general_rule(
     include: str | Sequence[str] | None,
     conv_layout: ConvLayout | None,
     own_preset: Preset | None,
+    dgrad: DgradName | None,
 ) -> Rule:
     """The rule of the layers that none of the ``rules`` matches; ``own_preset`` is that of its method."""
     # None means "not given". "dense" is given: it keeps dY even where the preset has an estimator.
     if grad_estimator is None and own_preset is not None:
         grad_estimator = own_preset.grad_estimator
     default_layout: ConvLayout = "channels" if own_preset is None else own_preset.conv_layout
-    return Rule(
+    rule = Rule(
         include=as_globs(include, "include"),
         pattern=NMPattern.parse(pattern),
         method=_method(own_preset, method),
         estimator=resolve_estimator(grad_estimator),
         conv_layout=conv_layout or default_layout,
+        dgrad=resolve_dgrad(dgrad),
+    )
+    _check_dgrad(rule)
+    return rule
+
+
+def _check_dgrad(rule: Rule) -> None:
+    """Refuse to draw the backward weight of a method that makes its own, by a ``ValueError``."""
+    method = rule.method
+    if rule.dgrad is None:
+        return
+    if method.sparse_dgrad:
+        made = "gives dgrad a mask of its own"
+    elif method.transposable:
+        made = "makes the forward weight N:M along `out`, too"
+    elif method.has_own_backward_weight:
+        made = "makes a backward weight of its own"
+    else:
+        return
+    name = method.short_name or type(method).__name__
+    place = "" if rule.include is None else f" of the layers {', '.join(rule.include)}"
+    raise ValueError(
+        f"dgrad='mvue' draws the backward weight{place}, but method '{name}' {made}: leave dgrad out (in one of the "
+        "`rules`: dgrad: null), or use a method whose dgrad takes the forward weight, such as 'sr-ste'"
     )
 
 
@@ -210,6 +245,7 @@ def _parse_rule(
     method = general.method
     estimator = general.estimator
     layout = general.conv_layout
+    dgrad = general.dgrad
 
     # A method of the rule's own comes with a preset of its own.
     if "method" in spec:
@@ -228,7 +264,11 @@ def _parse_rule(
         estimator = resolve_estimator(spec["grad_estimator"])
     if spec.get("conv_layout"):
         layout = spec["conv_layout"]
-    return Rule(as_globs(spec["include"], "include"), pattern, method, estimator, layout)
+    if "dgrad" in spec:
+        dgrad = resolve_dgrad(spec["dgrad"])
+    rule = Rule(as_globs(spec["include"], "include"), pattern, method, estimator, layout, dgrad)
+    _check_dgrad(rule)
+    return rule
 
 
 def _preset_or_none(preset: PresetName | None, method: MethodName | Method) -> Preset | None:

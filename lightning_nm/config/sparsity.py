@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from lightning_nm.config.presets import PresetName
 from lightning_nm.config.rules import ResolvedRules, RuleSpec, resolve_rules
-from lightning_nm.estimators import EstimatorName, GradientEstimator
+from lightning_nm.estimators import DgradName, EstimatorName, GradientEstimator
 from lightning_nm.functional.pattern import NMPattern, PatternLike
 from lightning_nm.functional.spelling import did_you_mean
 from lightning_nm.methods import Method, MethodName
@@ -40,7 +40,7 @@ class SparsityConfig:
             maskable.
         exclude: Globs over names of modules to keep dense.
         rules: Exceptions for some layers: mappings with ``include`` and any of ``pattern``, ``method``,
-            ``grad_estimator``, ``conv_layout``; the first match wins.
+            ``grad_estimator``, ``conv_layout``, ``dgrad``; the first match wins.
         preset: ``paper``: settings of the code of the method's paper, for ``sr-ste``, ``bi-mask``, ``asp`` and
             ``transposable``, also those of ``rules``. ``fst``: those of FST (arXiv 2404.01847), for ``transposable``.
             They fill in what is not given: ``conv_layout``, ``skip_first_last`` and ``grad_estimator``, and all
@@ -68,6 +68,10 @@ class SparsityConfig:
         storage: ``packed``: once the mask of a weight stands still, its kept entries alone are stored, with their
             gradient and their optimizer state: for ``asp`` from the start on, for ``bame`` from its ``stop`` on. The
             state dict still has the dense weights. See docs/memory.md.
+        dgrad: ``mvue``: the input gradient is made with a random draw of the forward weight, N:M along the outputs and
+            equal to it in the mean, by the estimator of arXiv 2203.10991, as layers of the repository
+            huyz2023/2by4-pretrain do. It is drawn anew for every backward pass. For methods whose own dgrad uses the
+            forward weight. ``None`` leaves the backward weight to the method.
 
     Raises:
         ValueError: For an impossible pattern, an unknown method or estimator, a bad rule or an argument out of range.
@@ -94,6 +98,7 @@ class SparsityConfig:
     scale: Scale | None = None
     base_density: float = 1.0
     storage: Storage = "dense"
+    dgrad: DgradName | None = None
 
     def __post_init__(self) -> None:
         # Mistakes are refused here, where the user wrote them, and not when a fit starts.
@@ -125,6 +130,7 @@ class SparsityConfig:
             self.preset,
             self.skip_first_last,
             self.conv_layout,
+            self.dgrad,
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -14,14 +14,19 @@ __all__ = [
     "MVUE",
     "ApproxMVUE",
     "BlockEstimator",
+    "DgradName",
     "EstimatorName",
     "GradientEstimator",
     "TopN",
+    "resolve_dgrad",
     "resolve_estimator",
 ]
 
 EstimatorName = Literal["dense", "mvue", "approx-mvue", "top-n"]
 """Short names of estimators. ``"dense"`` is none: dY is kept, also where a preset has an estimator."""
+
+DgradName = Literal["mvue"]
+"""Short names of what draws the backward weight of the forward weight."""
 
 # Every name but "dense", which makes no estimator.
 _BY_NAME: dict[str, type[GradientEstimator]] = {
@@ -61,3 +66,24 @@ def resolve_estimator(
         )
     estimator_class = _BY_NAME[estimator]
     return estimator_class()
+
+
+def resolve_dgrad(dgrad: DgradName | Any | None) -> GradientEstimator | None:
+    """Make what draws the backward weight W_B from its short name; ``None`` leaves W_B to the method.
+
+    Raises:
+        ValueError: If there is nothing of this name.
+
+    Example:
+        >>> resolve_dgrad("mvue"), resolve_dgrad(None)
+        (MVUE(pattern=None, dense_start=0, dense_end=0), None)
+    """
+    if dgrad is None:
+        return None
+    if dgrad not in get_args(DgradName):
+        raise ValueError(
+            f"dgrad={dgrad!r} is unknown: use 'mvue', or None for the backward weight of the method (such as "
+            "'bi-mask' or 'transposable')"
+        )
+    # The same blocks and the same draw as for dY: blocks of outputs in the place of blocks of tokens.
+    return MVUE()

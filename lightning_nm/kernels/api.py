@@ -106,20 +106,28 @@ class GemmKey:
     sparsity: Sparsity = "n:m"
     # Of a convolution: `in` is [in / groups * taps], tokens are output positions.
     conv: Convolution | None = None
+    drawn: bool = False  # A is a W_B that is drawn anew for each product: no mask of it is kept
 
     def __str__(self) -> str:
-        """``gemm rowsxdepthxcolumns dtype pattern device``, and ``permuted``, the sparsity or the geometry."""
+        """``gemm rowsxdepthxcolumns dtype pattern device``, then ``permuted``, ``drawn``, sparsity and geometry."""
         # Files of decisions hold this text; `parse_key` reads it.
         dtype = str(self.dtype).removeprefix("torch.")
         sizes = f"{self.rows}x{self.depth}x{self.columns}"
         parts = [self.gemm, sizes, dtype, str(self.pattern), self.device]
         if self.permuted:
             parts.append("permuted")
+        if self.drawn:
+            parts.append("drawn")
         if self.sparsity != "n:m":
             parts.append(self.sparsity)
         if self.conv is not None:
             parts.append(str(self.conv))
         return " ".join(parts)
+
+    @property
+    def packs_each_time(self) -> bool:
+        """Whether A is another one in each product: an estimate of dY, or a drawn W_B."""
+        return self.drawn or (self.gemm == "wgrad" and self.sparsity == "n:m")
 
     @property
     def tokens(self) -> int:
@@ -340,9 +348,9 @@ def multiply_adds(key: GemmKey) -> int:
     return key.rows * key.depth * key.columns
 
 
-def uses_of_pack(gemm: GemmName, reuse: int) -> int:
-    """Count the products that use one pack: `reuse` of them for a weight's, one for an output gradient's."""
-    if gemm == "wgrad":
+def uses_of_pack(key: GemmKey, reuse: int) -> int:
+    """Count the products that use one pack: `reuse` of them for a weight's, one for an operand that is drawn."""
+    if key.gemm == "wgrad" or key.drawn:
         return 1
     return reuse
 
@@ -352,6 +360,7 @@ _KEY = re.compile(
     r"(?P<rows>\d+)x(?P<depth>\d+)x(?P<columns>\d+) "
     r"(?P<dtype>\w+) (?P<pattern>\d+:\d+) (?P<device>\S+)"
     r"( (?P<permuted>permuted))?"
+    r"( (?P<drawn>drawn))?"
     r"( (?P<sparsity>masked|outputs))?"
     r"( (?P<conv>\d+>\S+))?"
 )
@@ -378,6 +387,7 @@ def parse_key(text: str) -> GemmKey:
         pattern=NMPattern.parse(match["pattern"]),
         device=match["device"],
         permuted=match["permuted"] is not None,
+        drawn=match["drawn"] is not None,
         sparsity=sparsity,
         conv=None if conv is None else Convolution.parse(conv),
     )

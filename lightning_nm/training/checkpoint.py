@@ -22,6 +22,7 @@ from lightning_nm.nn.layer.state import (
     fits,
     restore_weights,
     same_estimator,
+    same_noise,
     state_difference,
 )
 from lightning_nm.nn.selection.ranges import grouped, quoted
@@ -354,6 +355,7 @@ def _apply_to_layer(layer: NMLayer, state: dict[str, Any]) -> None:
     )
     if same_estimator(layer, state):
         layer.progress.load_estimator(tuple(state["estimator_schedule"]))
+    if same_noise(layer, state):
         layer.draw_noise(state["draws"])
     # Version 0.1.0 saved no count: each step was counted.
     layer.costs.load(state["spent"], state.get("counted", state["step"]))

@@ -56,7 +56,7 @@ def rescale_initial(layer: NMLayer, base_density: float = 1.0) -> float:
     The factor is :math:`\sqrt{\rho_0 \lVert W \rVert^2 / \lVert W_F \rVert^2}`: the sum over the kept entries then has
     the variance of the dense sum. Under a random mask it is :math:`\sqrt{\rho_0 / \rho}`, as in the paper. A mask of
     the largest entries has raised their variance already, so the factor is smaller: at 1:16 and uniform values 2.45
-    instead of 4. A weight whose pruned entries are zero keeps its values.
+    instead of 4. A weight whose pruned entries are zero keeps its values, whatever ``base_density``.
 
     A weight that was rescaled and not changed since is left alone: the fit before this one failed.
 
@@ -70,7 +70,8 @@ def rescale_initial(layer: NMLayer, base_density: float = 1.0) -> float:
         square = _square(layer.weight)
         kept_square = _square(layer.forward_weight())
         factor = 1.0
-        if kept_square:
+        # A weight that is N:M already was trained or pruned: its values are not initial ones.
+        if kept_square and kept_square != square:
             factor = math.sqrt(base_density * square / kept_square)
         layer.weight.mul_(factor)
     _rescaled[layer.optimizer_param] = factor, memory_state(layer.view.local)
@@ -117,9 +118,9 @@ class _SplitGroups(NamedTuple):
 class ScaledLearningRates:
     """Multiplies the learning rates of masked weights by ``base_density / density`` while an optimizer steps.
 
-    For the time of the step the optimizer's groups are split by factor, with other learning rates in the parts.
-    Schedulers, logs and checkpoints therefore see the user's own groups and rates. Decoupled weight decay is multiplied
-    with the learning rate, as in the paper's code.
+    For the time of the step, and while methods prepare it, the optimizer's groups are split by factor, with other
+    learning rates in the parts. Schedulers, logs and checkpoints therefore see the user's own groups and rates.
+    Decoupled weight decay is multiplied with the learning rate, as in the paper's code.
 
     Args:
         base_density: The density that the learning rates suit.

@@ -99,16 +99,21 @@ class TrainingStep:
         """Shape the complete gradients, still multiplied by ``loss_scale``, of the optimizer's layers."""
         owned = self.owned(optimizer)
         self._announced.add(id(optimizer))
-        for layer in owned:
-            method = layer.spec.method
-            hooks = self._hooks_of(layer)
-            # Methods see true gradients, whatever a GradScaler has multiplied them by.
-            with _unscaled(layer, loss_scale), _full(layer, gradient=True):
-                if "penalty" in hooks:
-                    _add_penalty(layer)
-                if "before_step" in hooks:
-                    method.before_step(layer, optimizer)
-            layer.progress.shaped = True
+        # Methods read the learning rates that the step will have, such as BAME for the size of a step.
+        self._scale_rates(optimizer)
+        try:
+            for layer in owned:
+                method = layer.spec.method
+                hooks = self._hooks_of(layer)
+                # Methods see true gradients, whatever a GradScaler has multiplied them by.
+                with _unscaled(layer, loss_scale), _full(layer, gradient=True):
+                    if "penalty" in hooks:
+                        _add_penalty(layer)
+                    if "before_step" in hooks:
+                        method.before_step(layer, optimizer)
+                layer.progress.shaped = True
+        finally:
+            self._restore_rates(optimizer)
 
     def after_clipping(self, optimizer: Optimizer) -> None:
         """Shape the gradients that the optimizer's step is about to use."""
@@ -136,9 +141,8 @@ class TrainingStep:
             if "after_step" in hooks:
                 with _full(layer, gradient=True):
                     layer.spec.method.after_step(layer, optimizer)
-            if layer.spec.estimator is not None:
-                # A batch may hold several steps, and each needs random numbers of its own.
-                layer.draw_noise()
+            # A batch may hold several steps, and each needs random numbers of its own.
+            layer.draw_noise()
 
     def end_batch(self) -> bool:
         """Move the masks of the layers whose optimizer has stepped, and begin the next window.
@@ -179,8 +183,7 @@ class TrainingStep:
             progress.updated_at = progress.step
             # Weights that come back by a later load find no state of before these masks.
             layer.replaced_state = None
-        if layer.spec.estimator is not None:
-            layer.draw_noise()
+        layer.draw_noise()
 
     def begin_window(self, *, loaded: bool = False) -> None:
         """Decide what the layers do until the next step, before its first forward pass: all micro-batches do the same.
@@ -359,21 +362,19 @@ class TrainingStep:
         is_positional = len(args) > 1  # args[0] is the optimizer itself
         closure = args[1] if is_positional else kwargs.get("closure")
         if not callable(closure):
-            self.after_clipping(optimizer)
-            self._scale_rates(optimizer)
+            self._enter_after_clipping(optimizer)
             return None
 
         # Under Lightning the closure computes the gradients and clips them: what follows clipping comes after it.
         def closure_and_hooks() -> Any:
             try:
+                # The closure may log the user's own rates: they are scaled after it.
                 result = closure()
-                self.after_clipping(optimizer)
+                self._enter_after_clipping(optimizer)
             except BaseException:
                 # The step ends here, without its post hook.
                 self._depth.pop(id(optimizer), None)
                 raise
-            # Not before the closure, which may log the user's own rates.
-            self._scale_rates(optimizer)
             return result
 
         if is_positional:
@@ -388,12 +389,25 @@ class TrainingStep:
         try:
             self._after_step(optimizer)
         finally:
-            if self.rates is not None:
-                self.rates.leave_step(optimizer)
+            self._restore_rates(optimizer)
+
+    def _enter_after_clipping(self, optimizer: Optimizer) -> None:
+        """What happens between clipping and the optimizer's own step, which has the learning rates set here."""
+        self._scale_rates(optimizer)
+        try:
+            self.after_clipping(optimizer)
+        except BaseException:
+            self._restore_rates(optimizer)
+            raise
 
     def _scale_rates(self, optimizer: Optimizer) -> None:
+        """Give the optimizer's groups the learning rates of its step, until they are restored."""
         if self.rates is not None:
             self.rates.enter_step(optimizer, self.owned(optimizer))
+
+    def _restore_rates(self, optimizer: Optimizer) -> None:
+        if self.rates is not None:
+            self.rates.leave_step(optimizer)
 
     def _after_step(self, optimizer: Optimizer) -> None:
         announced = id(optimizer) in self._announced

@@ -24,6 +24,7 @@ SHARED = {
     "grad_snr_every": 100,
     "scale": None,
     "storage": "dense",
+    "dgrad": None,
     "base_density": 1.0,
 }
 OWN = {

@@ -13,6 +13,7 @@ from lightning_nm import (
     CAST,
     LBC,
     MVUE,
+    SRSTE,
     STEP,
     ApproxMVUE,
     DecayingMask,
@@ -48,7 +49,11 @@ METHODS = {
     "maxq": lambda: MaxQ(start=1, stop=4, decay=1e-2),
     "soft-threshold": SoftThreshold,
     "scaled-mask": ScaledMask,
+    "sr-ste-drawn": SRSTE,
 }
+
+OPTIONS = {"sr-ste-drawn": {"dgrad": "mvue"}}
+"""Settings of a row beside its method."""
 
 
 def _at_kept_entries(layer, grad):

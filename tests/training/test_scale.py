@@ -5,14 +5,24 @@ import math
 
 import pytest
 import torch
+from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.nn import functional as F
 
-from lightning_nm import ASP, BAME, NMPattern, NMSparsifier, NMSparsityCallback, SparsityConfig
+from lightning_nm import (
+    ASP,
+    BAME,
+    STE,
+    NMPattern,
+    NMSparsifier,
+    NMSparsityCallback,
+    SparsityConfig,
+)
 from lightning_nm.demo.exact_resume import ExactResume
-from lightning_nm.functional import is_nm
+from lightning_nm.functional import is_nm, nm_prune
 from lightning_nm.training.scale import ScaledLearningRates, rescale_initial
+from tests.methods.test_current_pattern import DecayingN
 from tests.support.lightning_models import Data, callback, make_trainer, new_model
 
 OPTIMIZERS = {
@@ -44,6 +54,7 @@ def attach(model, pattern, method="asp", scale="supar", **options):
 
 def train(model, sparsifier, optimizer, steps, after=lambda: None):
     x, y = batch()
+    x = x.to(next(model.parameters()).dtype)
     for _ in range(steps):
         optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()
@@ -137,6 +148,121 @@ def test_a_step_is_that_of_the_scaled_learning_rate(optimizer):
     train(twin, other, expected, 4)
     for a, b in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+BAMES = {
+    "accumulated": lambda: BAME(stop=100, budget=1.0, evidence_rate=0.5),
+    "accumulated-late": lambda: BAME(
+        start=2, stop=100, every=2, gradient_every=2, budget=1.0, evidence_rate=0.5
+    ),
+    "batch": lambda: BAME(stop=100, every=1, budget=1.0, evidence="batch"),
+}
+LARGE_RATES = {
+    "sgd": lambda p: torch.optim.SGD(p, 0.5, momentum=0.9),
+    "adamw": lambda p: torch.optim.AdamW(p, 2e-2),
+    "adam-amsgrad": lambda p: torch.optim.Adam(p, 2e-2, amsgrad=True),
+}
+
+
+@pytest.mark.parametrize("optimizer", LARGE_RATES)
+@pytest.mark.parametrize("name", BAMES)
+def test_bame_sees_the_learning_rates_of_the_step(name, optimizer):
+    """Against groups of its own: exchanges, regrown values and the optimizer's state of regrown entries.
+
+    A schedule changes the rates, of which accumulated evidence reads the ratio, and that of a batch the value.
+    """
+    runs = []
+    for scale in ("supar-lr", None):
+        model = mlp(64).double()
+        with torch.no_grad():
+            model[2].weight.mul_(0.01)  # small beside a step, so that masks move
+        sparsifier = attach(model, "1:8", BAMES[name](), scale=scale, include="2")
+        masked = model[2].weight
+        if scale is None:
+            rest = [p for p in model.parameters() if p is not masked]
+            made = LARGE_RATES[optimizer]([{"params": rest}, {"params": [masked]}])
+            made.param_groups[1]["lr"] *= 8
+        else:
+            made = LARGE_RATES[optimizer](model.parameters())
+        sparsifier.register(made)
+        schedule = torch.optim.lr_scheduler.LambdaLR(made, lambda step: 1 / (1 + step))
+        train(model, sparsifier, made, 6, schedule.step)
+        runs.append((model, sparsifier.layers["2"], made.state[masked]))
+    (model, layer, state), (twin, twin_layer, twin_state) = runs
+    assert int(layer.masks.total_flips) > 0
+    assert torch.equal(layer.masks.bits, twin_layer.masks.bits)
+    for key, value in state.items():
+        torch.testing.assert_close(value, twin_state[key])
+    for key, value in layer.buffers.items():
+        torch.testing.assert_close(value, twin_layer.buffers[key])
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+class Reading(STE):
+    """Notes the learning rate of its weight in every hook of a step."""
+
+    def __init__(self):
+        super().__init__()
+        self.rates = []
+
+    def note(self, layer, optimizer):
+        (group,) = [g for g in optimizer.param_groups if any(p is layer.param for p in g["params"])]
+        self.rates.append(group["lr"])
+
+    before_step = after_clipping = after_step = note
+
+
+@pytest.mark.parametrize("way", ["plain", "closure", "lightning's closure"])
+def test_hooks_of_a_step_read_the_scaled_rate_and_nobody_else_does(way):
+    method = Reading()
+    model = nn.Sequential(nn.Linear(16, 16))
+    sparsifier = NMSparsifier(
+        model, "1:4", method, skip_first_last=False, scale="supar-lr"
+    ).attach()
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    sparsifier.register(optimizer)
+    outside = []
+
+    def closure():
+        outside.append([group["lr"] for group in optimizer.param_groups])
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 16)).sum()
+        loss.backward()
+        if way == "lightning's closure":
+            sparsifier.before_step(optimizer)
+            outside.append([group["lr"] for group in optimizer.param_groups])
+        return loss
+
+    if way == "lightning's closure":
+        optimizer.step(closure)
+    else:
+        closure()
+        sparsifier.before_step(optimizer)
+        outside.append([group["lr"] for group in optimizer.param_groups])
+        optimizer.step(closure if way == "closure" else None)
+    sparsifier.step()
+    outside.append([group["lr"] for group in optimizer.param_groups])
+    assert method.rates == [2.0] * 3
+    assert all(rates == [0.5] for rates in outside)
+
+
+def test_a_hook_that_fails_leaves_the_users_groups():
+    class Failing(STE):
+        def fail(self, layer, optimizer):
+            raise RuntimeError("out of memory")
+
+    for hook in ("before_step", "after_clipping"):
+        method = Failing()
+        setattr(method, hook, method.fail)
+        model = mlp(64)
+        sparsifier = attach(model, "1:4", method)
+        optimizer = torch.optim.SGD(model.parameters(), 0.5)
+        sparsifier.register(optimizer)
+        before = [dict(group) for group in optimizer.param_groups]
+        with pytest.raises(RuntimeError, match="out of memory"):
+            train(model, sparsifier, optimizer, 1)
+        assert optimizer.param_groups == before
 
 
 SCHEDULERS = {
@@ -310,6 +436,174 @@ def test_a_fit_that_failed_does_not_rescale_twice():
     assert third.initial_factors["2"] == pytest.approx(1), (
         "a weight that is N:M already keeps its values"
     )
+
+
+@pytest.mark.parametrize("base_density", [1.0, 0.5])
+def test_a_weight_that_is_nm_already_keeps_its_values(base_density):
+    model = mlp(64)
+    with torch.no_grad():
+        model[2].weight.copy_(nm_prune(model[2].weight, "1:4", dim=1))
+    before = model[2].weight.detach().clone()
+    sparsifier = attach(model, "1:4", base_density=base_density)
+    assert torch.equal(model[2].weight, before)
+    assert sparsifier.initial_factors["2"] == 1
+    assert sparsifier.initial_factors["4"] != 1
+
+
+def groups_in_a_step(sparsifier, optimizer):
+    """The learning rate of each parameter while the optimizer steps, by the parameter's id."""
+    found = {}
+
+    def note(optimizer, args, kwargs):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                assert id(parameter) not in found
+                found[id(parameter)] = group["lr"]
+
+    # Registered later than the sparsifier's own hook, so called after it.
+    handle = optimizer.register_step_pre_hook(note)
+    sparsifier.before_step(optimizer)
+    optimizer.step()
+    handle.remove()
+    return found
+
+
+@pytest.mark.parametrize("groups", ["one", "two", "named"])
+def test_each_layer_has_the_factor_of_its_own_density(groups):
+    """Rules give the layers of one group other densities: it is split, and whole again after the step."""
+    model = mlp(64)
+    rules = [{"include": "2", "pattern": "1:8"}, {"include": "4", "pattern": "2:4"}]
+    sparsifier = attach(model, "1:4", "asp", rules=rules, base_density=0.5)
+    named = dict(model.named_parameters())
+    if groups == "one":
+        optimizer = torch.optim.AdamW(model.parameters(), 0.25)
+    elif groups == "named":
+        optimizer = torch.optim.AdamW(model.named_parameters(), 0.25)
+    else:
+        first = [named["2.weight"], named["4.weight"], named["2.bias"]]
+        rest = [p for p in model.parameters() if all(p is not other for other in first)]
+        optimizer = torch.optim.AdamW([{"params": first, "lr": 0.5}, {"params": rest}], 0.25)
+    sparsifier.register(optimizer)
+    before = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
+    x, y = batch()
+    F.cross_entropy(model(x), y).backward()
+    rates = groups_in_a_step(sparsifier, optimizer)
+    own = {id(p): group["lr"] for group in before for p in group["params"]}
+    factors = {name: rates[id(p)] / own[id(p)] for name, p in named.items()}
+    expected = dict.fromkeys(named, 1.0)
+    expected |= {"2.weight": 4.0, "4.weight": 1.0, "6.weight": 2.0}
+    assert factors == expected
+    assert len(optimizer.param_groups) == len(before)
+    for group, saved in zip(optimizer.param_groups, before, strict=True):
+        assert {**group, "params": list(group["params"])} == saved
+    assert set(sparsifier.initial_factors) == set(HIDDEN)
+
+
+def test_the_rate_follows_a_pattern_that_changes():
+    """Of the step, as the masks then are: 3:4 for two steps, then the layer's 2:4."""
+    model = mlp(64)
+    sparsifier = attach(model, "2:4", DecayingN())
+    optimizer = torch.optim.SGD(model.parameters(), 0.25)
+    sparsifier.register(optimizer)
+    x, y = batch()
+    rates, densities = [], []
+    for _ in range(4):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        layer = sparsifier.layers["2"]
+        densities.append(layer.forward_mask.float().mean().item())
+        rates.append(groups_in_a_step(sparsifier, optimizer)[id(layer.param)])
+        sparsifier.step()
+    assert densities == [0.75, 0.75, 0.5, 0.5]
+    assert rates == pytest.approx([0.25 / density for density in densities])
+
+
+@pytest.mark.parametrize(
+    ("preset", "method"), [("paper", "sr-ste"), ("paper", "bi-mask"), ("fst", "transposable")]
+)
+def test_presets_are_scaled_as_their_methods_are(preset, method):
+    model = mlp(64)
+    sparsifier = attach(model, "2:4", method, preset=preset, planned_steps=6)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.25)
+    sparsifier.register(optimizer)
+    x, y = batch()
+    rates = []
+    for _ in range(6):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        rates.append(groups_in_a_step(sparsifier, optimizer)[id(model[2].weight)])
+        sparsifier.step()
+    # FST's last sixth of the training is dense.
+    assert rates == [0.5] * 5 + ([0.25] if preset == "fst" else [0.5])
+    assert all(factor > 1 for factor in sparsifier.initial_factors.values())
+
+
+def fabric_run(optimizer_name, scheduler, with_fabric, state=None):
+    """A loop of three steps, with or without Fabric; goes on from a state."""
+    model = mlp(64)
+    if state is not None:
+        model.load_state_dict(state["model"])
+    sparsifier = NMSparsifier(
+        model, "1:8", "sr-ste", include=HIDDEN, skip_first_last=False, scale="supar"
+    )
+    sparsifier.attach(None if state is None else state["sparsifier"])
+    weights = {name: model.get_submodule(name).weight.detach().clone() for name in HIDDEN}
+    optimizer = OPTIMIZERS[optimizer_name](model.parameters())
+    backward = torch.Tensor.backward
+    runs = model
+    stepping = optimizer
+    if with_fabric:
+        fabric = Fabric(accelerator="cpu", devices=1)
+        runs, stepping = fabric.setup(model, optimizer)
+        backward = fabric.backward
+    sparsifier.register(stepping)
+    schedule = SCHEDULERS[scheduler](optimizer)
+    if state is not None:
+        sparsifier.load_state_dict(state["sparsifier"])
+        optimizer.load_state_dict(state["optimizer"])
+        schedule.load_state_dict(state["schedule"])
+    x, y = batch()
+    rates = []
+    for _ in range(3):
+        stepping.zero_grad()
+        backward(F.cross_entropy(runs(x), y))
+        sparsifier.before_step(stepping)
+        stepping.step()
+        sparsifier.step()
+        schedule.step()
+        rates.append(schedule.get_last_lr())
+    saved = {
+        "model": model.state_dict(),
+        "sparsifier": sparsifier.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "schedule": schedule.state_dict(),
+    }
+    return copy.deepcopy(saved), rates, weights, sparsifier.initial_factors
+
+
+@pytest.mark.parametrize("scheduler", ["lambda", "one-cycle"])
+def test_fabric_scales_once_and_resumes_bit_for_bit(scheduler):
+    plain, plain_rates, plain_start, plain_factors = fabric_run("adamw", scheduler, False)
+    found, rates, start, factors = fabric_run("adamw", scheduler, True)
+    assert rates == plain_rates
+    assert factors == plain_factors
+    assert all(len(group) == 1 for group in rates)
+    untouched = mlp(64)
+    for name in HIDDEN:
+        assert torch.equal(start[name], plain_start[name])
+        expected = untouched.get_submodule(name).weight * factors[name]
+        torch.testing.assert_close(start[name], expected)
+    for name, value in plain["model"].items():
+        assert torch.equal(found["model"][name], value)
+
+    further, further_rates, loaded, none = fabric_run("adamw", scheduler, True, found)
+    expected, expected_rates, _, _ = fabric_run("adamw", scheduler, False, plain)
+    assert none == {}, "trained weights are not rescaled"
+    for name in HIDDEN:
+        assert torch.equal(loaded[name], found["model"][f"{name}.weight"])
+    assert further_rates == expected_rates
+    for name, value in expected["model"].items():
+        assert torch.equal(further["model"][name], value)
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ def _row(router: Router, name: str, key: GemmKey, uses: list[Used]) -> KernelRow
         dense_ms=decision.dense_ms,
         sparse_ms=decision.sparse_ms,
         pack_ms=decision.pack_ms,
-        pack_uses=uses_of_pack(key.gemm, router.pack_reuse(key.device)),
+        pack_uses=uses_of_pack(key, router.pack_reuse(key.device)),
     )
 
 
@@ -135,6 +135,8 @@ def _properties(key: GemmKey) -> list[str]:
     properties = [str(key.pattern), dtype, key.sparsity, key.device]
     if key.permuted:
         properties.append("permuted")
+    if key.drawn:
+        properties.append("drawn")
     if key.conv is not None:
         properties.append(str(key.conv))
     return properties

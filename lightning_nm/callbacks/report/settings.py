@@ -48,6 +48,9 @@ def _rule_settings(rule: Rule, prefix: str) -> dict[str, Any]:
     found[f"{prefix}/conv_layout"] = rule.conv_layout
     found.update(_part_settings(rule.method, f"{prefix}/method"))
     found.update(_part_settings(rule.estimator, f"{prefix}/grad_estimator"))
+    # Only where it is used: most trainings have none.
+    if rule.dgrad is not None:
+        found.update(_part_settings(rule.dgrad, f"{prefix}/dgrad"))
     return found
 
 

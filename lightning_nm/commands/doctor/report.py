@@ -329,7 +329,7 @@ def static_row(registry: KernelRegistry, reuse: int, product: Product, calls: fl
         calls=calls,
         kernel=registry.reference.name,
         why=why,
-        pack_uses=uses_of_pack(key.gemm, reuse),
+        pack_uses=uses_of_pack(key, reuse),
         could=tuple(could),
     )
 
@@ -338,7 +338,7 @@ def _row(router: Router, product: Product, calls: float) -> Row:
     """Return the row of a product as a router decided, its times scaled from the bucket to the real size."""
     key = product.key
     registry = router.registry
-    pack_uses = uses_of_pack(key.gemm, router.pack_reuse(key.device))
+    pack_uses = uses_of_pack(key, router.pack_reuse(key.device))
     decision = None
     if not product.reason and router.tuner is not None:
         decision = router.tuner.decisions.get(key)

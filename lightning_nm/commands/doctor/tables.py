@@ -215,6 +215,8 @@ def _product_cells(row: Row, above: Row | None) -> tuple[str, str, str]:
         gemm += f" x{row.calls:g}"
     if key.permuted:
         gemm += " permuted"
+    if key.drawn:
+        gemm += " drawn"
     if key.sparsity in _MEANINGS:
         gemm += f" {key.sparsity}"
     sizes = f"{key.rows}x{key.depth}x{key.columns}"

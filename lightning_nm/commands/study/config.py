@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-SHORT_KEYS = ("pattern", "method", "grad_estimator", "scale", "base_density")
+SHORT_KEYS = ("pattern", "method", "grad_estimator", "dgrad", "scale", "base_density")
 """Keys that mean the arguments of the config's :class:`~lightning_nm.NMSparsityCallback`."""
 
 # A trial prints, logs and saves nothing of its own, unless the study's overrides say so.
@@ -76,7 +76,7 @@ def quiet(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def trains_dense(config: Mapping[str, Any]) -> bool:
-    """Whether no callback of a config masks a weight or estimates a gradient: its ``pattern`` then changes nothing."""
+    """Whether no callback of a config masks a weight or estimates a product: its ``pattern`` then changes nothing."""
     for entry in as_list(config.get("trainer", {}).get("callbacks") or []):
         if last_part(entry) != _CALLBACK:
             continue
@@ -86,6 +86,8 @@ def trains_dense(config: Mapping[str, Any]) -> bool:
             None,
             "dense",
         ):
+            return False
+        if arguments.get("dgrad") is not None:
             return False
         # These may name other methods.
         if arguments.get("rules") or arguments.get("config") or arguments.get("preset"):

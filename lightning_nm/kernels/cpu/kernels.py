@@ -161,6 +161,8 @@ class CpuPermuteKernel(_CpuKernel):
         # The instruction picks among the inputs of one token.
         if key.gemm == "wgrad" and key.sparsity == "n:m":
             return "it permutes inputs of a token, not tokens"
+        if key.drawn:
+            return "it packs masks that are kept"
         lanes = library.load().nm_lanes(library.level())
         if lanes % key.pattern.m and key.pattern.m % lanes:
             return f"blocks of {key.pattern.m} do not fit registers of {lanes}"

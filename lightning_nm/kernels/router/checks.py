@@ -129,8 +129,8 @@ def sparse_ms(kernel: GemmKernel, key: GemmKey, timer: Timer) -> tuple[float, fl
         if key.sparsity == "outputs":
             return product_ms, 0.0
         matrices, _ = _copies(key)
-        if key.gemm == "wgrad":
-            # An estimate is drawn anew for each product, so it has no mask to lay out.
+        if key.packs_each_time:
+            # What is drawn anew for each product has no mask to lay out.
             contiguous = [matrix.contiguous() for matrix in matrices]
             return product_ms, _milliseconds(timer, key, kernel.pack, contiguous)
         operands = [_masked(key, matrix, _order(key, kernel)) for matrix in matrices]
@@ -286,7 +286,7 @@ def _packed(kernel: GemmKernel, key: GemmKey, matrix: Tensor) -> Any:
         # The matrix is dY^T, but dY itself of a convolution.
         grad = matrix.t().contiguous() if key.conv is None else matrix
         return layout, grad
-    if key.gemm == "wgrad":  # estimated, which a convolution is not
+    if key.packs_each_time:  # which no operand of a convolution is
         return kernel.pack(matrix.contiguous())
     masked = _masked(key, matrix, _order(key, kernel))
     return kernel.pack_masked(masked, kernel.layout(masked))

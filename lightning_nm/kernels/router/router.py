@@ -495,7 +495,7 @@ class Router(HasHandle):
                 cost = decision.dense_ms
                 if on_sparse and decision.sparse_ms is not None and decision.pack_ms is not None:
                     reuse = self.pack_reuse(product.key.device)
-                    uses = uses_of_pack(product.key.gemm, reuse)
+                    uses = uses_of_pack(product.key, reuse)
                     cost = decision.sparse_ms + decision.pack_ms / uses
             total += calls * cost
             if on_sparse:

@@ -185,7 +185,7 @@ class Tuner:
 
     def _terms(self, key: GemmKey) -> str:
         """The conditions under which a decision holds, as text; a stored one with other terms is made anew."""
-        uses = uses_of_pack(key.gemm, self.reuse)
+        uses = uses_of_pack(key, self.reuse)
         terms = f"kernels {self.registry}; reuse {uses}; hysteresis {self.hysteresis:g}"
         if torch.are_deterministic_algorithms_enabled():
             terms += "; deterministic"
@@ -236,7 +236,7 @@ class Tuner:
         self, key: GemmKey, dense_ms: float, candidates: list[_Candidate], notes: list[str]
     ) -> Decision:
         """Decide from times: the fastest candidate if its speedup reaches the margin, else the reference."""
-        uses = uses_of_pack(key.gemm, self.reuse)
+        uses = uses_of_pack(key, self.reuse)
         least_gain = 1 + self.hysteresis
         gains = []
         measured = []

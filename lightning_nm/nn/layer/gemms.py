@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
@@ -75,9 +76,9 @@ class Gemms(NamedTuple):
 def layer_gemms(layer: NMLayer) -> Gemms:
     """What the three GEMMs of a layer do now, by one rule for all methods.
 
-    The forward is N:M where there is a forward mask. dgrad is N:M where there is a backward mask or the forward mask is
-    transposable, else masked. wgrad is N:M through an estimator alone; where the method needs no gradient at pruned
-    entries, these outputs are not counted as arithmetic.
+    The forward is N:M where there is a forward mask. dgrad is N:M where its weight is drawn so, where there is a
+    backward mask, or where the forward mask is transposable, else masked. wgrad is N:M through an estimator alone;
+    where the method needs no gradient at pruned entries, these outputs are not counted as arithmetic.
     """
     return Gemms(*(find(layer) for find in LAYER_GEMMS.values()))
 
@@ -121,8 +122,12 @@ def _dgrad(layer: NMLayer) -> Gemm:
     masks = layer.masks
     method = spec.method
     pattern = method.current_pattern(layer)
+    if layer.draws_backward:
+        kept = kept_share(layer) if masks.has_forward else 1.0
+        return Gemm.sparse(layer.pattern, drawn_density(layer.pattern, kept))
     if not method.uses_masks:
-        return Gemm()
+        # The reason is of interest only where dgrad would be N:M without it.
+        return Gemm(reason="" if spec.dgrad is None else spec.dgrad_reason)
     if masks.has_backward and pattern is not None:
         return Gemm.sparse(pattern, masks.backward_density)
     if not masks.has_forward:
@@ -132,6 +137,27 @@ def _dgrad(layer: NMLayer) -> Gemm:
     if method.transposable and pattern is not None and not spec.dgrad_reason:
         return Gemm.sparse(pattern)
     return _masked(layer, spec.dgrad_reason or "not N:M along out")
+
+
+def drawn_density(pattern: NMPattern, kept: float) -> float:
+    r"""The expected share of nonzeros in a draw of W_B: :math:`\mathbb{E}[\min(K, N)] / M` for binomial K.
+
+    A block of M rows of one column has K nonzeros, of which a draw keeps at most N. The rows of a forward mask are
+    taken as independent.
+
+    Args:
+        pattern: N:M, along `out`.
+        kept: The share of entries that the forward mask keeps.
+
+    Example:
+        >>> drawn_density(NMPattern(2, 4), kept=1.0), drawn_density(NMPattern(2, 4), kept=0.5)
+        (0.5, 0.40625)
+    """
+    expected = 0.0
+    for count in range(pattern.m + 1):
+        chance = math.comb(pattern.m, count) * kept**count * (1 - kept) ** (pattern.m - count)
+        expected += chance * min(count, pattern.n)
+    return expected / pattern.m
 
 
 def _wgrad(layer: NMLayer) -> Gemm:

@@ -210,15 +210,28 @@ class NMLayer(HasHandle):
             return self.spec.method.forward_weight(self, self.weight.detach())
 
     def backward_weight(self) -> Tensor:
-        """W_B, the values that the dgrad GEMM uses, detached; gathered if it is sharded."""
+        """W_B, the values that the dgrad GEMM uses, detached; gathered if it is sharded.
+
+        Of a layer that draws them (:attr:`draws_backward`) it is their expectation, W_F.
+        """
         if self.storage is not None:
             return self.storage.dense()
         with torch.no_grad(), self.full():
             return self.spec.method.backward_weight(self, self.weight.detach())
 
+    @property
+    def draws_backward(self) -> bool:
+        """Whether the dgrad GEMM now uses a random draw of the weight that is N:M along `out`; not in a dense phase."""
+        spec = self.spec
+        if not spec.may_draw_backward:
+            return False
+        # A forward weight that cannot be N:M has no phases: it is dense at all times.
+        has_phases = spec.method.uses_masks and not spec.forward_reason
+        return self.masks.has_forward or not has_phases
+
     def draw_noise(self, number: int | None = None) -> None:
-        """Draw the estimator's next noise; nothing without an estimator."""
-        if self.spec.estimator is not None:
+        """Draw the next noise of estimator and backward weight; nothing where neither is random."""
+        if self.spec.estimator is not None or self.spec.may_draw_backward:
             self.noise.draw(self.param.device, number)
 
     def generator(self) -> torch.Generator:

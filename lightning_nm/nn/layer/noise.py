@@ -15,7 +15,7 @@ class LayerNoise:
     """The layer's random numbers.
 
     Masks depend on the seed, the name and the step alone, so they are equal on all ranks. The noise of gradient
-    estimators also depends on the rank and on the number of the draw.
+    estimators and of drawn backward weights also depends on the rank and on the number of the draw.
 
     Args:
         seed: Base of all random choices of the model.
@@ -30,11 +30,11 @@ class LayerNoise:
         # The process's part of the global batch, where that is not its rank.
         self.data_rank: int | None = None
         self.draws = 0  # number of the last draw; the only state that is saved
-        # Int64 [4], for the estimator's random numbers; None without an estimator.
+        # Int64 [4], for random numbers in backward passes; None where nothing is random there.
         self.words: Tensor | None = None
-        self._calls: dict[
-            int, int
-        ] = {}  # by first output row, the backward passes since the last draw
+        # The backward passes since the last draw, by first output row: dW's, and dX's.
+        self._calls: dict[int, int] = {}
+        self._weight_calls: dict[int, int] = {}
 
     def reseed(self, seed: int) -> None:
         """Take the seed of a saved training."""
@@ -57,6 +57,7 @@ class LayerNoise:
             number = self.draws + 1
         self.draws = number
         self._calls.clear()
+        self._weight_calls.clear()
         words = fold_seed(self.seed, self.name, self.draws, self._rank())
         self.words = words.to(device, non_blocking=True)
 
@@ -69,18 +70,28 @@ class LayerNoise:
         return 0
 
     def for_call(self, words: Tensor, row: int) -> Tensor:
-        """The words of one backward pass, which differ for each part of a joint projection, by its first output row.
+        """The words of one estimate of dY, which differ for each part of a joint projection, by its first output row.
 
         In eager code they also differ for each call of a module in a micro-batch; a graph would be compiled for each.
         """
-        if torch.compiler.is_compiling():
-            return words + row
-        calls_before = self._calls.get(row, 0)
-        self._calls[row] = calls_before + 1
-        # An odd constant near 2^32 over the golden ratio: no call and row have the words of others.
-        return words + (row + calls_before * 0x9E3779B1)
+        return _words_of_call(words, row, self._calls)
+
+    def for_weight(self, words: Tensor, row: int) -> Tensor:
+        """The words of one draw of the backward weight, likewise; they are not those of an estimate of dY."""
+        # In the other order they are another key and another counter of the generator.
+        return _words_of_call(words.flip(0), row, self._weight_calls)
 
     def to(self, device: torch.device) -> None:
         """Move the words to a device."""
         if self.words is not None:
             self.words = self.words.to(device)
+
+
+def _words_of_call(words: Tensor, row: int, calls: dict[int, int]) -> Tensor:
+    """The words of one call with this first output row, which is counted in ``calls``."""
+    if torch.compiler.is_compiling():
+        return words + row
+    calls_before = calls.get(row, 0)
+    calls[row] = calls_before + 1
+    # An odd constant near 2^32 over the golden ratio: no call and row have the words of others.
+    return words + (row + calls_before * 0x9E3779B1)

@@ -31,6 +31,8 @@ class LayerSpec:
     dgrad_reason: str = ""  # likewise for the dgrad GEMM
     # Whether tensor parallelism shards the weight while its module runs.
     tensor_parallel: bool = False
+    # What draws W_B of W_F in the dgrad GEMM; None uses the method's W_B.
+    dgrad: GradientEstimator | None = None
     tied: tuple[tuple[nn.Module, str], ...] = ()
     """Other modules that hold the same parameter, with its name in them: they use the same masks."""
 
@@ -40,6 +42,11 @@ class LayerSpec:
         can_mask_forward = self.method.sparse_forward and not self.forward_reason
         can_mask_dgrad = self.method.sparse_dgrad and not self.dgrad_reason
         return can_mask_forward or can_mask_dgrad
+
+    @property
+    def may_draw_backward(self) -> bool:
+        """Whether the dgrad GEMM uses a random draw of the weight, at least outside of dense phases."""
+        return self.dgrad is not None and not self.dgrad_reason
 
     @property
     def holders(self) -> tuple[tuple[nn.Module, str], ...]:

@@ -57,6 +57,7 @@ def layer_state(layer: NMLayer) -> dict[str, Any]:
         "estimator": type(spec.estimator).__name__,
         "estimator_settings": _estimator_settings(layer),
         "estimator_schedule": list(progress.estimator_schedule),
+        "dgrad": type(spec.dgrad).__name__,
         "draws": layer.noise.draws,
         "backward_density": masks.backward_density,
         "spent": {kind: list(sums) for kind, sums in layer.costs.spent.items()},
@@ -211,6 +212,13 @@ def same_estimator(layer: NMLayer, state: Mapping[str, Any]) -> bool:
     return estimator is not None and state.get("estimator") == type(estimator).__name__
 
 
+def same_noise(layer: NMLayer, state: Mapping[str, Any]) -> bool:
+    """Whether a saved state's count of draws is that of this layer's random numbers."""
+    dgrad = layer.spec.dgrad
+    same_dgrad = dgrad is not None and state.get("dgrad") == type(dgrad).__name__
+    return same_dgrad or same_estimator(layer, state)
+
+
 def state_difference(
     layer: NMLayer, state: Mapping[str, Any], short_names: Mapping[str, str] | None = None
 ) -> str:
@@ -225,6 +233,7 @@ def state_difference(
         "method": type(spec.method).__name__,
         "layout": spec.layout,
         "estimator": type(spec.estimator).__name__,
+        "dgrad": type(spec.dgrad).__name__,
     }
     shown = {"NoneType": "none", **(short_names or {})}
     differences = _differences(own, state, shown)

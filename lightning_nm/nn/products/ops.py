@@ -6,7 +6,10 @@ For a linear layer with ``X [tokens, in]`` and ``W [out, in]``::
     dX = dY W_B           backward weight W_B = method.backward_weight(W)
     dW = E(dY)^T X        E = the gradient estimator, routed to W by method.weight_gradient
 
-Only X, W, the estimator's noise and the masks are saved for backward; W_F and W_B are made again. Autograd then notices
+A layer with ``draws_backward`` has a random W_B instead, which is W_F in the mean. A backward pass that is itself
+differentiated uses W_F there: the derivative of a draw is not that of its mean.
+
+Only X, W, the layer's noise and the masks are saved for backward; W_F and W_B are made again. Autograd then notices
 masks that move between forward and backward.
 
 The last letters of a name are the dimensions of its tensor: t tokens, i inputs, o outputs. A name without them, such as
@@ -27,9 +30,10 @@ from lightning_nm.functional.select import masked
 from lightning_nm.kernels.router.router import Router, active
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.products.dense_conv import conv_gradients, conv_weight_gradient
-from lightning_nm.nn.products.estimates import estimated
+from lightning_nm.nn.products.estimates import backward_matrix, backward_weight, estimated
 from lightning_nm.nn.products.routed_conv import backward_convs, flattened, forward_conv
 from lightning_nm.nn.products.routed_ops import (
+    DRAWN_CONVOLUTION,
     ESTIMATED_CONVOLUTION,
     backward_gemms,
     forward_gemm,
@@ -334,8 +338,8 @@ class _Linear(torch.autograd.Function):
         else:
             if needs_x:
                 record_dense(layer, ctx.router, "dgrad", len(x_ti), x_ti, _PART_REASON)
-                weight_oi = layer.view.matrix(layer.view.backward_of(weight))
-                weight_oi = weight_oi[ctx.rows].to(ctx.dtype)
+                drawn_with = None if _differentiated() else noise
+                weight_oi = backward_matrix(layer, weight, drawn_with, ctx.dtype, ctx.rows)
                 dx_ti = dy_to @ weight_oi
                 del weight_oi  # its memory is free for dW
             if needs_weight:
@@ -443,35 +447,41 @@ class _Conv(torch.autograd.Function):
         estimated = noise is not None and is_estimating(layer)
         # One call makes dX and dW, unless dW is of another dY than dX.
         needs_weight_of_dy = needs_weight and not estimated
+        # No kernel takes a weight that is drawn: this dX is a dense product, whatever makes dW.
+        routes_x = routed and not layer.draws_backward
         if routed and (needs_x or needs_weight):
             dx, dweight = backward_convs(
                 _planes(dy),
                 _planes(x),
                 layer.view.unpacked(weight),
                 tensors,
-                needs_x,
+                needs_x and routes_x,
                 needs_weight_of_dy,
                 flattened(*geometry),
                 layer.handle_tensor,
                 ctx.router.handle,
             )
             # What is not needed came back empty.
-            dx = dx.view(x.shape) if needs_x else None
+            dx = dx.view(x.shape) if needs_x and routes_x else None
             dweight = dweight.view(layer.view.shape) if needs_weight_of_dy else None
-        else:
-            backward_weight = None
+        if not routed or (needs_x and not routes_x):
+            weight_of_dx = None
             if needs_x:
-                record_dense(layer, ctx.router, "dgrad", tokens, x, _dense_reason(x))
-                backward_weight = layer.view.backward_of(weight).to(ctx.dtype)
-            dx, dweight = conv_gradients(
+                reason = DRAWN_CONVOLUTION if routed else _dense_reason(x)
+                record_dense(layer, ctx.router, "dgrad", tokens, x, reason)
+                drawn_with = None if _differentiated() else noise
+                weight_of_dx = backward_weight(layer, weight, drawn_with, ctx.dtype)
+            dx, dweight_here = conv_gradients(
                 dy,
                 x,
-                backward_weight,
+                weight_of_dx,
                 layer.view.shape,
                 geometry,
                 needs_input=needs_x,
-                needs_weight=needs_weight_of_dy,
+                needs_weight=needs_weight_of_dy and not routed,
             )
+            if not routed:
+                dweight = dweight_here
         if needs_weight:
             if estimated or not routed:
                 reason = ESTIMATED_CONVOLUTION if ctx.routed else _dense_reason(x)

@@ -33,7 +33,7 @@ from lightning_nm.kernels.router.handles import lookup
 from lightning_nm.kernels.router.router import Product, Router
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.layer.gemms import LAYER_GEMMS, GemmKind
-from lightning_nm.nn.products.estimates import estimated
+from lightning_nm.nn.products.estimates import backward_matrix, drawn_transposed, estimated
 from lightning_nm.nn.products.operands import (
     backward_operand,
     forward_operand,
@@ -48,6 +48,9 @@ GEMMS: tuple[GemmName, ...] = ("forward", "dgrad", "wgrad")
 
 ESTIMATED_CONVOLUTION = "no kernel takes an estimated dY of a convolution"
 """Why the wgrad of such a convolution is dense."""
+
+DRAWN_CONVOLUTION = "no kernel takes a drawn weight of a convolution"
+"""Why the dgrad of such a convolution is dense."""
 
 # What kernels know of a product's sparse operand; dense kinds are left out.
 _SPARSITY: dict[GemmKind, Sparsity] = {"n:m": "n:m", "masked": "masked", "outputs": "outputs"}
@@ -90,6 +93,8 @@ def product_now(
     reason = ""
     if conv is not None and gemm == "wgrad" and is_estimating(layer):
         reason = ESTIMATED_CONVOLUTION
+    elif conv is not None and gemm == "dgrad" and layer.draws_backward:
+        reason = DRAWN_CONVOLUTION
     elif sparsity is None or sparsity not in router.takes(device):
         reason = "none of its operands is N:M"
         if gemm_now.reason:
@@ -100,7 +105,18 @@ def product_now(
     # Only a backward mask is N:M in another order of the rows, and convolutions keep the order of memory.
     has_order = masks.has_backward and masks.permutation is not None
     permuted = conv is None and gemm == "dgrad" and has_order
-    key = GemmKey(gemm, *size, x.dtype, pattern, device, permuted, sparsity, conv)
+    drawn = gemm == "dgrad" and layer.draws_backward
+    key = GemmKey(
+        gemm,
+        *size,
+        x.dtype,
+        pattern,
+        device,
+        permuted=permuted,
+        drawn=drawn,
+        sparsity=sparsity,
+        conv=conv,
+    )
     return Product(spec.name, key)
 
 
@@ -233,7 +249,7 @@ def backward_gemms(
         grad: ``dY [tokens, out]``.
         x: ``[tokens, in]``.
         weight: The latent parameter, in the layout of the layer.
-        noise: The estimator's noise in the forward pass.
+        noise: The layer's noise in the forward pass.
         tensors: What the method keeps beside the weight; it is read through the layer.
         needs_input: Whether dX is needed.
         needs_weight: Whether dW is needed.
@@ -263,7 +279,7 @@ def backward_gemms(
     if dgrad is None:
         dx = grad.new_empty(0)
     else:
-        dx = _dgrad(layer, active_router, dgrad_kernel, dgrad, gradient, weight)
+        dx = _dgrad(layer, active_router, dgrad_kernel, dgrad, gradient, weight, noise)
     if wgrad is None:
         dweight = grad.new_empty(0)
     else:
@@ -368,14 +384,19 @@ def _dgrad(
     product: Product,
     gradient: _OutputGradient,
     weight: Tensor,
+    noise: Tensor | None,
 ) -> Tensor:
     """Return ``dX = dY W_B``, ``[tokens, in]``."""
     dy_to = gradient.dy_to
 
     def dense() -> Tensor:
-        return dy_to @ _backward_matrix(layer, weight, dy_to.dtype)
+        return dy_to @ _backward_matrix(layer, weight, noise, dy_to.dtype)
 
     def sparse() -> Tensor:
+        if product.key.drawn:
+            assert noise is not None
+            drawn_io = drawn_transposed(layer, weight, noise, dy_to.dtype)
+            return kernel.linear(kernel.pack(plain(drawn_io)), dy_to)
         packed = pack_of(layer, router, kernel, product, weight, backward_operand)
         # A pack in the order of the permutation needs the columns of dY in the same order.
         order = layer.masks.permutation if product.key.permuted and kernel.ordered else None
@@ -457,8 +478,12 @@ def _forward_matrix(layer: NMLayer, weight: Tensor, dtype: torch.dtype) -> Tenso
     return layer.view.matrix(layer.view.forward_of(weight)).to(dtype)
 
 
-def _backward_matrix(layer: NMLayer, weight: Tensor, dtype: torch.dtype) -> Tensor:
+def _backward_matrix(
+    layer: NMLayer, weight: Tensor, noise: Tensor | None, dtype: torch.dtype
+) -> Tensor:
     """Return W_B ``[out, in]`` for a dense product: masked and cast in one pass where a kernel does that."""
+    if layer.draws_backward:
+        return backward_matrix(layer, weight, noise, dtype)
     # The one pass would order the rows of a permuted W_B, which takes more passes here.
     is_permuted = layer.masks.has_backward and layer.masks.permutation is not None
     if layer.storage is None and in_one_pass(weight) and not is_permuted:

@@ -37,7 +37,8 @@ if TYPE_CHECKING:  # for the types only: imports point one way
 class Rule:
     """A pattern, a method and an estimator, and the layers that get them.
 
-    ``include`` holds globs over module names; ``None`` matches every layer.
+    ``include`` holds globs over module names; ``None`` matches every layer. ``dgrad`` draws the backward weight of the
+    forward one, if it is not ``None``.
 
     Example:
         >>> from lightning_nm.methods import ASP
@@ -51,6 +52,7 @@ class Rule:
     method: Method
     estimator: GradientEstimator | None = None
     conv_layout: ConvLayout = "channels"
+    dgrad: GradientEstimator | None = None
 
     def matches(self, *names: str) -> bool:
         """Whether one of the layer's names matches."""
@@ -292,13 +294,14 @@ def _plan(
     forward_reason, dgrad_reason = _eligibility(candidate, weight_spec, rule.pattern, cuts)
     method = rule.method
     forward_gains = method.sparse_forward and not forward_reason
-    dgrad_gains = method.sparse_dgrad and not dgrad_reason
+    wants_dgrad = method.sparse_dgrad or rule.dgrad is not None
+    dgrad_gains = wants_dgrad and not dgrad_reason
     wants_masks = method.sparse_forward or method.sparse_dgrad
     gains_nothing = wants_masks and not forward_gains and not dgrad_gains
     # With an estimator its wgrad can gain, but who names a layer wants its weights masked.
     needs_masks = rule.estimator is None or ties.is_named(candidate)
     if gains_nothing and needs_masks:
-        needed = [forward_reason, dgrad_reason] if method.sparse_dgrad else [forward_reason]
+        needed = [forward_reason, dgrad_reason] if wants_dgrad else [forward_reason]
         return None, "; ".join(reason for reason in needed if reason)
     tied = [(other.module, other.spec.parameter) for other in ties.tied(candidate)]
     layer_spec = LayerSpec(
@@ -315,6 +318,7 @@ def _plan(
         forward_reason=forward_reason,
         dgrad_reason=dgrad_reason,
         tensor_parallel=bool(cuts),
+        dgrad=rule.dgrad,
         tied=tuple(tied),
     )
     return NMLayer(layer_spec, seed=seed, wrappers=wrappers), ""

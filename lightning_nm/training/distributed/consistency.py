@@ -33,6 +33,7 @@ def _fingerprint(layer: NMLayer) -> dict[str, Any]:
         "pattern": str(layer.pattern),
         "method": type(layer.spec.method).__name__,
         "estimator": type(layer.spec.estimator).__name__,
+        "dgrad": type(layer.spec.dgrad).__name__,
         "seed": layer.noise.seed,
         "schedule": layer.progress.schedule,
         "estimator_schedule": layer.progress.estimator_schedule,

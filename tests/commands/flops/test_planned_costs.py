@@ -102,6 +102,8 @@ CASES = {
     "bame every 5": {"method": BAME(start=0.1, stop=20, gradient_every=5)},
     "bame of a batch": {"method": BAME(stop=0.9, evidence="batch", every=4)},
     "bame with bi-mask": {"method": BAME(stop=0.5, dgrad="bi-mask"), "grad_estimator": "mvue"},
+    "drawn weights": {"method": SRSTE(dense_start=5), "dgrad": "mvue"},
+    "drawn dense weights": {"method": "dense", "dgrad": "mvue"},
     "turns": {"method": Turns()},
 }
 

@@ -173,6 +173,7 @@ def _has_own_gradients(layer: NMLayer) -> bool:
     return (
         layer.spec.estimator is not None
         or layer.masks.has_backward
+        or layer.draws_backward
         or method.has_own_backward_weight
     )
 
