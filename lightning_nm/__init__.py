@@ -20,6 +20,7 @@ from lightning_nm.export import (
 from lightning_nm.functional.pattern import NMPattern
 from lightning_nm.methods import ASP, BAME, SRSTE, STE, BiMask, Dense, Method, TransposableMask
 from lightning_nm.methods.one_shot import prune
+from lightning_nm.methods.sensitivity import sensitivity
 from lightning_nm.plugins import (
     NMDDPStrategy,
     NMFSDPPrecision,
@@ -68,6 +69,7 @@ __all__ = [
     "preset_method",
     "prune",
     "save_packed",
+    "sensitivity",
     "unpacked_state_dict",
     "warm_up",
 ]

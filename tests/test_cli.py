@@ -236,7 +236,7 @@ def test_an_unknown_subcommand_lists_all(capsys, word, hint):
     assert re.search(
         r"no subcommand '"
         + word
-        + "', only fit, validate, test, predict, doctor, export, flops, report, study, verify",
+        + "', only fit, validate, test, predict, doctor, export, flops, report, sensitivity, study, verify",
         said,
     )
     assert re.search(hint, said)
