@@ -17,7 +17,7 @@ from lightning_nm.export import (
     unpacked_state_dict,
     warm_up,
 )
-from lightning_nm.functional.pattern import NMPattern
+from lightning_nm.functional.pattern import AutoPattern, NMPattern
 from lightning_nm.methods import ASP, BAME, SRSTE, STE, BiMask, Dense, Method, TransposableMask
 from lightning_nm.methods.one_shot import prune
 from lightning_nm.methods.sensitivity import sensitivity
@@ -42,6 +42,7 @@ __all__ = [
     "SRSTE",
     "STE",
     "ApproxMVUE",
+    "AutoPattern",
     "BiMask",
     "Dense",
     "GradientEstimator",

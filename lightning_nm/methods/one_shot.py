@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from lightning_nm.functional import magnitude_mask
-from lightning_nm.functional.pattern import NMPattern, PatternLike
-from lightning_nm.functional.select import masked
-from lightning_nm.methods.budget import (
+from lightning_nm.functional.budget import (
     DENSE,
     Choice,
     Counted,
     check_budget,
     check_counted,
 )
+from lightning_nm.functional.pattern import NMPattern, PatternLike
+from lightning_nm.functional.select import masked
 from lightning_nm.methods.calibration import (
     Calibration,
     call_model,

@@ -11,10 +11,7 @@ from torch import Tensor, nn
 
 from lightning_nm.functional import magnitude_mask
 from lightning_nm.functional.allocation import retained_magnitudes
-from lightning_nm.functional.calibrated import sparsegpt, wanda_mask
-from lightning_nm.functional.pattern import NMPattern, PatternLike
-from lightning_nm.functional.select import masked
-from lightning_nm.methods.budget import (
+from lightning_nm.functional.budget import (
     DENSE,
     Candidates,
     Choice,
@@ -24,6 +21,9 @@ from lightning_nm.methods.budget import (
     choose_patterns,
     neighbours,
 )
+from lightning_nm.functional.calibrated import sparsegpt, wanda_mask
+from lightning_nm.functional.pattern import NMPattern, PatternLike
+from lightning_nm.functional.select import masked
 from lightning_nm.methods.calibration import (
     Calibration,
     call_model,

@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_nm import functional as nmf
 from lightning_nm import prune, sensitivity
-from lightning_nm.methods.budget import DENSE, Candidates, all_patterns, choose_patterns
+from lightning_nm.functional.budget import DENSE, Candidates, all_patterns, choose_patterns
 
 
 def net(*sizes, seed=0):

@@ -21,8 +21,8 @@ from lightning_nm.export.classes import import_class
 from lightning_nm.export.graphs import build_model
 from lightning_nm.export.sources import Source, read_source
 from lightning_nm.functional.allocation import retained_magnitudes
+from lightning_nm.functional.budget import Choice, Counted, all_patterns
 from lightning_nm.functional.pattern import NMPattern
-from lightning_nm.methods.budget import Choice, Counted, all_patterns
 from lightning_nm.methods.calibration import call_model
 from lightning_nm.methods.sensitivity import (
     LayerSensitivity,

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_nm.callbacks.report.tables import Whole, plain_table, print_note
-from lightning_nm.methods.budget import Choice
+from lightning_nm.functional.budget import Choice
 from lightning_nm.methods.sensitivity import Sensitivity
 from lightning_nm.nn.selection.ranges import grouped
 

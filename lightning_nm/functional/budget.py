@@ -16,6 +16,12 @@ DENSE = "dense"
 Counted = Literal["parameters", "flops"]
 """What a budget is a share of: the entries of all weights, or the multiply-adds of their dense forward products."""
 
+WHOLE: dict[Counted, str] = {
+    "parameters": "entries of all weights",
+    "flops": "multiply-adds of all weights",
+}
+"""What a budget is a share of, in messages."""
+
 
 @dataclass(frozen=True)
 class Candidates:
@@ -79,12 +85,12 @@ def all_patterns(m: int) -> list[NMPattern]:
     return [NMPattern(n, m) for n in range(1, m)]
 
 
-def check_budget(budget: float, name: str = "budget") -> None:
+def check_budget(budget: float) -> None:
     """Refuse what is no share of a model, by a ``ValueError``."""
     is_number = isinstance(budget, (int, float)) and not isinstance(budget, bool)
     if not is_number or not 0 < budget <= 1:
         raise ValueError(
-            f"{name}={budget!r} must be the share of the model's weights that is kept: more than 0 and at most 1, for "
+            f"budget={budget!r} must be the share of the model's weights that is kept: more than 0 and at most 1, for "
             "example 0.5"
         )
 
@@ -98,11 +104,13 @@ def check_counted(counted: str) -> None:
 def choose_patterns(
     layers: Mapping[str, Candidates],
     budget: float,
-    dense: Mapping[str, int],
+    dense: Mapping[str, float],
     *,
     power: int = 1,
     counted: Counted = "parameters",
-    name: str = "budget",
+    name: str = "",
+    allow_dense: bool = True,
+    total: float | None = None,
 ) -> dict[str, Choice]:
     r"""Choose a pattern, or none, for each layer: the least sum of losses within a budget of the whole model.
 
@@ -114,10 +122,12 @@ def choose_patterns(
     Args:
         layers: By name.
         budget: The share of the costs of all weights that may be left.
-        dense: By name, the costs of the weights that stay dense in any case.
+        dense: By name, the costs of the weights that are not chosen for, such as those that stay dense.
         power: The exponent p.
         counted: What the costs are, for errors.
-        name: What the budget is called in errors.
+        name: What the budget is called in errors; ``budget=...`` by default.
+        allow_dense: Whether a layer may keep all of its entries.
+        total: What all weights would cost if they were dense; by default the costs of the layers and of ``dense``.
 
     Raises:
         ValueError: If the budget is no share, or too small for the weights that stay dense. The message has the least
@@ -128,25 +138,34 @@ def choose_patterns(
         >>> {name: choice.pattern for name, choice in choose_patterns(layers, 0.375, {}).items()}
         {'a': '2:4', 'b': '1:4'}
     """
-    check_budget(budget, name)
+    check_budget(budget)
     names = list(layers)
     labels: list[list[str]] = []
     losses: list[list[float]] = []
     costs: list[list[float]] = []
     for candidates in layers.values():
         patterns = candidates.patterns
-        labels.append([*map(str, patterns), DENSE])
-        values = [candidates.values[str(pattern)] for pattern in patterns]
-        losses.append([*(value**power for value in values), 0.0])
+        options = [str(pattern) for pattern in patterns]
+        options_losses = [candidates.values[option] ** power for option in options]
         # In whole entries: m divides the layer's size.
-        kept: list[float] = [candidates.cost * pattern.n / pattern.m for pattern in patterns]
-        costs.append([*kept, float(candidates.cost)])
+        options_costs: list[float] = [
+            candidates.cost * pattern.n / pattern.m for pattern in patterns
+        ]
+        if allow_dense:
+            options.append(DENSE)
+            options_losses.append(0.0)
+            options_costs.append(float(candidates.cost))
+        labels.append(options)
+        losses.append(options_losses)
+        costs.append(options_costs)
 
     dense_cost = sum(dense.values())
-    total = dense_cost + sum(candidates.cost for candidates in layers.values())
+    if total is None:
+        total = dense_cost + sum(candidates.cost for candidates in layers.values())
     least = dense_cost + sum(min(layer_costs) for layer_costs in costs)
     if total and least > budget * total * (1 + 1e-9):
-        raise ValueError(_unreachable(name, budget, least / total, dense, total, counted))
+        name = name or f"budget={budget:g}"
+        raise ValueError(_unreachable(name, least / total, dense, total, WHOLE[counted]))
     found = allocate(losses, costs, max(budget * total - dense_cost, 0.0))
     choices = {}
     for layer_name, options, index in zip(names, labels, found.choices, strict=True):
@@ -169,21 +188,21 @@ def neighbours(options: Sequence[str], values: Mapping[str, float], index: int) 
 
 
 def _unreachable(
-    name: str, budget: float, least: float, dense: Mapping[str, int], total: int, counted: str
+    name: str, least: float, dense: Mapping[str, float], total: float, whole: str
 ) -> str:
     """Return the message for a budget that is too small: what can be reached, and what stands in the way."""
     # Rounded up, so that the number in the message can be given as it stands.
     reachable = math.ceil(least * 10_000) / 10_000
     message = (
-        f"{name}={budget:g} cannot be reached: with the sparsest candidate in every layer {reachable:.4f} of the "
-        f"model's {counted} are left"
+        f"{name} cannot be reached: with the sparsest candidate in every layer {reachable:.4f} of the "
+        f"{whole} are left"
     )
     if dense:
         share = sum(dense.values()) / total
         largest = sorted(dense, key=lambda each: -dense[each])[:3]
         shown = ", ".join(repr(each) for each in largest)
-        message += f", of which {share:.4f} belong to weights that stay dense, such as {shown}"
+        message += f", of which {share:.4f} belong to other weights, such as {shown}"
     return (
-        f"{message}. Give {reachable:.4f} or more, sparser candidates, or mask more layers (`include`, `exclude`, "
+        f"{message}. Give {reachable:.4f} or more, sparser candidates (a larger M), or mask more layers (`include`, `exclude`, "
         "`skip_first_last`)"
     )
