@@ -101,7 +101,7 @@ def test_patterns_in_yaml_mean_what_they_say_and_round_trip(tmp_path, capsys, wr
         (["pattern: 2:0"], ["2:0"]),
         (
             ["pattern: auto:1.5"],
-            ["auto:1.5", "the budget 1.5 of an auto pattern must be the share"],
+            ["the budget 1.5 of an auto pattern must be the share"],
         ),
         (["pattern: 2-4"], ["2-4"]),
         (

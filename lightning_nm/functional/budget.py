@@ -203,6 +203,6 @@ def _unreachable(
         shown = ", ".join(repr(each) for each in largest)
         message += f", of which {share:.4f} belong to other weights, such as {shown}"
     return (
-        f"{message}. Give {reachable:.4f} or more, sparser candidates (a larger M), or mask more layers (`include`, `exclude`, "
-        "`skip_first_last`)"
+        f"{message}. Give {reachable:.4f} or more, sparser candidates (a larger M), or mask more layers "
+        "(`include`, `exclude`, `skip_first_last`)"
     )

@@ -22,7 +22,7 @@ PAGE = (ROOT / "docs" / "pruning.md").read_text(encoding="utf-8")
 def test_the_page(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(pl, "Trainer", ShortTrainer)
     monkeypatch.chdir(tmp_path)
-    prune, _, _, save, load = blocks("python", PAGE)
+    prune, *_, save, load = blocks("python", PAGE)
     names = {"model": Net(), "data": Data()}
     names["calibration"] = list(names["data"].val_dataloader())
     exec(prune, names)
@@ -46,8 +46,9 @@ def test_the_page(monkeypatch, capsys, tmp_path):
 LAYERS = (0, 3, 6, 8)  # the weights of the network
 
 
-def test_patterns_per_layer(capsys):
-    prune, scan, choose, _, _ = blocks("python", PAGE)
+def test_patterns_per_layer(monkeypatch, capsys):
+    monkeypatch.setattr(pl, "Trainer", ShortTrainer)
+    prune, scan, choose, train, _, _ = blocks("python", PAGE)
     names = {"model": Net(), "data": Data(), "trained": Net()}
     names["calibration"] = list(names["data"].val_dataloader())
     exec(prune.partition("result =")[0], names)  # its imports
@@ -61,6 +62,10 @@ def test_patterns_per_layer(capsys):
     assert kept <= total / 2
     assert result.table() in out
     assert names["nm"].config.rules == result.rules
+    names["pretrained"] = Net()
+    exec(train, names)
+    weights = [names["pretrained"].net[place].weight for place in LAYERS]
+    assert sum(int(weight.count_nonzero()) for weight in weights) <= total / 2
 
 
 CONFIG = """
