@@ -3,6 +3,9 @@
 ``python -m benchmarks.one_shot`` trains small MLPs on handwritten digits, prunes their hidden layers and prints the
 error of the logits on other digits, ``|f(x) - f_pruned(x)| / |f(x)|``, and the accuracy: medians over seeds. The demo
 extra is needed; ``nvidia-modelopt`` (with ``requests``) is optional, and is compared at 2:4, its pattern.
+
+``python -m benchmarks.one_shot --budgets 0.5 0.25`` prunes all layers of the same MLPs to these densities instead: with
+one N:16 for all layers, and with one for each layer, chosen without and with data.
 """
 
 from __future__ import annotations
@@ -27,6 +30,32 @@ Pruner = Callable[[nn.Module, list[Tensor]], object]
 def by_score(pattern: str, score: Any, model: nn.Module, data: list[Tensor]) -> None:
     """Prune by :func:`lightning_nm.prune`."""
     prune(model, pattern, score, data)
+
+
+def uniform(budget: float, score: Any, model: nn.Module, data: list[Tensor]) -> None:
+    """Prune all layers, the last one too, to the same N:16."""
+    prune(model, f"{round(16 * budget)}:16", score, data, skip_first_last=False)
+
+
+def chosen(budget: float, score: Any, model: nn.Module, data: list[Tensor]) -> None:
+    """Prune all layers within a budget, by their output errors."""
+    prune(model, score=score, data=data, budget=budget, skip_first_last=False)
+
+
+def chosen_without_data(budget: float, model: nn.Module, data: list[Tensor]) -> None:
+    """Prune all layers within a budget, by their magnitudes."""
+    prune(model, budget=budget, skip_first_last=False)
+
+
+def pruners_at(budget: float) -> dict[str, Pruner]:
+    """The ways to prune to a density."""
+    pruners: dict[str, Pruner] = {}
+    pruners["magnitude, one N"] = partial(uniform, budget, "magnitude")
+    pruners["magnitude, N by magnitudes"] = partial(chosen_without_data, budget)
+    for score in ("magnitude", "wanda", "sparsegpt"):
+        pruners[f"{score}, one N"] = partial(uniform, budget, score)
+        pruners[f"{score}, N by output errors"] = partial(chosen, budget, score)
+    return pruners
 
 
 def modelopt(mode: str, model: nn.Module, data: list[Tensor]) -> None:
@@ -80,7 +109,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--patterns", nargs="+", default=["2:4", "1:4", "1:8"])
+    parser.add_argument("--budgets", nargs="+", type=float, default=[])
     args = parser.parse_args(argv)
+    if args.budgets:
+        print("| density | pruning | error of the logits | accuracy |\n|---|---|---|---|")
+        for budget in args.budgets:
+            print_medians(f"{budget:g}", pruners_at(budget), args.seeds)
+        return
     print("| pattern | pruning | error of the logits | accuracy |\n|---|---|---|---|")
     for pattern in args.patterns:
         pruners: dict[str, Pruner] = {
@@ -90,12 +125,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         if pattern == "2:4" and importlib.util.find_spec("modelopt"):
             pruners["modelopt sparse_magnitude"] = partial(modelopt, "sparse_magnitude")
             pruners["modelopt sparsegpt"] = partial(modelopt, "sparsegpt")
-        results = [measure(seed, pruners) for seed in range(args.seeds)]
-        for name in results[0]:
-            error, accuracy = (
-                statistics.median(result[name][k] for result in results) for k in range(2)
-            )
-            print(f"| {pattern} | {name} | {error:.3f} | {accuracy:.1%} |")
+        print_medians(pattern, pruners, args.seeds)
+
+
+def print_medians(label: str, pruners: dict[str, Pruner], seeds: int) -> None:
+    """Print a line for each pruner, with the medians over seeds."""
+    results = [measure(seed, pruners) for seed in range(seeds)]
+    for name in results[0]:
+        error, accuracy = (
+            statistics.median(result[name][k] for result in results) for k in range(2)
+        )
+        print(f"| {label} | {name} | {error:.3f} | {accuracy:.1%} |")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from lightning_nm.export import (
     unpacked_state_dict,
     warm_up,
 )
-from lightning_nm.functional.pattern import NMPattern
+from lightning_nm.functional.pattern import AutoPattern, NMPattern
 from lightning_nm.methods import (
     ASP,
     BAME,
@@ -38,6 +38,7 @@ from lightning_nm.methods import (
     TransposableMask,
 )
 from lightning_nm.methods.one_shot import prune
+from lightning_nm.methods.sensitivity import sensitivity
 from lightning_nm.plugins import (
     NMDDPStrategy,
     NMFSDPPrecision,
@@ -63,6 +64,7 @@ __all__ = [
     "STE",
     "STEP",
     "ApproxMVUE",
+    "AutoPattern",
     "BiMask",
     "DecayingMask",
     "Dense",
@@ -95,6 +97,7 @@ __all__ = [
     "preset_method",
     "prune",
     "save_packed",
+    "sensitivity",
     "unpacked_state_dict",
     "warm_up",
 ]

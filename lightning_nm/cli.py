@@ -11,6 +11,7 @@ from lightning_nm.commands.export.command import main as export
 from lightning_nm.commands.flops.command import main as flops
 from lightning_nm.commands.lightning_cli import NMLightningCLI, require_extra
 from lightning_nm.commands.report.command import main as report
+from lightning_nm.commands.sensitivity.command import main as sensitivity
 from lightning_nm.commands.study.command import main as study
 from lightning_nm.commands.verify.command import main as verify
 from lightning_nm.export.classes import find_modules_here
@@ -22,12 +23,13 @@ _OWN: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "export": (export, "make a packed model of a sparse checkpoint, or a file for another runtime"),
     "flops": (flops, "count the multiply-adds of a model and of its planned training"),
     "report": (report, "write one HTML page about a run, or a comparison of several"),
+    "sensitivity": (sensitivity, "measure what each pattern would do to each layer of a model"),
     "study": (study, "train variants on paired seeds, and report their differences with intervals"),
     "verify": (verify, "check that a checkpoint's weights are N:M sparse"),
 }
 
 _LIGHTNING = ("fit", "validate", "test", "predict")
-_BUILD_TRAININGS = ("doctor", "flops", "study")
+_BUILD_TRAININGS = ("doctor", "flops", "sensitivity", "study")
 """Own subcommands that build a training from YAML files."""
 
 
@@ -83,5 +85,5 @@ def _print_own_subcommands() -> None:
     # LightningCLI's help, which lists its own, follows.
     print("lightning-nm: N:M sparse training on PyTorch Lightning\n\nsubcommands of its own:")
     for name, (_, text) in _OWN.items():
-        print(f"    {name:10} {text}")
+        print(f"    {name:11} {text}")
     print()

@@ -74,6 +74,8 @@ def test_shipped_configs_parse(path, capsys):
         ("'2:4'", "2:4"),
         ("{n: 3, m: 8}", "3:8"),
         ("4:64", "4:64"),
+        ("auto:0.5", "auto:0.5:16"),
+        ("'auto:0.25:8:flops'", "auto:0.25:8:flops"),
     ],
 )
 def test_patterns_in_yaml_mean_what_they_say_and_round_trip(tmp_path, capsys, written, meant):
@@ -97,6 +99,10 @@ def test_patterns_in_yaml_mean_what_they_say_and_round_trip(tmp_path, capsys, wr
             ["trainer.callbacks, NMSparsityCallback, pattern: ", "5:4", "N must be smaller than M"],
         ),
         (["pattern: 2:0"], ["2:0"]),
+        (
+            ["pattern: auto:1.5"],
+            ["the budget 1.5 of an auto pattern must be the share"],
+        ),
         (["pattern: 2-4"], ["2-4"]),
         (
             ["method: bi-msak"],
@@ -236,7 +242,7 @@ def test_an_unknown_subcommand_lists_all(capsys, word, hint):
     assert re.search(
         r"no subcommand '"
         + word
-        + "', only fit, validate, test, predict, doctor, export, flops, report, study, verify",
+        + "', only fit, validate, test, predict, doctor, export, flops, report, sensitivity, study, verify",
         said,
     )
     assert re.search(hint, said)

@@ -30,7 +30,7 @@ from lightning_nm.callbacks.throughput import turn_off_mfu
 from lightning_nm.callbacks.training_length import has_schedule, planned_steps
 from lightning_nm.config import SparsityConfig, chosen_config, refuse_unknown
 from lightning_nm.estimators import EstimatorName, GradientEstimator
-from lightning_nm.functional.pattern import PatternLike
+from lightning_nm.functional.pattern import PatternSetting
 from lightning_nm.methods import Method, MethodName
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.sparsifier import NMSparsifier
@@ -50,9 +50,10 @@ class NMSparsityCallback(SavedSparsity):
     logging interval, see docs/tensorboard.md.
 
     Args:
-        pattern: The N:M pattern: ``"2:4"``, ``{n: 2, m: 4}``, or the integer that YAML makes of an unquoted 2:4.
-        method: ``dense``, ``ste``, ``sr-ste``, ``asp``, ``transposable``, ``bi-mask``, ``slope``, ``bame``, ``rigl``,
-            ``cast``, or a :class:`Method` by ``class_path``.
+        pattern: The N:M pattern: ``"2:4"``, ``{n: 2, m: 4}``, or the integer that YAML makes of an unquoted 2:4; or
+            ``"auto:0.5"``, which chooses N of 16 for each layer, so that half of all weights are kept.
+        method: The short name of a method, such as ``bi-mask``, ``sr-ste``, ``bame`` or ``asp``, or a :class:`Method`
+            by ``class_path``; docs/which-method.md has all of them.
         grad_estimator: ``mvue``, ``approx-mvue``, ``top-n``, or a :class:`GradientEstimator` by ``class_path``, which
             replaces the output gradient dY in the weight-gradient GEMM; ``None`` keeps dY.
         config: All settings as one object, instead of the other ones.
@@ -79,7 +80,7 @@ class NMSparsityCallback(SavedSparsity):
 
     def __init__(
         self,
-        pattern: PatternLike = "2:4",
+        pattern: PatternSetting = "2:4",
         method: MethodName | Method = "bi-mask",
         grad_estimator: EstimatorName | GradientEstimator | None = None,
         *,
@@ -262,6 +263,9 @@ class NMSparsityCallback(SavedSparsity):
         self._lifecycle.batch_open = False
         # Not earlier: some strategies load the state only after on_fit_start, and with it more layers may be masked.
         warn_at_start(sparsifier, continues=not self._lifecycle.is_new)
+        self._show_layers(sparsifier)
+
+    def _show_layers(self, sparsifier: NMSparsifier) -> None:
         if self.show_tables:
             rank_zero_only(print_layers)(sparsifier)
 
@@ -335,10 +339,14 @@ class NMSparsityCallback(SavedSparsity):
         sparsifier = self._installed()
         if self._lifecycle.phase is Phase.INSTALLED:
             warn_after_first_batch(sparsifier)
+        patterns = sparsifier.patterns
+        was_pending = patterns is not None and patterns.is_pending(sparsifier.clock)
         stepped = sparsifier.step()
         # The Trainer counts the steps that a gradient scaler skips, too: its plan may end before the sparsifier's.
         if self._last_step is not None and trainer.global_step >= self._last_step:
             sparsifier.finish()
+        if patterns is not None and was_pending and not patterns.is_pending(sparsifier.clock):
+            self._show_layers(sparsifier)
         self._pack(trainer, sparsifier)
         self._lifecycle.end_batch()
         # The hook counts the bytes of a step, whether somebody reads them or not.

@@ -17,7 +17,13 @@ from lightning_nm.estimators import (
     resolve_dgrad,
     resolve_estimator,
 )
-from lightning_nm.functional.pattern import NMPattern, PatternLike
+from lightning_nm.functional.pattern import (
+    AutoPattern,
+    NMPattern,
+    PatternLike,
+    PatternSetting,
+    parse_pattern_setting,
+)
 from lightning_nm.methods import Method, MethodName, resolve_method
 from lightning_nm.nn.layer.layout import ConvLayout
 from lightning_nm.nn.selection.first_last import SkipFirstLast, parse_skip_first_last
@@ -76,6 +82,11 @@ class ResolvedRules:
     skip_last: bool
     presets: list[Preset]
 
+    @property
+    def auto(self) -> AutoPattern | None:
+        """The budget under which N is chosen for each layer; ``None`` if all patterns are given."""
+        return self.rules[-1].auto
+
     def masked_in(self, state: Mapping[str, Any]) -> list[str]:
         """Return "first" and "last" if a saved state masks that layer although these settings leave it dense."""
         masked = []
@@ -104,7 +115,7 @@ class ResolvedRules:
 
 
 def resolve_rules(
-    pattern: PatternLike,
+    pattern: PatternSetting,
     method: MethodName | Method,
     grad_estimator: EstimatorName | GradientEstimator | None,
     include: str | Sequence[str] | None,
@@ -174,7 +185,7 @@ def _skips(skip_first_last: SkipFirstLast | None, presets: Sequence[Preset]) -> 
 
 
 def _general_rule(
-    pattern: PatternLike,
+    pattern: PatternSetting,
     method: MethodName | Method,
     grad_estimator: EstimatorName | GradientEstimator | None,
     include: str | Sequence[str] | None,
@@ -187,12 +198,16 @@ def _general_rule(
     if grad_estimator is None and own_preset is not None:
         grad_estimator = own_preset.grad_estimator
     default_layout: ConvLayout = "channels" if own_preset is None else own_preset.conv_layout
+    setting = parse_pattern_setting(pattern)
+    auto = setting if isinstance(setting, AutoPattern) else None
     rule = Rule(
         include=as_globs(include, "include"),
-        pattern=NMPattern.parse(pattern),
+        # Until N is chosen, layers have the pattern that all of them could have.
+        pattern=setting.uniform if isinstance(setting, AutoPattern) else setting,
         method=_method(own_preset, method),
         estimator=resolve_estimator(grad_estimator),
         conv_layout=conv_layout or default_layout,
+        auto=auto,
         dgrad=resolve_dgrad(dgrad),
     )
     _check_dgrad(rule)
@@ -246,6 +261,7 @@ def _parse_rule(
     estimator = general.estimator
     layout = general.conv_layout
     dgrad = general.dgrad
+    auto = general.auto
 
     # A method of the rule's own comes with a preset of its own.
     if "method" in spec:
@@ -259,16 +275,29 @@ def _parse_rule(
     # What the rule says precedes everything. In YAML a key may be there with the value null: as an estimator it keeps
     # dY, as a layout it counts as not given.
     if "pattern" in spec:
-        pattern = NMPattern.parse(spec["pattern"])
+        pattern = _pattern_of_rule(spec)
+        auto = None
     if "grad_estimator" in spec:
         estimator = resolve_estimator(spec["grad_estimator"])
     if spec.get("conv_layout"):
         layout = spec["conv_layout"]
     if "dgrad" in spec:
         dgrad = resolve_dgrad(spec["dgrad"])
-    rule = Rule(as_globs(spec["include"], "include"), pattern, method, estimator, layout, dgrad)
+    globs = as_globs(spec["include"], "include")
+    rule = Rule(globs, pattern, method, estimator, layout, dgrad=dgrad, auto=auto)
     _check_dgrad(rule)
     return rule
+
+
+def _pattern_of_rule(spec: Mapping[str, Any]) -> NMPattern:
+    """Read the pattern of a rule, which is one for all of its layers."""
+    setting = parse_pattern_setting(spec["pattern"])
+    if isinstance(setting, AutoPattern):
+        raise ValueError(
+            f"rule {dict(spec)!r} has a budget, but a budget is one of the whole model: give pattern='{setting}' as "
+            "the general pattern, which holds for all layers without a pattern of their own"
+        )
+    return setting
 
 
 def _preset_or_none(preset: PresetName | None, method: MethodName | Method) -> Preset | None:

@@ -1,5 +1,6 @@
 """Functions of their arguments alone, most of them tensor to tensor: no module state, no Lightning."""
 
+from lightning_nm.functional.allocation import Allocation, allocate, retained_magnitudes
 from lightning_nm.functional.flops import FlopsKind, GemmDensity, train_flops, train_flops_ratio
 from lightning_nm.functional.mask_storage import pack_mask, unpack_mask
 from lightning_nm.functional.masks import (
@@ -27,8 +28,10 @@ from lightning_nm.functional.transposable import transposable_mask
 from lightning_nm.functional.unbiased import approx_mvue, mvue, mvue_probabilities
 
 __all__ = [
+    "Allocation",
     "FlopsKind",
     "GemmDensity",
+    "allocate",
     "approx_mvue",
     "backward_mask",
     "count_violations",
@@ -50,6 +53,7 @@ __all__ = [
     "pack_mask",
     "pack_nm",
     "permutation_score",
+    "retained_magnitudes",
     "search_permutation",
     "soft_threshold_nm",
     "train_flops",

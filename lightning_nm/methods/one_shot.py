@@ -3,30 +3,49 @@
 from __future__ import annotations
 
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from lightning_nm.functional import magnitude_mask
-from lightning_nm.functional.calibrated import sparsegpt, wanda_mask
+from lightning_nm.functional.budget import (
+    DENSE,
+    Choice,
+    Counted,
+    check_budget,
+    check_counted,
+)
 from lightning_nm.functional.pattern import NMPattern, PatternLike
 from lightning_nm.functional.select import masked
-from lightning_nm.methods import STE
-from lightning_nm.nn.adapters import Adapter, adapter_of
-from lightning_nm.nn.adapters.experts.products import watching
+from lightning_nm.methods.calibration import (
+    Calibration,
+    call_model,
+    evaluation,
+    has_experts,
+    matrices_of,
+    set_matrices,
+    squared_output,
+)
+from lightning_nm.methods.sensitivity import (
+    LayerScan,
+    Score,
+    check_max_error,
+    check_score,
+    parse_patterns,
+    pruned_matrix,
+    refuse_layer,
+    relative_error,
+    scan_layer,
+    select_layers,
+    sensitivity,
+    sparsest_within,
+)
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.layer.layout import ConvLayout
-from lightning_nm.nn.selection.first_last import SkipFirstLast, parse_skip_first_last
-from lightning_nm.nn.selection.install import install, uninstall
-from lightning_nm.nn.selection.selection import Rule, as_globs, select
-
-Score = Literal["magnitude", "wanda", "sparsegpt"]
+from lightning_nm.nn.selection.first_last import SkipFirstLast
 
 
 @dataclass
@@ -40,21 +59,55 @@ class Pruned:
         skipped: Why each other weight is dense, by name.
         uncalibrated: By layer, the experts, or the groups of a convolution, that no calibration token reached, or only
             zeros; they are pruned by magnitude. A layer that has neither experts nor groups is ``[0]``.
+        patterns: The pattern of each pruned layer, as text.
+        choices: With ``budget`` or ``max_error``, what was chosen for each layer, also for those that stay dense.
     """
 
     errors: dict[str, float] = field(default_factory=dict)
     layers: list[str] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
     uncalibrated: dict[str, list[int]] = field(default_factory=dict)
+    patterns: dict[str, str] = field(default_factory=dict)
+    choices: dict[str, Choice] = field(default_factory=dict)
+
+    @property
+    def rules(self) -> list[dict[str, Any]]:
+        """The layers of each pattern as ``rules`` of :class:`~lightning_nm.NMSparsityCallback`, for fine-tuning."""
+        layers_by_pattern: dict[str, list[str]] = {}
+        for name in self.layers:
+            layers_by_pattern.setdefault(self.patterns[name], []).append(name)
+        return [
+            {"include": names, "pattern": pattern} for pattern, names in layers_by_pattern.items()
+        ]
+
+    def table(self) -> str:
+        """Return the pattern of every layer and why it was chosen, as lines of text; empty without choices."""
+        if not self.choices:
+            return ""
+        rows = [("layer", "pattern", "kept", "measured", "why")]
+        for name, choice in self.choices.items():
+            rows.append(
+                (name, choice.pattern, f"{choice.density:.3f}", f"{choice.value:.4f}", choice.why)
+            )
+        widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
+        lines = []
+        for row in rows:
+            cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+            lines.append("  ".join(cells).rstrip())
+        return "\n".join(lines)
 
 
 @torch.no_grad()
 def prune(
     model: nn.Module,
-    pattern: PatternLike = "2:4",
+    pattern: PatternLike | None = None,
     score: Score = "magnitude",
     data: Iterable[Any] | None = None,
     *,
+    budget: float | None = None,
+    max_error: float | None = None,
+    candidates: Sequence[PatternLike] | None = None,
+    counted: Counted = "parameters",
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] | None = None,
     skip_first_last: SkipFirstLast = True,
@@ -65,21 +118,32 @@ def prune(
     """Prune the weights of a trained model to N:M in place.
 
     The model trains on from there with ``NMSparsityCallback(pattern, ASP(init="zeros"), include=result.layers)``, which
-    keeps these masks; give it the same ``conv_layout``. The names are those in ``model``: prune the LightningModule.
+    keeps these masks; give it the same ``conv_layout``, and ``rules=result.rules`` if layers have patterns of their
+    own. The names are those in ``model``: prune the LightningModule.
 
     Layers are pruned in the order in which they are called, each by the inputs that the layers pruned before give it.
     For each layer the calibration data run through the model up to this layer, and only its own statistics are in
     memory: ``in * in`` numbers of 8 bytes, for convolutions with ``in = channels / groups * taps``, for each group. Of
     experts, each by the tokens that reach it, as many are done at a time as take no more memory than their weight.
 
+    With ``budget`` or ``max_error`` each layer gets a pattern of its own among ``candidates``, or stays dense. A budget
+    is met with the least sum of squared output errors, which :func:`sensitivity` measures in the dense model before;
+    without data with the least sum of lost shares of magnitude. See :meth:`Sensitivity.choose`. With ``max_error`` each
+    layer gets the sparsest candidate that keeps the bound with the inputs that the pruned layers before give it.
+
     Args:
         model: Any module. It runs in evaluation mode, which is undone.
-        pattern: What :meth:`NMPattern.parse` reads.
+        pattern: The pattern of all layers, 2:4 by default; what :meth:`NMPattern.parse` reads.
         score: ``"magnitude"``: keep the largest entries. ``"wanda"``: keep the largest products with the norm of the
             input feature (arXiv 2306.11695). ``"sparsegpt"``: also change the kept entries so that the output changes
             least (arXiv 2301.00774). Magnitudes need no data.
-        data: Calibration batches, read once for the order of the layers, then once for every layer: a DataLoader or a
-            list. A few hundred examples are usual.
+        data: Calibration batches, read once for the order of the layers, then once for every layer, and once more for
+            each with a budget: a DataLoader or a list. A few hundred examples are usual.
+        budget: The share of the entries of all weights that may be kept. Weights that stay dense count whole;
+            embeddings, biases and norms do not count.
+        max_error: The largest relative output error of a layer.
+        candidates: The patterns to choose from with ``budget`` or ``max_error``; all N:16 by default.
+        counted: With ``"flops"``, the budget is a share of the multiply-adds of all weights in a dense forward pass.
         include: Globs over names of modules to prune; all that can be by default.
         exclude: Globs over names of modules to keep dense.
         skip_first_last: Which of the first convolution and the last linear layer stay dense: ``True`` both, ``"first"``
@@ -91,7 +155,8 @@ def prune(
 
     Raises:
         ValueError: If the selection fails, data are missing or empty, a layer is not called by them, its inputs hold
-            values that are not finite, or the weights are sharded. Layers that were pruned before stay pruned.
+            values that are not finite, the weights are sharded, options contradict each other, or the budget cannot be
+            reached. Layers that were pruned before stay pruned.
         TypeError: If ``data`` can be read only once.
 
     Example:
@@ -100,68 +165,131 @@ def prune(
         >>> result.layers
         ['0', '2']
     """
-    if score not in get_args(Score):
-        known = ", ".join(map(repr, get_args(Score)))
-        raise ValueError(f"score={score!r} is unknown: use {known}")
-    if data is None and score != "magnitude":
-        raise ValueError(f"score={score!r} needs calibration batches: data=loader")
-    if data is not None and iter(data) is data:
-        raise TypeError(
-            "`data` can be read only once, but every layer reads it: pass a DataLoader or a list"
-        )
-    # Any method that keeps N of M will do: it is only asked which layers it can mask.
-    rule = Rule(as_globs(include, "include"), NMPattern.parse(pattern), STE(), None, conv_layout)
-    first, last = parse_skip_first_last(skip_first_last)
-    selection = select(
-        model, [rule], as_globs(exclude, "exclude") or (), skip_first=first, skip_last=last
-    )
-    for layer in selection.layers:
-        _refuse(layer, calibrated=data is not None)
-    result = Pruned(skipped=dict(selection.skipped))
-    with _evaluation(model):
+    check_score(score, data)
+    _check_options(pattern, budget, max_error, candidates, counted, has_data=data is not None)
+    is_chosen = budget is not None or max_error is not None
+    patterns = parse_patterns(candidates)
+    if not is_chosen:
+        patterns = (NMPattern.parse("2:4" if pattern is None else pattern),)
+    found = select_layers(model, patterns, include, exclude, skip_first_last, conv_layout)
+    for layer in found.layers:
+        refuse_layer(layer, calibrated=data is not None)
+    result = Pruned(skipped=found.skipped)
+    if budget is not None:
+        result.choices = sensitivity(
+            model,
+            data,
+            patterns,
+            score=score,
+            include=include,
+            exclude=exclude,
+            skip_first_last=skip_first_last,
+            conv_layout=conv_layout,
+            damping=damping,
+            call=call,
+        ).choose(budget, counted=counted)
+
+    with evaluation(model):
         if data is None:
-            for layer in selection.layers:
-                _set(layer, _by_magnitude(layer))
-                result.layers.append(layer.name)
+            for layer in found.layers:
+                own = _pattern_of(layer, patterns, result)
+                if own is not None:
+                    set_matrices(layer, _by_magnitude(layer, own))
             return result
-        calibration = _Calibration(model, data, call or _call)
-        for layer, calls in calibration.order(selection.layers):
-            _prune_layer(layer, calibration.moments(layer, calls), score, damping, result)
-            result.layers.append(layer.name)
+        calibration = Calibration(model, data, call or call_model)
+        for layer, calls in calibration.order(found.layers):
+            moments: Iterable[tuple[range, Tensor]] = calibration.moments(layer, calls)
+            if max_error is not None:
+                own_patterns = found.patterns[layer.name]
+                if not has_experts(layer):
+                    moments = list(moments)  # all groups are summed at once: they serve twice
+                scan = scan_layer(layer, moments, own_patterns, score, damping)
+                if has_experts(layer):
+                    moments = calibration.moments(layer, calls)
+                result.choices[layer.name] = _within(scan, max_error)
+            own = _pattern_of(layer, patterns, result)
+            if own is not None:
+                _prune_layer(layer, moments, own, score, damping, result)
     _warn(result)
     return result
 
 
-def _refuse(layer: NMLayer, *, calibrated: bool) -> None:
-    """Refuse a layer that cannot be pruned so, before any layer is."""
-    if layer.view.is_sharded:
-        raise ValueError(f"the weight of layer '{layer.name}' is sharded: prune before sharding")
-    if not calibrated:
+def _check_options(
+    pattern: PatternLike | None,
+    budget: float | None,
+    max_error: float | None,
+    candidates: Sequence[PatternLike] | None,
+    counted: str,
+    *,
+    has_data: bool,
+) -> None:
+    """Refuse options that contradict each other, by a ``ValueError``."""
+    check_counted(counted)
+    if budget is not None and max_error is not None:
+        raise ValueError(
+            f"both budget={budget} and max_error={max_error} are given: layers can be chosen by one of them"
+        )
+    if budget is None and max_error is None:
+        for name, is_given in (("candidates", candidates), ("counted", counted != "parameters")):
+            if is_given:
+                raise ValueError(
+                    f"{name} is for a budget, or max_error: give one, for example budget=0.5"
+                )
         return
-    if isinstance(layer.spec.module, nn.Embedding):
+    if pattern is not None:
         raise ValueError(
-            f"layer '{layer.name}' is an embedding, whose inputs are tokens: they cannot calibrate it. Prune it by "
-            "magnitude, in a call of its own without data"
+            f"pattern={pattern!r} is for all layers, and budget and max_error choose one for each: give the patterns "
+            "to choose from as candidates=[...]"
         )
-    if not _has_inputs(layer):
-        raise ValueError(
-            f"layer '{layer.name}' cannot be calibrated: its adapter defines no inputs(). Name it in `exclude`, or "
-            "prune by magnitude without data"
+    if budget is not None:
+        check_budget(budget)
+        if counted == "flops" and not has_data:
+            raise ValueError("counted='flops' needs calibration batches: data=loader")
+        return
+    assert max_error is not None
+    check_max_error(max_error)
+    if counted != "parameters":
+        raise ValueError(f"counted={counted!r} is for a budget, not for max_error")
+    if not has_data:
+        raise ValueError(f"max_error={max_error} needs calibration batches: data=loader")
+
+
+def _within(scan: LayerScan, max_error: float) -> Choice:
+    """The sparsest pattern within the bound; none if nothing is known of the layer's inputs."""
+    if not scan.is_calibrated:
+        return Choice(DENSE, 0.0, "no calibration token reaches it")
+    return sparsest_within(scan.errors, max_error)
+
+
+def _pattern_of(layer: NMLayer, patterns: Sequence[NMPattern], result: Pruned) -> NMPattern | None:
+    """The layer's pattern, which is noted in the result; ``None`` if it was chosen to stay dense."""
+    chosen = patterns[0]  # the only one, unless there are choices
+    choice = result.choices.get(layer.name)
+    if choice is not None and choice.pattern == DENSE:
+        result.skipped[layer.name] = (
+            f"dense by choice: {choice.why}" if choice.why else "dense by choice"
         )
+        return None
+    if choice is not None:
+        chosen = NMPattern.parse(choice.pattern)
+    result.layers.append(layer.name)
+    result.patterns[layer.name] = str(chosen)
+    return chosen
 
 
 def _prune_layer(
     layer: NMLayer,
     moments: Iterable[tuple[range, Tensor]],
+    pattern: NMPattern,
     score: Score,
     damping: float,
     result: Pruned,
 ) -> None:
     """Prune one layer, group by group, and add to the result what is known of it.
 
-    ``moments`` are those of :meth:`_Calibration.moments`.
+    ``moments`` are those of :meth:`~lightning_nm.methods.calibration.Calibration.moments`.
     """
-    weight = _matrices(layer)  # [groups, out / groups, in]
+    weight = matrices_of(layer)  # [groups, out / groups, in]
     pruned = torch.empty_like(weight)
     output_square = 0.0
     error_square = 0.0
@@ -171,20 +299,21 @@ def _prune_layer(
             matrix = weight[group]
             if not bool(moment.any()):  # nothing is known of its inputs
                 uncalibrated.append(group)
-                pruned[group] = masked(matrix, magnitude_mask(matrix, layer.pattern, dim=1))
+                pruned[group] = masked(matrix, magnitude_mask(matrix, pattern, dim=1))
                 continue
-            try:
-                pruned[group] = _prune(matrix, moment, layer.pattern, score, damping)
-            except ValueError as error:
-                raise ValueError(f"layer '{layer.name}': {error}") from error
-            output_square += _square(matrix, moment)
-            error_square += _square(matrix - pruned[group], moment)
+            pruned[group] = pruned_matrix(layer.name, matrix, moment, pattern, score, damping)
+            output_square += squared_output(matrix, moment)
+            error_square += squared_output(matrix - pruned[group], moment)
     if uncalibrated:
         result.uncalibrated[layer.name] = uncalibrated
     if len(uncalibrated) < layer.spec.groups:
-        relative = error_square / output_square if output_square else 0.0
-        result.errors[layer.name] = relative**0.5
-    _set(layer, pruned)
+        result.errors[layer.name] = relative_error(error_square, output_square)
+    set_matrices(layer, pruned)
+
+
+def _by_magnitude(layer: NMLayer, pattern: NMPattern) -> Tensor:
+    weight = matrices_of(layer)
+    return masked(weight, magnitude_mask(weight, pattern, dim=2))
 
 
 def _warn(result: Pruned) -> None:
@@ -203,227 +332,3 @@ def _warn(result: Pruned) -> None:
             f"'{name}': these are pruned by magnitude. Give more data",
             stacklevel=3,
         )
-
-
-def _has_experts(layer: NMLayer) -> bool:
-    return layer.spec.layout.startswith("experts")
-
-
-def _has_inputs(layer: NMLayer) -> bool:
-    """Whether it can be known what the layer multiplies by the weight."""
-    if _has_experts(layer):
-        return True
-    found = adapter_of(layer.name, layer.spec.module, [layer.name])
-    return found is not None and found[0].inputs.__func__ is not Adapter.inputs.__func__  # type: ignore[attr-defined]
-
-
-def _prune(
-    weight: Tensor, moment: Tensor, pattern: NMPattern, score: Score, damping: float
-) -> Tensor:
-    if score == "sparsegpt":
-        return sparsegpt(weight, moment, pattern, damping)
-    if not bool(moment.isfinite().all()):
-        raise ValueError("its inputs hold values that are not finite")
-    if score == "wanda":
-        # In float64: norms overflow float16, and bfloat16 makes ties of scores that differ.
-        norms = moment.diagonal().sqrt()
-        mask = wanda_mask(weight, norms, pattern)
-    else:
-        mask = magnitude_mask(weight, pattern, dim=1)
-    return masked(weight, mask)
-
-
-def _by_magnitude(layer: NMLayer) -> Tensor:
-    weight = _matrices(layer)
-    return masked(weight, magnitude_mask(weight, layer.pattern, dim=2))
-
-
-def _square(matrix: Tensor, moment: Tensor) -> float:
-    """``tr(D H D^T)``, the squared norm of the output of a matrix D."""
-    matrix = matrix.double()
-    return float(((matrix @ moment) * matrix).sum().clamp(min=0))
-
-
-def _columns(layer: NMLayer) -> Tensor:
-    """The order of a row's entries in which blocks lie together: input features of a convolution's tap."""
-    row = layer.view.rows(layer.param)[0]
-    places = torch.arange(row.numel(), device=row.device).view(row.shape)
-    if row.dim() == 1:
-        return places
-    return places.movedim(0, -1).flatten()  # the taps outside, the input features of each inside
-
-
-def _matrices(layer: NMLayer) -> Tensor:
-    """The weight as ``[groups, out / groups, in]``, with the columns in the order of :func:`_columns`."""
-    matrix = layer.view.matrix(layer.param.detach())[:, _columns(layer)]
-    return matrix.unflatten(0, (layer.spec.groups, -1))
-
-
-def _set(layer: NMLayer, matrices: Tensor) -> None:
-    rows = layer.view.rows(layer.param)
-    new = torch.empty_like(matrices.flatten(0, 1))
-    new[:, _columns(layer)] = matrices.flatten(0, 1)
-    layer.param.detach().copy_(layer.view.unrows(new.view(rows.shape)))
-
-
-class _Reached(Exception):
-    """The model ran as far as is needed."""
-
-
-class _Calibration:
-    def __init__(
-        self, model: nn.Module, data: Iterable[Any], call: Callable[[nn.Module, Any], Any]
-    ) -> None:
-        self.model = model
-        self.data = data
-        self.call = call
-        self.number: int | None = None  # of batches, once they were read
-        devices = [parameter.device for parameter in model.parameters()]
-        self.device = devices[0] if devices else torch.device("cpu")
-
-    def batches(self) -> Iterator[Any]:
-        """The batches, on the model's device; as many as the first time."""
-
-        def moved(leaf: Any) -> Any:
-            return leaf.to(self.device) if isinstance(leaf, Tensor) else leaf
-
-        number = 0
-        for batch in self.data:
-            number += 1
-            yield tree_map(moved, batch)
-        if self.number not in (None, number):
-            raise TypeError(
-                f"`data` gave {self.number} batches when it was read first and {number} now, but every layer reads it: "
-                "pass a DataLoader or a list"
-            )
-        self.number = number
-
-    def order(self, layers: Sequence[NMLayer]) -> list[tuple[NMLayer, int | None]]:
-        """The layers in the order in which they are called, and how often a batch does; ``None`` if that varies.
-
-        A layer that the first batches do not call, as some experts, stands before the one that follows it in its batch.
-        """
-        modules = list(dict.fromkeys(layer.spec.module for layer in layers))
-        called: list[nn.Module] = []  # in the present batch
-
-        def note(module: nn.Module, _: Any) -> None:
-            called.append(module)
-
-        handles = [module.register_forward_pre_hook(note) for module in modules]
-        order: list[nn.Module] = []
-        counts: dict[nn.Module, set[int]] = {module: set() for module in modules}
-        try:
-            for batch in self.batches():
-                called.clear()
-                self.call(self.model, batch)
-                # From the last module to the first: one that is new goes right before the one that it precedes.
-                place = len(order)
-                for module in reversed(list(dict.fromkeys(called))):
-                    if module not in order:
-                        order.insert(place, module)
-                    place = order.index(module)
-                times = Counter(called)
-                for module in modules:
-                    counts[module].add(times[module])
-        finally:
-            for handle in handles:
-                handle.remove()
-        if not all(counts.values()):
-            raise ValueError("`data` holds no batch")
-        never = [layer.name for layer in layers if layer.spec.module not in order]
-        if never:
-            raise ValueError(
-                f"the calibration data do not call the layers {never}: name them in `exclude`"
-            )
-        found: list[tuple[NMLayer, int | None]] = []
-        for layer in sorted(layers, key=lambda layer: order.index(layer.spec.module)):
-            seen = counts[layer.spec.module]
-            always = next(iter(seen)) if len(seen) == 1 else None
-            found.append((layer, always))
-        return found
-
-    def moments(self, layer: NMLayer, calls: int | None) -> Iterator[tuple[range, Tensor]]:
-        """``X^T X`` over all batches, float64 ``[groups, in, in]``, for all groups or in turn for some of the experts.
-
-        The matrices of as many experts as take no more memory than the weight, at least one, are summed at a time.
-        """
-        columns = _columns(layer)
-        size = len(columns)
-        all_groups = layer.spec.groups
-        at_a_time = all_groups
-        if _has_experts(layer):
-            bytes_of_moment = 8 * size**2
-            at_a_time = min(max(layer.param.nbytes // bytes_of_moment, 1), all_groups)
-        for first in range(0, all_groups, at_a_time):
-            groups = range(first, min(first + at_a_time, all_groups))
-            total = torch.zeros(
-                len(groups), size, size, dtype=torch.float64, device=layer.param.device
-            )
-
-            def add(
-                group: int, matrix: Tensor, groups: range = groups, total: Tensor = total
-            ) -> None:
-                if group not in groups:
-                    return
-                matrix = matrix.reshape(-1, matrix.shape[-1])[:, columns]
-                matrix = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
-                # The model may run under autocast, which would make this product in half precision, too.
-                with torch.autocast(matrix.device.type, enabled=False):
-                    total[group - groups.start] += matrix.t() @ matrix
-
-            self._run(layer, calls, add)
-            yield groups, total
-
-    def _run(self, layer: NMLayer, calls: int | None, add: Callable[[int, Tensor], None]) -> None:
-        """Run all batches, up to the layer's last call if `calls` is known, and add the inputs of each group."""
-        found = adapter_of(layer.name, layer.spec.module, [layer.name])
-        assert found is not None
-        seen = 0
-
-        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            try:
-                inputs = found[0].inputs(module, layer.spec.parameter, args, kwargs)
-            except NotImplementedError as error:
-                raise ValueError(
-                    f"layer '{layer.name}' cannot be calibrated: {error}; name it in `exclude`"
-                ) from error
-            for group, matrix in enumerate(inputs):
-                add(group, matrix)
-
-        def after(*_: Any) -> None:
-            nonlocal seen
-            seen += 1
-            if seen == calls:
-                raise _Reached
-
-        with ExitStack() as stack:
-            handle = layer.spec.module.register_forward_hook(after)
-            stack.callback(handle.remove)
-            if _has_experts(layer):
-                install(self.model, [layer])
-                stack.callback(uninstall, self.model, [layer])
-                stack.enter_context(watching(layer, add))
-            else:
-                handle = layer.spec.module.register_forward_pre_hook(before, with_kwargs=True)
-                stack.callback(handle.remove)
-            for batch in self.batches():
-                seen = 0
-                with suppress(_Reached):
-                    self.call(self.model, batch)
-
-
-def _call(model: nn.Module, batch: Any) -> Any:
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    return model(batch[0] if isinstance(batch, (list, tuple)) else batch)
-
-
-@contextmanager
-def _evaluation(model: nn.Module) -> Iterator[None]:
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True

@@ -65,6 +65,7 @@ class SparsifierState:
         skip_last: Whether the last one did.
         scale: The scale of masked weights; empty without one.
         base_density: The density that the initial weights and learning rates suit.
+        auto: The budget under which patterns are chosen; empty without one.
     """
 
     layers: Mapping[str, dict[str, Any]]
@@ -79,6 +80,7 @@ class SparsifierState:
     skip_last: bool = True
     scale: str = ""
     base_density: float = 1.0
+    auto: str = ""
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> SparsifierState:
@@ -102,6 +104,7 @@ class SparsifierState:
             skip_last=state.get("skip_last", True),
             scale=state.get("scale", ""),
             base_density=state.get("base_density", 1.0),
+            auto=state.get("auto", ""),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -120,6 +123,7 @@ class SparsifierState:
             "skip_last": self.skip_last,
             "scale": self.scale,
             "base_density": self.base_density,
+            "auto": self.auto,
         }
 
 

@@ -37,6 +37,7 @@ from lightning_nm.training.packing import (
     unpack_states,
     unpack_states_later,
 )
+from lightning_nm.training.patterns import PatternChoice
 from lightning_nm.training.scale import ScaledLearningRates, check_optimizer
 
 _OBSERVED_LAYERS = 4
@@ -53,6 +54,7 @@ class TrainingStep:
         forgotten: What warns of calls that the loop leaves out.
         rates: What scales the learning rates of masked weights within a step.
         packs: Whether weights at rest are packed.
+        patterns: What chooses the layers' patterns, if it does.
     """
 
     def __init__(
@@ -63,9 +65,11 @@ class TrainingStep:
         forgotten: ForgottenCalls | None = None,
         rates: ScaledLearningRates | None = None,
         packs: bool = False,
+        patterns: PatternChoice | None = None,
     ) -> None:
         self.layers = layers
         self.packs = packs
+        self.patterns = patterns
         self.forgotten = forgotten or ForgottenCalls()
         self.rates = rates
         self.observe_every = observe_every
@@ -158,6 +162,8 @@ class TrainingStep:
         self.stepped = False
         if stepped:
             self.clock += 1
+            if self.patterns is not None:
+                self.patterns.choose_at(self.layers, self.clock)
         for layer in self.layers:
             self._end_batch(layer, stepped)
         if stepped:

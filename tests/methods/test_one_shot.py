@@ -148,11 +148,13 @@ def test_half_precision_keeps_what_full_precision_keeps(dtype, score):
 
 def test_autocast_of_the_model_leaves_the_statistics_in_single_precision(monkeypatch):
     moments = []
-    prune_one = one_shot._prune
+    prune_one = one_shot.pruned_matrix
     monkeypatch.setattr(
         one_shot,
-        "_prune",
-        lambda weight, moment, *rest: moments.append(moment) or prune_one(weight, moment, *rest),
+        "pruned_matrix",
+        lambda name, weight, moment, *rest: (
+            moments.append(moment) or prune_one(name, weight, moment, *rest)
+        ),
     )
 
     def call(model, x):

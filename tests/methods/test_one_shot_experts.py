@@ -85,7 +85,7 @@ def test_statistics_take_no_more_memory_than_the_weight(monkeypatch):
             sizes.append(made.nbytes)
         return made
 
-    monkeypatch.setattr("lightning_nm.methods.one_shot.torch.zeros", counted)
+    monkeypatch.setattr("lightning_nm.methods.calibration.torch.zeros", counted)
     prune(model, "2:4", "sparsegpt", data)
     up, down = model.experts.up, model.experts.down
     assert (up.shape, down.shape) == ((4, 32, 16), (4, 16, 32))
@@ -97,7 +97,7 @@ def test_statistics_take_no_more_memory_than_the_weight(monkeypatch):
     assert model.calls == 2 + 2 * (1 + 4)
     monkeypatch.undo()
     whole = copy.deepcopy(twin)
-    monkeypatch.setattr("lightning_nm.methods.one_shot.max", lambda *_: EXPERTS, raising=False)
+    monkeypatch.setattr("lightning_nm.methods.calibration.max", lambda *_: EXPERTS, raising=False)
     prune(whole, "2:4", "sparsegpt", data)
     assert all(
         torch.equal(a, b) for a, b in zip(model.parameters(), whole.parameters(), strict=True)

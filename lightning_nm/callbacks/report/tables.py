@@ -10,11 +10,13 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 
+from lightning_nm.functional.budget import WHOLE
 from lightning_nm.methods import MaskMethod
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.layer.names import plain_name
 from lightning_nm.nn.selection.ranges import grouped
 from lightning_nm.sparsifier import NMSparsifier
+from lightning_nm.training.patterns import PatternChoice
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -113,7 +115,7 @@ def layer_rows(sparsifier: NMSparsifier) -> Iterator[tuple[str, ...]]:
         yield (
             name,
             _shape(layer.view.shape),
-            str(layer.pattern),
+            _pattern(sparsifier, layer),
             method,
             *operands,
             "; ".join(reasons),
@@ -126,6 +128,25 @@ def layer_rows(sparsifier: NMSparsifier) -> Iterator[tuple[str, ...]]:
         # A layer has its module's name; a parameter that is not called "weight" follows it.
         shape = shapes.get(f"{name}.weight") or shapes.get(name) or ()
         yield name, _shape(shape), "-", "-", "dense", "dense", "dense", reason
+
+
+def _pattern(sparsifier: NMSparsifier, layer: NMLayer) -> str:
+    """The layer's pattern; with a question mark while N is still to be chosen."""
+    patterns = sparsifier.patterns
+    if patterns is None or not layer.spec.budgeted or not patterns.is_pending(sparsifier.clock):
+        return str(layer.pattern)
+    return f"?:{layer.pattern.m}"
+
+
+def _patterns_line(sparsifier: NMSparsifier, patterns: PatternChoice) -> str:
+    """When the patterns are chosen, or what they keep."""
+    if patterns.is_pending(sparsifier.clock):
+        return f"pattern {patterns.auto}: N is chosen for each layer at training step {patterns.moment}"
+    share = patterns.kept_share(sparsifier.layers.values())
+    return (
+        f"pattern {patterns.auto}: N is chosen for each layer by magnitude; {share:.4f} of the "
+        f"{WHOLE[patterns.auto.counted]} are kept"
+    )
 
 
 def broken_name(name: str, width: int) -> str:
@@ -235,6 +256,8 @@ def print_layers(sparsifier: NMSparsifier, console: Console | None = None) -> No
         print_note(console, sparsifier.selection.hint)
     if sparsifier.config.scale is not None:
         print_note(console, _scale_line(sparsifier))
+    if sparsifier.patterns is not None:
+        print_note(console, _patterns_line(sparsifier, sparsifier.patterns))
     for preset in sparsifier.settings.presets:
         print_note(console, f"preset {sparsifier.config.preset}, {preset}")
     for phase in phases(sparsifier):

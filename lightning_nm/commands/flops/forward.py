@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_nm.callbacks import MaskMonitor, NMSparsityCallback
 from lightning_nm.callbacks.training_length import planned_steps
-from lightning_nm.training.macs import MacsCounter
+from lightning_nm.training.macs import MacsCounter, forward_macs
 
 
 @dataclass(frozen=True)
@@ -177,25 +177,7 @@ class _Watch(pl.Callback):
 
 def _run(model: nn.Module, inputs: Any) -> Forward:
     """Run a model on inputs in evaluation mode, and restore the mode of each module."""
-    args: tuple[Any, ...] = (inputs,)
-    kwargs: dict[str, Any] = {}
-    if isinstance(inputs, tuple):
-        args = inputs
-    elif isinstance(inputs, dict):
-        args = ()
-        kwargs = inputs
-    counter = MacsCounter(model)
-    was_training = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        with torch.no_grad():
-            model(*args, **kwargs)
-    finally:
-        counter.close()
-        # Not `model.train(...)`: submodules may have been in different modes.
-        for module, mode in was_training.items():
-            module.training = mode
-    return Forward(counter.macs, tuple(_shapes(inputs)))
+    return Forward(forward_macs(model, inputs), tuple(_shapes(inputs)))
 
 
 def _on_meta(model: nn.Module) -> nn.Module:

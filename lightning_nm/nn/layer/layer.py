@@ -6,6 +6,7 @@ import copy
 import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -255,6 +256,19 @@ class NMLayer(HasHandle):
         if self.spec.method.passes_read_buffers:
             found += self.buffers.values()
         return [*found, *self.parameters.values()]
+
+    def set_pattern(self, pattern: NMPattern) -> None:
+        """Take another N, before masks are chosen or loaded.
+
+        Raises:
+            ValueError: If the blocks have another length, on which it depends whether a layer can be masked.
+        """
+        if pattern.m != self.pattern.m:
+            raise ValueError(
+                f"layer '{self.name}' has blocks of {self.pattern.m}, so it cannot become {pattern}"
+            )
+        self.spec = replace(self.spec, pattern=pattern)
+        self.experts.clear()  # they hold copies of the spec
 
     def to_weight_device(self) -> None:
         """Move the layer's tensors to the weight's device."""

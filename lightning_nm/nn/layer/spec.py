@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # for the types only: imports point one way
 
 @dataclass(frozen=True, eq=False)
 class LayerSpec:
-    """The selection's decisions on a weight; never changed."""
+    """The selection's decisions on a weight; only the pattern of a budgeted layer is replaced, by a new spec."""
 
     name: str  # in the model: the module's name, with the parameter's appended when that is not "weight"
     module: nn.Module  # owns the parameter
@@ -33,6 +33,7 @@ class LayerSpec:
     tensor_parallel: bool = False
     # What draws W_B of W_F in the dgrad GEMM; None uses the method's W_B.
     dgrad: GradientEstimator | None = None
+    budgeted: bool = False  # whether N is chosen for the layer, under a budget of the whole model
     tied: tuple[tuple[nn.Module, str], ...] = ()
     """Other modules that hold the same parameter, with its name in them: they use the same masks."""
 

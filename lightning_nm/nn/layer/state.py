@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_nm.functional import pack_mask, unpack_mask
+from lightning_nm.functional.pattern import NMPattern
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.layer.masks import LayerMasks
 
@@ -204,6 +205,11 @@ def _unpacked(layer: NMLayer, packed: Tensor | None) -> Tensor | None:
     if packed is None:
         return None
     return unpack_mask(packed.to(layer.param.device), tuple(layer.view.shape))
+
+
+def saved_pattern(state: Mapping[str, Any]) -> NMPattern:
+    """The pattern that a layer had when its state was saved."""
+    return NMPattern.parse(state["pattern"])
 
 
 def same_estimator(layer: NMLayer, state: Mapping[str, Any]) -> bool:

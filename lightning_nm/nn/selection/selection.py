@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 
-from lightning_nm.functional.pattern import NMPattern
+from lightning_nm.functional.pattern import AutoPattern, NMPattern
 from lightning_nm.nn.adapters import Adapter, WeightSpec, adapter_of, adapters_by_parameters
 from lightning_nm.nn.adapters.base import original_class
 from lightning_nm.nn.layer import NMLayer
@@ -53,6 +53,8 @@ class Rule:
     estimator: GradientEstimator | None = None
     conv_layout: ConvLayout = "channels"
     dgrad: GradientEstimator | None = None
+    auto: AutoPattern | None = None
+    """The budget under which N is chosen for the layers; ``pattern`` is what they have before that."""
 
     def matches(self, *names: str) -> bool:
         """Whether one of the layer's names matches."""
@@ -319,6 +321,7 @@ def _plan(
         dgrad_reason=dgrad_reason,
         tensor_parallel=bool(cuts),
         dgrad=rule.dgrad,
+        budgeted=rule.auto is not None,
         tied=tuple(tied),
     )
     return NMLayer(layer_spec, seed=seed, wrappers=wrappers), ""
