@@ -12,10 +12,11 @@ from lightning_nm.functional.mask_bits import FORWARD_BIT
 from lightning_nm.functional.pattern import NMPattern
 from lightning_nm.kernels.api import Convolution, GemmKernel, GemmKey, KeptEntries, MaskedMatrix
 from lightning_nm.kernels.cpu import library
+from lightning_nm.kernels.cpu.int8 import Int8Layout
 from lightning_nm.kernels.cpu.layouts import CsrLayout, PermuteLayout
 from lightning_nm.kernels.cpu.library import DGRAD, DTYPES, FORWARD, LINEAR, MATMUL, SAMPLED, WGRAD
 
-_Layout: TypeAlias = PermuteLayout | CsrLayout
+_Layout: TypeAlias = PermuteLayout | CsrLayout | Int8Layout
 
 
 class Packed(NamedTuple):

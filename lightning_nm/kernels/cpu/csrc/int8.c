@@ -45,10 +45,6 @@ typedef uint32_t loose_bits __attribute__((may_alias));
 
 /* `count` values from element `at` on, and zeros. */
 INLINE void read_block(float *x, const nm_operands *o, int64_t at, int64_t count) {
-    if (count == BLOCK) { /* a number that the compiler knows */
-        read_floats(x, o->x, o->dtype, at, BLOCK);
-        return;
-    }
     memset(x, 0, BLOCK * sizeof *x);
     read_floats(x, o->x, o->dtype, at, count);
 }
@@ -231,20 +227,42 @@ static void sum_of(int tiles, int count, const int8_job *job, int64_t tile, cons
 /* Tokens that registers take of those that are left; no token is filled up. */
 INLINE int take(int64_t left) { return left >= 8 && TOKENS == 8 ? 8 : left >= 4 ? 4 : (int)left; }
 
+#if NM_LEVEL == 2
+/* Write `rows` of 16 outputs from element `at` on; rounded as `narrow` rounds. */
+INLINE void write_row(void *to, int32_t dtype, int64_t at, __m512 y, int64_t rows) {
+    __mmask16 valid = (__mmask16)((1 << rows) - 1);
+    if (dtype == NM_FLOAT32) {
+        _mm512_mask_storeu_ps((float *)to + at, valid, y);
+        return;
+    }
+    __m512i bits = _mm512_castps_si512(y), upper = _mm512_srli_epi32(bits, 16);
+    __m512i half = _mm512_add_epi32(_mm512_and_si512(upper, _mm512_set1_epi32(1)), _mm512_set1_epi32(0x7fff));
+    __m512i nearest = _mm512_srli_epi32(_mm512_add_epi32(bits, half), 16);
+    __mmask16 nan = _mm512_cmp_ps_mask(y, y, _CMP_UNORD_Q);
+    nearest = _mm512_mask_or_epi32(nearest, nan, upper, _mm512_set1_epi32(0x40));
+    _mm512_mask_cvtepi32_storeu_epi16((uint16_t *)to + at, valid, nearest);
+}
+#endif
+
 /* Write the outputs of a tile, sums [count][ROWS]; `scales` are those of the tokens from `first` on. */
 static void write_tile(const int8_job *job, int64_t tile, int64_t first, int count, const float *scales,
                        const int32_t *sums) {
     const nm_operands *o = job->o;
     int64_t row = tile * ROWS, rows = nm_min(ROWS, o->rows - row);
-    float scale[ROWS] = {0}, bias[ROWS] = {0}, y[ROWS];
+    float scale[ROWS] = {0}, bias[ROWS] = {0};
     memcpy(scale, job->a->scale + row, (size_t)rows * 4);
     if (o->bias) read_floats(bias, o->bias, o->dtype, row, rows);
     for (int t = 0; t < count; t++) {
+        int64_t at = (first + t) * o->rows + row;
+#if NM_LEVEL == 2
+        __m512 sum = _mm512_cvtepi32_ps(_mm512_loadu_si512(sums + t * ROWS));
+        __m512 of_both = _mm512_mul_ps(_mm512_loadu_ps(scale), _mm512_set1_ps(scales[t]));
+        write_row(o->y, o->dtype, at, _mm512_add_ps(_mm512_mul_ps(sum, of_both), _mm512_loadu_ps(bias)), rows);
+#else
+        float y[ROWS];
         for (int r = 0; r < ROWS; r++) y[r] = (float)sums[t * ROWS + r] * (scale[r] * scales[t]) + bias[r];
-        if (rows == ROWS) /* a number that the compiler knows */
-            write_floats(o->y, o->dtype, (first + t) * o->rows + row, y, ROWS);
-        else
-            write_floats(o->y, o->dtype, (first + t) * o->rows + row, y, rows);
+        write_floats(o->y, o->dtype, at, y, rows);
+#endif
     }
 }
 
