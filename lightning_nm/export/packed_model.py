@@ -178,9 +178,7 @@ def save_packed(model: nn.Module, path: str | os.PathLike[str]) -> None:
         )
     # A weight is packed once for all of its keys, so that the file has its tensors once, and the other keys as aliases.
     once = {weight: weight.packed() for weight in packed.values()}
-    parts = {
-        part for key, weight in packed.items() for part in parts_of(key, int8=weight.is_int8)
-    }
+    parts = {part for key, weight in packed.items() for part in parts_of(key, int8=weight.is_int8)}
     tensors: dict[str, Tensor | PackedTensor] = {}
     for key, tensor in model.state_dict().items():
         plain = plain_name(key)

@@ -13,7 +13,7 @@ LARGEST = 127
 
 LEAST_SCALE = 2.0**-100
 MOST_SCALE = 2.0**100
-"""The range of scales: every nonzero product of an integer and a scale is a normal number in float32 and bfloat16."""
+"""The range of scales: the product of an integer that is not 0 and a scale is a normal number."""
 
 MOST_TERMS = 2**31 // LARGEST**2
 """Products of two integers whose sum fits 32 bits whatever they are."""
@@ -55,7 +55,7 @@ def quantise_weight(weight: Tensor, scale: Tensor | None = None) -> tuple[Tensor
 
 
 def dequantise_weight(integers: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``integers * scale`` of each row, rounded once to a dtype; undoes :func:`quantise_weight` but for rounding.
+    """Return ``integers * scale`` of each row in a dtype: what :func:`quantise_weight` stands for.
 
     Args:
         integers: int8 ``[rows, ...]``.
@@ -77,7 +77,9 @@ def check_quantised(integers: Tensor, scale: Tensor) -> None:
             f"int8 values with float32 scales are needed, not {integers.dtype} with {scale.dtype}"
         )
     if scale.shape != (len(integers),):
-        raise ValueError(f"{len(integers)} rows have {len(integers)} scales, not {tuple(scale.shape)}")
+        raise ValueError(
+            f"{len(integers)} rows have {len(integers)} scales, not {tuple(scale.shape)}"
+        )
     # Without its own branch the least of no values would be an error.
     if integers.numel() and int(integers.min()) < -LARGEST:
         raise ValueError("an int8 value is -128: they are -127 to 127")
@@ -87,7 +89,9 @@ def check_quantised(integers: Tensor, scale: Tensor) -> None:
 
 
 def quantise_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Round each token to int8, as the int8 products do: ``nearest(x * 127 / max |x|)``, and the scale ``max |x| / 127``.
+    """Round each token to int8, as the int8 products do: ``nearest(x * 127 / max |x|)``.
+
+    The scale is ``max |x| / 127``.
 
     A token that holds NaN or infinity has the integers 0 and the scale NaN.
 

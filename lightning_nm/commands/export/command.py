@@ -53,9 +53,7 @@ def _export(options: argparse.Namespace) -> int:
         _check(options)
         source = read_source(options.checkpoint, options.prefix)
         if options.to == "packed":
-            written = export_packed(
-                source, options.output, options.pattern, options.dtype
-            )
+            written = export_packed(source, options.output, options.pattern, options.dtype)
             console.print(_table(written))
             console.print(_summary(written, options.output), markup=False, soft_wrap=True)
             return 0

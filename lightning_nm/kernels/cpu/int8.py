@@ -111,19 +111,17 @@ class Int8Layout:
         first = tiles.start * ROWS
         offset = self.offset[first : tiles.stop * ROWS]
         scale = self.scale[first : first + rows]
-        return Int8Layout(
-            self.positions[tiles], scale, offset, rows, self.depth, self.pattern
-        )
+        return Int8Layout(self.positions[tiles], scale, offset, rows, self.depth, self.pattern)
 
     def dense(self, values: Tensor, dtype: torch.dtype) -> Tensor:
         """The matrix ``[rows, depth]``."""
         integers = int8_matrix(values, self.positions, self.rows, self.depth, self.pattern)
         return dequantise_weight(integers, self.scale, dtype)
 
-    def operand(self, values: Tensor) -> Int8Operand:
+    def operand(self, values: Tensor | None = None) -> Int8Operand:
         """Return the matrix as the library takes it; the tensors must outlive the call."""
         return Int8Operand(
-            values.data_ptr(),
+            None if values is None else values.data_ptr(),
             self.positions.data_ptr(),
             self.scale.data_ptr(),
             self.offset.data_ptr(),

@@ -130,7 +130,9 @@ class Operand(HasHandle):
         layout, values = held
         if isinstance(layout, CsrLayout):
             return None
-        tile = ROWS if isinstance(layout, Int8Layout) else 2 * layout.lanes  # rows that lie together
+        tile = (
+            ROWS if isinstance(layout, Int8Layout) else 2 * layout.lanes
+        )  # rows that lie together
         ends_with_tile = end % tile == 0 or end == self.rows
         if first % tile or not ends_with_tile:
             return None
@@ -388,9 +390,7 @@ def lay_out_int8(
     if registry_of(name).reason(kernel_of(name), key):
         return None
     numbers = packed.numbers()
-    layout, values = Int8Layout.of(
-        packed.values, numbers, packed.scales, depth, packed.pattern
-    )
+    layout, values = Int8Layout.of(packed.values, numbers, packed.scales, depth, packed.pattern)
     if layout.nbytes > LARGEST * rows * depth * packed.dtype.itemsize:
         return None
     return Operand(layout, values, packed.pattern, packed.dtype, kernels, budget or Budget())

@@ -374,7 +374,9 @@ class PackedWeight(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._buffers.setdefault("scales", None)  # of models that were pickled before there were any
+        self._buffers.setdefault(
+            "scales", None
+        )  # of models that were pickled before there were any
         self.lay_out()
 
 
