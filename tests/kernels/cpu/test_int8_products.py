@@ -109,7 +109,10 @@ def test_a_token_that_is_not_finite_has_no_result_and_the_others_have(level, dty
     x = made.x.clone()
     x[4, 7] = odd
     with at_level(level):
-        found, expected = KERNEL.linear(packed, x, made.bias), KERNEL.linear(packed, made.x, made.bias)
+        found, expected = (
+            KERNEL.linear(packed, x, made.bias),
+            KERNEL.linear(packed, made.x, made.bias),
+        )
     assert found[4].isnan().all()
     others = torch.arange(11) != 4
     assert torch.equal(found[others], expected[others])
@@ -144,7 +147,9 @@ def test_a_layout_gives_its_matrix_back(rows, blocks, pattern, seed):
     )
 
 
-@pytest.mark.parametrize(("pattern", "most"), [("2:4", 0.3125), ("1:4", 0.15625), ("1:16", 0.046875)])
+@pytest.mark.parametrize(
+    ("pattern", "most"), [("2:4", 0.3125), ("1:4", 0.15625), ("1:16", 0.046875)]
+)
 def test_bytes_of_a_layout_for_each_byte_of_bfloat16(pattern, most):
     made = int8_case(64, 256 // int(pattern[2:]), 1, pattern, torch.bfloat16, bias=False, seed=0)
     layout, _ = packed_int8(made.weight, made.pattern)
