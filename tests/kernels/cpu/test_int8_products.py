@@ -9,7 +9,7 @@ from lightning_nm import NMPattern
 from lightning_nm.functional import quantise_tokens, quantise_weight
 from lightning_nm.functional.int8 import MOST_TERMS
 from lightning_nm.kernels import GemmKey, KernelRegistry
-from lightning_nm.kernels.cpu import CpuInt8Kernel, CpuPermuteKernel, Int8Layout
+from lightning_nm.kernels.cpu import CpuCsrKernel, CpuInt8Kernel, Int8Layout
 from lightning_nm.kernels.cpu.int8 import int8_matrix
 from lightning_nm.kernels.cpu.int8_kernel import instructions, packed_int8
 from tests.support.cpu_int8 import compare_int8, int8_case
@@ -186,12 +186,12 @@ def test_operands_that_would_be_misread_are_refused():
         with pytest.raises(ValueError, match="operand"):
             KERNEL.linear(packed, x, wrong)
     other = case(24, 16, 10, "2:4")
-    with pytest.raises(ValueError, match="takes an Int8Layout, not a"):
-        permute = CpuPermuteKernel()
-        foreign = permute.pack_masked(other.matrix, permute.layout(other.matrix))
+    csr = CpuCsrKernel()
+    foreign = csr.pack_masked(other.matrix, csr.layout(other.matrix))
+    with pytest.raises(ValueError, match="takes an Int8Layout, not a CsrLayout"):
         KERNEL.linear(foreign, other.x)
-    with pytest.raises(ValueError, match="takes a PermuteLayout, not a Int8Layout"):
-        CpuPermuteKernel().linear(packed, x)
+    with pytest.raises(ValueError, match="takes a CsrLayout, not a Int8Layout"):
+        csr.linear(packed, x)
 
 
 def test_no_tokens_give_no_outputs():
