@@ -22,7 +22,6 @@ from lightning_nm.kernels.api import KeptEntries
 from lightning_nm.kernels.cpu import build, library, packed
 from lightning_nm.nn.packed import kernel_choice, packed_weights
 from tests.support import evolution
-from tests.support.cpu_int8 import compare_int8, int8_case
 from tests.support.packed_models import copied, mutated, on_meta, small
 
 FLAGS = (
@@ -240,6 +239,9 @@ def _one_packed(products, level, draw, seed):
 
 
 def _one_int8(level, draw, seed):
+    # Not before main has named the library: its import loads that.
+    from tests.support.cpu_int8 import compare_int8, int8_case
+
     m = draw.choice([2, 4, 8, 16, 32, 64])
     arguments = {
         "rows": draw.randint(1, draw.choice([20, 80])),
