@@ -29,7 +29,9 @@ Kernels = Literal["auto", "sparse", "reference"]
 ``"sparse"``: a kernel where one takes the product, ``"reference"``: none; both hold the weight packed."""
 
 DECISIONS = "~/.cache/lightning_nm/packed.json"
-"""Where measured choices are kept, by CPU, instruction set and number of threads; nowhere without a home directory."""
+"""Where measured choices are kept, by CPU, instruction set and number of threads; nowhere without a home directory.
+
+Those for int8 weights are in a file beside it, see :func:`_file_of`."""
 
 BUDGET_S = 1.0
 """Seconds that the products of one packed model are measured by default; the last measurement may exceed them."""
