@@ -116,7 +116,10 @@ def test_fields_of_the_format(tmp_path):
     names = re.findall(r"^\| `(\w+)` \|", FORMAT, re.MULTILINE)
     assert set(metadata) == set(names[:4])
     assert set(json.loads(metadata["packed"])["4.weight"]) == set(names[4:8])
-    assert set(names[8:11]) == {"plain", "flat", "transposed"}
+    save_packed(pack(small("1:16"), dtype="int8"), tmp_path / "b")
+    in_int8 = json.loads(PackedFile(tmp_path / "b").file.metadata["packed"])["4.weight"]
+    assert set(in_int8) == set(names[4:9])
+    assert set(names[9:12]) == {"plain", "flat", "transposed"}
     assert Path(tmp_path / "a").stat().st_size < 20_000
 
 
