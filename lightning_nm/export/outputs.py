@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 from uuid import uuid4
 
 import torch
@@ -20,6 +20,7 @@ from lightning_nm.export.safetensors_file import write_safetensors
 from lightning_nm.export.sources import Source, other_files
 from lightning_nm.functional.nm_format import position_bytes
 from lightning_nm.functional.pattern import NMPattern, PatternLike
+from lightning_nm.nn.packed import int8_fault
 
 
 class Written(NamedTuple):
@@ -32,6 +33,7 @@ class Written(NamedTuple):
         dense_bytes: Of the dense tensor.
         bytes: In the file.
         reason: Why it is dense.
+        stored: ``"int8"`` if its values are; empty if they have the weight's dtype.
     """
 
     key: str
@@ -40,10 +42,14 @@ class Written(NamedTuple):
     dense_bytes: int
     bytes: int
     reason: str = ""
+    stored: str = ""
 
 
 def export_packed(
-    source: Source, output: str | os.PathLike[str], pattern: PatternLike | None = None
+    source: Source,
+    output: str | os.PathLike[str],
+    pattern: PatternLike | None = None,
+    dtype: Literal["int8"] | None = None,
 ) -> list[Written]:
     """Write a packed model, which :func:`lightning_nm.load_packed` reads.
 
@@ -54,12 +60,15 @@ def export_packed(
         source: What :func:`~lightning_nm.export.sources.read_source` returned.
         output: The file, ``.safetensors``; it is replaced when the new one is complete.
         pattern: The pattern; by default the one of each layer.
+        dtype: ``"int8"`` rounds the values of matrices to int8, as :func:`lightning_nm.pack` does. Weights of more axes
+            keep their values.
 
     Returns:
         What became of every tensor.
 
     Raises:
-        ValueError: If no weight is N:M: the message has the blocks of each layer that are not. Nothing is written.
+        ValueError: If no weight is N:M: the message has the blocks of each layer that are not; or a matrix has no int8
+            form. Nothing is written.
         OSError: If the file cannot be written.
     """
     _check_suffix(output, (".safetensors",), "packed")
@@ -81,10 +90,19 @@ def export_packed(
             tensors[key] = weight
             written.append(Written(key, "", "", size, size, reason))
             continue
-        tensors[key] = ToPack(weight, own_pattern, layout)
+        int8 = dtype == "int8" and weight.dim() == 2
+        fault = int8_fault(weight) if int8 else ""
+        if fault:
+            raise ValueError(f"'{key}' of '{source.path}' has no int8 form: {fault}")
+        tensors[key] = ToPack(weight, own_pattern, layout, int8)
         blocks = weight.numel() // own_pattern.m
-        packed_size = blocks * own_pattern.n * weight.itemsize + position_bytes(own_pattern, blocks)
-        written.append(Written(key, str(own_pattern), layout, size, packed_size, reason))
+        value_bytes = 1 if int8 else weight.itemsize
+        packed_size = blocks * own_pattern.n * value_bytes + position_bytes(own_pattern, blocks)
+        if int8:
+            scale_count = weight.shape[1 if layout == "transposed" else 0]
+            packed_size += scale_count * 4
+        stored = "int8" if int8 else ""
+        written.append(Written(key, str(own_pattern), layout, size, packed_size, reason, stored))
     write_packed(output, tensors)
     return written
 

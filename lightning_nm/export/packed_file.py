@@ -25,10 +25,15 @@ from lightning_nm.export.safetensors_file import (
 from lightning_nm.functional.nm_format import MAX_M, PACKED_DTYPES
 from lightning_nm.functional.pattern import NMPattern
 from lightning_nm.nn.layer.layout import Layout
-from lightning_nm.nn.packed.tensor import LAYOUTS, PackedTensor, packed_shapes
+from lightning_nm.nn.packed.tensor import INT8_DTYPES, LAYOUTS, PackedTensor, packed_shapes
 
 FORMAT = "lightning_nm.packed"
 VERSION = "1"
+VERSION_INT8 = "2"
+"""Of files that hold weights in int8, which readers of version 1 refuse; other files stay of version 1."""
+
+_FIELDS = {"pattern", "layout", "shape", "dtype"}
+_INT8_FIELDS = {*_FIELDS, "values"}
 
 
 class ToPack(NamedTuple):
@@ -37,6 +42,12 @@ class ToPack(NamedTuple):
     weight: Tensor
     pattern: NMPattern
     layout: Layout
+    int8: bool = False
+
+    def packed(self) -> PackedTensor:
+        """The packed weight."""
+        make = PackedTensor.of_int8 if self.int8 else PackedTensor.of
+        return make(self.weight, self.pattern, self.layout)
 
 
 class PackedEntry(NamedTuple):
@@ -46,6 +57,7 @@ class PackedEntry(NamedTuple):
     layout: Layout
     shape: tuple[int, ...]
     dtype: torch.dtype
+    int8: bool = False
 
 
 class PackedFile:
@@ -78,10 +90,11 @@ class PackedFile:
             raise ValueError(
                 f"'{path}' holds no packed model: make one by `lightning-nm export --to packed`"
             )
-        if metadata.get("version") != VERSION:
-            given = metadata.get("version")
+        self._version = metadata.get("version")
+        if self._version not in (VERSION, VERSION_INT8):
             raise ValueError(
-                f"'{path}' is of version {given!r}, and this lightning_nm reads {VERSION!r}: update it"
+                f"'{path}' is of version {self._version!r}, and this lightning_nm reads {VERSION!r} and "
+                f"{VERSION_INT8!r}: update it"
             )
         packed = read_json(metadata.get("packed", "null"), self._refuse)
         aliases = read_json(metadata.get("aliases", "null"), self._refuse)
@@ -92,7 +105,7 @@ class PackedFile:
         for key in self.packed:
             if key in self.file.entries:
                 self._refuse(f"'{key}' is both dense and packed")
-            for part in parts_of(key):
+            for part in parts_of(key, int8=self.packed[key].int8):
                 self.dense.pop(part, None)
         self.aliases: dict[str, str] = aliases
         for alias, key in aliases.items():
@@ -105,8 +118,12 @@ class PackedFile:
 
     def _entry(self, key: str, fields: Any) -> PackedEntry:
         """A checked entry of the header."""
-        if not isinstance(fields, dict) or set(fields) != {"pattern", "layout", "shape", "dtype"}:
+        names = set(fields) if isinstance(fields, dict) else set()
+        int8 = self._version == VERSION_INT8 and names == _INT8_FIELDS
+        if not int8 and names != _FIELDS:
             self._refuse(f"'{key}' does not have exactly pattern, layout, shape and dtype")
+        if int8 and fields["values"] != NAMES[torch.int8]:
+            self._refuse(f"'{key}' has values in {fields['values']!r}, not I8")
         if fields["layout"] not in LAYOUTS:
             self._refuse(
                 f"'{key}' has the layout {fields['layout']!r}, none of {', '.join(LAYOUTS)}"
@@ -127,10 +144,17 @@ class PackedFile:
         if dtype is None or dtype not in PACKED_DTYPES:
             self._refuse(f"'{key}' is of dtype {fields['dtype']!r}, which is not packed")
         values_shape, positions_shape = shapes
-        values_name, positions_name = parts_of(key)
-        self._check_part(values_name, dtype, values_shape)
+        values_name, positions_name, *scales_name = parts_of(key, int8=int8)
+        if int8 and (len(fields["shape"]) != 2 or dtype not in INT8_DTYPES):
+            self._refuse(
+                f"'{key}' of shape {fields['shape']} in {fields['dtype']} has int8 values, which matrices in F32 and "
+                "BF16 have alone"
+            )
+        self._check_part(values_name, torch.int8 if int8 else dtype, values_shape)
         self._check_part(positions_name, torch.uint8, positions_shape)
-        return PackedEntry(pattern, fields["layout"], tuple(fields["shape"]), dtype)
+        for name in scales_name:
+            self._check_part(name, torch.float32, values_shape[:1])
+        return PackedEntry(pattern, fields["layout"], tuple(fields["shape"]), dtype, int8)
 
     def _check_part(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         """Check a tensor that the header of a packed weight implies."""
@@ -169,13 +193,14 @@ class PackedFile:
         """Read one packed weight, by its own key.
 
         Raises:
-            ValueError: If its positions are damaged.
+            ValueError: If its positions, or its int8 values and scales, are damaged.
         """
         entry = self.packed[key]
-        values_name, positions_name = parts_of(key)
-        values = self.file.read(values_name)
-        positions = self.file.read(positions_name)
+        parts = [self.file.read(name) for name in parts_of(key, int8=entry.int8)]
+        values, positions, *scales = parts
         found = PackedTensor(values, positions, entry.pattern, entry.layout, entry.shape)
+        if entry.int8:
+            found = found._replace(scales=scales[0], dense_dtype=entry.dtype)
         try:
             found.check()
         except ValueError as error:
@@ -193,9 +218,10 @@ def is_packed(path: str | os.PathLike[str]) -> bool:
     return False
 
 
-def parts_of(key: str) -> tuple[str, str]:
+def parts_of(key: str, *, int8: bool) -> list[str]:
     """Names of the tensors of a packed weight."""
-    return f"{key}.values", f"{key}.positions"
+    parts = ["values", "positions", "scales"] if int8 else ["values", "positions"]
+    return [f"{key}.{part}" for part in parts]
 
 
 def write_packed(
@@ -221,11 +247,12 @@ def write_packed(
         if isinstance(tensor, Tensor):
             entries[key] = tensor.dtype, tuple(tensor.shape)
             continue
-        dtype = _stored(tensor).dtype
+        dtype = tensor.weight.dtype if isinstance(tensor, ToPack) else tensor.dtype
         shape = tuple(tensor.weight.shape) if isinstance(tensor, ToPack) else tensor.shape
         values_shape, positions_shape = packed_shapes(shape, tensor.pattern, tensor.layout)
-        values_name, positions_name = parts_of(key)
-        entries[values_name] = dtype, values_shape
+        int8 = _is_int8(tensor)
+        values_name, positions_name, *scales_name = parts_of(key, int8=int8)
+        entries[values_name] = torch.int8 if int8 else dtype, values_shape
         entries[positions_name] = torch.uint8, positions_shape
         header[key] = {
             "pattern": str(tensor.pattern),
@@ -233,13 +260,19 @@ def write_packed(
             "shape": list(shape),
             "dtype": NAMES[dtype],
         }
-    # Each packed weight adds one entry more than it has keys, unless a name was taken.
-    if len(entries) < len(own) + len(header) or not set(entries).isdisjoint({*header, *aliases}):
-        names = [name for key in header for name in parts_of(key) if name in tensors]
+        for name in scales_name:
+            entries[name] = torch.float32, values_shape[:1]
+            header[key]["values"] = NAMES[torch.int8]
+    parts = [name for key in header for name in parts_of(key, int8="values" in header[key])]
+    # Every part and every dense tensor has an entry of its own, unless a name was taken.
+    if len(entries) < len(own) - len(header) + len(parts) or not set(entries).isdisjoint(
+        {*header, *aliases}
+    ):
+        names = [name for name in parts if name in tensors]
         raise ValueError(f"a packed weight needs the name {names[0]!r}, which another tensor has")
     metadata = {
         "format": FORMAT,
-        "version": VERSION,
+        "version": VERSION_INT8 if len(parts) > 2 * len(header) else VERSION,
         "packed": json.dumps(header),
         "aliases": json.dumps(aliases),
     }
@@ -251,10 +284,11 @@ def _parts(tensors: Mapping[str, Tensor | PackedTensor | ToPack]) -> Iterator[tu
         if isinstance(tensor, Tensor):
             yield key, tensor
         else:
-            found = PackedTensor.of(*tensor) if isinstance(tensor, ToPack) else tensor
-            values_name, positions_name = parts_of(key)
-            yield values_name, found.values
-            yield positions_name, found.positions
+            found = tensor.packed() if isinstance(tensor, ToPack) else tensor
+            tensors_of_weight = [found.values, found.positions]
+            if found.scales is not None:
+                tensors_of_weight.append(found.scales)
+            yield from zip(parts_of(key, int8=_is_int8(found)), tensors_of_weight, strict=True)
 
 
 def _aliases(tensors: Mapping[str, Tensor | PackedTensor | ToPack]) -> dict[str, str]:
@@ -271,8 +305,12 @@ def _aliases(tensors: Mapping[str, Tensor | PackedTensor | ToPack]) -> dict[str,
     return aliases
 
 
+def _is_int8(tensor: PackedTensor | ToPack) -> bool:
+    return tensor.int8 if isinstance(tensor, ToPack) else tensor.scales is not None
+
+
 def _stored(tensor: Tensor | PackedTensor | ToPack) -> Tensor:
-    """The tensor whose memory and dtype stand for a weight."""
+    """The tensor whose memory stands for a weight."""
     if isinstance(tensor, ToPack):
         return tensor.weight
     return tensor.values if isinstance(tensor, PackedTensor) else tensor

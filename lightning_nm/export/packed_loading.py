@@ -77,10 +77,7 @@ def load_packed(
                 name, place = name_and_place
                 device = _device(owner.tensor)
                 del owner
-                found = found._replace(
-                    values=found.values.to(device), positions=found.positions.to(device)
-                )
-                put(place, packed_weight(found, name, place.role, kernels, budget))
+                put(place, packed_weight(found.to(device), name, place.role, kernels, budget))
             else:
                 _set(owner, found.unpack() if isinstance(found, PackedTensor) else found)
     return for_inference(model)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from lightning_nm.export.packed_file import parts_of, write_packed
@@ -21,13 +22,18 @@ from lightning_nm.nn.packed import (
     PackedTensor,
     PackedWeight,
     Place,
+    Role,
     call_packed_children,
+    int8_fault,
     packed_weight,
     packed_weights,
     places_of,
     put,
     return_freed_memory,
 )
+
+INT8_ROLES: tuple[Role, ...] = ("linear", "transposed")
+"""The modules whose weights may be int8."""
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -38,6 +44,7 @@ def pack(
     model: Model,
     pattern: PatternLike | None = None,
     *,
+    dtype: Literal["int8"] | None = None,
     exclude: str | Sequence[str] = (),
     kernels: Kernels = "auto",
     budget_s: float = BUDGET_S,
@@ -56,6 +63,10 @@ def pack(
         model: Any module whose masks, if it had any, are baked in and removed.
         pattern: The N:M pattern; weights that are not of it stay dense. By default each weight has its own: the one
             that takes the least memory.
+        dtype: ``"int8"`` rounds the values of linear layers, ``Conv1D`` and attention projections to int8, with a scale
+            for each output, see :func:`lightning_nm.functional.quantise_weight`; on a CPU their products round each
+            token to int8 as well (:func:`lightning_nm.functional.int8_linear`). Convolutions and experts keep their
+            values. By default all do.
         exclude: Globs over module names and keys that stay dense.
         kernels: ``"auto"``: as fast as the dense model or faster, as measured. A layer keeps its kernel's layout while
             the kernel is no slower than the dense product, and holds the dense weight from the first product on for
@@ -73,7 +84,8 @@ def pack(
 
     Raises:
         ValueError: If no weight is N:M: the message lists why. The model is then unchanged. Also if masks are
-            installed, or an argument is unknown.
+            installed, an argument is unknown, or `dtype` is ``"int8"`` and a weight has no int8 form or none is of a
+            layer that takes it.
 
     Example::
 
@@ -87,6 +99,8 @@ def pack(
         torch.Size([2, 4])
     """
     check_kernels(kernels)
+    if dtype not in (None, "int8"):
+        raise ValueError(f"dtype={dtype!r} is unknown: use 'int8', or None for the weight's own")
     budget = Budget(budget_s)
     given = None if pattern is None else NMPattern.parse(pattern)
     globs = [exclude] if isinstance(exclude, str) else list(exclude)
@@ -110,11 +124,40 @@ def pack(
         else:
             found[key] = place, each
     refuse_empty(found, reasons, f"{type(model).__name__} has no weight to pack")
+    in_int8: set[str] = set()
+    if dtype == "int8":
+        in_int8 = _int8_keys({key: place for key, (place, _) in found.items()})
     for key, (place, each) in found.items():
         assert each.pattern is not None
-        tensor = PackedTensor.of(place.weight, each.pattern, each.layout)
+        make = PackedTensor.of_int8 if key in in_int8 else PackedTensor.of
+        tensor = make(place.weight, each.pattern, each.layout)
         put(place, packed_weight(tensor, key, place.role, kernels, budget))
     return for_inference(model)
+
+
+def _int8_keys(places: Mapping[str, Place]) -> set[str]:
+    """The keys of the weights whose values become int8.
+
+    Raises:
+        ValueError: If there is none, or one has no int8 form.
+    """
+    chosen = {key: place for key, place in places.items() if place.role in INT8_ROLES}
+    others = {key: kept_values(place.role, place.weight.dtype) for key, place in places.items()}
+    refuse_empty(chosen, others, "no weight to pack takes int8")
+    for key, place in chosen.items():
+        fault = int8_fault(place.weight)
+        if fault:
+            raise ValueError(
+                f"'{key}' has no int8 form, {fault}: convert the model by model.to(torch.bfloat16), or leave the layer "
+                "out by `exclude`"
+            )
+    return set(chosen)
+
+
+def kept_values(role: Role, dtype: torch.dtype) -> str:
+    """Why a packed weight is not in int8."""
+    kind = "a convolution keeps its" if role == "convolution" else "experts keep their"
+    return f"{kind} values in {str(dtype).removeprefix('torch.')}"
 
 
 def save_packed(model: nn.Module, path: str | os.PathLike[str]) -> None:
@@ -135,7 +178,7 @@ def save_packed(model: nn.Module, path: str | os.PathLike[str]) -> None:
         )
     # A weight is packed once for all of its keys, so that the file has its tensors once, and the other keys as aliases.
     once = {weight: weight.packed() for weight in packed.values()}
-    parts = {part for key in packed for part in parts_of(key)}
+    parts = {part for key, weight in packed.items() for part in parts_of(key, int8=weight.is_int8)}
     tensors: dict[str, Tensor | PackedTensor] = {}
     for key, tensor in model.state_dict().items():
         plain = plain_name(key)

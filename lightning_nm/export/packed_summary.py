@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from torch import nn
 
+from lightning_nm.export.packed_model import INT8_ROLES, kept_values
 from lightning_nm.export.patterns import pattern_of
 from lightning_nm.nn.layer.layout import Layout
 from lightning_nm.nn.layer.names import parameter_key, plain_name
@@ -20,7 +21,8 @@ class HeldWeight(NamedTuple):
     Attributes:
         name: Its key in the dense state dict.
         pattern: Its pattern.
-        form: What is held: ``"packed"`` as in files, the layout of a kernel by the kernel's name, or ``"dense"``.
+        form: What is held: ``"packed"`` as in files, the layout of a kernel by the kernel's name, or ``"dense"``. Of
+            values in int8: ``"packed int8"``, ``"cpu-int8"``, or ``"dense, of int8"``, in the dtype of the inputs.
         bytes: Bytes that are held.
         dense_bytes: Bytes of the dense weight.
     """
@@ -51,10 +53,12 @@ class PackedSummary:
     Attributes:
         weights: Those of packed layers.
         not_packed: The others of layers that could be N:M.
+        not_int8: Those of `weights` whose values are not int8, and why, if others are.
     """
 
     weights: tuple[HeldWeight, ...]
     not_packed: tuple[NotPacked, ...] = ()
+    not_int8: tuple[NotPacked, ...] = ()
 
     @property
     def bytes(self) -> int:
@@ -79,6 +83,7 @@ class PackedSummary:
             for row in rows
         )
         lines = ["  ".join(text).rstrip() for text in texts]
+        lines += [f"{name}  not int8: {reason}" for name, reason in self.not_int8]
         lines += [f"{name}  not packed: {reason}" for name, reason in self.not_packed]
         return "\n".join(lines)
 
@@ -113,7 +118,21 @@ def packed_summary(model: nn.Module) -> PackedSummary:
         raise ValueError(
             f"{type(model).__name__} has no packed layer: call lightning_nm.pack(model) first"
         )
-    return PackedSummary(found, tuple(_not_packed(model)))
+    return PackedSummary(found, tuple(_not_packed(model)), tuple(_not_int8(model)))
+
+
+def _not_int8(model: nn.Module) -> Iterator[NotPacked]:
+    """The packed weights that keep their values while others are int8."""
+    weights = dict(packed_weights(model))
+    if not any(weight.is_int8 for weight in weights.values()):
+        return
+    for name, weight in weights.items():
+        if weight.is_int8:
+            continue
+        reason = f"it was packed in {str(weight.dtype).removeprefix('torch.')}"
+        if weight.role not in INT8_ROLES:
+            reason = kept_values(weight.role, weight.dtype)
+        yield NotPacked(plain_name(name), reason)
 
 
 def _not_packed(model: nn.Module) -> Iterator[NotPacked]:

@@ -223,6 +223,8 @@ def _verify_packed(
             continue
         packed = file.read_packed(own_name)
         note = f"packed, {packed.layout}"
+        if packed.scales is not None:
+            note += ", int8"
         if own_name != name:
             note += f", the same tensor as '{own_name}'"
         if pattern is None or pattern == packed.pattern:

@@ -2,6 +2,12 @@
 
 from lightning_nm.functional.allocation import Allocation, allocate, retained_magnitudes
 from lightning_nm.functional.flops import FlopsKind, GemmDensity, train_flops, train_flops_ratio
+from lightning_nm.functional.int8 import (
+    dequantise_weight,
+    int8_linear,
+    quantise_tokens,
+    quantise_weight,
+)
 from lightning_nm.functional.mask_storage import pack_mask, unpack_mask
 from lightning_nm.functional.masks import (
     backward_mask,
@@ -36,8 +42,10 @@ __all__ = [
     "backward_mask",
     "count_violations",
     "counter_uniform",
+    "dequantise_weight",
     "fold_seed",
     "gradient_snr",
+    "int8_linear",
     "is_nm",
     "kept_magnitude",
     "magnitude_mask",
@@ -53,6 +61,8 @@ __all__ = [
     "pack_mask",
     "pack_nm",
     "permutation_score",
+    "quantise_tokens",
+    "quantise_weight",
     "retained_magnitudes",
     "search_permutation",
     "soft_threshold_nm",

@@ -24,11 +24,15 @@ MAX_M = 256
 PACKED_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """Dtypes of matrices that are packed."""
 
+STORED_DTYPES = (*PACKED_DTYPES, torch.int8)
+"""Dtypes of packed values: matrices in int8 have a scale for each row beside them."""
+
 # The integer dtype of each size of a value in bytes: bits are compared and moved as integers.
 _INTEGERS = {
     8: torch.int64,
     4: torch.int32,
     2: torch.int16,
+    1: torch.int8,
 }
 
 _CHUNK = 1 << 20  # entries that are handled at a time: it bounds the temporaries
@@ -60,7 +64,7 @@ def pack_nm(matrix: Tensor, pattern: PatternLike) -> tuple[Tensor, Tensor]:
     become zeros. NaN and infinities are nonzeros.
 
     Args:
-        matrix: ``[..., depth]``, float64, float32, float16 or bfloat16; M divides the depth.
+        matrix: ``[..., depth]``, float64, float32, float16, bfloat16 or int8; M divides the depth.
         pattern: What :meth:`NMPattern.parse` reads; M is at most 256.
 
     Returns:
@@ -77,8 +81,8 @@ def pack_nm(matrix: Tensor, pattern: PatternLike) -> tuple[Tensor, Tensor]:
         ([[[5.0, 7.0]], [[0.0, 2.0]]], [141])
     """
     pattern = NMPattern.parse(pattern)
-    if matrix.dtype not in PACKED_DTYPES:
-        raise TypeError(f"a matrix to pack is {_names(PACKED_DTYPES)}, not {matrix.dtype}")
+    if matrix.dtype not in STORED_DTYPES:
+        raise TypeError(f"a matrix to pack is {_names(STORED_DTYPES)}, not {matrix.dtype}")
     _check_pattern(pattern)
     shape = tuple(matrix.shape)
     if not shape or shape[-1] % pattern.m:
@@ -162,8 +166,8 @@ def check_packed(
         TypeError: If a tensor has another dtype.
         ValueError: If a size is wrong, or positions of a block are equal, descend or lie outside of it.
     """
-    if values.dtype not in PACKED_DTYPES:
-        raise TypeError(f"packed values are {_names(PACKED_DTYPES)}, not {values.dtype}")
+    if values.dtype not in STORED_DTYPES:
+        raise TypeError(f"packed values are {_names(STORED_DTYPES)}, not {values.dtype}")
     if positions.dtype != torch.uint8:
         raise TypeError(f"packed positions are {torch.uint8}, not {positions.dtype}")
     _check_pattern(pattern)
@@ -234,6 +238,19 @@ def expand(values: Tensor, positions: Tensor, pattern: NMPattern, shape: Sequenc
         last = first + count
         dense_bm[first:last] = _expand(values_bn[first:last], part, pattern)
     return dense_bm.view(tuple(shape))
+
+
+def position_numbers(positions: Tensor, pattern: NMPattern, blocks: int) -> Tensor:
+    """Return the positions ``[blocks, N]`` of the stored entries in their blocks, uint8, of sound `positions`."""
+    found = [positions.new_empty(0, pattern.n)]
+    for _, count, part in _parts(positions, pattern, blocks, _chunk(pattern)):
+        if uses_bitmap(pattern):
+            mask_bm = unpack_mask(part, (count, pattern.m))
+            places = torch.arange(pattern.m, dtype=torch.uint8, device=part.device)
+            found.append(places.expand_as(mask_bm)[mask_bm].view(count, pattern.n))
+        else:
+            found.append(_numbers(part, pattern, count).byte())
+    return torch.cat(found)
 
 
 def _parts(

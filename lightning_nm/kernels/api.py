@@ -233,6 +233,9 @@ class GemmKernel:
     """Whether the micro-batches of a step share packs of weights. Not if packing costs no more than reading the weight,
     as given its layout: a pack that is made anew has no values from before a write that torch does not count."""
 
+    tolerance: float | None = None
+    """Largest relative difference of its products from the dense ones; ``None`` for that of the dtype."""
+
     def probe(self, device: torch.device) -> str:
         """Return why this kernel does not work on a device; empty if a numeric check on the device passed."""
         return ""

@@ -44,9 +44,10 @@ def test_from_a_checkpoint_to_a_packed_model(tmp_path, monkeypatch):
     assert len(packed) == 8
 
 
-def test_the_summary(capsys):
-    exec(blocks("python", EXPORT)[1], {})
-    assert capsys.readouterr().out == blocks("text", EXPORT)[0]
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_summaries(capsys, number):
+    exec(blocks("python", EXPORT)[1 + number], {})
+    assert capsys.readouterr().out == blocks("text", EXPORT)[number]
 
 
 def test_other_commands_parse():
@@ -71,6 +72,37 @@ def test_sizes_of_the_format():
             assert float(share) == pytest.approx(exact, abs=6e-4)
 
 
+def test_sizes_in_int8():
+    rows = re.findall(r"^\| (\d+:\d+) \| ([\d.]+) \| ([\d.]+) \|$", FORMAT, re.MULTILINE)
+    assert [text for text, *_ in rows] == ["2:4", "1:4", "1:8", "1:16"]
+    for text, half, single in rows:
+        pattern = NMPattern.parse(text)
+        bytes_of_entry = pattern.density + position_bits(pattern) / 8 / pattern.m
+        assert float(half) == pytest.approx(bytes_of_entry / 2, abs=6e-4)
+        assert float(single) == pytest.approx(bytes_of_entry / 4, abs=6e-4)
+
+
+def test_what_int8_layers_hold():
+    """The rows of int8 in the table of bytes for each dense byte, without scales and their offsets."""
+    numbers = r"[^|]*\| ([\d.]+) / ([\d.]+) " * 3
+    rows = re.findall(rf"^\| (packed int8|`cpu-int8`) of{numbers}\|$", EXPORT, re.MULTILINE)
+    assert [row[0] for row in rows] == ["packed int8", "`cpu-int8`"]
+    for (_, *shown), kernels in zip(rows, ("reference", "sparse"), strict=True):
+        for pattern, single, half in zip(
+            ("2:4", "1:4", "1:16"), shown[::2], shown[1::2], strict=True
+        ):
+            for dtype, share in ((torch.float32, single), (torch.bfloat16, half)):
+                layer = torch.nn.Linear(256, 128, bias=False, dtype=dtype)
+                layer.weight.data = nm_prune(layer.weight.data, pattern)
+                dense = layer.weight.nbytes
+                weight = pack(layer, pattern, dtype="int8", kernels=kernels).weight
+                tensors = weight.packed()[:2]
+                if weight.operand is not None:
+                    tensors = weight.operand.tensors[:2]
+                held = sum(tensor.nbytes for tensor in tensors)
+                assert float(share) == pytest.approx(held / dense, abs=6e-3)
+
+
 def test_the_example_of_the_format():
     values, positions = pack_nm(torch.tensor([[0.0, 5, 0, 7], [0, 0, 2, 0]]), "2:4")
     shown = re.search(r"has the values `(.*?)`.*`0b(\d+)`, (\d+)", FORMAT, re.DOTALL)
@@ -84,7 +116,10 @@ def test_fields_of_the_format(tmp_path):
     names = re.findall(r"^\| `(\w+)` \|", FORMAT, re.MULTILINE)
     assert set(metadata) == set(names[:4])
     assert set(json.loads(metadata["packed"])["4.weight"]) == set(names[4:8])
-    assert set(names[8:11]) == {"plain", "flat", "transposed"}
+    save_packed(pack(small("1:16"), dtype="int8"), tmp_path / "b")
+    in_int8 = json.loads(PackedFile(tmp_path / "b").file.metadata["packed"])["4.weight"]
+    assert set(in_int8) == set(names[4:9])
+    assert set(names[9:12]) == {"plain", "flat", "transposed"}
     assert Path(tmp_path / "a").stat().st_size < 20_000
 
 

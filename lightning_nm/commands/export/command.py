@@ -53,7 +53,7 @@ def _export(options: argparse.Namespace) -> int:
         _check(options)
         source = read_source(options.checkpoint, options.prefix)
         if options.to == "packed":
-            written = export_packed(source, options.output, options.pattern)
+            written = export_packed(source, options.output, options.pattern, options.dtype)
             console.print(_table(written))
             console.print(_summary(written, options.output), markup=False, soft_wrap=True)
             return 0
@@ -83,6 +83,8 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError(f"--model and --input are for --to onnx and --to pt2, not {options.to}")
     if options.pattern and options.to != "packed":
         raise ValueError("--pattern is for --to packed")
+    if options.dtype and options.to != "packed":
+        raise ValueError("--dtype is for --to packed")
     if is_graph and Path(options.output).suffix != f".{options.to}":
         raise ValueError(f"--to {options.to} writes .{options.to}, not '{options.output}'")
     if options.to != "torch" and Path(options.output).is_dir():
@@ -114,7 +116,7 @@ def _table(written: Sequence[Written]) -> Table:
     for each in written:
         if each.pattern:
             share = f"{_share([each]):.3f}"
-            cells = (each.key, each.pattern, each.layout, f"{each.bytes}", share, "")
+            cells = (each.key, each.pattern, each.layout, f"{each.bytes}", share, each.stored)
             style = "green"
         else:
             cells = (each.key, "dense", "", f"{each.bytes}", "", each.reason)
@@ -160,6 +162,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     found = "pattern of the weights to pack; by default that of the sparsifier state, or found for each weight"
     parser.add_argument("--pattern", metavar="N:M", help=found)
+    parser.add_argument(
+        "--dtype",
+        choices=("int8",),
+        help="for packed: round the values of matrices to int8, with a scale for each output",
+    )
     taken = "take only the keys that begin with this, and remove it: 'model.' for a model within a LightningModule"
     parser.add_argument("--prefix", default="", help=taken)
     parser.add_argument(

@@ -29,6 +29,8 @@ LEVELS = {
 The baseline of 64-bit ARM has NEON, so it needs no flag; it has run there under QEMU alone."""
 BF16 = [*LEVELS[2], "-mavx512bf16"]
 """Compiler flags of level 3, which adds products to level 2; gcc before 10 and clang before 9 do not know them."""
+INT8 = [*LEVELS[2], "-mavx512vbmi", "-mavx512vnni"]
+"""Compiler flags of the int8 products of AVX-512; gcc before 8 and clang before 6 do not know them."""
 
 SEPARATE = ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 """Compiler flags of code whose every operation is rounded on its own, as torch's are."""
@@ -107,17 +109,19 @@ def compile_library(target: Path = LIBRARY, flags: tuple[str, ...] = ()) -> str:
     if failed:
         return failed
     levels: dict[int, list[str]] = {0: []}
-    knows_bf16 = False
+    known = set()
     if "__x86_64__" in macros:
         levels = LEVELS
-        # An old compiler refuses the flag; the library then goes without level 3.
-        _, refused = _run([*common, *BF16, *preprocess_nothing])
-        knows_bf16 = not refused
+        # An old compiler refuses the flags; the library then goes without these products.
+        for name, needed in (("bf16", BF16), ("int8", INT8)):
+            _, refused = _run([*common, *needed, *preprocess_nothing])
+            if not refused:
+                known.add(name)
     with tempfile.TemporaryDirectory() as folder:
         version = Path(folder) / "source.c"
         version.write_text(f'const char *nm_source(void) {{ return "{source()}"; }}\n')
         objects = []
-        for file, level, extra in _compilations(version, levels, knows_bf16):
+        for file, level, extra in _compilations(version, levels, known):
             name = file.stem
             define = []
             if level is not None:
@@ -142,10 +146,10 @@ def compile_library(target: Path = LIBRARY, flags: tuple[str, ...] = ()) -> str:
 
 
 def _compilations(
-    version: Path, levels: dict[int, list[str]], knows_bf16: bool
+    version: Path, levels: dict[int, list[str]], known: set[str]
 ) -> list[tuple[Path, int | None, list[str]]]:
     """The C files to compile, each with its level and further flags; level None for files that are compiled once."""
-    library_flags = ["-DNM_BF16"] if knows_bf16 else []
+    library_flags = [f"-DNM_{name.upper()}" for name in sorted(known)]
     compilations: list[tuple[Path, int | None, list[str]]] = [
         (version, None, []),
         (SOURCES / "library.c", None, library_flags),
@@ -157,8 +161,13 @@ def _compilations(
         compilations.append((SOURCES / "kernels.c", level, extra))
         compilations.append((SOURCES / "conv.c", level, extra))
         compilations.append((SOURCES / "evolve.c", level, [*extra, *SEPARATE]))
-    if knows_bf16:
+        # At level 2 int8 products need more than AVX-512.
+        if level < 2:
+            compilations.append((SOURCES / "int8.c", level, [*extra, *SEPARATE]))
+    if "bf16" in known:
         compilations.append((SOURCES / "bf16.c", 3, BF16))
+    if "int8" in known:
+        compilations.append((SOURCES / "int8.c", 2, [*INT8, *SEPARATE]))
     return compilations
 
 

@@ -12,10 +12,11 @@ from lightning_nm.functional.mask_bits import FORWARD_BIT
 from lightning_nm.functional.pattern import NMPattern
 from lightning_nm.kernels.api import Convolution, GemmKernel, GemmKey, KeptEntries, MaskedMatrix
 from lightning_nm.kernels.cpu import library
+from lightning_nm.kernels.cpu.int8 import Int8Layout
 from lightning_nm.kernels.cpu.layouts import CsrLayout, PermuteLayout
 from lightning_nm.kernels.cpu.library import DGRAD, DTYPES, FORWARD, LINEAR, MATMUL, SAMPLED, WGRAD
 
-_Layout: TypeAlias = PermuteLayout | CsrLayout
+_Layout: TypeAlias = PermuteLayout | CsrLayout | Int8Layout
 
 
 class Packed(NamedTuple):
@@ -65,9 +66,9 @@ class _CpuKernel(GemmKernel):
         layout = packed.layout
         tokens = len(x)
         self._refuse_foreign(layout, x)
-        _check(x, (tokens, layout.depth))
+        library.check_operand(x, (tokens, layout.depth))
         if bias is not None:
-            _check(bias, (layout.rows,), x.dtype)
+            library.check_operand(bias, (layout.rows,), x.dtype)
         y = x.new_empty(tokens, layout.rows)
         dense = library.operands(layout.rows, layout.depth, tokens, x, y, bias)
         library.run(self._function(), LINEAR, dense, layout.operand(packed.values))
@@ -82,8 +83,8 @@ class _CpuKernel(GemmKernel):
     def sampled(self, layout: _Layout, grad: Tensor, x: Tensor) -> Tensor:
         """Compute ``grad^T x`` at the entries of a mask, zero elsewhere: ``[rows, depth]``."""
         self._refuse_foreign(layout, x)
-        _check(x, (len(grad), layout.depth))
-        _check(grad, (len(grad), layout.rows), x.dtype)
+        library.check_operand(x, (len(grad), layout.depth))
+        library.check_operand(grad, (len(grad), layout.rows), x.dtype)
         y = x.new_empty(layout.rows, layout.depth)
         dense = library.operands(layout.rows, layout.depth, len(x), x, y, grad=grad)
         library.run(self._function(), SAMPLED, dense, layout.operand())
@@ -227,7 +228,7 @@ class CpuCsrKernel(_CpuKernel):
         depth = layout.depth
         given = len(matrix)
         columns = matrix.shape[-1]
-        _check(matrix, (given, columns))
+        library.check_operand(matrix, (given, columns))
         if given > depth:
             raise ValueError(f"a matrix of {given} rows does not fit {depth} columns")
         # The tokens of A may be padded with zeros, those of B not.
@@ -246,9 +247,9 @@ class CpuCsrKernel(_CpuKernel):
         """Convolve `x` with the packed ``W [out, in / groups * taps]``."""
         _check_conv(packed.layout, conv)
         images = len(x)
-        _check(x, (images, conv.inputs, *conv.size))
+        library.check_operand(x, (images, conv.inputs, *conv.size))
         if bias is not None:
-            _check(bias, (conv.outputs,), x.dtype)
+            library.check_operand(bias, (conv.outputs,), x.dtype)
         y = x.new_empty(images, conv.outputs, *conv.positions)
         dense = library.conv_operands(conv, images, y, x, bias)
         self._conv(FORWARD, packed, dense)
@@ -258,7 +259,7 @@ class CpuCsrKernel(_CpuKernel):
         """Compute the gradient of a convolution's input, with W packed as for :meth:`conv`."""
         _check_conv(packed.layout, conv)
         images = len(grad)
-        _check(grad, (images, conv.outputs, *conv.positions))
+        library.check_operand(grad, (images, conv.outputs, *conv.positions))
         dx = grad.new_empty(images, conv.inputs, *conv.size)
         dense = library.conv_operands(conv, images, dx, grad=grad)
         self._conv(DGRAD, packed, dense)
@@ -268,8 +269,8 @@ class CpuCsrKernel(_CpuKernel):
         """Compute the gradient of a convolution's weight at the entries of a mask, zero elsewhere: as a matrix."""
         _check_conv(layout, conv)
         images = len(grad)
-        _check(x, (images, conv.inputs, *conv.size))
-        _check(grad, (images, conv.outputs, *conv.positions), x.dtype)
+        library.check_operand(x, (images, conv.inputs, *conv.size))
+        library.check_operand(grad, (images, conv.outputs, *conv.positions), x.dtype)
         dw = x.new_empty(layout.rows, layout.depth)
         dense = library.conv_operands(conv, images, dw, x, grad=grad)
         # The weight is the result, so its layout is needed alone.
@@ -305,14 +306,3 @@ def _check_conv(layout: _Layout, conv: Convolution) -> None:
         )
     if min(conv.positions) < 1 or conv.inputs % conv.groups or conv.outputs % conv.groups:
         raise ValueError(f"the convolution {conv} does not exist")
-
-
-def _check(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> None:
-    """Refuse what the library would misread: it takes addresses, and knows neither dtypes nor strides."""
-    if tensor.dtype not in DTYPES or (dtype is not None and tensor.dtype != dtype):
-        raise ValueError(f"an operand is {tensor.dtype}, not {dtype or 'float32 or bfloat16'}")
-    if tensor.device.type != "cpu" or tuple(tensor.shape) != shape or not tensor.is_contiguous():
-        raise ValueError(
-            f"an operand of shape {tuple(tensor.shape)}, strides {tensor.stride()}, on {tensor.device} must be "
-            f"contiguous, of shape {shape}, on the CPU"
-        )

@@ -74,6 +74,20 @@ class CsrOperand(ctypes.Structure):
     _fields_ = [("start", c_void_p), ("offset", c_void_p), ("values", c_void_p)]
 
 
+class Int8Operand(ctypes.Structure):
+    """``nm_int8`` of the library."""
+
+    _fields_ = [
+        ("values", c_void_p),
+        ("positions", c_void_p),
+        ("scale", c_void_p),
+        ("offset", c_void_p),
+        ("n", c_int64),
+        ("m", c_int64),
+        ("bits", c_int64),
+    ]
+
+
 class ConvOperands(ctypes.Structure):
     """``nm_conv`` of the library."""
 
@@ -183,6 +197,8 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     ),
     "nm_permute_product": (c_int32, [c_int32, c_int32, POINTER(Operands), POINTER(PermuteOperand)]),
     "nm_csr_product": (c_int32, [c_int32, c_int32, POINTER(Operands), POINTER(CsrOperand)]),
+    "nm_int8_level": (c_int32, [c_int32]),
+    "nm_int8_product": (c_int32, [c_int32, c_int32, POINTER(Operands), POINTER(Int8Operand)]),
     "nm_conv_product": (c_int32, [c_int32, c_int32, POINTER(ConvOperands), POINTER(CsrOperand)]),
     "nm_evolution_pass": (c_int32, [c_int32, c_int32, POINTER(Evolution)]),
     "nm_choose_blocks": (c_int64, [POINTER(Evolution)]),
@@ -399,6 +415,17 @@ def conv_operands(
     dense.grad = None if grad is None else grad.data_ptr()
     dense.y = y.data_ptr()
     return dense
+
+
+def check_operand(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> None:
+    """Refuse what the library would misread: it takes addresses, and knows neither dtypes nor strides."""
+    if tensor.dtype not in DTYPES or (dtype is not None and tensor.dtype != dtype):
+        raise ValueError(f"an operand is {tensor.dtype}, not {dtype or 'float32 or bfloat16'}")
+    if tensor.device.type != "cpu" or tuple(tensor.shape) != shape or not tensor.is_contiguous():
+        raise ValueError(
+            f"an operand of shape {tuple(tensor.shape)}, strides {tensor.stride()}, on {tensor.device} must be "
+            f"contiguous, of shape {shape}, on the CPU"
+        )
 
 
 def run(function: Any, product: int, dense: Operands | ConvOperands, sparse: Any) -> None:

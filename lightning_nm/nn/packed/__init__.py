@@ -12,11 +12,18 @@ from lightning_nm.nn.packed.replace import (
     places_of,
     put,
 )
-from lightning_nm.nn.packed.tensor import LAYOUTS, PackedTensor, packed_shapes
-from lightning_nm.nn.packed.weight import PackedWeight
+from lightning_nm.nn.packed.tensor import (
+    INT8_DTYPES,
+    LAYOUTS,
+    PackedTensor,
+    int8_fault,
+    packed_shapes,
+)
+from lightning_nm.nn.packed.weight import PackedWeight, Role
 
 __all__ = [
     "BUDGET_S",
+    "INT8_DTYPES",
     "LAYOUTS",
     "Budget",
     "Kernels",
@@ -24,7 +31,9 @@ __all__ = [
     "PackedTensor",
     "PackedWeight",
     "Place",
+    "Role",
     "call_packed_children",
+    "int8_fault",
     "packed_shapes",
     "packed_weight",
     "packed_weights",

@@ -9,13 +9,14 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from time import perf_counter
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 
 from lightning_nm.kernels.api import GemmKernel, GemmKey, bucketed
-from lightning_nm.kernels.cpu import CpuCsrKernel, CpuPermuteKernel
+from lightning_nm.kernels.cpu import CpuCsrKernel, CpuInt8Kernel, CpuPermuteKernel
 from lightning_nm.kernels.router.cache import Decision, Decisions, decisions_file, environment_of
 from lightning_nm.kernels.router.checks import dense_ms, time_packed
 from lightning_nm.kernels.router.registry import KernelRegistry
@@ -28,7 +29,9 @@ Kernels = Literal["auto", "sparse", "reference"]
 ``"sparse"``: a kernel where one takes the product, ``"reference"``: none; both hold the weight packed."""
 
 DECISIONS = "~/.cache/lightning_nm/packed.json"
-"""Where measured choices are kept, by CPU, instruction set and number of threads; nowhere without a home directory."""
+"""Where measured choices are kept, by CPU, instruction set and number of threads; nowhere without a home directory.
+
+Those for int8 weights are in a file beside it, see :func:`_file_of`."""
 
 BUDGET_S = 1.0
 """Seconds that the products of one packed model are measured by default; the last measurement may exceed them."""
@@ -42,10 +45,14 @@ PANEL_BYTES = 4 << 20
 _MANY = 1 << 30  # products that use one pack: it is never made again
 
 
+PackedKernel: TypeAlias = CpuPermuteKernel | CpuCsrKernel | CpuInt8Kernel
+
+
 @functools.cache
-def kernel_of(name: str) -> CpuPermuteKernel | CpuCsrKernel:
+def kernel_of(name: str) -> PackedKernel:
     """The kernel with a name."""
-    return CpuPermuteKernel() if name == "cpu-permute" else CpuCsrKernel()
+    kinds: tuple[type[PackedKernel], ...] = (CpuPermuteKernel, CpuCsrKernel, CpuInt8Kernel)
+    return next(kind for kind in kinds if kind.name == name)()
 
 
 @functools.cache
@@ -182,9 +189,18 @@ def _tuner(name: str, threads: int) -> _PackedTuner:
 
 @functools.cache
 def _tuner_of(name: str, threads: int) -> _PackedTuner:
-    environment, file = environment_of(torch.device("cpu")), decisions_file(DECISIONS)
+    environment, file = environment_of(torch.device("cpu")), _file_of(name)
     decisions = Decisions(environment) if file is None else Decisions.load(file, environment)
     return _PackedTuner("auto", registry_of(name), decisions, DeviceTimer(), reuse=_MANY)
+
+
+def _file_of(name: str) -> Path | None:
+    """Where the choices for a kernel are kept."""
+    file = decisions_file(DECISIONS)
+    if file is None or name != CpuInt8Kernel.name:
+        return file
+    # Products in int8 have the keys of those in the dtype of their inputs: in one file they would replace each other.
+    return file.with_name(f"{file.stem}-int8{file.suffix}")
 
 
 _MAKING = threading.Lock()  # two threads must not have two tuners, each with decisions of its own
@@ -240,7 +256,7 @@ def _measure(tuner: _PackedTuner, key: GemmKey, budget: Budget, packed: Any) -> 
     start = perf_counter()
     decision = tuner.measure(key, packed)
     tuner.known.append((bucketed(key), decision))
-    file = decisions_file(DECISIONS)
+    file = _file_of(tuner.registry.backends[0].name)
     if file is not None:
         try:
             tuner.decisions.save(file)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,8 @@ from torch import Tensor
 from lightning_nm.functional.mask_bits import FORWARD_BIT
 from lightning_nm.functional.pattern import NMPattern
 from lightning_nm.kernels.api import Convolution, GemmKey, MaskedMatrix
-from lightning_nm.kernels.cpu import CpuCsrKernel, CpuPermuteKernel, CsrLayout, PermuteLayout
+from lightning_nm.kernels.cpu import CsrLayout, Int8Layout, PermuteLayout
+from lightning_nm.kernels.cpu.int8 import ROWS
 from lightning_nm.kernels.cpu.kernels import Packed
 from lightning_nm.kernels.cpu.library import DTYPES, EMPTY, PANEL
 from lightning_nm.kernels.router.handles import HasHandle
@@ -22,15 +23,22 @@ from lightning_nm.nn.packed.kernel_choice import (
     Budget,
     Choice,
     Kernels,
+    PackedKernel,
     choose,
     coarse,
     kernel_of,
     registry_of,
 )
+from lightning_nm.nn.packed.tensor import PackedTensor
 from lightning_nm.nn.products.routed_ops import plain
 
 _CHUNK = 1 << 20
 """Entries that are unpacked at a time."""
+
+Layout: TypeAlias = PermuteLayout | CsrLayout | Int8Layout
+"""Of a kernel."""
+
+_KERNELS = {PermuteLayout: "cpu-permute", CsrLayout: "cpu-csr", Int8Layout: "cpu-int8"}
 
 _MOST_SIZES = 1 << 12
 """Sizes of products whose choice is remembered."""
@@ -58,17 +66,17 @@ class Operand(HasHandle):
 
     def __init__(
         self,
-        layout: PermuteLayout | CsrLayout,
+        layout: Layout,
         values: Tensor,
         pattern: NMPattern,
         dtype: torch.dtype,
         kernels: Kernels,
         budget: Budget,
     ) -> None:
-        self._held: tuple[PermuteLayout | CsrLayout, Tensor] | None = (layout, values)
+        self._held: tuple[Layout, Tensor] | None = (layout, values)
         self.rows = layout.rows
         self.depth = layout.depth
-        self.kernel = "cpu-permute" if isinstance(layout, PermuteLayout) else "cpu-csr"
+        self.kernel = _KERNELS[type(layout)]
         """The kernel that takes the layout."""
         self.pattern = pattern
         self.dtype = dtype
@@ -98,6 +106,8 @@ class Operand(HasHandle):
             assert self.matrix is not None
             return self.matrix
         layout, values = held
+        if isinstance(layout, Int8Layout):
+            return layout.dense(values, self.dtype)
         return dense_matrix(_tensors(layout, values), self.rows, self.depth, self.dtype)
 
     def become_dense(self, matrix: Tensor) -> None:
@@ -118,14 +128,20 @@ class Operand(HasHandle):
         if held is None:
             return None
         layout, values = held
-        if not isinstance(layout, PermuteLayout):
+        if isinstance(layout, CsrLayout):
             return None
-        tile = 2 * layout.lanes  # rows that lie together
+        tile = (
+            ROWS if isinstance(layout, Int8Layout) else 2 * layout.lanes
+        )  # rows that lie together
         ends_with_tile = end % tile == 0 or end == self.rows
         if first % tile or not ends_with_tile:
             return None
         tiles = slice(first // tile, math.ceil(end / tile))
-        own = PermuteLayout(layout.inputs[tiles], end - first, layout.depth)
+        own: Layout
+        if isinstance(layout, Int8Layout):
+            own = layout.part(tiles, end - first)
+        else:
+            own = PermuteLayout(layout.inputs[tiles], end - first, layout.depth)
         part = Operand(own, values[tiles], self.pattern, self.dtype, self.kernels, self.budget)
         part.hold = self.hold
         # Another thread may have added it meanwhile, or let this operand become dense.
@@ -140,7 +156,7 @@ class Operand(HasHandle):
         def dense() -> Tensor:
             return F.linear(x, self._matrix_for(x), bias)
 
-        def sparse(kernel: CpuPermuteKernel | CpuCsrKernel, packed: Packed) -> Tensor:
+        def sparse(kernel: PackedKernel, packed: Packed) -> Tensor:
             plain_bias = None if bias is None else plain(bias)
             return kernel.linear(packed, plain(x), plain_bias)
 
@@ -153,7 +169,7 @@ class Operand(HasHandle):
             weight = self._matrix_for(x).view(conv.weight_shape)
             return F.conv2d(x, weight, bias, *conv.arguments)
 
-        def sparse(kernel: CpuPermuteKernel | CpuCsrKernel, packed: Packed) -> Tensor:
+        def sparse(kernel: PackedKernel, packed: Packed) -> Tensor:
             plain_bias = None if bias is None else plain(bias)
             return kernel.conv(packed, plain(x), conv, plain_bias)
 
@@ -169,7 +185,7 @@ class Operand(HasHandle):
         self,
         x: Tensor,
         key: GemmKey,
-        sparse: Callable[[CpuPermuteKernel | CpuCsrKernel, Packed], Tensor],
+        sparse: Callable[[PackedKernel, Packed], Tensor],
         dense: Callable[[], Tensor],
     ) -> Tensor:
         held = self._held
@@ -191,7 +207,7 @@ class Operand(HasHandle):
             "forward", self.rows, self.depth, tokens, self.dtype, self.pattern, "cpu", conv=conv
         )
 
-    def _takes_it(self, key: GemmKey, held: tuple[PermuteLayout | CsrLayout, Tensor]) -> bool:
+    def _takes_it(self, key: GemmKey, held: tuple[Layout, Tensor]) -> bool:
         """Whether the kernel makes this product: it can, and is in ``"auto"`` no slower than the dense one."""
         # What the choice depends on. Requests of nearly the same size share one.
         threads = torch.get_num_threads()
@@ -225,14 +241,17 @@ class Operand(HasHandle):
             part.forget()
 
 
-def _tensors(layout: PermuteLayout | CsrLayout, values: Tensor) -> list[Tensor]:
+def _tensors(layout: Layout, values: Tensor) -> list[Tensor]:
     if isinstance(layout, PermuteLayout):
         return [values, layout.inputs]
+    if isinstance(layout, Int8Layout):
+        # The scales are those of the packed weight.
+        return [values, layout.positions, layout.offset]
     return [values, layout.start, layout.offset]
 
 
 def dense_matrix(tensors: Sequence[Tensor], rows: int, depth: int, dtype: torch.dtype) -> Tensor:
-    """The matrix of :attr:`Operand.tensors`; graphs that are traced or exported can hold it."""
+    """The matrix of :attr:`Operand.tensors`, not of int8; graphs that are traced or exported can hold it."""
     if len(tensors) == 3:
         values, start, offset = tensors
         return _dense_of_csr(values, start, offset, rows, depth, dtype)
@@ -347,3 +366,31 @@ def _small(layout: PermuteLayout | CsrLayout) -> PermuteLayout | CsrLayout:
         return layout
     none = layout.source.new_empty(0)
     return replace(layout, source=none, slot=none)
+
+
+def lay_out_int8(
+    packed: PackedTensor, kernels: Kernels, budget: Budget | None = None
+) -> Operand | None:
+    """A packed weight with int8 values in the layout of the kernel for it.
+
+    Args:
+        packed: The weight; the rows of its blocks are those of the product.
+        kernels: As for :func:`lay_out`.
+        budget: As :class:`Operand`'s.
+
+    Returns:
+        ``None`` if the kernel does not take it, or the layout would be larger than :data:`LARGEST`.
+    """
+    if kernels == "reference" or packed.scales is None or packed.values.device.type != "cpu":
+        return None
+    rows, blocks, _ = packed.values.shape
+    depth = blocks * packed.pattern.m
+    name = _KERNELS[Int8Layout]
+    key = GemmKey("forward", rows, depth, 1, packed.dtype, packed.pattern, "cpu")
+    if registry_of(name).reason(kernel_of(name), key):
+        return None
+    numbers = packed.numbers()
+    layout, values = Int8Layout.of(packed.values, numbers, packed.scales, depth, packed.pattern)
+    if layout.nbytes > LARGEST * rows * depth * packed.dtype.itemsize:
+        return None
+    return Operand(layout, values, packed.pattern, packed.dtype, kernels, budget or Budget())

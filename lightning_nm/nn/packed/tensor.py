@@ -5,17 +5,23 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from lightning_nm.functional.int8 import check_quantised, dequantise_weight, quantise_weight
 from lightning_nm.functional.nm_format import (
     check_packed,
     check_packed_sizes,
     expand,
     pack_nm,
     position_bytes,
+    position_numbers,
 )
 from lightning_nm.functional.pattern import NMPattern
 from lightning_nm.nn.layer.layout import Layout
+
+INT8_DTYPES = (torch.float32, torch.bfloat16)
+"""Dtypes of weights whose values may be int8: those of the inputs that int8 products take."""
 
 LAYOUTS: tuple[Layout, ...] = ("plain", "flat", "transposed")
 
@@ -29,6 +35,8 @@ class PackedTensor(NamedTuple):
         pattern: The pattern of the blocks.
         layout: Where they lie in the weight.
         shape: Of the weight.
+        scales: Of int8 values: float32, one for each row of blocks, an output.
+        dense_dtype: Of the weight that int8 values stand for.
     """
 
     values: Tensor
@@ -36,6 +44,8 @@ class PackedTensor(NamedTuple):
     pattern: NMPattern
     layout: Layout
     shape: tuple[int, ...]
+    scales: Tensor | None = None
+    dense_dtype: torch.dtype | None = None
 
     @classmethod
     def of(cls, weight: Tensor, pattern: NMPattern, layout: Layout = "plain") -> PackedTensor:
@@ -50,23 +60,98 @@ class PackedTensor(NamedTuple):
             *pack_nm(blocks_last(weight, layout), pattern), pattern, layout, tuple(weight.shape)
         )
 
+    @classmethod
+    def of_int8(
+        cls,
+        weight: Tensor,
+        pattern: NMPattern,
+        layout: Layout = "plain",
+        scales: Tensor | None = None,
+    ) -> PackedTensor:
+        """Pack a weight of two axes with its values in int8, see :func:`quantise_weight`.
+
+        Args:
+            weight: In float32 or bfloat16.
+            pattern: N:M.
+            layout: Where the blocks lie.
+            scales: Those of a weight that was unpacked from int8.
+
+        Raises:
+            ValueError: If it is not of the pattern, or :func:`int8_fault` tells why it has no int8 form.
+        """
+        if weight.dim() != 2 or weight.dtype not in INT8_DTYPES:
+            raise ValueError(int8_fault(weight))
+        packed = cls.of(weight, pattern, layout)
+        integers, scales = quantise_weight(packed.values, scales)
+        return packed._replace(values=integers, scales=scales, dense_dtype=weight.dtype)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weight."""
+        return self.dense_dtype or self.values.dtype
+
     def check(self) -> None:
-        """Refuse tensors that do not belong to the shape, or positions that are damaged, by a ``ValueError``."""
+        """Refuse tensors that do not belong to the shape, or values or positions that are damaged.
+
+        Raises:
+            TypeError: If a tensor has another dtype.
+            ValueError: If it has another shape, or its content is wrong.
+        """
         check_packed(
             self.values, self.positions, self.pattern, shape_of_blocks(self.shape, self.layout)
         )
+        if self.scales is not None:
+            check_quantised(self.values, self.scales)
+        elif self.values.dtype == torch.int8:
+            raise TypeError("int8 values have scales, and there are none")
 
     def unpack(self) -> Tensor:
         """The weight, contiguous."""
         shape = shape_of_blocks(self.shape, self.layout)
+        values = self.values
+        if self.scales is not None:
+            values = dequantise_weight(values, self.scales, self.dtype)
         return from_blocks(
-            expand(self.values, self.positions, self.pattern, shape), self.layout, self.shape
+            expand(values, self.positions, self.pattern, shape), self.layout, self.shape
         )
 
     @property
     def nbytes(self) -> int:
-        """Bytes of both tensors."""
-        return self.values.nbytes + self.positions.nbytes
+        """Bytes of the tensors."""
+        scales = 0 if self.scales is None else self.scales.nbytes
+        return self.values.nbytes + self.positions.nbytes + scales
+
+    def to(self, device: torch.device) -> PackedTensor:
+        """The same on a device."""
+        scales = None if self.scales is None else self.scales.to(device)
+        return self._replace(
+            values=self.values.to(device), positions=self.positions.to(device), scales=scales
+        )
+
+    def numbers(self) -> Tensor:
+        """The position of each value in its block, uint8 of the values' shape."""
+        blocks = self.values.numel() // self.pattern.n
+        return position_numbers(self.positions, self.pattern, blocks).view(self.values.shape)
+
+
+def int8_fault(weight: Tensor) -> str:
+    """Why a weight has no values in int8; empty if it has.
+
+    Example::
+
+        >>> int8_fault(torch.ones(2, 4)), int8_fault(torch.ones(2, 4).half())
+        ('', 'float16 is not float32 or bfloat16, which the inputs of int8 products are')
+    """
+    if weight.dim() != 2:
+        return f"a weight of shape {list(weight.shape)} is no matrix"
+    if weight.dtype not in INT8_DTYPES:
+        dtype = str(weight.dtype).removeprefix("torch.")
+        return f"{dtype} is not float32 or bfloat16, which the inputs of int8 products are"
+    try:
+        quantise_weight(weight)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def blocks_last(weight: Tensor, layout: Layout) -> Tensor:

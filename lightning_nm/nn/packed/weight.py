@@ -10,11 +10,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from lightning_nm.functional.int8 import dequantise_weight
 from lightning_nm.functional.nm_format import PACKED_DTYPES
+from lightning_nm.kernels.cpu.int8 import int8_matrix
 from lightning_nm.nn.packed.kernel_choice import Budget, Kernels
 from lightning_nm.nn.packed.memory import return_freed_memory
-from lightning_nm.nn.packed.operand import Operand, dense_matrix, lay_out
-from lightning_nm.nn.packed.tensor import PackedTensor
+from lightning_nm.nn.packed.operand import Operand, dense_matrix, lay_out, lay_out_int8
+from lightning_nm.nn.packed.tensor import INT8_DTYPES, PackedTensor
 
 Role = Literal["linear", "transposed", "convolution", "experts", "experts-transposed"]
 """Of the module: its weight is ``[out, in]``, ``[in, out]``, ``[out, in / groups, *taps]``, or for experts
@@ -30,7 +32,7 @@ class PackedWeight(nn.Module):
 
     It holds them as they are in files, or, on a CPU with a kernel for it, in the kernel's layout, or the dense weight,
     where that is faster and ``kernels`` is ``"auto"``: always one of the three. The state dict has ``values`` and
-    ``positions`` in each case.
+    ``positions`` in each case, and ``scales`` if the values are int8.
 
     Args:
         packed: The tensors, checked.
@@ -41,11 +43,13 @@ class PackedWeight(nn.Module):
 
     Attributes:
         operand: The kernel's layout, if it is held.
+        scales: Of int8 values, float32 ``[out]``; they are held beside each of the three.
         matrix: The dense weight as products take it, ``[out, in]`` or ``[out, in / groups * taps]``, if it is held.
     """
 
     values: Tensor | None
     positions: Tensor | None
+    scales: Tensor | None
     matrix: Tensor | None
     storage = None  # as of a layer in training whose module holds its weight itself
 
@@ -65,7 +69,7 @@ class PackedWeight(nn.Module):
             packed.layout,
             torch.Size(packed.shape),
         )
-        self.dtype = packed.values.dtype
+        self.dtype = packed.dtype
         self.operand: Operand | None = None
         self._former: Operand | None = None  # graphs that were compiled before may still look it up
         self._hold(packed)
@@ -78,6 +82,7 @@ class PackedWeight(nn.Module):
         self.register_buffer("matrix", None, persistent=False)
         self.register_buffer("values", packed.values)
         self.register_buffer("positions", packed.positions)
+        self.register_buffer("scales", packed.scales)
 
     def _drop_layout(self) -> None:
         for name in _IN_LAYOUT:
@@ -88,9 +93,14 @@ class PackedWeight(nn.Module):
         """Change to the layout of the CPU kernel for this weight; without one, in ``"auto"``, to the dense weight."""
         if self.values is None or self.device.type == "meta" or self.kernels == "reference":
             return
-        matrix, device = self.product_matrix().contiguous(), self.device
-        if device.type == "cpu":
-            pattern = self._row_pattern()
+        device = self.device
+        pattern = self._row_pattern()
+        if self.is_int8:
+            # The scales are those of rows only where blocks lie along the depth of the product.
+            if pattern is not None:
+                self.operand = lay_out_int8(self.packed(), self.kernels, self.budget)
+        elif device.type == "cpu":
+            matrix = self.product_matrix().contiguous()
             self.operand = lay_out(
                 matrix, pattern, self.kernels, convolution=self._convolves, budget=self.budget
             )
@@ -99,7 +109,7 @@ class PackedWeight(nn.Module):
             for name, tensor in zip(_IN_LAYOUT, self.operand.tensors, strict=False):
                 self.register_buffer(name, tensor, persistent=False)
         elif self.kernels == "auto":
-            self.matrix = matrix
+            self.matrix = self.product_matrix().contiguous()
         else:
             return
         self.values = self.positions = None
@@ -157,6 +167,11 @@ class PackedWeight(nn.Module):
         return self.pattern if self.layout in layouts[self.role] else None
 
     @property
+    def is_int8(self) -> bool:
+        """Whether the values are int8."""
+        return self.scales is not None
+
+    @property
     def device(self) -> torch.device:
         """Where the tensors are."""
         return next(self.buffers()).device
@@ -193,19 +208,31 @@ class PackedWeight(nn.Module):
 
     @property
     def form(self) -> str:
-        """What is held: ``"packed"``, ``"dense"``, or the layout of the kernel with this name."""
+        """What is held: ``"packed"``, ``"dense"``, or the layout of the kernel with this name; and whether of int8."""
         # Read first: another thread sets the matrix before it takes the operand away.
         operand = self.operand
         if self.matrix is not None:
-            return "dense"
-        return "packed" if operand is None else operand.kernel
+            return "dense, of int8" if self.is_int8 else "dense"
+        if operand is not None:
+            return operand.kernel
+        return "packed int8" if self.is_int8 else "packed"
 
     def packed(self) -> PackedTensor:
         """The weight as files hold it; it is packed again if it is in a kernel's layout."""
         if self.values is None or self.positions is None:
+            if self.is_int8:
+                return PackedTensor.of_int8(self.unpack(), self.pattern, self.layout, self.scales)
             return PackedTensor.of(self.unpack(), self.pattern, self.layout)
+        return self._with_tensors(self.values, self.positions, self.scales)
+
+    def _with_tensors(
+        self, values: Tensor, positions: Tensor, scales: Tensor | None
+    ) -> PackedTensor:
+        """A weight as this one with other tensors."""
+        dense_dtype = None if scales is None else self.dtype
+        shape = tuple(self.shape)
         return PackedTensor(
-            self.values, self.positions, self.pattern, self.layout, tuple(self.shape)
+            values, positions, self.pattern, self.layout, shape, scales, dense_dtype
         )
 
     def unpack(self) -> Tensor:
@@ -226,8 +253,15 @@ class PackedWeight(nn.Module):
         if self.values is not None:
             weight = self.packed().unpack()
             return weight.t() if self.role == "transposed" else weight.flatten(1)
-        tensors = [buffers[name] for name in _IN_LAYOUT if name in buffers]
-        return dense_matrix(tensors, self._rows, self.numel() // self._rows, self.dtype)  # type: ignore[arg-type]
+        tensors: list[Any] = [buffers[name] for name in _IN_LAYOUT if name in buffers]
+        rows = self._rows
+        depth = self.numel() // rows
+        scales = buffers["scales"]
+        if scales is None:
+            return dense_matrix(tensors, rows, depth, self.dtype)
+        values, positions, _ = tensors
+        integers = int8_matrix(values, positions, rows, depth, self.pattern)
+        return dequantise_weight(integers, scales, self.dtype)
 
     @property
     def _rows(self) -> int:
@@ -243,7 +277,23 @@ class PackedWeight(nn.Module):
         # A kernel's layout depends on dtype and device.
         packed = self.packed()
         values, positions = fn(packed.values), fn(packed.positions)
-        if values.dtype not in PACKED_DTYPES:
+        scales = packed.scales
+        if scales is not None:
+            # Conversions of dtypes are those of the weight that the values stand for: these stay int8.
+            dtype = fn(scales.new_empty(0, dtype=self.dtype)).dtype
+            if dtype not in INT8_DTYPES:
+                raise TypeError(
+                    f"'{self.name}' is packed in int8, and cannot be converted to {dtype}: its inputs are float32 or "
+                    "bfloat16. For another dtype load lightning_nm.unpacked_state_dict(model) into a model that is not "
+                    "packed"
+                )
+            if values.dtype != torch.int8:  # Module.type() converts all buffers
+                values = packed.values.to(values.device)
+            moved = fn(scales)
+            if moved.dtype != scales.dtype:
+                moved = scales.to(values.device)
+            packed = packed._replace(scales=moved, dense_dtype=dtype)
+        elif values.dtype not in PACKED_DTYPES:
             raise TypeError(
                 f"'{self.name}' is packed, and cannot be converted to {values.dtype}: it can be float16, bfloat16, "
                 "float32 or float64. For another dtype load lightning_nm.unpacked_state_dict(model) into a model that "
@@ -256,7 +306,7 @@ class PackedWeight(nn.Module):
 
     def _take(self, packed: PackedTensor) -> None:
         """Hold another weight, in its dtype and on its device."""
-        self.dtype = packed.values.dtype
+        self.dtype = packed.dtype
         self._hold(packed)
         self.lay_out()
 
@@ -268,6 +318,8 @@ class PackedWeight(nn.Module):
             packed.values,
             packed.positions,
         )
+        if packed.scales is not None:
+            destination[f"{prefix}scales"] = packed.scales
 
     def _load_from_state_dict(
         self,
@@ -280,10 +332,13 @@ class PackedWeight(nn.Module):
         error_msgs: list[str],
     ) -> None:
         keys = [f"{prefix}values", f"{prefix}positions"]
+        if self.is_int8:
+            keys.append(f"{prefix}scales")
         missing_keys += [key for key in keys if key not in state_dict]
         if all(key in state_dict for key in keys):
-            values, positions = (state_dict[key].detach() for key in keys)
-            loaded = PackedTensor(values, positions, self.pattern, self.layout, tuple(self.shape))
+            values, positions, *rest = (state_dict[key].detach() for key in keys)
+            scales = rest[0] if rest else None
+            loaded = self._with_tensors(values, positions, scales)
             try:
                 loaded.check()
             except (TypeError, ValueError) as error:
@@ -294,14 +349,21 @@ class PackedWeight(nn.Module):
                 if self.device.type == "meta":
                     error_msgs.append(f"'{self.name}' is on the meta device: pass assign=True")
                     return
-                values = values.to(self.device, self.dtype, copy=True)
+                dtype = values.dtype if self.is_int8 else self.dtype
+                values = values.to(self.device, dtype, copy=True)
                 positions = positions.to(self.device, copy=True)
-            self._take(loaded._replace(values=values, positions=positions))
+                scales = None if scales is None else scales.to(self.device, copy=True)
+            self._take(loaded._replace(values=values, positions=positions, scales=scales))
 
     def __getstate__(self) -> dict[str, Any]:
         """As files hold it: layouts and handles belong to this process and its CPU."""
         packed = self.packed()
-        buffers = {"matrix": None, "values": packed.values, "positions": packed.positions}
+        buffers = {
+            "matrix": None,
+            "values": packed.values,
+            "positions": packed.positions,
+            "scales": packed.scales,
+        }
         own = {
             "operand": None,
             "_former": None,
@@ -312,6 +374,9 @@ class PackedWeight(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._buffers.setdefault(
+            "scales", None
+        )  # of models that were pickled before there were any
         self.lay_out()
 
 

@@ -23,6 +23,14 @@ static int has_bf16(void) { return 0; }
 #define PAIRS NULL
 #endif
 
+#ifdef NM_INT8 /* and VBMI and VNNI, which CPUs have with or without AVX512_BF16 */
+static int has_int8(void) { return __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni"); }
+#define WIDE_INT8 nm_int8_avx512
+#else
+static int has_int8(void) { return 0; }
+#define WIDE_INT8 NULL
+#endif
+
 /* 0 baseline, 1 AVX2 with FMA, 2 AVX-512, 3 with AVX512_BF16: the best level that CPU, operating system and this library
  * have. */
 int32_t nm_best_level(void) {
@@ -69,6 +77,30 @@ int32_t nm_csr_product(int32_t level, int32_t product, nm_operands *o, const nm_
     const nm_kernels *pairs = pairs_of(level, o), *kernels = pairs ? pairs : kernels_of(level);
     o->failed = 0;
     (product == NM_LINEAR ? kernels->csr_linear : product == NM_MATMUL ? kernels->csr_matmul : kernels->csr_sampled)(o, a);
+    return o->failed;
+}
+
+/* The instruction set of int8 products at a level: 0 baseline, 1 AVX2, 2 AVX-512 with VBMI and VNNI. */
+int32_t nm_int8_level(int32_t level) {
+#if defined(__x86_64__)
+    if (level >= NM_AVX512 && has_int8()) return NM_AVX512;
+    if (level >= 1) return 1;
+#endif
+    (void)has_int8;
+    return 0;
+}
+
+int32_t nm_int8_product(int32_t level, int32_t product, nm_operands *o, const nm_int8 *a) {
+    nm_int8_linear linear = nm_int8_baseline;
+#if defined(__x86_64__)
+    int32_t own = nm_int8_level(level);
+    linear = own == NM_AVX512 ? WIDE_INT8 : own == 1 ? nm_int8_avx2 : linear;
+#else
+    (void)level;
+#endif
+    if (product != NM_LINEAR) return NM_NO_KERNEL;
+    o->failed = 0;
+    linear(o, a);
     return o->failed;
 }
 

@@ -1,11 +1,11 @@
 /* Products with an N:M sparse matrix A [rows, depth] on CPUs: what the files of this library share.
  *
  * kernels.c is compiled once for each instruction set (NM_LEVEL) and gives one `nm_kernels` each. bf16.c has the bfloat16
- * products of CPUs with AVX512_BF16, whose other products are those of AVX-512. layout.c turns masks into layouts, and
- * weights into the values of a layout. packed.c moves kept entries between blocks and packed values. evolve.c and
+ * products of CPUs with AVX512_BF16, whose other products are those of AVX-512. int8.c has those of int8 weights. layout.c
+ * turns masks into layouts, and weights into the values of a layout. packed.c moves kept entries between blocks and packed values. evolve.c and
  * choose.c move the masks of BAME. library.c detects the CPU and exports the functions.
  *
- * Two layouts:
+ * The layouts:
  *   permute  For matrices that are N:M along the depth. A register holds `lanes` inputs of one token, its lanes are
  *            outputs: one permutation picks the input of each output. Rows are cut into tiles of 2 * lanes, the depth
  *            into blocks of `lanes`; index[tile][block][slot][2 * lanes] has in its low bits the input within the
@@ -16,6 +16,7 @@
  *   csr      For any matrix. Row r has the entries start[r] .. start[r + 1]; an entry multiplies 64 consecutive values
  *            of a panel [depth][64] that begin at offset[entry]. Convolutions take it with a depth of
  *            [in / groups][taps], see conv.c.
+ *   int8     For int8 weights that are N:M along the depth, M a divisor of 64; the same on every CPU, see nm_int8.
  *
  * Every output is summed in an order that depends on neither the number of threads nor the other outputs. */
 #ifndef NM_H
@@ -57,6 +58,24 @@ typedef struct {
     const float *values;
 } nm_csr;
 
+enum { NM_INT8_ROWS = 16, NM_INT8_BLOCK = 64, NM_INT8_ENTRIES = 4 };
+
+/* A matrix of int8 values, none of them -128, and a scale for each row. Rows are cut into tiles of 16, the depth into blocks
+ * of 64. A row has n * 64 / m entries in a block, in the order of their positions, and then zeros up to a multiple of 4:
+ *
+ *   values[tile][block][group][16][4]     entry 4 * group + j of a row
+ *   positions, in the same order          `bits` each, 2, 4 or 8: where in its m inputs an entry lies; the first one in the
+ *                                         lowest bits of a byte
+ *
+ * Entry e of a block belongs to the inputs e / n * m .. e / n * m + m of the block. */
+typedef struct {
+    const int8_t *values;
+    const uint8_t *positions;
+    const float *scale;    /* [rows] */
+    const int32_t *offset; /* [tiles][16]: -128 times the sum of a row's values */
+    int64_t n, m, bits;
+} nm_int8;
+
 /* A convolution of images x [images, in, size], sparse W [out, in / groups, kernel], to y or dY [images, out, positions].
  * Pairs are height and width. */
 typedef struct {
@@ -90,6 +109,10 @@ typedef struct {
     void (*sampled)(nm_conv *, const nm_csr *); /* y = the gradient of W at the entries, zero elsewhere */
 } nm_conv_kernels;
 
+/* y [tokens, rows] = x [tokens, depth] A^T + bias, of each row of x its nearest int8 values */
+typedef void (*nm_int8_linear)(nm_operands *, const nm_int8 *);
+
+extern const nm_int8_linear nm_int8_baseline, nm_int8_avx2, nm_int8_avx512; /* the last with VBMI and VNNI */
 extern const nm_kernels nm_baseline, nm_avx2, nm_avx512, nm_avx512_bf16; /* the last for bfloat16 alone */
 extern const nm_conv_kernels nm_conv_baseline, nm_conv_avx2, nm_conv_avx512;
 

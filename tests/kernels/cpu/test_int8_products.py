@@ -1,0 +1,245 @@
+"""The int8 products of every instruction set against integers, and against each other bit for bit."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_nm import NMPattern
+from lightning_nm.functional import quantise_tokens, quantise_weight
+from lightning_nm.functional.int8 import MOST_TERMS
+from lightning_nm.kernels import GemmKey, KernelRegistry
+from lightning_nm.kernels.cpu import CpuCsrKernel, CpuInt8Kernel, Int8Layout
+from lightning_nm.kernels.cpu.int8 import int8_matrix
+from lightning_nm.kernels.cpu.int8_kernel import instructions, packed_int8
+from tests.support.cpu_int8 import compare_int8, int8_case
+from tests.support.cpu_products import LEVELS, at_level, case, needs_library
+
+pytestmark = needs_library
+
+KERNEL = CpuInt8Kernel()
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+@st.composite
+def patterns(draw):
+    m = draw(st.sampled_from([2, 4, 8, 16, 32, 64]))
+    return f"{draw(st.integers(1, m - 1))}:{m}"
+
+
+cases = {
+    "rows": st.integers(1, 70),
+    "blocks": st.integers(1, 40),
+    "tokens": st.one_of(st.integers(1, 20), st.integers(1, 150)),
+    "pattern": patterns(),
+    "dtype": st.sampled_from(DTYPES),
+    "bias": st.booleans(),
+    "seed": st.integers(0, 1000),
+}
+
+
+@settings(max_examples=80)
+@given(st.fixed_dictionaries(cases))
+def test_sums_are_exact_and_equal_at_every_level(arguments):
+    compare_int8(int8_case(**arguments), LEVELS)
+
+
+@settings(max_examples=30)
+@given(st.fixed_dictionaries(cases), st.sampled_from([1e-3, 1.0, 1e4]))
+def test_levels_and_threads_give_the_same_bits(arguments, size):
+    made = int8_case(**arguments)
+    generator = torch.Generator().manual_seed(arguments["seed"])
+    x = size * torch.randn(made.x.shape, generator=generator)
+    packed = packed_int8(made.weight, made.pattern)
+    products = []
+    for level in LEVELS:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            with at_level(level):
+                products.append(KERNEL.linear(packed, x.to(made.x.dtype), made.bias))
+    for other in products[1:]:
+        assert torch.equal(products[0], other)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("pattern", ["2:4", "1:16", "3:8"])
+def test_products_are_as_near_as_the_steps_allow(level, dtype, pattern):
+    generator = torch.Generator().manual_seed(0)
+    made = int8_case(50, 24, 37, pattern, dtype, bias=True, seed=1)
+    weight, bias = made.weight.double(), made.bias.double()
+    x = torch.randn(made.x.shape, generator=generator).to(dtype)
+    with at_level(level):
+        found = KERNEL.linear(packed_int8(made.weight, made.pattern), x, made.bias).double()
+    exact = x.double() @ weight.t() + bias
+    half_x = 0.5001 * quantise_tokens(x)[1].double()[:, None]
+    half_w = 0.5001 * quantise_weight(made.weight)[1].double()
+    kept_x = x.double().abs() @ (weight != 0).double().t()  # of the entries that a row keeps
+    terms = (weight != 0).sum(1)
+    bound = half_x * weight.abs().sum(1) + half_w * kept_x + terms * half_x * half_w
+    rounding = 2.0**-8 if dtype == torch.bfloat16 else 1e-5
+    assert bool(((found - exact).abs() <= bound + rounding * (exact.abs() + bound + 1e-3)).all())
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_largest_sums_fit(level, dtype):
+    """Every value and input is the largest: sums of pairs would saturate 16 bits, and reach the limit of 32."""
+    depth = MOST_TERMS * 2 // 64 * 64
+    weight = torch.zeros(3, depth)
+    weight[:, ::2] = torch.tensor([[127.0], [-127.0], [127.0]])
+    weight[2, ::4] = -127
+    x = torch.full((2, depth), 127.0)
+    x[1] = -127
+    integers, scale = quantise_weight(weight)
+    assert scale.tolist() == [1, 1, 1]
+    sums = x.long() @ integers.long().t()
+    assert int(sums.abs().max()) > 2**31 - 2**20
+    with at_level(level):
+        found = KERNEL.linear(packed_int8(weight, NMPattern(1, 2)), x.to(dtype))
+    assert torch.equal(found, sums.float().to(dtype))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("odd", [torch.nan, torch.inf, -torch.inf])
+def test_a_token_that_is_not_finite_has_no_result_and_the_others_have(level, dtype, odd):
+    made = int8_case(40, 12, 11, "2:8", dtype, bias=True, seed=0)
+    packed = packed_int8(made.weight, made.pattern)
+    x = made.x.clone()
+    x[4, 7] = odd
+    with at_level(level):
+        found, expected = (
+            KERNEL.linear(packed, x, made.bias),
+            KERNEL.linear(packed, made.x, made.bias),
+        )
+    assert found[4].isnan().all()
+    others = torch.arange(11) != 4
+    assert torch.equal(found[others], expected[others])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_tokens_that_are_zero_or_tiny_give_the_bias(level):
+    made = int8_case(40, 12, 3, "2:8", torch.float32, bias=True, seed=0)
+    x = torch.zeros_like(made.x)
+    x[1] = 1e-40
+    x[2] = 1e-38
+    with at_level(level):
+        found = KERNEL.linear(packed_int8(made.weight, made.pattern), x, made.bias)
+    torch.testing.assert_close(found, made.bias.expand(3, 40), rtol=0, atol=1e-30)
+
+
+@given(
+    rows=st.integers(1, 40),
+    blocks=st.integers(1, 40),
+    pattern=patterns(),
+    seed=st.integers(0, 1000),
+)
+def test_a_layout_gives_its_matrix_back(rows, blocks, pattern, seed):
+    made = int8_case(rows, blocks, 1, pattern, torch.float32, bias=False, seed=seed)
+    layout, values = packed_int8(made.weight, made.pattern)
+    integers, scale = quantise_weight(made.weight)
+    found = int8_matrix(values, layout.positions, rows, made.weight.shape[1], made.pattern)
+    assert torch.equal(found, integers)
+    assert torch.equal(layout.scale, scale)
+    assert layout.nbytes == sum(t.nbytes for t in (values, layout.positions, layout.scale)) + (
+        layout.offset.nbytes
+    )
+
+
+@pytest.mark.parametrize(
+    ("pattern", "most"), [("2:4", 0.3125), ("1:4", 0.15625), ("1:16", 0.046875)]
+)
+def test_bytes_of_a_layout_for_each_byte_of_bfloat16(pattern, most):
+    made = int8_case(64, 256 // int(pattern[2:]), 1, pattern, torch.bfloat16, bias=False, seed=0)
+    layout, _ = packed_int8(made.weight, made.pattern)
+    # A scale and an offset for each row besides.
+    assert layout.nbytes == most * 2 * 64 * 256 + 64 * 8
+
+
+def test_layouts_that_do_not_exist():
+    values = torch.ones(2, 4, 1, dtype=torch.int8)
+    positions = torch.zeros(2, 4, 1, dtype=torch.uint8)
+    scale = torch.ones(2)
+
+    def refused(message, values=values, positions=positions, scale=scale, m=8):
+        with pytest.raises(ValueError, match=message):
+            Int8Layout.of(values, positions, scale, 4 * m, NMPattern(1, m))
+
+    refused("blocks of 3 do not fit", m=3)
+    refused("blocks of 128 do not fit", m=128)
+    refused("not below 8", positions=positions + 8)
+    refused("is -128", values=values * -128)
+    refused("a scale is not between", scale=scale * 0)
+    assert "may exceed 32 bits" in Int8Layout.reason_against(1, 2 * MOST_TERMS + 2, NMPattern(1, 2))
+    assert "no whole blocks" in Int8Layout.reason_against(1, 10, NMPattern(1, 4))
+
+
+def test_operands_that_would_be_misread_are_refused():
+    made = int8_case(24, 4, 10, "2:4", torch.float32, bias=True, seed=0)
+    packed = packed_int8(made.weight, made.pattern)
+    x, bias = made.x, made.bias
+    for wrong in (x.double(), x[:, :8], x.repeat(1, 2)[:, ::2], x[0], x.to("meta")):
+        with pytest.raises(ValueError, match="operand"):
+            KERNEL.linear(packed, wrong)
+    for wrong in (bias.double(), bias.bfloat16(), bias[:7], torch.randn(48)[::2]):
+        with pytest.raises(ValueError, match="operand"):
+            KERNEL.linear(packed, x, wrong)
+    other = case(24, 16, 10, "2:4")
+    csr = CpuCsrKernel()
+    foreign = csr.pack_masked(other.matrix, csr.layout(other.matrix))
+    with pytest.raises(ValueError, match="takes an Int8Layout, not a CsrLayout"):
+        KERNEL.linear(foreign, other.x)
+    with pytest.raises(ValueError, match="takes a CsrLayout, not a Int8Layout"):
+        csr.linear(packed, x)
+
+
+def test_no_tokens_give_no_outputs():
+    made = int8_case(24, 4, 3, "2:4", torch.float32, bias=True, seed=0)
+    assert KERNEL.linear(packed_int8(made.weight, made.pattern), made.x[:0]).shape == (0, 24)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_self_check_passes_and_names_what_is_wrong(level, monkeypatch):
+    cpu = torch.device("cpu")
+    with at_level(level):
+        assert CpuInt8Kernel().probe(cpu) == ""
+        assert "for CPUs" in KERNEL.probe(torch.device("cuda"))
+        linear = CpuInt8Kernel.linear
+        monkeypatch.setattr(
+            CpuInt8Kernel, "linear", lambda self, packed, x: linear(self, packed, x) + 1
+        )
+        assert "its linear product in 2:4 is wrong" in KERNEL.probe(cpu)
+
+
+def test_levels_take_the_instructions_that_they_name():
+    for level in LEVELS:
+        with at_level(level):
+            found = instructions()
+        if level in ("baseline", "avx2"):
+            assert found == {"baseline": "baseline", "avx2": "AVX2"}[level]
+        else:
+            assert found in ("AVX2", "AVX-512 with VBMI and VNNI")
+
+
+def test_keys_that_it_cannot_run_have_a_reason():
+    registry = KernelRegistry([KERNEL])
+
+    def reason(gemm="forward", dtype=torch.float32, pattern="2:4", rows=32):
+        key = GemmKey(gemm, rows, 64, 16, dtype, NMPattern.parse(pattern), "cpu")
+        return registry.reason(KERNEL, key)
+
+    assert reason() == ""
+    assert "float16 is not one of its dtypes" in reason(dtype=torch.float16)
+    assert "it is for inference" in reason("dgrad")
+    assert "is empty" in reason(rows=0)
+    assert "do not fit registers" in reason(pattern="1:3")
+    assert CpuInt8Kernel.name not in KernelRegistry().kernels  # training takes it for no product
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (511, 33, 130), (256, 64, 64), (17, 128, 1000)])
+@pytest.mark.parametrize("pattern", ["1:64", "2:4", "5:16"])
+def test_products_of_larger_matrices(sizes, pattern):
+    for dtype in DTYPES:
+        compare_int8(int8_case(*sizes, pattern, dtype, bias=True, seed=0), LEVELS)

@@ -1,0 +1,292 @@
+"""pack(dtype="int8"): what layers hold, and that every form of one weight has the same integers."""
+
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_nm import pack, packed_summary, unpacked_state_dict
+from lightning_nm.functional import int8_linear, quantise_weight
+from lightning_nm.kernels.cpu import CpuInt8Kernel
+from lightning_nm.nn.packed import kernel_choice, packed_weights
+from tests.support.cpu_products import LEVELS, at_level, needs_library
+from tests.support.kinds import make
+from tests.support.packed_models import assert_equal_states, clones, copied, held, prune, small
+
+
+@pytest.fixture(autouse=True)
+def _decisions(tmp_path, monkeypatch):
+    monkeypatch.setattr(kernel_choice, "DECISIONS", str(tmp_path / "packed.json"))
+    kernel_choice._tuner_of.cache_clear()
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Milliseconds of the dense product; the kernel takes 3."""
+    times = {"dense": 5.0, "asked": []}
+
+    def dense_ms(key, timer):
+        times["asked"].append((key.dtype, key.columns))
+        return times["dense"]
+
+    monkeypatch.setattr(kernel_choice, "dense_ms", dense_ms)
+    monkeypatch.setattr(kernel_choice, "time_packed", lambda *_: 3.0)
+    return times
+
+
+def linear(pattern="2:4", dtype=torch.float32):
+    torch.manual_seed(0)
+    return prune(nn.Linear(64, 96).to(dtype), pattern)
+
+
+def twin(dense, x):
+    """The product of a dense layer in int8, by torch."""
+    y = int8_linear(x.flatten(0, -2), *quantise_weight(dense.weight), dense.bias)
+    return y.view(*x.shape[:-1], -1)
+
+
+def near(found, expected, steps):
+    """Within so many times 1/127 of the largest output."""
+    found, expected = found.detach(), expected.detach()
+    assert float((found - expected).abs().max()) <= steps / 127 * float(expected.abs().max())
+
+
+@needs_library
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("pattern", ["2:4", "1:16", "1:32", "3:8"])
+def test_a_layer_computes_the_product_of_the_twin(level, dtype, pattern):
+    dense = linear(pattern, dtype)
+    kernel_choice.registry_of.cache_clear()
+    with at_level(level):
+        model = pack(copied(dense), dtype="int8", kernels="sparse")
+        assert model.weight.form == "cpu-int8"
+        for tokens in (1, 2, 3, 4, 5, 13):
+            x = torch.randn(2, tokens, 64).to(dtype)
+            x[..., 0] = 4  # the largest, so that the quotients are not near halves by chance alone
+            found, expected = model(x).float(), twin(dense, x).float()
+            torch.testing.assert_close(found, expected, rtol=2.0**-7, atol=1e-6)
+    kernel_choice.registry_of.cache_clear()
+
+
+def test_dtype_of_the_inputs_decides_nothing_else():
+    """Weights that are packed in both dtypes have the same integers."""
+    first = pack(linear(dtype=torch.float32).bfloat16(), dtype="int8", kernels="sparse")
+    second = copied(first).float()
+    assert torch.equal(first.weight.packed().values, second.weight.packed().values)
+    assert torch.equal(first.weight.packed().scales, second.weight.packed().scales)
+    assert (first.weight.dtype, second.weight.dtype) == (torch.bfloat16, torch.float32)
+    assert second.weight.scales.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["linear-3d-no-bias", "hugging-face-conv1d", "attention", "attention-kdim", "encoder-layer"],
+)
+def test_kinds(kind):
+    module, x = make(kind, torch.float32)
+    prune(module, "2:4")
+    expected = module(x).detach()
+    model = pack(copied(module), dtype="int8", kernels="sparse")
+    assert all(weight.is_int8 for _, weight in packed_weights(model))
+    near(model(x), expected, steps=4)
+    unpacked = unpacked_state_dict(model)
+    for name, weight in packed_weights(model):
+        moved = (unpacked[name] - module.state_dict()[name]).abs()
+        assert float(moved.max()) <= 0.51 * float(weight.scales.max())
+
+
+@needs_library
+def test_every_form_has_the_same_integers(clock):
+    forms = {}
+    clock["dense"] = 1.0
+    for dtype in (torch.float32, torch.bfloat16):
+        dense, x = linear(dtype=dtype), torch.randn(3, 64).to(dtype)
+        for kernels in ("auto", "sparse", "reference"):
+            model = pack(copied(dense), dtype="int8", kernels=kernels)
+            state = clones(model)
+            assert state["weight.values"].dtype == torch.int8
+            model(x)
+            forms[kernels] = model.weight.form
+            assert_equal_states(clones(model), state)
+            for other in (copied(model), pickle.loads(pickle.dumps(model))):
+                assert_equal_states(clones(other), state)
+                assert torch.equal(other(x), model(x))
+            integers, scale = quantise_weight(dense.weight)
+            exact = (integers.float() * scale[:, None]).to(dtype)
+            assert torch.equal(unpacked_state_dict(model)["weight"], exact)
+    assert forms == {"auto": "dense, of int8", "sparse": "cpu-int8", "reference": "packed int8"}
+
+
+@needs_library
+@pytest.mark.parametrize(("dense_ms", "form"), [(2.9, "dense, of int8"), (3.1, "cpu-int8")])
+def test_the_faster_of_kernel_and_dense_product(clock, tmp_path, dense_ms, form):
+    clock["dense"] = dense_ms
+    for _ in range(2):
+        model = pack(linear(dtype=torch.bfloat16), dtype="int8")
+        assert model.weight.form == "cpu-int8", "nothing is measured before the first product"
+        model(torch.randn(5, 64).bfloat16())
+        assert model.weight.form == form
+        kernel_choice._tuner_of.cache_clear()  # the second time the choice is that of the file
+    # The dense product is that of the weight in the dtype of the inputs, and is measured once; again if it wins.
+    assert set(clock["asked"]) == {(torch.bfloat16, 8)}
+    assert len(clock["asked"]) == (4 if form.startswith("dense") else 2)
+    assert (tmp_path / "packed-int8.json").exists()
+
+
+@needs_library
+def test_choices_of_other_kernels_stay(clock, tmp_path):
+    """The product of one shape in int8 and in its own dtype: each has a file."""
+    for _ in range(2):
+        for dtype in (None, "int8"):
+            pack(linear(), dtype=dtype)(torch.randn(8, 64))
+        kernel_choice._tuner_of.cache_clear()
+    assert len(clock["asked"]) <= 4  # two of each, none of the second time
+    assert {file.name for file in tmp_path.iterdir()} >= {"packed-int8.json"}
+
+
+def test_the_summary_names_what_is_not_int8():
+    model = pack(small("2:4", torch.bfloat16), dtype="int8", kernels="reference")
+    summary = packed_summary(model)
+    assert [weight.form for weight in summary.weights] == ["packed", "packed int8", "packed int8"]
+    assert summary.not_int8 == (("0.weight", "a convolution keeps its values in bfloat16"),)
+    assert "0.weight  not int8: a convolution keeps its values in bfloat16" in str(summary)
+    assert packed_summary(pack(small(), kernels="reference")).not_int8 == ()
+
+
+@pytest.mark.parametrize(("pattern", "share"), [("2:4", 0.32), ("1:4", 0.165), ("1:16", 0.055)])
+def test_memory_of_int8_over_that_of_dense_bfloat16(pattern, share):
+    torch.manual_seed(0)
+    dense = prune(nn.Linear(1024, 64, bias=False).bfloat16(), pattern)
+    size = held(dense)
+    for kernels in ("sparse", "reference"):
+        model = pack(copied(dense), dtype="int8", kernels=kernels)
+        assert held(model) <= share * size
+        assert packed_summary(model).bytes == held(model)
+
+
+@needs_library
+def test_a_pattern_without_a_kernel():
+    dense = prune(nn.Linear(48, 32), "1:3")
+    for kernels, form in (("sparse", "packed int8"), ("auto", "dense, of int8")):
+        model = pack(copied(dense), "1:3", dtype="int8", kernels=kernels)
+        assert model.weight.form == form
+        near(model(torch.ones(2, 48)), dense(torch.ones(2, 48)), steps=2)
+
+
+@needs_library
+def test_a_kernel_that_fails_gives_way_to_the_dense_product(monkeypatch):
+    def fail(self, packed, x, bias=None):
+        raise RuntimeError("no")
+
+    dense = linear()
+    model = pack(copied(dense), dtype="int8", kernels="sparse")
+    x = torch.randn(3, 64)
+    expected = pack(copied(dense), dtype="int8", kernels="reference")(x)
+    model(x)
+    monkeypatch.setattr(CpuInt8Kernel, "linear", fail)
+    try:
+        with pytest.warns(RuntimeWarning, match="kernel 'cpu-int8' is switched off"):
+            assert torch.equal(model(x), expected)
+    finally:
+        kernel_choice.registry_of.cache_clear()
+
+
+def test_gradients_of_inputs_are_those_of_the_dense_product():
+    dense = linear()
+    model = pack(copied(dense), dtype="int8", kernels="sparse")
+    x = torch.randn(3, 64, requires_grad=True)
+    model(x).sum().backward()
+    expected = unpacked_state_dict(model)["weight"].sum(0).expand(3, 64)
+    torch.testing.assert_close(x.grad, expected)
+
+
+def test_conversions():
+    model = pack(linear(), dtype="int8", kernels="sparse")
+    values = model.weight.packed().values
+    for change in ("bfloat16", "float", "bfloat16"):
+        model = getattr(model, change)()
+        assert torch.equal(model.weight.packed().values, values)
+        dtype = torch.bfloat16 if change == "bfloat16" else torch.float32
+        assert model.weight.dtype == dtype
+        assert model(torch.randn(2, 64, dtype=dtype)).dtype == dtype
+    for change in ("half", "double"):
+        with pytest.raises(TypeError, match=r"'weight' is packed in int8, and cannot be converted"):
+            getattr(model, change)()
+    assert torch.equal(model.weight.packed().values, values)
+    model.type(torch.float32)
+    assert torch.equal(model.weight.packed().values, values)
+
+
+@pytest.mark.parametrize("kernels", ["sparse", "reference"])
+def test_state_dicts(kernels):
+    first = pack(linear(), dtype="int8", kernels=kernels)
+    torch.manual_seed(1)
+    other = prune(nn.Linear(64, 96), "2:4")
+    second = pack(other, dtype="int8", kernels=kernels)
+    second.load_state_dict(first.state_dict())
+    assert_equal_states(clones(second), clones(first))
+    x = torch.randn(2, 64)
+    assert torch.equal(second(x), first(x))
+    damaged = clones(first)
+    damaged["weight.scales"][3] = torch.nan
+    with pytest.raises(RuntimeError, match="'weight': a scale is not between"):
+        second.load_state_dict(damaged)
+    damaged = clones(first)
+    del damaged["weight.scales"]
+    with pytest.raises(RuntimeError, match=r"Missing key.*weight\.scales"):
+        second.load_state_dict(damaged)
+    with pytest.raises(RuntimeError, match="int8 values have scales, and there are none"):
+        pack(linear(), kernels=kernels).load_state_dict(first.state_dict())
+    with pytest.raises(RuntimeError, match=r"Missing key.*weight\.scales"):
+        second.load_state_dict(pack(linear(), kernels=kernels).state_dict())
+    assert torch.equal(second(x), first(x))
+
+
+@pytest.mark.parametrize("kernels", ["sparse", "reference"])
+@pytest.mark.slow
+def test_compiled_and_exported(kernels):
+    model, x = pack(linear(), dtype="int8", kernels=kernels), torch.randn(5, 64)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), model(x))
+    exported = torch.export.export(model, (x,))
+    assert not [node for node in exported.graph.nodes if "lightning" in str(node.target)]
+    program = exported.module()
+    dense = nn.functional.linear(x, unpacked_state_dict(model)["weight"], model.bias)
+    torch.testing.assert_close(program(x), dense)
+
+
+@needs_library
+def test_parts_of_a_projection():
+    torch.manual_seed(0)
+    dense = prune(nn.MultiheadAttention(32, 4, batch_first=True), "2:4")
+    model = pack(copied(dense), dtype="int8", kernels="sparse")
+    weight = model.in_proj_weight
+    assert weight.operand.part(0, 20) is None, "rows that are no whole tiles"
+    query, memory = torch.randn(2, 5, 32), torch.randn(2, 7, 32)
+    near(model(query, memory, memory)[0], dense(query, memory, memory)[0], steps=4)
+    matrix = weight.unpack()
+    for first, end in ((0, 32), (32, 64), (64, 96), (16, 96)):
+        assert torch.equal(weight.operand.part(first, end).dense(), matrix[first:end])
+
+
+def test_what_is_refused():
+    def refused(message, model, **options):
+        before = clones(model)
+        with pytest.raises(ValueError, match=message):
+            pack(model, dtype="int8", **options)
+        assert_equal_states(clones(model), before)
+
+    refused(
+        r"'weight' has no int8 form, float16 is not .*model.to\(torch.bfloat16\)", linear().half()
+    )
+    refused("'weight' has no int8 form, float64 is not", linear().double())
+    infinite = linear()
+    with torch.no_grad():
+        infinite.weight[3, infinite.weight[3].abs().argmax()] = torch.inf
+    refused("'weight' has no int8 form, a weight with NaN", infinite)
+    conv = prune(nn.Conv2d(16, 16, 3), "2:4")
+    refused("no weight to pack takes int8: 'weight': a convolution keeps its values", conv)
+    with pytest.raises(ValueError, match="dtype='int4' is unknown: use 'int8'"):
+        pack(linear(), dtype="int4")
