@@ -112,13 +112,13 @@ def _operators(result: ExecutorchExport) -> Table:
         style = "green" if each.sparse else None
         cells = (each.kind, each.module, str(each.cycles), dense, _gain(each), weight, each.reason)
         table.add_row(*cells, style=style)
-    # Operators without weights cost the same in both.
     others = [each for each in result.operators if not each.has_weight]
-    cycles = sum(each.cycles for each in others)
     if others:
-        table.add_row(
-            f"{len(others)} others", "", str(cycles), str(cycles), "", "", "", style="dim"
-        )
+        cycles = str(sum(each.cycles for each in others))
+        dense = "-"
+        if result.dense_cycles is not None:
+            dense = str(sum(each.dense_cycles or 0 for each in others))
+        table.add_row(f"{len(others)} others", "", cycles, dense, style="dim")
     return table
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
-from lightning_nm.export.executorch.quantized import module_of
+from lightning_nm.export.executorch.quantized import first_cause, module_of
 from lightning_nm.export.executorch.vela import Operator, read_operators
 
 _REPORTER = (
@@ -111,7 +111,7 @@ def lower(
         said = printed.getvalue().strip().splitlines()
         last = f"; Vela said: {said[-1]}" if said else ""
         raise RuntimeError(
-            f"ExecuTorch cannot compile this model for {target}: {error or type(error).__name__}{last}"
+            f"ExecuTorch cannot compile this model for {target}: {first_cause(error)}{last}"
         ) from error
     operators: list[Operator] = []
     for part in sorted(path for path in folder.iterdir() if path.is_dir()):

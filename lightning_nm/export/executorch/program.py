@@ -123,7 +123,7 @@ def export_executorch(
         ImportError: If a package is missing: ``pip install 'lightning-nm[ethos-u]'``.
         ValueError: If the target is unknown, there is no data for calibration or it does not fit, ``torch.export``
             cannot trace the model, no weight is N:M, quantisation loses a pattern, or layers are left in float.
-        RuntimeError: If the compiler fails, or the runtime computes something else than torch.
+        RuntimeError: If the quantizer or the compiler fails, or the runtime computes something else than torch.
         OSError: If the file cannot be written. Nothing is written on any of these.
     """
     check_target(target)

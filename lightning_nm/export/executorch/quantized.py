@@ -84,10 +84,8 @@ def trace(model: nn.Module, example: tuple[Tensor, ...]) -> GraphModule:
         program = torch.export.export(model, example)
     except Exception as error:  # of many classes: what a model's forward raises comes through, too
         name = type(model).__name__
-        shown = str(error).strip().splitlines()
-        why = shown[0] if shown else type(error).__name__
         raise ValueError(
-            f"torch.export cannot trace {name}: {why}; inputs were {_shapes(example)}"
+            f"torch.export cannot trace {name} for inputs {_shapes(example)}: {first_cause(error)}"
         ) from error
     finally:
         model.train(was_training)
@@ -138,15 +136,30 @@ def quantize(
 
     Returns:
         The program with int8 weights.
+
+    Raises:
+        RuntimeError: If the quantizer fails, as it does for some operators.
     """
     from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
 
-    prepared = prepare_pt2e(graph, quantizer)
-    with torch.no_grad():
-        for each in inputs:
-            prepared(*each)
-    converted: GraphModule = convert_pt2e(prepared)
+    try:
+        prepared = prepare_pt2e(graph, quantizer)
+        with torch.no_grad():
+            for each in inputs:
+                prepared(*each)
+        converted: GraphModule = convert_pt2e(prepared)
+    except Exception as error:  # of many classes, from passes over the graph
+        kind = type(quantizer).__name__
+        raise RuntimeError(f"{kind} fails on this model: {first_cause(error)}") from error
     return converted
+
+
+def first_cause(error: BaseException) -> str:
+    """The first line of the error that began a chain of them: passes wrap each other's."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def quantized_layers(
