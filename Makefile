@@ -15,7 +15,7 @@ OTHER_ARITHMETIC = ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 ON
 # Tests that compute nothing, or with fixed numbers.
 NO_ARITHMETIC = test_architecture.py test_readme.py test_cli.py functional/test_pattern.py test_version.py test_repository.py test_build_hook.py commands/doctor studies
 
-.PHONY: demo speed library sanitize wheel test slow test-all test-other-arithmetic test-lowest test-lowest-other-arithmetic interpreter lint types notebooks notebooks-outputs docs benchmarks clean
+.PHONY: demo speed library sanitize wheel test slow ethos test-all test-other-arithmetic test-lowest test-lowest-other-arithmetic interpreter lint types notebooks notebooks-outputs docs benchmarks clean
 
 ## Train a small residual CNN 2:4 sparse on real images, with a TensorBoard log and a checkpoint in runs/.
 demo: .venv/.demo
@@ -33,6 +33,11 @@ test: .venv/.dev
 ## Run the slow tests.
 slow: .venv/.dev .venv/.others
 	$(PYTEST) -m slow
+
+## Run the tests of exports by ExecuTorch and Vela, in .venv-ethos (2 GB with torch's build for CPUs).
+ethos: BIN := .venv-ethos/bin
+ethos: .venv-ethos/.dev
+	$(PYTEST) -m 'not gpu' tests/export/executorch tests/docs/test_ethos_u85.py
 
 ## Run the test suite and the slow tests together.
 test-all: .venv/.dev .venv/.others
@@ -135,10 +140,19 @@ LIBRARY := hatch_build.py lightning_nm/kernels/cpu/build.py $(wildcard lightning
 	.venv-lowest/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-lowest.txt -e '.[dev]'
 	@touch $@
 
+# tosa-tools, which executorch requires, needs a numpy below 2.2, so that it cannot share .venv.
+.venv-ethos/.dev: constraints.txt pyproject.toml $(LIBRARY)
+	$(PYTHON) -m venv .venv-ethos
+	sed 's/^numpy==[0-9.]*/numpy==2.1.3/' constraints.txt > .venv-ethos/constraints.txt
+	.venv-ethos/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-ethos/constraints.txt torch
+	.venv-ethos/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-ethos/constraints.txt \
+		-e '.[demo,ethos-u]' pytest pytest-xdist hypothesis
+	@touch $@
+
 # A CUDA build of torch installs its own Triton, which is kept.
 .venv/.interpreter: .venv/.dev
 	$(BIN)/python -c "import triton" 2>/dev/null || $(PIP) --no-deps $(INTERPRETED_TRITON)
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-lowest build site runs lightning_logs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-lowest .venv-ethos build site runs lightning_logs .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,6 +1,7 @@
 """Check the files that a training saves, and make others of them: packed, dense, for other runtimes."""
 
 from lightning_nm.export.checkpoint import read_checkpoint
+from lightning_nm.export.executorch import ExecutorchExport, export_executorch
 from lightning_nm.export.files import check_archive
 from lightning_nm.export.packed_file import PackedFile
 from lightning_nm.export.packed_loading import load_packed
@@ -11,10 +12,12 @@ from lightning_nm.export.verification import Verification, verify
 from lightning_nm.export.warm_up import warm_up
 
 __all__ = [
+    "ExecutorchExport",
     "PackedFile",
     "Verdict",
     "Verification",
     "check_archive",
+    "export_executorch",
     "load_packed",
     "pack",
     "packed_summary",

@@ -15,6 +15,7 @@ from lightning_nm.commands.build import add_classes, build
 from lightning_nm.commands.doctor.machine import examine
 from lightning_nm.commands.doctor.report import Report
 from lightning_nm.commands.doctor.tables import print_machine, print_report
+from lightning_nm.commands.doctor.target import TargetReport, examine_target, print_target
 from lightning_nm.commands.doctor.training import (
     judge,
     judge_unmeasured,
@@ -38,11 +39,16 @@ def main(args: Sequence[str]) -> int:
         # Lightning and the model print, too; stdout is for the report alone.
         with redirect_stdout(sys.stderr):
             _check(options)
-            machine = examine()
-            reports = _reports(options) if options.config else []
+            target = examine_target(options) if options.target else None
+            machine = examine() if target is None else None
+            reports = _reports(options) if options.config and target is None else []
     except (ImportError, ValueError) as error:
         print(f"lightning-nm doctor: {error}", file=sys.stderr)
         return 2
+    if target is not None:
+        _print_target(target, as_json=options.json)
+        return 0
+    assert machine is not None
     if options.json:
         content = {
             "schema": SCHEMA,
@@ -56,6 +62,14 @@ def main(args: Sequence[str]) -> int:
         for report in reports:
             print_report(report, console)
     return 0
+
+
+def _print_target(report: TargetReport, *, as_json: bool) -> None:
+    if as_json:
+        content = {"schema": SCHEMA, "target": report.to_dict()}
+        print(json.dumps(content, indent=1, allow_nan=False))
+    else:
+        print_target(report, Console())
 
 
 def _reports(options: argparse.Namespace) -> list[Report]:
@@ -122,9 +136,11 @@ def _check(options: argparse.Namespace) -> None:
     if options.kernels is not None:
         check_mode(options.kernels)
     # Without a config the machine alone is reported, and these would be ignored.
-    for name in ("tokens", "kernels", "model", "data"):
+    for name in ("target", "tokens", "kernels", "model", "data"):
         if getattr(options, name) and not options.config:
             raise ValueError(f"--{name} is about a training: give its --config")
+    if options.target and (options.tokens or options.kernels is not None):
+        raise ValueError("--tokens and --kernels are about this machine, not about a --target")
     if options.tokens and min(options.tokens) < 1:
         raise ValueError(f"--tokens {min(options.tokens)} must be at least 1")
 
@@ -151,4 +167,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", metavar="T", type=int, nargs="+", default=[], help=tokens)
     kernels = "how kernels are chosen if the config has no plugin for it: auto (the default), sparse, reference"
     parser.add_argument("--kernels", metavar="MODE", help=kernels)
+    target = (
+        "an NPU, such as ethos-u85-256: report which layers of the config's model would run sparse there; nothing is "
+        "trained, and cycles are estimated where ExecuTorch and Vela are installed"
+    )
+    parser.add_argument("--target", metavar="NAME", help=target)
     return parser

@@ -14,10 +14,14 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from lightning_nm.commands.export import executorch
 from lightning_nm.export.atomic_write import check_folder
 from lightning_nm.export.graphs import build_model, example_of, export_onnx, export_pt2
 from lightning_nm.export.outputs import Written, export_packed, export_torch
 from lightning_nm.export.sources import Source, read_source
+
+# Of the files that hold a graph of a model, whose class is needed.
+_SUFFIXES = {"onnx": ".onnx", "pt2": ".pt2", "executorch": ".pte"}
 
 
 def main(args: Sequence[str]) -> int:
@@ -57,6 +61,12 @@ def _export(options: argparse.Namespace) -> int:
             console.print(_table(written))
             console.print(_summary(written, options.output), markup=False, soft_wrap=True)
             return 0
+        if options.to == "executorch":
+            # Compilers print, too; stdout is for the report.
+            with redirect_stdout(sys.stderr):
+                result = executorch.export(source, options)
+            executorch.print_export(result, options.output, console)
+            return 0
         if options.to == "torch":
             export_torch(source, options.output)
         else:
@@ -76,20 +86,28 @@ def _check(options: argparse.Namespace) -> None:
         ValueError: With the option.
         OSError: If the output's folder cannot be written.
     """
-    is_graph = options.to in ("onnx", "pt2")
+    is_graph = options.to in _SUFFIXES
+    is_executorch = options.to == "executorch"
     if is_graph and not options.model:
         raise ValueError(f"--to {options.to} needs the model's class: --model train.Net")
     if not is_graph and (options.model or options.input):
-        raise ValueError(f"--model and --input are for --to onnx and --to pt2, not {options.to}")
-    if options.pattern and options.to != "packed":
-        raise ValueError("--pattern is for --to packed")
+        raise ValueError(
+            f"--model and --input are for --to onnx, --to pt2 and --to executorch, not {options.to}"
+        )
+    if options.pattern and options.to not in ("packed", "executorch"):
+        raise ValueError("--pattern is for --to packed and --to executorch")
     if options.dtype and options.to != "packed":
         raise ValueError("--dtype is for --to packed")
-    if is_graph and Path(options.output).suffix != f".{options.to}":
-        raise ValueError(f"--to {options.to} writes .{options.to}, not '{options.output}'")
+    if not is_executorch and (options.target or options.calibration or options.allow_float):
+        raise ValueError("--target, --calibration and --allow-float are for --to executorch")
+    suffix = _SUFFIXES.get(options.to)
+    if suffix and Path(options.output).suffix != suffix:
+        raise ValueError(f"--to {options.to} writes {suffix}, not '{options.output}'")
     if options.to != "torch" and Path(options.output).is_dir():
         raise ValueError(f"'{options.output}' is a folder: name a file")
     check_folder(Path(options.output))
+    if is_executorch:
+        executorch.check_options(options)
 
 
 def _export_graph(source: Source, options: argparse.Namespace) -> str:
@@ -151,7 +169,10 @@ def _parser() -> argparse.ArgumentParser:
     kinds = "Lightning checkpoint, state dict (.pt, .safetensors), packed model, or folder of transformers"
     parser.add_argument("checkpoint", metavar="CKPT", help=kinds)
     parser.add_argument(
-        "--to", choices=("packed", "torch", "onnx", "pt2"), default="packed", help="default: packed"
+        "--to",
+        choices=("packed", "torch", "onnx", "pt2", "executorch"),
+        default="packed",
+        help="default: packed",
     )
     parser.add_argument(
         "-o",
@@ -170,10 +191,23 @@ def _parser() -> argparse.ArgumentParser:
     taken = "take only the keys that begin with this, and remove it: 'model.' for a model within a LightningModule"
     parser.add_argument("--prefix", default="", help=taken)
     parser.add_argument(
-        "--model", metavar="CLASS", help="for onnx and pt2: the model's class, such as train.Net"
+        "--model",
+        metavar="CLASS",
+        help="for onnx, pt2 and executorch: the model's class, such as train.Net",
     )
-    shapes = (
-        "for onnx and pt2: shape of an input, such as 2x3x32x32 or 2x16:int64; once for each input"
-    )
+    shapes = "for them: shape of an input, such as 2x3x32x32 or 2x16:int64; once for each input"
     parser.add_argument("--input", metavar="SHAPE", action="append", default=[], help=shapes)
+    parser.add_argument(
+        "--target", metavar="NAME", help="for executorch: ethos-u85-256 or another size, or cpu"
+    )
+    data = (
+        "for executorch: inputs to choose int8 scales with, a file of tensors (.pt, .safetensors, .npy) or a "
+        "LightningDataModule such as train.Data, whose training data are taken"
+    )
+    parser.add_argument("--calibration", metavar="DATA", help=data)
+    parser.add_argument(
+        "--allow-float",
+        action="store_true",
+        help="for executorch: write a program in which layers that the target cannot quantise run in float on a CPU",
+    )
     return parser

@@ -1,0 +1,314 @@
+"""Quantise a model to int8 by PT2E, and check that N:M weights stay N:M."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+
+from lightning_nm.export.patterns import Found, pattern_of
+from lightning_nm.functional import count_violations
+from lightning_nm.nn.packed.tensor import blocks_last
+
+# With weights that the quantizers leave in float.
+_ALWAYS_FLOAT = ("aten::lstm", "aten::gru", "aten::rnn_tanh", "aten::rnn_relu", "aten::bilinear")
+
+# Operators with a constant weight, by the position of the weight among their arguments.
+_WEIGHT_ARGUMENT = {
+    "aten::conv1d": 1,
+    "aten::conv2d": 1,
+    "aten::conv3d": 1,
+    "aten::conv_transpose1d": 1,
+    "aten::conv_transpose2d": 1,
+    "aten::conv_transpose3d": 1,
+    "aten::linear": 1,
+    "aten::matmul": 1,
+    "aten::mm": 1,
+    "aten::addmm": 2,
+}
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A product of an exported program with a weight.
+
+    Args:
+        node: The name of its operator in the program.
+        operator: Such as ``conv2d``.
+        module: The name of the module that called it.
+        key: The weight's key in the model's state dict.
+        groups: Of a convolution.
+    """
+
+    node: str
+    operator: str
+    module: str
+    key: str
+    groups: int = 1
+
+
+@dataclass(frozen=True)
+class QuantizedLayer:
+    """A weight after quantisation.
+
+    Args:
+        layer: Where it is used.
+        pattern: ``"N:M"``, as it was before and is after quantisation; empty for a dense weight.
+        reason: Why it is dense.
+        weight: The int8 values, of the shape of the float weight.
+        buffer: The attribute of the quantised graph that holds them.
+        density: Share of nonzeros; rounding adds zeros.
+    """
+
+    layer: Layer
+    pattern: str
+    reason: str
+    weight: Tensor
+    buffer: str
+    density: float
+
+
+def trace(model: nn.Module, example: tuple[Tensor, ...]) -> GraphModule:
+    """Trace a model in evaluation mode by ``torch.export``, for the shapes of an example.
+
+    Raises:
+        ValueError: If ``torch.export`` cannot trace it, with the first line of its error.
+    """
+    was_training = model.training
+    model.eval()
+    try:
+        program = torch.export.export(model, example)
+    except Exception as error:  # of many classes: what a model's forward raises comes through, too
+        name = type(model).__name__
+        raise ValueError(
+            f"torch.export cannot trace {name} for inputs {_shapes(example)}: {first_cause(error)}"
+        ) from error
+    finally:
+        model.train(was_training)
+    graph = program.module(check_guards=False)
+    assert isinstance(graph, GraphModule)
+    return graph
+
+
+def layers_of_graph(graph: GraphModule) -> list[Layer]:
+    """The products with a constant weight, in the order of the program."""
+    layers = []
+    for node in graph.graph.nodes:
+        position = _WEIGHT_ARGUMENT.get(_operator(node))
+        if position is None or len(node.args) <= position:
+            continue
+        weight = node.args[position]
+        if not isinstance(weight, Node) or weight.op != "get_attr":
+            continue  # of two activations, as in attention
+        operator = _operator(node).removeprefix("aten::")
+        layers.append(
+            Layer(node.name, operator, module_of(node), str(weight.target), _groups(node, operator))
+        )
+    return layers
+
+
+def always_in_float(graph: GraphModule) -> dict[str, str]:
+    """Why modules stay in float whatever the quantizer does, by name."""
+    found = {}
+    for node in graph.graph.nodes:
+        operator = _operator(node)
+        if operator in _ALWAYS_FLOAT:
+            name = operator.removeprefix("aten::")
+            found[module_of(node)] = f"there is no int8 form of {name}"
+    return found
+
+
+def quantize(
+    graph: GraphModule, quantizer: Any, inputs: Iterable[tuple[Tensor, ...]]
+) -> GraphModule:
+    """Quantise a traced model after calibration.
+
+    Batch norms are folded into the convolutions before them, which scales filters and keeps zeros.
+
+    Args:
+        graph: From :func:`trace`; it is changed.
+        quantizer: Of ExecuTorch.
+        inputs: For calibration.
+
+    Returns:
+        The program with int8 weights.
+
+    Raises:
+        RuntimeError: If the quantizer fails, as it does for some operators.
+    """
+    from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
+
+    try:
+        prepared = prepare_pt2e(graph, quantizer)
+        with torch.no_grad():
+            for each in inputs:
+                prepared(*each)
+        converted: GraphModule = convert_pt2e(prepared)
+    except Exception as error:  # of many classes, from passes over the graph
+        kind = type(quantizer).__name__
+        raise RuntimeError(f"{kind} fails on this model: {first_cause(error)}") from error
+    return converted
+
+
+def first_cause(error: BaseException) -> str:
+    """The first line of the error that began a chain of them: passes wrap each other's."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def quantized_layers(
+    graph: GraphModule,
+    layers: Sequence[Layer],
+    weights: Mapping[str, Tensor],
+    expected: Mapping[str, Found] | None = None,
+) -> tuple[list[QuantizedLayer], dict[str, str]]:
+    """The int8 weights of a quantised graph, checked against the float ones.
+
+    Args:
+        graph: From :func:`quantize`.
+        layers: From :func:`layers_of_graph`, before it.
+        weights: The float weights by key.
+        expected: The patterns by key, as the training knew them; by default they are found from the float weights.
+
+    Returns:
+        The layers, and the reasons for those left in float by module name.
+
+    Raises:
+        ValueError: If a float weight is not of its expected pattern, or quantisation made a zero nonzero.
+    """
+    nodes = {node.name: node for node in graph.graph.nodes}
+    quantised = []
+    in_float = {}
+    for layer in layers:
+        if layer.node not in nodes:
+            in_float[layer.module] = (
+                f"quantisation replaced its {layer.operator}, so that its weight cannot be checked: use nn.Linear or a "
+                "convolution"
+            )
+            continue
+        position = _WEIGHT_ARGUMENT[f"aten::{layer.operator}"]
+        buffer, is_int8 = _constant(nodes[layer.node].args[position])
+        if not is_int8:
+            in_float[layer.module] = f"the quantizer has no rule for {layer.operator} here"
+            continue
+        float_weight = weights[layer.key]
+        int8_weight = getattr(graph, buffer).detach()
+        found = None if expected is None else expected.get(layer.key)
+        checked = check_kept(layer.key, float_weight, int8_weight, found)
+        density = int(torch.count_nonzero(int8_weight)) / int8_weight.numel()
+        pattern = "" if checked.pattern is None else str(checked.pattern)
+        quantised.append(
+            QuantizedLayer(layer, pattern, checked.reason, int8_weight, buffer, density)
+        )
+    return quantised, in_float
+
+
+def check_kept(
+    key: str, float_weight: Tensor, int8_weight: Tensor, expected: Found | None = None
+) -> Found:
+    """Check that a quantised weight has every zero of the float one, and its N:M pattern.
+
+    ``w == 0 => q == 0``, and at most N nonzeros in each block of M of q.
+
+    Args:
+        key: The weight's key, for messages.
+        float_weight: Before quantisation, and before a batch norm was folded into it.
+        int8_weight: After both.
+        expected: Its pattern; by default the one in which the float weight takes the least memory.
+
+    Raises:
+        ValueError: With the number of entries or blocks that break it.
+
+    Example:
+        >>> weight = torch.tensor([[0.5, 0.0, 0.0, -1.0]])
+        >>> check_kept("fc.weight", weight, torch.tensor([[64, 1, 0, -127]], dtype=torch.int8))
+        Traceback (most recent call last):
+        ValueError: quantisation made 1 of 2 zeros of 'fc.weight' nonzero, so its pattern is lost
+    """
+    if int8_weight.shape != float_weight.shape:
+        raise ValueError(
+            f"the quantizer changed the shape of '{key}' from {list(float_weight.shape)} to "
+            f"{list(int8_weight.shape)}, so that its pattern cannot be checked"
+        )
+    is_zero = float_weight.detach() == 0
+    lost = int((int8_weight[is_zero] != 0).sum())
+    if lost:
+        raise ValueError(
+            f"quantisation made {lost} of {int(is_zero.sum())} zeros of '{key}' nonzero, so its pattern is lost"
+        )
+    if expected is None:
+        found = pattern_of(float_weight.detach())
+    elif expected.pattern is None:
+        return expected
+    else:
+        found = pattern_of(float_weight.detach(), expected.pattern, [expected.layout])
+        if found.pattern is None:
+            raise ValueError(f"'{key}' is not {expected.pattern}: {found.reason}")
+    if found.pattern is None:
+        return found
+    # It follows from the zeros; counted all the same, because it is what the file promises.
+    rows = blocks_last(int8_weight, found.layout)
+    violations = int(count_violations(rows, found.pattern))
+    if violations:
+        raise ValueError(f"{violations} blocks of '{key}' are not {found.pattern} as int8")
+    return found
+
+
+@torch.no_grad()
+def fill_zeros(graph: GraphModule, layers: Sequence[QuantizedLayer], seed: int = 0) -> None:
+    """Make the weights of a quantised graph dense in place: zeros become draws from the nonzero values of their weight.
+
+    The program and its scales stay as they are, so that a compiler's estimates differ by the zeros alone.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for each in layers:
+        weight = getattr(graph, each.buffer)
+        is_zero = weight == 0
+        values = weight[~is_zero]
+        if not len(values):  # a weight that is all zero
+            values = torch.ones(1, dtype=weight.dtype)
+        drawn = torch.randint(len(values), (int(is_zero.sum()),), generator=generator)
+        weight[is_zero] = values[drawn]
+
+
+def module_of(node: Node) -> str:
+    """The name of the module that called an operator; empty for the model itself."""
+    stack = node.meta.get("nn_module_stack") or {}
+    names = [str(entry[0]) for entry in stack.values()]
+    return names[-1] if names else ""
+
+
+def _operator(node: Node) -> str:
+    schema = getattr(node.target, "_schema", None)
+    return "" if schema is None else str(schema.name)
+
+
+def _groups(node: Node, operator: str) -> int:
+    """The groups of a convolution, which is the seventh argument of each kind."""
+    is_convolution = operator.startswith("conv")
+    if not is_convolution or len(node.args) <= 6:
+        return 1
+    groups = node.args[6]
+    assert isinstance(groups, int)
+    return groups
+
+
+def _constant(node: Any) -> tuple[str, bool]:
+    """The attribute that an argument comes from, and whether it is dequantised from integers on the way."""
+    is_int8 = False
+    while isinstance(node, Node) and node.op == "call_function" and node.args:
+        is_int8 = is_int8 or "dequantize" in _operator(node)
+        node = node.args[0]
+    if not isinstance(node, Node) or node.op != "get_attr":
+        return "", False
+    return str(node.target), is_int8
+
+
+def _shapes(example: Sequence[Tensor]) -> str:
+    return ", ".join(f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for x in example)

@@ -1,0 +1,105 @@
+"""Inputs for calibration: batches cut to the shapes of the program, and mistakes in them; the data of the command."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from lightning_nm.commands.export.calibration import calibration_data
+from lightning_nm.export.executorch.calibration import calibration_inputs
+
+EXAMPLE = (torch.zeros(2, 3),)
+
+
+@given(
+    sizes=st.lists(st.integers(0, 7), min_size=1, max_size=5),
+    rows=st.integers(1, 3),
+    batches=st.integers(1, 4),
+)
+def test_inputs_are_the_rows_in_order(sizes, rows, batches):
+    data = list(torch.arange(float(sum(sizes))).reshape(-1, 1).split(sizes))
+    expected = [part for batch in data[:batches] for part in batch.split(rows) if len(part) == rows]
+    example = (torch.zeros(rows, 1),)
+    if not expected:
+        with pytest.raises(ValueError, match=f"at least {rows} rows"):
+            list(calibration_inputs(data, example, batches))
+        return
+    found = [x for (x,) in calibration_inputs(data, example, batches)]
+    assert len(found) == len(expected)
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+def test_labels_are_left_out_and_dtypes_are_those_of_the_program():
+    batch = (torch.ones(2, 3, dtype=torch.float64), torch.zeros(2, dtype=torch.int64))
+    ((found,),) = calibration_inputs([batch], EXAMPLE)
+    assert found.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        ([], "no batch"),
+        ([torch.zeros(1, 3)], "at least 2 rows"),
+        (
+            [torch.zeros(2, 4)],
+            r"batch 0, input 0 has shape \[2, 4\], but the program takes \[any, 3\]",
+        ),
+        ([torch.zeros(2, 3), torch.zeros(2, 3, 1)], r"batch 1, input 0 has shape \[2, 3, 1\]"),
+        ([torch.zeros(2, 3, dtype=torch.int64)], "int64"),
+        ([torch.full((2, 3), float("nan"))], "not finite"),
+        ([{"x": torch.zeros(2, 3)}], "is a dict"),
+        (["text"], "is a str"),
+        ([("text", 1)], r"\(str, int\)"),
+    ],
+)
+def test_data_that_do_not_fit(data, says):
+    with pytest.raises(ValueError, match=says):
+        list(calibration_inputs(data, EXAMPLE))
+
+
+def test_inputs_that_are_missing():
+    with pytest.raises(ValueError, match="takes 2 tensors"):
+        list(calibration_inputs([torch.zeros(2, 3)], (*EXAMPLE, torch.zeros(2))))
+
+
+def test_data_of_files(tmp_path):
+    images = torch.arange(40.0).reshape(40, 1)
+    masks = images > 3
+    torch.save(images, tmp_path / "one.pt")
+    torch.save([images, masks], tmp_path / "two.pt")
+    save_file({"images": images}, tmp_path / "one.safetensors")
+    for name in ("one.pt", "one.safetensors"):
+        first, second = calibration_data(str(tmp_path / name))
+        assert torch.equal(torch.cat([first[0], second[0]]), images)
+    assert torch.equal(next(iter(calibration_data(str(tmp_path / "two.pt"))))[1], masks[:32])
+
+
+def test_data_of_numpy(tmp_path):
+    np = pytest.importorskip("numpy")
+    np.save(tmp_path / "one.npy", np.ones((3, 2), dtype=np.float32))
+    ((found,),) = calibration_data(str(tmp_path / "one.npy"))
+    assert found.shape == (3, 2)
+
+
+def test_data_of_a_data_module():
+    pytest.importorskip("sklearn")
+    images, _labels = next(iter(calibration_data("lightning_nm.demo.Digits")))
+    assert images.shape[1:] == (1, 8, 8)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("missing.pt", "no such file"),
+        ("torch.nn.Linear", "is no LightningDataModule"),
+        ("lightning_nm.demo.ImageNet", "lightning_nm.demo.ImageNet: "),
+        ("NUMBER", "holds no tensors of samples"),
+    ],
+)
+def test_data_that_cannot_be_read(tmp_path, text, says):
+    if text == "NUMBER":
+        text = str(tmp_path / "number.pt")
+        torch.save({"loss": 3.0}, text)
+    with pytest.raises(ValueError, match=says):
+        calibration_data(text)

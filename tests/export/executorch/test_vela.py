@@ -1,0 +1,106 @@
+"""The report of Vela, read from its files as the compiler writes them."""
+
+import json
+
+import pytest
+
+from lightning_nm.export.executorch.lowering import read_rejections
+from lightning_nm.export.executorch.vela import explained, read_operators, with_dense
+
+PERF = """"id","source_id","optimised_id","operator","name","staging_usage","op_cycles","npu_cycles","mac_count"
+7,1,2,"Conv2D","rescale_1",10,25234,25234,1769472
+8,2,3,"Conv2D","rescale_2",10,50340,50000,9437184
+9,3,4,"Transpose","rescale_2_transpose",10,819200,32968,65536
+"""
+PERF_DEBUG = """"id","weight_format","weight_dtype"
+7,Default,"Int8"
+8,Fast|Sparse2_4,"Int8"
+9,"",""
+"""
+
+
+def write(folder, perf=PERF, perf_debug=PERF_DEBUG):
+    tables = {"perf": perf, "perf_debug": perf_debug, "group": '"id"\n'}
+    text = "".join(
+        f'<table name="{name}">\n<![CDATA[\n{content}]]>\n</table>\n'
+        for name, content in tables.items()
+    )
+    (folder / "output").mkdir(exist_ok=True)
+    (folder / "output" / "out_debug.xml").write_text(f"<debug>{text}</debug>")
+    stacks = {
+        "rescale_1": {"a": ["", "Net"], "b": ["stem.conv", "Conv2d"]},
+        "rescale_2": {"a": ["", "Net"], "b": ["body", "Conv2d"]},
+        "mean": "No module stack trace available",
+    }
+    events = [
+        {"aten_info": {"node_name": name}, "torch_info": {"nn_module_stack": stack}}
+        for name, stack in stacks.items()
+    ]
+    (folder / "debug.json").write_text(json.dumps(events))
+    return folder
+
+
+def test_operators_with_their_layers_and_formats(tmp_path):
+    found = read_operators(write(tmp_path))
+    assert [(each.name, each.module) for each in found] == [
+        ("rescale_1", "stem.conv"),
+        ("rescale_2", "body"),
+        ("rescale_2_transpose", ""),
+    ]
+    assert [each.cycles for each in found] == [25234, 50340, 819200]
+    assert [(each.has_weight, each.sparse) for each in found] == [
+        (True, False),
+        (True, True),
+        (False, False),
+    ]
+
+
+def test_reasons_are_for_dense_weights_alone(tmp_path):
+    operators = read_operators(write(tmp_path))
+    reasons = [each.reason for each in explained(operators, {"stem.conv": "too few zeros"})]
+    assert reasons == ["too few zeros", "", ""]
+    (unknown, *_) = explained(operators, {})
+    assert "does not name its layer" in unknown.reason
+    (undecided, *_) = explained(operators, {"stem.conv": ""})
+    assert "estimate" in undecided.reason
+
+
+def test_the_dense_twin_by_name(tmp_path):
+    operators = read_operators(write(tmp_path))
+    dense = read_operators(write(tmp_path, PERF.replace("50340", "100260")))
+    assert [each.dense_cycles for each in with_dense(operators, dense)] == [25234, 100260, 819200]
+    with pytest.raises(RuntimeError, match="other operators"):
+        with_dense(operators, dense[:-1])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"perf": PERF.replace("op_cycles", "cycles")}, {"perf_debug": '"id"\n'}, {"perf": "]]><"}],
+)
+def test_another_form_of_the_report(tmp_path, changes):
+    with pytest.raises(RuntimeError, match="report of Vela cannot be read"):
+        read_operators(write(tmp_path, **changes))
+
+
+def test_no_report(tmp_path):
+    with pytest.raises(RuntimeError, match=r"FileNotFoundError.*ethos-u-vela 5\.1"):
+        read_operators(tmp_path)
+
+
+def test_the_partitioners_table():
+    table = """
+╒═════════╤═════════╤═════════════╤════════════════╕
+│ Node    │ Target  │ Torch func  │ Reason         │
+│ name    │         │             │                │
+╞═════════╪═════════╪═════════════╪════════════════╡
+│ aten_co │ aten.co │ ('conv2d_1' │ kernel_y must  │
+│ nv_1    │ nv      │ , 'f')      │ be <= 64       │
+├─────────┼─────────┼─────────────┼────────────────┤
+│ aten_mm │ aten.mm │ -           │ fp dtype       │
+╘═════════╧═════════╧═════════════╧════════════════╛
+"""
+    assert read_rejections(table) == {
+        "aten_conv_1": "kernel_y must be <= 64",
+        "aten_mm": "fp dtype",
+    }
+    assert read_rejections("No nodes rejected.") == {}
