@@ -14,7 +14,9 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from lightning_nm.commands.export.coreml import coreml_table, coreml_text
 from lightning_nm.export.atomic_write import check_folder
+from lightning_nm.export.coreml import CoreMLReport, check_output, export_coreml
 from lightning_nm.export.graphs import build_model, example_of, export_onnx, export_pt2
 from lightning_nm.export.outputs import Written, export_packed, export_torch
 from lightning_nm.export.sources import Source, read_source
@@ -57,6 +59,12 @@ def _export(options: argparse.Namespace) -> int:
             console.print(_table(written))
             console.print(_summary(written, options.output), markup=False, soft_wrap=True)
             return 0
+        if options.to == "coreml":
+            report = _export_coreml(source, options)
+            console.print(coreml_table(report))
+            text = coreml_text(report, options.output)
+            console.print(text, markup=False, highlight=False, soft_wrap=True)
+            return 0
         if options.to == "torch":
             export_torch(source, options.output)
         else:
@@ -76,13 +84,18 @@ def _check(options: argparse.Namespace) -> None:
         ValueError: With the option.
         OSError: If the output's folder cannot be written.
     """
-    is_graph = options.to in ("onnx", "pt2")
+    is_graph = options.to in ("onnx", "pt2", "coreml")
     if is_graph and not options.model:
         raise ValueError(f"--to {options.to} needs the model's class: --model train.Net")
     if not is_graph and (options.model or options.input):
-        raise ValueError(f"--model and --input are for --to onnx and --to pt2, not {options.to}")
-    if options.pattern and options.to != "packed":
-        raise ValueError("--pattern is for --to packed")
+        raise ValueError(f"--model and --input are for --to onnx, pt2 and coreml, not {options.to}")
+    if options.pattern and options.to not in ("packed", "coreml"):
+        raise ValueError("--pattern is for --to packed and --to coreml")
+    if options.precision and options.to != "coreml":
+        raise ValueError("--precision is for --to coreml")
+    if options.to == "coreml":
+        check_output(options.output)
+        return
     if is_graph and Path(options.output).suffix != f".{options.to}":
         raise ValueError(f"--to {options.to} writes .{options.to}, not '{options.output}'")
     if options.to != "torch" and Path(options.output).is_dir():
@@ -101,6 +114,20 @@ def _export_graph(source: Source, options: argparse.Namespace) -> str:
             return ""
         difference = export_onnx(model, example, options.output)
     return f"; onnxruntime differs by {difference:.2g} of the largest output"
+
+
+def _export_coreml(source: Source, options: argparse.Namespace) -> CoreMLReport:
+    """Write a Core ML package of a model with the checkpoint's weights."""
+    with redirect_stdout(sys.stderr):
+        model = build_model(source, options.model)
+        return export_coreml(
+            model,
+            options.output,
+            example_of(model, options.input),
+            options.pattern,
+            precision=options.precision or "float32",
+            states=source.states,
+        )
 
 
 def _table(written: Sequence[Written]) -> Table:
@@ -143,13 +170,13 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lightning-nm export",
         description="Make a file of a sparse checkpoint for inference: packed N:M weights for "
-        "lightning_nm.load_packed, a dense state dict, or a graph. Exits with 0, or with 2 if the checkpoint cannot "
+        "lightning_nm.load_packed, a dense state dict, a graph, or a Core ML package. Exits with 0, or with 2 if the checkpoint cannot "
         "be read or is not N:M; nothing is written then.",
     )
     kinds = "Lightning checkpoint, state dict (.pt, .safetensors), packed model, or folder of transformers"
     parser.add_argument("checkpoint", metavar="CKPT", help=kinds)
     parser.add_argument(
-        "--to", choices=("packed", "torch", "onnx", "pt2"), default="packed", help="default: packed"
+        "--to", choices=("packed", "torch", "onnx", "pt2", "coreml"), default="packed", help="default: packed"
     )
     parser.add_argument(
         "-o",
@@ -158,15 +185,20 @@ def _parser() -> argparse.ArgumentParser:
         required=True,
         help="what to write; replaced when complete",
     )
-    found = "pattern of the weights to pack; by default that of the sparsifier state, or found for each weight"
+    found = "for packed and coreml: pattern of the weights to pack; by default that of the sparsifier state, or found for each weight"
     parser.add_argument("--pattern", metavar="N:M", help=found)
     taken = "take only the keys that begin with this, and remove it: 'model.' for a model within a LightningModule"
     parser.add_argument("--prefix", default="", help=taken)
     parser.add_argument(
-        "--model", metavar="CLASS", help="for onnx and pt2: the model's class, such as train.Net"
+        "--model", metavar="CLASS", help="for onnx, pt2 and coreml: the model's class, such as train.Net"
     )
     shapes = (
-        "for onnx and pt2: shape of an input, such as 2x3x32x32 or 2x16:int64; once for each input"
+        "for onnx, pt2 and coreml: shape of an input, such as 2x3x32x32 or 2x16:int64; once for each input"
     )
     parser.add_argument("--input", metavar="SHAPE", action="append", default=[], help=shapes)
+    parser.add_argument(
+        "--precision",
+        choices=("float32", "float16"),
+        help="for coreml: of weights and products; default: float32. The Neural Engine needs float16",
+    )
     return parser
