@@ -7,7 +7,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -28,6 +28,7 @@ from lightning_nm.export.coreml_package import (
 from lightning_nm.export.graphs import evaluation
 from lightning_nm.export.packed_model import refuse_empty
 from lightning_nm.export.patterns import Found, patterns_in
+from lightning_nm.export.safetensors_file import memory_of
 from lightning_nm.export.verdicts import judge
 from lightning_nm.functional.pattern import NMPattern, PatternLike
 from lightning_nm.nn.layer.layout import Layout
@@ -101,8 +102,8 @@ class _Match(NamedTuple):
 
 def export_coreml(
     model: nn.Module,
-    output: str | os.PathLike[str],
     example: tuple[Any, ...],
+    output: str | os.PathLike[str],
     pattern: PatternLike | None = None,
     *,
     precision: Precision = "float32",
@@ -117,11 +118,12 @@ def export_coreml(
     Args:
         model: Any module without installed masks and packed layers. It is exported in evaluation mode, and in float32:
             a model of another dtype is copied.
-        output: The package, ``.mlpackage``; it must not exist.
         example: Inputs, positional tensors. The shapes of the program are these, and cannot vary.
+        output: The package, ``.mlpackage``; it must not exist.
         pattern: The pattern of the weights to store as sparse; by default each weight has its own.
-        precision: Of weights and products. In float32 the file has the model's values bit for bit, but for those that
-            the converter multiplies by the scales of a batch norm. The Neural Engine needs float16.
+        precision: Of weights and products; coremltools leaves layers with values beyond float16 in float32. In float32
+            the file has the model's values bit for bit, but for those that the converter multiplies by the scales of a
+            batch norm. The Neural Engine needs float16.
         states: Sparsifier states of the checkpoint: only the layers that they mask are stored as sparse.
 
     Returns:
@@ -130,7 +132,7 @@ def export_coreml(
     Raises:
         ImportError: If coremltools is missing: ``pip install 'lightning-nm[coreml]'``.
         ValueError: If no weight is N:M, masks are installed, layers are packed, the model cannot be traced or
-            converted, a weight does not fit float16, or the output is no new ``.mlpackage``. Nothing is written.
+            converted, or the output is no new ``.mlpackage``. Nothing is written.
         OSError: If the package cannot be written.
 
     Example::
@@ -140,7 +142,7 @@ def export_coreml(
         >>> from lightning_nm.export import export_coreml
         >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU())
         >>> result = prune(model, "2:4", skip_first_last=False)
-        >>> report = export_coreml(model, "model.mlpackage", (torch.randn(1, 64),))  # doctest: +SKIP
+        >>> report = export_coreml(model, (torch.randn(1, 64),), "model.mlpackage")  # doctest: +SKIP
         >>> report.operators  # doctest: +SKIP
         {'linear': 1}
     """
@@ -157,6 +159,7 @@ def export_coreml(
     given = None if pattern is None else NMPattern.parse(pattern)
     found = patterns_in(weights, states, given)
     sparse = {key: each for key, each in found.items() if each.pattern is not None}
+    sparse = _once(sparse, weights)
     matrices = {key: each.reason for key, each in found.items() if weights[key].dim() >= 2}
     refuse_empty(sparse, matrices, f"no weight of {kind} is {given or 'N:M'} sparse")
 
@@ -165,21 +168,20 @@ def export_coreml(
     # Constants keep the names of the program's inputs, with a suffix where they were rounded.
     rounded = "_to_fp16" if precision == "float16" else ""
     names = {
-        key: f"{name}{rounded}" for name, key in program.graph_signature.inputs_to_parameters.items()
+        key: f"{name}{rounded}"
+        for name, key in program.graph_signature.inputs_to_parameters.items()
     }
     converted = _converted(coremltools, program, kind, precision)
     with _new_folder(Path(output)) as folder:
         dense = _saved(converted, folder / f"dense{SUFFIX}")
         matches = _matches(weights, sparse, names, dense)
-        compressed = _compressed(coremltools, converted, dense, matches)
+        chosen = _to_compress(matches, dense)
+        compressed = _compressed(converted, chosen)
+        there = {match.key: _renamed(match, chosen) for match in matches}
+        compressed.user_defined_metadata[METADATA] = _metadata(there.values())
         package = _saved(compressed, folder / f"sparse{SUFFIX}")
-        matches = [match._replace(name=_name_in(package, match.name)) for match in matches]
-        compressed.user_defined_metadata[METADATA] = _metadata(matches)
-        shutil.rmtree(package.path)
-        package = _saved(compressed, package.path)
-        report = CoreMLReport(
-            _size(package.path), _size(dense.path), _read_back(sparse, matches, package, dense)
-        )
+        written = _read_back(sparse, there, package, dense)
+        report = CoreMLReport(_size(package.path), _size(dense.path), written)
         package.path.rename(output)
     return report
 
@@ -199,13 +201,27 @@ def check_output(output: str | os.PathLike[str]) -> None:
     check_folder(path)
 
 
+def _once(sparse: Mapping[str, Found], weights: Mapping[str, Tensor]) -> dict[str, Found]:
+    """The weights without further keys of a weight that is tied, which the program holds once."""
+    first_key: dict[Any, str] = {}
+    for key in sparse:
+        first_key.setdefault(memory_of(weights[key]), key)
+    return {key: sparse[key] for key in first_key.values()}
+
+
 def _in_float32(model: nn.Module) -> nn.Module:
     """The model, or a copy of it in float32, the one dtype of floating-point numbers that coremltools converts."""
     tensors = [*model.parameters(), *model.buffers()]
     meta = any(tensor.is_meta for tensor in tensors)
     if meta:
-        raise ValueError(f"{type(model).__name__} has no values, it is on the meta device: load its weights first")
-    if all(x.dtype == torch.float32 and x.device.type == "cpu" for x in tensors if x.is_floating_point()):
+        raise ValueError(
+            f"{type(model).__name__} has no values, it is on the meta device: load its weights first"
+        )
+    if all(
+        x.dtype == torch.float32 and x.device.type == "cpu"
+        for x in tensors
+        if x.is_floating_point()
+    ):
         return model
     return copy.deepcopy(model).float().cpu()
 
@@ -253,7 +269,7 @@ def _converted(coremltools: Any, program: Any, kind: str, precision: Precision) 
     while True:
         try:
             with quiet():
-                lowered = program.run_decompositions(dict(taken_apart))
+                lowered = _without_aliases(program.run_decompositions(dict(taken_apart)))
                 return coremltools.convert(lowered, **options)
         except NotImplementedError as error:
             unknown = re.search(r"kind (\w+)", str(error))
@@ -266,6 +282,18 @@ def _converted(coremltools: Any, program: Any, kind: str, precision: Precision) 
             raise ValueError(
                 f"coremltools cannot convert {kind}: {type(error).__name__}: {_first_line(error)}"
             ) from error
+
+
+def _without_aliases(program: Any) -> Any:
+    """Remove operators that only give their input another name, which torch leaves of some that it takes apart."""
+    graph = program.graph_module.graph
+    for node in list(graph.nodes):
+        is_alias = node.target is torch.ops.aten.alias.default
+        # The signature names the outputs.
+        if is_alias and not any(user.op == "output" for user in node.users):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+    return program
 
 
 def _decompositions(operator: str) -> dict[Any, Any]:
@@ -328,10 +356,13 @@ def _same_nonzeros(found: Tensor, is_nonzero: Tensor) -> bool:
     return int(is_found.sum()) >= _SAME_NONZEROS * int(is_nonzero.sum())
 
 
-def _compressed(
-    coremltools: Any, converted: Any, dense: CoreMLPackage, matches: list[_Match]
-) -> Any:
-    """The model with the matched constants stored as sparse; no value changes."""
+def _to_compress(matches: Iterable[_Match], dense: CoreMLPackage) -> set[str]:
+    """The constants to store as sparse; one that is all zero has no nonzeros to list, and stays dense."""
+    return {match.name for match in matches if torch.count_nonzero(dense.read(match.name))}
+
+
+def _compressed(converted: Any, names: Iterable[str]) -> Any:
+    """The model with constants stored as sparse; no value changes."""
     from coremltools.optimize.coreml import (
         OpThresholdPrunerConfig,
         OptimizationConfig,
@@ -342,13 +373,14 @@ def _compressed(
     exact = OpThresholdPrunerConfig(
         threshold=0.0, minimum_sparsity_percentile=0.0, weight_threshold=0
     )
-    chosen = {}
-    for match in matches:
-        # The format has no empty list of nonzeros.
-        if torch.count_nonzero(dense.read(match.name)):
-            chosen[match.name] = exact
     with quiet():
-        return prune_weights(converted, OptimizationConfig(op_name_configs=chosen))
+        config = OptimizationConfig(op_name_configs=dict.fromkeys(names, exact))
+        return prune_weights(converted, config)
+
+
+def _renamed(match: _Match, compressed: Container[str]) -> _Match:
+    """A match by the name that the constant has after the compression."""
+    return match._replace(name=f"{match.name}{_SPARSIFIED}") if match.name in compressed else match
 
 
 def _saved(converted: Any, path: Path) -> CoreMLPackage:
@@ -357,11 +389,7 @@ def _saved(converted: Any, path: Path) -> CoreMLPackage:
     return CoreMLPackage(path)
 
 
-def _name_in(package: CoreMLPackage, name: str) -> str:
-    return f"{name}{_SPARSIFIED}" if f"{name}{_SPARSIFIED}" in package.weights else name
-
-
-def _metadata(matches: list[_Match]) -> str:
+def _metadata(matches: Iterable[_Match]) -> str:
     entries = {
         match.name: {"key": match.key, "pattern": str(match.pattern), "layout": match.layout}
         for match in matches
@@ -371,26 +399,23 @@ def _metadata(matches: list[_Match]) -> str:
 
 def _read_back(
     sparse: Mapping[str, Found],
-    matches: list[_Match],
+    matches: Mapping[str, _Match],
     package: CoreMLPackage,
     dense: CoreMLPackage,
 ) -> list[CoreMLWritten]:
     """What the package holds of each N:M weight.
 
     Raises:
-        ValueError: If one is not N:M there, or not finite.
+        ValueError: If one is not N:M there.
     """
-    by_key = {match.key: match for match in matches}
     written = []
     for key, each in sparse.items():
-        if key not in by_key:
+        if key not in matches:
             written.append(CoreMLWritten(key, str(each.pattern)))
             continue
-        _, name, pattern, layout = by_key[key]
+        _, name, pattern, layout = matches[key]
         weight = package.weights[name]
         values = package.read(name)
-        if not bool(torch.isfinite(values).all()):
-            raise ValueError(f"'{key}' has values that are not finite in the file: export it in float32")
         verdict = judge(key, blocks_last(values, layout), pattern, -1, "", masked=True)
         if verdict.verdict != "N:M":
             raise ValueError(f"'{key}' is not {pattern} in the file: nothing is written")

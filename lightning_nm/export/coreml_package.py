@@ -27,7 +27,8 @@ SCHEMA = 1
 """Version of that JSON."""
 
 _SPARSE = "constexpr_sparse_to_dense"
-# The name of a type in the program, the dtype in memory, and the number that a record of the file of weights has for it.
+# The name of a type in the program, its dtype in memory, and the number that a record of the file of weights has for
+# it.
 _DTYPES = {
     "FLOAT16": (torch.float16, 1),
     "FLOAT32": (torch.float32, 2),
@@ -47,15 +48,15 @@ class CoreMLWeight(NamedTuple):
         storage: The operator that holds it: ``"const"`` for dense values, ``"constexpr_sparse_to_dense"`` for the
             nonzeros and a bit mask, or another one, which is not read.
         operators: The kinds of operators that use it, such as ``("linear",)``.
-        values: What the program says of the values: of all entries, or of the nonzeros.
-        mask: The same of the bit mask.
+        values: What the program says of the values: of all entries, or of the nonzeros. ``None`` for other operators.
+        mask: The same of the bit mask, if there is one.
     """
 
     name: str
     shape: tuple[int, ...]
     storage: str
     operators: tuple[str, ...]
-    values: Any
+    values: Any = None
     mask: Any = None
 
     @property
@@ -102,16 +103,16 @@ class CoreMLPackage:
         """
         weight = self.weights[name]
         size = math.prod(weight.shape)
-        values = self._tensor(weight.values)
-        if weight.storage == "const":
-            if len(values) != size:
-                raise self._damaged(f"'{name}' has {len(values)} entries instead of {size}")
-            return values.view(weight.shape)
-        if not weight.is_sparse or weight.mask is None:
+        if weight.values is None:
             raise ValueError(
                 f"'{self.path}' holds '{name}' by the operator {weight.storage} of a later version, which is not "
                 "read: check the checkpoint that it was made from"
             )
+        values = self._tensor(weight.values)
+        if weight.mask is None:
+            if len(values) != size:
+                raise self._damaged(f"'{name}' has {len(values)} entries instead of {size}")
+            return values.view(weight.shape)
         packed = self._tensor(weight.mask)
         if len(packed) != -(-size // 8):
             raise self._damaged(f"the bit mask of '{name}' has {len(packed)} bytes")
@@ -125,7 +126,7 @@ class CoreMLPackage:
     def stored_bytes(self, name: str) -> int:
         """Bytes of a weight in the file: of its values, and of the bit mask if it has one."""
         weight = self.weights[name]
-        parts = [weight.values] if weight.mask is None else [weight.values, weight.mask]
+        parts = [part for part in (weight.values, weight.mask) if part is not None]
         return sum(_dtype(part)[0].itemsize * math.prod(_shape(part.type)) for part in parts)
 
     def _constants(self, program: Any) -> Iterator[tuple[str, CoreMLWeight]]:
@@ -187,13 +188,19 @@ class CoreMLPackage:
             sentinel, kind = (int.from_bytes(record[at : at + 4], "little") for at in (0, 4))
             stored, start = (int.from_bytes(record[at : at + 8], "little") for at in (8, 16))
             if (sentinel, kind, stored) != (_SENTINEL, number, size):
-                raise self._damaged(f"'{inside}' has no such record at {value.blobFileValue.offset}")
+                raise self._damaged(
+                    f"'{inside}' has no such record at {value.blobFileValue.offset}"
+                )
             # A damaged record may name any place; nothing is allocated before it is known to be there.
             if start + size > file.stat().st_size:
                 raise self._damaged(f"'{inside}' is truncated")
             opened.seek(start)
             content = opened.read(size)
-        return torch.frombuffer(bytearray(content), dtype=dtype) if size else torch.empty(0, dtype=dtype)
+        return (
+            torch.frombuffer(bytearray(content), dtype=dtype)
+            if size
+            else torch.empty(0, dtype=dtype)
+        )
 
     def _damaged(self, reason: str) -> ValueError:
         return ValueError(f"cannot read '{self.path}' as a Core ML package: {reason}")
@@ -259,7 +266,12 @@ def _parts(operation: Any) -> tuple[Any, Any]:
 
 def _type_name(value_type: Any) -> str:
     kind = value_type.tensorType
-    return str(type(kind).DESCRIPTOR.fields_by_name["dataType"].enum_type.values_by_number[kind.dataType].name)
+    return str(
+        type(kind)
+        .DESCRIPTOR.fields_by_name["dataType"]
+        .enum_type.values_by_number[kind.dataType]
+        .name
+    )
 
 
 def _dtype(value: Any) -> tuple[torch.dtype, int]:

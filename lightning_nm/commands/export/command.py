@@ -122,8 +122,8 @@ def _export_coreml(source: Source, options: argparse.Namespace) -> CoreMLReport:
         model = build_model(source, options.model)
         return export_coreml(
             model,
-            options.output,
             example_of(model, options.input),
+            options.output,
             options.pattern,
             precision=options.precision or "float32",
             states=source.states,
@@ -170,13 +170,16 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lightning-nm export",
         description="Make a file of a sparse checkpoint for inference: packed N:M weights for "
-        "lightning_nm.load_packed, a dense state dict, a graph, or a Core ML package. Exits with 0, or with 2 if the checkpoint cannot "
-        "be read or is not N:M; nothing is written then.",
+        "lightning_nm.load_packed, a dense state dict, a graph, or a Core ML package. Exits with 0, or with 2 if the "
+        "checkpoint cannot be read or is not N:M; nothing is written then.",
     )
     kinds = "Lightning checkpoint, state dict (.pt, .safetensors), packed model, or folder of transformers"
     parser.add_argument("checkpoint", metavar="CKPT", help=kinds)
     parser.add_argument(
-        "--to", choices=("packed", "torch", "onnx", "pt2", "coreml"), default="packed", help="default: packed"
+        "--to",
+        choices=("packed", "torch", "onnx", "pt2", "coreml"),
+        default="packed",
+        help="default: packed",
     )
     parser.add_argument(
         "-o",
@@ -185,16 +188,19 @@ def _parser() -> argparse.ArgumentParser:
         required=True,
         help="what to write; replaced when complete",
     )
-    found = "for packed and coreml: pattern of the weights to pack; by default that of the sparsifier state, or found for each weight"
+    found = (
+        "for packed and coreml: pattern of the sparse weights; by default that of the sparsifier state, or found for "
+        "each weight"
+    )
     parser.add_argument("--pattern", metavar="N:M", help=found)
     taken = "take only the keys that begin with this, and remove it: 'model.' for a model within a LightningModule"
     parser.add_argument("--prefix", default="", help=taken)
     parser.add_argument(
-        "--model", metavar="CLASS", help="for onnx, pt2 and coreml: the model's class, such as train.Net"
+        "--model",
+        metavar="CLASS",
+        help="for onnx, pt2 and coreml: the model's class, such as train.Net",
     )
-    shapes = (
-        "for onnx, pt2 and coreml: shape of an input, such as 2x3x32x32 or 2x16:int64; once for each input"
-    )
+    shapes = "for onnx, pt2 and coreml: shape of an input, such as 2x3x32x32 or 2x16:int64; once for each input"
     parser.add_argument("--input", metavar="SHAPE", action="append", default=[], help=shapes)
     parser.add_argument(
         "--precision",
