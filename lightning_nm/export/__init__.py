@@ -1,6 +1,8 @@
 """Check the files that a training saves, and make others of them: packed, dense, for other runtimes."""
 
 from lightning_nm.export.checkpoint import read_checkpoint
+from lightning_nm.export.coreml import CoreMLReport, CoreMLWritten, export_coreml
+from lightning_nm.export.coreml_package import CoreMLPackage
 from lightning_nm.export.executorch import ExecutorchExport, export_executorch
 from lightning_nm.export.files import check_archive
 from lightning_nm.export.packed_file import PackedFile
@@ -12,11 +14,15 @@ from lightning_nm.export.verification import Verification, verify
 from lightning_nm.export.warm_up import warm_up
 
 __all__ = [
+    "CoreMLPackage",
+    "CoreMLReport",
+    "CoreMLWritten",
     "ExecutorchExport",
     "PackedFile",
     "Verdict",
     "Verification",
     "check_archive",
+    "export_coreml",
     "export_executorch",
     "load_packed",
     "pack",

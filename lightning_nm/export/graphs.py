@@ -37,7 +37,7 @@ def export_pt2(model: nn.Module, example: tuple[Any, ...], output: str | os.Path
         OSError: If it cannot be written.
     """
     shapes = _first_axis_varies(example)
-    with _evaluation(model):
+    with evaluation(model):
         program = torch.export.export(model, example, dynamic_shapes=shapes)
     # torch aborts the process where it cannot write a file to its end.
     content = io.BytesIO()
@@ -74,7 +74,7 @@ def export_onnx(
         raise ImportError(f"{error}: pip install 'lightning-nm[onnx]'") from error
     shapes = _first_axis_varies(example)
     inputs = tuple(torch.randn_like(x) if x.is_floating_point() else x for x in example)
-    with _evaluation(model):
+    with evaluation(model):
         program: Any = torch.onnx.export(
             model, example, dynamo=True, dynamic_shapes=shapes, verbose=False
         )
@@ -150,7 +150,8 @@ def _example_input(text: str) -> Tensor:
 
 
 @contextmanager
-def _evaluation(model: nn.Module) -> Iterator[None]:
+def evaluation(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode, without gradients; afterwards the model's mode is as before."""
     training = model.training
     model.eval()
     try:

@@ -7,17 +7,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from lightning_nm.export.checkpoint import read_checkpoint
+from lightning_nm.export.coreml_package import CoreMLPackage, is_package
 from lightning_nm.export.huggingface import named_as_in_model
 from lightning_nm.export.packed_file import PackedFile, is_packed
 from lightning_nm.export.verdicts import Verdict, classify, judge
 from lightning_nm.functional.pattern import NMPattern, PatternLike
-from lightning_nm.nn.layer.layout import rows_of
+from lightning_nm.nn.layer.layout import Layout, rows_of
 from lightning_nm.nn.layer.names import key_of_layer, plain_name
 from lightning_nm.nn.packed import PackedTensor
 from lightning_nm.nn.packed.tensor import blocks_last
@@ -80,10 +81,11 @@ def verify(
     matrices are therefore a problem, unless `allow_dense`, `min_share` or `base` says which may be.
 
     Args:
-        checkpoint: A Lightning checkpoint, sharded or not, a saved state dict, a safetensors file, a packed model, or
-            the folder of a transformers model.
+        checkpoint: A Lightning checkpoint, sharded or not, a saved state dict, a safetensors file, a packed model,
+            the folder of a transformers model, or a Core ML package (extra ``coreml``).
         pattern: Classify every weight against this pattern. By default the masked layers and their patterns are those
-            of the sparsifier state in the file, or of the header of a packed model.
+            of the sparsifier state in the file, of the header of a packed model, or of the metadata of a Core ML
+            package that :func:`~lightning_nm.export.export_coreml` wrote.
         include: Globs over keys or module names of weights that must be N:M.
         min_share: The least share of the entries of all matrices that must be in N:M matrices, from 0 to 1.
         allow_dense: With a pattern, allow matrices that are dense.
@@ -133,6 +135,8 @@ def _verify_file(
     """The verdicts of a file, and the number of entries of every matrix."""
     if is_packed(checkpoint):
         return _verify_packed(PackedFile(checkpoint), pattern)
+    if is_package(checkpoint):
+        return _verify_coreml(CoreMLPackage(checkpoint), pattern)
     return _verify_dense(Path(checkpoint), pattern)
 
 
@@ -231,6 +235,40 @@ def _verify_packed(
             verdicts.append(_packed_verdict(name, packed, note))
         else:
             verdicts.append(_judge_packed(name, packed, pattern, note))
+    return verdicts, sizes
+
+
+def _verify_coreml(
+    package: CoreMLPackage, pattern: NMPattern | None
+) -> tuple[list[Verdict], dict[str, int]]:
+    """The verdicts of a Core ML package; a weight that was exported has the model's key.
+
+    Raises:
+        ValueError: If the package is damaged, or tells no patterns and none is given.
+    """
+    if pattern is None and not package.exported:
+        raise ValueError(
+            f"'{package.path}' does not tell which weights are N:M, because lightning-nm did not write it: give a "
+            "pattern, for example --pattern 2:4"
+        )
+    verdicts = []
+    sizes: dict[str, int] = {}
+    for name, weight in package.weights.items():
+        noted = package.exported.get(name)
+        key = name if noted is None else noted["key"]
+        sizes[key] = math.prod(weight.shape)
+        if pattern is not None:
+            verdict = classify(key, package.read(name), pattern)
+        elif noted is not None:
+            layout = cast(Layout, noted["layout"])
+            own_pattern = NMPattern.parse(noted["pattern"])
+            rows = blocks_last(package.read(name), layout)
+            verdict = judge(key, rows, own_pattern, -1, layout, masked=True)
+        else:
+            continue
+        held = "nonzeros and bit mask" if weight.is_sparse else "dense"
+        notes = [verdict.note, held, *weight.operators]
+        verdicts.append(replace(verdict, note=", ".join(filter(None, notes))))
     return verdicts, sizes
 
 

@@ -107,6 +107,36 @@ def test_inference(tmp_path, monkeypatch):
     ]
 
 
+def test_inference_with_rivals(tmp_path, monkeypatch):
+    """Dense models in int8 are no fastest dense ones in floating point, and have a column and a table of their own."""
+    ms = {
+        "dense fp32": 10.0,
+        "dense bf16": 4.0,
+        "packed 1:16 fp32": 2.0,
+        "openvino int8": 3.0,
+        "openvino int8 weights": 5.0,
+    }
+    sizes = {"dense fp32": [8_000_000, None], "dense bf16": [4_000_000, None]}
+    sizes["openvino int8"] = [2_000_000, None]
+    measured = {"ms": {"1x64": ms}, "bytes": sizes}
+    measured["differences"] = {"1x64": {"openvino int8": 0.02, "openvino int8 weights": 0.01}}
+    (tmp_path / "a.json").write_text(json.dumps(measured))
+    monkeypatch.setattr(markdown, "RESULTS", tmp_path)
+    latency = inference.latency("a.json").splitlines()
+    assert latency[0].endswith("| over the fastest dense int8 |")
+    assert latency[3] == "| 1 x 64 | dense bf16 | 4.00 | the fastest dense |  |  |"
+    gains = "2.00x (dense bf16) | 5.00x (dense fp32) | 1.50x (openvino int8)"
+    assert latency[4] == f"| 1 x 64 | packed 1:16 fp32 | 2.00 | {gains} |"
+    assert inference.summary("a.json").splitlines()[-1] == "| 1:16 fp32 | 2.0 ms: 2.00x, 5.00x |"
+    assert inference.sizes("a.json").splitlines()[-1] == "| openvino int8 | 2.0 | - | - |"
+    assert inference.of_rivals("a.json").splitlines() == [
+        "| dense in int8 | file, MB | relative difference | 1 x 64, ms |",
+        "|---|---|---|---|",
+        "| openvino int8 | 2.0 | 0.020 | 3.00 |",
+        "| openvino int8 weights |  | 0.010 | 5.00 |",
+    ]
+
+
 @pytest.mark.parametrize(
     ("name", "benchmark", "words"),
     [

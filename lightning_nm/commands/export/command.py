@@ -15,7 +15,9 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_nm.commands.export import executorch
+from lightning_nm.commands.export.coreml import coreml_table, coreml_text
 from lightning_nm.export.atomic_write import check_folder
+from lightning_nm.export.coreml import CoreMLReport, check_output, export_coreml
 from lightning_nm.export.graphs import build_model, example_of, export_onnx, export_pt2
 from lightning_nm.export.outputs import Written, export_packed, export_torch
 from lightning_nm.export.sources import Source, read_source
@@ -67,6 +69,12 @@ def _export(options: argparse.Namespace) -> int:
                 result = executorch.export(source, options)
             executorch.print_export(result, options.output, console)
             return 0
+        if options.to == "coreml":
+            report = _export_coreml(source, options)
+            console.print(coreml_table(report))
+            text = coreml_text(report, options.output)
+            console.print(text, markup=False, highlight=False, soft_wrap=True)
+            return 0
         if options.to == "torch":
             export_torch(source, options.output)
         else:
@@ -86,20 +94,26 @@ def _check(options: argparse.Namespace) -> None:
         ValueError: With the option.
         OSError: If the output's folder cannot be written.
     """
-    is_graph = options.to in _SUFFIXES
+    is_coreml = options.to == "coreml"
     is_executorch = options.to == "executorch"
-    if is_graph and not options.model:
+    needs_class = is_coreml or options.to in _SUFFIXES
+    if needs_class and not options.model:
         raise ValueError(f"--to {options.to} needs the model's class: --model train.Net")
-    if not is_graph and (options.model or options.input):
+    if not needs_class and (options.model or options.input):
         raise ValueError(
-            f"--model and --input are for --to onnx, --to pt2 and --to executorch, not {options.to}"
+            f"--model and --input are for --to onnx, pt2, executorch and coreml, not {options.to}"
         )
-    if options.pattern and options.to not in ("packed", "executorch"):
-        raise ValueError("--pattern is for --to packed and --to executorch")
+    if options.pattern and options.to not in ("packed", "executorch", "coreml"):
+        raise ValueError("--pattern is for --to packed, executorch and coreml")
     if options.dtype and options.to != "packed":
         raise ValueError("--dtype is for --to packed")
+    if options.precision and not is_coreml:
+        raise ValueError("--precision is for --to coreml")
     if not is_executorch and (options.target or options.calibration or options.allow_float):
         raise ValueError("--target, --calibration and --allow-float are for --to executorch")
+    if is_coreml:
+        check_output(options.output)
+        return
     suffix = _SUFFIXES.get(options.to)
     if suffix and Path(options.output).suffix != suffix:
         raise ValueError(f"--to {options.to} writes {suffix}, not '{options.output}'")
@@ -121,6 +135,20 @@ def _export_graph(source: Source, options: argparse.Namespace) -> str:
             return ""
         difference = export_onnx(model, example, options.output)
     return f"; onnxruntime differs by {difference:.2g} of the largest output"
+
+
+def _export_coreml(source: Source, options: argparse.Namespace) -> CoreMLReport:
+    """Write a Core ML package of a model with the checkpoint's weights."""
+    with redirect_stdout(sys.stderr):
+        model = build_model(source, options.model)
+        return export_coreml(
+            model,
+            example_of(model, options.input),
+            options.output,
+            options.pattern,
+            precision=options.precision or "float32",
+            states=source.states,
+        )
 
 
 def _table(written: Sequence[Written]) -> Table:
@@ -163,14 +191,14 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lightning-nm export",
         description="Make a file of a sparse checkpoint for inference: packed N:M weights for "
-        "lightning_nm.load_packed, a dense state dict, or a graph. Exits with 0, or with 2 if the checkpoint cannot "
-        "be read or is not N:M; nothing is written then.",
+        "lightning_nm.load_packed, a dense state dict, a graph, or a Core ML package. Exits with 0, or with 2 if the "
+        "checkpoint cannot be read or is not N:M; nothing is written then.",
     )
     kinds = "Lightning checkpoint, state dict (.pt, .safetensors), packed model, or folder of transformers"
     parser.add_argument("checkpoint", metavar="CKPT", help=kinds)
     parser.add_argument(
         "--to",
-        choices=("packed", "torch", "onnx", "pt2", "executorch"),
+        choices=("packed", "torch", "onnx", "pt2", "executorch", "coreml"),
         default="packed",
         help="default: packed",
     )
@@ -181,7 +209,10 @@ def _parser() -> argparse.ArgumentParser:
         required=True,
         help="what to write; replaced when complete",
     )
-    found = "pattern of the weights to pack; by default that of the sparsifier state, or found for each weight"
+    found = (
+        "for packed, executorch and coreml: pattern of the sparse weights; by default that of the sparsifier state, or "
+        "found for each weight"
+    )
     parser.add_argument("--pattern", metavar="N:M", help=found)
     parser.add_argument(
         "--dtype",
@@ -193,10 +224,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--model",
         metavar="CLASS",
-        help="for onnx, pt2 and executorch: the model's class, such as train.Net",
+        help="for onnx, pt2, executorch and coreml: the model's class, such as train.Net",
     )
     shapes = "for them: shape of an input, such as 2x3x32x32 or 2x16:int64; once for each input"
     parser.add_argument("--input", metavar="SHAPE", action="append", default=[], help=shapes)
+    parser.add_argument(
+        "--precision",
+        choices=("float32", "float16"),
+        help="for coreml: of weights and products; default: float32. The Neural Engine needs float16",
+    )
     parser.add_argument(
         "--target", metavar="NAME", help="for executorch: ethos-u85-256 or another size, or cpu"
     )

@@ -1,0 +1,457 @@
+"""Core ML models whose N:M weights are stored as their nonzeros and a bit mask."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+import shutil
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+from uuid import uuid4
+
+import torch
+from torch import Tensor, nn
+
+from lightning_nm.export.atomic_write import check_folder
+from lightning_nm.export.coreml_package import (
+    METADATA,
+    SCHEMA,
+    SUFFIX,
+    CoreMLPackage,
+    import_coremltools,
+    quiet,
+)
+from lightning_nm.export.graphs import evaluation
+from lightning_nm.export.packed_model import refuse_empty
+from lightning_nm.export.patterns import Found, patterns_in
+from lightning_nm.export.safetensors_file import memory_of
+from lightning_nm.export.verdicts import judge
+from lightning_nm.functional.pattern import NMPattern, PatternLike
+from lightning_nm.nn.layer.layout import Layout
+from lightning_nm.nn.packed import packed_weights, places_of
+from lightning_nm.nn.packed.tensor import blocks_last
+
+Precision = Literal["float32", "float16"]
+
+# A weight of the file is one of the model if it has no other nonzeros, and at least this share of them: small values
+# may become zero in float16, or by the scales of a batch norm that the converter multiplies into the weight.
+_SAME_NONZEROS = 0.9
+# What the compression appends to a constant's name.
+_SPARSIFIED = "_sparsified"
+
+
+class CoreMLWritten(NamedTuple):
+    """An N:M weight of the model, as it was read back from the package.
+
+    Args:
+        key: In the model's state dict.
+        pattern: That the weight in the file has been checked against.
+        name: In the file; empty if the program has no such weight.
+        operators: What uses it there, such as ``("linear",)``.
+        is_sparse: Whether the file holds the nonzeros and a bit mask.
+        density: Share of nonzeros in the file.
+        bytes: In the file.
+        dense_bytes: In the dense twin.
+    """
+
+    key: str
+    pattern: str
+    name: str = ""
+    operators: tuple[str, ...] = ()
+    is_sparse: bool = False
+    density: float = 0.0
+    bytes: int = 0
+    dense_bytes: int = 0
+
+
+class CoreMLReport(NamedTuple):
+    """The result of :func:`export_coreml`.
+
+    Args:
+        bytes: Of all files of the package.
+        dense_bytes: Of the same model with dense weights.
+        weights: The N:M weights of the model.
+    """
+
+    bytes: int
+    dense_bytes: int
+    weights: list[CoreMLWritten]
+
+    @property
+    def operators(self) -> dict[str, int]:
+        """The number of sparse weights that each kind of operator in the file uses."""
+        counts: dict[str, int] = {}
+        for weight in self.weights:
+            for operator in weight.operators if weight.is_sparse else ():
+                counts[operator] = counts.get(operator, 0) + 1
+        return counts
+
+
+class _Match(NamedTuple):
+    """Where a weight of the model is in a package, and how its blocks lie there."""
+
+    key: str
+    name: str
+    pattern: NMPattern
+    layout: Layout
+
+
+def export_coreml(
+    model: nn.Module,
+    example: tuple[Any, ...],
+    output: str | os.PathLike[str],
+    pattern: PatternLike | None = None,
+    *,
+    precision: Precision = "float32",
+    states: Sequence[Mapping[str, Any]] = (),
+) -> CoreMLReport:
+    """Write a model as a Core ML package whose N:M weights are stored as nonzeros and a bit mask.
+
+    The model is traced by ``torch.export`` and converted by coremltools for iOS 16 and macOS 13. A sparse weight takes
+    ``density + 1 / bits`` of its dense size, where ``bits`` is 32 or 16. The package is then read again: every N:M
+    weight that the program holds must be N:M there. The program is not run, because only macOS can run it.
+
+    Args:
+        model: Any module without installed masks and packed layers. It is exported in evaluation mode, and in float32:
+            a model of another dtype is copied.
+        example: Inputs, positional tensors. The shapes of the program are these, and cannot vary.
+        output: The package, ``.mlpackage``; it must not exist.
+        pattern: The pattern of the weights to store as sparse; by default each weight has its own.
+        precision: Of weights and products; coremltools leaves layers with values beyond float16 in float32. In float32
+            the file has the model's values bit for bit, but for those that the converter multiplies by the scales of a
+            batch norm. The Neural Engine needs float16.
+        states: Sparsifier states of the checkpoint: only the layers that they mask are stored as sparse.
+
+    Returns:
+        Sizes, and what the file holds of each N:M weight.
+
+    Raises:
+        ImportError: If coremltools is missing: ``pip install 'lightning-nm[coreml]'``.
+        ValueError: If no weight is N:M, masks are installed, layers are packed, the model cannot be traced or
+            converted, or the output is no new ``.mlpackage``. Nothing is written.
+        OSError: If the package cannot be written.
+
+    Example::
+
+        >>> import torch
+        >>> from lightning_nm import prune
+        >>> from lightning_nm.export import export_coreml
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU())
+        >>> result = prune(model, "2:4", skip_first_last=False)
+        >>> report = export_coreml(model, (torch.randn(1, 64),), "model.mlpackage")  # doctest: +SKIP
+        >>> report.operators  # doctest: +SKIP
+        {'linear': 1}
+    """
+    check_output(output)
+    if precision not in ("float32", "float16"):
+        raise ValueError(f"precision={precision!r} is unknown: use 'float32' or 'float16'")
+    coremltools = import_coremltools()
+    kind = type(model).__name__
+    if any(True for _ in packed_weights(model)):
+        raise ValueError(f"{kind} has packed layers: export the model before pack()")
+    places_of(model)  # refuses installed masks
+    model = _in_float32(model)
+    weights = model.state_dict()
+    given = None if pattern is None else NMPattern.parse(pattern)
+    found = patterns_in(weights, states, given)
+    sparse = {key: each for key, each in found.items() if each.pattern is not None}
+    sparse = _once(sparse, weights)
+    matrices = {key: each.reason for key, each in found.items() if weights[key].dim() >= 2}
+    refuse_empty(sparse, matrices, f"no weight of {kind} is {given or 'N:M'} sparse")
+
+    with evaluation(model):
+        program = _traced(model, example)
+    # Constants keep the names of the program's inputs, with a suffix where they were rounded.
+    rounded = "_to_fp16" if precision == "float16" else ""
+    names = {
+        key: f"{name}{rounded}"
+        for name, key in program.graph_signature.inputs_to_parameters.items()
+    }
+    converted = _converted(coremltools, program, kind, precision)
+    with _new_folder(Path(output)) as folder:
+        dense = _saved(converted, folder / f"dense{SUFFIX}")
+        matches = _matches(weights, sparse, names, dense)
+        chosen = _to_compress(matches, dense)
+        compressed = _compressed(converted, chosen)
+        there = {match.key: _renamed(match, chosen) for match in matches}
+        compressed.user_defined_metadata[METADATA] = _metadata(there.values())
+        package = _saved(compressed, folder / f"sparse{SUFFIX}")
+        written = _read_back(sparse, there, package, dense)
+        report = CoreMLReport(_size(package.path), _size(dense.path), written)
+        package.path.rename(output)
+    return report
+
+
+def check_output(output: str | os.PathLike[str]) -> None:
+    """Refuse a path that is no new ``.mlpackage``.
+
+    Raises:
+        ValueError: If it has another suffix, or exists.
+        OSError: If its folder does not exist or cannot be written.
+    """
+    path = Path(output)
+    if path.suffix != SUFFIX:
+        raise ValueError(f"--to coreml writes {SUFFIX}, not '{path}'")
+    if path.exists() or path.is_symlink():
+        raise ValueError(f"'{path}' exists: give a package that does not")
+    check_folder(path)
+
+
+def _once(sparse: Mapping[str, Found], weights: Mapping[str, Tensor]) -> dict[str, Found]:
+    """The weights without further keys of a weight that is tied, which the program holds once."""
+    first_key: dict[Any, str] = {}
+    for key in sparse:
+        first_key.setdefault(memory_of(weights[key]), key)
+    return {key: sparse[key] for key in first_key.values()}
+
+
+def _in_float32(model: nn.Module) -> nn.Module:
+    """The model, or a copy of it in float32, the one dtype of floating-point numbers that coremltools converts."""
+    tensors = [*model.parameters(), *model.buffers()]
+    meta = any(tensor.is_meta for tensor in tensors)
+    if meta:
+        raise ValueError(
+            f"{type(model).__name__} has no values, it is on the meta device: load its weights first"
+        )
+    if all(
+        x.dtype == torch.float32 and x.device.type == "cpu"
+        for x in tensors
+        if x.is_floating_point()
+    ):
+        return model
+    return copy.deepcopy(model).float().cpu()
+
+
+def _traced(model: nn.Module, example: tuple[Any, ...]) -> Any:
+    """The model as a program of ``torch.export`` with fixed shapes.
+
+    Raises:
+        ValueError: If it cannot be traced, or a shape depends on values.
+    """
+    kind = type(model).__name__
+    for position, each in enumerate(example):
+        if not isinstance(each, Tensor):
+            raise ValueError(
+                f"input {position} is {each!r}: Core ML takes tensors, so give it to {kind} in its constructor"
+            )
+    inputs = tuple(x.float().cpu() if x.is_floating_point() else x.cpu() for x in example)
+    try:
+        with quiet():
+            program = torch.export.export(model, inputs)
+    except Exception as error:
+        raise ValueError(f"torch.export cannot trace {kind}: {_first_line(error)}") from error
+    if program.range_constraints:
+        sizes = ", ".join(map(str, program.range_constraints))
+        raise ValueError(
+            f"the shapes of {kind} depend on values ({sizes}): a Core ML program has fixed shapes"
+        )
+    return program
+
+
+def _converted(coremltools: Any, program: Any, kind: str, precision: Precision) -> Any:
+    """The program as a Core ML model; operators that coremltools does not know are taken apart.
+
+    Raises:
+        ValueError: If an operator is unknown and cannot be taken apart, or the conversion fails.
+    """
+    options = {
+        "convert_to": "mlprogram",
+        "minimum_deployment_target": coremltools.target.iOS16,  # the first one with sparse weights
+        "compute_precision": getattr(coremltools.precision, precision.upper()),
+        "skip_model_load": True,  # only macOS can
+    }
+    # Operators stay whole where possible, because coremltools recognises more of the whole ones.
+    taken_apart: dict[Any, Any] = {}
+    while True:
+        try:
+            with quiet():
+                lowered = _without_aliases(program.run_decompositions(dict(taken_apart)))
+                return coremltools.convert(lowered, **options)
+        except NotImplementedError as error:
+            unknown = re.search(r"kind (\w+)", str(error))
+            more = _decompositions(unknown[1]) if unknown else {}
+            if not more.keys() - taken_apart.keys():
+                operator = f"the operator '{unknown[1]}'" if unknown else _first_line(error)
+                raise ValueError(f"coremltools cannot convert {operator} of {kind}") from error
+            taken_apart |= more
+        except Exception as error:
+            raise ValueError(
+                f"coremltools cannot convert {kind}: {type(error).__name__}: {_first_line(error)}"
+            ) from error
+
+
+def _without_aliases(program: Any) -> Any:
+    """Remove operators that only give their input another name, which torch leaves of some that it takes apart."""
+    graph = program.graph_module.graph
+    for node in list(graph.nodes):
+        is_alias = node.target is torch.ops.aten.alias.default
+        # The signature names the outputs.
+        if is_alias and not any(user.op == "output" for user in node.users):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+    return program
+
+
+def _decompositions(operator: str) -> dict[Any, Any]:
+    """How torch takes an operator apart, such as ``lstm``, in all its overloads."""
+    table = torch.export.default_decompositions()
+    return {each: rule for each, rule in table.items() if str(each).split(".")[1] == operator}
+
+
+def _matches(
+    weights: Mapping[str, Tensor],
+    sparse: Mapping[str, Found],
+    names: Mapping[str, str],
+    package: CoreMLPackage,
+) -> list[_Match]:
+    """Where the model's N:M weights are in the package.
+
+    The converter gives new names to constants that it computes, such as a convolution's with a batch norm in it. Their
+    zeros tell which weight they are.
+    """
+    matches = []
+    free = dict.fromkeys(package.weights)
+    # Names first, so that weights without one choose among the rest.
+    for key in sorted(sparse, key=lambda key: names.get(key) not in free):
+        pattern, layout, _ = sparse[key]
+        assert pattern is not None
+        is_nonzero = weights[key] != 0
+        own_name = names.get(key)
+        candidates = [own_name] if own_name in free else list(free)
+        for name in candidates:
+            assert name is not None
+            layout_there = _layout_there(is_nonzero, layout, name, package)
+            if layout_there is not None:
+                matches.append(_Match(key, name, pattern, layout_there))
+                del free[name]
+                break
+    return matches
+
+
+def _layout_there(
+    is_nonzero: Tensor, layout: Layout, name: str, package: CoreMLPackage
+) -> Layout | None:
+    """How the blocks of a weight lie in a constant of the package; ``None`` if that is another weight."""
+    shape = package.weights[name].shape
+    if package.weights[name].storage != "const":
+        return None
+    if shape == tuple(is_nonzero.shape) and _same_nonzeros(package.read(name), is_nonzero):
+        return layout
+    # Products of a matrix on the right become linear operators, whose weights are [out, in].
+    turned: dict[str, Layout] = {"plain": "transposed", "transposed": "plain"}
+    is_matrix = is_nonzero.dim() == 2 and layout in turned
+    if is_matrix and shape == tuple(is_nonzero.t().shape):
+        return turned[layout] if _same_nonzeros(package.read(name), is_nonzero.t()) else None
+    return None
+
+
+def _same_nonzeros(found: Tensor, is_nonzero: Tensor) -> bool:
+    is_found = found != 0
+    if bool((is_found & ~is_nonzero).any()):
+        return False
+    return int(is_found.sum()) >= _SAME_NONZEROS * int(is_nonzero.sum())
+
+
+def _to_compress(matches: Iterable[_Match], dense: CoreMLPackage) -> set[str]:
+    """The constants to store as sparse; one that is all zero has no nonzeros to list, and stays dense."""
+    return {match.name for match in matches if torch.count_nonzero(dense.read(match.name))}
+
+
+def _compressed(converted: Any, names: Iterable[str]) -> Any:
+    """The model with constants stored as sparse; no value changes."""
+    from coremltools.optimize.coreml import (
+        OpThresholdPrunerConfig,
+        OptimizationConfig,
+        prune_weights,
+    )
+
+    # A threshold of zero prunes what is zero already.
+    exact = OpThresholdPrunerConfig(
+        threshold=0.0, minimum_sparsity_percentile=0.0, weight_threshold=0
+    )
+    with quiet():
+        config = OptimizationConfig(op_name_configs=dict.fromkeys(names, exact))
+        return prune_weights(converted, config)
+
+
+def _renamed(match: _Match, compressed: Container[str]) -> _Match:
+    """A match by the name that the constant has after the compression."""
+    return match._replace(name=f"{match.name}{_SPARSIFIED}") if match.name in compressed else match
+
+
+def _saved(converted: Any, path: Path) -> CoreMLPackage:
+    with quiet():
+        converted.save(str(path))
+    return CoreMLPackage(path)
+
+
+def _metadata(matches: Iterable[_Match]) -> str:
+    entries = {
+        match.name: {"key": match.key, "pattern": str(match.pattern), "layout": match.layout}
+        for match in matches
+    }
+    return json.dumps({"schema": SCHEMA, "weights": entries})
+
+
+def _read_back(
+    sparse: Mapping[str, Found],
+    matches: Mapping[str, _Match],
+    package: CoreMLPackage,
+    dense: CoreMLPackage,
+) -> list[CoreMLWritten]:
+    """What the package holds of each N:M weight.
+
+    Raises:
+        ValueError: If one is not N:M there.
+    """
+    written = []
+    for key, each in sparse.items():
+        if key not in matches:
+            written.append(CoreMLWritten(key, str(each.pattern)))
+            continue
+        _, name, pattern, layout = matches[key]
+        weight = package.weights[name]
+        values = package.read(name)
+        verdict = judge(key, blocks_last(values, layout), pattern, -1, "", masked=True)
+        if verdict.verdict != "N:M":
+            raise ValueError(f"'{key}' is not {pattern} in the file: nothing is written")
+        dense_name = name.removesuffix(_SPARSIFIED) if weight.is_sparse else name
+        written.append(
+            CoreMLWritten(
+                key=key,
+                pattern=str(pattern),
+                name=name,
+                operators=weight.operators,
+                is_sparse=weight.is_sparse,
+                density=verdict.density,
+                bytes=package.stored_bytes(name),
+                dense_bytes=dense.stored_bytes(dense_name),
+            )
+        )
+    return written
+
+
+@contextmanager
+def _new_folder(output: Path) -> Iterator[Path]:
+    """A temporary folder beside the output, which is removed."""
+    folder = output.with_name(f".{output.name}.{uuid4().hex}")
+    folder.mkdir()
+    try:
+        yield folder
+    except OSError as error:
+        raise type(error)(f"'{output}' was not written: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _size(package: Path) -> int:
+    return sum(file.stat().st_size for file in package.rglob("*") if file.is_file())
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
