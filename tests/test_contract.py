@@ -2,6 +2,7 @@
 
 import copy
 import io
+from itertools import product
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ from tests.support.contract import (
 from tests.support.kinds import KINDS, make
 from tests.support.muon import muon
 from tests.support.outside import SoftThreshold
-from tests.support.pairs import pairwise_cases
+from tests.support.pairs import mostly_slow, pairwise_cases
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Using padding='same' with even kernel lengths",  # the stock module's
@@ -88,7 +89,9 @@ def check_nm(layer):
             assert not (layer.masks.backward & ~layer.forward_mask).any()
 
 
-@pytest.mark.parametrize(("method", "kind", "pattern"), pairwise_cases(METHODS, KINDS, PATTERNS))
+@pytest.mark.parametrize(
+    ("method", "kind", "pattern"), mostly_slow(pairwise_cases(METHODS, KINDS, PATTERNS), every=4)
+)
 def test_trains_sparse_and_leaves_no_trace(method, kind, pattern):
     module, x = make(kind, torch.float32)
     keys, kinds, parameters = (
@@ -181,10 +184,14 @@ def used_backward_weight(layer):
     return drawn
 
 
+SINGLE_KINDS = [kind for kind in KINDS if "attention" not in kind and "encoder" not in kind]
+EVERY_KIND = mostly_slow(list(product(METHODS, KINDS)), every=4)
+"""Each method with each kind; a quarter of the pairs, with every method and every kind among them, is fast."""
+
+
 @pytest.mark.parametrize(
-    "kind", [kind for kind in KINDS if "attention" not in kind and "encoder" not in kind]
+    ("method", "kind"), mostly_slow(list(product(METHODS, SINGLE_KINDS)), every=4)
 )
-@pytest.mark.parametrize("method", METHODS)
 def test_gradients_follow_the_formulas(method, kind):
     module, x = make(kind)
     plain = copy.deepcopy(module)
@@ -303,8 +310,7 @@ def test_state_round_trip_is_exact(method, kind, name):
             assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "kind"), EVERY_KIND)
 def test_memory(method, kind):
     module, x = make(kind, torch.float32)
     sparsifier = attach(module, method)
@@ -345,8 +351,7 @@ def test_memory(method, kind):
         assert sum(t.numel() * t.element_size() for t in kept) <= 2 * layer.weight.numel()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "kind"), EVERY_KIND)
 def test_copies_and_pickles(method, kind):
     module, x = make(kind, torch.float32)
     attach(module, method)

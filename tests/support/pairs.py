@@ -1,7 +1,27 @@
 """Cases that cover every pair of values of three axes, without their full cross product."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
+
+import pytest
+
+
+def mostly_slow(cases: Sequence[tuple[Any, ...]], every: int) -> list[Any]:
+    """The same cases, of which all but one of so many are slow.
+
+    Consecutive cases share their first value, which meets other second values than the values beside it.
+    """
+    marked = []
+    places: dict[Any, int] = {}
+    firsts: dict[Any, int] = {}
+    for case in cases:
+        first = firsts.setdefault(case[0], len(firsts))
+        place = places.get(case[0], 0)
+        places[case[0]] = place + 1
+        is_fast = (place + first) % every == 0
+        marks = () if is_fast else pytest.mark.slow
+        marked.append(pytest.param(*case, marks=marks))
+    return marked
 
 
 def pairwise_cases(
