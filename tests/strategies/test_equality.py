@@ -13,8 +13,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_nm import (
     ASP,
     BAME,
+    LBC,
     SRSTE,
     BiMask,
+    MaskLogits,
+    MaxQ,
     NMDDPStrategy,
     NMSparsityCallback,
     TransposableMask,
@@ -29,6 +32,9 @@ METHODS = {
     "bame": lambda: BAME(stop=0.9, every=3, budget=1.0, evidence_rate=0.5),
     "transposable": lambda: TransposableMask(update_every=2),
     "scaled-mask": ScaledMask,
+    "lbc": lambda: LBC(stop=5),
+    "maxq": lambda: MaxQ(stop=5, decay=1e-2),
+    "mask-logits": lambda: MaskLogits(temperature=(4, 1), stop=12),
 }
 STRATEGIES = {
     "auto": lambda: "auto",
@@ -76,6 +82,10 @@ def fit(method, strategy, devices, accumulate=1, scaled=False):
     model = Net(
         OVERFLOWS if scaled else ()
     ).double()  # float64 is not autocast: no rounding, but scaled gradients
+    if method == "mask-logits":
+        for layer in model.net:
+            if hasattr(layer, "weight"):
+                layer.weight.requires_grad_(False)
     callback = NMSparsityCallback(
         "2:4", METHODS[method](), skip_first_last=False, show_tables=False
     )
