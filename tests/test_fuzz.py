@@ -17,6 +17,7 @@ from lightning_nm import (
     SRSTE,
     STE,
     BiMask,
+    MaskLogits,
     MaxQ,
     NMSparsifier,
     TopN,
@@ -94,6 +95,7 @@ METHODS = {
     "transposable": lambda: TransposableMask(update_every=2),
     "lbc": lambda: LBC(stop=0.5),
     "maxq": lambda: MaxQ(stop=0.6, ramp="cubic", decay=1e-2),
+    "mask-logits": MaskLogits,
     "bame": lambda: BAME(stop=0.8, every=2, budget=1.0),
     "bame-bi-mask": lambda: BAME(
         start=1, stop=6, every=2, budget=0.5, evidence_rate=0.5, dgrad="bi-mask"

@@ -33,6 +33,7 @@ RUNS = {
     },
     "lbc": {"method": LBC(stop=2)},
     "maxq": {"method": MaxQ(stop=2)},
+    "mask-logits": {"method": "mask-logits"},
     "bame": {"method": BAME(stop=4, every=1, evidence_rate=0.5)},
     "bame-bi-mask": {
         "method": BAME(stop=4, every=1, evidence="batch", dgrad="bi-mask"),
