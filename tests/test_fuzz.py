@@ -21,6 +21,7 @@ from lightning_nm import (
     STEP,
     BiMask,
     DecayingMask,
+    MaskLogits,
     MaxQ,
     NMSparsifier,
     RigL,
@@ -112,6 +113,7 @@ METHODS = {
     "cast-early": lambda: CAST(decay=1e-2, refresh_every=1, scale_groups=0, end=5),
     "lbc": lambda: LBC(stop=0.5),
     "maxq": lambda: MaxQ(stop=0.6, ramp="cubic", decay=1e-2),
+    "mask-logits": MaskLogits,
     "bame": lambda: BAME(stop=0.8, every=2, budget=1.0),
     "bame-bi-mask": lambda: BAME(
         start=1, stop=6, every=2, budget=0.5, evidence_rate=0.5, dgrad="bi-mask"

@@ -47,7 +47,7 @@ class ExactResume(RNGState):
         ):
             checkpoint["exact_resume_gradients"] = {
                 name: parameter.grad.detach().clone()
-                for name, parameter in pl_module.named_parameters()
+                for name, parameter in _parameters(trainer, pl_module).items()
                 if parameter.grad is not None
             }
 
@@ -63,7 +63,19 @@ class ExactResume(RNGState):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restore gradients and random states, after the sanity check and before the first batch."""
         gradients, self._gradients = self._gradients, {}
-        for name, parameter in pl_module.named_parameters():
+        for name, parameter in _parameters(trainer, pl_module).items():
             if name in gradients:
                 parameter.grad = gradients[name].to(parameter.device)
         super().on_train_start(trainer, pl_module)
+
+
+def _parameters(trainer: Trainer, module: LightningModule) -> dict[str, Tensor]:
+    """The model's parameters by name; by place those that optimizers hold beside them, such as the logits of masks."""
+    found: dict[str, Tensor] = dict(module.named_parameters())
+    known = {id(parameter) for parameter in found.values()}
+    for number, optimizer in enumerate(trainer.optimizers):
+        members = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for place, parameter in enumerate(members):
+            if id(parameter) not in known:
+                found[f"{place} of optimizer {number}"] = parameter
+    return found

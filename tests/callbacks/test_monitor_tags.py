@@ -33,6 +33,7 @@ RUNS = {
     },
     "lbc": {"method": LBC(stop=2)},
     "maxq": {"method": MaxQ(stop=2)},
+    "mask-logits": {"method": "mask-logits"},
     "bame": {"method": BAME(stop=4, every=1, evidence_rate=0.5)},
     "rigl": {"method": RigL(every=1, stop=4)},
     "cast": {"method": CAST(end=2)},

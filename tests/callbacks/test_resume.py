@@ -4,7 +4,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from lightning_nm import NMSparsityCallback
+from lightning_nm import LBC, MaxQ, NMSparsityCallback
 from lightning_nm import functional as nmf
 from lightning_nm.demo import ExactResume
 from lightning_nm.nn.adapters import Adapter
@@ -28,6 +28,7 @@ MASKED = ("net.3.weight", "net.6.weight")
 METHODS = [
     *("dense", "ste", "sr-ste", "asp", "asp-late", "bi-mask"),
     *("bame", "bame-bi-mask", "three-gemms", "bi-mask-phases"),
+    *("lbc", "maxq", "mask-logits"),
 ]
 MOMENTS = {"epoch-end": (6, 1), "mid-epoch": (8, 1), "mid-window": (8, 3)}
 RUNS = [  # all pairs of a method, an optimizer and a moment
@@ -76,10 +77,14 @@ def test_resume_of_a_dense_run_with_the_callback_added_and_of_a_sparse_run_with_
     assert not nmf.is_nm(model.state_dict()["net.6.weight"], "2:4", dim=1)
 
 
-@pytest.mark.parametrize("method", ["sr-ste", "asp", "bi-mask", "bame-bi-mask", "mvue"])
+@pytest.mark.parametrize(
+    "method", ["sr-ste", "asp", "bi-mask", "bame-bi-mask", "mvue", "lbc", "maxq"]
+)
 def test_a_second_fit_continues_exactly(tmp_path, method):
     def run(*epochs):
-        model, nm = new_model(dropout=0.0), callback(method)
+        # A share of the plan would be another step in each fit.
+        made = {"lbc": LBC(6), "maxq": MaxQ(stop=6)}.get(method)
+        model, nm = new_model(dropout=0.0), callback(made or method)
         optimizer = (
             model.configure_optimizers()
         )  # the same in all fits, so that only our own state could differ

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
+import torch
 import yaml
+from torch import nn
 
 from lightning_nm import BiMask
 from lightning_nm.cli import main
@@ -20,12 +22,23 @@ PAGE = (Path(__file__).parents[2] / "docs" / "papers.md").read_text(encoding="ut
 def test_python(monkeypatch, capsys):
     monkeypatch.setattr(pl, "Trainer", ShortTrainer)
     names = {"model": Net(), "data": Data()}
-    fitted, changed = blocks("python", PAGE)
+    fitted, changed, learned = blocks("python", PAGE)
     exec(fitted, names)
     assert "preset paper, arXiv 2302.06058" in capsys.readouterr().out
     exec(changed, names)
     assert isinstance(names["changed"], BiMask)
     assert names["nm"].config.method.permute_every == 50
+
+    names["language_model"] = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    names["calibration"] = [torch.randn(32, 8)]
+    exec(learned, names)
+    (layer,) = names["sparsifier"].layers.values()
+    assert layer.name == "0"
+    assert not layer.weight.requires_grad
+    members = names["optimizer"].param_groups[0]["params"]
+    assert any(member is layer.parameters["logits"] for member in members)
+    kept = names["pruned"][0].weight != 0
+    assert (layer.forward_mask == kept).float().mean() > 0.9
 
 
 def test_yaml(tmp_path, monkeypatch, capsys):

@@ -79,6 +79,12 @@ def batch(step=0):
     return torch.randint(0, VOCABULARY, (4, 9), generator=torch.Generator().manual_seed(step))
 
 
+@torch.no_grad()
+def used_in(layer):
+    """What products read in the layer's present mode."""
+    return layer.view.forward_of(layer.weight.detach())
+
+
 def loss_of(logits, tokens):
     return F.cross_entropy(logits.flatten(0, -2), tokens[:, 1:].flatten())
 
@@ -95,7 +101,7 @@ def test_a_tied_weight_gets_the_sum_of_both_gradients_routed(method, estimator):
         tokens, body = batch(step), copy.deepcopy(model.body)
         body.zero_grad()
         used, bias = (
-            layer.forward_weight().clone().requires_grad_(),
+            used_in(layer).clone().requires_grad_(),
             model.head.bias.detach().clone().requires_grad_(),
         )
         words = layer.noise.words
@@ -104,7 +110,9 @@ def test_a_tied_weight_gets_the_sum_of_both_gradients_routed(method, estimator):
             return grad if estimator is None else estimated(layer, grad, words)
 
         hidden = body(F.embedding(tokens[:, :-1], used))
-        expected = Head.apply(hidden, used, bias, layer.backward_weight(), estimate)
+        with torch.no_grad():
+            used_backward = layer.view.backward_of(layer.weight.detach())
+        expected = Head.apply(hidden, used, bias, used_backward, estimate)
         loss_of(expected, tokens).backward()
         found = model(tokens[:, :-1])
         optimizer.zero_grad()
@@ -139,7 +147,7 @@ def test_an_embedding_alone(method, options):
     layer = sparsifier.layers["0"]
     assert layer.spec.estimator is None
     assert layer.masks.backward is None
-    twin = nn.Embedding(VOCABULARY, DIM, **options, _weight=layer.forward_weight().clone())
+    twin = nn.Embedding(VOCABULARY, DIM, **options, _weight=used_in(layer).clone())
     for tokens in (batch(), batch()[0].int(), torch.tensor(3)):
         model.zero_grad()
         twin.zero_grad()

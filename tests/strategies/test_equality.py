@@ -14,10 +14,13 @@ from lightning_nm import (
     ASP,
     BAME,
     CAST,
+    LBC,
     SRSTE,
     SSTE,
     BiMask,
     DecayingMask,
+    MaskLogits,
+    MaxQ,
     NMDDPStrategy,
     NMSparsityCallback,
     RigL,
@@ -39,6 +42,9 @@ METHODS = {
     "rigl": lambda: RigL(every=2, stop=10, drop=0.9),
     "cast": lambda: CAST(decay=1e-2, refresh_every=2, end=7),
     "scaled-mask": ScaledMask,
+    "lbc": lambda: LBC(stop=5),
+    "maxq": lambda: MaxQ(stop=5, decay=1e-2),
+    "mask-logits": lambda: MaskLogits(temperature=(4, 1), stop=12),
 }
 FIRST_MASKS_STAY = ("asp", "slope", "cast")
 """Methods whose masks do not move once they are chosen."""
@@ -91,6 +97,10 @@ def fit(method, strategy, devices, accumulate=1, scaled=False):
     model = Net(
         OVERFLOWS if scaled else (), "adamw" if method == "cast" else "sgd"
     ).double()  # float64 is not autocast: no rounding, but scaled gradients
+    if method == "mask-logits":
+        for layer in model.net:
+            if hasattr(layer, "weight"):
+                layer.weight.requires_grad_(False)
     callback = NMSparsityCallback(
         "2:4", METHODS[method](), skip_first_last=False, show_tables=False
     )
