@@ -68,7 +68,8 @@ class CAST(MaskMethod):
             ``decayed_magnitude`` is far from 0 at the end.
         refresh_every: Optimizer steps between two selections of the decayed entries (the paper's 10).
         scale_groups: Numbers of the scale for each row (the paper's 2), one for each of as many runs of columns; 1 in
-            layers whose columns they do not divide. 0 for no scale.
+            layers whose columns they do not divide. 0 for no scale: FSDP2, tensor parallelism and the Trainer of
+            transformers refuse methods that own parameters.
         end: When the model becomes N:M: an integer is a training step, a float a share of the planned ones. A training
             that stops before its planned end leaves the model dense.
 
