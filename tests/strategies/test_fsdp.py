@@ -25,7 +25,7 @@ from tests.support.outside import ScaledMask
 from tests.support.processes import in_processes
 
 METHODS = {
-    **{name: METHODS[name] for name in ("sr-ste", "bi-mask", "asp", "transposable")},
+    **{name: METHODS[name] for name in ("sr-ste", "bi-mask", "asp", "transposable", "maxq")},
     "bame": lambda: BAME(stop=14, every=3, budget=1.0, evidence_rate=0.5),
     "bame-bi-mask": lambda: BAME(stop=14, every=3, budget=1.0, evidence_rate=0.5, dgrad="bi-mask"),
 }
