@@ -9,14 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_nm import MaskLogits, NMSparsifier
+from lightning_nm import MaskLogits, NMSparsifier, NMSparsityCallback
 from lightning_nm import functional as nmf
 from lightning_nm.callbacks.report.tables import owned_parameters
 from lightning_nm.functional.block_patterns import block_patterns
 from lightning_nm.functional.evolution import as_blocks
 from lightning_nm.functional.gumbel import gumbel_noise, soft_choice
 from lightning_nm.methods.one_shot import prune
+from tests.support.features import ends_sparse, masked
 from tests.support.kinds import make
+from tests.support.lightning_models import Data, make_trainer, new_model
 
 QUIET = {"skip_first_last": False}
 
@@ -84,7 +86,7 @@ def test_a_layer_that_no_optimizer_holds_stays_dense():
     sparsifier.attach(optimizers=[optimizer])
     assert list(sparsifier.layers) == ["student.3"]
     assert sparsifier.skipped["student.5"] == "last linear layer"
-    assert sparsifier.skipped["teacher.3"].startswith("frozen")
+    assert sparsifier.skipped["teacher.3"].startswith("in no optimizer")
     # Another method goes by whether the weight is trained.
     other = NMSparsifier(network(), "2:4", "sr-ste").attach(optimizers=[optimizer])
     assert not other.layers
@@ -276,7 +278,7 @@ def test_the_table_says_the_memory():
     assert line.startswith(
         f"MaskLogits trains {weights * 6 // 4:,} parameters of its own, 1.5 for each masked weight: "
     )
-    assert f"{weights * 6 / 4 * 8 / 2**20:,.1f} MiB" in line
+    assert f": {weights * 6 / 4 * 8 / 2**10:.1f} KiB, and as much for their gradients" in line
 
 
 @pytest.mark.parametrize(
@@ -336,3 +338,26 @@ def test_too_many_patterns_and_no_plan_are_refused():
         NMSparsifier(network(), "2:4", "mask-logits").attach()
     with pytest.warns(UserWarning, match="stay soft: stop=30 is step 30 of 10"):
         NMSparsifier(network(), "2:4", MaskLogits(stop=30), planned_steps=10).attach()
+
+
+def test_weights_that_no_optimizer_holds_are_warned_of(tmp_path):
+    model = new_model()
+    model.requires_grad_(False)
+    model.net[8].requires_grad_(True)
+    model.configure_optimizers = lambda: torch.optim.SGD(model.net[8].parameters(), 0.1)
+    nm = NMSparsityCallback("2:4", "mask-logits", show_tables=False)
+    with pytest.warns(UserWarning, match=r"no layer is masked yet.*their weights, frozen or not"):
+        make_trainer(tmp_path, [nm], max_steps=2).fit(model, Data())
+
+
+def test_a_frozen_model_under_the_callback(tmp_path):
+    model = new_model()
+    model.requires_grad_(False)
+    before = [layer.weight.clone() for layer in masked(model)]
+    model.configure_optimizers = lambda: torch.optim.AdamW(model.parameters(), 0.01)
+    nm = NMSparsityCallback("2:4", "mask-logits", show_tables=False)
+    make_trainer(tmp_path, [nm], max_epochs=1).fit(model, Data())
+    ends_sparse(model)
+    for layer, weight in zip(masked(model), before, strict=True):
+        kept = layer.weight != 0
+        assert torch.equal(layer.weight[kept], weight[kept])

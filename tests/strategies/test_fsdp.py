@@ -38,7 +38,7 @@ from tests.support.processes import in_processes
 METHODS = {
     **{
         name: METHODS[name]
-        for name in ("sr-ste", "bi-mask", "asp", "transposable", "slope", "rigl")
+        for name in ("sr-ste", "bi-mask", "asp", "transposable", "slope", "rigl", "maxq")
     },
     "cast": lambda: CAST(decay=1e-2, refresh_every=2, scale_groups=0, end=3),
     "bame": lambda: BAME(stop=14, every=3, budget=1.0, evidence_rate=0.5),

@@ -202,9 +202,14 @@ def owned_parameters(sparsifier: NMSparsifier) -> list[str]:
         sums[2] += layer.view.shape.numel()
     return [
         f"{method} trains {count:,} parameters of its own, {count / entries:.3g} for each masked weight: "
-        f"{size / 2**20:,.1f} MiB, and as much for each gradient and each tensor of the optimizer's state"
+        f"{_memory(size)}, and as much for their gradients and for each tensor of the optimizer's state"
         for method, (count, size, entries) in numbers.items()
     ]
+
+
+def _memory(size: int) -> str:
+    """So many bytes as text."""
+    return f"{size / 2**20:,.1f} MiB" if size >= 2**20 else f"{size / 2**10:.1f} KiB"
 
 
 def _steps(window: Sequence[int], after: str) -> str:

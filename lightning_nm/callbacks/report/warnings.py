@@ -24,6 +24,10 @@ def warn_at_start(sparsifier: NMSparsifier, *, continues: bool) -> None:
         advice = (
             "Each is masked when it is unfrozen and in an optimizer; frozen='mask' masks them now"
         )
+        if not any(layer.spec.method.trains_weight for layer in sparsifier.selection.frozen):
+            advice = (
+                "Give an optimizer their weights, frozen or not: it trains what the method owns"
+            )
         rank_zero_warn(f"no layer is masked yet: no optimizer trains {names}. {advice}")
     # Layers that `include` names are masked although they are frozen.
     if sparsifier.unowned:

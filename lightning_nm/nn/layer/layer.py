@@ -296,7 +296,7 @@ class NMLayer(HasHandle):
         if self.spec.tensor_parallel:
             raise ValueError(
                 f"tensor parallelism cuts the weight of layer '{self.name}', but {type(self.spec.method).__name__} has "
-                f"{what}: use FSDP or DDP, name the layer in `exclude`, or use another method"
+                f"{what}: use DDP, name the layer in `exclude`, or use another method"
             )
 
     def adopt(self, other: NMLayer) -> None:

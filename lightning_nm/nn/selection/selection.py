@@ -107,6 +107,11 @@ class Selection:
 
 FROZEN = "frozen: it is masked once it requires a gradient and is in an optimizer; at once if `include` names it"
 
+NOT_HELD = (
+    "in no optimizer: it is masked, frozen or not, once it is in one; at once if `include` names it"
+)
+"""The same for a method that does not train the weight."""
+
 
 def select(
     model: nn.Module,
@@ -187,7 +192,7 @@ def select(
         is_frozen = is_trained is not None and not is_trained(candidate.weight)
         if is_frozen and not is_continued and not ties.is_named(candidate):
             selection.frozen.append(layer)
-            selection.skipped[layer.name] = FROZEN
+            selection.skipped[layer.name] = FROZEN if rule.method.trains_weight else NOT_HELD
         else:
             refuse_nan(layer)
             selection.layers.append(layer)
