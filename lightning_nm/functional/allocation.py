@@ -47,12 +47,14 @@ def retained_magnitudes(weight: Tensor, m: int, dim: int = -1) -> Tensor:
     size = weight.shape[dim]
     if m < 1 or size % m:
         raise ValueError(f"blocks of {m} do not fit along dim {dim} of {tuple(weight.shape)}")
-    blocks = weight.movedim(dim, -1).reshape(-1, m)
-    # Sorting needs no precision, sums do. Block by block in float64 would double the memory of a large weight.
-    largest_first = blocks.abs().sort(dim=1, descending=True).values
-    kept = largest_first.sum(0, dtype=torch.float64).cumsum(0)
+    blocks_bm = weight.movedim(dim, -1).reshape(-1, m)
+    # Sums need float64, sorting does not: a copy of a large weight in float64 would double its memory.
+    largest_first_bm = blocks_bm.abs().sort(dim=1, descending=True).values
+    of_each_place = largest_first_bm.sum(0, dtype=torch.float64)
+    kept = of_each_place.cumsum(0)
     total = kept[-1]
-    return torch.where(total > 0, kept / total, torch.ones_like(kept))
+    # A weight without magnitude loses none. A NaN stays one.
+    return torch.where(total == 0, torch.ones_like(kept), kept / total)
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,7 @@ def allocate(
         (2, 1)
     """
     _check(losses, costs, budget)
+    # Sums of costs that are equal on paper may exceed the budget by a rounding error.
     limit = budget + _ROUNDING * max(abs(budget), 1.0)
     hulls = [_hull(*layer) for layer in zip(losses, costs, strict=True)]
     greedy, multiplier = _greedy(hulls, losses, costs, limit)
@@ -121,15 +124,16 @@ def allocate(
         reduced.append(min(loss + multiplier * cost for loss, cost in priced))
     lower_bound = sum(reduced) - multiplier * limit
 
-    best = _sums(greedy, losses, costs)
     choices = greedy
-    found, least_dropped = _search(losses, costs, limit, reduced, multiplier, best[0])
+    loss, cost = _sums(greedy, losses, costs)
+    found, least_dropped = _search(losses, costs, limit, reduced, multiplier, loss)
     if found is not None:
-        better = _sums(found, losses, costs)
-        if better < best:
+        found_loss, found_cost = _sums(found, losses, costs)
+        # Of equal losses the smaller cost.
+        if (found_loss, found_cost) < (loss, cost):
             choices = found
-            best = better
-    loss, cost = best
+            loss = found_loss
+            cost = found_cost
     # What was not searched has no smaller loss than its bound; everything else has no smaller loss than the result.
     bound = max(lower_bound, min(loss, least_dropped))
     return Allocation(tuple(choices), loss, cost, min(bound, loss))
@@ -166,6 +170,7 @@ def _hull(layer_losses: Sequence[float], layer_costs: Sequence[float]) -> list[i
 
     Costs grow strictly along it, losses fall strictly, and each step gains less per cost than the one before.
     """
+    # Of candidates with the same cost the best one comes first, and the others are skipped.
     order = sorted(range(len(layer_costs)), key=lambda j: (layer_costs[j], layer_losses[j]))
     hull: list[int] = []
     for j in order:
@@ -197,12 +202,14 @@ def _greedy(
     limit: float,
 ) -> tuple[list[int], float]:
     """A choice within the limit, and the gain of the first step that does not fit; 0 if all fit."""
+    # The first candidate of a hull is the cheapest one of its layer.
     choice = [hull[0] for hull in hulls]
     spent = sum(layer_costs[j] for layer_costs, j in zip(costs, choice, strict=True))
     steps = []
     for layer, hull in enumerate(hulls):
         for cheaper, dearer in itertools.pairwise(hull):
             gain = _gain(losses[layer], costs[layer], cheaper, dearer)
+            # The layer and the candidates make the order, and so the choice, the same everywhere where gains are equal.
             steps.append((-gain, layer, cheaper, dearer))
     multiplier = 0.0
     # Within a layer the gains fall, so its steps come in their order.
@@ -239,42 +246,52 @@ def _search(
     A state is a choice for the first layers, of which only the sums of loss and cost matter for the others.
     """
     wide = torch.float64
+    # The one state before the first layer.
     state_loss = torch.zeros(1, dtype=wide)
     state_cost = torch.zeros(1, dtype=wide)
     # By layer: which candidate made each state, and of which state of the layer before.
     trace: list[tuple[Tensor, Tensor]] = []
     least_dropped = math.inf
+    # What the layers that are still to come add at least, to the bound and to the cost.
     rest = sum(reduced)
     cheapest_rest = sum(min(layer_costs) for layer_costs in costs)
-    slack = _ROUNDING * max(abs(best_loss), 1e-30)
+    # States that are as good as the known choice by all but a rounding error stay.
+    size_of_terms = sum(map(abs, reduced)) + multiplier * limit
+    slack = _ROUNDING * size_of_terms
     for layer_losses, layer_costs, own in zip(losses, costs, reduced, strict=True):
         rest -= own
         cheapest_rest -= min(layer_costs)
         number = len(layer_losses)
         # Every state with every candidate: [states, candidates], flat.
-        new_loss = (state_loss[:, None] + torch.tensor(layer_losses, dtype=wide)).flatten()
-        new_cost = (state_cost[:, None] + torch.tensor(layer_costs, dtype=wide)).flatten()
+        own_loss = torch.tensor(layer_losses, dtype=wide)
+        own_cost = torch.tensor(layer_costs, dtype=wide)
+        new_loss = (state_loss[:, None] + own_loss).flatten()
+        new_cost = (state_cost[:, None] + own_cost).flatten()
         bound = new_loss + rest + multiplier * (new_cost - limit)
-        is_open = (new_cost + cheapest_rest <= limit) & (bound <= best_loss + slack)
-        kept = is_open.nonzero()[:, 0]
+        can_end_within = new_cost + cheapest_rest <= limit
+        can_be_better = bound <= best_loss + slack
+        kept = (can_end_within & can_be_better).nonzero()[:, 0]
         kept = kept[_not_dominated(new_loss[kept], new_cost[kept])]
         if len(kept) > _MOST_STATES:
             by_bound = kept[bound[kept].argsort(stable=True)]
             least_dropped = min(least_dropped, float(bound[by_bound[_MOST_STATES]]))
             kept = by_bound[:_MOST_STATES].sort().values
+        # Nothing beats the known choice.
         if not len(kept):
             return None, least_dropped
         state_loss = new_loss[kept]
         state_cost = new_cost[kept]
-        trace.append((kept % number, kept // number))
+        candidate = kept % number
+        parent = kept // number
+        trace.append((candidate, parent))
     if not trace:
-        return [], least_dropped
+        return [], least_dropped  # there is no layer
     # Of equal losses the cheapest: states that are dominated are gone.
     place = int(state_loss.argmin())
     choice = []
-    for candidate, parent in reversed(trace):
-        choice.append(int(candidate[place]))
-        place = int(parent[place])
+    for candidates, parents in reversed(trace):
+        choice.append(int(candidates[place]))
+        place = int(parents[place])
     return choice[::-1], least_dropped
 
 
@@ -285,6 +302,7 @@ def _not_dominated(loss: Tensor, cost: Tensor) -> Tensor:
     # Sorted by cost, and by loss where costs are equal.
     by_loss = loss.argsort(stable=True)
     order = by_loss[cost[by_loss].argsort(stable=True)]
+    # Whatever comes before costs no more: it must have lost more.
     ordered = loss[order]
     least_before = ordered.cummin(0).values.roll(1)
     least_before[0] = math.inf

@@ -144,6 +144,7 @@ def choose_patterns(
     losses: list[list[float]] = []
     costs: list[list[float]] = []
     for candidates in layers.values():
+        # The sparsest one first, dense last: the neighbours in this order explain a choice.
         patterns = candidates.patterns
         options = [str(pattern) for pattern in patterns]
         options_losses = [candidates.values[option] ** power for option in options]
@@ -163,10 +164,13 @@ def choose_patterns(
     if total is None:
         total = dense_cost + sum(candidates.cost for candidates in layers.values())
     least = dense_cost + sum(min(layer_costs) for layer_costs in costs)
+    # Sums of floats: what is equal on paper is within the budget.
     if total and least > budget * total * (1 + 1e-9):
         name = name or f"budget={budget:g}"
         raise ValueError(_unreachable(name, least / total, dense, total, WHOLE[counted]))
-    found = allocate(losses, costs, max(budget * total - dense_cost, 0.0))
+    # What is left for the layers; not less than nothing by a rounding error.
+    left = max(budget * total - dense_cost, 0.0)
+    found = allocate(losses, costs, left)
     choices = {}
     for layer_name, options, index in zip(names, labels, found.choices, strict=True):
         values_of_layer = {**layers[layer_name].values, DENSE: 0.0}
@@ -181,6 +185,7 @@ def choose_patterns(
 def neighbours(options: Sequence[str], values: Mapping[str, float], index: int) -> str:
     """Return the values of the candidates before and after the chosen one, as a reason for it."""
     parts = []
+    # A layer that stays dense loses nothing, which needs no mention.
     for place in (index - 1, index + 1):
         if 0 <= place < len(options) and options[place] != DENSE:
             parts.append(f"{options[place]} has {values[options[place]]:.4f}")
@@ -202,6 +207,7 @@ def _unreachable(
         largest = sorted(dense, key=lambda each: -dense[each])[:3]
         shown = ", ".join(repr(each) for each in largest)
         message += f", of which {share:.4f} belong to other weights, such as {shown}"
+    # What the user can do, the simplest first.
     return (
         f"{message}. Give {reachable:.4f} or more, sparser candidates (a larger M), or mask more layers "
         "(`include`, `exclude`, `skip_first_last`)"

@@ -73,6 +73,7 @@ class Pruned:
     @property
     def rules(self) -> list[dict[str, Any]]:
         """The layers of each pattern as ``rules`` of :class:`~lightning_nm.NMSparsityCallback`, for fine-tuning."""
+        # One rule for each pattern, in the order of the layers.
         layers_by_pattern: dict[str, list[str]] = {}
         for name in self.layers:
             layers_by_pattern.setdefault(self.patterns[name], []).append(name)
@@ -176,6 +177,7 @@ def prune(
         refuse_layer(layer, calibrated=data is not None)
     result = Pruned(skipped=found.skipped)
     if budget is not None:
+        # All layers are measured before the first one is pruned: they share the budget.
         result.choices = sensitivity(
             model,
             data,
@@ -197,6 +199,8 @@ def prune(
                     set_matrices(layer, _by_magnitude(layer, own))
             return result
         calibration = Calibration(model, data, call or call_model)
+        # With a bound, each layer is measured and chosen for in its turn: the bound then holds for the inputs that the
+        # pruned layers before give it.
         for layer, calls in calibration.order(found.layers):
             moments: Iterable[tuple[range, Tensor]] = calibration.moments(layer, calls)
             if max_error is not None:
@@ -205,6 +209,7 @@ def prune(
                     moments = list(moments)  # all groups are summed at once: they serve twice
                 scan = scan_layer(layer, moments, own_patterns, score, damping)
                 if has_experts(layer):
+                    # Those of some experts at a time are summed, and not kept.
                     moments = calibration.moments(layer, calls)
                 result.choices[layer.name] = _within(scan, max_error)
             own = _pattern_of(layer, patterns, result)
@@ -231,6 +236,7 @@ def _check_options(
         )
     if budget is None and max_error is None:
         for name, is_given in (("candidates", candidates), ("counted", counted != "parameters")):
+            # Without a budget they would have no effect, which the user does not expect.
             if is_given:
                 raise ValueError(
                     f"{name} is for a budget, or max_error: give one, for example budget=0.5"

@@ -118,6 +118,7 @@ class Sensitivity:
                 data are missing for it.
         """
         check_counted(counted)
+        # Neither of them says how the other one is met.
         if (budget is None) == (max_error is None):
             raise ValueError("give one of budget and max_error")
         if max_error is not None:
@@ -138,9 +139,11 @@ class Sensitivity:
         for name, layer in self.layers.items():
             cost = layer.macs if counted == "flops" else layer.size
             values: Mapping[str, float] = layer.errors
+            # Without data, what a mask leaves of the magnitude stands for what it leaves of the output.
             if not self._has_errors:
                 values = {pattern: 1 - share for pattern, share in layer.retained.items()}
             candidates[name] = Candidates(cost, values)
+        # Squares of errors that do not depend on each other add up; shares of magnitude add up as they are.
         power = 2 if self._has_errors else 1
         return choose_patterns(candidates, budget, dense, power=power, counted=counted)
 
@@ -228,6 +231,7 @@ def sensitivity(
     uncalibrated = []
     with evaluation(model):
         calibration = Calibration(model, data, call or call_model)
+        # The pass that finds the order of the layers also counts what they multiply.
         counter = MacsCounter(model)
         try:
             order = calibration.order(found.layers)
@@ -241,6 +245,7 @@ def sensitivity(
             errors = scan.errors
             if not scan.is_calibrated:
                 uncalibrated.append(layer.name)
+                # Every layer needs an error to be compared with the others.
                 errors = _errors_of_weight(layer, own_patterns)
             layers[layer.name] = LayerSensitivity(
                 layer.view.shape.numel(),
@@ -415,10 +420,11 @@ def scan_layer(
     for groups, moments_of_groups in moments:
         for group, moment in zip(groups, moments_of_groups, strict=True):
             if not bool(moment.any()):
-                continue
+                continue  # nothing is known of its inputs
             is_calibrated = True
             matrix = weight[group]
             output_square += squared_output(matrix, moment)
+            # All candidates while the moment is in memory: of experts, it is not kept.
             for pattern in patterns:
                 pruned = pruned_matrix(layer.name, matrix, moment, pattern, score, damping)
                 error_squares[str(pattern)] += squared_output(matrix - pruned, moment)

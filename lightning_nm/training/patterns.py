@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -44,61 +45,81 @@ class PatternChoice:
         self.auto = auto
         self.choices: dict[str, Choice] = {}
         """By layer, what was chosen in this process and why; empty before that, and in a resumed training."""
-        self.moment = 0
-        """The training step at which the patterns are chosen; 0 for the beginning."""
-        frozen = {layer.name for layer in selection.frozen}
-        costs: Mapping[str, int] = selection.sizes
+        self._selection = selection
+        # Of every weight, whether it is masked or not.
+        self._all_costs: Mapping[str, int] = selection.sizes
         if auto.counted == "flops":
-            costs = example_macs(model)
-        self._costs = {name: cost for name, cost in costs.items() if name not in frozen and cost}
+            self._all_costs = example_macs(model)
 
-    def begin(
-        self, layers: Sequence[NMLayer], saved: Mapping[str, Mapping[str, Any]], clock: int
-    ) -> None:
+    @property
+    def moment(self) -> int:
+        """The training step at which the patterns are chosen; 0 for the beginning."""
+        # Not kept: a loaded state may bring other schedules.
+        starts = [_first_masks(layer) for layer in self._budgeted()]
+        return min(starts, default=0)
+
+    def is_pending(self, clock: int) -> bool:
+        """Whether the patterns are still to be chosen, after so many training steps."""
+        return clock < self.moment
+
+    def begin(self, saved: Mapping[str, Mapping[str, Any]], clock: int) -> None:
         """Take the saved patterns, or choose if it is time; the layers' schedules are planned.
 
         Args:
-            layers: The masked layers.
             saved: By name, the states of layers whose training continues.
             clock: Training steps so far.
 
         Raises:
             ValueError: If the budget cannot be reached.
         """
-        adopt_patterns(layers, saved)
-        budgeted = _budgeted(layers)
-        if not budgeted:
-            return
-        self.moment = min(_first_masks(layer) for layer in budgeted)
-        if saved:
+        adopt_patterns(self._selection.layers, saved)
+        # A training that goes on has its patterns, or chooses them at the same step as it would have.
+        if saved or not self._budgeted():
             return
         # A budget that cannot be reached is an error now, whenever the choice is made.
-        choices = self._chosen(layers)
-        if clock >= self.moment:
-            self._set(budgeted, choices)
+        choices = self._chosen()
+        if not self.is_pending(clock):
+            self._set(choices)
 
-    def choose_at(self, layers: Sequence[NMLayer], clock: int) -> None:
+    def choose_at(self, clock: int) -> None:
         """Choose if the masks begin at this training step; called before they do."""
-        if self.moment and clock == self.moment:
-            self._set(_budgeted(layers), self._chosen(layers))
+        # The clock has advanced, so the beginning, 0, is over.
+        if clock == self.moment:
+            self._set(self._chosen())
 
-    def _set(self, layers: Sequence[NMLayer], choices: dict[str, Choice]) -> None:
+    def kept_share(self) -> float:
+        """Return the share of the budget's whole that is kept with the layers' patterns as they are."""
+        costs = self._costs()
+        total = sum(costs.values())
+        if not total:
+            return 1.0
+        densities = {
+            layer.name: layer.pattern.density
+            for layer in self._selection.layers
+            if _masks_forward(layer)
+        }
+        # Weights without a mask are kept whole.
+        kept = sum(cost * densities.get(name, 1.0) for name, cost in costs.items())
+        return kept / total
+
+    def _set(self, choices: dict[str, Choice]) -> None:
         self.choices = choices
-        for layer in layers:
+        for layer in self._budgeted():
             layer.set_pattern(NMPattern.parse(choices[layer.name].pattern))
 
-    def _chosen(self, layers: Sequence[NMLayer]) -> dict[str, Choice]:
+    def _chosen(self) -> dict[str, Choice]:
         """Return what would be chosen now."""
-        costs = self._costs
+        costs = self._costs()
         candidates = {}
-        for layer in _budgeted(layers):
-            candidates[layer.name] = Candidates(
-                costs.get(layer.name, 0), _lost_magnitudes(layer, self.auto.m)
-            )
+        for layer in self._budgeted():
+            # A layer that the example does not call has no multiply-adds.
+            cost = costs.get(layer.name, 0)
+            candidates[layer.name] = Candidates(cost, _lost_magnitudes(layer, self.auto.m))
         others = {name: float(cost) for name, cost in costs.items() if name not in candidates}
-        for layer in layers:
-            # Layers of rules with a pattern of their own.
-            if layer.name in others and not layer.spec.budgeted and _masks_forward(layer):
+        for layer in self._selection.layers:
+            # Rules may give layers a pattern of their own, which saves a part of their cost.
+            has_own_pattern = layer.name in others and not layer.spec.budgeted
+            if has_own_pattern and _masks_forward(layer):
                 others[layer.name] *= layer.pattern.density
         return choose_patterns(
             candidates,
@@ -110,16 +131,19 @@ class PatternChoice:
             total=float(sum(costs.values())),
         )
 
-    def is_pending(self, clock: int) -> bool:
-        """Whether the patterns are still to be chosen, after so many training steps."""
-        return clock < self.moment
+    def _costs(self) -> dict[str, int]:
+        """The cost of every weight that counts, by name: those that nothing trains now are left out."""
+        frozen = {layer.name for layer in self._selection.frozen}
+        costs = {}
+        for name, cost in self._all_costs.items():
+            if cost and name not in frozen:
+                costs[name] = cost
+        return costs
 
-    def kept_share(self, layers: Iterable[NMLayer]) -> float:
-        """Return the share of the budget's whole that is kept with the layers' patterns as they are."""
-        densities = {layer.name: layer.pattern.density for layer in layers if _masks_forward(layer)}
-        kept = sum(cost * densities.get(name, 1.0) for name, cost in self._costs.items())
-        total = sum(self._costs.values())
-        return kept / total if total else 1.0
+    def _budgeted(self) -> list[NMLayer]:
+        """The layers that a pattern is chosen for: those whose forward weight is masked."""
+        layers = self._selection.layers
+        return [layer for layer in layers if layer.spec.budgeted and _masks_forward(layer)]
 
 
 def check_auto(saved: str, here: str) -> None:
@@ -164,12 +188,8 @@ def adopted_patterns(
         raise
 
 
-def _budgeted(layers: Iterable[NMLayer]) -> list[NMLayer]:
-    """The layers that a pattern is chosen for: those whose forward weight is masked."""
-    return [layer for layer in layers if layer.spec.budgeted and _masks_forward(layer)]
-
-
 def _masks_forward(layer: NMLayer) -> bool:
+    """Whether the forward weight of a layer is N:M at some time."""
     return layer.spec.method.sparse_forward and not layer.spec.forward_reason
 
 
@@ -186,4 +206,9 @@ def _lost_magnitudes(layer: NMLayer, m: int) -> dict[str, float]:
     with layer.full():
         rows = layer.view.rows(layer.weight.detach())
         shares = retained_magnitudes(rows, m, dim=1).tolist()
+    if not math.isfinite(sum(shares)):
+        raise ValueError(
+            f"the weight of layer '{layer.name}' holds values that are not finite, so no pattern can be chosen: lower "
+            "the learning rate, or clip gradients"
+        )
     return {str(pattern): 1 - shares[pattern.n - 1] for pattern in all_patterns(m)}

@@ -30,7 +30,7 @@ def choose_masks(
     """
     plan_schedules(layers, saved, planned_steps, clock)
     if patterns is not None:
-        patterns.begin(layers, saved, clock)
+        patterns.begin(saved, clock)
     for layer in layers:
         state_of_layer = saved.get(layer.name)
         if (

@@ -163,7 +163,7 @@ class TrainingStep:
         if stepped:
             self.clock += 1
             if self.patterns is not None:
-                self.patterns.choose_at(self.layers, self.clock)
+                self.patterns.choose_at(self.clock)
         for layer in self.layers:
             self._end_batch(layer, stepped)
         if stepped:

@@ -127,8 +127,6 @@ def test_flops_are_counted_in_an_example(tmp_path):
     pl.seed_everything(0, verbose=False)
     model, seen = WithExample(), []
     nm = NMSparsityCallback("auto:0.6:8:flops", "ste", show_tables=False)
-    look = Inspect(
-        lambda *_: seen.append(nm.sparsifier.patterns.kept_share(nm.sparsifier.layers.values()))
-    )
+    look = Inspect(lambda *_: seen.append(nm.sparsifier.patterns.kept_share()))
     make_trainer(tmp_path, [nm, look], max_epochs=1).fit(model, Data())
     assert 0.5 < seen[0] <= 0.6

@@ -140,9 +140,7 @@ def test_every_method_trains_within_the_budget(method, budget):
     kept = sum(int(model[place].weight.count_nonzero()) for place in (0, 2, 4, 6))
     share = kept / sum(model[place].weight.numel() for place in (0, 2, 4, 6))
     assert share <= budget + 1e-9
-    assert sparsifier.patterns.kept_share(sparsifier.layers.values()) == pytest.approx(
-        share, abs=0.02
-    )
+    assert sparsifier.patterns.kept_share() == pytest.approx(share, abs=0.02)
 
 
 def test_the_choice_loses_the_least_magnitude():
@@ -178,7 +176,7 @@ def test_a_rule_with_a_pattern_of_its_own_keeps_it():
     # What the rule saves is there for the others.
     share = (256 + 512 / 16 + 512 * sum(sparsifier.layers[k].pattern.density for k in "04")) / 1792
     assert share <= 0.5
-    assert sparsifier.patterns.kept_share(sparsifier.layers.values()) == pytest.approx(share)
+    assert sparsifier.patterns.kept_share() == pytest.approx(share)
 
 
 def test_layers_that_are_not_trained_are_outside_of_the_budget():
@@ -193,6 +191,27 @@ def test_layers_that_are_not_trained_are_outside_of_the_budget():
     model[2].requires_grad_(True)
     steps(sparsifier, optimizer, 1, 2)
     assert patterns_of(sparsifier) == {**patterns, "2": "4:8"}
+
+
+def test_a_layer_that_is_unfrozen_before_the_choice_counts():
+    model = net(16, 32, 16, 32, 8)
+    model[2].requires_grad_(False)
+    sparsifier, optimizer = started(model, "auto:0.4:8", STE(dense_start=3))
+    steps(sparsifier, optimizer, 0, 1)
+    model[2].requires_grad_(True)
+    steps(sparsifier, optimizer, 1, 4)
+    assert set(sparsifier.patterns.choices) == {"0", "2", "4"}
+    kept = 256 + sum(512 * layer.pattern.density for layer in sparsifier.layers.values())
+    assert kept / 1792 == pytest.approx(sparsifier.patterns.kept_share())
+    assert kept / 1792 <= 0.4
+
+
+def test_weights_that_are_not_finite_are_named():
+    model = net(16, 32, 16, 8)
+    with torch.no_grad():
+        model[2].weight[0, 0] = torch.inf
+    with pytest.raises(ValueError, match="the weight of layer '2' holds values that are not"):
+        NMSparsifier(model, "auto:0.5:8", "ste").attach()
 
 
 def test_a_method_without_masks_chooses_nothing():
@@ -212,7 +231,7 @@ def test_flops_are_those_of_the_example():
     sparsifier = NMSparsifier(model, "auto:0.51:4:flops", "ste", skip_first_last=False).attach()
     # The convolution has as many entries and 256 times as many multiply-adds.
     assert patterns_of(sparsifier) == {"0": "2:4", "3": "3:4"}
-    share = sparsifier.patterns.kept_share(sparsifier.layers.values())
+    share = sparsifier.patterns.kept_share()
     assert share == pytest.approx((256 * 0.5 + 0.75) / 257)
     sparsifier.detach()
     model.example_input_array = torch.zeros(2, 3)
@@ -250,7 +269,7 @@ def test_after_a_dense_start_the_trained_weights_decide(method):
     assert not sparsifier.patterns.is_pending(sparsifier.clock)
     patterns = patterns_of(sparsifier)
     assert patterns["4"] == "1:8"
-    assert sparsifier.patterns.kept_share(sparsifier.layers.values()) <= 0.4
+    assert sparsifier.patterns.kept_share() <= 0.4
     for layer in sparsifier.layers.values():
         assert nmf.is_nm(layer.forward_weight(), layer.pattern)
     steps(sparsifier, optimizer, 3, 6)
@@ -305,6 +324,24 @@ def test_a_state_that_comes_after_attach_brings_its_patterns():
         steps(trained, owner, 2, 5)
     for key, value in straight.state_dict().items():
         assert torch.equal(value, resumed.state_dict()[key])
+
+
+def test_a_state_that_comes_after_attach_brings_its_schedule():
+    straight = net(16, 32, 16, 32, 8)
+    sparsifier, optimizer = started(straight, "auto:0.4:8", STE(dense_start=0.5), planned_steps=8)
+    steps(sparsifier, optimizer, 0, 2)
+    resumed = net(16, 32, 16, 32, 8, seed=5)
+    again, other = started(resumed, "auto:0.4:8", STE(dense_start=0.5), planned_steps=80)
+    assert again.patterns.moment == 40
+    resumed.load_state_dict(straight.state_dict())
+    with pytest.warns(UserWarning, match="scheduled at steps"):
+        again.load_state_dict(copy.deepcopy(sparsifier.state_dict()))
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert again.patterns.moment == 4
+    for trained, owner in ((sparsifier, optimizer), (again, other)):
+        steps(trained, owner, 2, 6)
+    assert patterns_of(again) == patterns_of(sparsifier)
+    assert again.patterns.choices
 
 
 def test_a_state_that_does_not_fit_leaves_the_patterns():

@@ -142,7 +142,7 @@ def _patterns_line(sparsifier: NMSparsifier, patterns: PatternChoice) -> str:
     """When the patterns are chosen, or what they keep."""
     if patterns.is_pending(sparsifier.clock):
         return f"pattern {patterns.auto}: N is chosen for each layer at training step {patterns.moment}"
-    share = patterns.kept_share(sparsifier.layers.values())
+    share = patterns.kept_share()
     return (
         f"pattern {patterns.auto}: N is chosen for each layer by magnitude; {share:.4f} of the "
         f"{WHOLE[patterns.auto.counted]} are kept"
