@@ -1,5 +1,7 @@
 """The int8 products of every instruction set against integers, and against each other bit for bit."""
 
+import ctypes
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,7 +11,7 @@ from lightning_nm import NMPattern
 from lightning_nm.functional import quantise_tokens, quantise_weight
 from lightning_nm.functional.int8 import MOST_TERMS
 from lightning_nm.kernels import GemmKey, KernelRegistry
-from lightning_nm.kernels.cpu import CpuCsrKernel, CpuInt8Kernel, Int8Layout
+from lightning_nm.kernels.cpu import CpuCsrKernel, CpuInt8Kernel, Int8Layout, build
 from lightning_nm.kernels.cpu.int8 import int8_matrix
 from lightning_nm.kernels.cpu.int8_kernel import instructions, packed_int8
 from tests.support.cpu_int8 import compare_int8, int8_case
@@ -243,3 +245,19 @@ def test_keys_that_it_cannot_run_have_a_reason():
 def test_products_of_larger_matrices(sizes, pattern):
     for dtype in DTYPES:
         compare_int8(int8_case(*sizes, pattern, dtype, bias=True, seed=0), LEVELS)
+
+
+@pytest.mark.slow
+def test_a_compiler_that_does_not_know_the_instructions_leaves_them_out(tmp_path, monkeypatch):
+    compiler = tmp_path / "old-cc"
+    command = " ".join(build.compiler())
+    script = f'#!/bin/sh\ncase "$*" in *-mavx512vnni*) exit 1;; esac\nexec {command} "$@"\n'
+    compiler.write_text(script)
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    target = tmp_path / "without.so"
+    assert build.compile_library(target) == ""
+    without = ctypes.CDLL(str(target))
+    # At every level from AVX2 on, these products are then those of AVX2.
+    levels = range(len(LEVELS))
+    assert [without.nm_int8_level(level) for level in levels] == [min(level, 1) for level in levels]
