@@ -160,12 +160,12 @@ def test_the_variance_is_that_of_the_estimator():
     weight = layer.weight.detach()
     p = nmf.mvue_probabilities(weight, "1:4", 0)
     expected = (weight.square() * (1 / p.clamp(min=1e-12) - 1)).sum()
-    number, found = 300, 0.0
+    number, found = 150, 0.0
     for _ in range(number):
         layer.draw_noise()
         drawn = estimates.drawn_matrix(layer, weight, layer.noise.words, torch.float64)
         found += (drawn - weight).square().sum()
-    assert float(found / number) == pytest.approx(float(expected), rel=0.03)
+    assert float(found / number) == pytest.approx(float(expected), rel=0.05)
 
 
 @pytest.mark.parametrize("kind", ["conv2d-groups", "hugging-face-conv1d", "cross-attention"])
@@ -570,7 +570,7 @@ def test_a_pass_that_is_differentiated_uses_the_forward_weight():
     assert layer.weight.grad.isfinite().all()
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_trainer_resumes_bit_for_bit(tmp_path, accumulate):
     def fit(epochs, checkpoint=None):
         made = callback("sr-ste", dgrad="mvue", skip_first_last=False)

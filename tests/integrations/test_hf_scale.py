@@ -56,7 +56,7 @@ def learning_rates(made):
     return [entry["learning_rate"] for entry in made.state.log_history if "learning_rate" in entry]
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_each_factor_is_applied_once(tmp_path, accumulation):
     options = {"gradient_accumulation_steps": accumulation, "warmup_steps": 2, "max_steps": 3}
     plain, dense_watch = run(new(gpt2), tmp_path, sparse("ste"), **options)
@@ -78,7 +78,7 @@ def test_each_factor_is_applied_once(tmp_path, accumulation):
     assert is_sparse(model)
 
 
-@pytest.mark.parametrize("method", ["sr-ste", "bame"])
+@pytest.mark.parametrize("method", [pytest.param("sr-ste", marks=pytest.mark.slow), "bame"])
 @pytest.mark.parametrize("make", [gpt2, pytest.param(bert, marks=pytest.mark.slow)])
 def test_runs_resume_bit_for_bit(tmp_path, make, method):
     options = {"save_strategy": "steps", "save_steps": 2, "warmup_steps": 1}
@@ -108,7 +108,7 @@ def test_a_checkpoint_of_another_scale_is_refused(tmp_path):
         made.train(resume_from_checkpoint=str(middle))
 
 
-@pytest.mark.parametrize("base_density", [1.0, 0.5])
+@pytest.mark.parametrize("base_density", [pytest.param(1.0, marks=pytest.mark.slow), 0.5])
 def test_a_second_training_keeps_the_trained_values(tmp_path, base_density):
     model = new(gpt2)
     run(model, tmp_path, sparse("ste", scale="supar", base_density=base_density))

@@ -20,6 +20,12 @@ REFUSED = [name for name in METHODS if name.startswith("bame")] + ["scaled-mask"
 TAKEN = [name for name in METHODS if name not in REFUSED]
 
 
+def some_fast(methods, *fast):
+    """Marks the others slow."""
+    slow = pytest.mark.slow
+    return [name if name in fast else pytest.param(name, marks=slow) for name in methods]
+
+
 def mlp(seed=0):
     torch.manual_seed(seed)
     return nn.Sequential(
@@ -99,7 +105,7 @@ def test_each_step_is_that_of_muon(method):
     assert layers[0].step == 3
 
 
-@pytest.mark.parametrize("method", TAKEN)
+@pytest.mark.parametrize("method", some_fast(TAKEN, "sr-ste", "asp", "bi-mask"))
 def test_a_run_resumes_bit_for_bit(method):
     whole = Run(method)
     whole.train(3)
@@ -196,7 +202,7 @@ class ManualModule(pl.LightningModule):
         return DataLoader(TensorDataset(x), batch_size=8)
 
 
-@pytest.mark.parametrize("method", ["sr-ste", "asp", "bi-mask"])
+@pytest.mark.parametrize("method", some_fast(["sr-ste", "asp", "bi-mask"], "bi-mask"))
 def test_a_trainer_with_both_optimizers_resumes_bit_for_bit(tmp_path, method):
     def fit(epochs, checkpoint=None):
         callback = NMSparsityCallback(
