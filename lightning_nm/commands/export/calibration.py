@@ -21,9 +21,9 @@ def calibration_data(text: str) -> Iterable[Any]:
     """Batches for a calibration.
 
     Args:
-        text: A file with one tensor, or one for each input of the model, whose first axis are samples (``.pt``,
-            ``.safetensors``, ``.npy``); or the import path of a ``LightningDataModule`` that needs no arguments, whose
-            training data are taken.
+        text: A file with one tensor, whose first axis is that of samples (``.pt``, ``.safetensors``, ``.npy``), or with
+            a list of them, one for each input of the model (``.pt``); or the import path of a ``LightningDataModule``
+            that needs no arguments, whose training data are taken.
 
     Raises:
         ValueError: If there is no such file or class, or it holds something else.
@@ -54,11 +54,13 @@ def _batches_of(path: Path) -> list[tuple[Tensor, ...]]:
         content = read_file(path)
     if isinstance(content, Tensor):
         content = [content]
-    elif isinstance(content, dict):
+    elif (
+        isinstance(content, dict) and len(content) == 1
+    ):  # names of several do not tell their order
         content = list(content.values())
     is_sequence = isinstance(content, (list, tuple))
     if not is_sequence or not all(isinstance(each, Tensor) and each.dim() for each in content):
         raise ValueError(
-            f"--calibration '{path}' holds no tensors of samples: save one tensor, or one for each input of the model"
+            f"--calibration '{path}' holds no tensors of samples: save one tensor, or a list with one for each input"
         )
     return list(zip(*(each.split(_ROWS) for each in content), strict=False))

@@ -78,7 +78,8 @@ def trace(model: nn.Module, example: tuple[Tensor, ...]) -> GraphModule:
     Raises:
         ValueError: If ``torch.export`` cannot trace it, with the first line of its error.
     """
-    was_training = model.training
+    # Submodules may be in different modes.
+    was_training = {module: module.training for module in model.modules()}
     model.eval()
     try:
         program = torch.export.export(model, example)
@@ -88,7 +89,8 @@ def trace(model: nn.Module, example: tuple[Tensor, ...]) -> GraphModule:
             f"torch.export cannot trace {name} for inputs {_shapes(example)}: {first_cause(error)}"
         ) from error
     finally:
-        model.train(was_training)
+        for module, mode in was_training.items():
+            module.training = mode
     graph = program.module(check_guards=False)
     assert isinstance(graph, GraphModule)
     return graph

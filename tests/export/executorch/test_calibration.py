@@ -95,11 +95,15 @@ def test_data_of_a_data_module():
         ("torch.nn.Linear", "is no LightningDataModule"),
         ("lightning_nm.demo.ImageNet", "lightning_nm.demo.ImageNet: "),
         ("NUMBER", "holds no tensors of samples"),
+        ("NAMES", "a list with one for each input"),
     ],
 )
 def test_data_that_cannot_be_read(tmp_path, text, says):
     if text == "NUMBER":
         text = str(tmp_path / "number.pt")
         torch.save({"loss": 3.0}, text)
+    elif text == "NAMES":
+        text = str(tmp_path / "names.safetensors")
+        save_file({"b": torch.zeros(2), "a": torch.ones(2)}, text)
     with pytest.raises(ValueError, match=says):
         calibration_data(text)

@@ -15,6 +15,7 @@ from lightning_nm.export.executorch.lowering import outputs_of
 from tests.commands.doctor.runs import write
 from tests.export.executorch.nets import images, sparse_conv_net
 from tests.export.executorch.test_options import CONFIG
+from tests.support.lightning_models import Data, callback, make_trainer, new_model
 
 # ExecuTorch and torchao warn of each other's deprecated names.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -87,6 +88,18 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     assert main([*words, "--pattern", "1:4", "--target", "cpu", "-o", "other.pte"]) == 2
     assert "no weight of Net is N:M sparse" in capsys.readouterr().err
     assert sorted(os.listdir()) == ["cpu.pte", "images.pt", "model.pt", "npu.pte", "own_net.py"]
+
+
+def test_the_patterns_of_a_lightning_checkpoint(tmp_path, capsys):
+    trainer = make_trainer(tmp_path, [callback()], max_epochs=1)
+    trainer.fit(new_model(), Data())
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    (batch, *_) = Data().train_dataloader()
+    torch.save(batch[0], tmp_path / "images.pt")
+    words = ["--to", "executorch", "--model", "tests.support.lightning_models.Net"]
+    words += ["--input", "1x1x8x8", "--target", "cpu", "--calibration", str(tmp_path / "images.pt")]
+    assert main(["export", str(tmp_path / "a.ckpt"), *words, "-o", str(tmp_path / "a.pte")]) == 0
+    assert "2 of 4 weights are N:M as int8" in capsys.readouterr().out
 
 
 def test_the_doctor_has_the_estimates(tmp_path, capsys):
