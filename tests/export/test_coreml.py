@@ -471,6 +471,31 @@ class TestRead:
         with pytest.raises(ValueError, match="its metadata 'lightning_nm'"):
             verify(tmp_path / "b.mlpackage")
 
+    @pytest.mark.parametrize(
+        ("old", "new"),
+        [
+            ('"plain"', '"sideways"'),
+            ('"plain"', '"experts"'),
+            ('"2:4"', '"2:5"'),
+            ('"2:4"', '"x"'),
+        ],
+    )
+    def test_blocks_that_a_weight_cannot_have(self, coremltools, package, tmp_path, old, new):
+        model = coremltools.models.MLModel(str(package), skip_model_load=True)
+        noted = model.user_defined_metadata["lightning_nm"]
+        assert old in noted
+        model.user_defined_metadata["lightning_nm"] = noted.replace(old, new)
+        model.save(str(tmp_path / "b.mlpackage"))
+        with pytest.raises(ValueError, match=r"of shape \[16, 32\] has no blocks .* in the layout"):
+            verify(tmp_path / "b.mlpackage")
+
+    def test_a_file_of_weights_outside_of_the_package(self, package, tmp_path):
+        file = weights_file(package)
+        file.rename(tmp_path / "weight.bin")
+        file.symlink_to(tmp_path / "weight.bin")
+        with pytest.raises(ValueError, match=r"it has no file 'weights/weight\.bin' of weights"):
+            verify(package)
+
     def test_a_weight_that_the_metadata_names_is_missing(self, coremltools, package, tmp_path):
         model = coremltools.models.MLModel(str(package), skip_model_load=True)
         noted = model.user_defined_metadata["lightning_nm"]
