@@ -150,6 +150,7 @@ def export_coreml(
     if precision not in ("float32", "float16"):
         raise ValueError(f"precision={precision!r} is unknown: use 'float32' or 'float16'")
     coremltools = import_coremltools()
+    # The model is checked before it is traced, which takes minutes for a large one.
     kind = type(model).__name__
     if any(True for _ in packed_weights(model)):
         raise ValueError(f"{kind} has packed layers: export the model before pack()")
@@ -157,9 +158,11 @@ def export_coreml(
     model = _in_float32(model)
     weights = model.state_dict()
     given = None if pattern is None else NMPattern.parse(pattern)
+    # What is sparse in training is known as for packed files, so that both hold the same weights as sparse.
     found = patterns_in(weights, states, given)
     sparse = {key: each for key, each in found.items() if each.pattern is not None}
     sparse = _once(sparse, weights)
+    # Vectors are never sparse: their reasons tell nothing.
     matrices = {key: each.reason for key, each in found.items() if weights[key].dim() >= 2}
     refuse_empty(sparse, matrices, f"no weight of {kind} is {given or 'N:M'} sparse")
 
@@ -173,15 +176,18 @@ def export_coreml(
     }
     converted = _converted(coremltools, program, kind, precision)
     with _new_folder(Path(output)) as folder:
+        # The dense twin is needed for its size, and tells where the converter has put each weight.
         dense = _saved(converted, folder / f"dense{SUFFIX}")
         matches = _matches(weights, sparse, names, dense)
         chosen = _to_compress(matches, dense)
         compressed = _compressed(converted, chosen)
         there = {match.key: _renamed(match, chosen) for match in matches}
+        # verify() reads these patterns, as it reads the header of a packed file.
         compressed.user_defined_metadata[METADATA] = _metadata(there.values())
         package = _saved(compressed, folder / f"sparse{SUFFIX}")
         written = _read_back(sparse, there, package, dense)
         report = CoreMLReport(_size(package.path), _size(dense.path), written)
+        # The package appears under its name when it is complete and checked.
         package.path.rename(output)
     return report
 
@@ -212,17 +218,14 @@ def _once(sparse: Mapping[str, Found], weights: Mapping[str, Tensor]) -> dict[st
 def _in_float32(model: nn.Module) -> nn.Module:
     """The model, or a copy of it in float32, the one dtype of floating-point numbers that coremltools converts."""
     tensors = [*model.parameters(), *model.buffers()]
-    meta = any(tensor.is_meta for tensor in tensors)
-    if meta:
+    if any(tensor.is_meta for tensor in tensors):
         raise ValueError(
             f"{type(model).__name__} has no values, it is on the meta device: load its weights first"
         )
-    if all(
-        x.dtype == torch.float32 and x.device.type == "cpu"
-        for x in tensors
-        if x.is_floating_point()
-    ):
+    floating = [x for x in tensors if x.is_floating_point()]
+    if all(x.dtype == torch.float32 and x.device.type == "cpu" for x in floating):
         return model
+    # bfloat16 and float16 are exact in float32; the user's model stays as it is.
     return copy.deepcopy(model).float().cpu()
 
 
@@ -244,6 +247,7 @@ def _traced(model: nn.Module, example: tuple[Any, ...]) -> Any:
             program = torch.export.export(model, inputs)
     except Exception as error:
         raise ValueError(f"torch.export cannot trace {kind}: {_first_line(error)}") from error
+    # Sizes that torch could not compute from the example have names and bounds.
     if program.range_constraints:
         sizes = ", ".join(map(str, program.range_constraints))
         raise ValueError(
@@ -272,11 +276,13 @@ def _converted(coremltools: Any, program: Any, kind: str, precision: Precision) 
                 lowered = _without_aliases(program.run_decompositions(dict(taken_apart)))
                 return coremltools.convert(lowered, **options)
         except NotImplementedError as error:
+            # "Unsupported fx node lstm, kind lstm.input": the name before the overload.
             unknown = re.search(r"kind (\w+)", str(error))
             more = _decompositions(unknown[1]) if unknown else {}
             if not more.keys() - taken_apart.keys():
                 operator = f"the operator '{unknown[1]}'" if unknown else _first_line(error)
                 raise ValueError(f"coremltools cannot convert {operator} of {kind}") from error
+            # The parts may be unknown in turn: each round takes apart at least one more operator.
             taken_apart |= more
         except Exception as error:
             raise ValueError(
@@ -299,6 +305,7 @@ def _without_aliases(program: Any) -> Any:
 def _decompositions(operator: str) -> dict[Any, Any]:
     """How torch takes an operator apart, such as ``lstm``, in all its overloads."""
     table = torch.export.default_decompositions()
+    # The name of an overload is "aten.lstm.input".
     return {each: rule for each, rule in table.items() if str(each).split(".")[1] == operator}
 
 
@@ -319,6 +326,7 @@ def _matches(
     for key in sorted(sparse, key=lambda key: names.get(key) not in free):
         pattern, layout, _ = sparse[key]
         assert pattern is not None
+        # Zeros stay where they are in every precision; values may be rounded or scaled.
         is_nonzero = weights[key] != 0
         own_name = names.get(key)
         candidates = [own_name] if own_name in free else list(free)
@@ -326,6 +334,7 @@ def _matches(
             assert name is not None
             layout_there = _layout_there(is_nonzero, layout, name, package)
             if layout_there is not None:
+                # Two weights with the same zeros have two constants.
                 matches.append(_Match(key, name, pattern, layout_there))
                 del free[name]
                 break
@@ -351,6 +360,7 @@ def _layout_there(
 
 def _same_nonzeros(found: Tensor, is_nonzero: Tensor) -> bool:
     is_found = found != 0
+    # An entry where the weight has a zero belongs to another weight.
     if bool((is_found & ~is_nonzero).any()):
         return False
     return int(is_found.sum()) >= _SAME_NONZEROS * int(is_nonzero.sum())
@@ -410,6 +420,7 @@ def _read_back(
     """
     written = []
     for key, each in sparse.items():
+        # Such as the head of a model whose forward does not use it.
         if key not in matches:
             written.append(CoreMLWritten(key, str(each.pattern)))
             continue
@@ -419,6 +430,7 @@ def _read_back(
         verdict = judge(key, blocks_last(values, layout), pattern, -1, "", masked=True)
         if verdict.verdict != "N:M":
             raise ValueError(f"'{key}' is not {pattern} in the file: nothing is written")
+        # The dense twin has the constant under its own name.
         dense_name = name.removesuffix(_SPARSIFIED) if weight.is_sparse else name
         written.append(
             CoreMLWritten(
@@ -438,6 +450,7 @@ def _read_back(
 @contextmanager
 def _new_folder(output: Path) -> Iterator[Path]:
     """A temporary folder beside the output, which is removed."""
+    # On the same file system, so that a package can be renamed into place.
     folder = output.with_name(f".{output.name}.{uuid4().hex}")
     folder.mkdir()
     try:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_nm.functional import unpack_mask
+from lightning_nm.functional.pattern import NMPattern
 
 SUFFIX = ".mlpackage"
 
@@ -90,6 +91,7 @@ class CoreMLPackage:
                 spec = coremltools.models.utils.load_spec(str(self.path))
         except Exception as error:
             raise self._damaged(str(error)) from error
+        # Older models are graphs of layers, without constants that could be sparse.
         if spec.WhichOneof("Type") != "mlProgram":
             raise self._damaged("it holds no ML program, as versions before iOS 15 do not")
         self.weights = dict(self._constants(spec.mlProgram))
@@ -113,12 +115,14 @@ class CoreMLPackage:
             if len(values) != size:
                 raise self._damaged(f"'{name}' has {len(values)} entries instead of {size}")
             return values.view(weight.shape)
+        # Nothing of the dense size is allocated before the mask, which is stored, is known to have it.
         packed = self._tensor(weight.mask)
         if len(packed) != -(-size // 8):
             raise self._damaged(f"the bit mask of '{name}' has {len(packed)} bytes")
         is_kept = unpack_mask(packed, (size,))
         if int(is_kept.sum()) != len(values):
             raise self._damaged(f"the bit mask of '{name}' does not fit its {len(values)} nonzeros")
+        # Nonzeros are stored in row-major order.
         dense = torch.zeros(size, dtype=values.dtype)
         dense[is_kept] = values
         return dense.view(weight.shape)
@@ -131,6 +135,7 @@ class CoreMLPackage:
 
     def _constants(self, program: Any) -> Iterator[tuple[str, CoreMLWeight]]:
         operations = [each for block in _blocks(program) for each in block.operations]
+        # An operator names the constants that it takes; a constant does not know who takes it.
         users: dict[str, list[str]] = {}
         for operation in operations:
             for argument in operation.inputs.values():
@@ -144,6 +149,7 @@ class CoreMLPackage:
             # The program also holds strides, text, and vectors.
             if len(shape) < 2 or not _type_name(output.type).startswith("FLOAT"):
                 continue
+            # Values are only looked up here. They are read one weight at a time.
             values, mask = _parts(operation)
             operators = tuple(sorted(set(users.get(output.name, []))))
             yield (
@@ -152,6 +158,7 @@ class CoreMLPackage:
             )
 
     def _read_metadata(self, noted: Mapping[str, str]) -> dict[str, dict[str, str]]:
+        """What the exporter noted, checked: a file may come from anywhere."""
         if METADATA not in noted:
             return {}
         try:
@@ -165,10 +172,29 @@ class CoreMLPackage:
             raise self._damaged(f"its metadata '{METADATA}' is not as it was written") from error
         if schema != SCHEMA:
             raise self._damaged(f"its metadata '{METADATA}' has the schema {schema}, not {SCHEMA}")
+        # A renamed or removed weight would otherwise pass unchecked.
         missing = [name for name in entries if name not in self.weights]
         if missing:
             raise self._damaged(f"it has no weight '{missing[0]}', which its metadata names")
+        for name, entry in entries.items():
+            self._check_blocks(name, entry)
         return entries
+
+    def _check_blocks(self, name: str, entry: Mapping[str, str]) -> None:
+        """Refuse a pattern and a layout that the weight cannot have."""
+        shape, layout = self.weights[name].shape, entry["layout"]
+        # The length of the axis along which the blocks of a layout lie.
+        lengths = {"plain": shape[1], "flat": math.prod(shape[1:])}
+        if len(shape) == 2:
+            lengths["transposed"] = shape[0]
+        try:
+            fits = lengths[layout] % NMPattern.parse(entry["pattern"]).m == 0
+        except (KeyError, ValueError):
+            fits = False
+        if not fits:
+            raise self._damaged(
+                f"'{name}' of shape {list(shape)} has no blocks {entry['pattern']} in the layout '{layout}'"
+            )
 
     def _tensor(self, value: Any) -> Tensor:
         """The entries that a value of the program names, flat."""
@@ -179,28 +205,26 @@ class CoreMLPackage:
         inside = value.blobFileValue.fileName.removeprefix("@model_path/")
         program_folder = self.path / "Data" / "com.apple.CoreML"
         file = program_folder / inside
+        # A name with ".." or a link must not lead out of the package.
         if not file.resolve().is_relative_to(program_folder.resolve()) or not file.is_file():
             raise self._damaged(f"it has no file '{inside}' of weights")
         size = dtype.itemsize * math.prod(_shape(value.type))
+        offset = value.blobFileValue.offset
         with file.open("rb") as opened:
-            opened.seek(value.blobFileValue.offset)
+            opened.seek(offset)
+            # Two numbers of 32 bits, two of 64, and others that are not needed.
             record = opened.read(_RECORD_BYTES)
             sentinel, kind = (int.from_bytes(record[at : at + 4], "little") for at in (0, 4))
             stored, start = (int.from_bytes(record[at : at + 8], "little") for at in (8, 16))
+            # The record repeats the type and the size that the program has.
             if (sentinel, kind, stored) != (_SENTINEL, number, size):
-                raise self._damaged(
-                    f"'{inside}' has no such record at {value.blobFileValue.offset}"
-                )
+                raise self._damaged(f"'{inside}' has no such record at {offset}")
             # A damaged record may name any place; nothing is allocated before it is known to be there.
             if start + size > file.stat().st_size:
                 raise self._damaged(f"'{inside}' is truncated")
             opened.seek(start)
             content = opened.read(size)
-        return (
-            torch.frombuffer(bytearray(content), dtype=dtype)
-            if size
-            else torch.empty(0, dtype=dtype)
-        )
+        return _entries(content, dtype)
 
     def _damaged(self, reason: str) -> ValueError:
         return ValueError(f"cannot read '{self.path}' as a Core ML package: {reason}")
@@ -228,6 +252,7 @@ def import_coremltools() -> Any:
 @contextmanager
 def quiet() -> Iterator[None]:
     """Keep progress bars, and warnings of versions that coremltools has not tested, from the terminal."""
+    # coremltools warns at each import of the system, of torch and of scikit-learn.
     logger = logging.getLogger("coremltools")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -241,6 +266,7 @@ def quiet() -> Iterator[None]:
 
 def _blocks(program: Any) -> Iterator[Any]:
     """Every block of a program, also those within operations."""
+    # Branches and loops hold blocks of their own.
     waiting = [
         block
         for function in program.functions.values()
@@ -265,13 +291,11 @@ def _parts(operation: Any) -> tuple[Any, Any]:
 
 
 def _type_name(value_type: Any) -> str:
+    """The dtype of a tensor in the program, such as ``"FLOAT16"``."""
     kind = value_type.tensorType
-    return str(
-        type(kind)
-        .DESCRIPTOR.fields_by_name["dataType"]
-        .enum_type.values_by_number[kind.dataType]
-        .name
-    )
+    # The numbers of dtypes are named in the description of the message.
+    field = kind.DESCRIPTOR.fields_by_name["dataType"]
+    return str(field.enum_type.values_by_number[kind.dataType].name)
 
 
 def _dtype(value: Any) -> tuple[torch.dtype, int]:
@@ -287,7 +311,14 @@ def _shape(value_type: Any) -> tuple[int, ...]:
 
 def _immediate(tensor: Any, dtype: torch.dtype) -> Tensor:
     """A few entries that the program itself holds."""
+    # float32 is a list of numbers there, float16 is bytes.
     if tensor.HasField("floats"):
         return torch.tensor(list(tensor.floats.values), dtype=dtype)
-    content = bytearray(tensor.bytes.values)
-    return torch.frombuffer(content, dtype=dtype) if content else torch.empty(0, dtype=dtype)
+    return _entries(tensor.bytes.values, dtype)
+
+
+def _entries(content: bytes, dtype: torch.dtype) -> Tensor:
+    # torch refuses an empty buffer, and shares the memory of another one, which must be writable.
+    if not content:
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer(bytearray(content), dtype=dtype)

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 
 import pytest
 import torch
@@ -17,13 +18,14 @@ from lightning_nm.export import CoreMLPackage, CoreMLReport, CoreMLWritten, expo
 from lightning_nm.functional import is_nm, nm_prune
 from tests.support.experts import Experts
 from tests.support.lightning_models import Data, callback, make_trainer, new_model
+from tests.support.mil import Program
 from tests.support.packed_models import copied, small
 
 X = (torch.randn(2, 16, 4, 4),)  # an input of small()
 needs_coremltools = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def coremltools():
     return pytest.importorskip(
         "coremltools", reason="coremltools is not installed: the extra coreml"
@@ -184,6 +186,20 @@ class TestWritten:
         dense = [name for name, weight in package.weights.items() if not weight.is_sparse]
         assert [tuple(package.read(name).shape) for name in dense] == [(3, 32)]
         assert os.listdir(tmp_path) == ["a.mlpackage"]
+
+    @pytest.mark.parametrize("pattern", ["2:4", "1:16"])
+    def test_the_program_computes_the_model(self, coremltools, tmp_path, pattern):
+        """As the operators are defined: they are run by torch, from the weights in the file."""
+        model = small(pattern)
+        # Without training a batch norm is nearly the identity.
+        generator = torch.Generator().manual_seed(1)
+        for tensor in (*model[1].parameters(), *model[1].buffers()):
+            if tensor.is_floating_point():
+                tensor.data.uniform_(0.5, 1.5, generator=generator)
+        export_coreml(model, X, tmp_path / "a.mlpackage")
+        x = torch.randn(X[0].shape, generator=generator)
+        found = Program(tmp_path / "a.mlpackage")(x)
+        assert torch.allclose(found, model(x), rtol=1e-4, atol=1e-4)
 
     def test_weights_that_lie_transposed_or_are_experts(self, coremltools, tmp_path):
         class Transposed(nn.Module):
@@ -413,10 +429,16 @@ class TestRead:
 
     pytestmark = needs_coremltools
 
+    @pytest.fixture(scope="class")
+    def written(self, coremltools, tmp_path_factory):
+        path = tmp_path_factory.mktemp("written") / "a.mlpackage"
+        export_coreml(linear(), (torch.randn(1, 32),), path)
+        return path
+
     @pytest.fixture
-    def package(self, coremltools, tmp_path):
-        export_coreml(linear(), (torch.randn(1, 32),), tmp_path / "a.mlpackage")
-        return tmp_path / "a.mlpackage"
+    def package(self, written, tmp_path):
+        """A copy that a test may damage."""
+        return shutil.copytree(written, tmp_path / "a.mlpackage")
 
     def mask_at(self, package):
         """Where the bit mask begins in the file of weights."""
@@ -470,6 +492,31 @@ class TestRead:
         model.save(str(tmp_path / "b.mlpackage"))
         with pytest.raises(ValueError, match="its metadata 'lightning_nm'"):
             verify(tmp_path / "b.mlpackage")
+
+    @pytest.mark.parametrize(
+        ("old", "new"),
+        [
+            ('"plain"', '"sideways"'),
+            ('"plain"', '"experts"'),
+            ('"2:4"', '"2:5"'),
+            ('"2:4"', '"x"'),
+        ],
+    )
+    def test_blocks_that_a_weight_cannot_have(self, coremltools, package, tmp_path, old, new):
+        model = coremltools.models.MLModel(str(package), skip_model_load=True)
+        noted = model.user_defined_metadata["lightning_nm"]
+        assert old in noted
+        model.user_defined_metadata["lightning_nm"] = noted.replace(old, new)
+        model.save(str(tmp_path / "b.mlpackage"))
+        with pytest.raises(ValueError, match=r"of shape \[16, 32\] has no blocks .* in the layout"):
+            verify(tmp_path / "b.mlpackage")
+
+    def test_a_file_of_weights_outside_of_the_package(self, package, tmp_path):
+        file = weights_file(package)
+        file.rename(tmp_path / "weight.bin")
+        file.symlink_to(tmp_path / "weight.bin")
+        with pytest.raises(ValueError, match=r"it has no file 'weights/weight\.bin' of weights"):
+            verify(package)
 
     def test_a_weight_that_the_metadata_names_is_missing(self, coremltools, package, tmp_path):
         model = coremltools.models.MLModel(str(package), skip_model_load=True)

@@ -25,6 +25,7 @@ def coreml_table(report: CoreMLReport) -> Table:
 def coreml_text(report: CoreMLReport, output: str) -> str:
     """One sentence on the file, and one on what was not tried."""
     sparse = sum(weight.is_sparse for weight in report.weights)
+    # A weight that two operators use is counted for both.
     counts = [f"{count} {operator}" for operator, count in report.operators.items()]
     used = f" ({', '.join(counts)})" if counts else ""
     share = report.bytes / report.dense_bytes
@@ -36,9 +37,11 @@ def coreml_text(report: CoreMLReport, output: str) -> str:
 
 
 def _cells(weight: CoreMLWritten) -> tuple[str, ...]:
+    # A weight that the forward does not use is not converted.
     if not weight.name:
         return weight.key, weight.pattern, "", "", "", "not in the program"
-    share = f"{weight.bytes / max(weight.dense_bytes, 1):.3f}"
-    form = "" if weight.is_sparse else "dense: "
     operators = ", ".join(weight.operators)
-    return weight.key, weight.pattern, operators, f"{weight.bytes}", share, f"{form}{weight.name}"
+    share = weight.bytes / weight.dense_bytes
+    form = "" if weight.is_sparse else "dense: "
+    name = f"{form}{weight.name}"
+    return weight.key, weight.pattern, operators, str(weight.bytes), f"{share:.3f}", name
