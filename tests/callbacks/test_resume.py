@@ -35,6 +35,11 @@ RUNS = [  # all pairs of a method, an optimizer and a moment
     for row, method in enumerate(METHODS)
     for column, (name, moment) in enumerate(MOMENTS.items())
 ]
+RUNS += [  # "step" takes Adam alone; by default it and "decaying" are on their way at these moments
+    pytest.param(method, optimizer, *moment, id=f"{name}-{method}", marks=pytest.mark.slow)
+    for method, optimizer in (("s-ste", "sgd"), ("decaying", "sgd"), ("step", "adamw"))
+    for name, moment in MOMENTS.items()
+]
 
 
 @pytest.mark.parametrize(("method", "optimizer", "batch", "accumulate"), RUNS)
