@@ -25,7 +25,8 @@ from lightning_nm.nn.layer import NMLayer
 Decay = Literal["linear", "exponential", "structure"]
 
 FADE = "fade"
-"""The buffer that holds the factor b of pruned entries while they fade, of no axes."""
+"""The buffer with the factor b of pruned entries while they fade, one number: float64 without axes would be traced
+twice."""
 
 
 def narrowing_patterns(pattern: NMPattern) -> tuple[NMPattern, ...]:
@@ -193,7 +194,7 @@ class DecayingMask(STE):
         elif known is None:
             weight = layer.param
             dtype = torch.promote_types(weight.dtype, torch.float32)
-            layer.buffers[FADE] = torch.tensor(factor, dtype=dtype, device=weight.device)
+            layer.buffers[FADE] = torch.tensor([factor], dtype=dtype, device=weight.device)
         else:
             known.fill_(factor)
 

@@ -11,7 +11,7 @@ from lightning_nm.methods.ste import STE
 from lightning_nm.nn.layer import NMLayer
 
 SCALE = "scale"
-"""The buffer that holds the frozen factor of a layer, of no axes."""
+"""The buffer that holds the frozen factor of a layer, one number: float64 without axes would be traced twice."""
 
 
 class SSTE(STE):
@@ -59,7 +59,8 @@ class SSTE(STE):
         if mask is None or SCALE in layer.buffers:
             return
         weight = layer.weight.detach()
-        layer.buffers[SCALE] = least_squares_scale(weight, self._shrunk(layer, weight, mask))
+        scale = least_squares_scale(weight, self._shrunk(layer, weight, mask))
+        layer.buffers[SCALE] = scale.reshape(1)
 
     def forward_weight(self, layer: NMLayer, weight: Tensor) -> Tensor:
         """The scaled soft threshold of the weight; the weight itself in a dense phase."""

@@ -81,7 +81,8 @@ class STEP(STE):
     The second moment is frozen for the weights of this method's layers alone: biases and other layers keep Adam's. The
     state of the optimizer stays an ordinary one, in which ``exp_avg_sq`` does not change any more. While a masked step
     lasts, there is a copy of the second moment and one of the gradient. As long as training is dense, each layer keeps
-    a number for every step of the window.
+    a number for every step of the window. After the switch an optimizer without the state of the dense phase is
+    refused, so a second fit needs ``ckpt_path``.
 
     Args:
         dense_start: The earliest switch: training steps, or a share of them (the paper's 10 %).
@@ -280,7 +281,8 @@ class STEP(STE):
         if second is None:
             raise RuntimeError(
                 f"{type(optimizer).__name__} has no second moment of layer '{layer.name}', whose masks have come: "
-                "train it in the dense phase, resume with the optimizer's state, or give it another method in `rules`"
+                "resume with the state of the optimizer (a second fit makes a new one: give it ckpt_path), or, if the "
+                "layer was frozen until now, give it another method in `rules`"
             )
         second = local_values(second)
         gradient = local_values(parameter.grad)

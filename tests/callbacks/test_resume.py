@@ -37,9 +37,13 @@ RUNS = [  # all pairs of a method, an optimizer and a moment
     for column, (name, moment) in enumerate(MOMENTS.items())
 ]
 RUNS += [
-    # Within a window ExactResume saves the gradients of the model's parameters, which the scale of CAST is not.
     pytest.param(method, "adamw", *MOMENTS[name], id=f"{name}-{method}")
     for method, name in (("slope", "mid-window"), ("rigl", "mid-window"), ("cast", "mid-epoch"))
+]
+RUNS += [  # "step" takes Adam alone; by default it and "decaying" are on their way at these moments
+    pytest.param(method, optimizer, *moment, id=f"{name}-{method}", marks=pytest.mark.slow)
+    for method, optimizer in (("s-ste", "sgd"), ("decaying", "sgd"), ("step", "adamw"))
+    for name, moment in MOMENTS.items()
 ]
 
 

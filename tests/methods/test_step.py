@@ -10,7 +10,9 @@ from torch import nn
 
 from lightning_nm import SRSTE, STEP, NMSparsifier
 from lightning_nm import functional as nmf
+from lightning_nm.callbacks.report.tables import phases
 from lightning_nm.methods.step import window_length
+from lightning_nm.training.phases import finished_phases
 
 BETAS = (0.8, 0.9)  # a window of ten steps
 FORMS = [{"foreach": False}, {"foreach": True}, {"fused": True}]
@@ -406,6 +408,21 @@ def test_each_optimizer_switches_for_its_own_layers():
         sparsifier.step()
     assert sparsifier.layers["0"].masks.has_forward
     assert not sparsifier.layers["2"].masks.has_forward
+
+
+def test_tables_and_warnings_know_the_phases():
+    model = network()
+    sparsifier = attach(model, STEP(dense_start=2, latest=3, dense_end=0.5), planned=10)
+    assert phases(sparsifier) == [
+        "STEP: masks at the latest from training step 3 to 5; the model is dense after that"
+    ]
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    sparsifier.register(optimizer)
+    layers = list(sparsifier.layers.values())
+    train(model, sparsifier, optimizer, range(4))
+    assert finished_phases(layers) == []
+    train(model, sparsifier, optimizer, range(4, 5))
+    assert finished_phases(layers) == ["STEP is in the dense phase that began at training step 5"]
 
 
 def test_the_length_of_the_window():
