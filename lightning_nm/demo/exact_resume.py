@@ -1,9 +1,10 @@
 """ExactResume: the parts of an exact resume that Lightning's checkpoints do not hold."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_nm.callbacks.rng_state import RNGState
 
@@ -47,7 +48,7 @@ class ExactResume(RNGState):
         ):
             checkpoint["exact_resume_gradients"] = {
                 name: parameter.grad.detach().clone()
-                for name, parameter in pl_module.named_parameters()
+                for name, parameter in _parameters(trainer, pl_module)
                 if parameter.grad is not None
             }
 
@@ -63,7 +64,20 @@ class ExactResume(RNGState):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restore gradients and random states, after the sanity check and before the first batch."""
         gradients, self._gradients = self._gradients, {}
-        for name, parameter in pl_module.named_parameters():
+        for name, parameter in _parameters(trainer, pl_module):
             if name in gradients:
                 parameter.grad = gradients[name].to(parameter.device)
         super().on_train_start(trainer, pl_module)
+
+
+def _parameters(trainer: Trainer, pl_module: LightningModule) -> Iterator[tuple[str, nn.Parameter]]:
+    """The model's parameters by name, then those that methods own, by their places: optimizers alone hold these."""
+    known = set()
+    for name, parameter in pl_module.named_parameters():
+        known.add(id(parameter))
+        yield name, parameter
+    for k, optimizer in enumerate(trainer.optimizers):
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for place, parameter in enumerate(held):
+            if id(parameter) not in known:
+                yield f"optimizers.{k}.{place}", parameter
