@@ -37,7 +37,7 @@ slow: .venv/.dev .venv/.others
 ## Run the tests of exports by ExecuTorch and Vela, in .venv-ethos (2 GB with torch's build for CPUs).
 ethos: BIN := .venv-ethos/bin
 ethos: .venv-ethos/.dev
-	$(PYTEST) -m 'not gpu' tests/export/executorch tests/docs/test_ethos_u85.py
+	$(PYTEST) -m 'not gpu' tests/export/executorch_programs tests/docs/test_ethos_u85.py
 
 ## Run the test suite and the slow tests together.
 test-all: .venv/.dev .venv/.others

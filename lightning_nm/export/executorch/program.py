@@ -104,7 +104,8 @@ def export_executorch(
 
     The model is traced for the shapes of the example, quantised with one scale for each output channel of a weight,
     and calibrated. For an Ethos-U85 Vela compiles it twice, as it is and with dense weights in place of the zeros, and
-    the result has the estimates of both. For ``"cpu"`` XNNPACK runs it, and it is compared with torch on the example.
+    the result has the estimates of both. For ``"cpu"`` XNNPACK runs it, and it is compared with torch on the first
+    input of the calibration.
 
     Args:
         model: A module with N:M weights that is not packed; it is exported in evaluation mode and not changed.
@@ -127,6 +128,10 @@ def export_executorch(
         OSError: If the file cannot be written. Nothing is written on any of these.
     """
     check_target(target)
+    is_tuple = isinstance(example_inputs, tuple) and bool(example_inputs)
+    if not is_tuple or not all(isinstance(each, Tensor) for each in example_inputs):
+        kind = type(example_inputs).__name__
+        raise ValueError(f"example_inputs must be a tuple of the model's input tensors, got {kind}")
     if calibration is None:
         raise ValueError(
             "int8 scales are chosen from data: give calibration=, a few batches of real inputs, such as a DataLoader"
@@ -151,7 +156,7 @@ def export_executorch(
         in_float |= _weights_on_cpu(quantized, lowered)
         _require_int8(in_float, target, allow_float)
         if target == "cpu":
-            difference = _difference(quantized_graph, lowered, example_inputs)
+            difference = _difference(quantized_graph, lowered, inputs[0])
             with replacing(Path(path)) as new:
                 new.write_bytes(lowered.content)
             return ExecutorchExport(
@@ -251,16 +256,16 @@ def _reason(layer: QuantizedLayer) -> str:
     return reason
 
 
-def _difference(graph: GraphModule, lowered: Lowered, example: tuple[Tensor, ...]) -> float:
+def _difference(graph: GraphModule, lowered: Lowered, inputs: tuple[Tensor, ...]) -> float:
     """The largest difference of the runtime's outputs and those of the quantised model in torch.
 
     Raises:
         RuntimeError: If it is not a rounding of int8 values.
     """
     with torch.no_grad():
-        outputs = graph(*example)
+        outputs = graph(*inputs)
     expected = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
-    found = outputs_of(lowered.content, example)
+    found = outputs_of(lowered.content, inputs)
     worst = 0.0
     for one, other in zip(found, expected, strict=True):
         largest = other.double().abs().max().clamp_min(1e-30)

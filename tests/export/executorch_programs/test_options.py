@@ -63,6 +63,8 @@ def test_the_function_refuses_what_the_command_does(tmp_path):
     path = tmp_path / "model.pte"
     with pytest.raises(ValueError, match="did you mean"):
         export_executorch(nn.Linear(8, 8), path, example, target="ethosu85-256", calibration=[])
+    with pytest.raises(ValueError, match="tuple of the model's input tensors, got Tensor"):
+        export_executorch(nn.Linear(8, 8), path, example[0], calibration=[example])
     with pytest.raises(ValueError, match="give calibration="):
         export_executorch(nn.Linear(8, 8), path, example, calibration=None)
     with pytest.raises(ImportError, match=r"lightning-nm\[ethos-u\]"):

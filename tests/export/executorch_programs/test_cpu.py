@@ -13,8 +13,8 @@ from lightning_nm.export import export_executorch
 from lightning_nm.export.executorch import program
 from lightning_nm.export.executorch.lowering import outputs_of
 from tests.commands.doctor.runs import write
-from tests.export.executorch.nets import images, sparse_conv_net
-from tests.export.executorch.test_options import CONFIG
+from tests.export.executorch_programs.nets import images, sparse_conv_net
+from tests.export.executorch_programs.test_options import CONFIG
 from tests.support.lightning_models import Data, callback, make_trainer, new_model
 
 # ExecuTorch and torchao warn of each other's deprecated names.
@@ -56,7 +56,7 @@ def test_a_runtime_that_computes_something_else(tmp_path, monkeypatch):
 
 
 MODULE = """
-from tests.export.executorch.nets import ConvNet
+from tests.export.executorch_programs.nets import ConvNet
 
 class Net(ConvNet):
     def __init__(self):

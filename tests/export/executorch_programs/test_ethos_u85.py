@@ -12,7 +12,7 @@ pytest.importorskip("ethosu", reason="ethos-u-vela is not installed: make ethos"
 
 from lightning_nm.export import export_executorch
 from lightning_nm.functional import nm_prune
-from tests.export.executorch.nets import images, sparse_conv_net
+from tests.export.executorch_programs.nets import images, sparse_conv_net
 
 # ExecuTorch and torchao warn of each other's deprecated names.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
