@@ -116,8 +116,8 @@ def export_coreml(
     weight that the program holds must be N:M there. The program is not run, because only macOS can run it.
 
     Args:
-        model: Any module without installed masks and packed layers. It is exported in evaluation mode, and in float32:
-            a model of another dtype is copied.
+        model: Any module without installed masks and packed layers. It is exported in evaluation mode, in float32 (a
+            model of another dtype is copied), and without the cache that decoders of ``transformers`` return.
         example: Inputs, positional tensors. The shapes of the program are these, and cannot vary.
         output: The package, ``.mlpackage``; it must not exist.
         pattern: The pattern of the weights to store as sparse; by default each weight has its own.
@@ -166,7 +166,7 @@ def export_coreml(
     matrices = {key: each.reason for key, each in found.items() if weights[key].dim() >= 2}
     refuse_empty(sparse, matrices, f"no weight of {kind} is {given or 'N:M'} sparse")
 
-    with evaluation(model):
+    with evaluation(model), _without_cache(model):
         program = _traced(model, example)
     # Constants keep the names of the program's inputs, with a suffix where they were rounded.
     rounded = "_to_fp16" if precision == "float16" else ""
@@ -227,6 +227,21 @@ def _in_float32(model: nn.Module) -> nn.Module:
         return model
     # bfloat16 and float16 are exact in float32; the user's model stays as it is.
     return copy.deepcopy(model).float().cpu()
+
+
+@contextmanager
+def _without_cache(model: nn.Module) -> Iterator[None]:
+    """Let a decoder of ``transformers`` return no cache of keys and values, which is an object and no tensor."""
+    config = getattr(model, "config", None)
+    use_cache = getattr(config, "use_cache", None)
+    if config is None or use_cache is None:
+        yield
+        return
+    config.use_cache = False
+    try:
+        yield
+    finally:
+        config.use_cache = use_cache
 
 
 def _traced(model: nn.Module, example: tuple[Any, ...]) -> Any:

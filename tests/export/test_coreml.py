@@ -354,6 +354,24 @@ class TestCommand:
         assert main([*words, "-o", str(tmp_path / "b.mlpackage"), "--pattern", "1:8"]) == 2
         assert "no weight of Small is 1:8 sparse: 'weight': " in capsys.readouterr().err
 
+    def test_a_decoder_of_transformers(self, coremltools, tmp_path):
+        transformers = pytest.importorskip("transformers")
+        settings = {"n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 64, "n_positions": 16}
+        config = transformers.GPT2Config(**settings, bos_token_id=0, eos_token_id=0)
+        model = transformers.GPT2LMHeadModel(config).eval()
+        for name, parameter in model.named_parameters():
+            if ".c_" in name and parameter.dim() == 2:
+                parameter.data = nm_prune(parameter.data, "1:16", 0)
+        model.save_pretrained(tmp_path / "in")
+        output = tmp_path / "a.mlpackage"
+        words = ["--model", "transformers.GPT2LMHeadModel", "--input", "1x8:int64"]
+        assert (
+            main(["export", str(tmp_path / "in"), "--to", "coreml", "-o", str(output), *words]) == 0
+        )
+        verdicts = verify(output).verdicts
+        assert len(verdicts) == 4
+        assert {(each.verdict, each.density) for each in verdicts} == {("N:M", 1 / 16)}
+
 
 class Branches(nn.Module):
     """Python decides by a value."""
