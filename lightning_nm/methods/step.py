@@ -74,9 +74,9 @@ class STEP(STE):
     2. STE, and :math:`W \leftarrow W - \eta \hat m_t / (\sqrt{v^*} + \epsilon)`, with the first moment of the masked
        gradients and :math:`v^* = v_T / (1 - \beta_2^T)` of the switch. Weight decay is the optimizer's own.
 
-    An entry whose gradient was zero until the switch, as of a ReLU that was never active, has :math:`v^* = 0`, and steps by
-    :math:`\eta \hat m / \epsilon` once it has one. A larger ``eps`` of the optimizer, such as 1e-6, bounds that; a late
-    ``dense_start`` makes it rare.
+    An entry whose gradient was zero until the switch, as of a ReLU that was never active, has :math:`v^* = 0`, and
+    steps by :math:`\eta \hat m / \epsilon` once it has one. A larger ``eps`` of the optimizer, such as 1e-6, bounds
+    that; a later ``dense_start`` makes it rare.
 
     The second moment is frozen for the weights of this method's layers alone: biases and other layers keep Adam's. The
     state of the optimizer stays an ordinary one, in which ``exp_avg_sq`` does not change any more. While a masked step

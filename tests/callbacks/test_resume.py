@@ -37,14 +37,8 @@ RUNS = [  # all pairs of a method, an optimizer and a moment
     for column, (name, moment) in enumerate(MOMENTS.items())
 ]
 RUNS += [
-RUNS += [
     pytest.param(method, "adamw", *MOMENTS["mid-window"], id=f"mid-window-{method}")
     for method in ("slope", "rigl", "cast")
-]
-RUNS += [  # "step" takes Adam alone; by default it and "decaying" are on their way at these moments
-    pytest.param(method, optimizer, *moment, id=f"{name}-{method}", marks=pytest.mark.slow)
-    for method, optimizer in (("s-ste", "sgd"), ("decaying", "sgd"), ("step", "adamw"))
-    for name, moment in MOMENTS.items()
 ]
 RUNS += [  # "step" takes Adam alone; by default it and "decaying" are on their way at these moments
     pytest.param(method, optimizer, *moment, id=f"{name}-{method}", marks=pytest.mark.slow)
