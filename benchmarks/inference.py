@@ -108,8 +108,8 @@ def variants(model: Network, folder: Path, ids: Tensor) -> Iterator[tuple[str, R
     yield from other_runtimes(model, folder, ids)
     for pattern in PATTERNS:
         for name, dtype in {**DTYPES, "int8": torch.bfloat16}.items():
-            values = "int8" if name == "int8" else None
-            packed = pack(pruned(model, pattern).to(dtype), dtype=values)
+            sparse = pruned(model, pattern).to(dtype)
+            packed = pack(sparse, dtype="int8") if name == "int8" else pack(sparse)
             file = folder / f"packed-{pattern.replace(':', '-')}-{name}.safetensors"
             if not file.exists():
                 save_packed(packed, file)

@@ -105,8 +105,9 @@ def _mark_calls() -> None:
     evolution._run = _in_range(_MASK_RANGE, evolution._run)
     for layout in (PermuteLayout, CsrLayout):
         layout.values = _in_range(_LAYOUT_RANGE, layout.values)  # type: ignore[method-assign]
-        make = _in_range(_LAYOUT_RANGE, layout.of.__func__)  # type: ignore[attr-defined]
-        layout.of = classmethod(make)  # type: ignore[assignment, method-assign]
+        # The function of a class method, which gets the class as its first argument.
+        make: Any = vars(layout)["of"].__func__
+        setattr(layout, "of", classmethod(_in_range(_LAYOUT_RANGE, make)))  # noqa: B010
 
 
 def measure(width: int, method: str, pattern: str, precision: Precision, steps: int) -> Any:

@@ -71,6 +71,7 @@ class STE(MaskMethod):
     def select(self, layer: NMLayer) -> None:
         """Select the masks from the weight as it is now."""
         pattern = self.current_pattern(layer)
+        assert pattern is not None  # the masks of this class always hold to one
         if layer.spec.forward_reason or keep_largest(layer, pattern):
             return
         mask = layer.view.by_rows(lambda rows: magnitude_mask(rows, pattern, dim=1))
