@@ -39,7 +39,7 @@ METHODS = {
     "bame": lambda: BAME(stop=14, every=3, budget=1.0, evidence_rate=0.5),
     "bame-bi-mask": lambda: BAME(stop=14, every=3, budget=1.0, evidence_rate=0.5, dgrad="bi-mask"),
     "s-ste": SSTE,
-    "decaying": lambda: DecayingMask(stop=3),
+    "decaying": lambda: DecayingMask(stop=2),
 }
 # The changes of one shard alone would be below the threshold; those of all are above it, up to the latest step.
 ADAM_METHODS = {"step": lambda: STEP(dense_start=2, latest=6, threshold=7e-8)}
@@ -177,9 +177,9 @@ def test_sharded_weights_train_as_whole_ones(tmp_path, world):
             except AssertionError as error:
                 raise AssertionError(f"{method}, {options}: {error}") from error
             assert_equal(found[k], everyone[0][k], tolerance=0)
-        assert method == "asp" or all(layer["total_flips"] for layer in alone[1].values()), (
-            "masks moved"
-        )
+        # The masks of "step" come late, when few of the smallest layer's entries still move.
+        moving = [layer for layer in alone[1].values() if layer["total_flips"]]
+        assert method == "asp" or len(moving) == len(alone[1]) or (method == "step" and moving)
 
 
 def resumed_runs(runs, folder, devices):
