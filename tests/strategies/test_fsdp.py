@@ -44,7 +44,7 @@ METHODS = {
     "bame": lambda: BAME(stop=14, every=3, budget=1.0, evidence_rate=0.5),
     "bame-bi-mask": lambda: BAME(stop=14, every=3, budget=1.0, evidence_rate=0.5, dgrad="bi-mask"),
     "s-ste": SSTE,
-    "decaying": lambda: DecayingMask(stop=3),
+    "decaying": lambda: DecayingMask(stop=2),
 }
 # The changes of one shard alone would be below the threshold; those of all are above it, up to the latest step.
 ADAM_METHODS = {"step": lambda: STEP(dense_start=2, latest=6, threshold=7e-8)}
@@ -182,8 +182,11 @@ def test_sharded_weights_train_as_whole_ones(tmp_path, world):
             except AssertionError as error:
                 raise AssertionError(f"{method}, {options}: {error}") from error
             assert_equal(found[k], everyone[0][k], tolerance=0)
-        moved = all(layer["total_flips"] for layer in alone[1].values())
-        assert moved or method in FIRST_MASKS_STAY
+        moving = [layer for layer in alone[1].values() if layer["total_flips"]]
+        if method == "step":
+            assert moving  # its masks come late, when few of the smallest layer's entries still move
+        else:
+            assert len(moving) == len(alone[1]) or method in FIRST_MASKS_STAY
 
 
 def resumed_runs(runs, folder, devices):
