@@ -14,7 +14,12 @@ PAGE = ROOT / "docs" / "extend" / "method.md"
 BEGIN = "<!-- `python -m tools.hooks` writes what follows. -->\n"
 END = "<!-- end of the lists -->\n"
 # What the package asks, and no method defines.
-NOT_HOOKS = {"defined_hooks", "has_own_backward_weight"}
+NOT_HOOKS = {
+    "changes_pattern",
+    "defined_hooks",
+    "has_own_backward_weight",
+    "has_training_weight",
+}
 
 
 def members() -> list[ast.stmt]:
@@ -52,6 +57,7 @@ def flags() -> Iterator[tuple[str, str, str]]:
             isinstance(node, ast.AnnAssign)
             and isinstance(after, ast.Expr)
             and isinstance(after.value, ast.Constant)
+            and ast.unparse(node.target) not in NOT_HOOKS
         ):
             meaning = " ".join(plain(str(after.value.value)).split())
             yield ast.unparse(node.target), ast.unparse(node.value) if node.value else "", meaning

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -95,11 +95,15 @@ class Method:
     without another compiled graph."""
     headline: str = "kept_magnitude"
     """The statistic for progress bars: one of the sparsifier's or the method's own."""
+    has_training_weight: ClassVar[bool] = False
+    """Whether a subclass overrides :meth:`training_weight`; set by the class itself."""
     fixed: tuple[str, ...] = ()
     """Settings that a saved state depends on: resuming with other values is refused."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        # A plain attribute: compiled graphs read it.
+        cls.has_training_weight = cls.training_weight is not Method.training_weight
         for name, replacement in _REPLACED_HOOKS.items():
             if callable(getattr(cls, name, None)):
                 raise TypeError(
@@ -157,11 +161,6 @@ class Method:
         """Whether the class makes W_B in another way than W_F, and than by a backward mask."""
         inherited = (Method.backward_weight, MaskMethod.backward_weight)
         return type(self).backward_weight not in inherited
-
-    @property
-    def has_training_weight(self) -> bool:
-        """Whether training uses other values than W_F and W_B, see :meth:`training_weight`."""
-        return type(self).training_weight is not Method.training_weight
 
     @property
     def changes_pattern(self) -> bool:
