@@ -30,7 +30,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -106,7 +106,7 @@ def variants(model: Network, folder: Path, ids: Tensor) -> Iterator[tuple[str, R
     yield from other_runtimes(model, folder, ids)
     for pattern in PATTERNS:
         for name, dtype in {**DTYPES, "int8": torch.bfloat16}.items():
-            values = "int8" if name == "int8" else None
+            values: Literal["int8"] | None = "int8" if name == "int8" else None
             packed = pack(pruned(model, pattern).to(dtype), dtype=values)
             file = folder / f"packed-{pattern.replace(':', '-')}-{name}.safetensors"
             if not file.exists():
