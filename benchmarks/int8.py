@@ -13,6 +13,7 @@ import copy
 import math
 import statistics
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -62,9 +63,9 @@ def packed_variants(model: nn.Module) -> dict[str, nn.Module]:
     found = {}
     for name in LAYERS:
         dtype = torch.bfloat16 if name.endswith("bfloat16") else torch.float32
-        values = "int8" if name.startswith("int8") else None
+        values: Literal["int8"] | None = "int8" if name.startswith("int8") else None
         own = copy.deepcopy(model).to(dtype)
-        found[name] = pack(own, dtype=values, kernels="sparse")  # type: ignore[arg-type]
+        found[name] = pack(own, dtype=values, kernels="sparse")
     return found
 
 
