@@ -133,9 +133,19 @@ OPTIMIZERS = {
     "adam-amsgrad": lambda p: torch.optim.Adam(p, 1e-2, amsgrad=True),
     "rmsprop": lambda p: torch.optim.RMSprop(p, 1e-3),
     "adafactor": lambda p: torch.optim.Adafactor(p, 1e-2),
+    # For STEP: entries without a gradient in its few dense steps have a frozen second moment of 0.
+    "adam-wide": lambda p: torch.optim.Adam(p, 1e-2, eps=1e-2, weight_decay=0.1),
+    "adamw-wide": lambda p: torch.optim.AdamW(p, 1e-2, eps=1e-2),
 }
 
-OWN_BACKWARD = {"bi-mask", "bi-mask-phases", "transposable", "bame-bi-mask"}
+OWN_BACKWARD = {
+    "bi-mask",
+    "bi-mask-phases",
+    "transposable",
+    "bame-bi-mask",
+    "slope",
+    "slope-late",
+}
 """Methods that make a backward weight of their own."""
 
 ENTRYWISE = OPTIMIZERS.keys() - {"rmsprop", "adafactor"}
@@ -144,7 +154,7 @@ TAKEN = {
     "bame": ENTRYWISE,
     "rigl": ENTRYWISE,
     "cast": {"adamw", "adam-amsgrad"},
-    "step": {"adam", "adamw"},
+    "step": {"adam-wide", "adamw-wide"},
 }
 """By the beginning of a method's name, the optimizers that it takes, if not all."""
 

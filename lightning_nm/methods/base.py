@@ -47,6 +47,20 @@ def check_option(name: str, value: str, *options: str) -> None:
         raise ValueError(f"{name}={value!r} is unknown: use {' or '.join(map(repr, options))}")
 
 
+def refuse_tensor_parallel(layer: NMLayer, what: str) -> None:
+    """Raise a ``ValueError`` if each process multiplies by its own part of the weight, for a method that needs all.
+
+    Args:
+        layer: The layer.
+        what: What the method needs the whole weight for, a noun phrase.
+    """
+    if layer.spec.tensor_parallel:
+        raise ValueError(
+            f"tensor parallelism cuts the weight of layer '{layer.name}', but {type(layer.spec.method).__name__} has "
+            f"{what}: use DDP, name the layer in `exclude`, or use another method"
+        )
+
+
 class Method:
     """A method decides the values W_F and W_B that a layer's GEMMs use, when masks move, and how dW reaches W.
 

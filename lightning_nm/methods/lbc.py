@@ -16,7 +16,7 @@ from lightning_nm.functional.evolution import as_blocks, from_blocks
 from lightning_nm.functional.pattern import NMPattern
 from lightning_nm.functional.schedule import Moment, check_moment, resolve_moment
 from lightning_nm.functional.select import mask_, masked
-from lightning_nm.methods.base import MaskMethod
+from lightning_nm.methods.base import MaskMethod, refuse_tensor_parallel
 from lightning_nm.nn.layer import NMLayer
 
 SCORES = "scores"
@@ -94,7 +94,7 @@ class LBC(MaskMethod):
         layer.buffers.clear()
         if layer.spec.forward_reason:
             return
-        layer.refuse_tensor_parallel("scores of all blocks")
+        refuse_tensor_parallel(layer, "scores of all blocks")
         patterns = patterns_of_layer(layer.name, layer.pattern)
         count, m = patterns.shape
         rows = layer.view.rows_shape(layer.weight)

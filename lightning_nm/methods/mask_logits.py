@@ -21,7 +21,7 @@ from lightning_nm.functional.gumbel import (
     soft_choice_gradient,
 )
 from lightning_nm.functional.schedule import Moment, check_moment, resolve_moment
-from lightning_nm.methods.base import MaskMethod
+from lightning_nm.methods.base import MaskMethod, refuse_tensor_parallel
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.layer.names import key_of_layer
 
@@ -145,7 +145,7 @@ class MaskLogits(MaskMethod):
         layer.buffers.clear()
         if layer.spec.forward_reason:
             return
-        layer.refuse_tensor_parallel("logits of all blocks")
+        refuse_tensor_parallel(layer, "logits of all blocks")
         patterns = patterns_of_layer(layer.name, layer.pattern)
         weight = layer.weight.detach()
         rows = layer.view.rows(weight)

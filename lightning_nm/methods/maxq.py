@@ -15,7 +15,7 @@ from lightning_nm.functional.pattern import NMPattern
 from lightning_nm.functional.schedule import Moment, check_moment, resolve_moment
 from lightning_nm.functional.select import masked
 from lightning_nm.functional.soft_axes import axis_thresholds, share_left, soft_factor
-from lightning_nm.methods.base import check_option
+from lightning_nm.methods.base import check_option, refuse_tensor_parallel
 from lightning_nm.methods.ste import SRSTE, DecayAt
 from lightning_nm.nn.layer import NMLayer
 
@@ -116,7 +116,7 @@ class MaxQ(SRSTE):
 
     def init_masks(self, layer: NMLayer) -> None:
         """Select the first masks and thresholds."""
-        layer.refuse_tensor_parallel("thresholds of whole filters")
+        refuse_tensor_parallel(layer, "thresholds of whole filters")
         layer.set_masks(None)
         layer.buffers.clear()
         self.select(layer)

@@ -14,6 +14,7 @@ from lightning_nm.functional.allocation import retained_magnitudes
 from lightning_nm.functional.budget import Candidates, Choice, all_patterns, choose_patterns
 from lightning_nm.functional.pattern import AutoPattern, NMPattern
 from lightning_nm.nn.layer import NMLayer
+from lightning_nm.nn.layer.layer import set_pattern
 from lightning_nm.nn.layer.state import saved_pattern
 from lightning_nm.nn.selection.selection import Selection
 from lightning_nm.training.macs import example_macs
@@ -105,7 +106,7 @@ class PatternChoice:
     def _set(self, choices: dict[str, Choice]) -> None:
         self.choices = choices
         for layer in self._budgeted():
-            layer.set_pattern(NMPattern.parse(choices[layer.name].pattern))
+            set_pattern(layer, NMPattern.parse(choices[layer.name].pattern))
 
     def _chosen(self) -> dict[str, Choice]:
         """Return what would be chosen now."""
@@ -170,7 +171,7 @@ def adopt_patterns(
         # Blocks of another length are another model, which the check of the state explains.
         if pattern != layer.pattern and pattern.m == layer.pattern.m:
             replaced[layer] = layer.pattern
-            layer.set_pattern(pattern)
+            set_pattern(layer, pattern)
     return replaced
 
 
@@ -184,7 +185,7 @@ def adopted_patterns(
         yield
     except BaseException:
         for layer, pattern in replaced.items():
-            layer.set_pattern(pattern)
+            set_pattern(layer, pattern)
         raise
 
 

@@ -184,7 +184,9 @@ def test_sharded_weights_train_as_whole_ones(tmp_path, world):
             assert_equal(found[k], everyone[0][k], tolerance=0)
         moving = [layer for layer in alone[1].values() if layer["total_flips"]]
         if method == "step":
-            assert moving  # its masks come late, when few of the smallest layer's entries still move
+            assert (
+                moving
+            )  # its masks come late, when few of the smallest layer's entries still move
         else:
             assert len(moving) == len(alone[1]) or method in FIRST_MASKS_STAY
 

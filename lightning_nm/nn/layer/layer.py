@@ -257,19 +257,6 @@ class NMLayer(HasHandle):
             found += self.buffers.values()
         return [*found, *self.parameters.values()]
 
-    def set_pattern(self, pattern: NMPattern) -> None:
-        """Take another N, before masks are chosen or loaded.
-
-        Raises:
-            ValueError: If the blocks have another length, on which it depends whether a layer can be masked.
-        """
-        if pattern.m != self.pattern.m:
-            raise ValueError(
-                f"layer '{self.name}' has blocks of {self.pattern.m}, so it cannot become {pattern}"
-            )
-        self.spec = replace(self.spec, pattern=pattern)
-        self.experts.clear()  # they hold copies of the spec
-
     def to_weight_device(self) -> None:
         """Move the layer's tensors to the weight's device."""
         device = self.param.device
@@ -287,18 +274,6 @@ class NMLayer(HasHandle):
             setattr(other, name, part)
         return other
 
-    def refuse_tensor_parallel(self, what: str) -> None:
-        """Raise a ``ValueError`` if each process multiplies by its own part of the weight, for a method that needs all.
-
-        Args:
-            what: What the method needs the whole weight for, a noun phrase.
-        """
-        if self.spec.tensor_parallel:
-            raise ValueError(
-                f"tensor parallelism cuts the weight of layer '{self.name}', but {type(self.spec.method).__name__} has "
-                f"{what}: use DDP, name the layer in `exclude`, or use another method"
-            )
-
     def adopt(self, other: NMLayer) -> None:
         """Take over the masks, buffers and parameters of a copy; known parameters are written in place."""
         self.masks = other.masks
@@ -310,3 +285,17 @@ class NMLayer(HasHandle):
                     self.parameters[name].copy_(parameter)
                 else:
                     self.parameters[name] = parameter
+
+
+def set_pattern(layer: NMLayer, pattern: NMPattern) -> None:
+    """Give a layer another N, before its masks are chosen or loaded.
+
+    Raises:
+        ValueError: If the blocks have another length, on which it depends whether a layer can be masked.
+    """
+    if pattern.m != layer.pattern.m:
+        raise ValueError(
+            f"layer '{layer.name}' has blocks of {layer.pattern.m}, so it cannot become {pattern}"
+        )
+    layer.spec = replace(layer.spec, pattern=pattern)
+    layer.experts.clear()  # they hold copies of the spec
