@@ -1,4 +1,4 @@
-"""Tables of ``python -m benchmarks.cpu``, on the two CPUs that were measured."""
+"""Tables of ``python -m benchmarks.cpu``, on the CPUs that were measured."""
 
 from __future__ import annotations
 
@@ -8,6 +8,13 @@ from typing import Any
 from benchmarks.tables.markdown import Tables, read_json, table, time_text
 
 XEON, EPYC = "cpu-xeon-avx512.json", "cpu-epyc-avx512-bf16.json"
+SECOND_EPYC = "cpu-epyc-2-avx512-bf16.json"
+STEPS = {
+    "Intel Xeon, AVX-512": XEON,
+    "AMD EPYC, AVX512_BF16": EPYC,
+    "a second EPYC": SECOND_EPYC,
+}
+"""The CPUs that whole steps were measured on."""
 SPARSE = ("cpu-permute", "cpu-csr")
 _FLOAT = "float32"
 _ALL = "products, few, pack, auto 1 thread"
@@ -44,18 +51,17 @@ def steps(file: str, part: str) -> str:
 
 
 def steps_summary() -> str:
-    """The gain of a whole training step on both CPUs."""
-    gains: dict[tuple[str, str, int], list[str]] = {}
-    for file in (XEON, EPYC):
+    """The gain of a whole training step on each CPU."""
+    gains: dict[tuple[str, str, int], dict[str, str]] = {}
+    for cpu, file in STEPS.items():
         for row in read_json(file)["steps 2 threads"]["steps"]:
-            gains.setdefault((row["method"], row["pattern"], row["width"]), []).append(
-                f"{row['gain']:.2f}x"
-            )
-    rows = [
-        [f"`{method}`", pattern, str(width), *found]
-        for (method, pattern, width), found in gains.items()
-    ]
-    return table(["method", "N:M", "width", "Intel Xeon, AVX-512", "AMD EPYC, AVX512_BF16"], rows)
+            case = (row["method"], row["pattern"], row["width"])
+            gains.setdefault(case, {})[cpu] = f"{row['gain']:.2f}x"
+    rows = []
+    for (method, pattern, width), of_cpu in gains.items():
+        found = [of_cpu.get(cpu, "-") for cpu in STEPS]
+        rows.append([f"`{method}`", pattern, str(width), *found])
+    return table(["method", "N:M", "width", *STEPS], rows)
 
 
 def products_summary() -> str:
@@ -218,6 +224,7 @@ TABLES: Tables = {
     "xeon-pack": partial(pack, XEON, "products 1 thread"),
     "xeon-peers": partial(peers, XEON, "peers 1 thread"),
     "epyc-steps": partial(steps, EPYC, "steps 2 threads"),
+    "epyc-2-steps": partial(steps, SECOND_EPYC, "steps 2 threads"),
     "epyc-products-bfloat16": partial(products, EPYC, _ALL, "bfloat16"),
     "epyc-products": partial(products, EPYC, _ALL, _FLOAT),
     "epyc-convolutions": partial(convolutions, EPYC, "convolutions 1 thread"),
