@@ -106,7 +106,12 @@ FACTS = (
         }
         | {"torchao": "yes"},
     ),
-    Fact("quantisation", "quantises the pruned model", True, {"modelopt": "yes", "torchao": "yes"}),
+    Fact(
+        "quantisation",
+        "quantises the pruned model",
+        True,
+        {"lightning_nm": "yes", "modelopt": "yes", "torchao": "yes"},
+    ),
 )
 
 
