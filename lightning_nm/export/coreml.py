@@ -47,7 +47,7 @@ _SPARSIFIED = "_sparsified"
 class CoreMLWritten(NamedTuple):
     """An N:M weight of the model, as it was read back from the package.
 
-    Args:
+    Attributes:
         key: In the model's state dict.
         pattern: That the weight in the file has been checked against.
         name: In the file; empty if the program has no such weight.
@@ -71,7 +71,7 @@ class CoreMLWritten(NamedTuple):
 class CoreMLReport(NamedTuple):
     """The result of :func:`export_coreml`.
 
-    Args:
+    Attributes:
         bytes: Of all files of the package.
         dense_bytes: Of the same model with dense weights.
         weights: The N:M weights of the model.
