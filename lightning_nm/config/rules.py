@@ -211,6 +211,7 @@ def _general_rule(
         dgrad=resolve_dgrad(dgrad),
     )
     _check_dgrad(rule)
+    _check_auto(rule)
     return rule
 
 
@@ -286,7 +287,18 @@ def _parse_rule(
     globs = as_globs(spec["include"], "include")
     rule = Rule(globs, pattern, method, estimator, layout, dgrad=dgrad, auto=auto)
     _check_dgrad(rule)
+    _check_auto(rule)
     return rule
+
+
+def _check_auto(rule: Rule) -> None:
+    """Refuse a budget for a method that plans by the pattern before it is chosen, by a ``ValueError``."""
+    if rule.auto is None or not rule.method.needs_given_pattern:
+        return
+    raise ValueError(
+        f"pattern='{rule.auto}' chooses N when masks begin, but {rule.method!r} plans by the pattern from the first "
+        "step on: give a pattern such as '2:4' (in one of the `rules`, too), or use another method, such as 'sr-ste'"
+    )
 
 
 def _pattern_of_rule(spec: Mapping[str, Any]) -> NMPattern:

@@ -85,6 +85,8 @@ class Method:
     """How long training stays dense before the first masks, for a method that can: training steps, or a share."""
     dense_end: Moment = 0
     """How long it is dense again at the end, likewise."""
+    needs_given_pattern: bool = False
+    """Whether the method plans by the pattern before masks begin, so that N cannot be chosen then (``"auto:0.5"``)."""
     may_start_early: bool = False
     """Whether masks may come before the first step of :meth:`sparse_window`, which is then the latest."""
     uses_masks: bool = False

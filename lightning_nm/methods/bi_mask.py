@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_nm.functional import backward_mask, magnitude_mask, search_permutation
+from lightning_nm.functional.masks import checked_permutation
 from lightning_nm.functional.permutation import Criterion, Search
 from lightning_nm.functional.schedule import Moment
 from lightning_nm.kernels.cpu import evolution
@@ -127,6 +128,8 @@ class BiMask(SRSTE):
             return False
         if not evolution.runs(weight, masks.bits):
             return False
+        # A saved state may be damaged, and the library reads and writes wherever the permutation says.
+        checked_permutation(masks.permutation, rows, layer.spec.groups)
         n, m = layer.pattern.n, layer.pattern.m
         flips = evolution.keep_largest(grid, n, weight, masks.bits)
         due = layer.progress.crossed(self.permute_every, self.first_search)

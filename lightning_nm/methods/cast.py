@@ -84,6 +84,7 @@ class CAST(MaskMethod):
     """
 
     short_name = "cast"
+    needs_given_pattern = True  # entries decay by it long before the masks begin
     restores_masks = True
     selects_entries = False
     passes_read_buffers = False

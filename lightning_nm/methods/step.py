@@ -70,7 +70,8 @@ class STEP(STE):
 
     1. Dense Adam. :math:`Z_t = \mathrm{mean} |v_t - v_{t-1}|` over the entries of all layers of one optimizer, or the
        geometric mean. The switch comes when the average of Z over the last :math:`\lfloor 1 / (1 - \beta_2) \rfloor`
-       steps is below the threshold, at the earliest after ``dense_start`` and at the latest after ``latest``.
+       steps, or over those known so far, is below the threshold, at the earliest after ``dense_start`` and at the
+       latest after ``latest``.
     2. STE, and :math:`W \leftarrow W - \eta \hat m_t / (\sqrt{v^*} + \epsilon)`, with the first moment of the masked
        gradients and :math:`v^* = v_T / (1 - \beta_2^T)` of the switch. Weight decay is the optimizer's own.
 

@@ -9,6 +9,7 @@ from rich.console import Console
 from torch import nn
 
 from lightning_nm import (
+    LBC,
     SRSTE,
     SSTE,
     STE,
@@ -119,8 +120,17 @@ def test_layers_that_cannot_be_masked_are_there_for_their_gradients(method):
         assert torch.equal(a, b)
 
 
-def test_a_model_that_ends_dense_is_said_to_be_dense(tmp_path):
-    nm = NMSparsityCallback("2:4", TransposableMask(dense_end=0.25), "mvue", show_tables=False)
+@pytest.mark.filterwarnings("ignore:LBC's masks never become N:M")
+@pytest.mark.parametrize(
+    ("method", "warning"),
+    [
+        (TransposableMask(dense_end=0.25), "the trained model is dense in 2 of 2 layers"),
+        (LBC(stop=1000), "the trained model is not N:M in 2 of 2 layers: the masks of LBC"),
+    ],
+    ids=["ends dense", "ends before N:M"],
+)
+def test_a_model_that_does_not_end_n_m_is_said_not_to_be(tmp_path, method, warning):
+    nm = NMSparsityCallback("2:4", method, show_tables=False)
     seen = []
 
     def summary(trainer, pl_module):
@@ -133,7 +143,7 @@ def test_a_model_that_ends_dense_is_said_to_be_dense(tmp_path):
     )
     model = new_model()
     trainer.fit(model, Data())
-    assert "the trained model is dense in 2 of 2 layers" in seen[0]
+    assert warning in seen[0]
     assert not nmf.is_nm(model.state_dict()["net.6.weight"], "2:4", 1)
 
 

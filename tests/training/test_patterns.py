@@ -10,10 +10,12 @@ from torch import nn
 from lightning_nm import (
     ASP,
     BAME,
+    CAST,
     SRSTE,
     STE,
     AutoPattern,
     BiMask,
+    DecayingMask,
     NMPattern,
     NMSparsifier,
     SparsityConfig,
@@ -395,3 +397,14 @@ def test_attached_again_it_chooses_again():
     assert sparsifier.patterns.choices
     assert patterns_of(sparsifier).keys() == patterns.keys()
     assert sparsifier.violations() == 0
+
+
+@pytest.mark.parametrize("method", [CAST(), DecayingMask("structure")], ids=["cast", "structure"])
+def test_methods_that_plan_by_the_pattern_refuse_a_budget(method):
+    with pytest.raises(ValueError, match=r"pattern='auto:0\.5:16' chooses N when masks begin, but"):
+        NMSparsifier(net(), "auto:0.5", method)
+    rules = [{"include": "0", "method": method}]
+    with pytest.raises(ValueError, match="plans by the pattern from the first step on"):
+        NMSparsifier(net(), "auto:0.5", "ste", rules=rules)
+    rules = [{"include": "0", "method": method, "pattern": "2:4"}]
+    NMSparsifier(net(), "auto:0.5", "ste", rules=rules)

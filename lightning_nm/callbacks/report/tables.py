@@ -355,6 +355,13 @@ def print_summary(
             f"[yellow]warning:[/] the trained model is dense in {dense_count} of {len(layers)} layers: their "
             "masks have not started yet, or have ended (dense_end)"
         )
+    unfinished = [layer for layer in layers if _is_not_yet_nm(layer)]
+    if unfinished:
+        methods = sorted({type(layer.spec.method).__name__ for layer in unfinished})
+        console.print(
+            f"[yellow]warning:[/] the trained model is not N:M in {len(unfinished)} of {len(layers)} layers: the masks "
+            f"of {', '.join(methods)} had not reached their pattern when the training ended"
+        )
     # Not every checkpoint callback has these attributes, and ModelCheckpoint's are empty until it has saved.
     checkpoint = trainer.checkpoint_callback
     path = getattr(checkpoint, "best_model_path", "") or getattr(checkpoint, "last_model_path", "")
@@ -364,6 +371,12 @@ def print_summary(
         if logger.save_dir is not None:
             folder = getattr(logger, "log_dir", logger.save_dir)
             console.print(f"log ({type(logger).__name__}): {folder}", soft_wrap=True)
+
+
+def _is_not_yet_nm(layer: NMLayer) -> bool:
+    """Whether a layer has a mask that is still denser than its pattern."""
+    has_mask = layer.masks.has_forward and not layer.spec.forward_reason
+    return has_mask and layer.spec.method.current_pattern(layer) != layer.pattern
 
 
 def _is_unexpectedly_dense(layer: NMLayer) -> bool:

@@ -122,7 +122,7 @@ def keep_largest_of_columns(
         weight: The weight.
         bits: uint8 of its shape, whose forward bits are read.
     """
-    order = order.contiguous()
+    order = order.to(torch.int64).contiguous()
     job = _job(bits, weight)
     job.n = n
     job.m = m

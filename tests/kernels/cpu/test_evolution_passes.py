@@ -166,3 +166,31 @@ def _bi_masks(kind):
         masks = layer.masks
         found.append((masks.bits.clone(), int(masks.flips), masks.permutation.clone()))
     return found
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        lambda order: order[:4],
+        lambda order: order.where(order != 0, order[0] if order[0] else 1),
+        lambda order: order.where(order != 3, len(order) + 8),
+        lambda order: order.where(order != 3, -1),
+    ],
+    ids=["too short", "a row twice", "beyond the rows", "negative"],
+)
+def test_a_damaged_permutation_is_refused(damaged):
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(64, 32, bias=False))
+    sparsifier = NMSparsifier(module, "2:4", BiMask(), skip_first_last=False).attach()
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+    sparsifier.register(optimizer)
+    (layer,) = sparsifier.layers.values()
+    bits = layer.masks.bits.clone()
+    # As from a state that another program wrote.
+    layer.masks.permutation = damaged(layer.masks.permutation)
+    layer.weight.grad = torch.randn(layer.weight.shape)
+    sparsifier.before_step(optimizer)
+    optimizer.step()
+    with pytest.raises(ValueError, match="permutation"):
+        sparsifier.step()
+    assert torch.equal(layer.masks.bits, bits)
