@@ -120,7 +120,7 @@ def test_layers_that_cannot_be_masked_are_there_for_their_gradients(method):
         assert torch.equal(a, b)
 
 
-@pytest.mark.filterwarnings("ignore:LBC's masks never become N:M")
+@pytest.mark.filterwarnings("ignore:LBC's masks never become N.M")
 @pytest.mark.parametrize(
     ("method", "warning"),
     [
