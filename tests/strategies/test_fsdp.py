@@ -21,6 +21,7 @@ from lightning_nm import (
     SSTE,
     STEP,
     DecayingMask,
+    MaxQ,
     NMPattern,
     NMPrecision,
     NMSparsifier,
@@ -38,8 +39,9 @@ from tests.support.processes import in_processes
 METHODS = {
     **{
         name: METHODS[name]
-        for name in ("sr-ste", "bi-mask", "asp", "transposable", "slope", "rigl", "maxq")
+        for name in ("sr-ste", "bi-mask", "asp", "transposable", "slope", "rigl")
     },
+    "maxq": lambda: MaxQ(stop=3, decay=1e-2),
     "cast": lambda: CAST(decay=1e-2, refresh_every=2, scale_groups=0, end=3),
     "bame": lambda: BAME(stop=14, every=3, budget=1.0, evidence_rate=0.5),
     "bame-bi-mask": lambda: BAME(stop=14, every=3, budget=1.0, evidence_rate=0.5, dgrad="bi-mask"),
