@@ -80,6 +80,15 @@ def test_an_export_to_a_full_disk_says_one_sentence(tmp_path, capsys, name, to):
     assert os.listdir(target) == []
 
 
+@pytest.fixture
+def ctrl_c():
+    """Python's own handler of SIGINT: a Trainer that was interrupted in this process ignores the signal from then on."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("interrupt", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_export_leaves_nothing(tmp_path, capsys, monkeypatch, interrupt):
     def interrupted(self, target):
