@@ -82,7 +82,7 @@ def test_an_export_to_a_full_disk_says_one_sentence(tmp_path, capsys, name, to):
 
 @pytest.fixture
 def ctrl_c():
-    """Python's own handler of SIGINT: a Trainer that was interrupted in this process ignores the signal from then on."""
+    """Python's own handler of SIGINT: a Trainer that was interrupted in this process ignores it from then on."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
