@@ -48,8 +48,8 @@ class SparsityConfig:
         exclude: Globs over names of modules to keep dense.
         rules: Exceptions for some layers: mappings with ``include`` and any of ``pattern``, ``method``,
             ``grad_estimator``, ``conv_layout``, ``dgrad``; the first match wins.
-        preset: ``paper``: settings of the code of the method's paper, for ``sr-ste``, ``bi-mask``, ``asp`` and
-            ``transposable``, also those of ``rules``. ``fst``: those of FST (arXiv 2404.01847), for ``transposable``.
+        preset: ``paper``: settings of the code of the method's paper, for the methods that docs/papers.md lists, also
+            those of ``rules``. ``fst``: those of FST (arXiv 2404.01847), for ``transposable``.
             They fill in what is not given: ``conv_layout``, ``skip_first_last`` and ``grad_estimator``, and all
             arguments of a method that is given by its short name. A method that is an object is taken as it is, see
             :func:`~lightning_nm.preset_method`. docs/papers.md has the settings.
@@ -73,7 +73,8 @@ class SparsityConfig:
         base_density: The density that the learning rate and the initial values suit: 1 if they were found for the dense
             model.
         storage: ``packed``: once the mask of a weight stands still, its kept entries alone are stored, with their
-            gradient and their optimizer state: for ``asp`` from the start on, for ``bame`` from its ``stop`` on. The
+            gradient and their optimizer state: for ``asp`` from the start on, for ``bame`` and ``rigl`` from their
+            ``stop`` on. The
             state dict still has the dense weights. See docs/memory.md.
         dgrad: ``mvue``: the input gradient is made with a random draw of the forward weight, N:M along the outputs and
             equal to it in the mean, by the estimator of arXiv 2203.10991, as layers of the repository

@@ -31,6 +31,7 @@ from lightning_nm.nn.packed import (
     put,
     return_freed_memory,
 )
+from lightning_nm.nn.packed.tensor import INT8_DTYPES
 
 INT8_ROLES: tuple[Role, ...] = ("linear", "transposed")
 """The modules whose weights may be int8."""
@@ -147,9 +148,10 @@ def _int8_keys(places: Mapping[str, Place]) -> set[str]:
     for key, place in chosen.items():
         fault = int8_fault(place.weight)
         if fault:
+            other_dtype = place.weight.dtype not in INT8_DTYPES
+            remedy = "convert the model by model.to(torch.bfloat16), or " if other_dtype else ""
             raise ValueError(
-                f"'{key}' has no int8 form, {fault}: convert the model by model.to(torch.bfloat16), or leave the layer "
-                "out by `exclude`"
+                f"'{key}' has no int8 form, {fault}: {remedy}leave the layer out by `exclude`"
             )
     return set(chosen)
 

@@ -46,7 +46,7 @@ def quantise_weight(weight: Tensor, scale: Tensor | None = None) -> tuple[Tensor
     # True of NaN as well.
     if not bool((largest <= LARGEST * MOST_SCALE).all()):
         raise ValueError(
-            f"a weight with NaN, infinity or entries above {LARGEST * MOST_SCALE:.3g} has no int8 form"
+            f"a weight with NaN, infinity or entries above {LARGEST * MOST_SCALE:.3g} cannot be rounded to int8"
         )
     if scale is None:
         scale = (largest / LARGEST).clamp(min=LEAST_SCALE)

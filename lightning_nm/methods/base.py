@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -45,6 +46,37 @@ def check_option(name: str, value: str, *options: str) -> None:
     """Raise ``ValueError`` for an unknown option."""
     if value not in options:
         raise ValueError(f"{name}={value!r} is unknown: use {' or '.join(map(repr, options))}")
+
+
+def check_number(name: str, value: float) -> None:
+    """Raise ``TypeError`` for a setting that is not a number."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name}={value!r} must be a number, not {type(value).__name__}")
+
+
+def check_count(name: str, value: int, least: int) -> None:
+    """Raise ``ValueError`` for a setting that is not an integer, or is below its least value."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name}={value!r} must be an integer of at least {least}")
+
+
+def warn_of_late_stop(
+    what: str, setting: Moment, stop: int, planned_steps: int | None, stacklevel: int = 3
+) -> None:
+    """Warn of a ``stop`` that the training does not reach.
+
+    Args:
+        what: What is the case then, a clause.
+        setting: The `stop` that the user gave.
+        stop: The training step that it is.
+        planned_steps: Of the whole training; ``None`` if that is not known.
+        stacklevel: As of :func:`warnings.warn`.
+    """
+    if planned_steps is not None and stop > planned_steps:
+        warnings.warn(
+            f"{what}: stop={setting} is step {stop} of {planned_steps}; use a smaller `stop`",
+            stacklevel=stacklevel,
+        )
 
 
 def refuse_tensor_parallel(layer: NMLayer, what: str) -> None:

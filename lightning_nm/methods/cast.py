@@ -16,7 +16,7 @@ from lightning_nm.functional.decay import decayed_moment
 from lightning_nm.functional.schedule import Moment, check_moment, resolve_moment
 from lightning_nm.functional.select import mask_, masked
 from lightning_nm.methods.bame.optimizer_state import group_of
-from lightning_nm.methods.base import MaskMethod
+from lightning_nm.methods.base import MaskMethod, check_count, check_number
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.layer.sharding import local_values
 
@@ -98,14 +98,11 @@ class CAST(MaskMethod):
         scale_groups: int = 2,
         end: Moment = 1.0,
     ) -> None:
+        check_number("decay", decay)
         if not 0 <= decay < math.inf:
             raise ValueError(f"decay={decay} must be a number from 0: it pulls entries to zero")
-        for name, number, least in (
-            ("refresh_every", refresh_every, 1),
-            ("scale_groups", scale_groups, 0),
-        ):
-            if isinstance(number, bool) or not isinstance(number, int) or number < least:
-                raise ValueError(f"{name}={number} must be an integer of at least {least}")
+        check_count("refresh_every", refresh_every, 1)
+        check_count("scale_groups", scale_groups, 0)
         check_moment("end", end)
         if not end:
             raise ValueError(

@@ -18,7 +18,7 @@ from lightning_nm.functional.schedule import (
     resolve_window,
     within,
 )
-from lightning_nm.methods.base import check_option
+from lightning_nm.methods.base import check_number, check_option
 from lightning_nm.methods.ste import STE
 from lightning_nm.nn.layer import NMLayer
 
@@ -101,6 +101,7 @@ class DecayingMask(STE):
         check_option("decay", decay, *get_args(Decay))
         if stop is not None:
             check_moment("stop", stop)
+        check_number("rate", rate)
         if not 0 < rate < math.inf:
             raise ValueError(
                 f"rate={rate} must be a positive number: it is how fast pruned entries fade"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
 
 import torch
@@ -16,7 +15,7 @@ from lightning_nm.functional.evolution import as_blocks, from_blocks
 from lightning_nm.functional.pattern import NMPattern
 from lightning_nm.functional.schedule import Moment, check_moment, resolve_moment
 from lightning_nm.functional.select import mask_, masked
-from lightning_nm.methods.base import MaskMethod, refuse_tensor_parallel
+from lightning_nm.methods.base import MaskMethod, refuse_tensor_parallel, warn_of_late_stop
 from lightning_nm.nn.layer import NMLayer
 
 SCORES = "scores"
@@ -77,12 +76,7 @@ class LBC(MaskMethod):
     def check(self, planned_steps: int | None) -> None:
         """Warn of a stop that the training does not reach."""
         (stop,) = self.schedule(planned_steps)
-        if planned_steps is not None and stop > planned_steps:
-            warnings.warn(
-                f"LBC's masks never become N:M: stop={self.stop} is step {stop} of {planned_steps}; "
-                "use a smaller `stop`",
-                stacklevel=2,
-            )
+        warn_of_late_stop("LBC's masks never become N:M", self.stop, stop, planned_steps)
 
     def current_pattern(self, layer: NMLayer) -> NMPattern | None:
         """The layer's pattern once one combination of each block is left, ``None`` before."""

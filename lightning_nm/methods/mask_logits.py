@@ -21,7 +21,12 @@ from lightning_nm.functional.gumbel import (
     soft_choice_gradient,
 )
 from lightning_nm.functional.schedule import Moment, check_moment, resolve_moment
-from lightning_nm.methods.base import MaskMethod, refuse_tensor_parallel
+from lightning_nm.methods.base import (
+    MaskMethod,
+    check_number,
+    refuse_tensor_parallel,
+    warn_of_late_stop,
+)
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.layer.names import key_of_layer
 
@@ -94,11 +99,9 @@ class MaskLogits(MaskMethod):
         stop: Moment = 1.0,
     ) -> None:
         for name, pair in (("temperature", temperature), ("scale", scale)):
-            if len(pair) != 2 or not all(0 < value < float("inf") for value in pair):
-                raise ValueError(
-                    f"{name}={tuple(pair)} must be two positive numbers, the first and the last"
-                )
+            _check_pair(name, pair)
         for name, value in (("prior_strength", prior_strength), ("weight_reg", weight_reg)):
+            check_number(name, value)
             if not 0 <= value < float("inf"):
                 raise ValueError(f"{name}={value} must be 0 or a positive number")
         check_moment("stop", stop)
@@ -109,6 +112,10 @@ class MaskLogits(MaskMethod):
         self.stop = stop
         # One bit for each weight is all that is needed of it.
         self._prior: dict[str, tuple[Tensor, torch.Size]] | None = None
+        if prior is not None and not isinstance(prior, Mapping):
+            raise TypeError(
+                f"prior={prior!r} must be the state dict of a pruned copy of the model, such as pruned.state_dict()"
+            )
         if prior is not None:
             self._prior = {
                 name: (pack_mask(value.detach() != 0), value.shape) for name, value in prior.items()
@@ -121,12 +128,7 @@ class MaskLogits(MaskMethod):
     def check(self, planned_steps: int | None) -> None:
         """Warn of a stop that the training does not reach."""
         (stop,) = self.schedule(planned_steps)
-        if planned_steps is not None and stop > planned_steps:
-            warnings.warn(
-                f"MaskLogits' masks stay soft: stop={self.stop} is step {stop} of {planned_steps}; "
-                "use a smaller `stop`",
-                stacklevel=2,
-            )
+        warn_of_late_stop("MaskLogits' masks stay soft", self.stop, stop, planned_steps)
 
     def check_optimizer(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Refuse a weight that several processes would wait for the gradient of."""
@@ -292,3 +294,12 @@ def _warn_of_zeros(layer: NMLayer) -> None:
             "begin with the dense weights, and give the pruned ones as `prior`",
             stacklevel=2,
         )
+
+
+def _check_pair(name: str, pair: Sequence[float]) -> None:
+    """Refuse what is not two positive numbers, the first and the last value of a schedule, by a ``ValueError``."""
+    is_pair = isinstance(pair, Sequence) and not isinstance(pair, str) and len(pair) == 2
+    if not is_pair or not all(
+        isinstance(value, (int, float)) and 0 < value < float("inf") for value in pair
+    ):
+        raise ValueError(f"{name}={pair!r} must be two positive numbers, the first and the last")

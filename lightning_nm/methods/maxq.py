@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Literal, get_args
 
@@ -15,7 +14,12 @@ from lightning_nm.functional.pattern import NMPattern
 from lightning_nm.functional.schedule import Moment, check_moment, resolve_moment
 from lightning_nm.functional.select import masked
 from lightning_nm.functional.soft_axes import axis_thresholds, share_left, soft_factor
-from lightning_nm.methods.base import check_option, refuse_tensor_parallel
+from lightning_nm.methods.base import (
+    check_number,
+    check_option,
+    refuse_tensor_parallel,
+    warn_of_late_stop,
+)
 from lightning_nm.methods.ste import SRSTE, DecayAt
 from lightning_nm.nn.layer import NMLayer
 
@@ -78,8 +82,9 @@ class MaxQ(SRSTE):
         check_moment("start", start)
         check_moment("stop", stop)
         if isinstance(start, float) == isinstance(stop, float) and stop < start:
-            raise ValueError(f"stop={stop} lies before start={start}")
+            raise ValueError(f"stop={stop} lies before start={start}: give a later `stop`, too")
         check_option("ramp", ramp, *get_args(Ramp))
+        check_number("temperature", temperature)
         if not 0 < temperature < float("inf"):
             raise ValueError(
                 f"temperature={temperature} must be a positive number; the default is 0.01"
@@ -102,12 +107,7 @@ class MaxQ(SRSTE):
             raise ValueError(
                 f"stop={self.stop} is step {stop} of {planned_steps}, before start={self.start} ({start})"
             )
-        if planned_steps is not None and stop > planned_steps:
-            warnings.warn(
-                f"MaxQ's masks never become N:M: stop={self.stop} is step {stop} of {planned_steps}; "
-                "use a smaller `stop`",
-                stacklevel=2,
-            )
+        warn_of_late_stop("MaxQ's masks never become N:M", self.stop, stop, planned_steps)
 
     def current_pattern(self, layer: NMLayer) -> NMPattern | None:
         """The layer's pattern from ``stop`` on, ``None`` before."""

@@ -17,9 +17,10 @@ from lightning_nm.methods.bame.exchange import (
     Exchange,
     dense_gradient_was_used,
     exchange_state,
+    gradient_of_window,
 )
 from lightning_nm.methods.bame.optimizer_state import check_optimizer
-from lightning_nm.methods.base import MaskMethod
+from lightning_nm.methods.base import MaskMethod, check_count, check_number
 from lightning_nm.nn.layer import NMLayer
 
 
@@ -65,9 +66,9 @@ class RigL(MaskMethod):
     headline = "flip_rate"
 
     def __init__(self, every: int = 100, stop: Moment = 0.75, drop: float = 0.3) -> None:
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise ValueError(f"every={every} must be an integer of at least 1")
+        check_count("every", every, 1)
         check_moment("stop", stop)
+        check_number("drop", drop)
         if not 0 < drop <= 1:
             raise ValueError(
                 f"drop={drop} is not a share of the kept entries: it must lie in (0, 1]"
@@ -136,10 +137,7 @@ class RigL(MaskMethod):
         self, layer: NMLayer, weight: Tensor, grad: Tensor
     ) -> tuple[Tensor | None, ...]:
         """The gradient at kept entries; all of it in a window whose gradient moves the mask."""
-        mask = layer.masks.forward_view
-        if layer.progress.dense_gradient or mask is None:
-            return (grad,)
-        return (mask_(grad, mask),)
+        return (gradient_of_window(layer, grad),)
 
     @torch.no_grad()
     def before_step(self, layer: NMLayer, optimizer: Optimizer) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from lightning_nm.functional import backward_mask
 from lightning_nm.functional.schedule import Moment
 from lightning_nm.methods.asp import ASP
+from lightning_nm.methods.base import check_count
 from lightning_nm.nn.layer import NMLayer
 
 
@@ -61,10 +62,8 @@ class SLoPe(ASP):
     ) -> None:
         super().__init__(start, init)
         for name, value in (("refresh_every", refresh_every), ("first_refresh", first_refresh)):
-            if value is not None and value < 1:
-                raise ValueError(
-                    f"{name}={value} must be at least 1: the steps between two selections of the backward mask"
-                )
+            if value is not None:
+                check_count(name, value, 1)
         self.refresh_every = refresh_every
         self.first_refresh = first_refresh
 

@@ -17,7 +17,7 @@ from lightning_nm.functional.schedule import (
     resolve_window,
 )
 from lightning_nm.methods.bame.optimizer_state import group_of
-from lightning_nm.methods.base import check_option
+from lightning_nm.methods.base import check_number, check_option
 from lightning_nm.methods.ste import STE
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.layer.sharding import local_values, sum_of_shards
@@ -122,6 +122,8 @@ class STEP(STE):
         super().__init__(dense_start, dense_end)
         check_moment("latest", latest)
         check_option("mean", mean, *get_args(Mean))
+        if threshold is not None:
+            check_number("threshold", threshold)
         if threshold is not None and not threshold > 0:
             raise ValueError(
                 f"threshold={threshold} must be positive: the second moment never stands still; None takes the "

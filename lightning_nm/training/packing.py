@@ -30,8 +30,8 @@ def check_storage(storage: str, methods: Iterable[Any]) -> None:
     if storage == "packed" and not any(method.rests for method in methods):
         names = ", ".join(sorted({type(method).__name__ for method in methods}))
         raise ValueError(
-            f"storage='packed' stores kept entries alone once masks stand still, but those of {names} never do: use "
-            "the method 'asp', 'bame' or 'rigl', or storage='dense'"
+            f"storage='packed' stores kept entries alone once the forward mask stands still and is the only one, which "
+            f"that of {names} never is: use the method 'asp', 'bame' or 'rigl', or storage='dense'"
         )
 
 

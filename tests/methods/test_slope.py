@@ -171,12 +171,12 @@ def test_accumulated_gradients_are_those_of_the_whole_batch():
 
 
 def test_its_masks_never_come_to_rest():
-    with pytest.raises(ValueError, match=r"storage='packed'.*those of SLoPe never do"):
+    with pytest.raises(ValueError, match=r"storage='packed'.*that of SLoPe never is"):
         NMSparsifier(nn.Linear(8, 8), "2:4", SLoPe(), storage="packed")
 
 
 @pytest.mark.parametrize("options", [{"refresh_every": 0}, {"first_refresh": 0}])
 def test_bad_settings_are_named(options):
     ((name, value),) = options.items()
-    with pytest.raises(ValueError, match=f"{name}={value} must be at least 1"):
+    with pytest.raises(ValueError, match=f"{name}={value} must be an integer of at least 1"):
         SLoPe(**options)

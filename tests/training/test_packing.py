@@ -284,7 +284,7 @@ def test_optimizers_that_look_at_a_whole_weight_are_refused(make_optimizer):
 
 
 def test_settings_without_masks_at_rest_are_refused():
-    with pytest.raises(ValueError, match="SRSTE never do: use the method 'asp', 'bame' or 'rigl'"):
+    with pytest.raises(ValueError, match="SRSTE never is: use the method 'asp', 'bame' or 'rigl'"):
         NMSparsifier(nn.Linear(32, 32), "2:4", "sr-ste", storage="packed")
     with pytest.raises(ValueError, match="storage='sparse' is unknown"):
         NMSparsifier(nn.Linear(32, 32), "2:4", "asp", storage="sparse")
@@ -304,7 +304,7 @@ class RestingMask(FrozenMask):
 
 
 def test_a_method_of_ones_own_says_that_it_rests():
-    with pytest.raises(ValueError, match="FrozenMask never do"):
+    with pytest.raises(ValueError, match="FrozenMask never is"):
         NMSparsifier(nn.Linear(32, 32), "2:4", FrozenMask(), storage="packed")
     NMSparsifier(nn.Linear(32, 32), "2:4", RestingMask(), storage="packed")
 

@@ -82,6 +82,14 @@ def dense_gradient_was_used(layer: NMLayer, mask: Tensor) -> bool:
     return grad is not None and not masked(grad, ~mask).any()
 
 
+def gradient_of_window(layer: NMLayer, grad: Tensor) -> Tensor:
+    """The gradient at kept entries, in place; all of it in a window that needs the dense one."""
+    mask = layer.masks.forward_view
+    if layer.progress.dense_gradient or mask is None:
+        return grad
+    return mask_(grad, mask)
+
+
 @torch.no_grad()
 def exchange_by_gradient(
     layer: NMLayer, optimizer: Optimizer, mask: Tensor, budget: Callable[[int], int]

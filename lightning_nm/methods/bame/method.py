@@ -30,6 +30,7 @@ from lightning_nm.methods.bame.exchange import (
     exchange_by_gradient,
     exchange_in_one_pass,
     exchange_state,
+    gradient_of_window,
 )
 from lightning_nm.methods.bame.optimizer_state import check_optimizer, clear_entries, group_of
 from lightning_nm.methods.bame.statistics import PhaseTotals, evolution_statistics
@@ -250,10 +251,7 @@ class BAME(MaskMethod):
         self, layer: NMLayer, weight: Tensor, grad: Tensor
     ) -> tuple[Tensor | None, ...]:
         """The gradient at kept entries; all of it in a window whose gradient is dense."""
-        mask = layer.masks.forward_view
-        if layer.progress.dense_gradient or mask is None:
-            return (grad,)
-        return (mask_(grad, mask),)
+        return (gradient_of_window(layer, grad),)
 
     @torch.no_grad()
     def before_step(self, layer: NMLayer, optimizer: Optimizer) -> None:
