@@ -3,8 +3,11 @@
 ``python -m benchmarks.fronts mlp`` takes the variants of ``study-scale-fronts-fashion-mnist.csv``, builds each with
 random weights, prunes the sparse ones to their pattern, and times whole forward passes in turn, in one process: dense
 by torch (eager and compiled), onnxruntime and OpenVINO, in float32 and bfloat16; packed in both dtypes, eager and
-compiled. The latency of a variant is that of its fastest run; its file is in bfloat16. Quote no figure from a loaded
-machine.
+compiled. The latency of a variant is that of its fastest run; its file is in bfloat16.
+
+It also times both sides in int8: dense ones by the runtimes of :mod:`benchmarks.rivals`, packed ones with int8 weights.
+``ms_int8`` is then the fastest run of any precision, and ``bytes_int8`` the smallest file in int8. Quote no figure from
+a loaded machine.
 """
 
 from __future__ import annotations
@@ -16,12 +19,13 @@ import tempfile
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from benchmarks import rivals
 from benchmarks.inference import DTYPES, Run, measure, other_runtimes
 from benchmarks.tables.markdown import read_csv
 from lightning_nm import pack, prune
@@ -93,29 +97,51 @@ def runs_of(
     model = build(kind, variant.width).eval()
     if variant.pattern:
         prune(model, variant.pattern, include=KINDS[kind].masked, skip_first_last=False)
+    stem = variant.name.replace(":", "_")
     for name, dtype in DTYPES.items():
-        file = folder / f"{variant.name.replace(':', '_')}-{name}.safetensors"
+        file = folder / f"{stem}-{name}.safetensors"
         cast = copy.deepcopy(model).to(dtype)
         if variant.pattern:
             cast = pack(cast)
             save_packed(cast, file)
         else:
             save_file({k: v.contiguous().clone() for k, v in cast.state_dict().items()}, file)
+        yield from eager_and_compiled(name, cast, dtype, file)
+    if variant.pattern:
+        for name, dtype in DTYPES.items():
+            rounded = pack(copy.deepcopy(model).to(dtype), dtype="int8")
+            file = folder / f"{stem}-int8-{name}.safetensors"
+            save_packed(rounded, file)
+            yield from eager_and_compiled(f"int8 for {name}", rounded, dtype, file)
+        return
+    own_folder = folder / variant.name
+    own_folder.mkdir()
+    yield from other_runtimes(model, own_folder, x)
+    yield from rivals.variants(model, own_folder, x)
 
-        def run(x: Tensor, net: nn.Module = cast, to: torch.dtype = dtype) -> Tensor:
-            return net(x.to(to) if x.is_floating_point() else x)
 
-        yield name, run, file
-        compiled = torch.compile(cast, dynamic=False)
+def eager_and_compiled(
+    name: str, net: nn.Module, dtype: torch.dtype, file: Path
+) -> Iterator[tuple[str, Run, Path]]:
+    """Both ways to run a model of torch."""
 
-        def run_compiled(x: Tensor, net: Run = compiled, to: torch.dtype = dtype) -> Tensor:
-            return net(x.to(to) if x.is_floating_point() else x)
+    def cast(x: Tensor) -> Tensor:
+        return x.to(dtype) if x.is_floating_point() else x
 
-        yield f"{name}, compiled", run_compiled, file
-    if not variant.pattern:
-        own_folder = folder / variant.name
-        own_folder.mkdir()
-        yield from other_runtimes(model, own_folder, x)
+    compiled = torch.compile(net, dynamic=False)
+    yield name, lambda x: net(cast(x)), file
+    yield f"{name}, compiled", lambda x: compiled(cast(x)), file
+
+
+def is_int8(way: str) -> bool:
+    """Whether a way to run a model rounds it to int8.
+
+    Example::
+
+        >>> [is_int8(way) for way in ("bf16, compiled", "int8 for bf16", "onnxruntime int8")]
+        [False, True, True]
+    """
+    return "int8" in way
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -129,7 +155,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     torch.set_num_threads(args.threads)
     kind = KINDS[args.kind]
     variants = {row["variant"]: Variant.of(row["variant"]) for row in read_csv(kind.results)}
-    found: dict[str, dict[str, object]] = {name: {"ms": {}} for name in variants}
+    found: dict[str, dict[str, Any]] = {
+        name: {"ms": {}, "ms_int8": {}, "ways": {}} for name in variants
+    }
     for shape in kind.shapes:
         x = torch.randn(shape) if args.kind == "mlp" else torch.randint(0, 256, shape)
         with tempfile.TemporaryDirectory() as folder:
@@ -137,16 +165,25 @@ def main(argv: Sequence[str] | None = None) -> None:
             for name, variant in variants.items():
                 for way, run, file in runs_of(args.kind, variant, x, Path(folder)):
                     runs[f"{name} {way}"] = run
+                    size = file.stat().st_size
                     if way == "bf16":
-                        found[name]["bytes"] = file.stat().st_size
+                        found[name]["bytes"] = size
+                    if is_int8(way):
+                        found[name]["bytes_int8"] = min(size, found[name].get("bytes_int8", size))
             times = measure(runs, x, args.seconds)
+        batch = str(shape[0])
         for name in variants:
-            ways = {run: ms for run, ms in times.items() if run.split(" ")[0] == name}
-            fastest = min(ways, key=ways.__getitem__)
-            found[name]["ms"][str(shape[0])] = ways[fastest]  # type: ignore[index]
-            print(
-                f"{shape[0]:4d} | {fastest:30s} | {ways[fastest]:8.3f} ms | {found[name]['bytes']}"
-            )
+            ways = {
+                run.removeprefix(f"{name} "): ms
+                for run, ms in times.items()
+                if run.startswith(f"{name} ")
+            }
+            without_int8 = {way: ms for way, ms in ways.items() if not is_int8(way)}
+            for field, those in (("ms", without_int8), ("ms_int8", ways)):
+                fastest = min(those, key=those.__getitem__)
+                found[name][field][batch] = those[fastest]
+                print(f"{batch:>4s} | {name:16s} | {fastest:24s} | {those[fastest]:8.3f} ms")
+            found[name]["ways"][batch] = ways
     if args.json:
         where = {"cpu": cpu_name(), "threads": args.threads, "torch": torch.__version__}
         args.json.write_text(json.dumps({"machine": where, "variants": found}, indent=1) + "\n")

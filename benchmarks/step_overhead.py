@@ -38,21 +38,46 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_nm import BAME, MVUE, ApproxMVUE, MaskMonitor, NMSparsifier, NMSparsityCallback, TopN
+from lightning_nm import (
+    BAME,
+    CAST,
+    LBC,
+    MVUE,
+    STEP,
+    ApproxMVUE,
+    DecayingMask,
+    MaskLogits,
+    MaskMonitor,
+    MaxQ,
+    NMSparsifier,
+    NMSparsityCallback,
+    RigL,
+    TopN,
+)
 from lightning_nm.demo.residual_cnn import ResidualCNN
 from lightning_nm.kernels.cpu.library import cpu_name
 from lightning_nm.nn.layer import NMLayer
 
 NEVER = 1 << 40
 Evidence = Literal["accumulated", "batch"]
-# Method and gradient estimator.
+# Method and gradient estimator. Moments are steps, so that each is timed in the state that most of its training has:
+# `step` after its switch, `decaying` while entries fade, `lbc` before its stop, `maxq` after it.
 METHODS: dict[str, tuple[Any, Any]] = {
     "dense": ("dense", None),
     "ste": ("ste", None),
     "sr-ste": ("sr-ste", None),
+    "s-ste": ("s-ste", None),
+    "step": (STEP(dense_start=1, latest=1), None),
+    "decaying": (DecayingMask(stop=NEVER), None),
     "asp": ("asp", None),
     "transposable": ("transposable", None),
     "bi-mask": ("bi-mask", None),
+    "slope": ("slope", None),
+    "rigl": (RigL(stop=NEVER), None),
+    "cast": (CAST(end=NEVER), None),
+    "lbc": (LBC(stop=NEVER), None),
+    "maxq": (MaxQ(start=0, stop=0), None),
+    "mask-logits": (MaskLogits(stop=NEVER), None),
     "bame": (BAME(start=NEVER, stop=NEVER), None),
     "bame, adapting": (BAME(stop=NEVER), None),
     "bame-bi-mask": (BAME(start=NEVER, stop=NEVER, dgrad="bi-mask"), None),
@@ -68,7 +93,8 @@ METHODS: dict[str, tuple[Any, Any]] = {
 CONVOLUTION_METHODS: dict[str, tuple[Any, Any]] = {
     **{
         name: METHODS[name]
-        for name in ("dense", "ste", "sr-ste", "asp", "transposable", "bi-mask", "bame")
+        for name in METHODS
+        if not name.startswith(("dense,", "transposable,", "bame-", "bame,"))
     },
     "bi-mask, mvue 2:4": ("bi-mask", MVUE("2:4")),
 }
@@ -343,7 +369,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--pattern", help="by default 1:16, and 2:4 for convolutions")
-    parser.add_argument("--optimizer", choices=["sgd", "adamw"], default="sgd")
+    parser.add_argument("--optimizer", choices=["sgd", "adamw"], default="adamw")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--size", type=int, default=4096)
     parser.add_argument("--monitor", action="store_true")

@@ -22,6 +22,7 @@ class Front(NamedTuple):
     factor: float  # of the metric, and its sign: more is better
     unit: str
     shapes: dict[str, str]  # what each measured batch is
+    suffix: str = ""  # of the fields of the measurement: "_int8" where any precision counts
 
 
 class Point(NamedTuple):
@@ -46,6 +47,7 @@ MLP = Front(
     unit="points",
     shapes={"256": "256 images", "1": "one image"},
 )
+MLP_INT8 = MLP._replace(suffix="_int8")
 
 
 def points(front: Front) -> list[Point]:
@@ -55,7 +57,12 @@ def points(front: Front) -> list[Point]:
         by_seed[row["variant"]][row["seed"]] = front.factor * row[front.metric]
     measured = read_json(front.measured)["variants"]
     return [
-        Point(Variant.of(name), seeds, measured[name]["bytes"], measured[name]["ms"])
+        Point(
+            Variant.of(name),
+            seeds,
+            measured[name][f"bytes{front.suffix}"],
+            measured[name][f"ms{front.suffix}"],
+        )
         for name, seeds in by_seed.items()
     ]
 
@@ -116,4 +123,6 @@ def _difference(
 TABLES: Tables = {
     "fronts-mlp-means": partial(means, MLP),
     "fronts-mlp-compared": partial(compared, MLP),
+    "fronts-mlp-int8-means": partial(means, MLP_INT8),
+    "fronts-mlp-int8-compared": partial(compared, MLP_INT8),
 }

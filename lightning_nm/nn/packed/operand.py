@@ -86,6 +86,7 @@ class Operand(HasHandle):
         """An empty tensor whose size is the handle, as graphs take it."""
         self.matrix: Tensor | None = None
         self.hold: Callable[[], None] = lambda: None
+        self._keys: dict[tuple[int, Convolution | None], tuple[GemmKey, int]] = {}
         self._takes: dict[Any, bool] = {}
         self._parts: dict[tuple[int, int], Operand] = {}
 
@@ -160,7 +161,7 @@ class Operand(HasHandle):
             plain_bias = None if bias is None else plain(bias)
             return kernel.linear(packed, plain(x), plain_bias)
 
-        return self._product(x, self._key(len(x)), sparse, dense)
+        return self._product(x, len(x), None, sparse, dense)
 
     def conv(self, x: Tensor, conv: Convolution, bias: Tensor | None) -> Tensor:
         """The convolution of ``x [images, in, height, width]``, in its memory format."""
@@ -174,7 +175,7 @@ class Operand(HasHandle):
             return kernel.conv(packed, plain(x), conv, plain_bias)
 
         output_positions = len(x) * math.prod(conv.positions)
-        found = self._product(x, self._key(output_positions, conv), sparse, dense)
+        found = self._product(x, output_positions, conv, sparse, dense)
         memory_format = torch.contiguous_format
         # A tensor of one channel is contiguous in both orders.
         if not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last):
@@ -184,13 +185,15 @@ class Operand(HasHandle):
     def _product(
         self,
         x: Tensor,
-        key: GemmKey,
+        tokens: int,
+        conv: Convolution | None,
         sparse: Callable[[PackedKernel, Packed], Tensor],
         dense: Callable[[], Tensor],
     ) -> Tensor:
         held = self._held
-        if held is None or not x.numel() or not self._takes_it(key, held):
+        if held is None or not x.numel() or not self._takes_it(tokens, conv, held):
             return dense()
+        key, _ = self._key(tokens, conv)
         kernel = kernel_of(self.kernel)
         packed = Packed(*held)
         # If the kernel fails, the product is made dense, now and in the future.
@@ -202,17 +205,29 @@ class Operand(HasHandle):
             self.hold()
         return self.dense()
 
-    def _key(self, tokens: int, conv: Convolution | None = None) -> GemmKey:
-        return GemmKey(
-            "forward", self.rows, self.depth, tokens, self.dtype, self.pattern, "cpu", conv=conv
-        )
+    def _key(self, tokens: int, conv: Convolution | None) -> tuple[GemmKey, int]:
+        """The key of a product, and the tokens of the sizes that share its choice."""
+        found = self._keys.get((tokens, conv))
+        # Kept, because to make it takes longer than to multiply one token.
+        if found is None:
+            key = GemmKey(
+                "forward", self.rows, self.depth, tokens, self.dtype, self.pattern, "cpu", conv=conv
+            )
+            found = key, coarse(key).columns
+            if len(self._keys) >= _MOST_SIZES:
+                self._keys.clear()
+            self._keys[tokens, conv] = found
+        return found
 
-    def _takes_it(self, key: GemmKey, held: tuple[Layout, Tensor]) -> bool:
+    def _takes_it(
+        self, tokens: int, conv: Convolution | None, held: tuple[Layout, Tensor]
+    ) -> bool:
         """Whether the kernel makes this product: it can, and is in ``"auto"`` no slower than the dense one."""
         # What the choice depends on. Requests of nearly the same size share one.
+        key, columns = self._key(tokens, conv)
         threads = torch.get_num_threads()
         deterministic = torch.are_deterministic_algorithms_enabled()
-        name = (coarse(key).columns, key.conv, threads, deterministic)
+        name = (columns, conv, threads, deterministic)
         found = self._takes.get(name)
         if found is not None:
             return found
@@ -232,7 +247,7 @@ class Operand(HasHandle):
         """Whether the kernel makes products of `tokens` tokens; asked anew, also if the budget was used up before."""
         self.forget()
         held = self._held
-        return held is not None and self._takes_it(self._key(tokens), held)
+        return held is not None and self._takes_it(tokens, None, held)
 
     def forget(self) -> None:
         """Ask anew which products the kernel makes; those that were measured are not measured again."""
