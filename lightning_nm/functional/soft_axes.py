@@ -48,9 +48,11 @@ def _threshold(magnitudes: Tensor, pattern: NMPattern) -> Tensor:
     """The threshold of each row."""
     size = magnitudes.shape[1]
     below = size * (pattern.m - pattern.n) // pattern.m
-    ranked = magnitudes.sort(dim=1).values
+    # Two selections take less than half the time of a sort.
+    above = magnitudes.kthvalue(below + 1, dim=1).values
     # Where all weights are above it, it is the smallest one.
-    return ranked[:, max(below - 1, 0) : below + 1].mean(1)
+    highest_below = magnitudes.kthvalue(below, dim=1).values if below else above
+    return torch.stack((highest_below, above), dim=1).mean(1)
 
 
 def soft_factor(weight: Tensor, thresholds: Sequence[Tensor], temperature: float) -> Tensor:
