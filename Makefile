@@ -15,6 +15,9 @@ OTHER_ARITHMETIC = ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 ON
 # Tests that compute nothing, or with fixed numbers.
 NO_ARITHMETIC = test_architecture.py test_readme.py test_cli.py functional/test_pattern.py test_version.py test_repository.py test_build_hook.py commands/doctor studies
 
+# Needs packages that cannot share .venv: `make ethos` executes it.
+ETHOS_NOTEBOOK := notebooks/05_ethos_u85.ipynb
+
 .PHONY: demo speed library sanitize wheel test slow ethos test-all test-other-arithmetic test-lowest test-lowest-other-arithmetic interpreter lint types notebooks notebooks-outputs docs benchmarks clean
 
 ## Train a small residual CNN 2:4 sparse on real images, with a TensorBoard log and a checkpoint in runs/.
@@ -34,10 +37,11 @@ test: .venv/.dev
 slow: .venv/.dev .venv/.others
 	$(PYTEST) -m slow
 
-## Run the tests of exports by ExecuTorch and Vela, in .venv-ethos (2 GB with torch's build for CPUs).
+## Run the tests of exports by ExecuTorch and Vela, and their notebook, in .venv-ethos (2 GB with torch's build for CPUs).
 ethos: BIN := .venv-ethos/bin
 ethos: .venv-ethos/.dev
 	$(PYTEST) -m 'not gpu' tests/export/executorch_programs tests/docs/test_ethos_u85.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -p no:cacheprovider --nbmake --nbmake-timeout=300 $(ETHOS_NOTEBOOK)
 
 ## Run the test suite and the slow tests together.
 test-all: .venv/.dev .venv/.others
@@ -84,11 +88,13 @@ types: .venv/.dev
 
 ## Execute the notebooks; the one that fine-tunes a pretrained model trains on a few batches alone.
 notebooks: .venv/.dev .venv/.others
-	TRAIN_BATCHES=4 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) -p no:cacheprovider --nbmake --nbmake-timeout=300 notebooks
+	TRAIN_BATCHES=4 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) -p no:cacheprovider --nbmake --nbmake-timeout=300 notebooks \
+		--ignore $(ETHOS_NOTEBOOK)
 
 ## Execute every notebook and save it with its outputs.
-notebooks-outputs: .venv/.dev .venv/.others
-	$(BIN)/python notebooks/refresh.py
+notebooks-outputs: .venv/.dev .venv/.others .venv-ethos/.dev
+	$(BIN)/python notebooks/refresh.py $(filter-out $(ETHOS_NOTEBOOK),$(wildcard notebooks/*.ipynb))
+	.venv-ethos/bin/python notebooks/refresh.py $(ETHOS_NOTEBOOK)
 
 ## Build the documentation into site/, with the API reference; a warning, such as of a broken link, is an error.
 docs: .venv/.docs
@@ -146,7 +152,7 @@ LIBRARY := hatch_build.py lightning_nm/kernels/cpu/build.py $(wildcard lightning
 	sed 's/^numpy==[0-9.]*/numpy==2.1.3/' constraints.txt > .venv-ethos/constraints.txt
 	.venv-ethos/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-ethos/constraints.txt torch
 	.venv-ethos/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-ethos/constraints.txt \
-		-e '.[demo,ethos-u]' pytest pytest-xdist hypothesis
+		-e '.[ethos-u,notebooks]' pytest pytest-xdist hypothesis
 	@touch $@
 
 # A CUDA build of torch installs its own Triton, which is kept.

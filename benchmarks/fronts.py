@@ -1,9 +1,10 @@
 """Latency and file size of the models of a study: dense in the fastest of several runtimes, N:M ones packed.
 
-``python -m benchmarks.fronts mlp`` takes the variants of ``study-scale-fronts-fashion-mnist.csv``, builds each with
-random weights, prunes the sparse ones to their pattern, and times whole forward passes in turn, in one process: dense
-by torch (eager and compiled), onnxruntime and OpenVINO, in float32 and bfloat16; packed in both dtypes, eager and
-compiled. The latency of a variant is that of its fastest run; its file is in bfloat16.
+``python -m benchmarks.fronts mlp`` takes the variants of ``study-scale-fronts-fashion-mnist.csv``, and ``gpt`` those of
+``study-scale-equal-nonzeros-python-source.csv``. It builds each with random weights, prunes the sparse ones to their
+pattern, and times whole forward passes in turn, in one process: dense by torch (eager and compiled), onnxruntime and
+OpenVINO, in float32 and bfloat16; packed in both dtypes, eager and compiled. The latency of a variant is that of its
+fastest run; its file is in bfloat16.
 
 It also times both sides in int8: dense ones by the runtimes of :mod:`benchmarks.rivals`, packed ones with int8 weights.
 ``ms_int8`` is then the fastest run of any precision, and ``bytes_int8`` the smallest file in int8. Quote no figure from
@@ -43,8 +44,14 @@ class Variant(NamedTuple):
 
     @classmethod
     def of(cls, name: str) -> Variant:
-        """Read ``dense-WIDTH`` or ``METHOD-PATTERN-WIDTH``."""
-        kind, *pattern, width = name.split("-")
+        """Read ``dense-WIDTH`` or ``METHOD-PATTERN-WIDTH``, which may end in ``-supar``.
+
+        Example::
+
+            >>> Variant.of("asp-1:16-256-supar")
+            Variant(name='asp-1:16-256-supar', pattern='1:16', width=256)
+        """
+        kind, *pattern, width = name.removesuffix("-supar").split("-")
         return cls(name, pattern[0] if kind != "dense" else "", int(width))
 
 
@@ -60,7 +67,7 @@ KINDS = {
     "mlp": Kind(
         "study-scale-fronts-fashion-mnist.csv", "*hidden.*", [(1, 1, 28, 28), (256, 1, 28, 28)]
     ),
-    "gpt": Kind("study-scale-fronts-python-source.csv", "*blocks.*", [(1, 128), (8, 128)]),
+    "gpt": Kind("study-scale-equal-nonzeros-python-source.csv", "*blocks.*", [(1, 128), (8, 128)]),
 }
 
 

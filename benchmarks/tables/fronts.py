@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
@@ -19,8 +20,9 @@ class Front(NamedTuple):
     results: str
     measured: str
     metric: str
-    factor: float  # of the metric, and its sign: more is better
-    unit: str
+    factor: float  # of the metric; negative where less of it is better
+    title: str  # of the metric's column
+    digits: int
     shapes: dict[str, str]  # what each measured batch is
     suffix: str = ""  # of the fields of the measurement: "_int8" where any precision counts
 
@@ -44,10 +46,21 @@ MLP = Front(
     measured="fronts-mlp.json",
     metric="test_acc",
     factor=100.0,
-    unit="points",
+    title="accuracy, %",
+    digits=2,
     shapes={"256": "256 images", "1": "one image"},
 )
 MLP_INT8 = MLP._replace(suffix="_int8")
+GPT = Front(
+    results="study-scale-equal-nonzeros-python-source.csv",
+    measured="fronts-gpt.json",
+    metric="test_bits_per_byte",
+    factor=-1.0,
+    title="bits per byte",
+    digits=3,
+    shapes={"8": "8 x 128 tokens", "1": "128 tokens"},
+)
+GPT_INT8 = GPT._replace(suffix="_int8")
 
 
 def points(front: Front) -> list[Point]:
@@ -70,19 +83,35 @@ def points(front: Front) -> list[Point]:
 def means(front: Front) -> str:
     """Every model: its metric, the size of its file and its latencies."""
     rows = []
+    sign = math.copysign(1, front.factor)
     for point in points(front):
-        interval = Interval.of(list(point.by_seed.values()))
+        interval = Interval.of([sign * value for value in point.by_seed.values()])
+        values = (interval.mean, interval.low, interval.high)
+        mean_text, low, high = (f"{value:.{front.digits}f}" for value in values)
         rows.append(
             [
-                point.variant.pattern or "dense",
+                described(point.variant),
                 str(point.variant.width),
-                f"{point.mean:.2f} [{interval.low:.2f}, {interval.high:.2f}]",
+                f"{mean_text} [{low}, {high}]",
                 f"{point.size / 1000:.0f}",
                 *(f"{point.ms[shape]:.2f}" for shape in front.shapes),
             ]
         )
     latencies = [f"{what}, ms" for what in front.shapes.values()]
-    return table(["pattern", "width", "accuracy", "file, kB", *latencies], rows)
+    return table(["model", "width", front.title, "file, kB", *latencies], rows)
+
+
+def described(variant: Variant) -> str:
+    """The pattern of a model, with its method and scale where they are not ``asp`` alone."""
+    if not variant.pattern:
+        return "dense"
+    method, *_ = variant.name.split("-")
+    parts = [variant.pattern]
+    if method != "asp":
+        parts.append(f"`{method}`")
+    if variant.name.endswith("-supar"):
+        parts.append('`scale="supar"`')
+    return ", ".join(parts)
 
 
 def compared(front: Front) -> str:
@@ -112,10 +141,9 @@ def _difference(
     if not affordable:
         return "none"
     other = max(affordable, key=lambda point: point.variant.width)
-    pairs = [other.by_seed[seed] - one.by_seed[seed] for seed in one.by_seed]
-    interval = Interval.of(pairs)
+    interval = Interval.of([other.by_seed[seed] - one.by_seed[seed] for seed in one.by_seed])
     return (
-        f"{mean(pairs):+.2f} [{interval.low:+.2f}, {interval.high:+.2f}], "
+        f"{interval.mean:+.2f} [{interval.low:+.2f}, {interval.high:+.2f}], "
         f"width {other.variant.width}"
     )
 
@@ -125,4 +153,6 @@ TABLES: Tables = {
     "fronts-mlp-compared": partial(compared, MLP),
     "fronts-mlp-int8-means": partial(means, MLP_INT8),
     "fronts-mlp-int8-compared": partial(compared, MLP_INT8),
+    "fronts-gpt-means": partial(means, GPT),
+    "fronts-gpt-int8-means": partial(means, GPT_INT8),
 }
