@@ -11,11 +11,13 @@ from benchmarks.pictures.style import FONT, INK, QUIET, SERIES, Picture, plain
 from benchmarks.tables.inference import MODELS, precision
 from benchmarks.tables.markdown import read_json
 
+COLOURS = (SERIES[0], SERIES[2], SERIES[1])  # of fp32, bf16 and int8
+
 
 def data(file: str) -> Any:
     """``{shape: [[variant, megabytes, milliseconds], ...]}``: a packed model in the faster of eager and compiled.
 
-    A dense variant has the file of its precision.
+    A dense variant has the file of its precision, one in int8 that of its runtime.
     """
     measured = read_json(file)
     sizes = {name: size / 1e6 for name, (size, _) in measured["bytes"].items()}
@@ -27,7 +29,9 @@ def data(file: str) -> Any:
             base = name.partition(",")[0]
             if base.startswith("packed"):
                 packed[base] = min(milliseconds, packed.get(base, milliseconds))
-            elif precision(name) != "int8":  # rivals, which have files of their own
+            elif precision(name) == "int8":
+                found[shape].append([name, sizes[base], milliseconds])
+            else:
                 found[shape].append([name, sizes[f"dense {precision(name)}"], milliseconds])
         found[shape] += [[name, sizes[name], milliseconds] for name, milliseconds in packed.items()]
     return found
@@ -40,11 +44,13 @@ def draw(figure: Figure, found: Any) -> None:
         plain(axes, f"{shape.replace('x', ' x ')} tokens")
         axes.set_xscale("log")
         axes.set_yscale("log")
-        for number, dtype in enumerate(("fp32", "bf16")):
+        for number, dtype in enumerate(("fp32", "bf16", "int8")):
             own = [point for point in points if precision(point[0]) == dtype]
+            if not own:
+                continue
             packed = sorted((x, y, name) for name, x, y in own if name.startswith("packed"))
             dense = [(x, y) for name, x, y in own if not name.startswith("packed")]
-            colour = SERIES[2 * number]
+            colour = COLOURS[number]
             axes.plot(
                 [x for x, *_ in packed],
                 [y for _, y, _ in packed],
@@ -56,7 +62,7 @@ def draw(figure: Figure, found: Any) -> None:
                 *zip(*dense, strict=True), color=colour, marker="x", s=45, label=f"dense {dtype}"
             )
             for x, y, name in packed:
-                at, side = ((-6, 3), "right") if dtype == "bf16" else ((6, -9), "left")
+                at, side = ((6, -9), "left") if dtype == "fp32" else ((-6, 3), "right")
                 style: Any = {"fontsize": FONT - 1, "color": colour, "ha": side}
                 axes.annotate(name.split()[1], (x, y), at, textcoords="offset points", **style)
         fastest = min(point[2] for point in points if not point[0].startswith("packed"))
@@ -79,7 +85,7 @@ def draw(figure: Figure, found: Any) -> None:
     panels[0].set_ylabel("latency, ms", fontsize=FONT, color=INK)
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(
-        handles, labels, loc="outside lower center", ncols=5, fontsize=FONT, frameon=False
+        handles, labels, loc="outside lower center", ncols=4, fontsize=FONT, frameon=False
     )
 
 

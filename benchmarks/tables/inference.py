@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from benchmarks import rivals
-from benchmarks.tables.markdown import Tables, read_json, table
+from benchmarks.tables.markdown import Tables, read_json, table, time_text
 
 MODELS = {"decoder": "inference-decoder.json", "minilm": "inference-minilm.json"}
 
@@ -116,7 +116,39 @@ def cold(file: str) -> str:
     return table(["variant, kernels", "24 requests, s", "largest resident, MB"], rows)
 
 
+def front_door(file: str) -> str:
+    """The fastest way to run the model of each precision and pattern: its file, its latencies, its gain over int8."""
+    measured = read_json(file)
+    shapes: dict[str, dict[str, float]] = measured["ms"]
+    megabytes = {name: size / 1e6 for name, (size, _) in measured["bytes"].items()}
+    rows = []
+    for precision_of_row in ("fp32", "bf16", "int8"):
+        times = [fastest_dense(ms, precision_of_row)[1] for ms in shapes.values()]
+        sizes_of_row = [
+            size
+            for name, size in megabytes.items()
+            if not name.startswith("packed") and precision(name) == precision_of_row
+        ]
+        cells = [f"{time_text(time)} ms" for time in times]
+        rows.append([f"dense, {_NAMES[precision_of_row]}", f"{min(sizes_of_row):.0f} MB", *cells])
+    for pattern in ("2:4", "1:4", "1:16"):
+        name = f"packed {pattern} int8"
+        cells = []
+        for ms in shapes.values():
+            time = min(each for other, each in ms.items() if other.startswith(name))
+            dense = fastest_dense(ms, "int8")[1]
+            cells.append(f"{time_text(time)} ms, **{dense / time:.1f}x**")
+        rows.append([f"{pattern}, int8", f"{megabytes[name]:.0f} MB", *cells])
+    columns = [shape.replace("x", " x ") for shape in shapes]
+    return table(["weights", "file", *(f"{column} tokens" for column in columns)], rows)
+
+
+_NAMES = {"fp32": "float32", "bf16": "bfloat16", "int8": "int8"}
+_DECODER = MODELS["decoder"]
+_HAS_INT8 = any(rivals.fastest(ms) for ms in read_json(_DECODER)["ms"].values())
+
 TABLES: Tables = {
+    **({"front-door": partial(front_door, _DECODER)} if _HAS_INT8 else {}),
     **{f"inference-{model}-latency": partial(latency, file) for model, file in MODELS.items()},
     **{f"inference-{model}-gains": partial(summary, file) for model, file in MODELS.items()},
     **{f"inference-{model}-sizes": partial(sizes, file) for model, file in MODELS.items()},
