@@ -41,7 +41,7 @@ FACTS = (
     Fact(
         "convolutions",
         "N:M along a convolution's input channels",
-        True,
+        False,
         {"apex ASP": "yes", "torchao": "no"},
     ),
     Fact(
@@ -58,7 +58,7 @@ FACTS = (
     ),
     Fact(
         "loads-without",
-        "a checkpoint of the training is the pruned model under the dense model's keys",
+        "a checkpoint loads into the dense model, already pruned",
         True,
         {"apex ASP": "no", "torchao": "no"},
     ),
@@ -70,11 +70,11 @@ FACTS = (
     ),
     Fact(
         "both-directions",
-        "the input gradient has an N:M operand, too",
+        "N:M for the input gradient, too",
         True,
         {"apex ASP": "by option", "torchao": "yes"},
     ),
-    Fact("gradients", "N:M gradients for the weight gradient", True, {"lightning_nm": "yes"}),
+    Fact("gradients", "N:M for the weight gradient, too", False, {"lightning_nm": "yes"}),
     Fact(
         "sparse-products",
         "sparse kernels in training, CPU",
@@ -93,7 +93,7 @@ FACTS = (
         True,
         {"apex ASP": NO, "torchao": "yes"},
     ),
-    Fact("permutation", "permutes channels before it prunes", True, {"apex ASP": "yes"}),
+    Fact("permutation", "permutes channels before it prunes", False, {"apex ASP": "yes"}),
     Fact(
         "unstructured",
         "unstructured or channel pruning",
