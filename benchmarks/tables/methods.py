@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from functools import partial
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from benchmarks.tables.markdown import RESULTS, ROOT, Tables, read_csv, read_json, table
 from lightning_nm.commands.study.analysis import Interval
 from lightning_nm.commands.study.spec import read
+from lightning_nm.methods import Method, MethodName, resolve_method
 
 
 class Task(NamedTuple):
@@ -116,6 +118,63 @@ def learning_rates(task: Task) -> str:
     return table(["method", "N:M", *(f"lr {rate:g}" for rate in rates)], rows)
 
 
+NOTES = {
+    "asp": "NVIDIA's recipe, [2104.08378](https://arxiv.org/abs/2104.08378)",
+    "slope": "without its adapters",
+    "bame": "a reconstruction",
+    "rigl": "in blocks, as [2305.02299](https://arxiv.org/abs/2305.02299) in rows",
+    "cast": "its code is not public",
+}
+"""What the table of methods says of a source beside its number."""
+
+
+def by_method() -> str:
+    """Every built-in method: its source, what is N:M under it, and the overhead of a step at 1:16, from the classes."""
+    over = read_json("step-overhead.json")["over the plain step"]
+    rows = []
+    for name in get_args(MethodName):
+        method = resolve_method(name)
+        source = ", ".join([*_sources(method), *([NOTES[name]] if name in NOTES else [])])
+        step = _share(over.get(name), "not measured")
+        if f"{name}, adapting" in over:
+            step = f"{_share(over[f'{name}, adapting'])} while adapting, then {step}"
+        latent = "yes" if method.latent else "no"
+        if name == "dense":
+            latent = "the weight itself"
+        rows.append([f"`{name}`", source, *products(method), latent, step])
+    header = ["method", "source", "forward", "input gradient", "weight gradient"]
+    return table([*header, "dense weight behind the mask", "step without kernels"], rows)
+
+
+def products(method: Method) -> tuple[str, str, str]:
+    """What is sparse in the forward product, the input gradient's and the weight gradient's."""
+    if not method.uses_masks:
+        return "dense", "dense", "dense"
+    if method.has_training_weight:
+        return "N:M", "dense", "dense"  # training has other weights than the model
+    has_sparse_dgrad = method.sparse_dgrad or method.transposable
+    needs_all = type(method).gradient_at_pruned is Method.gradient_at_pruned
+    return (
+        "N:M",
+        "N:M" if has_sparse_dgrad else "masked",
+        "dense" if needs_all else "kept entries",
+    )
+
+
+def _sources(method: Method) -> list[str]:
+    """Links to the papers that the first paragraph of a method's docstring names."""
+    paragraph = (method.__doc__ or "").partition("\n\n")[0]
+    links = [
+        f"[{number}](https://arxiv.org/abs/{number})"
+        for number in re.findall(r"arXiv (\d{4}\.\d{5})", paragraph)
+    ]
+    links += [
+        f"[{key}](https://openreview.net/forum?id={key})"
+        for key in re.findall(r"OpenReview (\w+)", paragraph)
+    ]
+    return links
+
+
 def costs() -> str:
     """The overhead of a step without kernels, linear and convolution, and the memory, by method."""
     linear = read_json("step-overhead.json")["over the plain step"]
@@ -131,8 +190,8 @@ def costs() -> str:
     return table([*header, "bytes a weight, 2:4", "1:16"], rows)
 
 
-def _share(over: float | None) -> str:
-    return "-" if over is None else f"{100 * over:+.0f} %"
+def _share(over: float | None, unknown: str = "-") -> str:
+    return unknown if over is None else f"{100 * over:+.0f} %"
 
 
 def _best(found: list[Trained], task: Task) -> Trained | None:
@@ -162,4 +221,4 @@ def _tables(task: Task) -> dict[str, Any]:
     }
 
 
-TABLES: Tables = {**_tables(TEXT), **_tables(IMAGES), "method-costs": costs}
+TABLES: Tables = {**_tables(TEXT), **_tables(IMAGES), "method-costs": costs, "methods": by_method}

@@ -6,9 +6,9 @@ import json
 import pytest
 import torch
 
-from benchmarks import estimators, masks, transposable
+from benchmarks import estimators, fronts, masks, transposable
 from benchmarks.tables import __main__ as program
-from benchmarks.tables import inference, markdown, regions, studies
+from benchmarks.tables import inference, markdown, methods, regions, studies
 from benchmarks.tables.regions import filled, names
 from tools.site import pages
 
@@ -25,7 +25,9 @@ def test_every_table_is_in_a_page():
 
 
 @pytest.mark.parametrize(
-    "module", [markdown, regions, inference, pages], ids=lambda module: module.__name__
+    "module",
+    [markdown, regions, inference, methods, fronts, pages],
+    ids=lambda module: module.__name__,
 )
 def test_examples(module):
     found = doctest.testmod(module)
