@@ -16,6 +16,7 @@ from lightning_nm.nn.packed import (
     Budget,
     Kernels,
     PackedTensor,
+    check_scales,
     packed_weight,
     packed_weights,
     places_of,
@@ -63,8 +64,14 @@ def load_packed(
     _refuse_other_model(model, file, names, owners, path)
     found_places, _ = places_of(model)  # refuses a masked model
     places = {id(place.weight): (name, place) for name, place in found_places.items()}
+    places_in_file = {names[name]: place for name, place in found_places.items() if name in names}
     for key in file.packed:
-        file.read(key)  # damaged positions are found before anything changes
+        found = file.read_packed(key)  # damaged positions are found before anything changes
+        if key in places_in_file:
+            try:
+                check_scales(found, places_in_file[key].role)
+            except ValueError as error:
+                raise ValueError(f"'{key}' of '{path}' does not fit the model: {error}") from None
     _refuse_different_values(file, names, owners)
     waiting = list(dict.fromkeys(owners.values()))
     owners.clear()  # `waiting` alone holds the dense weights, each until it is replaced
