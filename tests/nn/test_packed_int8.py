@@ -414,6 +414,19 @@ def test_state_dicts(kernels):
 
 @pytest.mark.parametrize("kernels", ["sparse", "reference"])
 @pytest.mark.slow
+def test_convolutions_compiled_and_exported(kernels):
+    torch.manual_seed(0)
+    dense = prune(nn.Conv2d(64, 32, 3, padding=1), "2:4")
+    model, x = pack(dense, dtype="int8", kernels=kernels), torch.randn(2, 64, 5, 5)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), model(x))
+    weight = unpacked_state_dict(model)["weight"]
+    program = torch.export.export(model, (x,)).module()
+    torch.testing.assert_close(program(x), F.conv2d(x, weight, model.bias, padding=1))
+
+
+@pytest.mark.parametrize("kernels", ["sparse", "reference"])
+@pytest.mark.slow
 def test_compiled_and_exported(kernels):
     model, x = pack(linear(), dtype="int8", kernels=kernels), torch.randn(5, 64)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
