@@ -71,6 +71,47 @@ def dequantise_weight(integers: Tensor, scale: Tensor, dtype: torch.dtype) -> Te
     return rows.to(dtype).view(integers.shape)
 
 
+def fake_quantise_weight(weight: Tensor, mask: Tensor | None = None, axes: int = 1) -> Tensor:
+    """Return a weight whose kept entries are rounded as :func:`quantise_weight` rounds the masked one.
+
+    ``scale * nearest(W / scale)`` where the mask is true, with ``scale = max |kept of a row| / 127``; W elsewhere.
+
+    Args:
+        weight: ``[rows, ...]``, float32 or bfloat16.
+        mask: Bool, of the same shape; by default all are kept.
+        axes: How many axes are those of the rows: 2 for ``[experts, out, in]``.
+
+    Returns:
+        A tensor of the same shape and dtype.
+
+    Raises:
+        ValueError: If a kept entry is NaN, infinite or too large.
+
+    Example:
+        >>> weight, mask = torch.tensor([[127.0, 0.6, 300.0]]), torch.tensor([[True, True, False]])
+        >>> fake_quantise_weight(weight, mask)
+        tensor([[127.,   1., 300.]])
+    """
+    kept = weight if mask is None else torch.where(mask, weight, 0)
+    rows = kept.flatten(0, axes - 1)
+    rounded = dequantise_weight(*quantise_weight(rows), weight.dtype).view(weight.shape)
+    return rounded if mask is None else torch.where(mask, rounded, weight)
+
+
+def fake_quantise_tokens(x: Tensor) -> Tensor:
+    """Return ``[..., depth]`` rounded as :func:`quantise_tokens` rounds tokens; its gradient is that of x.
+
+    Example:
+        >>> fake_quantise_tokens(torch.tensor([[127.0, 0.6]]))
+        tensor([[127.,   1.]])
+    """
+    with torch.no_grad():
+        integers, scale = quantise_tokens(x.reshape(-1, x.shape[-1]))
+        rounded = (integers.float() * scale[:, None]).to(x.dtype).view(x.shape)
+    # The difference is 0: it adds nothing but its gradient.
+    return rounded + (x - x.detach())
+
+
 def check_quantised(integers: Tensor, scale: Tensor) -> None:
     """Refuse integers and scales that :func:`quantise_weight` does not make, by a ``ValueError``."""
     if integers.dtype != torch.int8 or scale.dtype != torch.float32:
