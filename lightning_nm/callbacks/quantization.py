@@ -18,9 +18,10 @@ class QuantizationAwareTraining(pl.Callback):
     """Trains the last steps with masked weights rounded as ``pack(model, dtype="int8")`` rounds them.
 
     In these steps, and in validation after their beginning, the forward and the backward pass see
-    ``W_q = scale * nearest(W_F / scale)`` with a scale for each output (:func:`lightning_nm.functional.quantise_weight`).
-    The optimizer changes W by the gradient at W_q (the straight-through estimator, arXiv 1308.3432). Checkpoints hold W
-    as before, and the export rounds it to the W_q of training. Layers without masks are not rounded, as in the export.
+    ``W_q = scale * nearest(W_F / scale)`` with a scale for each output, see
+    :func:`lightning_nm.functional.quantise_weight`. The optimizer changes W by the gradient at W_q (the
+    straight-through estimator, arXiv 1308.3432). Checkpoints hold W as before, and the export rounds it to the W_q of
+    training. Layers without masks are not rounded, as in the export.
 
     Args:
         last: How long: a share of the training's optimizer steps, or an integer for a number of steps.
