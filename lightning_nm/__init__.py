@@ -5,7 +5,12 @@ from importlib.abc import MetaPathFinder
 from typing import TYPE_CHECKING, Any
 
 from lightning_nm import functional, metrics
-from lightning_nm.callbacks import MaskMonitor, NMSparsityCallback, RNGState
+from lightning_nm.callbacks import (
+    MaskMonitor,
+    NMSparsityCallback,
+    QuantizationAwareTraining,
+    RNGState,
+)
 from lightning_nm.config import SparsityConfig
 from lightning_nm.config.presets import preset_method
 from lightning_nm.estimators import MVUE, ApproxMVUE, GradientEstimator, TopN
@@ -82,6 +87,7 @@ __all__ = [
     "NMPrecision",
     "NMSparsifier",
     "NMSparsityCallback",
+    "QuantizationAwareTraining",
     "RNGState",
     "RigL",
     "SLoPe",

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from benchmarks.pictures import (
     coordinates,
+    cycles,
     evidence,
     fronts,
     gemms,
@@ -34,6 +35,7 @@ PICTURES: dict[str, Picture] = {
     "scale": scale.PICTURE,
     "fronts": fronts.PICTURE,
     "step-shares": shares.PICTURE,
+    **cycles.pictures(),
     **inference.pictures(),
 }
 

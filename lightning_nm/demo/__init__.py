@@ -10,7 +10,7 @@ from lightning_nm.demo.imagenet import ImageNet
 from lightning_nm.demo.loader import ResumableLoader, ResumableSampler
 from lightning_nm.demo.mlp import MLP
 from lightning_nm.demo.python_source import PythonSource
-from lightning_nm.demo.residual_cnn import ResidualCNN
+from lightning_nm.demo.residual_cnn import MobileCNN, ResidualCNN
 from lightning_nm.demo.resnet import ResNet50
 from lightning_nm.demo.tiny_transformer import TinyTransformer
 
@@ -22,6 +22,7 @@ __all__ = [
     "FashionMNIST",
     "HelpTopics",
     "ImageNet",
+    "MobileCNN",
     "PythonSource",
     "ResNet50",
     "ResidualCNN",

@@ -1,6 +1,6 @@
 """A small residual CNN for the demo image sets."""
 
-from typing import cast
+from typing import ClassVar, cast
 
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
@@ -34,6 +34,22 @@ class ResidualBlock(nn.Module):
         return F.relu(y + shortcut)
 
 
+class SeparableBlock(nn.Module):
+    """A depthwise 3x3 and a pointwise convolution, each with batch norm and a ReLU (MobileNet, arXiv 1704.04861)."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.depthwise = nn.Conv2d(inputs, inputs, 3, stride, padding=1, groups=inputs, bias=False)
+        self.norm1 = nn.BatchNorm2d(inputs)
+        self.pointwise = nn.Conv2d(inputs, outputs, 1, bias=False)
+        self.norm2 = nn.BatchNorm2d(outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[B, inputs, H, W]` to `[B, outputs, H/stride, W/stride]`."""
+        x = F.relu(self.norm1(self.depthwise(x)))
+        return F.relu(self.norm2(self.pointwise(x)))
+
+
 class ResidualCNN(Classifier):
     """A convolutional stem, three stages of residual blocks at 1x, 2x and 4x the width, average pooling, a linear head.
 
@@ -58,6 +74,9 @@ class ResidualCNN(Classifier):
         >>> ResidualCNN(width=16)(torch.zeros(2, 1, 28, 28)).shape
         torch.Size([2, 10])
     """
+
+    block: ClassVar[type[nn.Module]] = ResidualBlock
+    """What stages are made of, by input channels, output channels and stride."""
 
     def __init__(
         self,
@@ -90,9 +109,9 @@ class ResidualCNN(Classifier):
         inputs = width
         for outputs in (width, 2 * width, 4 * width):
             halves = outputs != width
-            stage = nn.Sequential(ResidualBlock(inputs, outputs, stride=2 if halves else 1))
+            stage = nn.Sequential(self.block(inputs, outputs, stride=2 if halves else 1))
             for _ in range(depth - 1):
-                stage.append(ResidualBlock(outputs, outputs, stride=1))
+                stage.append(self.block(outputs, outputs, stride=1))
             self.stages.append(stage)
             inputs = outputs
         self.head = nn.Linear(inputs, num_classes)
@@ -112,3 +131,17 @@ class ResidualCNN(Classifier):
         )
         schedule = warmup_cosine(optimizer, self.trainer.estimated_stepping_batches, self.warmup)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class MobileCNN(ResidualCNN):
+    """A :class:`ResidualCNN` whose stages are depthwise and pointwise convolutions, as MobileNet's (arXiv 1704.04861).
+
+    Pointwise convolutions, which hold nearly all weights, can be N:M. A depthwise one reads a single channel, and stays
+    dense. The arguments are those of :class:`ResidualCNN`; a block of `depth` has one convolution of each kind.
+
+    Example:
+        >>> MobileCNN(width=16)(torch.zeros(2, 1, 28, 28)).shape
+        torch.Size([2, 10])
+    """
+
+    block = SeparableBlock

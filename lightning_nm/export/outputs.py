@@ -60,14 +60,14 @@ def export_packed(
         source: What :func:`~lightning_nm.export.sources.read_source` returned.
         output: The file, ``.safetensors``; it is replaced when the new one is complete.
         pattern: The pattern; by default the one of each layer.
-        dtype: ``"int8"`` rounds the values of matrices to int8, as :func:`lightning_nm.pack` does. Weights of more axes
-            keep their values.
+        dtype: ``"int8"`` rounds the values to int8, as :func:`lightning_nm.pack` does. Weights of three axes keep their
+            values: they may be of a convolution or of experts, which only the model tells.
 
     Returns:
         What became of every tensor.
 
     Raises:
-        ValueError: If no weight is N:M: the message has the blocks of each layer that are not; or a matrix has no int8
+        ValueError: If no weight is N:M: the message has the blocks of each layer that are not; or a weight has no int8
             form. Nothing is written.
         OSError: If the file cannot be written.
     """
@@ -90,7 +90,8 @@ def export_packed(
             tensors[key] = weight
             written.append(Written(key, "", "", size, size, reason))
             continue
-        int8 = dtype == "int8" and weight.dim() == 2
+        # A weight of three axes may be of a convolution or of experts, whose scales differ.
+        int8 = dtype == "int8" and weight.dim() != 3
         fault = int8_fault(weight) if int8 else ""
         if fault:
             raise ValueError(f"'{key}' of '{source.path}' has no int8 form: {fault}")

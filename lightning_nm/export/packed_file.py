@@ -25,7 +25,13 @@ from lightning_nm.export.safetensors_file import (
 from lightning_nm.functional.nm_format import MAX_M, PACKED_DTYPES
 from lightning_nm.functional.pattern import NMPattern
 from lightning_nm.nn.layer.layout import Layout
-from lightning_nm.nn.packed.tensor import INT8_DTYPES, LAYOUTS, PackedTensor, packed_shapes
+from lightning_nm.nn.packed.tensor import (
+    INT8_DTYPES,
+    LAYOUTS,
+    PackedTensor,
+    packed_shapes,
+    scale_shapes,
+)
 
 FORMAT = "lightning_nm.packed"
 VERSION = "1"
@@ -145,24 +151,25 @@ class PackedFile:
             self._refuse(f"'{key}' is of dtype {fields['dtype']!r}, which is not packed")
         values_shape, positions_shape = shapes
         values_name, positions_name, *scales_name = parts_of(key, int8=int8)
-        if int8 and (len(fields["shape"]) != 2 or dtype not in INT8_DTYPES):
+        if int8 and dtype not in INT8_DTYPES:
             self._refuse(
-                f"'{key}' of shape {fields['shape']} in {fields['dtype']} has int8 values, which matrices in F32 and "
-                "BF16 have alone"
+                f"'{key}' in {fields['dtype']} has int8 values, which weights in F32 and BF16 have alone"
             )
         self._check_part(values_name, torch.int8 if int8 else dtype, values_shape)
         self._check_part(positions_name, torch.uint8, positions_shape)
         for name in scales_name:
-            self._check_part(name, torch.float32, values_shape[:1])
+            possible = scale_shapes(tuple(fields["shape"]), pattern, fields["layout"])
+            self._check_part(name, torch.float32, *possible)
         return PackedEntry(pattern, fields["layout"], tuple(fields["shape"]), dtype, int8)
 
-    def _check_part(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-        """Check a tensor that the header of a packed weight implies."""
+    def _check_part(self, name: str, dtype: torch.dtype, *shapes: tuple[int, ...]) -> None:
+        """Check a tensor that the header of a packed weight implies; it is of one of the shapes."""
         entry = self.file.entries.get(name)
         if entry is None:
             self._refuse(f"there is no tensor '{name}'")
-        if entry.dtype != dtype or entry.shape != shape:
-            self._refuse(f"'{name}' is {entry.dtype} {entry.shape}, not {dtype} {shape}")
+        if entry.dtype != dtype or entry.shape not in shapes:
+            expected = " or ".join(map(str, shapes))
+            self._refuse(f"'{name}' is {entry.dtype} {entry.shape}, not {dtype} {expected}")
 
     def names(self) -> list[str]:
         """The keys of the model's state dict."""
@@ -261,7 +268,10 @@ def write_packed(
             "dtype": NAMES[dtype],
         }
         for name in scales_name:
-            entries[name] = torch.float32, values_shape[:1]
+            # A weight that is packed when it is written is of no experts, which ToPack refuses.
+            scales = None if isinstance(tensor, ToPack) else tensor.scales
+            scale_shape = values_shape[:1] if scales is None else tuple(scales.shape)
+            entries[name] = torch.float32, scale_shape
             header[key]["values"] = NAMES[torch.int8]
     parts = [name for key in header for name in parts_of(key, int8="values" in header[key])]
     # Every part and every dense tensor has an entry of its own, unless a name was taken.

@@ -16,6 +16,7 @@ from lightning_nm.nn.packed import (
     Budget,
     Kernels,
     PackedTensor,
+    check_scales,
     packed_weight,
     packed_weights,
     places_of,
@@ -39,8 +40,8 @@ def load_packed(
     on the meta device, the model's device.
 
     Args:
-        model: A module with the keys and shapes of the one that was exported. A weight that is packed in the file, and
-            that no packed layer takes, is unpacked.
+        model: A module with the keys and shapes of the one that was exported, in its dtype or in torch's default one.
+            A weight that is packed in the file, and that no packed layer takes, is unpacked.
         path: A file of ``lightning-nm export --to packed`` or :func:`save_packed`.
         kernels: As :func:`pack`'s.
         budget_s: As :func:`pack`'s.
@@ -63,8 +64,14 @@ def load_packed(
     _refuse_other_model(model, file, names, owners, path)
     found_places, _ = places_of(model)  # refuses a masked model
     places = {id(place.weight): (name, place) for name, place in found_places.items()}
+    places_in_file = {names[name]: place for name, place in found_places.items() if name in names}
     for key in file.packed:
-        file.read(key)  # damaged positions are found before anything changes
+        found = file.read_packed(key)  # damaged positions are found before anything changes
+        if key in places_in_file:
+            try:
+                check_scales(found, places_in_file[key].role)
+            except ValueError as error:
+                raise ValueError(f"'{key}' of '{path}' does not fit the model: {error}") from None
     _refuse_different_values(file, names, owners)
     waiting = list(dict.fromkeys(owners.values()))
     owners.clear()  # `waiting` alone holds the dense weights, each until it is replaced
@@ -176,6 +183,31 @@ def _device(tensor: Tensor) -> torch.device:
     return torch.device("cpu") if tensor.is_meta else tensor.device
 
 
+def _refuse_other_dtype(
+    model: nn.Module,
+    file: PackedFile,
+    names: Mapping[str, str],
+    owners: Mapping[str, _Owner],
+    path: str | os.PathLike[str],
+) -> None:
+    """Refuse a model that was converted to another dtype than the file's: its inputs would have the wrong one.
+
+    A model in torch's default dtype takes the file's.
+    """
+    for plain, key in names.items():
+        tensor = owners[plain].tensor
+        own, given = tensor.dtype, file.dtype(key)
+        is_chosen = own.is_floating_point and own != torch.get_default_dtype()
+        if tensor.is_meta or not is_chosen or own == given:
+            continue
+        own_name, given_name = (str(dtype).removeprefix("torch.") for dtype in (own, given))
+        raise ValueError(
+            f"'{plain}' is {own_name} in the model {type(model).__name__} and {given_name} in '{path}', and a loaded "
+            f"model has the dtypes of its file: load into model.to(torch.{given_name}), and convert the packed model "
+            f"by .to(torch.{own_name})"
+        )
+
+
 def _refuse_other_model(
     model: nn.Module,
     file: PackedFile,
@@ -198,6 +230,7 @@ def _refuse_other_model(
     if faults:
         shown = "; ".join(faults[:_SHOWN])
         raise ValueError(f"the model {type(model).__name__} does not fit '{path}': {shown}")
+    _refuse_other_dtype(model, file, names, owners, path)
     empty = [
         f"{name}.{buffer}".lstrip(".")
         for name, module in model.named_modules()

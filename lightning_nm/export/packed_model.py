@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Literal, TypeVar
 
-import torch
 from torch import Tensor, nn
 
 from lightning_nm.export.packed_file import parts_of, write_packed
@@ -22,7 +21,6 @@ from lightning_nm.nn.packed import (
     PackedTensor,
     PackedWeight,
     Place,
-    Role,
     call_packed_children,
     int8_fault,
     packed_weight,
@@ -32,9 +30,6 @@ from lightning_nm.nn.packed import (
     return_freed_memory,
 )
 from lightning_nm.nn.packed.tensor import INT8_DTYPES
-
-INT8_ROLES: tuple[Role, ...] = ("linear", "transposed")
-"""The modules whose weights may be int8."""
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -64,10 +59,10 @@ def pack(
         model: Any module whose masks, if it had any, are baked in and removed.
         pattern: The N:M pattern; weights that are not of it stay dense. By default each weight has its own: the one
             that takes the least memory.
-        dtype: ``"int8"`` rounds the values of linear layers, ``Conv1D`` and attention projections to int8, with a scale
-            for each output, see :func:`lightning_nm.functional.quantise_weight`; on a CPU their products round each
-            token to int8 as well (:func:`lightning_nm.functional.int8_linear`). Convolutions and experts keep their
-            values. By default all do.
+        dtype: ``"int8"`` rounds the values to int8, with a scale for each output (of each expert), see
+            :func:`lightning_nm.functional.quantise_weight`. On a CPU the products round each token to int8 as well
+            (:func:`lightning_nm.functional.int8_linear`), convolutions the inputs of each output position
+            (:func:`lightning_nm.functional.int8_conv2d`). By default weights keep their values.
         exclude: Globs over module names and keys that stay dense.
         kernels: ``"auto"``: as fast as the dense model or faster, as measured. A layer keeps its kernel's layout while
             the kernel is no slower than the dense product, and holds the dense weight from the first product on for
@@ -85,8 +80,7 @@ def pack(
 
     Raises:
         ValueError: If no weight is N:M: the message lists why. The model is then unchanged. Also if masks are
-            installed, an argument is unknown, or `dtype` is ``"int8"`` and a weight has no int8 form or none is of a
-            layer that takes it.
+            installed, an argument is unknown, or `dtype` is ``"int8"`` and a weight has no int8 form.
 
     Example::
 
@@ -116,36 +110,39 @@ def pack(
             raise ValueError(
                 f"'{key}' has no values, it is on the meta device: use load_packed(model, file)"
             )
-        layouts: list[Layout] = (
-            [place.layout, "flat"] if place.role == "convolution" else [place.layout]
-        )
-        each = pattern_of(place.weight, given, layouts)
+        each = _pattern_of_place(place, given)
         if each.pattern is None:
             reasons[key] = each.reason
         else:
             found[key] = place, each
     refuse_empty(found, reasons, f"{type(model).__name__} has no weight to pack")
-    in_int8: set[str] = set()
     if dtype == "int8":
-        in_int8 = _int8_keys({key: place for key, (place, _) in found.items()})
+        _check_int8({key: place for key, (place, _) in found.items()})
     for key, (place, each) in found.items():
         assert each.pattern is not None
-        make = PackedTensor.of_int8 if key in in_int8 else PackedTensor.of
-        tensor = make(place.weight, each.pattern, each.layout)
+        if dtype == "int8":
+            tensor = PackedTensor.of_int8(place.weight, each.pattern, each.layout, role=place.role)
+        else:
+            tensor = PackedTensor.of(place.weight, each.pattern, each.layout)
         put(place, packed_weight(tensor, key, place.role, kernels, budget))
     return for_inference(model)
 
 
-def _int8_keys(places: Mapping[str, Place]) -> set[str]:
-    """The keys of the weights whose values become int8.
+def _pattern_of_place(place: Place, given: NMPattern | None) -> Found:
+    """The pattern of a weight, and where its blocks lie."""
+    if place.role == "experts":
+        # Each expert is a matrix, so that no block may lie across its rows.
+        rows = place.weight.flatten(0, 1)  # [experts * out, in]
+        return pattern_of(rows, given, ["plain"])._replace(layout=place.layout)
+    layouts: list[Layout] = [place.layout]
+    if place.role == "convolution":
+        layouts.append("flat")
+    return pattern_of(place.weight, given, layouts)
 
-    Raises:
-        ValueError: If there is none, or one has no int8 form.
-    """
-    chosen = {key: place for key, place in places.items() if place.role in INT8_ROLES}
-    others = {key: kept_values(place.role, place.weight.dtype) for key, place in places.items()}
-    refuse_empty(chosen, others, "no weight to pack takes int8")
-    for key, place in chosen.items():
+
+def _check_int8(places: Mapping[str, Place]) -> None:
+    """Refuse weights that have no int8 form, by a ``ValueError``."""
+    for key, place in places.items():
         fault = int8_fault(place.weight)
         if fault:
             other_dtype = place.weight.dtype not in INT8_DTYPES
@@ -153,13 +150,6 @@ def _int8_keys(places: Mapping[str, Place]) -> set[str]:
             raise ValueError(
                 f"'{key}' has no int8 form, {fault}: {remedy}leave the layer out by `exclude`"
             )
-    return set(chosen)
-
-
-def kept_values(role: Role, dtype: torch.dtype) -> str:
-    """Why a packed weight is not in int8."""
-    kind = "a convolution keeps its" if role == "convolution" else "experts keep their"
-    return f"{kind} values in {str(dtype).removeprefix('torch.')}"
 
 
 def save_packed(model: nn.Module, path: str | os.PathLike[str]) -> None:

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from torch import nn
 
-from lightning_nm.export.packed_model import INT8_ROLES, kept_values
 from lightning_nm.export.patterns import pattern_of
 from lightning_nm.nn.layer.layout import Layout
 from lightning_nm.nn.layer.names import parameter_key, plain_name
@@ -130,8 +129,6 @@ def _not_int8(model: nn.Module) -> Iterator[NotPacked]:
         if weight.is_int8:
             continue
         reason = f"it was packed in {str(weight.dtype).removeprefix('torch.')}"
-        if weight.role not in INT8_ROLES:
-            reason = kept_values(weight.role, weight.dtype)
         yield NotPacked(plain_name(name), reason)
 
 

@@ -4,6 +4,9 @@ from lightning_nm.functional.allocation import Allocation, allocate, retained_ma
 from lightning_nm.functional.flops import FlopsKind, GemmDensity, train_flops, train_flops_ratio
 from lightning_nm.functional.int8 import (
     dequantise_weight,
+    fake_quantise_tokens,
+    fake_quantise_weight,
+    int8_conv2d,
     int8_linear,
     quantise_tokens,
     quantise_weight,
@@ -43,8 +46,11 @@ __all__ = [
     "count_violations",
     "counter_uniform",
     "dequantise_weight",
+    "fake_quantise_tokens",
+    "fake_quantise_weight",
     "fold_seed",
     "gradient_snr",
+    "int8_conv2d",
     "int8_linear",
     "is_nm",
     "kept_magnitude",

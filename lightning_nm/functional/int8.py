@@ -6,6 +6,7 @@ All rounding is to nearest even, and integers are -127 to 127, so that both sign
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 LARGEST = 127
@@ -68,6 +69,47 @@ def dequantise_weight(integers: Tensor, scale: Tensor, dtype: torch.dtype) -> Te
     """
     rows = integers.float().flatten(1) * scale[:, None]
     return rows.to(dtype).view(integers.shape)
+
+
+def fake_quantise_weight(weight: Tensor, mask: Tensor | None = None, axes: int = 1) -> Tensor:
+    """Return a weight whose kept entries are rounded as :func:`quantise_weight` rounds the masked one.
+
+    ``scale * nearest(W / scale)`` where the mask is true, with ``scale = max |kept of a row| / 127``; W elsewhere.
+
+    Args:
+        weight: ``[rows, ...]``, float32 or bfloat16.
+        mask: Bool, of the same shape; by default all are kept.
+        axes: How many axes are those of the rows: 2 for ``[experts, out, in]``.
+
+    Returns:
+        A tensor of the same shape and dtype.
+
+    Raises:
+        ValueError: If a kept entry is NaN, infinite or too large.
+
+    Example:
+        >>> weight, mask = torch.tensor([[127.0, 0.6, 300.0]]), torch.tensor([[True, True, False]])
+        >>> fake_quantise_weight(weight, mask)
+        tensor([[127.,   1., 300.]])
+    """
+    kept = weight if mask is None else torch.where(mask, weight, 0)
+    rows = kept.flatten(0, axes - 1)
+    rounded = dequantise_weight(*quantise_weight(rows), weight.dtype).view(weight.shape)
+    return rounded if mask is None else torch.where(mask, rounded, weight)
+
+
+def fake_quantise_tokens(x: Tensor) -> Tensor:
+    """Return ``[..., depth]`` rounded as :func:`quantise_tokens` rounds tokens; its gradient is that of x.
+
+    Example:
+        >>> fake_quantise_tokens(torch.tensor([[127.0, 0.6]]))
+        tensor([[127.,   1.]])
+    """
+    with torch.no_grad():
+        integers, scale = quantise_tokens(x.reshape(-1, x.shape[-1]))
+        rounded = (integers.float() * scale[:, None]).to(x.dtype).view(x.shape)
+    # The difference is 0: it adds nothing but its gradient.
+    return rounded + (x - x.detach())
 
 
 def check_quantised(integers: Tensor, scale: Tensor) -> None:
@@ -143,3 +185,54 @@ def int8_linear(x: Tensor, integers: Tensor, scale: Tensor, bias: Tensor | None 
     if bias is not None:
         y = y + bias.float()
     return y.to(x.dtype)
+
+
+def int8_conv2d(
+    x: Tensor,
+    integers: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    stride: tuple[int, int] = (1, 1),
+    padding: tuple[int, int] = (0, 0),
+    dilation: tuple[int, int] = (1, 1),
+    groups: int = 1,
+) -> Tensor:
+    """The convolution of x with W in int8, by torch alone: :func:`int8_linear` of what each output position reads.
+
+    These inputs, ``in / groups * taps`` of the padded image, are rounded to int8 as a token is.
+
+    Args:
+        x: ``[images, in, height, width]``, float32 or bfloat16.
+        integers: int8 ``[out, in / groups, *taps]``.
+        scale: float32 ``[out]``.
+        bias: ``[out]`` or ``None``, of the dtype of x.
+        stride: As of :func:`torch.nn.functional.conv2d`.
+        padding: As well.
+        dilation: As well.
+        groups: As well.
+
+    Returns:
+        ``[images, out, *positions]`` of the dtype of x.
+
+    Example:
+        >>> integers = torch.full((1, 1, 2, 2), 127, dtype=torch.int8)
+        >>> int8_conv2d(torch.full((1, 1, 2, 2), 127.0), integers, torch.tensor([0.5])).flatten()
+        tensor([32258.])
+    """
+    positions = [
+        (size + 2 * p - d * (taps - 1) - 1) // s + 1
+        for size, taps, s, p, d in zip(
+            x.shape[2:], integers.shape[2:], stride, padding, dilation, strict=True
+        )
+    ]
+    rows = len(integers) // groups
+    outputs = []
+    for group, inputs in enumerate(x.chunk(groups, 1)):
+        own = slice(group * rows, (group + 1) * rows)
+        # [images, in / groups * taps, positions]
+        read = F.unfold(inputs, integers.shape[2:], dilation, padding, stride)
+        tokens = read.transpose(1, 2).flatten(0, 1)
+        own_bias = None if bias is None else bias[own]
+        y = int8_linear(tokens, integers[own].flatten(1), scale[own], own_bias)
+        outputs.append(y.view(len(x), -1, rows).transpose(1, 2))
+    return torch.cat(outputs, 1).view(len(x), -1, *positions)

@@ -10,7 +10,7 @@ from lightning.pytorch.cli import LightningCLI
 from torch import nn
 
 import lightning_nm.demo
-from lightning_nm.demo import GPT, MLP, Digits, HelpTopics, ResidualCNN, TinyTransformer
+from lightning_nm.demo import GPT, MLP, Digits, HelpTopics, MobileCNN, ResidualCNN, TinyTransformer
 from lightning_nm.demo.schedule import warmup_cosine
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
@@ -154,7 +154,8 @@ def test_schedule():
 
 
 @pytest.mark.parametrize(
-    ("model", "data"), [(ResidualCNN, Digits), (MLP, Digits), (TinyTransformer, HelpTopics)]
+    ("model", "data"),
+    [(ResidualCNN, Digits), (MobileCNN, Digits), (MLP, Digits), (TinyTransformer, HelpTopics)],
 )
 def test_command_line_reads_the_signatures(model, data, monkeypatch):
     monkeypatch.setattr("sys.argv", ["demo"])

@@ -3,17 +3,22 @@
 import json
 
 import pytest
+import yaml
+from torch import nn
 
 pytest.importorskip("matplotlib")
 
+from benchmarks import ethos_u85
 from benchmarks.pictures import __main__ as program
-from benchmarks.pictures import evidence, inference, permutation, speed, style
+from benchmarks.pictures import cycles, evidence, inference, permutation, speed, style
 from benchmarks.pictures.style import Picture, stamp_of
 from benchmarks.tables import markdown
 from benchmarks.tables.regions import pages
+from lightning_nm.functional import is_nm
 from studies.speed.curves import Curve
 from studies.speed.report import machine, write_json
 from studies.speed.side import Setting
+from tests.docs.blocks import ROOT
 
 
 def test_pictures_show_the_present_data(capsys):
@@ -51,6 +56,55 @@ def test_evidence_passes_the_kept_weight():
     """Only that of the entry whose gradients have a mean."""
     last = evidence.data()["block"][-1]
     assert [value > evidence.KEPT_WEIGHT for value in last] == [False, True, False]
+
+
+def test_accuracy_over_cycles(tmp_path, monkeypatch):
+    """By a study that was made up: lines by method, points by cycles, the failed training left out."""
+    monkeypatch.setattr(markdown, "RESULTS", tmp_path)
+    monkeypatch.setattr(style, "RESULTS", tmp_path)
+    assert cycles.pictures() == {}
+    rows = [
+        *("dense-32,0,complete,0.9", "dense-16,0,complete,0.8", "dense-16,1,complete,0.84"),
+        *("sr-ste-2:4-16,0,complete,0.81", "sr-ste-2:4-16,1,failed,"),
+    ]
+    study = tmp_path / "study-cycles-fashion-mnist-mobile.csv"
+    study.write_text("\n".join(["variant,seed,state,test_acc", *rows]))
+    by_name = {"dense-16": 4000, "dense-32": 9000, "sr-ste-2:4-16": 2500}
+    estimated = {name: {"cycles": each, "bytes": 1} for name, each in by_name.items()}
+    (tmp_path / "cycles-fashion-mnist-mobile.json").write_text(json.dumps({"variants": estimated}))
+    (name,) = cycles.pictures()
+    assert name == "cycles-mobile"
+    picture = cycles.pictures()[name]
+    found = picture.data()
+    assert [row[0] for row in found["dense"]] == [4.0, 9.0]
+    assert found["dense"][0][1] == pytest.approx(82.0)
+    assert found["dense"][0][2] > 2.0
+    assert found["sr-ste"] == [[2.5, pytest.approx(81.0), 0.0]]
+    picture.save(tmp_path / "a.png")
+    assert stamp_of(tmp_path / "a.png") == picture.stamp()
+
+
+@pytest.mark.parametrize("kind", ["residual", "mobile"])
+def test_models_of_the_studies_of_cycles(kind):
+    """Each variant of the study has a model, whose sparse weights are those that the training masks."""
+    variants = yaml.safe_load((ROOT / f"studies/cycles/fashion-mnist-{kind}.yaml").read_text())
+    names = list(variants["variants"])
+    read = [ethos_u85.Variant.of(name) for name in names]
+    assert {(each.method, each.pattern) for each in read} == {
+        ("dense", ""),
+        ("sr-ste", "2:4"),
+        ("bi-mask", "2:4"),
+    }
+    assert len({each.width for each in read}) >= 4
+    sparse = next(each for each in read if each.pattern and each.width == 16)
+    model = ethos_u85.build(kind, sparse)
+    for name, layer in model.named_modules():
+        if not isinstance(layer, nn.Conv2d):
+            continue
+        if name.startswith("stem") or layer.groups > 1:
+            assert layer.weight.count_nonzero() == layer.weight.numel(), name
+        else:
+            assert is_nm(layer.weight, "2:4", 1), name
 
 
 def test_inference(tmp_path, monkeypatch):

@@ -288,3 +288,20 @@ def test_an_interrupted_export_leaves_the_old_file(tmp_path, monkeypatch):
     assert target.read_text() == "old"
     assert [name for name in os.listdir(tmp_path) if not name.startswith(".")] == ["a.safetensors"]
     assert len(os.listdir(tmp_path)) == 2, "it was writing beside the old file"
+
+
+@pytest.mark.parametrize("values", [None, "int8"])
+def test_a_model_in_another_dtype_than_the_file(tmp_path, values):
+    path = tmp_path / "model.safetensors"
+    save_packed(pack(small("1:16"), dtype=values, kernels="reference"), path)
+    model = small("1:16", torch.bfloat16)
+    before = clones(model)
+    with pytest.raises(ValueError, match=r"'0.bias' is bfloat16 in .* float32 in .*to\(torch.fl"):
+        load_packed(model, path)
+    assert_equal_states(clones(model), before)
+    # As the message says.
+    loaded = load_packed(model.float(), path, kernels="reference").to(torch.bfloat16)
+    assert loaded(torch.randn(2, 16, 4, 4, dtype=torch.bfloat16)).dtype == torch.bfloat16
+    # A model in the default dtype takes that of the file.
+    save_packed(loaded, path)
+    assert load_packed(small("1:16"), path)[6].bias.dtype == torch.bfloat16

@@ -4,13 +4,33 @@ import pickle
 
 import pytest
 import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
-from lightning_nm import pack, packed_summary, unpacked_state_dict
-from lightning_nm.functional import int8_linear, quantise_weight
-from lightning_nm.kernels.cpu import CpuInt8Kernel
-from lightning_nm.nn.packed import kernel_choice, packed_weights
-from tests.support.cpu_products import LEVELS, at_level, needs_library
+from lightning_nm import (
+    NMPattern,
+    load_packed,
+    pack,
+    packed_summary,
+    save_packed,
+    unpacked_state_dict,
+)
+from lightning_nm.export.packed_file import write_packed
+from lightning_nm.functional import (
+    dequantise_weight,
+    int8_conv2d,
+    int8_linear,
+    nm_prune,
+    quantise_weight,
+)
+from lightning_nm.kernels.api import Convolution
+from lightning_nm.kernels.cpu import CpuInt8Kernel, int8_kernel
+from lightning_nm.kernels.cpu.kernels import Packed
+from lightning_nm.nn.packed import PackedTensor, kernel_choice, packed_weights
+from tests.support.cpu_products import LEVELS, REASON, at_level, needs_library
+from tests.support.experts import WIDTH, Experts, LinearExperts, TransposedExperts
 from tests.support.kinds import make
 from tests.support.packed_models import assert_equal_states, clones, copied, held, prune, small
 
@@ -82,7 +102,10 @@ def test_dtype_of_the_inputs_decides_nothing_else():
 
 @pytest.mark.parametrize(
     "kind",
-    ["linear-3d-no-bias", "hugging-face-conv1d", "attention", "attention-kdim", "encoder-layer"],
+    [
+        *("linear-3d-no-bias", "hugging-face-conv1d", "attention", "attention-kdim"),
+        *("encoder-layer", "conv1d", "conv2d", "conv2d-unbatched", "conv3d"),
+    ],
 )
 def test_kinds(kind):
     module, x = make(kind, torch.float32)
@@ -147,12 +170,157 @@ def test_choices_of_other_kernels_stay(clock, tmp_path):
 
 
 def test_the_summary_names_what_is_not_int8():
-    model = pack(small("2:4", torch.bfloat16), dtype="int8", kernels="reference")
+    model = small("2:4", torch.bfloat16)
+    pack(model[0], kernels="reference")
+    pack(model[1:], dtype="int8", kernels="reference")
     summary = packed_summary(model)
     assert [weight.form for weight in summary.weights] == ["packed", "packed int8", "packed int8"]
-    assert summary.not_int8 == (("0.weight", "a convolution keeps its values in bfloat16"),)
-    assert "0.weight  not int8: a convolution keeps its values in bfloat16" in str(summary)
+    assert summary.not_int8 == (("0.weight", "it was packed in bfloat16"),)
+    assert "0.weight  not int8: it was packed in bfloat16" in str(summary)
     assert packed_summary(pack(small(), kernels="reference")).not_int8 == ()
+
+
+@st.composite
+def convolutions(draw):
+    """Arguments of a convolution whose blocks lie along the inputs of a tap, and the size of its images."""
+    groups = draw(st.sampled_from([1, 1, 2]))
+
+    def pair(low, high):
+        return draw(st.integers(low, high)), draw(st.integers(low, high))
+
+    taps, stride, padding, dilation = pair(1, 3), pair(1, 3), pair(0, 2), pair(1, 2)
+    size = [d * (k - 1) + 1 + draw(st.integers(0, 4)) for d, k in zip(dilation, taps, strict=True)]
+    outputs = 16 * groups if groups > 1 else draw(st.integers(12, 20))
+    channels = 64 * groups, outputs
+    return (*channels, taps, stride, padding, dilation, groups), size
+
+
+@settings(max_examples=60)
+@given(
+    arguments=convolutions(),
+    pattern=st.sampled_from(["2:4", "1:16", "3:8"]),
+    flat=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    channels_last=st.booleans(),
+    at_a_time=st.sampled_from([1, 500, 1 << 20]),
+    seed=st.integers(0, 100),
+)
+def test_convolutions_compute_the_product_of_the_twin(
+    arguments, pattern, flat, dtype, channels_last, at_a_time, seed
+):
+    geometry, size = arguments
+    torch.manual_seed(seed)
+    dense = nn.Conv2d(*geometry).to(dtype).eval()
+    with torch.no_grad():
+        weight = dense.weight.flatten(1) if flat else dense.weight
+        dense.weight.copy_(nm_prune(weight, pattern, 1).view_as(dense.weight))
+    # Of 0 and one absolute value, which are rounded to themselves, whatever a patch reads.
+    x = torch.randint(-1, 2, (3, geometry[0], *size)).to(dtype)
+    if channels_last:
+        x = x.contiguous(memory_format=torch.channels_last)
+    integers, scale = quantise_weight(dense.weight)
+    _, _, _, stride, padding, dilation, groups = geometry
+    expected = int8_conv2d(x, integers, scale, dense.bias, stride, padding, dilation, groups)
+    matrix = (integers.double().flatten(1) * scale.double()[:, None]).view_as(dense.weight)
+    exact = F.conv2d(x.double(), matrix, dense.bias.double(), stride, padding, dilation, groups)
+    tolerance = {"rtol": 2.0**-7 if dtype == torch.bfloat16 else 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(expected.double(), exact, **tolerance)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(int8_kernel, "PATCHES", at_a_time)
+        model = pack(copied(dense), pattern, dtype="int8", kernels="sparse")
+        found = model(x)
+    if not REASON:
+        assert model.weight.form == "cpu-int8"
+    torch.testing.assert_close(found.double(), exact, **tolerance)
+    assert found.is_contiguous(memory_format=torch.channels_last) or not channels_last
+    assert torch.equal(model.weight.packed().unpack(), model.weight.unpack())
+    assert torch.equal(model.weight.unpack(), dequantise_weight(integers, scale, dtype))
+
+
+@needs_library
+def test_convolutions_that_no_kernel_takes_unpack_their_weight():
+    grouped = prune(nn.Conv2d(32, 16, 3, groups=2), "2:4")
+    volume = prune(nn.Conv3d(16, 16, 2), "2:4")
+    for dense, x in ((grouped, torch.randn(2, 32, 5, 5)), (volume, torch.randn(2, 16, 3, 3, 3))):
+        model = pack(copied(dense), dtype="int8", kernels="sparse")
+        weight = unpacked_state_dict(model)["weight"]
+        held_dense = copied(dense)
+        held_dense.load_state_dict({"weight": weight, "bias": dense.bias})
+        torch.testing.assert_close(model(x), held_dense(x))
+
+
+@needs_library
+def test_convolutions_of_other_weights_are_refused():
+    model = pack(prune(nn.Conv2d(16, 32, 3), "2:4"), dtype="int8", kernels="sparse")
+    kernel, packed = CpuInt8Kernel(), Packed(*model.weight.operand._held)
+    conv = Convolution(16, 32, (5, 5), (3, 3))
+    x = torch.randn(1, 16, 5, 5)
+    assert kernel.conv(packed, x, conv).shape == (1, 32, 3, 3)
+    with pytest.raises(ValueError, match="is not one of the convolution"):
+        kernel.conv(packed, x, conv._replace(kernel=(3, 2)))
+    with pytest.raises(ValueError, match="does not exist in int8"):
+        kernel.conv(packed, x, conv._replace(dilation=(5, 5)))
+    with pytest.raises(ValueError, match="operand"):
+        kernel.conv(packed, x.double(), conv)
+
+
+@pytest.mark.parametrize("kind", [Experts, TransposedExperts])
+@pytest.mark.parametrize("kernels", ["auto", "sparse", "reference"])
+def test_experts(tmp_path, kind, kernels):
+    torch.manual_seed(0)
+    dense = kind("loop").eval()
+    axis = 1 if dense.transposed else 2
+    with torch.no_grad():
+        for name in ("up", "down"):
+            weight = getattr(dense, name)
+            weight.copy_(nm_prune(weight, "2:4", axis))
+            weight[1] *= 10  # each expert has scales of its own
+    model = pack(copied(dense), dtype="int8", kernels=kernels)
+    x, experts = torch.randn(11, WIDTH), torch.randint(0, 4, (11,))
+    near(model(x, experts), dense(x, experts), steps=4)
+    for name in ("up", "down"):
+        rows = getattr(dense, name).movedim(axis, 2).flatten(0, 1)  # [experts * out, in]
+        integers, scales = quantise_weight(rows)
+        packed = getattr(model, name).packed()
+        assert packed.scales.shape == (4, len(rows) // 4)
+        assert torch.equal(packed.scales.flatten(), scales)
+        exact = dequantise_weight(integers, scales, torch.float32)
+        unpacked = getattr(model, name).unpack().movedim(axis, 2).flatten(0, 1)
+        assert torch.equal(unpacked, exact)
+    save_packed(model, tmp_path / "a.safetensors")
+    loaded = load_packed(kind("loop"), tmp_path / "a.safetensors", kernels=kernels)
+    assert_equal_states(clones(loaded), clones(model))
+    for other in (copied(model), pickle.loads(pickle.dumps(model))):
+        assert_equal_states(clones(other), clones(model))
+    if kernels == "sparse" and not REASON:
+        assert packed_summary(model).weights[0].form == "cpu-int8"
+
+
+def test_blocks_do_not_lie_across_the_rows_of_an_expert():
+    """One entry of each pair of rows of 16 is 1:32 in memory, but 1:16 of each expert's matrix."""
+    dense = LinearExperts()
+    with torch.no_grad():
+        dense.weight.view(-1, 32)[:, 1:] = 0
+    model = pack(copied(dense), kernels="reference")
+    assert str(model.weight.pattern) == "1:16"
+    x = torch.randn(5, WIDTH)
+    torch.testing.assert_close(model(x), dense(x))
+
+
+def test_scales_of_experts_and_of_layers_do_not_pass_for_each_other(tmp_path):
+    conv = nn.Conv1d(16, 32, 4).eval()
+    conv.weight.data = nm_prune(conv.weight.data, "2:4", 2)  # so are [experts, out, in], too
+    as_experts = PackedTensor.of_int8(conv.weight, NMPattern(2, 4), "flat", role="experts")
+    write_packed(tmp_path / "a.safetensors", {"weight": as_experts, "bias": conv.bias})
+    before = clones(conv)
+    with pytest.raises(ValueError, match=r"'weight' of .* does not fit the model: scales of shape"):
+        load_packed(conv, tmp_path / "a.safetensors")
+    assert_equal_states(clones(conv), before)
+    model = pack(copied(conv), dtype="int8", kernels="reference")
+    state = clones(model)
+    state["weight.scales"] = state["weight.scales"][:, None].expand(32, 16).contiguous()
+    with pytest.raises(RuntimeError, match="'weight': scales"):
+        model.load_state_dict(state)
 
 
 @pytest.mark.parametrize(("pattern", "share"), [("2:4", 0.32), ("1:4", 0.165), ("1:16", 0.055)])
@@ -246,6 +414,19 @@ def test_state_dicts(kernels):
 
 @pytest.mark.parametrize("kernels", ["sparse", "reference"])
 @pytest.mark.slow
+def test_convolutions_compiled_and_exported(kernels):
+    torch.manual_seed(0)
+    dense = prune(nn.Conv2d(64, 32, 3, padding=1), "2:4")
+    model, x = pack(dense, dtype="int8", kernels=kernels), torch.randn(2, 64, 5, 5)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), model(x))
+    weight = unpacked_state_dict(model)["weight"]
+    program = torch.export.export(model, (x,)).module()
+    torch.testing.assert_close(program(x), F.conv2d(x, weight, model.bias, padding=1))
+
+
+@pytest.mark.parametrize("kernels", ["sparse", "reference"])
+@pytest.mark.slow
 def test_compiled_and_exported(kernels):
     model, x = pack(linear(), dtype="int8", kernels=kernels), torch.randn(5, 64)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -289,6 +470,6 @@ def test_what_is_refused():
         r"'weight' has no int8 form, a weight with NaN.* to int8: leave the layer out", infinite
     )
     conv = prune(nn.Conv2d(16, 16, 3), "2:4")
-    refused("no weight to pack takes int8: 'weight': a convolution keeps its values", conv)
+    refused("'weight' has no int8 form, float16 is not", conv.half())
     with pytest.raises(ValueError, match="dtype='int4' is unknown: use 'int8'"):
         pack(linear(), dtype="int4")

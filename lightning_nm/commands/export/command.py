@@ -217,7 +217,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--dtype",
         choices=("int8",),
-        help="for packed: round the values of matrices to int8, with a scale for each output",
+        help="for packed: round the values of weights to int8, with a scale for each output; those of three axes stay",
     )
     taken = "take only the keys that begin with this, and remove it: 'model.' for a model within a LightningModule"
     parser.add_argument("--prefix", default="", help=taken)

@@ -66,7 +66,8 @@ def summary(result: ExecutorchExport, output: str) -> list[str]:
     """What was written, in sentences."""
     sparse = [each for each in result.layers if each.pattern]
     lines = [
-        f"wrote {output}: {result.bytes} bytes, {len(sparse)} of {len(result.layers)} weights are N:M as int8"
+        f"wrote {output}: {result.bytes} bytes, {len(sparse)} of {len(result.layers)} weights are N:M as int8",
+        f"int8 scales of activations are from {result.calibrated_with} inputs",
     ]
     for each in result.on_cpu:
         where = f" of '{each.module}'" if each.module else ""

@@ -47,6 +47,35 @@ def calibration_inputs(
         )
 
 
+def check_varied(inputs: Sequence[tuple[Tensor, ...]]) -> None:
+    """Refuse inputs that all hold one value: the activations of such a calibration tell nothing of those of real data.
+
+    Args:
+        inputs: Of :func:`calibration_inputs`, at least one.
+
+    Raises:
+        ValueError: If each of the model's inputs is one value in all of them.
+
+    Example:
+        >>> check_varied([(torch.zeros(1, 2), torch.zeros(1)), (torch.zeros(1, 2), torch.ones(1))])
+    """
+    values = [_only_value(tensors) for tensors in zip(*inputs, strict=True)]
+    if all(value is not None for value in values):
+        shown = ", ".join(f"{value:g}" for value in values if value is not None)
+        raise ValueError(
+            f"all {len(inputs)} inputs of the calibration hold one value alone ({shown}), from which no int8 scales "
+            "can be chosen: give calibration= a few batches of real inputs"
+        )
+
+
+def _only_value(tensors: Sequence[Tensor]) -> float | None:
+    """The value of all entries of some tensors; ``None`` if they differ, or there is none."""
+    filled = [each for each in tensors if each.numel()]
+    least = {float(each.min()) for each in filled}
+    most = {float(each.max()) for each in filled}
+    return least.pop() if len(least) == 1 and least == most else None
+
+
 def _inputs_of(batch: Any, position: int, count: int) -> tuple[Tensor, ...]:
     """The model's inputs, which a batch begins with."""
     if isinstance(batch, Tensor):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
 
 from lightning_nm.export.atomic_write import check_folder, replacing
-from lightning_nm.export.executorch.calibration import calibration_inputs
+from lightning_nm.export.executorch.calibration import calibration_inputs, check_varied
 from lightning_nm.export.executorch.lowering import (
     Lowered,
     Undelegated,
@@ -27,6 +28,7 @@ from lightning_nm.export.executorch.lowering import (
 from lightning_nm.export.executorch.quantized import (
     QuantizedLayer,
     always_in_float,
+    constant_inputs,
     fill_zeros,
     layers_of_graph,
     quantize,
@@ -57,6 +59,7 @@ class ExecutorchExport:
         dense_bytes: Size of the file with dense weights; ``None`` for ``"cpu"`` or without the comparison.
         difference: Of the runtime's outputs and those of the quantised model in torch, relative to the largest output;
             ``None`` for an NPU, which is not at hand.
+        calibrated_with: Inputs of the program that the calibration had.
     """
 
     target: str
@@ -67,6 +70,7 @@ class ExecutorchExport:
     operators: tuple[Operator, ...] = ()
     dense_bytes: int | None = None
     difference: float | None = None
+    calibrated_with: int = 0
 
     @property
     def cycles(self) -> int:
@@ -122,7 +126,8 @@ def export_executorch(
 
     Raises:
         ImportError: If a package is missing: ``pip install 'lightning-nm[ethos-u]'``.
-        ValueError: If the target is unknown, there is no data for calibration or it does not fit, ``torch.export``
+        ValueError: If the target is unknown, there is no data for calibration, it does not fit or holds one value
+            alone, ``torch.export``
             cannot trace the model, no weight is N:M, quantisation loses a pattern, or layers are left in float.
         RuntimeError: If the quantizer or the compiler fails, or the runtime computes something else than torch.
         OSError: If the file cannot be written. Nothing is written on any of these.
@@ -144,6 +149,8 @@ def export_executorch(
     layers = layers_of_graph(graph)
     weights = model.state_dict()
     inputs = list(calibration_inputs(calibration, example_inputs, calibration_batches))
+    check_varied(inputs)
+    _warn_of_constants(constant_inputs(graph, layers, inputs), len(inputs))
     quantized_graph = quantize(graph, make_quantizer(target), inputs)
     quantized, in_float = quantized_layers(quantized_graph, layers, weights, patterns)
     in_float |= in_float_anyway
@@ -166,6 +173,7 @@ def export_executorch(
                 lowered.on_cpu,
                 in_float,
                 difference=difference,
+                calibrated_with=len(inputs),
             )
         reasons = {each.layer.module: _reason(each) for each in quantized}
         operators = explained(lowered.operators, reasons)
@@ -186,7 +194,20 @@ def export_executorch(
         in_float,
         tuple(operators),
         dense_bytes,
+        calibrated_with=len(inputs),
     )
+
+
+def _warn_of_constants(found: Mapping[str, float], count: int) -> None:
+    """Warn of layers that read one value alone: dead units, or data that are not real."""
+    if found:
+        named = ", ".join(f"'{name}' ({value:g})" for name, value in found.items())
+        warnings.warn(
+            f"these layers read one value alone in all {count} inputs of the calibration, so that their int8 scales "
+            f"mean nothing: {named}. Give more, or more varied, data, or look why the layers before them are dead",
+            UserWarning,
+            stacklevel=3,
+        )
 
 
 def _lower(

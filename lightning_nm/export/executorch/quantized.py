@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule, Interpreter, Node
 
 from lightning_nm.export.patterns import Found, pattern_of
 from lightning_nm.functional import count_violations
@@ -122,6 +122,46 @@ def always_in_float(graph: GraphModule) -> dict[str, str]:
             name = operator.removeprefix("aten::")
             found[module_of(node)] = f"there is no int8 form of {name}"
     return found
+
+
+class _Ranges(Interpreter):
+    """Runs a graph, and notes the least and the largest value that products read."""
+
+    def __init__(self, graph: GraphModule, layers: Iterable[Layer]) -> None:
+        super().__init__(graph)
+        self.names = {layer.node for layer in layers}
+        self.ranges: dict[str, tuple[float, float]] = {}
+
+    def run_node(self, node: Node) -> Any:
+        """Run a node, and look at the input of a product."""
+        if node.name in self.names:
+            position = 1 if "addmm" in _operator(node) else 0
+            x = self.map_nodes_to_values(node.args[position], node)
+            if isinstance(x, Tensor) and x.numel():
+                low, high = float(x.min()), float(x.max())
+                least, most = self.ranges.get(node.name, (low, high))
+                self.ranges[node.name] = min(low, least), max(high, most)
+        return super().run_node(node)
+
+
+@torch.no_grad()
+def constant_inputs(
+    graph: GraphModule, layers: Sequence[Layer], inputs: Iterable[tuple[Tensor, ...]]
+) -> dict[str, float]:
+    """The layers that read one value alone in a whole calibration, by module name, with the value.
+
+    An int8 scale of such a range is arbitrary: other values of real data are lost.
+
+    Args:
+        graph: From :func:`trace`, not yet quantised.
+        layers: From :func:`layers_of_graph`.
+        inputs: For calibration.
+    """
+    interpreter = _Ranges(graph, layers)
+    for each in inputs:
+        interpreter.run(*each)
+    names = {layer.node: layer.module for layer in layers}
+    return {names[node]: low for node, (low, high) in interpreter.ranges.items() if low == high}
 
 
 def quantize(

@@ -39,6 +39,10 @@ class Int8Layout:
     Its values are int8 ``[tiles, blocks, groups, 16, 4]``: of each block of 64 inputs the entries of 16 rows, four at a
     time, in the order of their positions, and zeros up to whole groups, blocks and tiles. ``positions`` is uint8
     ``[tiles, blocks, groups, bytes]`` with :func:`position_width` bits for each value: its place among its M inputs.
+
+    The weight of a convolution, ``[out, in / groups, *taps]``, is a matrix of the depth ``taps * in / groups``, in this
+    order if its blocks lie along the inputs of a tap: `taps` is then their number. It is 1 if the depth has the order
+    of the weight's memory.
     """
 
     positions: Tensor
@@ -47,6 +51,7 @@ class Int8Layout:
     rows: int
     depth: int
     pattern: NMPattern
+    taps: int = 1
 
     @staticmethod
     def reason_against(rows: int, depth: int, pattern: NMPattern) -> str:
@@ -62,7 +67,13 @@ class Int8Layout:
 
     @classmethod
     def of(
-        cls, values: Tensor, positions: Tensor, scale: Tensor, depth: int, pattern: NMPattern
+        cls,
+        values: Tensor,
+        positions: Tensor,
+        scale: Tensor,
+        depth: int,
+        pattern: NMPattern,
+        taps: int = 1,
     ) -> tuple[Int8Layout, Tensor]:
         """Lay out the N entries of every block of M.
 
@@ -72,6 +83,7 @@ class Int8Layout:
             scale: float32 ``[rows]``.
             depth: Of the matrix.
             pattern: N:M.
+            taps: As the attribute.
 
         Returns:
             The layout, and the values in its order.
@@ -97,7 +109,7 @@ class Int8Layout:
         tiles = len(ordered_values)
         offset = torch.zeros(tiles * ROWS, dtype=torch.int32)
         offset[:rows] = -128 * values.flatten(1).sum(1, dtype=torch.int32)
-        layout = cls(packed_positions, scale, offset, rows, depth, pattern)
+        layout = cls(packed_positions, scale, offset, rows, depth, pattern, taps)
         return layout, ordered_values
 
     @property
@@ -111,11 +123,15 @@ class Int8Layout:
         first = tiles.start * ROWS
         offset = self.offset[first : tiles.stop * ROWS]
         scale = self.scale[first : first + rows]
-        return Int8Layout(self.positions[tiles], scale, offset, rows, self.depth, self.pattern)
+        return Int8Layout(
+            self.positions[tiles], scale, offset, rows, self.depth, self.pattern, self.taps
+        )
 
     def dense(self, values: Tensor, dtype: torch.dtype) -> Tensor:
-        """The matrix ``[rows, depth]``."""
-        integers = int8_matrix(values, self.positions, self.rows, self.depth, self.pattern)
+        """The matrix ``[rows, depth]``, its depth in the order of the weight's memory."""
+        integers = int8_matrix(
+            values, self.positions, self.rows, self.depth, self.pattern, self.taps
+        )
         return dequantise_weight(integers, self.scale, dtype)
 
     def operand(self, values: Tensor | None = None) -> Int8Operand:
@@ -132,9 +148,12 @@ class Int8Layout:
 
 
 def int8_matrix(
-    values: Tensor, positions: Tensor, rows: int, depth: int, pattern: NMPattern
+    values: Tensor, positions: Tensor, rows: int, depth: int, pattern: NMPattern, taps: int = 1
 ) -> Tensor:
-    """The matrix ``[rows, depth]`` of a layout, in int8; graphs that are traced or exported can hold it."""
+    """The matrix ``[rows, depth]`` of a layout, in int8; graphs that are traced or exported can hold it.
+
+    Its depth has the order of the weight's memory: that of `taps` times inputs is transposed.
+    """
     width = position_width(pattern)
     shifts = torch.arange(0, 8, width, dtype=torch.uint8, device=positions.device)
     places = (positions[..., None] >> shifts) & ((1 << width) - 1)
@@ -142,7 +161,8 @@ def int8_matrix(
     values_rbn = _unordered(values.flatten(3), rows, blocks, pattern)
     places_rbn = _unordered(places.flatten(3), rows, blocks, pattern)
     found = values.new_zeros(rows, blocks, pattern.m)
-    return found.scatter_(2, places_rbn.long(), values_rbn).view(rows, depth)
+    matrix = found.scatter_(2, places_rbn.long(), values_rbn).view(rows, depth)
+    return matrix if taps == 1 else matrix.view(rows, taps, -1).transpose(1, 2).flatten(1)
 
 
 def _ordered(entries_rbn: Tensor, pattern: NMPattern) -> Tensor:

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_nm.functional.int8 import quantise_weight
 from lightning_nm.functional.masks import nm_mask
 from lightning_nm.functional.pattern import NMPattern
-from lightning_nm.kernels.api import GemmKernel, GemmKey, MaskedMatrix
+from lightning_nm.kernels.api import Convolution, GemmKernel, GemmKey, MaskedMatrix
 from lightning_nm.kernels.cpu import library
-from lightning_nm.kernels.cpu.int8 import Int8Layout
+from lightning_nm.kernels.cpu.int8 import ROWS, Int8Layout
 from lightning_nm.kernels.cpu.kernels import Packed
 from lightning_nm.kernels.cpu.library import DTYPES, LINEAR
 
 INSTRUCTIONS = ("baseline", "AVX2", "AVX-512 with VBMI and VNNI")
 """What the library has int8 products for, by its numbers."""
+
+PATCHES = 1 << 20
+"""Entries of the patches of a convolution that are copied at a time."""
 
 
 class CpuInt8Kernel(GemmKernel):
@@ -23,10 +30,14 @@ class CpuInt8Kernel(GemmKernel):
 
     Sums are exact in 32 bits, so all instruction sets and numbers of threads give the same bits; the rounding of
     weights and tokens is that of :mod:`lightning_nm.functional.int8`. For inference: training never takes it.
+
+    A convolution is a product with patches of its padded input, one for each output position and group, and rounds each
+    patch to int8: :func:`lightning_nm.functional.int8_conv2d`.
     """
 
     name = "cpu-int8"
     device_type = "cpu"
+    convolutions = True
     tolerance = 0.04
     """Of rounding both sides to 127 steps of their largest value."""
 
@@ -48,6 +59,8 @@ class CpuInt8Kernel(GemmKernel):
             return f"the product {key} is empty"
         if key.gemm != "forward":
             return "it is for inference"
+        if key.conv is not None and key.conv.groups > 1 and key.rows // key.conv.groups % ROWS:
+            return f"{key.rows // key.conv.groups} outputs of a group are no whole tiles of {ROWS}"
         return Int8Layout.reason_against(key.rows, key.depth, key.pattern)
 
     def pack_masked(self, matrix: MaskedMatrix, layout: None) -> Packed:
@@ -73,6 +86,34 @@ class CpuInt8Kernel(GemmKernel):
         library.run(library.load().nm_int8_product, LINEAR, dense, layout.operand(values))
         return y
 
+    def conv(
+        self, packed: Packed, x: Tensor, conv: Convolution, bias: Tensor | None = None
+    ) -> Tensor:
+        """Convolve ``x [images, in, height, width]`` with ``W [out, in / groups * taps]``.
+
+        x and the result, ``[images, out, *positions]``, are contiguous.
+        """
+        layout, values = packed
+        _check_conv(layout, conv)
+        library.check_operand(x, (len(x), conv.inputs, *conv.size))
+        along_height, along_width = conv.padding
+        padded = F.pad(x, (along_width, along_width, along_height, along_height))
+        patches = _patches(padded, conv, taps_first=layout.taps > 1)
+        y = x.new_empty(len(x), *conv.positions, conv.outputs)
+        rows = conv.outputs // conv.groups
+        for group, patches_nhwd in enumerate(patches):
+            first = group * rows
+            tiles = slice(first // ROWS, -(-(first + rows) // ROWS))
+            own = Packed(layout.part(tiles, rows), values[tiles])
+            own_bias = None if bias is None else bias[first : first + rows].clone()
+            for images, heights in _parts(patches_nhwd):
+                read = patches_nhwd[images, heights]
+                tokens = read.clone(memory_format=torch.contiguous_format).view(-1, layout.depth)
+                product = self.linear(own, tokens, own_bias)
+                part = y[images, heights, :, first : first + rows]
+                part.copy_(product.view(part.shape))
+        return y.permute(0, 3, 1, 2).contiguous()
+
     def _self_check(self) -> str:
         """Compare small products of integers with float64 ones, which are exact."""
         generator = torch.Generator().manual_seed(0)
@@ -89,6 +130,51 @@ class CpuInt8Kernel(GemmKernel):
             if not torch.equal(found.double(), x.double() @ weight.double().t()):
                 return f"its linear product in {pattern} is wrong on this CPU"
         return ""
+
+
+def _check_conv(layout: Any, conv: Convolution) -> None:
+    """Refuse another layout than that of the convolution's weight, and a convolution without outputs."""
+    out, inputs, height, width = conv.weight_shape
+    taps = height * width
+    fits = isinstance(layout, Int8Layout) and layout.taps in (1, taps)
+    if not fits or (layout.rows, layout.depth) != (out, inputs * taps):
+        raise ValueError(f"{type(layout).__name__} is not one of the convolution {conv}")
+    tiles = conv.groups == 1 or out // conv.groups % ROWS == 0
+    if not tiles or min(conv.positions) < 1 or conv.inputs % conv.groups:
+        raise ValueError(f"the convolution {conv} does not exist in int8")
+
+
+def _patches(padded: Tensor, conv: Convolution, *, taps_first: bool) -> Tensor:
+    """What each output position of a convolution reads, ``[groups, images, *positions, *depth]``: no copy.
+
+    The depth is ``[taps, in / groups]``, or the other way round.
+    """
+    images, groups = len(padded), conv.groups
+    inputs = conv.inputs // groups
+    of_image, of_channel, of_row, of_column = padded.stride()
+    shape = (groups, images, *conv.positions, inputs, *conv.kernel)
+    strides = (
+        inputs * of_channel,
+        of_image,
+        of_row * conv.stride[0],
+        of_column * conv.stride[1],
+        of_channel,
+        of_row * conv.dilation[0],
+        of_column * conv.dilation[1],
+    )
+    patches = padded.as_strided(shape, strides)
+    return patches.movedim(4, -1) if taps_first else patches
+
+
+def _parts(patches: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Images and rows of output positions of patches ``[images, *positions, *depth]`` that are copied at a time."""
+    images, height = patches.shape[:2]
+    of_row = patches[0, 0].numel()
+    rows = min(max(PATCHES // of_row, 1), height)
+    together = max(PATCHES // (of_row * height), 1) if rows == height else 1
+    for image in range(0, images, together):
+        for row in range(0, height, rows):
+            yield slice(image, image + together), slice(row, row + rows)
 
 
 def packed_int8(weight: Tensor, pattern: NMPattern) -> Packed:

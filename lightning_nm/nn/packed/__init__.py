@@ -16,10 +16,13 @@ from lightning_nm.nn.packed.tensor import (
     INT8_DTYPES,
     LAYOUTS,
     PackedTensor,
+    Role,
+    check_scales,
     int8_fault,
     packed_shapes,
+    scale_shapes,
 )
-from lightning_nm.nn.packed.weight import PackedWeight, Role
+from lightning_nm.nn.packed.weight import PackedWeight
 
 __all__ = [
     "BUDGET_S",
@@ -33,6 +36,7 @@ __all__ = [
     "Place",
     "Role",
     "call_packed_children",
+    "check_scales",
     "int8_fault",
     "packed_shapes",
     "packed_weight",
@@ -41,4 +45,5 @@ __all__ = [
     "places_of",
     "put",
     "return_freed_memory",
+    "scale_shapes",
 ]

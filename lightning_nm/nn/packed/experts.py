@@ -12,14 +12,14 @@ from lightning_nm.nn.adapters.experts.products import ExpertsInUse
 from lightning_nm.nn.layer.layout import Layout
 from lightning_nm.nn.packed.kernel_choice import Budget, Kernels
 from lightning_nm.nn.packed.ops import packed_linear
-from lightning_nm.nn.packed.tensor import PackedTensor
-from lightning_nm.nn.packed.weight import PackedWeight, Role
+from lightning_nm.nn.packed.tensor import EXPERTS, PackedTensor, Role
+from lightning_nm.nn.packed.weight import PackedWeight
 
 
 class PackedExperts(PackedWeight):
     """The weight of several experts: each is held as a :class:`PackedWeight` of two axes.
 
-    The state dict has ``values`` and ``positions`` of the whole weight, as files have.
+    The state dict has ``values`` and ``positions`` of the whole weight, and ``scales`` in int8, as files have.
 
     Attributes:
         parts: The weight of each expert, ``[out, in]`` or ``[in, out]``.
@@ -37,7 +37,11 @@ class PackedExperts(PackedWeight):
         role: Role = "transposed" if transposed else "linear"
         parts = []
         for number, weight_ab in enumerate(weight_eab):
-            tensor = PackedTensor.of(weight_ab, self.pattern, layout)
+            if self.scales is None:
+                tensor = PackedTensor.of(weight_ab, self.pattern, layout)
+            else:
+                own_scales = self.scales[number]
+                tensor = PackedTensor.of_int8(weight_ab, self.pattern, layout, own_scales)
             parts.append(
                 PackedWeight(tensor, f"{self.name}[{number}]", role, self.kernels, self.budget)
             )
@@ -133,5 +137,5 @@ def packed_weight(
     budget: Budget | None = None,
 ) -> PackedWeight:
     """The packed weight for a role; the arguments are those of :class:`PackedWeight`."""
-    kind = PackedExperts if role in ("experts", "experts-transposed") else PackedWeight
+    kind = PackedExperts if role in EXPERTS else PackedWeight
     return kind(packed, name, role, kernels, budget)

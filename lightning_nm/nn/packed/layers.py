@@ -21,7 +21,8 @@ from lightning_nm.nn.adapters.attention import AttentionForward
 from lightning_nm.nn.adapters.conv import padded_input
 from lightning_nm.nn.adapters.experts import NMExperts
 from lightning_nm.nn.packed.ops import packed_conv, packed_linear
-from lightning_nm.nn.packed.weight import PackedWeight, Role
+from lightning_nm.nn.packed.tensor import Role
+from lightning_nm.nn.packed.weight import PackedWeight
 
 
 class PackedLayer(nn.Module):

@@ -389,7 +389,8 @@ def lay_out_int8(
     """A packed weight with int8 values in the layout of the kernel for it.
 
     Args:
-        packed: The weight; the rows of its blocks are those of the product.
+        packed: The weight; the rows of its blocks are those of the product, but a convolution's may have taps between
+            them and the blocks.
         kernels: As for :func:`lay_out`.
         budget: As :class:`Operand`'s.
 
@@ -398,14 +399,16 @@ def lay_out_int8(
     """
     if kernels == "reference" or packed.scales is None or packed.values.device.type != "cpu":
         return None
-    rows, blocks, _ = packed.values.shape
+    values = packed.values.flatten(1, -2)
+    rows, blocks, _ = values.shape
     depth = blocks * packed.pattern.m
+    taps = math.prod(packed.shape[2:]) if packed.layout == "plain" else 1
     name = _KERNELS[Int8Layout]
     key = GemmKey("forward", rows, depth, 1, packed.dtype, packed.pattern, "cpu")
     if registry_of(name).reason(kernel_of(name), key):
         return None
-    numbers = packed.numbers()
-    layout, values = Int8Layout.of(packed.values, numbers, packed.scales, depth, packed.pattern)
+    numbers = packed.numbers().view(values.shape)
+    layout, ordered = Int8Layout.of(values, numbers, packed.scales, depth, packed.pattern, taps)
     if layout.nbytes > LARGEST * rows * depth * packed.dtype.itemsize:
         return None
-    return Operand(layout, values, packed.pattern, packed.dtype, kernels, budget or Budget())
+    return Operand(layout, ordered, packed.pattern, packed.dtype, kernels, budget or Budget())

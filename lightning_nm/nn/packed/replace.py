@@ -20,7 +20,8 @@ from lightning_nm.nn.packed.layers import (
     packed_class,
     packed_kind,
 )
-from lightning_nm.nn.packed.weight import PackedWeight, Role
+from lightning_nm.nn.packed.tensor import Role
+from lightning_nm.nn.packed.weight import PackedWeight
 from lightning_nm.nn.selection.selection import Selection, candidates_of
 
 SAME_BLOCKS: dict[str, Layout] = {"experts": "flat", "experts-transposed": "plain"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,12 @@ from lightning_nm.nn.layer.layout import Layout
 INT8_DTYPES = (torch.float32, torch.bfloat16)
 """Dtypes of weights whose values may be int8: those of the inputs that int8 products take."""
 
+Role = Literal["linear", "transposed", "convolution", "experts", "experts-transposed"]
+"""Of a module: its weight is ``[out, in]``, ``[in, out]``, ``[out, in / groups, *taps]``, or for experts
+``[experts, out, in]`` or ``[experts, in, out]``."""
+
+EXPERTS: tuple[Role, ...] = ("experts", "experts-transposed")
+
 LAYOUTS: tuple[Layout, ...] = ("plain", "flat", "transposed")
 
 
@@ -35,7 +41,7 @@ class PackedTensor(NamedTuple):
         pattern: The pattern of the blocks.
         layout: Where they lie in the weight.
         shape: Of the weight.
-        scales: Of int8 values: float32, one for each row of blocks, an output.
+        scales: Of int8 values: float32 ``[out]``, one for each output, or ``[experts, out]``.
         dense_dtype: Of the weight that int8 values stand for.
     """
 
@@ -67,23 +73,30 @@ class PackedTensor(NamedTuple):
         pattern: NMPattern,
         layout: Layout = "plain",
         scales: Tensor | None = None,
+        *,
+        role: Role = "linear",
     ) -> PackedTensor:
-        """Pack a weight of two axes with its values in int8, see :func:`quantise_weight`.
+        """Pack a weight with its values in int8, see :func:`quantise_weight`.
 
         Args:
             weight: In float32 or bfloat16.
             pattern: N:M.
             layout: Where the blocks lie.
             scales: Those of a weight that was unpacked from int8.
+            role: Of its module: each expert has scales of its own.
 
         Raises:
             ValueError: If it is not of the pattern, or :func:`int8_fault` tells why it has no int8 form.
         """
-        if weight.dim() != 2 or weight.dtype not in INT8_DTYPES:
+        if weight.dtype not in INT8_DTYPES:
             raise ValueError(int8_fault(weight))
         packed = cls.of(weight, pattern, layout)
-        integers, scales = quantise_weight(packed.values, scales)
-        return packed._replace(values=integers, scales=scales, dense_dtype=weight.dtype)
+        shapes = scale_shapes(packed.shape, pattern, layout)
+        shape = shapes[-1 if role in EXPERTS else 0] if scales is None else tuple(scales.shape)
+        rows = _rows_first(packed.values, shape)
+        integers, found = quantise_weight(rows, None if scales is None else scales.flatten())
+        values, scales = integers.view(packed.values.shape), found.view(shape)
+        return packed._replace(values=values, scales=scales, dense_dtype=weight.dtype)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -101,7 +114,11 @@ class PackedTensor(NamedTuple):
             self.values, self.positions, self.pattern, shape_of_blocks(self.shape, self.layout)
         )
         if self.scales is not None:
-            check_quantised(self.values, self.scales)
+            shapes = scale_shapes(self.shape, self.pattern, self.layout)
+            if tuple(self.scales.shape) not in shapes:
+                raise ValueError(f"scales are of shape {list(self.scales.shape)}, not {shapes}")
+            rows = _rows_first(self.values, self.scales.shape)
+            check_quantised(rows, self.scales.flatten())
         elif self.values.dtype == torch.int8:
             raise TypeError("int8 values have scales, and there are none")
 
@@ -110,7 +127,8 @@ class PackedTensor(NamedTuple):
         shape = shape_of_blocks(self.shape, self.layout)
         values = self.values
         if self.scales is not None:
-            values = dequantise_weight(values, self.scales, self.dtype)
+            rows = _rows_first(values, self.scales.shape)
+            values = dequantise_weight(rows, self.scales.flatten(), self.dtype).view(values.shape)
         return from_blocks(
             expand(values, self.positions, self.pattern, shape), self.layout, self.shape
         )
@@ -142,8 +160,6 @@ def int8_fault(weight: Tensor) -> str:
         >>> int8_fault(torch.ones(2, 4)), int8_fault(torch.ones(2, 4).half())
         ('', 'float16 is not float32 or bfloat16, which the inputs of int8 products are')
     """
-    if weight.dim() != 2:
-        return f"a weight of shape {list(weight.shape)} is no matrix"
     if weight.dtype not in INT8_DTYPES:
         dtype = str(weight.dtype).removeprefix("torch.")
         return f"{dtype} is not float32 or bfloat16, which the inputs of int8 products are"
@@ -152,6 +168,44 @@ def int8_fault(weight: Tensor) -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+def scale_shapes(
+    shape: tuple[int, ...], pattern: NMPattern, layout: Layout
+) -> list[tuple[int, ...]]:
+    """The shapes that the scales of an int8 weight may have: ``[out]``, and last ``[experts, out]``.
+
+    A weight of three axes may be of experts, whose rows are then those of each expert.
+
+    Example::
+
+        >>> scale_shapes((8, 32, 16), NMPattern(2, 4), "flat")
+        [(8,), (8, 32)]
+    """
+    blocked = shape_of_blocks(shape, layout)
+    found = [blocked[:1]]
+    if layout == "flat" and len(shape) == 3 and shape[2] % pattern.m == 0:
+        found.append(shape[:2])
+    elif layout == "plain" and len(shape) == 3:
+        found.append(blocked[:2])
+    return found
+
+
+def check_scales(packed: PackedTensor, role: Role) -> None:
+    """Refuse int8 scales that are not those of a module, by a ``ValueError``."""
+    if packed.scales is None:
+        return
+    expected = 2 if role in EXPERTS else 1
+    if packed.scales.dim() != expected:
+        raise ValueError(
+            f"scales of shape {list(packed.scales.shape)} have {packed.scales.dim()} axes: for the weight of "
+            f"{'experts' if expected == 2 else 'one layer'} they have {expected}"
+        )
+
+
+def _rows_first(values: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Values as ``[rows, entries]``, with a row for each scale."""
+    return values.reshape(math.prod(shape), -1)
 
 
 def blocks_last(weight: Tensor, layout: Layout) -> Tensor:

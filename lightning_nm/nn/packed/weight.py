@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +17,7 @@ from lightning_nm.kernels.cpu.int8 import int8_matrix
 from lightning_nm.nn.packed.kernel_choice import Budget, Kernels
 from lightning_nm.nn.packed.memory import return_freed_memory
 from lightning_nm.nn.packed.operand import Operand, dense_matrix, lay_out, lay_out_int8
-from lightning_nm.nn.packed.tensor import INT8_DTYPES, PackedTensor
-
-Role = Literal["linear", "transposed", "convolution", "experts", "experts-transposed"]
-"""Of the module: its weight is ``[out, in]``, ``[in, out]``, ``[out, in / groups, *taps]``, or for experts
-``[experts, out, in]`` or ``[experts, in, out]``."""
+from lightning_nm.nn.packed.tensor import INT8_DTYPES, PackedTensor, Role, check_scales
 
 _IN_LAYOUT = ("kernel_values", "kernel_index", "kernel_offset")
 
@@ -43,7 +40,8 @@ class PackedWeight(nn.Module):
 
     Attributes:
         operand: The kernel's layout, if it is held.
-        scales: Of int8 values, float32 ``[out]``; they are held beside each of the three.
+        scales: Of int8 values, float32 ``[out]``, of experts ``[experts, out]``; they are held beside each of the
+            three.
         matrix: The dense weight as products take it, ``[out, in]`` or ``[out, in / groups * taps]``, if it is held.
     """
 
@@ -96,8 +94,9 @@ class PackedWeight(nn.Module):
         device = self.device
         pattern = self._row_pattern()
         if self.is_int8:
-            # The scales are those of rows only where blocks lie along the depth of the product.
-            if pattern is not None:
+            # The scales are those of rows only where blocks lie along the depth of the product. Kernels know two
+            # dimensions.
+            if self.dim() <= 4 if self._convolves else pattern is not None:
                 self.operand = lay_out_int8(self.packed(), self.kernels, self.budget)
         elif device.type == "cpu":
             matrix = self.product_matrix().contiguous()
@@ -260,7 +259,8 @@ class PackedWeight(nn.Module):
         if scales is None:
             return dense_matrix(tensors, rows, depth, self.dtype)
         values, positions, _ = tensors
-        integers = int8_matrix(values, positions, rows, depth, self.pattern)
+        taps = math.prod(self.shape[2:]) if self.layout == "plain" else 1
+        integers = int8_matrix(values, positions, rows, depth, self.pattern, taps)
         return dequantise_weight(integers, scales, self.dtype)
 
     @property
@@ -341,6 +341,7 @@ class PackedWeight(nn.Module):
             loaded = self._with_tensors(values, positions, scales)
             try:
                 loaded.check()
+                check_scales(loaded, self.role)
             except (TypeError, ValueError) as error:
                 error_msgs.append(f"'{self.name}': {error}")
                 return

@@ -15,7 +15,8 @@ variants: {dense: {}, masked: {method: sr-ste}}
 grid: {pattern: [1:16, "2:4"], model.init_args.width: [16, 32]}
 seeds: 3
 """
-SHIPPED = sorted((Path(__file__).parents[3] / "studies").glob("*.yaml"))
+STUDIES = Path(__file__).parents[3] / "studies"
+SHIPPED = sorted([*STUDIES.glob("*.yaml"), *STUDIES.glob("cycles/*.yaml")])
 
 
 @pytest.fixture
@@ -125,6 +126,7 @@ def test_bad_ranges_are_named(study, bounds):
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_shipped_studies_can_be_read(path):
     spec = read(path)
-    assert spec.name == path.stem
+    folder = path.parent.name
+    assert spec.name == (path.stem if folder == "studies" else f"{folder}-{path.stem}")
     for cell in spec.cells():
         assert "callbacks" in spec.trial_config(cell, {})["trainer"]

@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from lightning_nm.commands.export.calibration import calibration_data
-from lightning_nm.export.executorch.calibration import calibration_inputs
+from lightning_nm.export.executorch.calibration import calibration_inputs, check_varied
+from lightning_nm.export.executorch.quantized import constant_inputs, layers_of_graph, trace
+from tests.export.executorch_programs.nets import images, sparse_conv_net
 
 EXAMPLE = (torch.zeros(2, 3),)
 
@@ -107,3 +109,31 @@ def test_data_that_cannot_be_read(tmp_path, text, says):
         save_file({"b": torch.zeros(2), "a": torch.ones(2)}, text)
     with pytest.raises(ValueError, match=says):
         calibration_data(text)
+
+
+@given(
+    values=st.lists(st.lists(st.integers(-2, 2), min_size=1, max_size=4), min_size=1, max_size=3),
+    second=st.sampled_from([0.0, 1.0]),
+)
+def test_data_of_one_value_alone_are_refused(values, second):
+    inputs = [
+        (torch.tensor(row, dtype=torch.float32)[None], torch.full((1,), second)) for row in values
+    ]
+    if len({value for row in values for value in row}) > 1:
+        check_varied(inputs)
+        return
+    with pytest.raises(ValueError, match=rf"all {len(values)} inputs .*\({values[0][0]}, "):
+        check_varied(inputs)
+
+
+@pytest.mark.slow
+def test_layers_that_read_one_value_alone_are_named():
+    model = sparse_conv_net(width=16)
+    model.norm.weight.data.zero_()
+    model.norm.bias.data.fill_(-1)  # and then a ReLU: c3 reads zeros
+    x = [(image,) for image, _ in images(1, 1)]
+    graph = trace(model, x[0])
+    assert constant_inputs(graph, layers_of_graph(graph), x) == {"c3": 0.0}
+    alive = sparse_conv_net(width=16)
+    graph = trace(alive, x[0])
+    assert constant_inputs(graph, layers_of_graph(graph), x) == {}

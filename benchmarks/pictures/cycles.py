@@ -1,0 +1,77 @@
+"""Accuracy over the estimated cycles of an Ethos-U85: dense and 2:4 models of several widths."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from functools import partial
+from statistics import mean
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from benchmarks.ethos_u85 import NAME, STUDIES, Variant
+from benchmarks.pictures.style import FONT, INK, KEPT, LOST, SERIES, Picture, plain
+from benchmarks.tables.markdown import read_csv, read_json
+from lightning_nm.commands.study.analysis import Interval
+
+STYLES = {
+    "dense": ("dense", SERIES[4], "s"),
+    "sr-ste": ("2:4, sr-ste", SERIES[0], "o"),
+    "bi-mask": ("2:4, bi-mask", LOST, "o"),
+}
+TITLES = {"residual": "residual CNN", "mobile": "depthwise and pointwise convolutions"}
+
+
+def data(kind: str) -> Any:
+    """``{method: [[kilocycles, accuracy in percent, its interval's half], ...]}`` of one kind of model."""
+    accuracies: dict[str, list[float]] = defaultdict(list)
+    for row in read_csv(f"study-{NAME}-{kind}.csv"):
+        if row["state"] == "complete":
+            accuracies[row["variant"]].append(100 * row["test_acc"])
+    estimated = read_json(f"{NAME}-{kind}.json")["variants"]
+    found: dict[str, list[list[float]]] = defaultdict(list)
+    for name, values in accuracies.items():
+        half = 0.0
+        if len(values) > 1:
+            interval = Interval.of(values)
+            half = (interval.high - interval.low) / 2
+        kilocycles = estimated[name]["cycles"] / 1000
+        found[Variant.of(name).method].append([kilocycles, mean(values), half])
+    return {method: sorted(rows) for method, rows in found.items()}
+
+
+def draw(figure: Figure, found: Any, kind: str) -> None:
+    """One line for each method."""
+    axes = figure.subplots()
+    plain(axes, TITLES[kind])
+    for method, rows in found.items():
+        label, colour, marker = STYLES.get(method, (method, KEPT, "o"))
+        cycles, accuracies, halves = zip(*rows, strict=True)
+        axes.errorbar(
+            cycles,
+            accuracies,
+            halves,
+            color=colour,
+            marker=marker,
+            markersize=5,
+            linewidth=1.8,
+            elinewidth=1,
+            label=label,
+        )
+    axes.set_xscale("log")
+    axes.set_xlabel(
+        "kilocycles of an inference on an Ethos-U85, estimated by Vela", fontsize=FONT, color=INK
+    )
+    axes.set_ylabel("accuracy on Fashion-MNIST, %", fontsize=FONT, color=INK)
+    axes.legend(fontsize=FONT - 1, frameon=False, loc="lower right")
+
+
+def picture(kind: str) -> Picture:
+    """The picture of one kind of model."""
+    return Picture(partial(data, kind), partial(draw, kind=kind), (6.2, 3.8), f"{NAME}-{kind}.json")
+
+
+def pictures() -> dict[str, Picture]:
+    """Those whose results are there: the pages show every picture."""
+    found = {f"cycles-{kind}": picture(kind) for kind in STUDIES}
+    return {name: each for name, each in found.items() if each.can_be_drawn()}

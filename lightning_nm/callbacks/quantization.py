@@ -1,0 +1,151 @@
+"""QuantizationAwareTraining: the last share of an N:M training with the rounding of the int8 export."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+from torch import nn
+
+from lightning_nm.callbacks.sparsity import NMSparsityCallback
+from lightning_nm.callbacks.training_length import planned_steps
+from lightning_nm.functional.schedule import Moment, check_moment
+from lightning_nm.nn.layer import NMLayer
+from lightning_nm.training.int8_rounding import Int8Rounding, rounding_fault
+
+
+class QuantizationAwareTraining(pl.Callback):
+    """Trains the last steps with masked weights rounded as ``pack(model, dtype="int8")`` rounds them.
+
+    In these steps, and in validation after their beginning, the forward and the backward pass see
+    ``W_q = scale * nearest(W_F / scale)`` with a scale for each output, see
+    :func:`lightning_nm.functional.quantise_weight`. The optimizer changes W by the gradient at W_q (the
+    straight-through estimator, arXiv 1308.3432). Checkpoints hold W as before, and the export rounds it to the W_q of
+    training. Layers without masks are not rounded, as in the export.
+
+    Args:
+        last: How long: a share of the training's optimizer steps, or an integer for a number of steps.
+        activations: Also round each token that a masked linear layer reads, as the kernel ``cpu-int8`` does. The inputs
+            of convolutions, attention and experts are not rounded.
+
+    Raises:
+        ValueError: If `last` is no share. When fit starts, and before training: without an
+            :class:`~lightning_nm.NMSparsityCallback` after it in the list, under manual optimization, if the length of
+            the training is not known, or for a layer whose weight cannot be rounded, by its name.
+
+    Example::
+
+        >>> from lightning_nm import NMSparsityCallback
+        >>> callbacks = [QuantizationAwareTraining(last=0.1), NMSparsityCallback("2:4", "sr-ste")]
+        >>> trainer = pl.Trainer(callbacks=callbacks, logger=False, accelerator="cpu")
+    """
+
+    def __init__(self, last: Moment = 0.1, *, activations: bool = False) -> None:
+        check_moment("last", last)
+        self.last = last
+        self.start: int | None = None
+        """The optimizer step from which on weights are rounded; known when fit starts, and saved."""
+        self.rounding = Int8Rounding(activations=activations)
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Refuse callbacks in another order, manual optimization, and activations in compiled modules."""
+        if stage != "fit":
+            return
+        if not pl_module.automatic_optimization:
+            raise ValueError(
+                "QuantizationAwareTraining rounds weights for one backward pass of a batch: it does not work under "
+                "manual optimization. Use Int8Rounding of lightning_nm.training.int8_rounding in training_step"
+            )
+        callbacks: list[pl.Callback] = getattr(trainer, "callbacks", [])
+        others = [each for each in callbacks if isinstance(each, NMSparsityCallback)]
+        # The other one ends a fit that fails, and must find the weights as they were.
+        if not others or callbacks.index(others[0]) < callbacks.index(self):
+            raise ValueError(
+                "QuantizationAwareTraining rounds the weights that an NMSparsityCallback masks: "
+                "callbacks=[QuantizationAwareTraining(...), NMSparsityCallback(...)], in this order"
+            )
+        if self.rounding.activations and any(map(_is_compiled, pl_module.modules())):
+            raise ValueError(
+                "activations=True works by hooks, which compiled modules do not call: leave torch.compile or "
+                "activations=True out"
+            )
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Find the first step, and refuse layers that cannot be rounded."""
+        if self.start is None:
+            planned = planned_steps(trainer, pl_module)
+            if planned is None:
+                raise ValueError(
+                    f"QuantizationAwareTraining's last={self.last} counts from the end of the training, whose length "
+                    "is not known: give the Trainer max_steps, or max_epochs and data with a length"
+                )
+            steps = round(self.last * planned) if isinstance(self.last, float) else self.last
+            self.start = max(planned - steps, 0)
+        for layer in _layers(trainer):
+            fault = rounding_fault(layer)
+            if fault:
+                raise ValueError(
+                    f"QuantizationAwareTraining cannot round layer '{layer.name}': {fault}"
+                )
+
+    def _begin(self, trainer: pl.Trainer) -> None:
+        if self.start is not None and trainer.global_step >= self.start:
+            self.rounding.begin(_layers(trainer))
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Round the weights, if it is time."""
+        self._begin(trainer)
+
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Give the weights their values back, before anything reads or changes them."""
+        self.rounding.end()
+
+    def on_train_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """Do the same after a batch without a backward pass."""
+        self.rounding.end()
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Validate the rounded model."""
+        self._begin(trainer)
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Give the weights their values back; checkpoints are saved later."""
+        self.rounding.end()
+
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        """Give the weights their values back."""
+        self.rounding.end()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The first step with rounding: a resumed run keeps it, whatever its own length."""
+        return {"schema": 1, "start": self.start}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore it."""
+        self.start = state_dict["start"]
+
+
+def _layers(trainer: pl.Trainer) -> list[NMLayer]:
+    """The masked layers of all sparsifiers of a Trainer; none outside fit."""
+    callbacks: list[pl.Callback] = getattr(trainer, "callbacks", [])
+    found: list[NMLayer] = []
+    for each in callbacks:
+        if isinstance(each, NMSparsityCallback) and each.sparsifier is not None:
+            found += each.sparsifier.layers.values()
+    return found
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    # What module.compile() sets, and what torch.compile(module) returns.
+    return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
