@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_nm import NMSparsifier
+from lightning_nm import BAME, NMSparsifier
 from lightning_nm import functional as nmf
 from lightning_nm.kernels.cpu import library
 from lightning_nm.nn.layer.storage import pack_layer, unpack_layer, unpackable
@@ -171,7 +171,9 @@ def test_masks_of_a_packed_weight_stand_still():
     ("module", "method", "reason"),
     [
         (nn.Linear(32, 32), "sr-ste", "not known to come to rest"),
-        (nn.Linear(32, 32), "bame", "may still move"),
+        (nn.Linear(32, 32), BAME(evidence="batch"), "may still move"),
+        (nn.Linear(32, 32), BAME(dgrad="bi-mask"), "may still move"),
+        (nn.Conv2d(32, 32, 3), "bame", "may still move"),
         (make("experts", torch.float32)[0], "asp", "several experts"),
     ],
 )
