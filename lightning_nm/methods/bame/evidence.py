@@ -93,6 +93,8 @@ def _size_of_kept(layer: NMLayer, mask: Tensor) -> Tensor:
     """The root mean square of kept weights, float32 without axes."""
     weight = layer.weight.detach()
     bits = layer.masks.bits
+    if bits is not None and layer.storage is not None:
+        bits = bits.contiguous()  # in the order of the weight, as those of a dense one
     if bits is not None and evolution.runs(weight, bits):
         return torch.tensor(evolution.size_of_kept(weight, bits), dtype=torch.float32)
     # In float64, so that the order of summation hardly ever changes the result.
@@ -199,13 +201,16 @@ def gather_evidence(
     """
     grad = layer.weight.grad if layer.progress.dense_gradient else None
     stored = None if fresh else _stored(layer, optimizer)
-    if stored is None and grad is None:
-        return Evidence.none(layer.weight)
+    if stored is None:
+        none = Evidence.none(layer.weight)
+        if grad is None:
+            return none
+        stored = _Stored(none.value, none.square, none.count, None)
     size, limit = step_and_limit(layer, optimizer, mask, rate)
-    if stored is not None and _runs_in_one_pass(layer, stored.value, stored.square):
+    if _runs_in_one_pass(layer, stored.value, stored.square):
         assert layer.masks.bits is not None
         return _gather_in_one_pass(layer.masks.bits, stored, grad, size, limit)
-    evidence = Evidence.none(layer.weight) if stored is None else _read(stored, mask, limit)
+    evidence = _read(stored, mask, limit)
     if grad is not None:
         evidence.add(grad, mask, size)
     return evidence
