@@ -30,6 +30,14 @@ def test_packed_weights_train_in_a_share_of_the_dense_bytes(tmp_path):
 
 
 @pytest.mark.slow
+def test_packed_weights_adapt_in_less_than_the_dense_bytes(tmp_path):
+    found = run("bame-packed", tmp_path / "found.json")
+    # U and V are 8 bytes of each masked weight, all else together 1.25.
+    assert found["counted"] < 0.65 * DENSE_BYTES * found["weights"]
+    assert sum(found["losses"][-5:]) < 0.8 * sum(found["losses"][:5])
+
+
+@pytest.mark.slow
 def test_the_dense_bytes_are_those_that_a_dense_training_holds(tmp_path):
     found = run("dense", tmp_path / "found.json")
     assert found["counted"] == pytest.approx(DENSE_BYTES * found["weights"], rel=0.01)

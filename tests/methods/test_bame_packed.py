@@ -287,6 +287,19 @@ def test_a_compiled_module_leaves_its_graph_for_a_dense_gradient():
         torch.compile(whole.module, backend="eager", fullgraph=True)(whole.x)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.* is deprecated")
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_products_on_a_router_stay_within_a_compiled_graph(backend):
+    plain = Run("packed", dtype=torch.float64).start().train()
+    run = Run("packed", dtype=torch.float64).start()
+    original = run.module
+    run.module = torch.compile(original, backend=backend, fullgraph=True)
+    with routing(Router("reference")):
+        run.train()
+    torch.testing.assert_close(original.state_dict(), plain.module.state_dict())
+    torch.compiler.reset()
+
+
 def test_a_gradient_that_others_make_is_refused():
     run = Run("packed").start()
     run.module.weight.square().sum().backward()

@@ -34,7 +34,7 @@ from lightning_nm.kernels.router.router import Product, Router
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.layer.gemms import LAYER_GEMMS, GemmKind
 from lightning_nm.nn.products.estimates import backward_matrix, drawn_transposed, estimated
-from lightning_nm.nn.products.factors import begin_factors, keep_factors
+from lightning_nm.nn.products.factors import begin_factors, keep_factors, needs_factors
 from lightning_nm.nn.products.operands import (
     backward_operand,
     forward_operand,
@@ -286,7 +286,9 @@ def backward_gemms(
         dweight = grad.new_empty(0)
     else:
         dweight = _wgrad(layer, active_router, wgrad_kernel, wgrad, gradient, weight, x)
-        keep_factors(layer, grad, x)
+        if needs_factors(layer):
+            # Copies: a compiled graph gives the memory of both to other tensors once this operator has returned.
+            keep_factors(layer, grad.clone(), x.clone())
     return dx, dweight
 
 
