@@ -3,8 +3,8 @@
 ``python -m benchmarks.memory`` trains a few steps of each by a Trainer, on made-up tokens, with AdamW. Reported are the
 bytes of weights, gradients and optimizer state (each memory once) with what masks take, and the resident memory of the
 process at the end of the last batch and the largest within a batch after the first, both less that before the model was
-made; all over those of the dense training in float32. ``--only asp-packed --width 4096 --layers 9 --pattern 1:16 --steps 20`` trains what dense does not fit into
-24 GiB.
+made; all over those of the dense training in float32. ``--only asp-packed --width 4096 --layers 9 --pattern 1:16
+--steps 20`` trains what dense does not fit into 24 GiB.
 """
 
 from __future__ import annotations

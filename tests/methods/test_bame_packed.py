@@ -215,9 +215,10 @@ def test_a_checkpointed_forward_pass_keeps_the_gradients_of_a_shared_layer():
         for step in range(STEPS):
             run.optimizer.zero_grad()
             x = run.x + step
-            y = checkpoint(run.module, x, use_reentrant=False).mean() + checkpoint(
-                run.module, 2 * x, use_reentrant=False
-            ).square().mean()
+            y = (
+                checkpoint(run.module, x, use_reentrant=False).mean()
+                + checkpoint(run.module, 2 * x, use_reentrant=False).square().mean()
+            )
             y.backward()
             run.step()
         runs.append(run)

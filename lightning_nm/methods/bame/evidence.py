@@ -181,7 +181,7 @@ def _own_ratio(layer: NMLayer, optimizer: Optimizer) -> float:
 
 
 def own_squares(layer: NMLayer, optimizer: Optimizer) -> Tensor | None:
-    """V of the kept entries of a packed weight, of the shape of its parameter; ``None`` if it is not the optimizer's."""
+    """V of the kept entries of a packed weight, like its parameter; ``None`` if it is not made of the optimizer's."""
     _, square_key = _places(optimizer, layer.param)
     own = optimizer.state.get(layer.param, {}).get(square_key)
     return None if own is None else own * _own_ratio(layer, optimizer)
