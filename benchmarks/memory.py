@@ -2,9 +2,9 @@
 
 ``python -m benchmarks.memory`` trains a few steps of each by a Trainer, on made-up tokens, with AdamW. Reported are the
 bytes of weights, gradients and optimizer state (each memory once) with what masks take, and the resident memory of the
-process at the end of the last batch, less that before the model was made, both over those of the dense training in
-float32. ``--only asp-packed --width 4096 --layers 9 --pattern 1:16 --steps 20`` trains what dense does not fit into
-24 GiB.
+process at the end of the last batch and the largest within a batch after the first, both less that before the model was
+made; all over those of the dense training in float32. ``--only asp-packed --width 4096 --layers 9 --pattern 1:16
+--steps 20`` trains what dense does not fit into 24 GiB.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_nm import NMMixedPrecision, NMPrecision, NMSparsityCallback
+from lightning_nm import BAME, NMMixedPrecision, NMPrecision, NMSparsityCallback
 from lightning_nm.demo import GPT
 from lightning_nm.nn.packed.memory import return_freed_memory
 
-MODES = ("dense", "asp", "asp-packed")
+MODES = ("dense", "asp", "asp-packed", "bame", "bame-packed")
+"""Methods, and whether their weights are packed. Masks of ``bame`` move in all steps."""
 
 
 class RepeatedTokens(Dataset[tuple[Tensor, Tensor]]):
@@ -56,10 +57,12 @@ class Memory(pl.Callback):
         self.seconds: list[float] = []
         self.counted = 0
         self.resident = 0
+        self.peak = 0
         self._begin = 0.0
 
     def on_train_batch_start(self, *_: Any) -> None:
         """Begin a step."""
+        reset_peak()
         self._begin = perf_counter()
 
     def on_train_batch_end(
@@ -68,6 +71,8 @@ class Memory(pl.Callback):
         """Count and read."""
         self.seconds.append(perf_counter() - self._begin)
         self.losses.append(float(outputs["loss"]))
+        if len(self.losses) > 1:  # kernels are measured in the first step
+            self.peak = max(self.peak, peak_bytes() - self.before)
         return_freed_memory()
         self.resident = resident_bytes() - self.before
         self.counted = _bytes(_tensors(trainer, pl_module))
@@ -82,6 +87,19 @@ def resident_bytes() -> int:
     """The resident memory of this process."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def reset_peak() -> None:
+    """Let :func:`peak_bytes` count from now on."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_bytes() -> int:
+    """The largest resident memory of this process so far."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("the system does not tell the largest resident memory of a process")
 
 
 def _tensors(trainer: pl.Trainer, model: pl.LightningModule) -> Iterable[Tensor]:
@@ -112,18 +130,21 @@ def train(options: argparse.Namespace, mode: str, results: Any) -> None:
     """Train in this process, and put the figures into a queue."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
     callbacks: list[pl.Callback] = []
     plugins: list[Any] = []
     precision: Any = options.precision
     if mode != "dense":
+        name, _, packed = mode.partition("-")
+        method = BAME(stop=1.0, every=2, gradient_every=2) if name == "bame" else name
         callbacks = [
             NMSparsityCallback(
                 options.pattern,
-                "asp",
+                method,
                 include="blocks.*",
                 skip_first_last=False,
                 scale="supar",
-                storage="packed" if mode == "asp-packed" else "dense",
+                storage=packed or "dense",
                 show_tables=False,
                 monitor=False,
             )
@@ -160,6 +181,7 @@ def train(options: argparse.Namespace, mode: str, results: Any) -> None:
             "weights": weights,
             "counted": memory.counted,
             "resident": memory.resident,
+            "peak": memory.peak,
             "losses": memory.losses,
             "seconds": memory.seconds,
         }
@@ -178,27 +200,28 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--only", choices=MODES)
+    parser.add_argument("--only", choices=MODES, nargs="+", default=MODES)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(argv)
     context = multiprocessing.get_context("spawn")
     found = []
-    for mode in [options.only] if options.only else MODES:
+    for mode in options.only:
         results = context.Queue()
         process = context.Process(target=train, args=(options, mode, results))
         process.start()
         found.append(results.get())
         process.join()
     dense = next((figures for figures in found if figures["mode"] == "dense"), None)
-    print(
-        f"\n| {options.pattern} | weights | held, MiB | resident, MiB | held / dense | resident / dense |"
-    )
-    print("|---|---|---|---|---|---|")
+    names = ("held", "resident", "peak")
+    header = [f"{name}, MiB" for name in names] + [f"{name} / dense" for name in names]
+    print(f"\n| {options.pattern} | weights | {' | '.join(header)} |")
+    print("|---" * (2 + len(header)) + "|")
+    keys = ("counted", "resident", "peak")
     for figures in found:
-        against = ["-", "-"]
+        against = ["-"] * len(keys)
         if dense is not None:
-            against = [f"{figures[key] / dense[key]:.3f}" for key in ("counted", "resident")]
-        sizes = [f"{figures[key] / 2**20:.0f}" for key in ("counted", "resident")]
+            against = [f"{figures[key] / dense[key]:.3f}" for key in keys]
+        sizes = [f"{figures[key] / 2**20:.0f}" for key in keys]
         weights = f"{figures['weights'] / 1e6:.1f} M"
         print(f"| {figures['mode']} | {weights} | {' | '.join(sizes)} | {' | '.join(against)} |")
     if options.json is not None:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_nm.callbacks.averages import check_averaging_order, refuse_averaging
 from lightning_nm.callbacks.checkpoint import SavedSparsity
-from lightning_nm.callbacks.checks import check_trainer
+from lightning_nm.callbacks.checks import check_trainer, refuse_gradient_scaler
 from lightning_nm.callbacks.consistency import ProcessConsistency
 from lightning_nm.callbacks.lifecycle import Lifecycle, Origin, Phase
 from lightning_nm.callbacks.monitor import NOT_THE_DEFAULT, MaskMonitor
@@ -178,6 +178,8 @@ class NMSparsityCallback(SavedSparsity):
         saved = self._lifecycle.state or {}
         try:
             sparsifier = self._restore(sparsifier, trainer, pl_module)
+            if self.config.storage == "packed":
+                refuse_gradient_scaler(trainer, sparsifier.layers.values())
             for optimizer in trainer.optimizers:
                 sparsifier.register(optimizer)
             self._consistency = ProcessConsistency.create(

@@ -341,6 +341,21 @@ class Method:
         """
         return False
 
+    def moves_packed(self, layer: NMLayer) -> bool:
+        """Whether the hooks of a step train a layer of which kept entries alone are stored though its mask moves.
+
+        They then find ``layer.storage``, a :class:`~lightning_nm.nn.layer.storage.PackedStorage`: its ``exchange()``
+        moves entries, and in a window of a dense gradient its ``factors`` have that. A class that can say so must
+        define :meth:`is_at_rest`, too.
+        """
+        return False
+
+    def place_state(self, layer: NMLayer, optimizer: Optimizer) -> None:
+        """Move what the method keeps in the optimizer's state of pruned entries, which a packed weight does not have.
+
+        It is called before the state of a packed layer is packed, and after that of a dense layer was unpacked.
+        """
+
     def current_pattern(self, layer: NMLayer) -> NMPattern | None:
         """The pattern of the masks now, for a method whose N changes while it trains; the layer's by default.
 

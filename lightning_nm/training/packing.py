@@ -155,9 +155,11 @@ def fit_states(optimizer: Optimizer, layers: Iterable[NMLayer]) -> None:
     """
     for layer in layers:
         if layer.storage is not None:
+            layer.spec.method.place_state(layer, optimizer)
             _reshape_state(optimizer, layer.param, layer.storage.shape, layer.storage.pack)
         else:
             _fit_dense_state(optimizer, layer)
+            layer.spec.method.place_state(layer, optimizer)
 
 
 def _fit_dense_state(optimizer: Optimizer, layer: NMLayer) -> None:

@@ -96,19 +96,30 @@ class TrainingStep:
             self._begin_window(layer)
 
     def _hooks_of(self, layer: NMLayer) -> frozenset[str]:
-        """The hooks that are called for a layer: none once it is packed, since it is at rest."""
-        return frozenset() if layer.storage is not None else self._hooks[layer.spec.method]
+        """The hooks that are called for a layer: none once it is packed and at rest."""
+        method = layer.spec.method
+        if layer.storage is not None and method.is_at_rest(layer):
+            return frozenset()
+        return self._hooks[method]
 
     def before_optimizer(self, optimizer: Optimizer, loss_scale: float = 1.0) -> None:
         """Shape the complete gradients, still multiplied by ``loss_scale``, of the optimizer's layers."""
         owned = self.owned(optimizer)
         self._announced.add(id(optimizer))
+        # Methods read the state of the optimizer, too.
+        self._fit_states(optimizer)
         # Methods read the learning rates that the step will have, such as BAME for the size of a step.
         self._scale_rates(optimizer)
         try:
             for layer in owned:
                 method = layer.spec.method
                 hooks = self._hooks_of(layer)
+                if loss_scale != 1 and layer.storage is not None and layer.storage.factors:
+                    raise RuntimeError(
+                        f"the gradients are multiplied by loss_scale={loss_scale}, which storage='packed' does not "
+                        f"know while the masks of layer '{layer.name}' move: train without a gradient scaler, or with "
+                        "storage='dense'"
+                    )
                 # Methods see true gradients, whatever a GradScaler has multiplied them by.
                 with _unscaled(layer, loss_scale), _full(layer, gradient=True):
                     if "penalty" in hooks:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_nm import NMSparsifier
+from lightning_nm import BAME, NMSparsifier
 from lightning_nm import functional as nmf
 from lightning_nm.kernels.cpu import library
 from lightning_nm.nn.layer.storage import pack_layer, unpack_layer, unpackable
@@ -101,6 +101,45 @@ def test_kept_entries_go_and_come_back(out, blocks, m, data, dtype, seed):
         assert torch.equal(twin.dense(), weight)
 
 
+@settings(max_examples=30, deadline=None)
+@given(m=st.integers(2, 16), blocks=st.integers(1, 12), data=st.data(), seed=st.integers(0, 99))
+def test_an_exchange_is_that_of_the_dense_weight(m, blocks, data, seed):
+    n = data.draw(st.integers(1, m - 1))
+    torch.manual_seed(seed)
+    module = nn.Linear(blocks * m, 3, bias=False)
+    sparsifier = NMSparsifier(module, f"{n}:{m}", "asp", skip_first_last=False).attach()
+    (layer,) = sparsifier.layers.values()
+    mask = layer.forward_mask.view(-1, m).clone()
+    storage = pack_layer(layer)
+    dense, state = storage.dense().view(-1, m), torch.randn_like(storage.parameter)
+    dense_state = storage.unpack(state).view(-1, m)
+    chosen = torch.randperm(len(mask))[: data.draw(st.integers(1, len(mask)))]
+    pruned = torch.multinomial(mask[chosen].float(), 1).squeeze(1)
+    regrown = torch.multinomial((~mask[chosen]).float(), 1).squeeze(1)
+    start = torch.randn(len(chosen))
+    storage.exchange(chosen, pruned, regrown, [(storage.parameter, start), (state, 0.0)])
+    for full in (dense, dense_state, mask):
+        full[chosen, pruned] = 0
+    dense[chosen, regrown] = start
+    dense_state[chosen, regrown] = 0
+    mask[chosen, regrown] = True
+    assert torch.equal(layer.forward_mask.view(-1, m), mask)
+    assert torch.equal(storage.dense().view(-1, m), dense)
+    assert torch.equal(storage.unpack(state).view(-1, m), dense_state)
+    assert (storage.positions.long().diff(dim=-1) > 0).all()
+
+
+@pytest.mark.parametrize("kind", ["linear", "hugging-face-conv1d"])
+def test_rows_are_those_of_the_whole(kind):
+    _, sparsifier, _ = attached(kind)
+    (layer,) = masked(sparsifier)
+    mask = layer.view.rows(layer.forward_mask)
+    storage = pack_layer(layer)
+    weight = layer.view.rows(storage.dense())
+    assert torch.equal(storage.unpack_rows(storage.parameter, 3, 7), weight[3:7])
+    assert torch.equal(storage.bits_of_rows(3, 7).bool(), mask[3:7])
+
+
 def test_odd_values_move_as_bits():
     _, sparsifier, _ = attached("linear")
     (layer,) = sparsifier.layers.values()
@@ -171,7 +210,9 @@ def test_masks_of_a_packed_weight_stand_still():
     ("module", "method", "reason"),
     [
         (nn.Linear(32, 32), "sr-ste", "not known to come to rest"),
-        (nn.Linear(32, 32), "bame", "may still move"),
+        (nn.Linear(32, 32), BAME(evidence="batch", every=2), "may still move"),
+        (nn.Linear(32, 32), BAME(dgrad="bi-mask"), "may still move"),
+        (nn.Conv2d(32, 32, 3), "bame", "may still move"),
         (make("experts", torch.float32)[0], "asp", "several experts"),
     ],
 )

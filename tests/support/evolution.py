@@ -109,10 +109,29 @@ def compare(c):
     _compare_mask(c)
     _compare_size(c)
     _compare_evidence(c)
+    _compare_best(c)
     _compare_exchange(c)
     _compare_decay(c)
     _compare_largest(c)
     _compare_largest_of_columns(c)
+
+
+def _compare_best(c):
+    grid = evolution.BlockGrid.of(c.rows, c.m)
+    assert grid is not None
+    weight = c.weight.clone()
+    pruned, regrown, gain = evolution.best(grid, c.bits, weight, c.value)
+    assert same(weight, torch.where(c.mask, c.weight, 0))
+    value, mask = c.value, c.mask
+    if c.rows.shape != c.weight.shape or c.rows.stride() != c.weight.stride():
+        value, mask = value.t(), mask.t()
+    kept = as_blocks(mask, c.m)
+    scores = evidence_scores(as_blocks(c.rows.float(), c.m), as_blocks(value, c.m), kept)
+    swaps = best_swaps(scores, kept)
+    assert torch.equal(gain, swaps.gain)
+    better = gain > 0
+    assert torch.equal(pruned[better].short(), swaps.pruned[better])
+    assert torch.equal(regrown[better].short(), swaps.regrown[better])
 
 
 def _compare_decay(c):

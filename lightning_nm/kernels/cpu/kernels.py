@@ -210,7 +210,7 @@ class CpuCsrKernel(_CpuKernel):
 
     def layout_of_kept(self, matrix: MaskedMatrix) -> CsrLayout:
         """Lay out the mask of a matrix without the places of entries in the weight's memory."""
-        return self.layout(matrix).for_kept_entries()
+        return CsrLayout.of(matrix._replace(order=None), by_memory=True).for_kept_entries()
 
     def pack_masked(self, matrix: MaskedMatrix, layout: CsrLayout) -> Packed:
         """Read the values at the entries of the layout."""

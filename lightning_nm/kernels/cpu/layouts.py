@@ -176,8 +176,8 @@ class PermuteLayout:
 class CsrLayout:
     """Any mask by rows: entries ``start[row] .. start[row + 1]``, each with its column times 64 as its offset.
 
-    ``source`` and ``slot`` are the places of the entries in the weight's memory and in this layout, in the order of
-    memory. Both may be empty, see :meth:`for_kept_entries`.
+    ``source`` and ``slot`` are the places of the entries in the weight's memory and in this layout. Both may be empty,
+    see :meth:`for_kept_entries`.
     """
 
     start: Tensor  # int32 [rows + 1]; the others are int32 [entries]
@@ -188,8 +188,11 @@ class CsrLayout:
     depth: int
 
     @classmethod
-    def of(cls, matrix: MaskedMatrix) -> CsrLayout:
+    def of(cls, matrix: MaskedMatrix, *, by_memory: bool = False) -> CsrLayout:
         """Lay out the mask of a matrix.
+
+        ``by_memory``: ``source`` and ``slot`` are in the order of the weight's memory from first to last. Otherwise
+        they are so only among the rows that one thread lays out, which is enough to read values by both.
 
         Raises:
             ValueError: If it has 2^31 entries or more.
@@ -214,6 +217,8 @@ class CsrLayout:
         offset = torch.empty(entries, dtype=torch.int32)
         source = torch.empty_like(offset)
         slot = torch.empty_like(offset)
+        if by_memory:
+            mask.threads = 1
         library.nm_csr_fill(
             ctypes.byref(mask),
             start.data_ptr(),
@@ -225,7 +230,10 @@ class CsrLayout:
         return cls(start, offset, source, slot, rows, depth)
 
     def for_kept_entries(self) -> CsrLayout:
-        """Return the layout with what :meth:`values_of` needs: not ``source``, nor a ``slot`` that is 0, 1, 2, ..."""
+        """Return a layout made ``by_memory`` with what :meth:`values_of` needs.
+
+        That is not ``source``, nor a ``slot`` that is 0, 1, 2, ...
+        """
         none = self.source.new_empty(0)
         in_order = torch.equal(self.slot, torch.arange(len(self.slot), dtype=torch.int32))
         return replace(self, source=none, slot=none if in_order else self.slot)

@@ -45,7 +45,7 @@ class Evidence:
 
     where t counts the gradients, :math:`\beta` is 0.999 and :math:`\epsilon` is 1e-12.
 
-    Args:
+    Attributes:
         value: U, of the weight's shape, 0 at kept entries.
         square: V, likewise, of all entries.
         count: t, a scalar.
@@ -77,14 +77,14 @@ class Evidence:
 
     def mean_square(self) -> Tensor:
         """The mean square of each entry's gradients, ``V / (1 - beta^t)``; 0 before the first."""
-        return self.square / _correction(self.count.clamp(min=1))
+        return self.square / bias_correction(self.count.clamp(min=1))
 
     def correction(self) -> float:
         """``1 - beta^t``; that of one gradient before the first."""
-        return float(_correction(self.count.clamp(min=1)))
+        return float(bias_correction(self.count.clamp(min=1)))
 
 
-def _correction(count: Tensor) -> Tensor:
+def bias_correction(count: Tensor) -> Tensor:
     """``1 - beta^t``."""
     return -torch.expm1(count * math.log(DECAY))
 
@@ -93,6 +93,8 @@ def _size_of_kept(layer: NMLayer, mask: Tensor) -> Tensor:
     """The root mean square of kept weights, float32 without axes."""
     weight = layer.weight.detach()
     bits = layer.masks.bits
+    if bits is not None and layer.storage is not None:
+        bits = bits.contiguous()  # in the order of the weight, as those of a dense one
     if bits is not None and evolution.runs(weight, bits):
         return torch.tensor(evolution.size_of_kept(weight, bits), dtype=torch.float32)
     # In float64, so that the order of summation hardly ever changes the result.
@@ -114,6 +116,14 @@ def _rate_now(rate: float, optimizer: Optimizer, parameter: Tensor) -> float:
     largest = max(known)
     share = now / largest if largest else 0.0
     return -rate * share if group.get("maximize") else rate * share
+
+
+def step_and_limit(
+    layer: NMLayer, optimizer: Optimizer, mask: Tensor, rate: float
+) -> tuple[Tensor, Tensor]:
+    """Return r, and the magnitude beyond which an old U is no evidence; ``rate`` is the largest relative r."""
+    size_of_kept = _size_of_kept(layer, mask)
+    return _rate_now(rate, optimizer, layer.param) * size_of_kept, _PLAUSIBLE * size_of_kept
 
 
 def _places(optimizer: Optimizer, parameter: Tensor) -> tuple[str | None, str | None]:
@@ -160,8 +170,21 @@ def _stored(layer: NMLayer, optimizer: Optimizer) -> _Stored | None:
         return None
     own_ratio = None
     if square_key is not None:
-        own_ratio = float(_correction(count) / moment_correction(optimizer, layer.param))
+        own_ratio = _own_ratio(layer, optimizer)
     return _Stored(value, square, count, own_ratio)
+
+
+def _own_ratio(layer: NMLayer, optimizer: Optimizer) -> float:
+    """What makes V of the optimizer's own second moment, which counts from its first step."""
+    count = layer.buffers[COUNT]
+    return float(bias_correction(count) / moment_correction(optimizer, layer.param))
+
+
+def own_squares(layer: NMLayer, optimizer: Optimizer) -> Tensor | None:
+    """V of the kept entries of a packed weight, like its parameter; ``None`` if it is not made of the optimizer's."""
+    _, square_key = _places(optimizer, layer.param)
+    own = optimizer.state.get(layer.param, {}).get(square_key)
+    return None if own is None else own * _own_ratio(layer, optimizer)
 
 
 def gather_evidence(
@@ -178,14 +201,16 @@ def gather_evidence(
     """
     grad = layer.weight.grad if layer.progress.dense_gradient else None
     stored = None if fresh else _stored(layer, optimizer)
-    if stored is None and grad is None:
-        return Evidence.none(layer.weight)
-    size_of_kept = _size_of_kept(layer, mask)
-    size = _rate_now(rate, optimizer, layer.param) * size_of_kept
-    limit = _PLAUSIBLE * size_of_kept
-    if stored is not None and _runs_in_one_pass(layer, stored.value, stored.square):
-        return _gather_in_one_pass(layer, stored, grad, size, limit)
-    evidence = Evidence.none(layer.weight) if stored is None else _read(stored, mask, limit)
+    if stored is None:
+        none = Evidence.none(layer.weight)
+        if grad is None:
+            return none
+        stored = _Stored(none.value, none.square, none.count, None)
+    size, limit = step_and_limit(layer, optimizer, mask, rate)
+    if _runs_in_one_pass(layer, stored.value, stored.square):
+        assert layer.masks.bits is not None
+        return _gather_in_one_pass(layer.masks.bits, stored, grad, size, limit)
+    evidence = _read(stored, mask, limit)
     if grad is not None:
         evidence.add(grad, mask, size)
     return evidence
@@ -202,6 +227,28 @@ def _read(stored: _Stored, mask: Tensor, limit: Tensor) -> Evidence:
     return Evidence(mask_(value, ~implausible), square, stored.count)
 
 
+def advance_rows(
+    evidence: Evidence, bits: Tensor, grad: Tensor, size: Tensor, limit: Tensor
+) -> Evidence:
+    """Return the evidence of some rows of a weight after one more gradient; U is given divided by SCALE.
+
+    Args:
+        evidence: That of before, which stays as it is.
+        bits: 1 for kept entries, uint8 of its shape.
+        grad: The dense gradient of these rows.
+        size: r.
+        limit: The largest plausible magnitude of U.
+    """
+    stored = _Stored(evidence.value, evidence.square, evidence.count, None)
+    in_single_precision = evidence.value.dtype == torch.float32
+    if in_single_precision and evolution.runs(bits, evidence.value, evidence.square, grad):
+        return _gather_in_one_pass(bits, stored, grad, size, limit)
+    mask = bits.bool()
+    advanced = _read(stored, mask, limit)
+    advanced.add(grad, mask, size)
+    return advanced
+
+
 def _runs_in_one_pass(layer: NMLayer, value: Tensor, square: Tensor) -> bool:
     """Whether the library of CPU kernels takes the tensors of a layer."""
     in_single_precision = value.dtype == square.dtype == torch.float32
@@ -212,24 +259,21 @@ def _runs_in_one_pass(layer: NMLayer, value: Tensor, square: Tensor) -> bool:
 
 
 def _gather_in_one_pass(
-    layer: NMLayer, stored: _Stored, grad: Tensor | None, size: Tensor, limit: Tensor
+    bits: Tensor, stored: _Stored, grad: Tensor | None, size: Tensor, limit: Tensor
 ) -> Evidence:
-    assert layer.masks.bits is not None
     count = stored.count if grad is None else stored.count + 1
     step = EvidenceStep(
         unit=SCALE,
         own_ratio=1.0 if stored.own_ratio is None else stored.own_ratio,
         limit=float(limit),
         decay=DECAY,
-        correction=float(_correction(count.clamp(min=1))),
+        correction=float(bias_correction(count.clamp(min=1))),
         epsilon=EPSILON,
         size=float(size),
     )
     # oneDNN returns the weight gradients of convolutions in another memory order.
     grad = None if grad is None else grad.contiguous()
-    value, square = evolution.gather_evidence(
-        layer.masks.bits, grad, stored.value, stored.square, step
-    )
+    value, square = evolution.gather_evidence(bits, grad, stored.value, stored.square, step)
     return Evidence(value, square, count)
 
 
@@ -288,8 +332,35 @@ def _write_in_one_pass(
     return True
 
 
-def drop_evidence(layer: NMLayer, optimizer: Optimizer, mask: Tensor) -> None:
+@torch.no_grad()
+def place_evidence(layer: NMLayer, optimizer: Optimizer) -> None:
+    """Move the evidence to where it belongs: of a packed weight into buffers, as its state has no pruned entries.
+
+    Of a dense weight into the optimizer's state, where that has a place. Evidence that is in its place stays.
+    """
+    state = optimizer.state.get(layer.param, {})
+    mask = layer.masks.forward_view
+    if COUNT not in layer.buffers or mask is None:
+        return
+    for key, name in zip(_places(optimizer, layer.param), (VALUE, SQUARE), strict=True):
+        # Where a state is in its place, its shape tells whether it has pruned entries.
+        if key is None or key not in state or state[key].shape != layer.view.shape:
+            continue
+        if layer.storage is None and name in layer.buffers:
+            mask_of_state = local_shard(mask, state[key])
+            evidence = local_shard(layer.buffers.pop(name), state[key])
+            local_state = local_values(state[key])
+            local_state.copy_(merged(mask_of_state, local_state, evidence))
+        elif layer.storage is not None and name not in layer.buffers:
+            # What it holds of kept entries is set at each step.
+            layer.buffers[name] = masked(state[key], ~mask).contiguous()
+
+
+def drop_evidence(layer: NMLayer, optimizer: Optimizer) -> None:
     """Free what :func:`write_evidence` kept: the optimizer's state of pruned entries is zero then."""
     for name in (COUNT, VALUE, SQUARE):
         layer.buffers.pop(name, None)
-    clear_entries(optimizer, layer.param, ~mask, layer.name)
+    if layer.storage is None:  # the state of a packed weight has no pruned entries
+        mask = layer.masks.forward_view
+        assert mask is not None
+        clear_entries(optimizer, layer.param, ~mask, layer.name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -20,6 +21,7 @@ from lightning_nm.methods.bame.evidence import (
     Evidence,
     drop_evidence,
     gather_evidence,
+    place_evidence,
     write_evidence,
 )
 from lightning_nm.methods.bame.exchange import (
@@ -33,6 +35,7 @@ from lightning_nm.methods.bame.exchange import (
     gradient_of_window,
 )
 from lightning_nm.methods.bame.optimizer_state import check_optimizer, clear_entries, group_of
+from lightning_nm.methods.bame.packed import begin_packed_step, finish_packed_step
 from lightning_nm.methods.bame.statistics import PhaseTotals, evolution_statistics
 from lightning_nm.methods.base import MaskMethod, check_option
 from lightning_nm.methods.bi_mask import BiMask
@@ -247,6 +250,17 @@ class BAME(MaskMethod):
         has_ended = layer.progress.clock > stop and not self._adapting(layer)
         return layer.masks.has_forward and has_ended and COUNT not in layer.buffers
 
+    def moves_packed(self, layer: NMLayer) -> bool:
+        """Whether it is a linear layer with the forward mask alone, whose evidence accumulates."""
+        if self.evidence != "accumulated" or self._bi_mask is not None:
+            return False
+        is_matrix = len(layer.view.shape) == 2
+        return is_matrix and layer.masks.has_forward and layer.spec.estimator is None
+
+    def place_state(self, layer: NMLayer, optimizer: Optimizer) -> None:
+        """Keep the evidence in the layer's buffers while the weight is packed."""
+        place_evidence(layer, optimizer)
+
     def weight_gradient(
         self, layer: NMLayer, weight: Tensor, grad: Tensor
     ) -> tuple[Tensor | None, ...]:
@@ -256,17 +270,19 @@ class BAME(MaskMethod):
     @torch.no_grad()
     def before_step(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Use the dense gradient, then leave the optimizer the gradient of kept entries."""
+        if layer.storage is not None:
+            self._before_packed_step(layer, optimizer)
+            return
         mask = layer.masks.forward_view
         if mask is None or dense_gradient_was_used(layer, mask):
             return
         pending = PendingStep(fresh=self._pending(layer).fresh, ready=True)
         dense_grad = layer.view.local_grad if layer.progress.dense_gradient else None
         if self.evidence == "accumulated" and self._adapting(layer):
-            rate = self.evidence_rate * self.gradient_every**0.5
-            pending.evidence = gather_evidence(layer, optimizer, mask, rate, fresh=pending.fresh)
-            has_rate = bool(group_of(optimizer, layer.param)["lr"])
-            trains = layer.weight.grad is not None and has_rate
-            pending.due = trains and self._turn(layer, self.every)
+            pending.evidence = gather_evidence(
+                layer, optimizer, mask, self._largest_rate, fresh=pending.fresh
+            )
+            pending.due = self._is_due(layer, optimizer, layer.weight.grad)
         elif self.evidence == "batch" and dense_grad is not None:
             pending.exchange = exchange_by_gradient(
                 layer, optimizer, mask, lambda blocks: self._budget(layer, blocks)
@@ -275,6 +291,25 @@ class BAME(MaskMethod):
             layer.view.zero_pruned(dense_grad)
         layer.pending = pending
 
+    def _before_packed_step(self, layer: NMLayer, optimizer: Optimizer) -> None:
+        """Prepare the evidence of a packed weight, whose gradient is that of kept entries."""
+        pending = PendingStep(ready=True, gathers=self._adapting(layer))
+        if pending.gathers:
+            pending.packed = begin_packed_step(layer, optimizer, self._largest_rate)
+            pending.due = self._is_due(layer, optimizer, layer.param.grad)
+        layer.pending = pending
+
+    @property
+    def _largest_rate(self) -> float:
+        """The largest r relative to the size of kept weights."""
+        return self.evidence_rate * self.gradient_every**0.5
+
+    def _is_due(self, layer: NMLayer, optimizer: Optimizer, grad: Tensor | None) -> bool:
+        """Whether an exchange by evidence follows the coming step."""
+        has_rate = bool(group_of(optimizer, layer.param)["lr"])
+        trains = grad is not None and has_rate
+        return trains and self._turn(layer, self.every)
+
     def lost_without_before_step(self, layer: NMLayer) -> str:
         """An empty text: where a mask cannot adapt without that call, :meth:`after_step` raises an error."""
         return ""
@@ -282,11 +317,11 @@ class BAME(MaskMethod):
     @torch.no_grad()
     def after_step(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Keep pruned entries at zero, whatever the optimizer did; then make the exchange."""
-        mask = layer.masks.forward_view
-        if mask is None:
+        if not layer.masks.has_forward:
             return
         pending = self._pending(layer)
-        layer.view.zero_pruned(layer.view.local)
+        if layer.storage is None:
+            layer.view.zero_pruned(layer.view.local)
         has_evidence = COUNT in layer.buffers
         holds_evidence = self.evidence == "accumulated" and has_evidence and self._adapting(layer)
         if layer.param.grad is not None and (layer.progress.dense_gradient or holds_evidence):
@@ -297,6 +332,33 @@ class BAME(MaskMethod):
                     "self.optimizers()"
                 )
             layer.progress.release_dense_gradient()
+        if layer.storage is not None:
+            self._after_packed_step(layer, optimizer, pending)
+        else:
+            self._after_dense_step(layer, optimizer, pending)
+        if has_evidence and not holds_evidence:
+            # The phase has ended.
+            drop_evidence(layer, optimizer)
+        _, stop = layer.progress.schedule
+        # By the next step of any layer, the phase of all layers has ended.
+        if self._totals.blocks and layer.progress.clock >= stop:
+            self._warn_of_idleness()
+
+    def _after_packed_step(
+        self, layer: NMLayer, optimizer: Optimizer, pending: PendingStep
+    ) -> None:
+        """Advance the evidence of a packed weight, and make the exchange."""
+        if pending.ready and pending.gathers:
+            budget = partial(self._budget, layer) if pending.due else None
+            done = finish_packed_step(layer, optimizer, pending.packed, budget)
+            if done is not None:
+                self._count_exchanges(layer, done.blocks, done.held, 0.0)
+        layer.pending = PendingStep()
+
+    def _after_dense_step(self, layer: NMLayer, optimizer: Optimizer, pending: PendingStep) -> None:
+        """Make the exchange, and keep the evidence."""
+        mask = layer.masks.forward_view
+        assert mask is not None
         if pending.fresh:
             # Not earlier: a fit that fails before its first step has cost the user no weight.
             clear_entries(optimizer, layer.param, ~mask, layer.name)
@@ -310,13 +372,6 @@ class BAME(MaskMethod):
             forward = layer.masks.forward_view
             assert forward is not None
             write_evidence(layer, optimizer, forward, evidence)
-        elif has_evidence and not holds_evidence:
-            # The phase has ended.
-            drop_evidence(layer, optimizer, mask)
-        _, stop = layer.progress.schedule
-        # By the next step of any layer, the phase of all layers has ended.
-        if self._totals.blocks and layer.progress.clock >= stop:
-            self._warn_of_idleness()
         layer.pending = PendingStep(exchange=exchange)
 
     @torch.no_grad()

@@ -59,7 +59,7 @@ class PhaseTotals:
         """Count a layer whose phase has ended."""
         if layer.masks.forward_view is not None and "exchanges" in layer.buffers:
             start, stop = layer.progress.schedule
-            self.blocks += layer.param.numel() // layer.pattern.m
+            self.blocks += layer.view.shape.numel() // layer.pattern.m
             self.exchanges += int(layer.buffers["exchanges"])
             self.adaptations = max(self.adaptations, min(layer.step, stop - start) // every)
 

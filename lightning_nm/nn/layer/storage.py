@@ -1,4 +1,4 @@
-r"""A weight of which kept entries alone are stored, once its mask stands still.
+r"""A weight of which kept entries alone are stored: once its mask stands still, or while its method moves both.
 
 The parameter that module and optimizer hold is then ``values [out, columns / M, N]``: the entries that each block
 keeps, in the order of their positions. Its gradient and the optimizer's state have this shape, too. Blocks are numbered
@@ -7,7 +7,7 @@ as by :func:`~lightning_nm.functional.evolution.as_blocks`; a convolution's colu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,7 @@ from lightning_nm.functional.evolution import as_blocks, from_blocks
 from lightning_nm.functional.mask_bits import FORWARD_BIT
 from lightning_nm.functional.nm_format import MAX_M
 from lightning_nm.kernels.cpu import packed as one_pass
+from lightning_nm.nn.layer.factors import GradientFactors
 from lightning_nm.nn.layer.masks import LayerMasks
 
 if TYPE_CHECKING:  # for the types only: a layer holds its storage
@@ -36,6 +37,7 @@ class PackedStorage:
         rows_shape: The shape of the dense weight as :meth:`~lightning_nm.nn.layer.view.WeightView.rows`.
         dense_parameter: The parameter that held the dense weight; it is without values until :meth:`unpack`.
         parameter: The parameter with the kept entries.
+        factors: The dense gradient of this window, where the method asks for one though the mask is packed.
         undo: Gives module and optimizers the dense parameter back, or ``None`` if that cannot be done in a training.
     """
 
@@ -59,6 +61,8 @@ class PackedStorage:
         values = self.pack(dense.detach())
         self.parameter = nn.Parameter(values, requires_grad=dense.requires_grad)
         self.dense_parameter = dense
+        width = self.rows_shape[1:].numel()
+        self.factors = GradientFactors(layer.name, out, width)
 
     @torch.no_grad()
     def pack(self, full: Tensor) -> Tensor:
@@ -87,13 +91,52 @@ class PackedStorage:
     @torch.no_grad()
     def unpack_by_rows(self, values: Tensor) -> Tensor:
         """:meth:`unpack`, with the rows one after another in memory: in the order of the kept entries."""
-        m = self._layer.pattern.m
-        blocks_bm = one_pass.spread(values, self.positions, m)
-        if blocks_bm is None:
-            positions_bn = self.positions.flatten(0, 1).long()
-            blocks_bm = values.new_zeros(len(positions_bn), m)
-            blocks_bm.scatter_(1, positions_bn, values.reshape(positions_bn.shape))
+        blocks_bm = _spread(values, self.positions, self._layer.pattern.m)
         return self._layer.view.unrows(from_blocks(blocks_bm, self.rows_shape))
+
+    @torch.no_grad()
+    def unpack_rows(self, values: Tensor, begin: int, end: int) -> Tensor:
+        """Rows ``begin:end`` of :meth:`unpack` of a weight without taps, ``[end - begin, in]``."""
+        values_of_rows = values[begin:end]
+        positions = self.positions[begin:end]
+        blocks_bm = _spread(values_of_rows, positions, self._layer.pattern.m)
+        return blocks_bm.view(end - begin, -1)
+
+    @torch.no_grad()
+    def bits_of_rows(self, begin: int, end: int) -> Tensor:
+        """Rows ``begin:end`` of the mask of a weight without taps, 1 for kept entries, uint8 ``[end - begin, in]``."""
+        return self.unpack_rows(torch.full_like(self.positions, FORWARD_BIT), begin, end)
+
+    @torch.no_grad()
+    def exchange(
+        self,
+        blocks: Tensor,
+        pruned: Tensor,
+        regrown: Tensor,
+        tensors: Sequence[tuple[Tensor, Tensor | float]],
+    ) -> None:
+        """In each of some blocks, let a pruned entry take the place of a kept one; the order stays ascending.
+
+        Args:
+            blocks: The numbers of the blocks, int64 ``[K]``, each once.
+            pruned: The kept entry of each block that is pruned, int64 ``[K]``.
+            regrown: The pruned entry that is kept instead, int64 ``[K]``.
+            tensors: Tensors of the shape of the parameter, as itself and its state, and what the regrown entries of
+                each are set to, ``[K]`` or a number.
+        """
+        n = self.positions.shape[-1]
+        positions_bn = self.positions.view(-1, n)
+        kept_kn = positions_bn[blocks].long()
+        slot_k1 = (kept_kn == pruned.unsqueeze(1)).to(torch.uint8).argmax(1, keepdim=True)
+        kept_kn.scatter_(1, slot_k1, regrown.unsqueeze(1))
+        kept_kn, order_kn = kept_kn.sort(1)
+        positions_bn[blocks] = kept_kn.to(torch.uint8)
+        for tensor, start in tensors:
+            values_bn = tensor.detach().view(-1, n)
+            values_kn = values_bn[blocks]
+            start_k = torch.as_tensor(start, dtype=tensor.dtype, device=tensor.device)
+            values_kn.scatter_(1, slot_k1, start_k.expand(len(blocks)).unsqueeze(1))
+            values_bn[blocks] = values_kn.gather(1, order_kn)
 
     def dense(self) -> Tensor:
         """The dense weight, W and W_F in one; a new tensor."""
@@ -136,8 +179,20 @@ class PackedStorage:
         self.positions = self.positions.to(device)
 
 
+def _spread(values: Tensor, positions: Tensor, m: int) -> Tensor:
+    """Blocks ``[blocks, M]`` with values ``[..., N]`` at these positions and +0.0 elsewhere; a new tensor."""
+    blocks_bm = one_pass.spread(values, positions, m)
+    if blocks_bm is None:
+        positions_bn = positions.reshape(-1, positions.shape[-1]).long()
+        blocks_bm = values.new_zeros(len(positions_bn), m)
+        blocks_bm.scatter_(1, positions_bn, values.reshape(positions_bn.shape))
+    return blocks_bm
+
+
 class PackedMasks(LayerMasks):
-    """The forward mask of a packed weight, which never moves: its bits are made of the positions when they are read.
+    """The forward mask of a packed weight: its bits are made of the positions when they are read.
+
+    It moves by :meth:`PackedStorage.exchange` alone, with the values.
 
     Args:
         masks: The masks so far, for their counts.
@@ -160,7 +215,7 @@ class PackedMasks(LayerMasks):
     @bits.setter
     def bits(self, bits: Tensor | None) -> None:
         if bits is not None:
-            raise RuntimeError("the mask of a packed weight does not move")
+            raise RuntimeError("the mask of a packed weight does not move by itself")
 
     @property
     def state(self) -> Hashable:
@@ -175,7 +230,7 @@ class PackedMasks(LayerMasks):
         self, forward: Tensor | None, backward: Tensor | None, like: Tensor | None = None
     ) -> None:
         """Refuse to move, by a ``RuntimeError``."""
-        raise RuntimeError("the mask of a packed weight does not move")
+        raise RuntimeError("the mask of a packed weight does not move by itself")
 
     def to(self, device: torch.device) -> None:
         """Move every tensor to a device."""
@@ -225,7 +280,7 @@ def unpackable(layer: NMLayer) -> str:
         return "it is looked up by rows"
     if not spec.method.rests:
         return "its method is not known to come to rest"
-    if not spec.method.is_at_rest(layer):
+    if not spec.method.is_at_rest(layer) and not spec.method.moves_packed(layer):
         return "its mask may still move"
     if layer.masks.has_backward or layer.parameters:
         return "its method keeps more than one mask"

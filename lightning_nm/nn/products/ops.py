@@ -31,6 +31,7 @@ from lightning_nm.kernels.router.router import Router, active
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.products.dense_conv import conv_gradients, conv_weight_gradient
 from lightning_nm.nn.products.estimates import backward_matrix, backward_weight, estimated
+from lightning_nm.nn.products.factors import begin_factors, keep_factors, needs_factors
 from lightning_nm.nn.products.routed_conv import backward_convs, flattened, forward_conv
 from lightning_nm.nn.products.routed_ops import (
     DRAWN_CONVOLUTION,
@@ -303,6 +304,14 @@ class _Linear(torch.autograd.Function):
             return forward_gemm(
                 x_ti, weight, bias, tensors, trains, out, layer.handle_tensor, router.handle
             )
+        if torch.compiler.is_compiling() and needs_factors(layer):
+            raise RuntimeError(
+                f"a compiled graph cannot keep what the masks of layer '{layer.name}' need of its gradient with "
+                "storage='packed': use the precision plugin of this package, whose products are operators of their "
+                "own, or storage='dense'"
+            )
+        if not torch.compiler.is_compiling():
+            begin_factors(layer)
         record_dense(layer, ctx.router, "forward", len(x_ti), x_ti, _PART_REASON)
         # One name for W_F and its cast: the memory of the first is free during the product.
         weight_oi = layer.view.matrix(layer.view.forward_of(weight))
@@ -349,6 +358,7 @@ class _Linear(torch.autograd.Function):
                     return dy_to.t() @ x_ti
 
                 dweight_oi = _weight_gradient(layer, dy_to, noise, multiply, ctx.rows.start or 0)
+                keep_factors(layer, dy_to, x_ti, ctx.rows.start or 0)
         if needs_weight:
             if not is_whole:
                 part_oi = dweight_oi

@@ -34,6 +34,7 @@ from lightning_nm.kernels.router.router import Product, Router
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.layer.gemms import LAYER_GEMMS, GemmKind
 from lightning_nm.nn.products.estimates import backward_matrix, drawn_transposed, estimated
+from lightning_nm.nn.products.factors import begin_factors, keep_factors, needs_factors
 from lightning_nm.nn.products.operands import (
     backward_operand,
     forward_operand,
@@ -190,6 +191,7 @@ def forward_gemm(
     """
     # An operator takes tensors and numbers alone: the objects are looked up.
     layer: NMLayer = lookup(tag.shape[0])
+    begin_factors(layer)
     active_router: Router = lookup(router)
     # The router measures all products of a layer at once, so it hears of those to come with the first.
     gemms = GEMMS if trains and not active_router.tuned else GEMMS[:1]
@@ -284,6 +286,9 @@ def backward_gemms(
         dweight = grad.new_empty(0)
     else:
         dweight = _wgrad(layer, active_router, wgrad_kernel, wgrad, gradient, weight, x)
+        if needs_factors(layer):
+            # Copies: a compiled graph gives the memory of both to other tensors once this operator has returned.
+            keep_factors(layer, grad.clone(), x.clone())
     return dx, dweight
 
 

@@ -58,6 +58,25 @@ def test_kept_entries_give_the_values(
         assert torch.equal(y, kernel.linear(expected, drawn.x, drawn.bias))
 
 
+@pytest.mark.parametrize("threads", [1, 3])
+def test_layouts_made_on_several_threads_keep_the_order_of_kept_entries(threads):
+    """Of a transposed mask, each thread lays out some rows by itself."""
+    csr = next(kernel for kernel in KERNELS if kernel.name == "cpu-csr")
+    drawn = case(32, 1024, 2, "1:16")
+    found = NMPattern.parse("1:16")
+    kept = KeptEntries(drawn.matrix.values[drawn.mask].view(32, -1, 1), found, torch.float32)
+    matrix = drawn.matrix
+    transposed = matrix._replace(values=matrix.values.t(), bits=matrix.bits.t())
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        packed = csr.pack_kept(kept, csr.layout_of_kept(transposed))
+        expected = csr.pack_masked(transposed, csr.layout(transposed))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(packed.values, expected.values)
+
+
 def test_entries_of_another_mask_are_refused_or_packed_densely():
     drawn = case(8, 16, 2, "2:4")
     kept = KeptEntries(torch.randn(8, 2, 2), NMPattern.parse("2:4"), torch.float32)
