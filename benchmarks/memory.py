@@ -136,7 +136,7 @@ def train(options: argparse.Namespace, mode: str, results: Any) -> None:
     precision: Any = options.precision
     if mode != "dense":
         name, _, packed = mode.partition("-")
-        method = BAME(stop=1.0, every=2, gradient_every=2) if name == "bame" else name
+        method: Any = BAME(stop=1.0, every=2, gradient_every=2) if name == "bame" else name
         callbacks = [
             NMSparsityCallback(
                 options.pattern,

@@ -66,10 +66,10 @@ def load_packed(
     places = {id(place.weight): (name, place) for name, place in found_places.items()}
     places_in_file = {names[name]: place for name, place in found_places.items() if name in names}
     for key in file.packed:
-        found = file.read_packed(key)  # damaged positions are found before anything changes
+        packed = file.read_packed(key)  # damaged positions are found before anything changes
         if key in places_in_file:
             try:
-                check_scales(found, places_in_file[key].role)
+                check_scales(packed, places_in_file[key].role)
             except ValueError as error:
                 raise ValueError(f"'{key}' of '{path}' does not fit the model: {error}") from None
     _refuse_different_values(file, names, owners)

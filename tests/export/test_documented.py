@@ -8,7 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
+from jsonargparse import ArgumentParser
+from lightning.pytorch import Callback
 
+from lightning_nm import NMSparsityCallback, QuantizationAwareTraining
 from lightning_nm.cli import main
 from lightning_nm.export import PackedFile, pack, save_packed
 from lightning_nm.functional import nm_prune, pack_nm
@@ -48,6 +52,19 @@ def test_from_a_checkpoint_to_a_packed_model(tmp_path, monkeypatch):
 def test_the_summaries(capsys, number):
     exec(blocks("python", EXPORT)[1 + number], {})
     assert capsys.readouterr().out == blocks("text", EXPORT)[number]
+
+
+def test_quantisation_aware_training():
+    """The YAML of the page makes the callbacks that it describes."""
+    parser = ArgumentParser()
+    parser.add_argument("--callbacks", type=list[Callback])
+    (text,) = blocks("yaml", EXPORT)
+    given = yaml.safe_load(text)["trainer"]["callbacks"]
+    parsed = parser.parse_object({"callbacks": given})
+    first, second = parser.instantiate_classes(parsed).callbacks
+    assert isinstance(first, QuantizationAwareTraining)
+    assert first.last == 0.1
+    assert isinstance(second, NMSparsityCallback)
 
 
 def test_other_commands_parse():

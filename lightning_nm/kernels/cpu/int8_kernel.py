@@ -74,9 +74,7 @@ class CpuInt8Kernel(GemmKernel):
 
         All are contiguous, in float32 or bfloat16.
         """
-        layout, values = packed
-        if not isinstance(layout, Int8Layout) or values is None:
-            raise ValueError(f"{self.name} takes an Int8Layout, not a {type(layout).__name__}")
+        layout, values = _int8_of(packed)
         tokens = len(x)
         library.check_operand(x, (tokens, layout.depth))
         if bias is not None:
@@ -93,7 +91,7 @@ class CpuInt8Kernel(GemmKernel):
 
         x and the result, ``[images, out, *positions]``, are contiguous.
         """
-        layout, values = packed
+        layout, values = _int8_of(packed)
         _check_conv(layout, conv)
         library.check_operand(x, (len(x), conv.inputs, *conv.size))
         along_height, along_width = conv.padding
@@ -132,13 +130,20 @@ class CpuInt8Kernel(GemmKernel):
         return ""
 
 
-def _check_conv(layout: Any, conv: Convolution) -> None:
+def _int8_of(packed: Packed) -> tuple[Int8Layout, Tensor]:
+    layout, values = packed
+    if not isinstance(layout, Int8Layout) or values is None:
+        raise ValueError(f"cpu-int8 takes an Int8Layout, not a {type(layout).__name__}")
+    return layout, values
+
+
+def _check_conv(layout: Int8Layout, conv: Convolution) -> None:
     """Refuse another layout than that of the convolution's weight, and a convolution without outputs."""
     out, inputs, height, width = conv.weight_shape
     taps = height * width
-    fits = isinstance(layout, Int8Layout) and layout.taps in (1, taps)
-    if not fits or (layout.rows, layout.depth) != (out, inputs * taps):
-        raise ValueError(f"{type(layout).__name__} is not one of the convolution {conv}")
+    is_of_shape = (layout.rows, layout.depth) == (out, inputs * taps)
+    if not is_of_shape or layout.taps not in (1, taps):
+        raise ValueError(f"the layout is not one of the convolution {conv}")
     tiles = conv.groups == 1 or out // conv.groups % ROWS == 0
     if not tiles or min(conv.positions) < 1 or conv.inputs % conv.groups:
         raise ValueError(f"the convolution {conv} does not exist in int8")

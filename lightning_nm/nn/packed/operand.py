@@ -219,9 +219,7 @@ class Operand(HasHandle):
             self._keys[tokens, conv] = found
         return found
 
-    def _takes_it(
-        self, tokens: int, conv: Convolution | None, held: tuple[Layout, Tensor]
-    ) -> bool:
+    def _takes_it(self, tokens: int, conv: Convolution | None, held: tuple[Layout, Tensor]) -> bool:
         """Whether the kernel makes this product: it can, and is in ``"auto"`` no slower than the dense one."""
         # What the choice depends on. Requests of nearly the same size share one.
         key, columns = self._key(tokens, conv)
