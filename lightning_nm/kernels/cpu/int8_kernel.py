@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -93,8 +92,7 @@ class CpuInt8Kernel(GemmKernel):
 
         x and the result, ``[images, out, *positions]``, are contiguous.
         """
-        layout, values = packed
-        _check_conv(layout, conv)
+        layout, values = _checked(packed, conv)
         library.check_operand(x, (len(x), conv.inputs, *conv.size))
         along_height, along_width = conv.padding
         padded = F.pad(x, (along_width, along_width, along_height, along_height))
@@ -132,16 +130,22 @@ class CpuInt8Kernel(GemmKernel):
         return ""
 
 
-def _check_conv(layout: Any, conv: Convolution) -> None:
+def _checked(packed: Packed, conv: Convolution) -> tuple[Int8Layout, Tensor]:
     """Refuse another layout than that of the convolution's weight, and a convolution without outputs."""
+    layout, values = packed
     out, inputs, height, width = conv.weight_shape
     taps = height * width
-    fits = isinstance(layout, Int8Layout) and layout.taps in (1, taps)
-    if not fits or (layout.rows, layout.depth) != (out, inputs * taps):
-        raise ValueError(f"{type(layout).__name__} is not one of the convolution {conv}")
+    if not isinstance(layout, Int8Layout) or values is None:
+        raise ValueError(f"an int8 convolution takes an Int8Layout, not a {type(layout).__name__}")
+    fits = (layout.rows, layout.depth) == (out, inputs * taps)
+    if not fits or layout.taps not in (1, taps):
+        raise ValueError(
+            f"a layout of {layout.rows} x {layout.depth} is not one of the convolution {conv}"
+        )
     tiles = conv.groups == 1 or out // conv.groups % ROWS == 0
     if not tiles or min(conv.positions) < 1 or conv.inputs % conv.groups:
         raise ValueError(f"the convolution {conv} does not exist in int8")
+    return layout, values
 
 
 def _patches(padded: Tensor, conv: Convolution, *, taps_first: bool) -> Tensor:
