@@ -16,6 +16,8 @@ from lightning_nm.nn.packed import (
     Budget,
     Kernels,
     PackedTensor,
+    Place,
+    Role,
     check_scales,
     packed_weight,
     packed_weights,
@@ -64,14 +66,7 @@ def load_packed(
     _refuse_other_model(model, file, names, owners, path)
     found_places, _ = places_of(model)  # refuses a masked model
     places = {id(place.weight): (name, place) for name, place in found_places.items()}
-    places_in_file = {names[name]: place for name, place in found_places.items() if name in names}
-    for key in file.packed:
-        packed = file.read_packed(key)  # damaged positions are found before anything changes
-        if key in places_in_file:
-            try:
-                check_scales(packed, places_in_file[key].role)
-            except ValueError as error:
-                raise ValueError(f"'{key}' of '{path}' does not fit the model: {error}") from None
+    _check_packed(file, names, found_places)
     _refuse_different_values(file, names, owners)
     waiting = list(dict.fromkeys(owners.values()))
     owners.clear()  # `waiting` alone holds the dense weights, each until it is replaced
@@ -88,6 +83,24 @@ def load_packed(
             else:
                 _set(owner, found.unpack() if isinstance(found, PackedTensor) else found)
     return for_inference(model)
+
+
+def _check_packed(file: PackedFile, names: Mapping[str, str], places: Mapping[str, Place]) -> None:
+    """Refuse packed weights that are damaged, or that do not fit their modules, before anything is changed."""
+    roles: dict[str, Role] = {}  # of the modules, by the file's own keys
+    for name, place in places.items():
+        if name in names:
+            key = names[name]
+            roles[file.aliases.get(key, key)] = place.role
+    for key in file.packed:
+        packed = file.read_packed(key)
+        if key not in roles:
+            continue
+        try:
+            check_scales(packed, roles[key])
+        except ValueError as error:
+            message = f"'{key}' of '{file.file.path}' does not fit the model: {error}"
+            raise ValueError(message) from None
 
 
 class _Owner:

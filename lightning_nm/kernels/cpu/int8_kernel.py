@@ -73,7 +73,9 @@ class CpuInt8Kernel(GemmKernel):
 
         All are contiguous, in float32 or bfloat16.
         """
-        layout, values = _int8_of(packed)
+        layout, values = packed
+        if not isinstance(layout, Int8Layout) or values is None:
+            raise ValueError(f"{self.name} takes an Int8Layout, not a {type(layout).__name__}")
         tokens = len(x)
         library.check_operand(x, (tokens, layout.depth))
         if bias is not None:
@@ -90,8 +92,7 @@ class CpuInt8Kernel(GemmKernel):
 
         x and the result, ``[images, out, *positions]``, are contiguous.
         """
-        layout, values = _int8_of(packed)
-        _check_conv(layout, conv)
+        layout, values = _checked(packed, conv)
         library.check_operand(x, (len(x), conv.inputs, *conv.size))
         along_height, along_width = conv.padding
         padded = F.pad(x, (along_width, along_width, along_height, along_height))
@@ -129,23 +130,22 @@ class CpuInt8Kernel(GemmKernel):
         return ""
 
 
-def _int8_of(packed: Packed) -> tuple[Int8Layout, Tensor]:
-    layout, values = packed
-    if not isinstance(layout, Int8Layout) or values is None:
-        raise ValueError(f"cpu-int8 takes an Int8Layout, not a {type(layout).__name__}")
-    return layout, values
-
-
-def _check_conv(layout: Int8Layout, conv: Convolution) -> None:
+def _checked(packed: Packed, conv: Convolution) -> tuple[Int8Layout, Tensor]:
     """Refuse another layout than that of the convolution's weight, and a convolution without outputs."""
+    layout, values = packed
     out, inputs, height, width = conv.weight_shape
     taps = height * width
-    is_of_shape = (layout.rows, layout.depth) == (out, inputs * taps)
-    if not is_of_shape or layout.taps not in (1, taps):
-        raise ValueError(f"the layout is not one of the convolution {conv}")
+    if not isinstance(layout, Int8Layout) or values is None:
+        raise ValueError(f"an int8 convolution takes an Int8Layout, not a {type(layout).__name__}")
+    fits = (layout.rows, layout.depth) == (out, inputs * taps)
+    if not fits or layout.taps not in (1, taps):
+        raise ValueError(
+            f"a layout of {layout.rows} x {layout.depth} is not one of the convolution {conv}"
+        )
     tiles = conv.groups == 1 or out // conv.groups % ROWS == 0
     if not tiles or min(conv.positions) < 1 or conv.inputs % conv.groups:
         raise ValueError(f"the convolution {conv} does not exist in int8")
+    return layout, values
 
 
 def _patches(padded: Tensor, conv: Convolution, *, taps_first: bool) -> Tensor:
