@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_nm import BAME, NMMixedPrecision, NMPrecision, NMSparsityCallback
+from lightning_nm import ASP, BAME, NMMixedPrecision, NMPrecision, NMSparsityCallback
 from lightning_nm.demo import GPT
 from lightning_nm.nn.packed.memory import return_freed_memory
 
@@ -136,7 +136,7 @@ def train(options: argparse.Namespace, mode: str, results: Any) -> None:
     precision: Any = options.precision
     if mode != "dense":
         name, _, packed = mode.partition("-")
-        method: Any = BAME(stop=1.0, every=2, gradient_every=2) if name == "bame" else name
+        method = BAME(stop=1.0, every=2, gradient_every=2) if name == "bame" else ASP()
         callbacks = [
             NMSparsityCallback(
                 options.pattern,
