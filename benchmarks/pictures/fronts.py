@@ -1,4 +1,4 @@
-"""Accuracy of dense and N:M models over the size of their files, and over their latency."""
+"""Accuracy of dense and N:M models over the size of their files in int8, and over their latency in any precision."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from benchmarks.pictures.style import FONT, INK, KEPT, LOST, SERIES, Picture, plain
-from benchmarks.tables.fronts import MLP, points
+from benchmarks.tables.fronts import MLP_INT8, points
 from lightning_nm.commands.study.analysis import Interval
 
 STYLES = {
@@ -22,9 +22,9 @@ TICKS = [digit * 10**power for power in range(-2, 5) for digit in (1, 2, 5)]
 def data() -> Any:
     """``{pattern: [[accuracy, its interval's half, kilobytes, milliseconds of each batch], ...]}``."""
     found: dict[str, list[list[float]]] = {pattern: [] for pattern in STYLES}
-    for point in points(MLP):
+    for point in points(MLP_INT8):
         interval = Interval.of(list(point.by_seed.values()))
-        latencies = [point.ms[shape] for shape in MLP.shapes]
+        latencies = [point.ms[shape] for shape in MLP_INT8.shapes]
         found[point.variant.pattern].append(
             [point.mean, (interval.high - interval.low) / 2, point.size / 1000, *latencies]
         )
@@ -33,8 +33,8 @@ def data() -> Any:
 
 def draw(figure: Figure, found: Any) -> None:
     """A panel for each cost."""
-    costs = ["kilobytes of the file, bfloat16"]
-    costs += [f"milliseconds for {what}" for what in MLP.shapes.values()]
+    costs = ["kilobytes of the file, int8"]
+    costs += [f"milliseconds for {what}" for what in MLP_INT8.shapes.values()]
     panels = figure.subplots(1, len(costs), sharey=True)
     for number, (axes, cost) in enumerate(zip(panels, costs, strict=True)):
         plain(axes, "")
@@ -62,4 +62,4 @@ def draw(figure: Figure, found: Any) -> None:
     panels[0].legend(fontsize=FONT - 1, frameon=False, loc="lower right")
 
 
-PICTURE = Picture(data, draw, (9.4, 3.6), MLP.results)
+PICTURE = Picture(data, draw, (9.4, 3.6), MLP_INT8.results)
