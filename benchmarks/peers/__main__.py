@@ -1,6 +1,6 @@
 """Print the comparison of docs/comparison.md.
 
-``python -m benchmarks.peers`` prints the table from benchmarks/results/peers.json, ``--short`` the one of the README.
+``python -m benchmarks.peers`` prints the table from benchmarks/results/peers.json, ``--short`` that of docs/index.md.
 ``--run`` asks the installed tools again, and writes their answers into that file first.
 """
 

@@ -18,6 +18,7 @@ from benchmarks.tables import (
     inference,
     matrices,
     memory,
+    methods,
     overhead,
     peers,
     recipes,
@@ -41,6 +42,7 @@ TABLES: Tables = {
         peers,
         matrices,
         memory,
+        methods,
     )
     for name, make in module.TABLES.items()
 }

@@ -51,16 +51,6 @@ MLP = Front(
     shapes={"256": "256 images", "1": "one image"},
 )
 MLP_INT8 = MLP._replace(suffix="_int8")
-GPT = Front(
-    results="study-scale-equal-nonzeros-python-source.csv",
-    measured="fronts-gpt.json",
-    metric="test_bits_per_byte",
-    factor=-1.0,
-    title="bits per byte",
-    digits=3,
-    shapes={"8": "8 x 128 tokens", "1": "128 tokens"},
-)
-GPT_INT8 = GPT._replace(suffix="_int8")
 
 
 def points(front: Front) -> list[Point]:
@@ -153,6 +143,4 @@ TABLES: Tables = {
     "fronts-mlp-compared": partial(compared, MLP),
     "fronts-mlp-int8-means": partial(means, MLP_INT8),
     "fronts-mlp-int8-compared": partial(compared, MLP_INT8),
-    "fronts-gpt-means": partial(means, GPT),
-    "fronts-gpt-int8-means": partial(means, GPT_INT8),
 }
