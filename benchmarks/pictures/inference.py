@@ -12,6 +12,8 @@ from benchmarks.tables.inference import MODELS, precision
 from benchmarks.tables.markdown import read_json
 
 COLOURS = (SERIES[0], SERIES[2], SERIES[1])  # of fp32, bf16 and int8
+# Where a point's name stands, so that those of the three precisions do not overlap.
+_LABELS = {"fp32": ((6, -9), "left"), "bf16": ((6, -12), "left"), "int8": ((-6, 3), "right")}
 
 
 def data(file: str) -> Any:
@@ -62,7 +64,7 @@ def draw(figure: Figure, found: Any) -> None:
                 *zip(*dense, strict=True), color=colour, marker="x", s=45, label=f"dense {dtype}"
             )
             for x, y, name in packed:
-                at, side = ((6, -9), "left") if dtype == "fp32" else ((-6, 3), "right")
+                at, side = _LABELS[dtype]
                 style: Any = {"fontsize": FONT - 1, "color": colour, "ha": side}
                 axes.annotate(name.split()[1], (x, y), at, textcoords="offset points", **style)
         fastest = min(point[2] for point in points if not point[0].startswith("packed"))

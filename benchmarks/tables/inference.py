@@ -139,8 +139,8 @@ def front_door(file: str) -> str:
             dense = fastest_dense(ms, "int8")[1]
             cells.append(f"{time_text(time)} ms, **{dense / time:.1f}x**")
         rows.append([f"{pattern}, int8", f"{megabytes[name]:.0f} MB", *cells])
-    columns = [shape.replace("x", " x ") for shape in shapes]
-    return table(["weights", "file", *(f"{column} tokens" for column in columns)], rows)
+    columns = [shape.removeprefix("1x").replace("x", " x ") for shape in shapes]
+    return table(["weights", "file", *(f"tokens: {column}" for column in columns)], rows)
 
 
 _NAMES = {"fp32": "float32", "bf16": "bfloat16", "int8": "int8"}
