@@ -358,6 +358,17 @@ class NMSparsifier:
             if id(optimizer) not in self._step.optimizers:
                 self.register(optimizer)
 
+    def check_optimizer_states(self) -> None:
+        """Let the methods refuse registered optimizers that lack the state to go on with; nothing is changed.
+
+        Call it before the first batch, once :meth:`load_state_dict` and those of the optimizers were called.
+
+        Raises:
+            ValueError: If a method needs state that an optimizer does not have, naming the layer.
+        """
+        self._require_attached("check_optimizer_states")
+        self._step.check_optimizer_states()
+
     def called_by_callback(self, *, packs_itself: bool = True) -> None:
         """Tell that a Trainer's callback makes the calls of a step: it forgets none, so nothing is to be warned of.
 

@@ -258,6 +258,8 @@ class NMSparsityCallback(SavedSparsity):
         sparsifier = self._installed()
         turn_off_mfu(trainer)
         sparsifier.follow(trainer.optimizers)
+        # Not in on_fit_start: the Trainer loads the state of optimizers after it.
+        sparsifier.check_optimizer_states()
         # The checkpoint was saved within a batch, perhaps after the optimizer's step: its masks are due for an update,
         # and the random numbers of that batch are used. This ends the batch; in a new fit none is open.
         if self._lifecycle.batch_open:

@@ -160,6 +160,7 @@ class NMTrainerCallback(TrainerCallback):
                         f"cannot resume with the state in '{folder}': {error}"
                     ) from error
             sparsifier.register(optimizer)
+            sparsifier.check_optimizer_states()
         except BaseException:
             sparsifier.detach()
             raise

@@ -260,6 +260,13 @@ class Method:
     def check_optimizer(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Refuse an optimizer that the method cannot work with, by a ``ValueError`` that names it and the layer."""
 
+    def check_optimizer_state(self, layer: NMLayer, optimizer: Optimizer) -> None:
+        """Refuse to go on without state that the optimizer should have by now, by a ``ValueError`` that says how.
+
+        It is called before the first batch of a fit, when masks and optimizers have what a checkpoint holds of them.
+        A plain loop calls ``NMSparsifier.check_optimizer_states()`` for it.
+        """
+
     def init_masks(self, layer: NMLayer) -> None:
         """Choose the first masks of a layer whose weight has just been set or loaded."""
 

@@ -83,7 +83,7 @@ class STEP(STE):
     state of the optimizer stays an ordinary one, in which ``exp_avg_sq`` does not change any more. While a masked step
     lasts, there is a copy of the second moment and one of the gradient. As long as training is dense, each layer keeps
     a number for every step of the window. After the switch an optimizer without the state of the dense phase is
-    refused, so a second fit needs ``ckpt_path``.
+    refused before the first batch, so a second fit needs ``ckpt_path``, or the same optimizer.
 
     Args:
         dense_start: The earliest switch: training steps, or a share of them (the paper's 10 %).
@@ -99,7 +99,7 @@ class STEP(STE):
         ValueError: For an unknown ``mean``, a ``threshold`` that is not positive, and what :class:`STE` refuses; when
             training starts, if ``latest`` is before ``dense_start``, there is no dense step before it, or the number of
             planned steps is needed and not known; when the optimizer is registered, if it is not Adam or AdamW, has
-            ``amsgrad``, or has ``beta1=0``.
+            ``amsgrad``, or has ``beta1=0``; when a fit starts, if there are masks and the optimizer is new.
 
     Example:
         >>> STEP().schedule(planned_steps=1000)
@@ -227,6 +227,16 @@ class STEP(STE):
                 "moment: use Adam or AdamW, or a method for any optimizer, as 'sr-ste' or 'decaying'"
             )
 
+    def check_optimizer_state(self, layer: NMLayer, optimizer: Optimizer) -> None:
+        """Refuse a new optimizer once there are masks: it has no second moment that could be frozen."""
+        # A layer that was never trained, in an optimizer that was, is no mistake of the user's.
+        if layer.masks.has_forward and not optimizer.state:
+            raise ValueError(
+                f"{type(optimizer).__name__} is new, and has no second moment of layer '{layer.name}', whose masks "
+                "have come: method 'step' cannot go on without the optimizer's state. Resume from the last training's "
+                "checkpoint (fit(ckpt_path=...)), use the same optimizer again, or begin anew with a new callback"
+            )
+
     @torch.no_grad()
     def after_clipping(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Before the switch measure the change of the second moment; after it prepare a step that leaves it alone."""
@@ -284,8 +294,8 @@ class STEP(STE):
         if second is None:
             raise RuntimeError(
                 f"{type(optimizer).__name__} has no second moment of layer '{layer.name}', whose masks have come: "
-                "resume with the state of the optimizer (a second fit makes a new one: give it ckpt_path), or, if the "
-                "layer was frozen until now, give it another method in `rules`"
+                "resume with the state of the optimizer, or, if the layer was frozen until now, give it another method "
+                "in `rules`"
             )
         second = local_values(second)
         gradient = local_values(parameter.grad)

@@ -276,6 +276,12 @@ class TrainingStep:
         self._handles[id(optimizer)] = [enter, leave, loaded]
         self._unfitted.add(id(optimizer))
 
+    def check_optimizer_states(self) -> None:
+        """Let the methods refuse optimizers without the state to go on with."""
+        for known in list(self.optimizers.values()):
+            for layer in self.owned(known.optimizer):
+                layer.spec.method.check_optimizer_state(layer, known.optimizer)
+
     def _state_loaded(self, optimizer: Optimizer) -> None:
         self._unfitted.add(id(optimizer))
 

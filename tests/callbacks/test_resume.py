@@ -1,10 +1,12 @@
 """Resume, second fits and interruptions continue exactly."""
 
+import copy
+
 import lightning.pytorch as pl
 import pytest
 import torch
 
-from lightning_nm import LBC, MaxQ, NMSparsityCallback
+from lightning_nm import LBC, STEP, MaxQ, NMSparsityCallback
 from lightning_nm import functional as nmf
 from lightning_nm.demo import ExactResume
 from lightning_nm.nn.adapters import Adapter
@@ -82,13 +84,14 @@ def test_resume_of_a_dense_run_with_the_callback_added_and_of_a_sparse_run_with_
 
 
 @pytest.mark.parametrize(
-    "method", ["sr-ste", "asp", "bi-mask", "bame-bi-mask", "mvue", "lbc", "maxq"]
+    "method", ["sr-ste", "asp", "bi-mask", "bame-bi-mask", "mvue", "lbc", "maxq", "step"]
 )
 def test_a_second_fit_continues_exactly(tmp_path, method):
     def run(*epochs):
         # A share of the plan would be another step in each fit.
-        made = {"lbc": LBC(6), "maxq": MaxQ(stop=6)}.get(method)
-        model, nm = new_model(dropout=0.0), callback(made or method)
+        made = {"lbc": LBC(6), "maxq": MaxQ(stop=6), "step": STEP(4, latest=4)}.get(method)
+        adam = "adamw" if method == "step" else "sgd"
+        model, nm = new_model(dropout=0.0, optimizer=adam), callback(made or method)
         optimizer = (
             model.configure_optimizers()
         )  # the same in all fits, so that only our own state could differ
@@ -103,6 +106,32 @@ def test_a_second_fit_continues_exactly(tmp_path, method):
         return model
 
     assert_equal_models(run(8), run(5, 3))
+
+
+def test_a_second_fit_of_step_needs_the_optimizers_state(tmp_path):
+    nm, model = callback(STEP(2, latest=2)), new_model(optimizer="adamw")
+    first = make_trainer(tmp_path, [nm], max_epochs=1)
+    first.fit(model, Data())
+    first.save_checkpoint(tmp_path / "first.ckpt")
+    weights = copy.deepcopy(model.state_dict())
+    state = nm.state_dict()
+
+    second = make_trainer(tmp_path, [nm], max_epochs=2)
+    with pytest.raises(ValueError, match=r"AdamW is new.*layer 'net\.3'.*ckpt_path"):
+        second.fit(model, Data())
+    # Nothing was trained, and nothing is lost: the module is an ordinary one with the sparse weights.
+    assert second.global_step == 0
+    assert type(model.net[3]) is torch.nn.Conv2d
+    torch.testing.assert_close(model.state_dict(), weights, rtol=0, atol=0)
+    for name, layer in nm.state_dict()["layers"].items():
+        for part in ("forward_mask", "latent", "step", "buffers"):
+            kept, before = layer[part], state["layers"][name][part]
+            torch.testing.assert_close(kept, before, rtol=0, atol=0)
+
+    third = make_trainer(tmp_path, [nm], max_epochs=2)
+    third.fit(model, Data(), ckpt_path=tmp_path / "first.ckpt")
+    assert third.global_step == 12
+    assert all(nmf.is_nm(model.state_dict()[key], "2:4", dim=1) for key in MASKED)
 
 
 def test_saving_after_fit_resumes_exactly(tmp_path):

@@ -48,9 +48,8 @@ def model():
 
 
 def sparsifier(method="bi-mask", preset="paper", pattern="2:4", **options):
-    return NMSparsifier(
-        model(), pattern, method, preset=preset, planned_steps=100, **options
-    ).attach()
+    options = {"planned_steps": 100} | options
+    return NMSparsifier(model(), pattern, method, preset=preset, **options).attach()
 
 
 @pytest.mark.parametrize(
@@ -321,6 +320,30 @@ def test_a_trainer_trains_and_resumes_with_a_preset(tmp_path):
     assert all(
         torch.equal(value, resumed.state_dict()[name]) for name, value in whole.state_dict().items()
     )
+
+
+@pytest.mark.parametrize(("preset", "method"), ALL)
+def test_a_preset_trains(preset, method):
+    made = sparsifier(method, preset, planned_steps=6)
+    net = made.model
+    optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
+    made.register(optimizer)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(8, 4, 3, 3, generator=generator)
+    for _ in range(6):
+        optimizer.zero_grad()
+        net(x).square().mean().backward()
+        made.before_step(optimizer)
+        optimizer.step()
+        made.step()
+    made.finish()
+    assert all(layer.step == 6 for layer in made.layers.values())
+    assert all(p.isfinite().all() for p in net.parameters())
+    # FST ends dense.
+    ends_dense = preset == "fst"
+    assert (made.violations() > 0) == ends_dense
+    masked = [layer.masks.has_forward for layer in made.layers.values()]
+    assert any(masked) != ends_dense
 
 
 def test_a_state_without_the_new_entries_goes_on():

@@ -375,6 +375,24 @@ def test_a_layer_without_a_second_moment_is_named():
         optimizer.step()
 
 
+def test_a_new_optimizer_is_refused_once_there_are_masks():
+    model = network()
+    sparsifier = attach(model, STEP(dense_start=2, latest=2))
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    sparsifier.register(optimizer)
+    train(model, sparsifier, optimizer, range(1))
+    new = torch.optim.AdamW(model.parameters(), 0.01)
+    sparsifier.follow([new])
+    sparsifier.check_optimizer_states()  # nothing is frozen yet
+    train(model, sparsifier, new, range(1, 3))
+    sparsifier.check_optimizer_states()
+    sparsifier.follow([optimizer])
+    sparsifier.check_optimizer_states()  # it has a state, if an old one
+    sparsifier.follow([torch.optim.AdamW(model.parameters(), 0.01)])
+    with pytest.raises(ValueError, match=r"AdamW is new.*layer '0'.*ckpt_path=.*same optimizer"):
+        sparsifier.check_optimizer_states()
+
+
 def test_layers_of_other_methods_keep_adam():
     model = network()
     rules = [{"include": "2", "method": SRSTE(0.1)}]
