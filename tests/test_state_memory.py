@@ -1,4 +1,4 @@
-"""The benchmark of the memory between two steps prints the committed figures again: they do not depend on the machine."""
+"""The benchmark of the memory between two steps prints the committed figures again, which no machine changes."""
 
 import json
 import subprocess
