@@ -10,7 +10,7 @@ pytest.importorskip("accelerate")
 
 from safetensors.torch import load_file
 
-from lightning_nm import ASP, BAME, MVUE, TransposableMask
+from lightning_nm import ASP, BAME, MVUE, STEP, TransposableMask
 from tests.support.hf_models import bert, gpt2, llama, mixtral, new, trainer
 from tests.support.hf_runs import (
     Early,
@@ -34,6 +34,7 @@ RESUMED = [
     (bert, ASP(start=0.5), None),
     (bert, TransposableMask(), None),
     (mixtral, "bi-mask", MVUE()),
+    (gpt2, STEP(dense_start=1, latest=1), None),
 ]
 
 
