@@ -93,6 +93,14 @@ class Lifecycle:
         self.batch_open = state.get("open", True)
         self.state = None
 
+    def give_back(self, state: dict[str, Any] | None) -> bool:
+        """Keep a state for the next fit, after this one failed before its first batch; whether it had been restored."""
+        was_restored = state is not None and self.state is None and not self.is_new
+        if was_restored:
+            self.state = state
+            self.batch_open = False
+        return was_restored
+
     def start_anew(self) -> None:
         """Drop the saved state, which does not fit the model."""
         self.state = None

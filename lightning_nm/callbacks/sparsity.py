@@ -174,8 +174,8 @@ class NMSparsityCallback(SavedSparsity):
     def _install(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Mask the layers, and start all that works with them; after an error the model is as before."""
         sparsifier = self._attach(trainer, pl_module)
-        # Restoring clears the lifecycle's state, of which the monitor needs a part.
-        saved = self._lifecycle.state or {}
+        # Restoring clears the lifecycle's state. The monitor needs a part of it, and after an error the next fit all.
+        carried = self._lifecycle.state
         try:
             sparsifier = self._restore(sparsifier, trainer, pl_module)
             if self.config.storage == "packed":
@@ -187,11 +187,13 @@ class NMSparsityCallback(SavedSparsity):
             )
             if self._monitor is not None:
                 # The heat maps of a state that did not fit the model are not continued.
-                history = None if self._lifecycle.is_new else saved.get("history")
+                history = None if self._lifecycle.is_new else (carried or {}).get("history")
                 also = ["grad_bytes_ratio"] if self._comm_hook is not None else []
                 self._monitor.start(sparsifier, also, self.name, history)
             self._pack(trainer, sparsifier)
         except BaseException:  # KeyboardInterrupt, too, must not leave masks behind
+            if self._lifecycle.give_back(carried):
+                sparsifier.bake()  # the model had these weights; the state has the values behind its masks
             sparsifier.detach()
             raise
         self.sparsifier = sparsifier

@@ -134,6 +134,29 @@ def test_a_second_fit_of_step_needs_the_optimizers_state(tmp_path):
     assert all(nmf.is_nm(model.state_dict()[key], "2:4", dim=1) for key in MASKED)
 
 
+@pytest.mark.parametrize("method", [STEP(2, latest=2), "bame"], ids=["step", "bame"])
+def test_a_refused_second_fit_loses_nothing(tmp_path, method):
+    """Both refuse another optimizer when it is registered: the state was restored by then, latent values included."""
+    nm, model = callback(method), new_model(optimizer="adamw")
+    make_trainer(tmp_path, [nm], max_epochs=1).fit(model, Data())
+    weights, state = copy.deepcopy(model.state_dict()), nm.state_dict()
+
+    adamw = model.configure_optimizers
+    model.configure_optimizers = lambda: torch.optim.Rprop(model.parameters(), 1e-3)
+    with pytest.raises(ValueError, match="Rprop"):
+        make_trainer(tmp_path, [nm], max_epochs=1).fit(model, Data())
+    torch.testing.assert_close(model.state_dict(), weights, rtol=0, atol=0)
+    assert all(nmf.is_nm(model.state_dict()[key], "2:4", dim=1) for key in MASKED)
+    for name, layer in nm.state_dict()["layers"].items():
+        for part in ("forward_mask", "latent", "step"):
+            torch.testing.assert_close(layer[part], state["layers"][name][part], rtol=0, atol=0)
+
+    if method == "bame":  # step needs the optimizer of the first fit
+        model.configure_optimizers = adamw
+        make_trainer(tmp_path, [nm], max_epochs=1).fit(model, Data())
+        assert nm.state_dict()["clock"] > state["clock"]
+
+
 def test_saving_after_fit_resumes_exactly(tmp_path):
     straight = new_model()
     make_trainer(tmp_path, [callback(), ExactResume()], max_epochs=3).fit(straight, Data())
