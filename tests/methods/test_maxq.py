@@ -12,6 +12,7 @@ from torch import nn
 
 from lightning_nm import LBC, MaxQ, NMSparsifier
 from lightning_nm import functional as nmf
+from lightning_nm.functional import soft_axes
 from lightning_nm.functional.evolution import as_blocks
 from lightning_nm.functional.soft_axes import RAMPS, axis_thresholds, share_left, soft_factor
 from lightning_nm.nn.layer.state import fits, layer_state
@@ -34,6 +35,19 @@ def steps_of(sparsifier, x, count):
         optimizer.step()
         sparsifier.step()
         yield step + 1
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 40), st.data())
+def test_a_selection_finds_what_sorting_finds(size, data):
+    """Ties and NaN included: GPUs sort, CPUs select."""
+    below = data.draw(st.integers(0, size - 1))
+    numbers = st.sampled_from([0.0, 0.5, 1.0, 2.0, math.inf, math.nan])
+    row = st.lists(numbers, min_size=size, max_size=size)
+    magnitudes = torch.tensor(data.draw(st.lists(row, min_size=1, max_size=3)))
+    selected = soft_axes._by_selection(magnitudes, below)
+    sorted_ = soft_axes._by_sorting(magnitudes, below)
+    torch.testing.assert_close(selected, sorted_, rtol=0, atol=0, equal_nan=True)
 
 
 def threshold(magnitudes, n, m):
