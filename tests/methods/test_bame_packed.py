@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from lightning_nm import BAME, NMSparsifier
+from lightning_nm import BAME
 from lightning_nm.callbacks.checks import refuse_gradient_scaler
 from lightning_nm.functional import is_nm
 from lightning_nm.kernels import Router, routing
 from lightning_nm.kernels.cpu import library
 from lightning_nm.methods.bame import packed as packed_steps
 from tests.support.cpu_products import needs_library
-from tests.support.kinds import make
+from tests.support.storage_run import StorageRun
 
 STEPS = 7
 OPTIMIZERS = {
@@ -39,27 +39,15 @@ def method(gradient_every=2, every=1, start=0, stop=5, **options):
     )
 
 
-class Run:
-    """A module under BAME, whose training can be cut anywhere."""
+class Run(StorageRun):
+    """A module under BAME."""
 
     def __init__(self, storage, kind="linear", optimizer="adamw", pattern="2:4", **options):
         dtype = options.pop("dtype", torch.float32)
-        self.module, self.x = make(kind, dtype)
-        self.sparsifier = NMSparsifier(
-            self.module,
-            pattern,
-            method(**options),
-            skip_first_last=False,
-            planned_steps=STEPS,
-            storage=storage,
+        make_optimizer = OPTIMIZERS[optimizer]
+        super().__init__(
+            kind, method(**options), make_optimizer, storage, STEPS, pattern, dtype=dtype
         )
-        self.make_optimizer = OPTIMIZERS[optimizer]
-
-    def start(self):
-        self.sparsifier.attach()
-        self.optimizer = self.make_optimizer(self.module.parameters())
-        self.sparsifier.register(self.optimizer)
-        return self
 
     def backward(self, step, windows=1):
         noise = torch.randn(self.x.shape, generator=torch.Generator().manual_seed(step))
@@ -73,11 +61,6 @@ class Run:
             self.backward(step, windows)
             self.step()
         return self
-
-    def step(self):
-        self.sparsifier.before_step(self.optimizer)
-        self.optimizer.step()
-        self.sparsifier.step()
 
     @property
     def layers(self):

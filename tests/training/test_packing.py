@@ -10,8 +10,9 @@ from lightning_nm.functional import is_nm
 from lightning_nm.kernels import Router, routing
 from lightning_nm.training.packing import storage_summary
 from tests.support.cpu_products import needs_library
-from tests.support.kinds import KINDS, make
+from tests.support.kinds import KINDS
 from tests.support.muon import muon
+from tests.support.storage_run import StorageRun
 
 STEPS = 8
 METHODS = {
@@ -40,36 +41,20 @@ def batch(step, x):
     return x + 0.1 * torch.randn(x.shape, generator=torch.Generator().manual_seed(step))
 
 
-class Run:
-    """A module, its sparsifier and its optimizer; a resumed one has loaded the states of another."""
+class Run(StorageRun):
+    """A resumed one has loaded the states of another."""
 
     def __init__(self, kind, method, optimizer, storage, pattern="2:4", scale="supar"):
-        self.module, self.x = make(kind, torch.float32)
-        self.sparsifier = NMSparsifier(
-            self.module,
-            pattern,
-            METHODS[method](),
-            skip_first_last=False,
-            planned_steps=STEPS,
-            scale=scale,
-            storage=storage,
+        make_optimizer = OPTIMIZERS[optimizer]
+        super().__init__(
+            kind, METHODS[method](), make_optimizer, storage, STEPS, pattern, scale=scale
         )
-        self.make_optimizer = OPTIMIZERS[optimizer]
-        self.optimizer = None
-
-    def start(self):
-        self.sparsifier.attach()
-        self.optimizer = self.make_optimizer(self.module.parameters())
-        self.sparsifier.register(self.optimizer)
-        return self
 
     def train(self, steps, first=0):
         for step in range(first, first + steps):
             self.optimizer.zero_grad()
             self.module(batch(step, self.x)).square().mean().backward()
-            self.sparsifier.before_step(self.optimizer)
-            self.optimizer.step()
-            self.sparsifier.step()
+            self.step()
         return self
 
     def saved(self):
