@@ -10,6 +10,9 @@ measured choice and answers 24 requests of 6 to 29 tokens: their seconds in all,
 
 ``--rivals`` adds the dense model in int8 by other runtimes, see :mod:`benchmarks.rivals`.
 
+``--between`` measures nothing of that. It prints how much of a forward pass of the packed models in int8 the kernel's
+products take: the rest lies between them.
+
 A compiled dense model, onnxruntime and OpenVINO show what a user without this package gets. The last columns compare a
 variant with the fastest of all dense ones, and with the fastest dense one of torch. Int8 ones are rivals of packed int8
 ones alone.
@@ -28,6 +31,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import unittest.mock
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,6 +43,7 @@ from torch import Tensor, nn
 from benchmarks import rivals
 from lightning_nm import load_packed, pack, prune
 from lightning_nm.export import save_packed
+from lightning_nm.kernels.cpu import library
 
 PATTERNS = ("2:4", "1:4", "1:16")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -181,6 +186,40 @@ def measure(runs: dict[str, Run], ids: Tensor, seconds: float) -> dict[str, floa
     return {name: statistics.median(each) for name, each in times.items()}
 
 
+def print_between(model: Network, args: argparse.Namespace) -> None:
+    """Print the time of a forward pass of packed int8 models, and of the kernel's products in it."""
+    print("| batch x tokens | N:M | forward pass, ms | products, ms |\n|---|---|---|---|")
+    for shape in args.shapes:
+        ids = torch.randint(3, 1000, tuple(map(int, shape.split("x"))))
+        for pattern in PATTERNS:
+            packed = pack(pruned(model, pattern).to(torch.bfloat16), dtype="int8")
+            whole, products = seconds_of_products(packed, ids, args.seconds)
+            print(f"| {shape} | {pattern} | {1e3 * whole:.2f} | {1e3 * products:.2f} |", flush=True)
+
+
+def seconds_of_products(run: Run, ids: Tensor, seconds: float) -> tuple[float, float]:
+    """Medians of the seconds of a forward pass, and of those of them that the library's products take."""
+    in_products: list[float] = []
+    call = library.run
+
+    def timed(*arguments: Any) -> None:
+        start = time.perf_counter()
+        call(*arguments)
+        in_products[-1] += time.perf_counter() - start
+
+    whole: list[float] = []
+    with torch.inference_mode(), unittest.mock.patch.object(library, "run", timed):
+        in_products.append(0.0)
+        run(ids)  # measures the products
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            in_products.append(0.0)
+            start = time.perf_counter()
+            run(ids)
+            whole.append(time.perf_counter() - start)
+    return statistics.median(whole), statistics.median(in_products[1:])
+
+
 def resident() -> int:
     """Resident bytes of this process."""
     gc.collect()
@@ -244,6 +283,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--rivals", action="store_true", help="also the dense model in int8 by other runtimes"
     )
+    parser.add_argument(
+        "--between", action="store_true", help="only the time of the products of packed int8 models"
+    )
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--folder", help="keep the files there; by default in a temporary one")
     parser.add_argument("--json", help="also write the figures to this file")
@@ -255,6 +297,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         torch.set_num_threads(args.threads)
     if args.answer:
         answer_once(args)
+        return
+    if args.between:
+        print_between(build(args), args)
         return
     model, results = build(args), {}
     found_differences: dict[str, dict[str, float]] = {}

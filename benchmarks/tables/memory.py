@@ -7,7 +7,13 @@ from typing import Any
 from benchmarks.tables.markdown import Tables, read_json, table
 
 _FILES = [f"memory-{width}-{pattern}.json" for width in (1024, 2048) for pattern in ("1-16", "2-4")]
-_NAMES = {"dense": "dense", "asp": "`asp`", "asp-packed": '`asp`, `storage="packed"`'}
+_NAMES = {
+    "dense": "dense",
+    "asp": "`asp`",
+    "asp-packed": '`asp`, `storage="packed"`',
+    "bame": "`bame`",
+    "bame-packed": '`bame`, `storage="packed"`',
+}
 
 
 def memory() -> str:
@@ -22,9 +28,11 @@ def memory() -> str:
             for key in ("counted", "resident"):
                 share = found[key] / by_mode["dense"][key]
                 cells += [f"{found[key] / 2**20:,.0f}", f"{share:.3f}"]
+            cells.append(f"{found['peak'] / 2**20:,.0f}")
             pattern = "-" if mode == "dense" else setting["pattern"]
             rows.append([str(setting["width"]), pattern, _NAMES[mode], *cells])
     header = ["width", "N:M", "training", "held, MiB", "of dense", "resident, MiB", "of dense"]
+    header.append("largest, MiB")
     # The dense training is the same beside every pattern.
     different = {row[0] + row[1] + row[2]: row for row in rows}
     return table(header, different.values())

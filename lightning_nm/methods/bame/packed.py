@@ -1,4 +1,4 @@
-"""Evidence and exchanges of a packed weight: a few rows at a time, so that no dense gradient is ever whole.
+"""Evidence and exchanges of a packed weight: a few rows at a time, so that its dense gradient need not be whole.
 
 Kept entries, their gradient and the optimizer's state are packed. Dense are U and V alone, which are buffers of the
 layer. Its weight is ``[out, in]``: it has no taps.
