@@ -27,7 +27,7 @@ from lightning_nm.callbacks.report.warnings import (
     warn_of_replaced,
 )
 from lightning_nm.callbacks.throughput import turn_off_mfu
-from lightning_nm.callbacks.training_length import has_schedule, planned_steps
+from lightning_nm.callbacks.training_length import is_scheduled, planned_steps
 from lightning_nm.config import SparsityConfig, chosen_config, refuse_unknown
 from lightning_nm.estimators import EstimatorName, GradientEstimator
 from lightning_nm.functional.pattern import PatternSetting
@@ -447,6 +447,4 @@ class NMSparsityCallback(SavedSparsity):
 
 def _any_schedule(sparsifier: NMSparsifier) -> bool:
     """Whether a method or an estimator starts or stops during training: only then the planned length matters."""
-    return any(
-        has_schedule(rule.method) or has_schedule(rule.estimator) for rule in sparsifier.rules
-    )
+    return any(is_scheduled(rule) for rule in sparsifier.rules)

@@ -41,7 +41,7 @@ def choose_masks(
             layer.adopt(saved_layer(layer, state_of_layer))  # choosing masks may take a long search
         else:
             with layer.full():
-                layer.spec.method.init_masks(layer)
+                layer.init_masks()
         layer.noise.follow_data(data_rank)
         layer.draw_noise()
 

@@ -159,7 +159,7 @@ class Adapter(nn.Module):
                     # The weights of that time are back. Their counters went on, and stay.
                     restore_weights(layer, before)
                 else:
-                    layer.spec.method.init_masks(layer)  # other weights need other masks
+                    layer.init_masks()  # other weights need other masks
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         # The way of torch to move and cast a module: the layers' tensors follow its parameters.

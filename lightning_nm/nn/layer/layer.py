@@ -151,8 +151,8 @@ class NMLayer(HasHandle):
 
     @property
     def pattern(self) -> NMPattern:
-        """The N:M pattern."""
-        return self.spec.pattern
+        """The N:M pattern of the masks now: that of the present stage of the schedule, else the layer's own."""
+        return self.progress.pattern or self.spec.pattern
 
     @property
     def step(self) -> int:
@@ -266,6 +266,13 @@ class NMLayer(HasHandle):
         self.buffers = {name: tensor.to(device) for name, tensor in self.buffers.items()}
         for parameter in self.parameters.values():
             parameter.data = parameter.data.to(device)
+
+    def init_masks(self) -> None:
+        """Choose the masks for a weight that has just been set or loaded; none in a dense stage of the schedule."""
+        if self.progress.is_dense:
+            self.set_masks(None)
+        else:
+            self.spec.method.init_masks(self)
 
     def with_parts(self, **parts: Any) -> NMLayer:
         """A copy of this layer that shares all parts but those given."""
