@@ -88,9 +88,9 @@ class MaskLogits(MaskMethod):
     short_name = "mask-logits"
     refused_schedule = MappingProxyType(
         {
-            "dense_start": "it trains logits of the masks and not the weights, so that a dense phase would train nothing",
+            "dense_start": "it trains logits of the masks alone, so that a dense phase would train nothing",
             "ramp": "its logits are of the combinations of one pattern",
-            "dense_end": "it trains logits of the masks and not the weights, so that a dense phase would train nothing",
+            "dense_end": "it trains logits of the masks alone, so that a dense phase would train nothing",
         }
     )
     restores_masks = True

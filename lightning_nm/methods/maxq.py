@@ -68,10 +68,10 @@ class MaxQ(SRSTE):
     short_name = "maxq"
     refused_schedule = MappingProxyType(
         {
-            "dense_start": "it prunes block by block from its `start` to its `stop`, and its soft factors hold from the "
-            "first step on. Give MaxQ(start=...)",
+            "dense_start": "it prunes block by block from its `start`, and its soft factors hold from the first step "
+            "on. Give MaxQ(start=...)",
             "ramp": "its masks narrow block by block from its `start` to its `stop`",
-            "dense_end": "its weights are multiplied by soft factors of the masks, and all of them would change at once",
+            "dense_end": "its weights are multiplied by soft factors, without which all of them would change at once",
         }
     )
     restores_masks = True
