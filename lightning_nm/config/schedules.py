@@ -46,6 +46,11 @@ def _with_schedule(rule: Rule) -> Rule:
     estimator = rule.estimator
     if estimator is not None:
         estimator = _with_dense_phases(estimator, schedule)
+    if method.sparse_forward and not method.uses_masks:
+        raise ValueError(
+            f"method {_name(method)} makes its zeros without the layers' masks, so that a schedule cannot begin or end "
+            "them: leave `schedule` out (in one of the `rules`: schedule: null), or use another method"
+        )
     if not method.uses_masks:
         return replace(rule, estimator=estimator, schedule=None)
     for part in schedule.parts:

@@ -135,7 +135,8 @@ class Method:
     """How long it is dense again at the end, likewise."""
     plans_dense_phases: bool = False
     """Whether the moments of the method depend on ``dense_start`` and ``dense_end``, so that a user's ``schedule`` sets
-    these. Of other methods the package begins and ends the masks by :meth:`init_masks` and :meth:`end_masks`."""
+    these. Of other methods the package begins and ends the masks by :meth:`init_masks` and :meth:`end_masks`. Without
+    masks, and before :meth:`init_masks`, :meth:`forward_weight` must return the weight itself then."""
     refused_schedule: Mapping[str, str] = MappingProxyType({})
     """Why the method refuses parts of a user's ``schedule``, and the way out; by ``dense_start``, ``ramp`` and
     ``dense_end``."""
