@@ -291,7 +291,10 @@ class Method:
         """
 
     def init_masks(self, layer: NMLayer) -> None:
-        """Choose the first masks of a layer whose weight has just been set or loaded."""
+        """Choose the first masks of a layer whose weight has just been set or loaded.
+
+        It is called again at each pattern of a user's ``schedule``, which is ``layer.pattern`` then.
+        """
 
     def end_masks(self, layer: NMLayer) -> None:
         """End the masks for the dense stage at the end of a user's ``schedule``; no hook of a step is called then."""

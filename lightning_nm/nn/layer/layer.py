@@ -267,13 +267,6 @@ class NMLayer(HasHandle):
         for parameter in self.parameters.values():
             parameter.data = parameter.data.to(device)
 
-    def init_masks(self) -> None:
-        """Choose the masks for a weight that has just been set or loaded; none in a dense stage of the schedule."""
-        if self.progress.is_dense:
-            self.set_masks(None)
-        else:
-            self.spec.method.init_masks(self)
-
     def with_parts(self, **parts: Any) -> NMLayer:
         """A copy of this layer that shares all parts but those given."""
         other = copy.copy(self)
@@ -292,6 +285,14 @@ class NMLayer(HasHandle):
                     self.parameters[name].copy_(parameter)
                 else:
                     self.parameters[name] = parameter
+
+
+def init_masks(layer: NMLayer) -> None:
+    """Choose the masks for a weight that has just been set or loaded; none in a dense stage of the user's schedule."""
+    if layer.progress.is_dense:
+        layer.set_masks(None)
+    else:
+        layer.spec.method.init_masks(layer)
 
 
 def set_pattern(layer: NMLayer, pattern: NMPattern) -> None:
