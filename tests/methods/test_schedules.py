@@ -386,15 +386,16 @@ def test_a_trainer_resumes_exactly_within_a_ramp(tmp_path, batch):
 def test_compiled_layers_follow_the_pattern():
     weights = []
     for compiles in (False, True):
-        torch.compiler.reset()
+        torch._dynamo.reset()
         model = net().double()
         sparsifier = attach(model, "s-ste")
         optimizer = torch.optim.SGD(model.parameters(), 0.05)
         sparsifier.register(optimizer)
-        forward = torch.compile(model) if compiles else model
+        forward = torch.compile(model, fullgraph=True, backend="aot_eager") if compiles else model
         x = torch.randn(8, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
         for _ in steps(forward, sparsifier, optimizer, x, range(STEPS)):
             pass
         weights.append([p.detach().clone() for p in model.parameters()])
+    torch._dynamo.reset()
     for plain, compiled in zip(*weights, strict=True):
         torch.testing.assert_close(plain, compiled)
