@@ -17,6 +17,7 @@ from lightning_nm import (
     STE,
     DecayingMask,
     NMPattern,
+    NMPrecision,
     NMSparsifier,
     NMSparsityCallback,
     RigL,
@@ -31,7 +32,7 @@ from lightning_nm.methods import MethodName, resolve_method
 from lightning_nm.nn.layer.gemms import mean_densities
 from lightning_nm.training.phases import finished_phases
 from lightning_nm.training.planned import charge_plan
-from tests.support.contract import METHODS, sgd_or_adam
+from tests.support.contract import KERNEL, METHODS, sgd_or_adam
 from tests.support.kinds import make
 from tests.support.lightning_models import (
     Data,
@@ -380,6 +381,17 @@ def test_a_trainer_resumes_exactly_within_a_ramp(tmp_path, batch):
 
     whole = fit(callbacks=[SaveAt(tmp_path / "saved.ckpt", batch)])
     assert_equal_models(whole, fit(tmp_path / "saved.ckpt"))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_kernels_of_each_pattern_are_measured(tmp_path):
+    """The kernel takes 2:4 alone: nothing is faster sparse before."""
+    plugin = NMPrecision(kernels="auto", backends=[KERNEL()], decisions=None)
+    schedule = {"ramp": ["3:4"]}
+    masks = NMSparsityCallback("2:4", "asp", schedule=schedule, show_tables=False)
+    make_trainer(tmp_path, [masks], plugins=[plugin]).fit(new_model(), Data())
+    decided = [used for used in plugin.router.used() if used.decision is not None]
+    assert {str(used.product.key.pattern) for used in decided} == {"3:4", "2:4"}
 
 
 @pytest.mark.slow
