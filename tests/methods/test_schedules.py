@@ -319,6 +319,19 @@ def test_the_plan_of_flops_is_what_training_costs(method):
             assert vars(costs[kind]) == pytest.approx(vars(densities), abs=tolerance)
 
 
+def test_patterns_under_a_budget_are_chosen_when_the_masks_come():
+    chosen = []
+
+    def look(clock, sparsifier, optimizer):
+        chosen.append([str(layer.pattern) for layer in sparsifier.layers.values()])
+
+    _, made = run("asp", {"dense_start": 3}, look, pattern="auto:0.25:8")
+    assert made.patterns.moment == 3
+    assert chosen[:2] == [["2:8", "2:8"]] * 2  # what all layers could have
+    assert made.patterns.choices.keys() == {"0", "2"}
+    assert chosen[2:] == [[made.patterns.choices[name].pattern for name in "02"]] * 7
+
+
 def test_packed_storage_waits_for_the_last_stage():
     stored = []
 
