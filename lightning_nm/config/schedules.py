@@ -24,7 +24,17 @@ def with_schedules(rules: Sequence[Rule]) -> list[Rule]:
         ValueError: If a method refuses a part of its schedule, a moment is given twice, or the ramp does not lead to
             the rule's pattern; if there is a schedule, and nothing that it could schedule.
     """
-    scheduled = [_with_schedule(rule) for rule in rules]
+    scheduled = []
+    for rule in rules:
+        try:
+            scheduled.append(_with_schedule(rule))
+        except ValueError as error:
+            if rule.include is None:
+                raise
+            names = ", ".join(rule.include)
+            raise ValueError(
+                f"{error}. This is the rule of {names}: give it a `schedule` of its own, or null"
+            ) from error
     has_schedule = any(rule.schedule is not None for rule in rules)
     if has_schedule and not any(_schedules(rule) for rule in rules):
         raise ValueError(
@@ -49,7 +59,7 @@ def _with_schedule(rule: Rule) -> Rule:
     if method.sparse_forward and not method.uses_masks:
         raise ValueError(
             f"method {_name(method)} makes its zeros without the layers' masks, so that a schedule cannot begin or end "
-            "them: leave `schedule` out (in one of the `rules`: schedule: null), or use another method"
+            "them: leave `schedule` out, or use another method"
         )
     if not method.uses_masks:
         return replace(rule, estimator=estimator, schedule=None)
@@ -74,14 +84,7 @@ def _check_ramp(rule: Rule, schedule: Schedule) -> None:
             f"pattern='{rule.auto}' chooses N when masks begin, so that the schedule's ramp has no pattern to lead to: "
             "give a pattern such as '2:16', or leave the ramp out"
         )
-    try:
-        check_narrower(schedule.ramp[-1], rule.pattern)
-    except ValueError as error:
-        if rule.include is None:
-            raise
-        raise ValueError(
-            f"{error}. This is the rule of {', '.join(rule.include)}: give it a `schedule` of its own, or null"
-        ) from error
+    check_narrower(schedule.ramp[-1], rule.pattern)
 
 
 def _with_dense_phases(part: Part, schedule: Schedule) -> Part:

@@ -261,6 +261,7 @@ def test_a_method_that_plans_by_dense_phases_gets_them():
         ({"pattern": "3:4"}, "from 3:4 to 3:4"),
         ({"pattern": "2:8"}, "from 3:4 to 2:8"),
         ({"rules": [{"include": "0", "pattern": "1:16"}]}, "from 3:4 to 1:16.*rule of 0: give it"),
+        ({"rules": [{"include": "2", "method": "lbc"}]}, "'lbc' refuses.*rule of 2: give it a"),
         ({"schedule": {"rampp": []}}, "no 'rampp'; did you mean 'ramp'"),
         ({"method": SoftThreshold()}, "SoftThreshold makes its zeros without the layers' masks"),
         ({"method": ASP(init="zeros")}, "which method 'asp' refuses: init='zeros'"),
