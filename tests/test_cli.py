@@ -525,3 +525,45 @@ def test_modules_of_the_current_folder_are_seen(tmp_path, monkeypatch, words, ca
     monkeypatch.setattr(sys, "argv", ["lightning-nm"])
     assert main(list(words)) == 0
     assert "Net" in sys.modules[name].__dict__
+
+
+def test_a_schedule_in_yaml(tmp_path, capsys):
+    lines = (
+        "pattern: 1:16",
+        "method: asp",
+        "schedule: {dense_start: 1, ramp: [8:16, '4:16'], ramp_ends: [2, 0.75], dense_end: 0.1}",
+        "rules: [{include: 'stages.*', schedule: {ramp: [4:16]}}]",
+    )
+    with pytest.raises(SystemExit):
+        main(["fit", "-c", config(tmp_path, *lines), "--print_config"])
+    printed = yaml.safe_load(capsys.readouterr().out)["trainer"]["callbacks"][0]["init_args"]
+    made = NMSparsityCallback(
+        **{name: printed[name] for name in ("pattern", "method", "schedule", "rules")}
+    )
+    rule, general = made.config.resolve().rules
+    assert [str(pattern) for pattern in general.schedule.ramp] == ["8:16", "4:16"]
+    assert (general.schedule.dense_start, general.schedule.dense_end) == (1, 0.1)
+    assert general.schedule.ramp_ends == (2, 0.75)
+    assert isinstance(general.schedule.dense_start, int)
+    assert [str(pattern) for pattern in rule.schedule.ramp] == ["4:16"]
+
+    lines = ("pattern: 2:4", "method: sr-ste", "schedule: {dense_start: 1}")
+    assert main(["fit", "-c", config(tmp_path, *lines)]) == 0
+    assert (
+        "schedule: dense from training step 0, 2:4 from training step 1" in capsys.readouterr().out
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("schedule: {dense_strat: 0.1}", "there is no 'dense_strat'; did you mean 'dense_start'?"),
+        ("schedule: {ramp: [3:4], dense_start: half}", "dense_start"),
+        ("schedule: {ramp: [1:4]}", "the schedule's ramp goes from 1:4 to 2:4"),
+    ],
+)
+def test_mistakes_in_a_schedule(tmp_path, capsys, line, words):
+    with pytest.raises(SystemExit) as stop:
+        main(["fit", "-c", config(tmp_path, "pattern: 2:4", "method: ste", line)])
+    assert stop.value.code == 2
+    assert words in capsys.readouterr().err

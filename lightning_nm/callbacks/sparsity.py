@@ -27,7 +27,7 @@ from lightning_nm.callbacks.report.warnings import (
     warn_of_replaced,
 )
 from lightning_nm.callbacks.throughput import turn_off_mfu
-from lightning_nm.callbacks.training_length import has_schedule, planned_steps
+from lightning_nm.callbacks.training_length import is_scheduled, planned_steps
 from lightning_nm.config import SparsityConfig, chosen_config, refuse_unknown
 from lightning_nm.estimators import EstimatorName, GradientEstimator
 from lightning_nm.functional.pattern import PatternSetting
@@ -114,7 +114,9 @@ class NMSparsityCallback(SavedSparsity):
         self._monitor: MaskMonitor | None = None  # what `monitor` stands for in the current fit
         self._consistency: ProcessConsistency | None = None  # None if a single process trains
         self._finished_layers: dict[str, NMLayer] = {}  # of the last fit, after it
-        self._masked_count = 0  # masked layers in the last batch
+        self._stages: tuple[
+            str, ...
+        ] = ()  # of each masked layer in the last batch, see _stages_of()
         self._last_step: int | None = (
             None  # the Trainer's count of steps at the end of its plan, if that matters
         )
@@ -197,7 +199,7 @@ class NMSparsityCallback(SavedSparsity):
             sparsifier.detach()
             raise
         self.sparsifier = sparsifier
-        self._masked_count = len(sparsifier.layers)
+        self._stages = _stages_of(sparsifier)
         self._lifecycle.phase = Phase.INSTALLED
 
     def _pack(self, trainer: pl.Trainer, sparsifier: NMSparsifier) -> None:
@@ -289,12 +291,13 @@ class NMSparsityCallback(SavedSparsity):
         sparsifier = self._installed()
         sparsifier.follow(trainer.optimizers)
         sparsifier.mask_unfrozen()
-        if len(sparsifier.layers) == self._masked_count:
+        stages = _stages_of(sparsifier)
+        if stages == self._stages:
             return
-        self._masked_count = len(sparsifier.layers)
+        self._stages = stages
         router = router_of(trainer)
         if router is not None:
-            router.tune_again()  # the products of the new layers are not measured yet
+            router.tune_again()  # the products of new layers, and of new patterns, are not measured yet
 
     def on_before_backward(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Any
@@ -447,8 +450,11 @@ class NMSparsityCallback(SavedSparsity):
         return self.sparsifier
 
 
+def _stages_of(sparsifier: NMSparsifier) -> tuple[str, ...]:
+    """The stage of the schedule of each masked layer."""
+    return tuple(layer.progress.stage for layer in sparsifier.layers.values())
+
+
 def _any_schedule(sparsifier: NMSparsifier) -> bool:
     """Whether a method or an estimator starts or stops during training: only then the planned length matters."""
-    return any(
-        has_schedule(rule.method) or has_schedule(rule.estimator) for rule in sparsifier.rules
-    )
+    return any(is_scheduled(rule) for rule in sparsifier.rules)

@@ -9,6 +9,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from lightning_nm.estimators import GradientEstimator
 from lightning_nm.methods import Method
+from lightning_nm.nn.selection.selection import Rule
 
 
 def has_schedule(part: Method | GradientEstimator | None) -> bool:
@@ -26,6 +27,12 @@ def has_schedule(part: Method | GradientEstimator | None) -> bool:
     except ValueError:
         # The schedule is given as shares of the training length, which is not known here.
         return True
+
+
+def is_scheduled(rule: Rule) -> bool:
+    """Return whether anything that a rule gives its layers starts or stops during training."""
+    has_stages = rule.schedule is not None
+    return has_stages or has_schedule(rule.method) or has_schedule(rule.estimator)
 
 
 def planned_steps(trainer: pl.Trainer, pl_module: pl.LightningModule) -> int | None:

@@ -176,11 +176,15 @@ def _unknown_key(line: str, after: Sequence[str], places: Sequence[_Place]) -> s
     if keys is None:
         return ""
     from lightning_nm.config.rules import RuleSpec
+    from lightning_nm.functional.stages import ScheduleSpec
 
     first = keys[1].split(",")[0].strip(" '")
     # The keys of other mappings are not known here.
-    is_rule = bool(places) and places[-1] == _Place("rules", is_class=False)
-    known = list(RuleSpec.__annotations__) if is_rule else []
+    specs: dict[str, Any] = {"rules": RuleSpec, "schedule": ScheduleSpec}
+    place = places[-1] if places else None
+    known = []
+    if place is not None and not place.is_class and place.name in specs:
+        known = list(specs[place.name].__annotations__)
     return f"there is no '{first}'{_meant(first, known)}"
 
 

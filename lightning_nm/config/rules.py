@@ -10,6 +10,7 @@ from torch import nn
 from typing_extensions import Required
 
 from lightning_nm.config.presets import Preset, PresetName, preset_of
+from lightning_nm.config.schedules import with_schedules
 from lightning_nm.estimators import (
     DgradName,
     EstimatorName,
@@ -24,6 +25,7 @@ from lightning_nm.functional.pattern import (
     PatternSetting,
     parse_pattern_setting,
 )
+from lightning_nm.functional.stages import Schedule, ScheduleSpec
 from lightning_nm.methods import Method, MethodName, resolve_method
 from lightning_nm.nn.layer.layout import ConvLayout
 from lightning_nm.nn.selection.first_last import SkipFirstLast, parse_skip_first_last
@@ -56,6 +58,7 @@ class RuleSpec(TypedDict, total=False):
     grad_estimator: EstimatorName | GradientEstimator | None
     conv_layout: ConvLayout
     dgrad: DgradName | None
+    schedule: ScheduleSpec | None
 
 
 @dataclass(frozen=True)
@@ -125,6 +128,7 @@ def resolve_rules(
     skip_first_last: SkipFirstLast | None,
     conv_layout: ConvLayout | None,
     dgrad: DgradName | None = None,
+    schedule: Mapping[str, Any] | None = None,
 ) -> ResolvedRules:
     """Resolve the settings of :class:`~lightning_nm.SparsityConfig` of the same names.
 
@@ -140,7 +144,7 @@ def resolve_rules(
     specs = rules or ()
     general_preset = _preset_or_none(preset, method)
     general = _general_rule(
-        pattern, method, grad_estimator, include, conv_layout, general_preset, dgrad
+        pattern, method, grad_estimator, include, conv_layout, general_preset, dgrad, schedule
     )
 
     # Dense layers have a preset without a source. Where the general method is dense, the masked layers are those of
@@ -158,13 +162,14 @@ def resolve_rules(
         if used is not None and used.source and used not in presets:
             presets.append(used)
 
+    scheduled = with_schedules([*parsed, general])
     deciding = presets
     if general_preset is not None and not general_is_dense:
         deciding = [general_preset]
     skip_first, skip_last = _skips(skip_first_last, deciding)
     return ResolvedRules(
         # The first match decides: the general rule comes last, because it may match every layer.
-        rules=[*parsed, general],
+        rules=scheduled,
         exclude=as_globs(exclude, "exclude") or (),
         skip_first=skip_first,
         skip_last=skip_last,
@@ -192,6 +197,7 @@ def _general_rule(
     conv_layout: ConvLayout | None,
     own_preset: Preset | None,
     dgrad: DgradName | None,
+    schedule: Mapping[str, Any] | None,
 ) -> Rule:
     """The rule of the layers that none of the ``rules`` matches; ``own_preset`` is that of its method."""
     # None means "not given". "dense" is given: it keeps dY even where the preset has an estimator.
@@ -209,6 +215,7 @@ def _general_rule(
         conv_layout=conv_layout or default_layout,
         auto=auto,
         dgrad=resolve_dgrad(dgrad),
+        schedule=Schedule.parse(schedule),
     )
     _check_dgrad(rule)
     _check_auto(rule)
@@ -263,6 +270,7 @@ def _parse_rule(
     layout = general.conv_layout
     dgrad = general.dgrad
     auto = general.auto
+    schedule = general.schedule
 
     # A method of the rule's own comes with a preset of its own.
     if "method" in spec:
@@ -284,8 +292,12 @@ def _parse_rule(
         layout = spec["conv_layout"]
     if "dgrad" in spec:
         dgrad = resolve_dgrad(spec["dgrad"])
+    if "schedule" in spec:
+        schedule = Schedule.parse(spec["schedule"])
     globs = as_globs(spec["include"], "include")
-    rule = Rule(globs, pattern, method, estimator, layout, dgrad=dgrad, auto=auto)
+    rule = Rule(
+        globs, pattern, method, estimator, layout, dgrad=dgrad, auto=auto, schedule=schedule
+    )
     _check_dgrad(rule)
     _check_auto(rule)
     return rule

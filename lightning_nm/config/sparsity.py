@@ -18,6 +18,7 @@ from lightning_nm.functional.pattern import (
     parse_pattern_setting,
 )
 from lightning_nm.functional.spelling import did_you_mean
+from lightning_nm.functional.stages import ScheduleSpec
 from lightning_nm.methods import Method, MethodName
 from lightning_nm.nn.layer.layout import ConvLayout
 from lightning_nm.nn.selection.first_last import SkipFirstLast
@@ -47,7 +48,7 @@ class SparsityConfig:
             maskable.
         exclude: Globs over names of modules to keep dense.
         rules: Exceptions for some layers: mappings with ``include`` and any of ``pattern``, ``method``,
-            ``grad_estimator``, ``conv_layout``, ``dgrad``; the first match wins.
+            ``grad_estimator``, ``conv_layout``, ``dgrad``, ``schedule``; the first match wins.
         preset: ``paper``: settings of the code of the method's paper, for the methods that docs/papers.md lists, also
             those of ``rules``. ``fst``: those of FST (arXiv 2404.01847), for ``transposable``.
             They fill in what is not given: ``conv_layout``, ``skip_first_last`` and ``grad_estimator``, and all
@@ -80,6 +81,12 @@ class SparsityConfig:
             equal to it in the mean, by the estimator of arXiv 2203.10991, as layers of the repository
             huyz2023/2by4-pretrain do. It is drawn anew for every backward pass. For methods whose own dgrad uses the
             forward weight. ``None`` leaves the backward weight to the method.
+        schedule: A dense start, a ramp of patterns and a dense end, for all methods: a mapping with any of
+            ``dense_start``, ``ramp``, ``ramp_ends`` and ``dense_end``, such as ``{dense_start: 0.1, ramp: [8:16, 4:16],
+            dense_end: 0.1}``. Moments are training steps (an integer) or shares of the training (a float). ``ramp`` has
+            the patterns before ``pattern``; each has an equal share of the time between the dense phases, or lasts
+            until its moment of ``ramp_ends``. The dense phases hold for ``grad_estimator``, too. With ``dense_end``
+            **the trained model is dense**. Methods refuse what they cannot follow. See docs/which-method.md.
 
     Raises:
         ValueError: For an impossible pattern, an unknown method or estimator, a bad rule or an argument out of range.
@@ -107,6 +114,7 @@ class SparsityConfig:
     base_density: float = 1.0
     storage: Storage = "dense"
     dgrad: DgradName | None = None
+    schedule: ScheduleSpec | None = None
 
     def __post_init__(self) -> None:
         # Mistakes are refused here, where the user wrote them, and not when a fit starts.
@@ -139,6 +147,7 @@ class SparsityConfig:
             self.skip_first_last,
             self.conv_layout,
             self.dgrad,
+            self.schedule,
         )
 
     def to_dict(self) -> dict[str, Any]:

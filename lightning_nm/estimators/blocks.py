@@ -50,8 +50,8 @@ class BlockEstimator(GradientEstimator):
         self.dense_end = dense_end
 
     def pattern_of(self, layer: NMLayer) -> NMPattern:
-        """Return the estimator's own pattern, or the layer's."""
-        return self.pattern or layer.pattern
+        """Return the estimator's own pattern, or the layer's, also while a schedule's ramp narrows to it."""
+        return self.pattern or layer.spec.pattern
 
     def prune(self, grad: Tensor, pattern: NMPattern, uniform: Tensor) -> Tensor:
         """Make ``dY [tokens, out]`` N:M along the tokens, a multiple of M.

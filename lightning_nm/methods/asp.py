@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
@@ -53,6 +54,14 @@ class ASP(MaskMethod):
     def dense_start(self) -> Moment:  # type: ignore[override]
         """Training is dense until the start."""
         return self.start
+
+    @property
+    def refused_schedule(self) -> Mapping[str, str]:  # type: ignore[override]
+        """What a mask of given weights cannot follow."""
+        if self.init == "magnitude":
+            return {}
+        why = "init='zeros' takes the mask of weights that are N:M from the first step on. Give init='magnitude'"
+        return {"dense_start": why, "ramp": why}
 
     def schedule(self, planned_steps: int | None) -> tuple[int, ...]:
         """The step at which to prune; none if that is before the first one."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch.optim import Optimizer
 from lightning_nm.functional.pattern import NMPattern
 from lightning_nm.functional.schedule import Moment
 from lightning_nm.functional.select import masked
+from lightning_nm.functional.stages import DENSE
 from lightning_nm.nn.layer import NMLayer
 
 _REPLACED_HOOKS = {
@@ -79,6 +81,20 @@ def warn_of_late_stop(
         )
 
 
+def refuse_late_masks(layer: NMLayer, stop: int) -> None:
+    """Raise a ``ValueError`` if a user's ``schedule`` brings masks that should move until ``stop`` no earlier."""
+    for begin, name in layer.progress.stages:
+        if name == DENSE:
+            continue
+        if begin >= stop:
+            raise ValueError(
+                f"the masks of {type(layer.spec.method).__name__} would never move: they come at step {begin} by the "
+                f"schedule's dense_start, and move until `stop`, step {stop}, alone (layer '{layer.name}'): use an "
+                "earlier dense_start, or a later `stop`"
+            )
+        return
+
+
 def refuse_tensor_parallel(layer: NMLayer, what: str) -> None:
     """Raise a ``ValueError`` if each process multiplies by its own part of the weight, for a method that needs all.
 
@@ -117,6 +133,13 @@ class Method:
     """How long training stays dense before the first masks, for a method that can: training steps, or a share."""
     dense_end: Moment = 0
     """How long it is dense again at the end, likewise."""
+    plans_dense_phases: bool = False
+    """Whether the moments of the method depend on ``dense_start`` and ``dense_end``, so that a user's ``schedule`` sets
+    these. Of other methods the package begins and ends the masks by :meth:`init_masks` and :meth:`end_masks`. Without
+    masks, and before :meth:`init_masks`, :meth:`forward_weight` must return the weight itself then."""
+    refused_schedule: Mapping[str, str] = MappingProxyType({})
+    """Why the method refuses parts of a user's ``schedule``, and the way out; by ``dense_start``, ``ramp`` and
+    ``dense_end``."""
     needs_given_pattern: bool = False
     """Whether the method plans by the pattern before masks begin, so that N cannot be chosen then (``"auto:0.5"``)."""
     may_start_early: bool = False
@@ -268,7 +291,20 @@ class Method:
         """
 
     def init_masks(self, layer: NMLayer) -> None:
-        """Choose the first masks of a layer whose weight has just been set or loaded."""
+        """Choose the first masks of a layer whose weight has just been set or loaded.
+
+        It is called again at each pattern of a user's ``schedule``, which is ``layer.pattern`` then.
+        """
+
+    def end_masks(self, layer: NMLayer) -> None:
+        """End the masks for the dense stage at the end of a user's ``schedule``; no hook of a step is called then."""
+        layer.set_masks(None)
+
+    def check_stages(self, layer: NMLayer) -> None:
+        """Refuse stages of a user's ``schedule``, ``layer.progress.stages``, that leave the method nothing to do.
+
+        By a ``ValueError``. The layer's schedule is planned.
+        """
 
     def forward_weight(self, layer: NMLayer, weight: Tensor) -> Tensor:
         """W_F, of the weight's shape; built with a select, so that pruned entries are +0.0."""
@@ -364,12 +400,12 @@ class Method:
         """
 
     def current_pattern(self, layer: NMLayer) -> NMPattern | None:
-        """The pattern of the masks now, for a method whose N changes while it trains; the layer's by default.
+        """The pattern of the masks now, for a method whose N changes while it trains; ``layer.pattern`` by default.
 
         ``None`` while the masks hold to no N:M, as those that shrink entry by entry. Then no product counts as N:M, the
         share of kept entries is measured, and ``violations`` of the sparsifier goes by the layer's pattern.
         """
-        return layer.spec.pattern
+        return layer.pattern
 
     def statistics(self, layers: Sequence[NMLayer]) -> dict[str, float]:
         """Further statistics of these layers, whose methods are of this class; logged as ``nm/...``."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -84,6 +85,14 @@ class CAST(MaskMethod):
     """
 
     short_name = "cast"
+    refused_schedule = MappingProxyType(
+        {
+            "dense_start": "it trains densely until its `end` anyway",
+            "ramp": "it has no masks before its `end`, and one pattern from there on",
+            "dense_end": "all of its training leads to an N:M model at its `end`. Train on without a callback for a "
+            "dense model",
+        }
+    )
     needs_given_pattern = True  # entries decay by it long before the masks begin
     restores_masks = True
     selects_entries = False

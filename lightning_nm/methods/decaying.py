@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from types import MappingProxyType
 from typing import Literal, get_args
 
 import torch
@@ -88,6 +89,13 @@ class DecayingMask(STE):
     short_name = "decaying"
     restores_masks = True
     selects_entries = False  # pruned entries have values while they fade
+    plans_dense_phases = True
+    refused_schedule = MappingProxyType(
+        {
+            "ramp": "it reaches N:M by degrees itself. Give DecayingMask('structure'), which narrows the pattern by "
+            "halves, or use 'ste' with the ramp"
+        }
+    )
 
     def __init__(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -60,6 +61,14 @@ class LBC(MaskMethod):
     """
 
     short_name = "lbc"
+    refused_schedule = MappingProxyType(
+        {
+            "dense_start": "it starts dense anyway, and removes entries until its `stop`",
+            "ramp": "its scores are of the combinations of one pattern, and masks narrow to it until its `stop`",
+            "dense_end": "it trains scores, and masks that narrow to N:M until its `stop`; without masks nothing of "
+            "that would be left",
+        }
+    )
     restores_masks = True
     latent = False
     # The paper counts all three GEMMs by the share of kept entries.

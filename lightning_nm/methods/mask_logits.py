@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -85,6 +86,13 @@ class MaskLogits(MaskMethod):
     """
 
     short_name = "mask-logits"
+    refused_schedule = MappingProxyType(
+        {
+            "dense_start": "it trains logits of the masks alone, so that a dense phase would train nothing",
+            "ramp": "its logits are of the combinations of one pattern",
+            "dense_end": "it trains logits of the masks alone, so that a dense phase would train nothing",
+        }
+    )
     restores_masks = True
     selects_entries = False
     trains_weight = False

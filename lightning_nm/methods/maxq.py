@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import MappingProxyType
 from typing import Literal, get_args
 
 import torch
@@ -65,6 +66,14 @@ class MaxQ(SRSTE):
     """
 
     short_name = "maxq"
+    refused_schedule = MappingProxyType(
+        {
+            "dense_start": "it prunes block by block from its `start`, and its soft factors hold from the first step "
+            "on. Give MaxQ(start=...)",
+            "ramp": "its masks narrow block by block from its `start` to its `stop`",
+            "dense_end": "its weights are multiplied by soft factors, without which all of them would change at once",
+        }
+    )
     restores_masks = True
     selects_entries = False
 

@@ -20,7 +20,7 @@ from lightning_nm.methods.bame.exchange import (
     gradient_of_window,
 )
 from lightning_nm.methods.bame.optimizer_state import check_optimizer
-from lightning_nm.methods.base import MaskMethod, check_count, check_number
+from lightning_nm.methods.base import MaskMethod, check_count, check_number, refuse_late_masks
 from lightning_nm.nn.layer import NMLayer
 
 
@@ -91,6 +91,10 @@ class RigL(MaskMethod):
                 "use a smaller `every`",
                 stacklevel=2,
             )
+
+    def check_stages(self, layer: NMLayer) -> None:
+        """Refuse a dense start that lasts until ``stop``."""
+        refuse_late_masks(layer, layer.progress.schedule[0])
 
     def _moving(self, layer: NMLayer) -> bool:
         """Whether the coming window lies before ``stop``."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 import torch
@@ -108,6 +109,13 @@ class STEP(STE):
 
     short_name = "step"
     may_start_early = True
+    plans_dense_phases = True
+    refused_schedule = MappingProxyType(
+        {
+            "dense_start": "it ends its dense phase itself, by the second moment. Give STEP(dense_start=..., "
+            "latest=...), the earliest and the latest step of that"
+        }
+    )
     restores_masks = True
     passes_read_buffers = False
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_nm.functional.stages import FINAL
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.layer.names import plain_name
 from lightning_nm.nn.layer.state import (
@@ -23,11 +24,13 @@ from lightning_nm.nn.layer.state import (
     restore_weights,
     same_estimator,
     same_noise,
+    saved_stages,
     state_difference,
 )
 from lightning_nm.nn.selection.ranges import grouped, quoted
 from lightning_nm.nn.selection.selection import Selection
 from lightning_nm.training.scale import is_rescaled
+from lightning_nm.training.stages import plan_stages
 
 SCHEMA = 1
 """The number of the form of saved states. A state of another form is refused."""
@@ -321,9 +324,9 @@ def warn_of_changes(
 
 def _changed_schedules(
     layers: Sequence[NMLayer], saved: Mapping[str, Mapping[str, Any]], planned_steps: int | None
-) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+) -> list[tuple[str, tuple[Any, ...], tuple[Any, ...]]]:
     """Each saved schedule that would differ if training began now: its owner, the saved and the new one."""
-    changes = set()
+    changes: set[tuple[str, tuple[Any, ...], tuple[Any, ...]]] = set()
     for layer in layers:
         state = saved[layer.name]
         method = layer.spec.method
@@ -342,6 +345,13 @@ def _changed_schedules(
             then = tuple(state[key])
             if now != then:
                 changes.add((type(owner).__name__, then, now))
+        try:
+            stages_now = plan_stages(layer, planned_steps)
+        except ValueError:
+            continue
+        stages_then = saved_stages(state)
+        if stages_now != stages_then:
+            changes.add(("the schedule's stages", stages_then, stages_now))
     return sorted(changes)
 
 
@@ -357,6 +367,7 @@ def _apply_to_layer(layer: NMLayer, state: dict[str, Any]) -> None:
         dense_gradient=state["dense_gradient"],
         schedule=tuple(state["schedule"]),
     )
+    layer.progress.load_stages(saved_stages(state), state.get("stage", FINAL))
     if same_estimator(layer, state):
         layer.progress.load_estimator(tuple(state["estimator_schedule"]))
     if same_noise(layer, state):

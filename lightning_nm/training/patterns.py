@@ -13,6 +13,7 @@ from torch import nn
 from lightning_nm.functional.allocation import retained_magnitudes
 from lightning_nm.functional.budget import Candidates, Choice, all_patterns, choose_patterns
 from lightning_nm.functional.pattern import AutoPattern, NMPattern
+from lightning_nm.functional.stages import DENSE
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.layer.layer import set_pattern
 from lightning_nm.nn.layer.state import saved_pattern
@@ -196,6 +197,9 @@ def _masks_forward(layer: NMLayer) -> bool:
 
 def _first_masks(layer: NMLayer) -> int:
     """The training step at which a layer gets its first masks."""
+    for begin, name in layer.progress.stages:
+        if name != DENSE:
+            return begin
     schedule = layer.progress.schedule
     # Without a dense start, a schedule is one of other phases.
     return schedule[0] if layer.spec.method.dense_start and schedule else 0

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.nn.layer.state import same_estimator
+from lightning_nm.nn.layer.state import same_estimator, saved_stages
+from lightning_nm.training.stages import plan_stages
 
 
 def plan_schedules(
@@ -32,10 +33,14 @@ def plan_schedules(
         state = saved.get(layer.name, {})
         if state.get("method") == type(layer.spec.method).__name__:
             layer.progress.schedule = tuple(state["schedule"])
+            layer.progress.stages = saved_stages(state)
         else:
             new.add(layer.spec.method)
             schedule = layer.spec.method.layer_schedule(layer, planned_steps)
             layer.progress.schedule = tuple(schedule)
+            layer.progress.stages = plan_stages(layer, planned_steps)
+            layer.spec.method.check_stages(layer)
+        layer.progress.enter_stage()
         if same_estimator(layer, state):
             layer.progress.estimator_schedule = tuple(state["estimator_schedule"])
         elif layer.spec.estimator is not None:
@@ -63,4 +68,7 @@ def finished_phases(layers: Sequence[NMLayer]) -> list[str]:
                 found[
                     f"{type(owner).__name__} is in the dense phase that began at training step {end}"
                 ] = None
+        stages = progress.stages
+        if progress.is_dense and not progress.has_more_stages:
+            found[f"the schedule's dense end began at training step {stages[-1][0]}"] = None
     return list(found)

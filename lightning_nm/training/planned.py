@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from lightning_nm.nn.layer import NMLayer
+from lightning_nm.training.stages import begin_stage
 
 COUNTED = 1_008_000
 """Steps of a phase that are asked one by one whether their gradient is dense; more are taken to be like them."""
@@ -34,7 +35,8 @@ def charge_plan(layers: Sequence[NMLayer], planned_steps: int | None) -> None:
         progress = layer.progress
         steps = planned_steps or _UNPLANNED
         moments = {0, steps}
-        for moment in (*progress.schedule, *progress.estimator_schedule):
+        begins = [begin for begin, _ in progress.stages]
+        for moment in (*progress.schedule, *progress.estimator_schedule, *begins):
             if 0 < moment < steps:
                 moments.add(moment)
         looks = set()
@@ -42,8 +44,11 @@ def charge_plan(layers: Sequence[NMLayer], planned_steps: int | None) -> None:
             looks = {steps * k // _LOOKS for k in range(1, _LOOKS)}
         for start, stop in pairwise(sorted(moments | looks)):
             progress.go_to(start)
-            if start and (start in progress.schedule or start in looks):
-                with layer.full():
+            updates = start in progress.schedule or start in looks
+            with layer.full():
+                if start and progress.begins_stage:
+                    begin_stage(layer)
+                elif start and updates and not progress.is_dense:
                     layer.spec.method.update(layer)
             dense = _dense_gradients(layer, start, stop, turns)
             progress.go_to(start)
@@ -57,7 +62,7 @@ def _dense_gradients(
 ) -> int:
     """How many of the steps of a phase have a dense gradient; ``turns`` keeps the answers for other layers."""
     method = layer.spec.method
-    if "needs_dense_gradient" not in method.defined_hooks():
+    if layer.progress.is_dense or "needs_dense_gradient" not in method.defined_hooks():
         return 0
 
     def asks(step: int) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from lightning_nm.nn.layer import NMLayer
+from lightning_nm.nn.layer.layer import init_masks
 from lightning_nm.nn.layer.sharding import is_sharded
 from lightning_nm.nn.layer.state import saved_layer, state_difference
 from lightning_nm.nn.selection.selection import refuse_masked, refuse_nan
@@ -41,7 +42,7 @@ def choose_masks(
             layer.adopt(saved_layer(layer, state_of_layer))  # choosing masks may take a long search
         else:
             with layer.full():
-                layer.spec.method.init_masks(layer)
+                init_masks(layer)
         layer.noise.follow_data(data_rank)
         layer.draw_noise()
 

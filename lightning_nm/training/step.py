@@ -39,6 +39,7 @@ from lightning_nm.training.packing import (
 )
 from lightning_nm.training.patterns import PatternChoice
 from lightning_nm.training.scale import ScaledLearningRates, check_optimizer
+from lightning_nm.training.stages import begin_stage
 
 _OBSERVED_LAYERS = 4
 """Layers whose gradient estimates are compared with exact gradients at a time."""
@@ -96,9 +97,10 @@ class TrainingStep:
             self._begin_window(layer)
 
     def _hooks_of(self, layer: NMLayer) -> frozenset[str]:
-        """The hooks that are called for a layer: none once it is packed and at rest."""
+        """The hooks that are called for a layer: none once it is packed and at rest, and in a dense stage."""
         method = layer.spec.method
-        if layer.storage is not None and method.is_at_rest(layer):
+        is_resting = layer.storage is not None and method.is_at_rest(layer)
+        if is_resting or layer.progress.is_dense:
             return frozenset()
         return self._hooks[method]
 
@@ -193,14 +195,25 @@ class TrainingStep:
             _count_cost(layer)
         # Phases begin and end for all layers together, whether or not they made a step.
         begins_phase = stepped and self.clock in progress.schedule
-        if has_stepped or begins_phase:
+        begins_stage = stepped and progress.begins_stage
+        if has_stepped or begins_phase or begins_stage:
             if "update" in hooks:
                 with _full(layer):
                     method.update(layer)
+            if begins_stage:
+                self._begin_stage(layer)
             progress.updated_at = progress.step
             # Weights that come back by a later load find no state of before these masks.
             layer.replaced_state = None
         layer.draw_noise()
+
+    def _begin_stage(self, layer: NMLayer) -> None:
+        """Begin a stage of the schedule, in all layers at the same training step."""
+        with _full(layer):
+            begin_stage(layer, [known.optimizer for known in self.optimizers.values()])
+        if layer.parameters:
+            # The first masks may bring parameters of the method.
+            self.add(())
 
     def begin_window(self, *, loaded: bool = False) -> None:
         """Decide what the layers do until the next step, before its first forward pass: all micro-batches do the same.
@@ -237,6 +250,7 @@ class TrainingStep:
         method = layer.spec.method
         progress = layer.progress
         progress.clock = self.clock
+        progress.enter_stage()
         if not loaded:
             # The method may look at what the last window was asked for: it stays until the answer is there.
             asks = "needs_dense_gradient" in self._hooks_of(layer)

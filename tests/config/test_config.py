@@ -25,6 +25,7 @@ SHARED = {
     "scale": None,
     "storage": "dense",
     "dgrad": None,
+    "schedule": None,
     "base_density": 1.0,
 }
 OWN = {

@@ -59,6 +59,16 @@ def test_products_of_a_method(name, expected):
     assert products(resolve_method(name)) == expected
 
 
+def test_what_refuses_a_schedule():
+    keys = {cells[0].strip("`"): re.findall("`([^`]+)`", cells[2]) for cells in rows("Schedules")}
+    assert list(keys) == ["dense_start", "ramp", "dense_end"]
+    for key, names in keys.items():
+        refusing = {
+            name for name in get_args(MethodName) if key in resolve_method(name).refused_schedule
+        }
+        assert set(names) == refusing
+
+
 def test_every_estimator_is_there():
     assert [cells[0] for cells in rows("Gradients")] == [
         f"`{name}`" for name in get_args(EstimatorName)

@@ -99,6 +99,23 @@ def test_a_resume_is_exact(tmp_path, make, method, estimator):
     assert is_ordinary(part)
 
 
+@pytest.mark.slow
+def test_a_resume_within_a_ramp_is_exact(tmp_path):
+    schedule = {"dense_start": 1, "ramp": ["3:4"], "ramp_ends": [3]}
+    options = {"save_strategy": "steps", "save_steps": 1}
+    whole = new(gpt2)
+    callback = sparse("asp", schedule=schedule)
+    trainer(whole, tmp_path / "whole", [callback], **options).train()
+    part = gpt2()
+    middle = tmp_path / "whole" / "checkpoint-2"
+    callback = sparse("asp", schedule=schedule, resume_from=middle)
+    trainer(part, tmp_path / "part", [callback], **options).train(
+        resume_from_checkpoint=str(middle)
+    )
+    assert_equal(whole.state_dict(), part.state_dict())
+    assert is_sparse(part)
+
+
 def interrupted(tmp_path, method="sr-ste", step=2):
     """The model and the callback of a training that an exception ended after some of its four steps."""
     model, callback = new(gpt2), sparse(method)

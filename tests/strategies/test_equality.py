@@ -45,7 +45,11 @@ METHODS = {
     "lbc": lambda: LBC(stop=5),
     "maxq": lambda: MaxQ(stop=5, decay=1e-2),
     "mask-logits": lambda: MaskLogits(temperature=(4, 1), stop=12),
+    "sr-ste-scheduled": lambda: SRSTE(1e-2),
+    "bame-scheduled": lambda: BAME(stop=8, every=3, budget=1.0, evidence_rate=0.5),
 }
+SCHEDULE = {"dense_start": 1, "ramp": ["3:4"], "ramp_ends": [4], "dense_end": 3}
+"""Of the methods whose names say so."""
 FIRST_MASKS_STAY = ("asp", "slope", "cast")
 """Methods whose masks do not move once they are chosen."""
 STRATEGIES = {
@@ -102,7 +106,11 @@ def fit(method, strategy, devices, accumulate=1, scaled=False):
             if hasattr(layer, "weight"):
                 layer.weight.requires_grad_(False)
     callback = NMSparsityCallback(
-        "2:4", METHODS[method](), skip_first_last=False, show_tables=False
+        "2:4",
+        METHODS[method](),
+        skip_first_last=False,
+        show_tables=False,
+        schedule=SCHEDULE if method.endswith("-scheduled") else None,
     )
     trainer = pl.Trainer(
         accelerator="cpu",

@@ -47,7 +47,12 @@ METHODS = {
     "bame-bi-mask": lambda: BAME(stop=14, every=3, budget=1.0, evidence_rate=0.5, dgrad="bi-mask"),
     "s-ste": SSTE,
     "decaying": lambda: DecayingMask(stop=2),
+    "bame-scheduled": lambda: BAME(stop=14, every=3, budget=1.0, evidence_rate=0.5),
+    "s-ste-scheduled": SSTE,
 }
+SCHEDULE = {"dense_start": 1, "ramp": ["3:4"], "ramp_ends": [3]}
+"""Of the methods whose names say so."""
+SCHEDULED = [name for name in METHODS if name.endswith("-scheduled")]
 # The changes of one shard alone would be below the threshold; those of all are above it, up to the latest step.
 ADAM_METHODS = {"step": lambda: STEP(dense_start=2, latest=6, threshold=7e-8)}
 STEPS = 8
@@ -138,6 +143,7 @@ def fit(
     save=None,
     whole_file=True,
     estimator=None,
+    dense_end=0,
     **options,
 ):
     """Weights and the sparsifier's state after some epochs of eight batches."""
@@ -147,6 +153,7 @@ def fit(
         estimator,
         skip_first_last=False,
         show_tables=False,
+        schedule=SCHEDULE | {"dense_end": dense_end} if method.endswith("-scheduled") else None,
     )
     model = Net(devices > 1, "adamw" if method == "cast" else optimizer)
     run = trainer(devices, [callback], whole_file, **options)
@@ -175,6 +182,7 @@ def test_sharded_weights_train_as_whole_ones(tmp_path, world):
         if (i + j - world) % 2
     ]
     runs.append(("step", {"optimizer": "adamw"}))
+    runs += [(name, {"dense_end": 2, "optimizer": "adamw"}) for name in SCHEDULED]
     everyone = in_processes(world, tmp_path / "run", sharded_runs, runs, world)
     for k, (method, options) in enumerate(runs):
         alone = fit(method, 1, **options)

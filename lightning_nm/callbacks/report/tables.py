@@ -11,6 +11,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 
 from lightning_nm.functional.budget import WHOLE
+from lightning_nm.functional.stages import FINAL, Stages
 from lightning_nm.methods import MaskMethod
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.layer.names import plain_name
@@ -134,7 +135,7 @@ def _pattern(sparsifier: NMSparsifier, layer: NMLayer) -> str:
     """The layer's pattern; with a question mark while N is still to be chosen."""
     patterns = sparsifier.patterns
     if patterns is None or not layer.spec.budgeted or not patterns.is_pending(sparsifier.clock):
-        return str(layer.pattern)
+        return str(layer.spec.pattern)
     return f"?:{layer.pattern.m}"
 
 
@@ -178,6 +179,9 @@ def phases(sparsifier: NMSparsifier) -> list[str]:
         method = layer.spec.method
         window = method.sparse_window(layer)
         has_dense_phase = method.dense_start or method.dense_end
+        stages = layer.progress.stages
+        if stages:
+            lines.append(f"schedule: {_stages(stages, layer)}")
         if window and has_dense_phase:
             steps = _steps(window, "; the model is dense after that")
             start = "masks at the latest from" if method.may_start_early else "masks from"
@@ -187,6 +191,15 @@ def phases(sparsifier: NMSparsifier) -> list[str]:
             steps = _steps(window, ", then wgrad is dense")
             lines.append(f"{type(layer.spec.estimator).__name__}: from training step {steps}")
     return list(dict.fromkeys(lines))
+
+
+def _stages(stages: Stages, layer: NMLayer) -> str:
+    """The stages and the training steps at which they begin."""
+    texts = []
+    for begin, name in stages:
+        pattern = str(layer.spec.pattern) if name == FINAL else name
+        texts.append(f"{pattern} from training step {begin}")
+    return ", ".join(texts)
 
 
 def owned_parameters(sparsifier: NMSparsifier) -> list[str]:
@@ -376,7 +389,7 @@ def print_summary(
 def _is_not_yet_nm(layer: NMLayer) -> bool:
     """Whether a layer has a mask that is still denser than its pattern."""
     has_mask = layer.masks.has_forward and not layer.spec.forward_reason
-    return has_mask and layer.spec.method.current_pattern(layer) != layer.pattern
+    return has_mask and layer.spec.method.current_pattern(layer) != layer.spec.pattern
 
 
 def _is_unexpectedly_dense(layer: NMLayer) -> bool:

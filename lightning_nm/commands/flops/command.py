@@ -15,7 +15,7 @@ from rich.console import Console
 
 from lightning_nm.callbacks import NMSparsityCallback
 from lightning_nm.callbacks.report.tables import phases
-from lightning_nm.callbacks.training_length import has_schedule
+from lightning_nm.callbacks.training_length import is_scheduled
 from lightning_nm.commands.build import add_classes, build
 from lightning_nm.commands.flops.counts import Report, layers_of
 from lightning_nm.commands.flops.forward import Forward, Plan, first_forward, forward_of, plan_of
@@ -110,7 +110,7 @@ def _is_scheduled(callback: NMSparsityCallback) -> bool:
     """Whether the costs change during training, so that its length matters."""
     # A sparsifier of no layer resolves the config into rules.
     rules = NMSparsifier(torch.nn.Module(), config=callback.config).rules
-    return any(has_schedule(rule.method) or has_schedule(rule.estimator) for rule in rules)
+    return any(is_scheduled(rule) for rule in rules)
 
 
 def _report(

@@ -185,7 +185,7 @@ def _with_method(row: LayerFlops, layer: NMLayer) -> LayerFlops:
     estimator = None if layer.spec.estimator is None else type(layer.spec.estimator).__name__
     return replace(
         row,
-        pattern=str(layer.pattern),
+        pattern=str(layer.spec.pattern),
         method=layer.spec.method.short_name or type(layer.spec.method).__name__,
         estimator=estimator,
         why="",

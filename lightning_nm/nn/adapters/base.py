@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 from torch import Tensor, nn
 
 from lightning_nm.nn.layer import NMLayer
+from lightning_nm.nn.layer.layer import init_masks
 from lightning_nm.nn.layer.layout import Layout
 from lightning_nm.nn.layer.names import layer_name
 from lightning_nm.nn.layer.sharding import as_sharded
@@ -159,7 +160,7 @@ class Adapter(nn.Module):
                     # The weights of that time are back. Their counters went on, and stay.
                     restore_weights(layer, before)
                 else:
-                    layer.spec.method.init_masks(layer)  # other weights need other masks
+                    init_masks(layer)  # other weights need other masks
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         # The way of torch to move and cast a module: the layers' tensors follow its parameters.

@@ -124,7 +124,8 @@ def _dgrad(layer: NMLayer) -> Gemm:
     pattern = method.current_pattern(layer)
     if layer.draws_backward:
         kept = kept_share(layer) if masks.has_forward else 1.0
-        return Gemm.sparse(layer.pattern, drawn_density(layer.pattern, kept))
+        # The draw has the layer's own pattern, also while masks narrow to it.
+        return Gemm.sparse(spec.pattern, drawn_density(spec.pattern, kept))
     if not method.uses_masks:
         # The reason is of interest only where dgrad would be N:M without it.
         return Gemm(reason="" if spec.dgrad is None else spec.dgrad_reason)

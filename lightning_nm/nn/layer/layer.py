@@ -151,8 +151,8 @@ class NMLayer(HasHandle):
 
     @property
     def pattern(self) -> NMPattern:
-        """The N:M pattern."""
-        return self.spec.pattern
+        """The N:M pattern of the masks now: that of the present stage of the schedule, else the layer's own."""
+        return self.progress.pattern or self.spec.pattern
 
     @property
     def step(self) -> int:
@@ -285,6 +285,14 @@ class NMLayer(HasHandle):
                     self.parameters[name].copy_(parameter)
                 else:
                     self.parameters[name] = parameter
+
+
+def init_masks(layer: NMLayer) -> None:
+    """Choose the masks for a weight that has just been set or loaded; none in a dense stage of the user's schedule."""
+    if layer.progress.is_dense:
+        layer.set_masks(None)
+    else:
+        layer.spec.method.init_masks(layer)
 
 
 def set_pattern(layer: NMLayer, pattern: NMPattern) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lightning_nm.functional.pattern import NMPattern
 from lightning_nm.functional.schedule import within
+from lightning_nm.functional.stages import DENSE, FINAL, Stages, stage_at
 
 
 @dataclass
@@ -21,6 +23,10 @@ class LayerProgress:
     clock: int = 0
     schedule: tuple[int, ...] = ()  # training steps at which the method begins or ends something
     estimator_schedule: tuple[int, ...] = ()  # likewise for the estimator
+    stages: Stages = ()  # of the user's schedule; () without one
+    stage: str = FINAL  # the present one
+    # The pattern of the present stage; None for the layer's own. An attribute: compiled graphs read it.
+    pattern: NMPattern | None = None
     dense_gradient: bool = False  # whether the window needs dL/dW_F at pruned entries, too
     estimating: bool = False  # whether the estimator works in the window
     # Whether before_step() has run since the last optimizer step or end of a batch.
@@ -34,6 +40,30 @@ class LayerProgress:
         turns_before = (self.updated_at - first) // every
         return turns > turns_before
 
+    @property
+    def is_dense(self) -> bool:
+        """Whether this is a dense stage of the schedule."""
+        return self.stage == DENSE
+
+    @property
+    def has_more_stages(self) -> bool:
+        """Whether another stage of the schedule follows the present one."""
+        return bool(self.stages) and self.stages[-1][0] > self.clock
+
+    @property
+    def begins_stage(self) -> bool:
+        """Whether a stage of the schedule begins at this training step."""
+        return any(begin == self.clock for begin, _ in self.stages)
+
+    def set_stage(self, stage: str) -> None:
+        """Set the present stage."""
+        self.stage = stage
+        self.pattern = None if stage in (DENSE, FINAL) else NMPattern.parse(stage)
+
+    def enter_stage(self) -> None:
+        """Set the stage of this training step."""
+        self.set_stage(stage_at(self.stages, self.clock))
+
     def release_dense_gradient(self) -> None:
         """The dense gradient of this window was used."""
         self.dense_gradient = False
@@ -46,6 +76,7 @@ class LayerProgress:
         self.step = self.clock = clock
         self.updated_at = max(clock - 1, 0)
         self.dense_gradient = False
+        self.enter_stage()
         self.estimating = not self.estimator_schedule or within(self.estimator_schedule, clock)
 
     def need_dense_gradient(self) -> None:
@@ -58,6 +89,11 @@ class LayerProgress:
         """Set saved counters; the clock is the model's."""
         self.step, self.updated_at = step, updated_at
         self.dense_gradient, self.schedule = dense_gradient, schedule
+
+    def load_stages(self, stages: Stages, stage: str) -> None:
+        """Set the saved stages and the saved one of them."""
+        self.stages = stages
+        self.set_stage(stage)
 
     def load_estimator(self, schedule: tuple[int, ...]) -> None:
         """Set the estimator's saved schedule."""

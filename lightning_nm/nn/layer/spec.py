@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from lightning_nm.functional.pattern import NMPattern
+from lightning_nm.functional.stages import Schedule
 from lightning_nm.nn.layer.layout import Layout
 
 if TYPE_CHECKING:  # for the types only: imports point one way
@@ -34,6 +35,9 @@ class LayerSpec:
     # What draws W_B of W_F in the dgrad GEMM; None uses the method's W_B.
     dgrad: GradientEstimator | None = None
     budgeted: bool = False  # whether N is chosen for the layer, under a budget of the whole model
+    schedule: Schedule | None = (
+        None  # a dense start, a ramp of patterns to `pattern`, and a dense end
+    )
     tied: tuple[tuple[nn.Module, str], ...] = ()
     """Other modules that hold the same parameter, with its name in them: they use the same masks."""
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from lightning_nm.functional import pack_mask, unpack_mask
 from lightning_nm.functional.pattern import NMPattern
+from lightning_nm.functional.stages import DENSE, FINAL, Stages
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.layer.masks import LayerMasks
 
@@ -55,6 +57,8 @@ def layer_state(layer: NMLayer) -> dict[str, Any]:
         "total_flips": _as_int(masks.total_flips),
         "dense_gradient": progress.dense_gradient,
         "schedule": list(progress.schedule),
+        "stages": [list(stage) for stage in progress.stages],
+        "stage": progress.stage,
         "estimator": type(spec.estimator).__name__,
         "estimator_settings": _estimator_settings(layer),
         "estimator_schedule": list(progress.estimator_schedule),
@@ -198,7 +202,10 @@ def saved_layer(layer: NMLayer, state: dict[str, Any]) -> NMLayer:
     parameters = {
         name: nn.Parameter(value.to(device)) for name, value in state["parameters"].items()
     }
-    return layer.with_parts(masks=masks, buffers=buffers, parameters=parameters)
+    # What a method makes of the weight may depend on the pattern of that time.
+    progress = replace(layer.progress)
+    progress.set_stage(state.get("stage", FINAL))
+    return layer.with_parts(masks=masks, buffers=buffers, parameters=parameters, progress=progress)
 
 
 def _unpacked(layer: NMLayer, packed: Tensor | None) -> Tensor | None:
@@ -210,6 +217,11 @@ def _unpacked(layer: NMLayer, packed: Tensor | None) -> Tensor | None:
 def saved_pattern(state: Mapping[str, Any]) -> NMPattern:
     """The pattern that a layer had when its state was saved."""
     return NMPattern.parse(state["pattern"])
+
+
+def saved_stages(state: Mapping[str, Any]) -> Stages:
+    """The stages of the schedule that a layer's training began with."""
+    return tuple((int(begin), str(name)) for begin, name in state.get("stages", ()))
 
 
 def same_estimator(layer: NMLayer, state: Mapping[str, Any]) -> bool:
@@ -243,6 +255,10 @@ def state_difference(
     }
     shown = {"NoneType": "none", **(short_names or {})}
     differences = _differences(own, state, shown)
+    # States of versions without schedules have no stages.
+    ramp = {"ramp": _ramp_of(layer)}
+    saved_ramp = [name for _, name in saved_stages(state) if name not in (DENSE, FINAL)]
+    differences += _differences(ramp, {"ramp": ", ".join(saved_ramp) or "none"})
     if state["method"] == own["method"]:
         settings = _settings(spec.method)
         fixed = {name: value for name, value in settings.items() if name in spec.method.fixed}
@@ -252,6 +268,13 @@ def state_difference(
         changes = _differences(pattern, state.get("estimator_settings", {}))
         differences += [f"estimator {change}" for change in changes]
     return ", ".join(differences)
+
+
+def _ramp_of(layer: NMLayer) -> str:
+    """The patterns of the schedule before the layer's own."""
+    schedule = layer.spec.schedule
+    ramp = () if schedule is None else schedule.ramp
+    return ", ".join(map(str, ramp)) or "none"
 
 
 def changed_settings(layer: NMLayer, state: Mapping[str, Any]) -> list[str]:

@@ -278,6 +278,8 @@ def unpackable(layer: NMLayer) -> str:
         return "its weight is that of several experts"
     if getattr(type(spec.module), "role", "") == "embedding":
         return "it is looked up by rows"
+    if layer.progress.has_more_stages:
+        return "its schedule has further stages"
     if not spec.method.rests:
         return "its method is not known to come to rest"
     if not spec.method.is_at_rest(layer) and not spec.method.moves_packed(layer):

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 
 from lightning_nm.functional.pattern import AutoPattern, NMPattern
+from lightning_nm.functional.stages import Schedule
 from lightning_nm.nn.adapters import Adapter, WeightSpec, adapter_of, adapters_by_parameters
 from lightning_nm.nn.adapters.base import original_class
 from lightning_nm.nn.layer import NMLayer
@@ -55,6 +56,9 @@ class Rule:
     dgrad: GradientEstimator | None = None
     auto: AutoPattern | None = None
     """The budget under which N is chosen for the layers; ``pattern`` is what they have before that."""
+
+    schedule: Schedule | None = None
+    """A dense start, a ramp of patterns to ``pattern``, and a dense end."""
 
     def matches(self, *names: str) -> bool:
         """Whether one of the layer's names matches."""
@@ -326,6 +330,7 @@ def _plan(
         dgrad_reason=dgrad_reason,
         tensor_parallel=bool(cuts),
         dgrad=rule.dgrad,
+        schedule=rule.schedule,
         budgeted=rule.auto is not None,
         tied=tuple(tied),
     )

@@ -36,6 +36,7 @@ def _fingerprint(layer: NMLayer) -> dict[str, Any]:
         "dgrad": type(layer.spec.dgrad).__name__,
         "seed": layer.noise.seed,
         "schedule": layer.progress.schedule,
+        "stages": layer.progress.stages,
         "estimator_schedule": layer.progress.estimator_schedule,
         "estimating": layer.progress.estimating,
         "dense_gradient": layer.progress.dense_gradient,
