@@ -152,7 +152,7 @@ LIBRARY := hatch_build.py lightning_nm/kernels/cpu/build.py $(wildcard lightning
 	sed 's/^numpy==[0-9.]*/numpy==2.1.3/' constraints.txt > .venv-ethos/constraints.txt
 	.venv-ethos/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-ethos/constraints.txt torch
 	.venv-ethos/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-ethos/constraints.txt \
-		-e '.[ethos-u,notebooks]' pytest pytest-xdist hypothesis
+		-e '.[ethos-u,notebooks,study]' pytest pytest-xdist hypothesis
 	@touch $@
 
 # A CUDA build of torch installs its own Triton, which is kept.

@@ -389,7 +389,13 @@ def test_autocast(method, kind):
             assert grad.isfinite().all()
 
 
-@pytest.mark.parametrize("kind", ["linear", "conv2d", "hugging-face-conv1d"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "linear",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("conv2d", "hugging-face-conv1d")),
+    ],
+)
 @pytest.mark.parametrize("method", METHODS)
 def test_compiles_without_breaks(method, kind):
     from torch._dynamo.testing import CompileCounterWithBackend

@@ -54,13 +54,13 @@ class ResidualCNN(Classifier):
     """A convolutional stem, three stages of residual blocks at 1x, 2x and 4x the width, average pooling, a linear head.
 
     Trained by SGD with momentum; the learning rate warms up and falls to zero on a half cosine.
-    All inner channel counts are multiples of 16, so 2:4 up to 1:16 fit everywhere but in the stem. Logs `train_loss`,
-    `val_loss`, `val_acc`, `test_loss` and `test_acc`.
+    Patterns whose M divides the width fit everywhere but in the stem: 2:4 up to 1:16 for a multiple of 16. Logs
+    `train_loss`, `val_loss`, `val_acc`, `test_loss` and `test_acc`.
 
     Args:
         in_channels: Channels of the images.
         num_classes: Number of classes.
-        width: Channels of the first stage; a multiple of 16.
+        width: Channels of the first stage; a multiple of 4.
         depth: Residual blocks in each stage.
         lr: Peak learning rate.
         weight_decay: L2 penalty of SGD, on all parameters.
@@ -68,7 +68,7 @@ class ResidualCNN(Classifier):
         warmup: Share of the steps in which the learning rate rises, in [0, 1).
 
     Raises:
-        ValueError: If `width` is not a multiple of 16, `depth` is below 1 or `warmup` is out of range.
+        ValueError: If `width` is not a multiple of 4, `depth` is below 1 or `warmup` is out of range.
 
     Example:
         >>> ResidualCNN(width=16)(torch.zeros(2, 1, 28, 28)).shape
@@ -90,8 +90,8 @@ class ResidualCNN(Classifier):
         warmup: float = 0.05,
     ) -> None:
         super().__init__(num_classes)
-        if width < 16 or width % 16:
-            raise ValueError(f"width must be a multiple of 16, so that N:M blocks fit, got {width}")
+        if width < 4 or width % 4:
+            raise ValueError(f"width must be a multiple of 4, so that N:M blocks fit, got {width}")
         if depth < 1:
             raise ValueError(f"depth must be at least 1, got {depth}")
         check_warmup(warmup)

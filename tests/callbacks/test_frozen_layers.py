@@ -169,7 +169,9 @@ def test_a_layer_is_masked_when_it_is_unfrozen(tmp_path, method):
     assert state["clock"] == 18
 
 
-@pytest.mark.parametrize("batch", [3, 6, 9, 13])
+@pytest.mark.parametrize(
+    "batch", [6, *(pytest.param(batch, marks=pytest.mark.slow) for batch in (3, 9, 13))]
+)
 @pytest.mark.parametrize("method", METHODS)
 def test_a_resume_is_exact_on_both_sides_of_the_unfreezing(tmp_path, method, batch):
     def fit(callbacks, **resume):

@@ -94,7 +94,11 @@ def experts_of(model):
 
 CASES = [  # all pairs of a model and a method, and of a model and a way to run it
     pytest.param(
-        kind, IMPLEMENTATIONS[(row + column) % 3], method, (None, "mvue")[(row + column) % 2]
+        kind,
+        IMPLEMENTATIONS[(row + column) % 3],
+        method,
+        (None, "mvue")[(row + column) % 2],
+        marks=() if row == column else pytest.mark.slow,
     )
     for row, kind in enumerate(MODELS)
     for column, method in enumerate(METHODS)

@@ -66,6 +66,7 @@ def base(tag):
     return "/".join(tag.split("/")[:2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_what_is_logged_is_documented(written, name):
     assert len(written[name]) > 10

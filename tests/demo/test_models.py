@@ -116,7 +116,7 @@ def test_transformer_is_built_of_plain_linear_layers():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ResidualCNN(width=24), "width must be a multiple of 16"),
+        (lambda: ResidualCNN(width=18), "width must be a multiple of 4"),
         (lambda: ResidualCNN(depth=0), "depth must be at least 1"),
         (lambda: MLP(width=24), "width must be a multiple of 16"),
         (lambda: MLP(depth=0), "depth must be at least 1"),

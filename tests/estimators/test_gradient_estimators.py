@@ -51,7 +51,13 @@ def gradients(module, x, dy_seed=0):
     return {"input": x.grad, **{name: p.grad for name, p in module.named_parameters()}}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+QUICK_KINDS = ("linear", "conv2d", "attention", "experts")
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=() if kind in QUICK_KINDS else pytest.mark.slow) for kind in KINDS],
+)
 def test_the_weight_gradient_is_unbiased_and_nothing_else_changes(kind):
     module, x = make(kind)
     sparsifier = attach(module, None, "sr-ste")
@@ -145,7 +151,6 @@ def test_activation_checkpointing_changes_nothing(kind, use_reentrant):
 
 QUICK = {
     ("mvue", "linear"),
-    ("mvue", "cross-attention"),
     ("approx-mvue", "conv2d"),
     ("top-n", "hugging-face-conv1d"),
 }

@@ -237,7 +237,10 @@ def test_scores_are_untouched_and_leave_no_history():
     assert not nm_mask(weight.abs(), "1:8").requires_grad
 
 
-@pytest.mark.parametrize("text", ["2:4", "1:4", "8:16", "5:70"])
+@pytest.mark.parametrize(
+    "text",
+    ["2:4", *(pytest.param(text, marks=pytest.mark.slow) for text in ("1:4", "8:16", "5:70"))],
+)
 def test_inside_a_compiled_graph(text):
     scores = awkward((4, 2, 3 * NMPattern.parse(text).m), torch.float32)
     compiled = torch.compile(lambda x: nm_mask(x, text), fullgraph=True, backend="aot_eager")

@@ -210,6 +210,7 @@ class TestPlans:
         multiply(library, 16)
         assert "matmul_plan_init" in fake.names()
 
+    @pytest.mark.slow
     @settings(deadline=None, max_examples=15)
     @given(
         st.lists(

@@ -53,6 +53,7 @@ def test_compiled_code_calls_the_same_kernels(method, estimator):
         assert_equal(gradients(compiled, x, router), gradients(module, x, router))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_equal_blocks_share_graphs():
     blocks = [nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(10)]

@@ -8,6 +8,7 @@ import torch
 
 pytest.importorskip("executorch", reason="executorch is not installed: make ethos")
 
+from benchmarks.executorch_accuracy import int8_accuracy
 from lightning_nm.cli import main
 from lightning_nm.export import export_executorch
 from lightning_nm.export.executorch import program
@@ -39,6 +40,24 @@ def test_the_runtime_computes_what_torch_computes(tmp_path):
         expected = model(x)
     # int8 against float32.
     assert (found - expected).abs().max() < 0.1 * expected.abs().max()
+
+
+def test_the_accuracy_of_int8_counts_every_image_once():
+    model = sparse_conv_net(width=16)
+    batches = [(x, model(x).argmax(dim=1)) for (x, _) in images(3, 4)]
+    # A smaller last batch.
+    batches[-1] = tuple(each[:1] for each in batches[-1])
+    # Labels that the model never gives are wrong answers.
+    wrong = [(x, torch.full_like(y, -1)) for x, y in batches]
+    assert int8_accuracy(model, batches[:2], wrong) == 0
+    right_first = [batches[0], *wrong[1:]]
+    answers = int8_accuracy(model, batches[:2], batches)
+    count = sum(len(x) for x, _ in batches)
+    assert answers * count == pytest.approx(round(answers * count))
+    first = int8_accuracy(model, batches[:2], right_first) * count
+    # Rounding to int8 may change an answer, not most of them.
+    assert answers > 0.5
+    assert first <= len(batches[0][0])
 
 
 def test_a_runtime_that_computes_something_else(tmp_path, monkeypatch):

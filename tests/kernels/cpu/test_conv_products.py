@@ -57,7 +57,9 @@ LARGE = {
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("name", LARGE)
 def test_products_of_larger_convolutions_have_the_same_bits_for_every_number_of_threads(
     level, dtype, name
