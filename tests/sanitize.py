@@ -17,11 +17,13 @@ from pathlib import Path
 import torch
 
 from lightning_nm import load_packed, pack, save_packed
+from lightning_nm.functional import nm_prune
 from lightning_nm.functional.pattern import NMPattern
 from lightning_nm.kernels.api import KeptEntries
 from lightning_nm.kernels.cpu import build, library, packed
 from lightning_nm.nn.packed import kernel_choice, packed_weights
 from tests.support import evolution
+from tests.support.experts import WIDTH, Experts
 from tests.support.packed_models import copied, mutated, on_meta, small
 
 FLAGS = (
@@ -124,11 +126,14 @@ def files(products):
     """Mutated packed files: what is not refused is laid out for the kernels, and multiplies."""
     torch.set_num_threads(1)
     draw, ran = random.Random(0), {}
+    layers, experts = _layers, _experts
     kinds = [
-        ("1:16", torch.float32, None),
-        ("2:4", torch.bfloat16, None),
-        ("2:4", torch.float32, "int8"),
-        ("1:16", torch.bfloat16, "int8"),
+        (layers, "1:16", torch.float32, None),
+        (layers, "2:4", torch.bfloat16, None),
+        (layers, "2:4", torch.float32, "int8"),
+        (layers, "1:16", torch.bfloat16, "int8"),
+        (experts, "1:16", torch.float32, None),
+        (experts, "2:4", torch.bfloat16, "int8"),
     ]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.safetensors"
@@ -152,11 +157,39 @@ def _with_other_values(draw, content, start):
     return bytes(content)
 
 
-def _mutate(draw, path, pattern, dtype, values, number):
+def _layers(pattern, dtype):
+    """Convolutions and linear layers, a model to load into, and an input."""
+    dense = small(pattern, dtype)
+    return dense, on_meta(dense), (torch.randn(3, 16, 4, 4, dtype=dtype),)
+
+
+def _experts(pattern, dtype):
+    """A mixture of experts, likewise."""
+    torch.manual_seed(0)
+    dense = Experts().to(dtype).eval()
+    for weight in dense.parameters():
+        weight.data = nm_prune(weight.data, pattern, dim=2)
+    with torch.device("meta"):
+        template = Experts().to(dtype)
+    tokens = torch.arange(11)
+    return dense, template, (torch.randn(len(tokens), WIDTH, dtype=dtype), tokens % dense.number)
+
+
+def _on_kernels(model):
+    """Whether a weight, or that of one expert, lies in the layout of a kernel."""
+    for _, weight in packed_weights(model):
+        for part in getattr(weight, "parts", None) or [weight]:
+            if part.operand is not None:
+                return True
+    return False
+
+
+def _mutate(draw, path, model_of, pattern, dtype, values, number):
     """How many of so many damaged files ran on kernels."""
-    dense, x, ran = small(pattern, dtype), torch.randn(3, 16, 4, 4, dtype=dtype), 0
+    dense, template, inputs = model_of(pattern, dtype)
+    ran = 0
     save_packed(pack(copied(dense), dtype=values, kernels="reference"), path)
-    content, template = path.read_bytes(), on_meta(dense)
+    content = path.read_bytes()
     start = 8 + int.from_bytes(content[:8], "little")
     for place in range(number):
         path.write_bytes(
@@ -166,9 +199,9 @@ def _mutate(draw, path, pattern, dtype, values, number):
             model = load_packed(copied(template), path, kernels="sparse")
         except ValueError:
             continue
-        if any(weight.operand is not None for _, weight in packed_weights(model)):
+        if _on_kernels(model):
             try:
-                model(x)
+                model(*inputs)
             except RuntimeError as error:  # a damaged header may give one layer another dtype
                 if "type" not in str(error):
                     raise
