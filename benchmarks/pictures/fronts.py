@@ -62,4 +62,4 @@ def draw(figure: Figure, found: Any) -> None:
     panels[0].legend(fontsize=FONT - 1, frameon=False, loc="lower right")
 
 
-PICTURE = Picture(data, draw, (9.4, 3.6), MLP_INT8.results)
+PICTURE = Picture(data, draw, (9.4, 3.6), MLP_INT8.results, has_dark=True)
