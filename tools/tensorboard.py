@@ -40,7 +40,8 @@ def main() -> None:
     heat_map = last_image(folder, HEAT_MAP)
     with serving(folder):
         for theme, suffix in (("light", ""), ("dark", "-dark")):
-            curves = screenshot(dark=theme == "dark").crop(tuple(2 * edge for edge in CURVES))
+            left, top, right, bottom = (2 * edge for edge in CURVES)
+            curves = screenshot(dark=theme == "dark").crop((left, top, right, bottom))
             path = ROOT / "docs" / f"tensorboard{suffix}.png"
             above(curves, heat_map, BACKGROUND[theme]).save(path, optimize=True)
             print(f"written: {path}")
