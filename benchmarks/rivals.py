@@ -138,7 +138,7 @@ def by_torchao(model: nn.Module, folder: Path, ids: Tensor) -> Iterator[Variant]
     quantize_(quantised, Int8DynamicActivationInt8WeightConfig())
     file = _saved(quantised, folder / "torchao-int8.pt")
     yield "torchao int8", quantised, file
-    yield "torchao int8, compiled", torch.compile(quantised, dynamic=False), file
+    yield "torchao int8, compiled", torch.compile(quantised, dynamic=False, isolate_recompiles=True), file
 
 
 def by_torch_ao(model: nn.Module, folder: Path, ids: Tensor) -> Iterator[Variant]:
