@@ -172,7 +172,7 @@ def test_dense_phases_are_those_that_methods_have_by_themselves(method, phased):
         assert torch.equal(a, b)
 
 
-@pytest.mark.filterwarnings("ignore:RigL never moves", "ignore:BAME")
+@pytest.mark.filterwarnings("ignore:RigL never moves", "ignore:BAME", "ignore:.*stand still")
 @pytest.mark.parametrize("method", WITHOUT_LATENT)
 def test_fixed_masks_narrow_and_dense_phases_begin_without_old_state(method):
     kept = []
@@ -213,7 +213,7 @@ def test_every_method_takes_each_part_or_refuses_it_by_name(method, part):
     refused = resolve_method(method).refused_schedule
     assert set(refused) <= set(PARTS)
     if method == "dense":
-        with pytest.raises(ValueError, match="no layer gets masks or a gradient estimator"):
+        with pytest.raises(ValueError, match=f"schedule has {part}, but no layer gets masks"):
             SparsityConfig("2:4", method, schedule=schedule)
     elif part in refused:
         with pytest.raises(ValueError, match=f"schedule has {part}, which method '{method}'"):
@@ -265,6 +265,11 @@ def test_a_method_that_plans_by_dense_phases_gets_them():
         ({"schedule": {"rampp": []}}, "no 'rampp'; did you mean 'ramp'"),
         ({"method": SoftThreshold()}, "SoftThreshold makes its zeros without the layers' masks"),
         ({"method": ASP(init="zeros")}, "which method 'asp' refuses: init='zeros'"),
+        (
+            {"method": "dense", "grad_estimator": "mvue"},
+            "schedule has ramp, but no layer gets masks: leave that out",
+        ),
+        ({"method": "transposable", "preset": "fst"}, "give the method itself without the preset"),
     ],
 )
 def test_bad_combinations_are_refused_at_once(options, words):
@@ -280,6 +285,16 @@ def test_masks_that_come_too_late_to_move_are_refused_before_training(method):
     with pytest.raises(ValueError, match=r"would never move.*come at step 5.*layer '0'"):
         attach(model, made, {"dense_start": 5})
     assert type(model[0]) is nn.Linear
+    # Without a dense start, `stop` is the method's own affair.
+    with pytest.warns(UserWarning, match="never moves"):
+        attach(model, RigL(every=1, stop=0), {"dense_end": 2})
+
+
+@pytest.mark.parametrize("made", [BAME(every=2), RigL(every=2, stop=0.66)])
+def test_masks_of_the_last_pattern_that_never_move_are_warned_of(made):
+    with pytest.warns(UserWarning, match=r"the 2:4 masks of \w+ stand still.*step 40.*step 40"):
+        attach(net(), made, {"ramp": ["3:4"], "ramp_ends": [40]}, planned_steps=61)
+    attach(net(), made, {"ramp": ["3:4"], "ramp_ends": [39]}, planned_steps=61)
 
 
 def test_rules_have_schedules_of_their_own():
@@ -425,3 +440,17 @@ def test_compiled_layers_follow_the_pattern():
     torch._dynamo.reset()
     for plain, compiled in zip(*weights, strict=True):
         torch.testing.assert_close(plain, compiled)
+
+
+@pytest.mark.filterwarnings("ignore:RigL never moves", "ignore:BAME adapts once")
+@pytest.mark.parametrize("method", ["asp", "slope", "rigl", "bame", "ste"])
+def test_entries_that_a_narrower_pattern_prunes_are_counted_as_flips(method):
+    flips = {}
+
+    def look(clock, sparsifier, optimizer):
+        flips[clock] = float(sparsifier.layers["0"].masks.flips) / (32 * 16)
+
+    # No mask moves but by the schedule.
+    made = {"rigl": RigL(50, stop=60), "bame": BAME(stop=9, every=50, evidence="batch")}
+    run(made.get(method, method), {"ramp": ["3:4"], "ramp_ends": [4]}, look)
+    assert flips[4] == pytest.approx(0.25, abs=0 if method != "ste" else 0.05)
