@@ -356,9 +356,11 @@ def test_packed_storage_waits_for_the_last_stage():
 
     run("asp", {"dense_start": 2, "ramp": ["3:4"], "ramp_ends": [5]}, look, storage="packed")
     assert stored == [False] * 4 + [True] * 5
-    stored.clear()
-    run("asp", {"dense_end": 2}, look, storage="packed")
-    assert not any(stored)
+    # Where no layer would ever be packed, that is an error.
+    with pytest.raises(ValueError, match=r"storage='packed' .*leave dense_end out"):
+        SparsityConfig("2:4", "asp", schedule={"dense_end": 2}, storage="packed")
+    rules = [{"include": "0", "schedule": None}]
+    SparsityConfig("2:4", "asp", schedule={"dense_end": 2}, storage="packed", rules=rules)
 
 
 def test_a_resumed_run_keeps_its_stages_and_refuses_another_ramp():
