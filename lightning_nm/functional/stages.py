@@ -191,6 +191,20 @@ def check_narrower(wider: NMPattern, narrower: NMPattern) -> None:
         )
 
 
+def describe(stages: Stages, pattern: NMPattern) -> str:
+    """The stages of a layer of this pattern, and the training steps at which they begin, as text.
+
+    Example:
+        >>> describe(((0, "dense"), (5, "final")), NMPattern(2, 4))
+        'dense from training step 0, 2:4 from training step 5'
+    """
+    texts = []
+    for begin, name in stages or ((0, FINAL),):
+        shown = str(pattern) if name == FINAL else name
+        texts.append(f"{shown} from training step {begin}")
+    return ", ".join(texts)
+
+
 def stage_at(stages: Stages, clock: int) -> str:
     """The stage of a training step.
 

@@ -375,7 +375,8 @@ def test_a_resumed_run_keeps_its_stages_and_refuses_another_ramp():
         again.load_state_dict(state)
         return again
 
-    with pytest.warns(UserWarning, match=r"the schedule's stages scheduled at steps .*stays"):
+    words = "began with the schedule dense from training step 0, 3:4 from training step 2, .* stays; .*step 3"
+    with pytest.warns(UserWarning, match=words):
         again = resume({**WHOLE, "dense_start": 3})
     assert again.layers["0"].progress.stages == sparsifier.layers["0"].progress.stages
     with pytest.raises(ValueError, match="ramp 3:4 in the checkpoint, none here"):
@@ -394,6 +395,7 @@ def test_it_is_seen_in_the_table_and_in_the_log():
     text = "schedule: dense from training step 0, 3:4 from training step 2, 2:4 from training step"
     assert text in out.getvalue()
     assert out.getvalue().count("schedule:") == 1
+    assert "dense from training step 7; the trained model is dense" in out.getvalue()
     found = hyperparameters(made)
     assert [found[f"nm/schedule/{part}"] for part in PARTS] == [2, "3:4", 0.2]
     config = made.config
