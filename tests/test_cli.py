@@ -560,6 +560,15 @@ def test_a_schedule_in_yaml(tmp_path, capsys):
         ("schedule: {dense_strat: 0.1}", "there is no 'dense_strat'; did you mean 'dense_start'?"),
         ("schedule: {ramp: [3:4], dense_start: half}", "dense_start"),
         ("schedule: {ramp: [1:4]}", "the schedule's ramp goes from 1:4 to 2:4"),
+        ("shedule: {ramp: [3:4]}", "there is no 'shedule'; did you mean 'schedule'?"),
+        (
+            "rules: [{include: '*', schedule: {dense_strat: 1}}]",
+            "there is no 'dense_strat'; did you mean 'dense_start'?",
+        ),
+        (
+            "rules: [{include: '*', shedule: {dense_start: 1}}]",
+            "there is no 'shedule'; did you mean 'schedule'?",
+        ),
     ],
 )
 def test_mistakes_in_a_schedule(tmp_path, capsys, line, words):

@@ -114,9 +114,8 @@ class NMSparsityCallback(SavedSparsity):
         self._monitor: MaskMonitor | None = None  # what `monitor` stands for in the current fit
         self._consistency: ProcessConsistency | None = None  # None if a single process trains
         self._finished_layers: dict[str, NMLayer] = {}  # of the last fit, after it
-        self._stages: tuple[
-            str, ...
-        ] = ()  # of each masked layer in the last batch, see _stages_of()
+        # Of each masked layer in the last batch, see _stages_of().
+        self._stages: tuple[str, ...] = ()
         self._last_step: int | None = (
             None  # the Trainer's count of steps at the end of its plan, if that matters
         )

@@ -184,8 +184,16 @@ def _unknown_key(line: str, after: Sequence[str], places: Sequence[_Place]) -> s
     place = places[-1] if places else None
     known = []
     if place is not None and not place.is_class and place.name in specs:
-        known = list(specs[place.name].__annotations__)
+        in_rule = place.name == "rules" and _is_value_of("schedule", after)
+        known = list(specs["schedule" if in_rule else place.name].__annotations__)
     return f"there is no '{first}'{_meant(first, known)}"
+
+
+def _is_value_of(key: str, after: Sequence[str]) -> bool:
+    """Whether the value that does not fit, the first of these lines that has one, is that of a key of a mapping."""
+    value = _value(after)
+    # The values that enclose it follow.
+    return value is not None and any(f"'{key}': {value}" in line for line in after)
 
 
 def _unknown_argument(option: str, places: Sequence[_Place]) -> str:
@@ -194,6 +202,8 @@ def _unknown_argument(option: str, places: Sequence[_Place]) -> str:
     # The base classes take nothing: the user wrote arguments, and no class for them.
     if class_path.endswith((".LightningModule", ".LightningDataModule")):
         return "no class is named: write `class_path: module.Class`, and its arguments under `init_args`"
+    # Where the value of an unknown argument is a mapping, its keys come after the argument.
+    option = option.partition(".")[0]
     return f"there is no '{option}'{_meant(option, _parameters(class_path))}"
 
 

@@ -22,7 +22,7 @@ def with_schedules(rules: Sequence[Rule]) -> list[Rule]:
 
     Raises:
         ValueError: If a method refuses a part of its schedule, a moment is given twice, or the ramp does not lead to
-            the rule's pattern; if there is a schedule, and nothing that it could schedule.
+            the rule's pattern; if a part is given that no rule follows.
     """
     scheduled = []
     for rule in rules:
@@ -35,17 +35,27 @@ def with_schedules(rules: Sequence[Rule]) -> list[Rule]:
             raise ValueError(
                 f"{error}. This is the rule of {names}: give it a `schedule` of its own, or null"
             ) from error
-    has_schedule = any(rule.schedule is not None for rule in rules)
-    if has_schedule and not any(_schedules(rule) for rule in rules):
-        raise ValueError(
-            "schedule is given, but no layer gets masks or a gradient estimator: leave it out, or use another method"
-        )
+    _refuse_unused(rules)
     return scheduled
 
 
-def _schedules(rule: Rule) -> bool:
-    """Whether a rule has a schedule and something that follows it."""
-    return rule.schedule is not None and (rule.method.uses_masks or rule.estimator is not None)
+def _refuse_unused(rules: Sequence[Rule]) -> None:
+    """Refuse parts of schedules that no rule follows."""
+    given: dict[str, None] = {}  # a dict keeps the order
+    followed = set()
+    for rule in rules:
+        for part in [] if rule.schedule is None else rule.schedule.parts:
+            given[part] = None
+            # An estimator has dense phases of its own, and no ramp.
+            if rule.method.uses_masks or (rule.estimator is not None and part != "ramp"):
+                followed.add(part)
+    unused = [part for part in given if part not in followed]
+    if not unused:
+        return
+    needs = "masks" if unused == ["ramp"] else "masks or a gradient estimator"
+    raise ValueError(
+        f"schedule has {', '.join(unused)}, but no layer gets {needs}: leave that out, or use another method"
+    )
 
 
 def _with_schedule(rule: Rule) -> Rule:
@@ -108,7 +118,7 @@ def _refuse_second(part: Method | GradientEstimator, name: str) -> None:
     if getattr(part, name):
         raise ValueError(
             f"{part!r} has a dense phase of its own, {name}={getattr(part, name)}, beside that of the schedule: leave "
-            f"it out, and give {name} in `schedule`"
+            f"it out, and give {name} in `schedule`. If a `preset` sets it, give the method itself without the preset"
         )
 
 

@@ -129,7 +129,7 @@ class SparsityConfig:
         check_scale(self.scale, self.base_density)
         # For its errors, too: patterns, names and rules are checked while they are resolved.
         resolved = self.resolve()
-        check_storage(self.storage, [rule.method for rule in resolved.rules])
+        check_storage(self.storage, resolved.rules)
 
     def resolve(self) -> ResolvedRules:
         """Return the rules of the layers, with objects in place of short names.

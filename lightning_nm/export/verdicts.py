@@ -26,6 +26,7 @@ class Verdict:
         violations: Blocks with more than N nonzeros.
         density: Share of nonzeros.
         note: The axis, or the reason why nothing was checked.
+        stage: The stage of the training's schedule, and when the pattern's own is, if the weight lies in another one.
     """
 
     key: str
@@ -35,6 +36,7 @@ class Verdict:
     violations: int = 0
     density: float = 1.0
     note: str = ""
+    stage: str = ""
 
 
 def classify(key: str, weight: Tensor, pattern: NMPattern) -> Verdict:

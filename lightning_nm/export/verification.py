@@ -18,8 +18,10 @@ from lightning_nm.export.huggingface import named_as_in_model
 from lightning_nm.export.packed_file import PackedFile, is_packed
 from lightning_nm.export.verdicts import Verdict, classify, judge
 from lightning_nm.functional.pattern import NMPattern, PatternLike
+from lightning_nm.functional.stages import DENSE, FINAL
 from lightning_nm.nn.layer.layout import Layout, rows_of
 from lightning_nm.nn.layer.names import key_of_layer, plain_name
+from lightning_nm.nn.layer.state import saved_stages
 from lightning_nm.nn.packed import PackedTensor
 from lightning_nm.nn.packed.tensor import blocks_last
 from lightning_nm.nn.selection.ranges import expanded, grouped, quoted
@@ -321,10 +323,28 @@ def verify_state(weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> lis
         if layer["masked"]:
             layout = layer["layout"]
             rows = rows_of(weights[key], layout)
-            verdicts.append(judge(key, rows, pattern, 1, layout, masked=True))
+            verdict = judge(key, rows, pattern, 1, layout, masked=True)
         else:
-            verdicts.append(Verdict(key, "dense", str(pattern), note="forward weight not masked"))
+            verdict = Verdict(key, "dense", str(pattern), note="forward weight not masked")
+        verdicts.append(replace(verdict, stage=_other_stage(layer, state["clock"])))
     return verdicts
+
+
+def _other_stage(layer: Mapping[str, Any], clock: int) -> str:
+    """The stage of a layer's schedule, and when its pattern's own is; empty if that is the present one."""
+    stage = layer.get("stage", FINAL)
+    if stage == FINAL:
+        return ""
+    pattern = layer["pattern"]
+    begins = {name: begin for begin, name in saved_stages(layer)}
+    # The last of two dense stages.
+    if stage == DENSE and clock >= begins[DENSE] > begins[FINAL]:
+        return (
+            f"the dense end of its schedule: weights were {pattern} before training step {begins[DENSE]}, and are with "
+            "a `schedule` without `dense_end`"
+        )
+    part = "the dense start" if stage == DENSE else f"the stage {stage}"
+    return f"{part} of its schedule: weights are {pattern} from training step {begins[FINAL]}"
 
 
 def _share(verdicts: Sequence[Verdict], sizes: Mapping[str, int]) -> float:
@@ -356,6 +376,8 @@ def _problems(verdicts: Sequence[Verdict], include: Sequence[str]) -> list[str]:
         problems.append("no weight is N:M sparse")
     elif not any(map(_is_sparse, verdicts)):
         problems.append("every weight that is N:M is all zero")
+    stages = {v.stage: None for v in verdicts if v.stage and v.verdict != "N:M"}
+    problems += [f"the checkpoint was saved in {stage}" for stage in stages]
     for glob in include:
         matched: list[set[str]] = [
             {v.key for v in verdicts if _matches(v.key, each)} for each in expanded(glob)

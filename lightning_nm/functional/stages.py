@@ -80,6 +80,13 @@ class Schedule:
             )
         for moment in self.ramp_ends:
             check_moment("ramp_ends", moment)
+        for before, after in pairwise(self.ramp_ends):
+            # Steps and shares can be compared only when the number of steps is known: see _ends().
+            if isinstance(before, float) == isinstance(after, float) and before >= after:
+                raise ValueError(
+                    f"the schedule's ramp_ends={list(self.ramp_ends)} must increase: each pattern of the ramp gives "
+                    "way to the next at its moment"
+                )
 
     @classmethod
     def parse(cls, spec: Mapping[str, Any] | None) -> Schedule | None:
@@ -107,7 +114,7 @@ class Schedule:
         ends = _checked_list("ramp_ends", spec.get("ramp_ends"), "[0.3, 0.5]")
         schedule = cls(
             dense_start=spec.get("dense_start", 0),
-            ramp=tuple(NMPattern.parse(pattern) for pattern in ramp or ()),
+            ramp=tuple(map(_parse_pattern, ramp or ())),
             ramp_ends=None if ends is None else tuple(ends),
             dense_end=spec.get("dense_end", 0),
         )
@@ -169,7 +176,8 @@ class Schedule:
         if any(before >= after for before, after in pairwise(begins)):
             raise ValueError(
                 f"the schedule's ramp leaves a pattern no step: masks come at step {start}, patterns give way to the "
-                f"next at the steps {ends}, and the last one ends at step {stop}"
+                f"next at the steps {ends}, and the last one ends at step {stop}; use other moments, fewer patterns or "
+                "a longer training"
             )
         return ends
 
@@ -181,6 +189,20 @@ def check_narrower(wider: NMPattern, narrower: NMPattern) -> None:
             f"the schedule's ramp goes from {wider} to {narrower}: each pattern must keep fewer entries of blocks of "
             "the same length, as in 8:16, 4:16, 2:16"
         )
+
+
+def describe(stages: Stages, pattern: NMPattern) -> str:
+    """The stages of a layer of this pattern, and the training steps at which they begin, as text.
+
+    Example:
+        >>> describe(((0, "dense"), (5, "final")), NMPattern(2, 4))
+        'dense from training step 0, 2:4 from training step 5'
+    """
+    texts = []
+    for begin, name in stages or ((0, FINAL),):
+        shown = str(pattern) if name == FINAL else name
+        texts.append(f"{shown} from training step {begin}")
+    return ", ".join(texts)
 
 
 def stage_at(stages: Stages, clock: int) -> str:
@@ -195,6 +217,16 @@ def stage_at(stages: Stages, clock: int) -> str:
         if begin <= clock:
             present = name
     return present
+
+
+def _parse_pattern(pattern: PatternLike) -> NMPattern:
+    """A pattern of a ramp."""
+    try:
+        return NMPattern.parse(pattern)
+    except ValueError as error:
+        raise ValueError(
+            f"the schedule's ramp has {pattern!r}: {error}. A dense phase before the ramp is `dense_start`"
+        ) from error
 
 
 def _checked_list(name: str, value: Any, example: str) -> Sequence[Any] | None:

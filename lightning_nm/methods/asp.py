@@ -93,9 +93,11 @@ class ASP(MaskMethod):
         The weight keeps its pruned entries until the next step ends: a fit that fails before changes no weight, and
         loaded weights may be those of the dense phase, whose saved state is loaded next.
         """
-        layer.set_masks(None)
         if self._begun(layer):
+            # A mask that is there moves, so that what changes is counted.
             self._choose_mask(layer)
+        else:
+            layer.set_masks(None)
 
     @torch.no_grad()
     def update(self, layer: NMLayer) -> None:

@@ -81,18 +81,26 @@ def warn_of_late_stop(
         )
 
 
-def refuse_late_masks(layer: NMLayer, stop: int) -> None:
-    """Raise a ``ValueError`` if a user's ``schedule`` brings masks that should move until ``stop`` no earlier."""
-    for begin, name in layer.progress.stages:
-        if name == DENSE:
-            continue
-        if begin >= stop:
-            raise ValueError(
-                f"the masks of {type(layer.spec.method).__name__} would never move: they come at step {begin} by the "
-                f"schedule's dense_start, and move until `stop`, step {stop}, alone (layer '{layer.name}'): use an "
-                "earlier dense_start, or a later `stop`"
-            )
-        return
+def check_moving_masks(layer: NMLayer, stop: int) -> None:
+    """Compare a user's ``schedule`` with the ``stop`` until which masks move.
+
+    Raise a ``ValueError`` if the first masks come no earlier; warn if those of the layer's own pattern do not.
+    """
+    method = type(layer.spec.method).__name__
+    begins = [begin for begin, name in layer.progress.stages if name != DENSE] or [0]
+    # At 0 masks come without a schedule, too.
+    if begins[0] and begins[0] >= stop:
+        raise ValueError(
+            f"the masks of {method} would never move: they come at step {begins[0]} by the schedule's dense_start, and "
+            f"move until `stop`, step {stop}, alone (layer '{layer.name}'): use an earlier dense_start, or a later "
+            "`stop`"
+        )
+    if begins[-1] and begins[-1] >= stop:
+        warnings.warn(
+            f"the {layer.spec.pattern} masks of {method} stand still: the schedule's ramp ends at step {begins[-1]}, "
+            f"and masks move until `stop`, step {stop}, alone; use an earlier end of the ramp, or a later `stop`",
+            stacklevel=2,
+        )
 
 
 def refuse_tensor_parallel(layer: NMLayer, what: str) -> None:
@@ -303,7 +311,7 @@ class Method:
     def check_stages(self, layer: NMLayer) -> None:
         """Refuse stages of a user's ``schedule``, ``layer.progress.stages``, that leave the method nothing to do.
 
-        By a ``ValueError``. The layer's schedule is planned.
+        By a ``ValueError``; a warning if that holds for some of them. The layer's schedule is planned.
         """
 
     def forward_weight(self, layer: NMLayer, weight: Tensor) -> Tensor:

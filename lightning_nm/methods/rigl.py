@@ -20,7 +20,7 @@ from lightning_nm.methods.bame.exchange import (
     gradient_of_window,
 )
 from lightning_nm.methods.bame.optimizer_state import check_optimizer
-from lightning_nm.methods.base import MaskMethod, check_count, check_number, refuse_late_masks
+from lightning_nm.methods.base import MaskMethod, check_count, check_moving_masks, check_number
 from lightning_nm.nn.layer import NMLayer
 
 
@@ -93,8 +93,8 @@ class RigL(MaskMethod):
             )
 
     def check_stages(self, layer: NMLayer) -> None:
-        """Refuse a dense start that lasts until ``stop``."""
-        refuse_late_masks(layer, layer.progress.schedule[0])
+        """Refuse a dense start that lasts until ``stop``, and warn of a ramp that does."""
+        check_moving_masks(layer, layer.progress.schedule[0])
 
     def _moving(self, layer: NMLayer) -> bool:
         """Whether the coming window lies before ``stop``."""

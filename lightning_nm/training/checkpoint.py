@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_nm.functional.stages import FINAL
+from lightning_nm.functional.stages import FINAL, describe
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.layer.names import plain_name
 from lightning_nm.nn.layer.state import (
@@ -307,10 +307,9 @@ def warn_of_changes(
         warnings.warn(
             f"this training began with its {which} layer masked, which stays", stacklevel=3
         )
-    for owner, then, now in _changed_schedules(list(layers.values()), saved, planned_steps):
+    for then, now in _changed_schedules(list(layers.values()), saved, planned_steps):
         warnings.warn(
-            f"this training began with {owner} scheduled at steps {then}, which stays; settings and plan would now "
-            f"make that {now}",
+            f"this training began with {then}, which stays; settings and plan would now make that {now}",
             stacklevel=3,
         )
     changes = set()
@@ -324,9 +323,9 @@ def warn_of_changes(
 
 def _changed_schedules(
     layers: Sequence[NMLayer], saved: Mapping[str, Mapping[str, Any]], planned_steps: int | None
-) -> list[tuple[str, tuple[Any, ...], tuple[Any, ...]]]:
-    """Each saved schedule that would differ if training began now: its owner, the saved and the new one."""
-    changes: set[tuple[str, tuple[Any, ...], tuple[Any, ...]]] = set()
+) -> list[tuple[str, str]]:
+    """Each saved schedule that would differ if training began now, and the new one, as texts."""
+    changes = set()
     for layer in layers:
         state = saved[layer.name]
         method = layer.spec.method
@@ -344,14 +343,17 @@ def _changed_schedules(
                 continue
             then = tuple(state[key])
             if now != then:
-                changes.add((type(owner).__name__, then, now))
+                changes.add((f"{type(owner).__name__} scheduled at steps {then}", str(now)))
         try:
             stages_now = plan_stages(layer, planned_steps)
         except ValueError:
             continue
         stages_then = saved_stages(state)
         if stages_now != stages_then:
-            changes.add(("the schedule's stages", stages_then, stages_now))
+            pattern = layer.spec.pattern
+            changes.add(
+                (f"the schedule {describe(stages_then, pattern)}", describe(stages_now, pattern))
+            )
     return sorted(changes)
 
 

@@ -16,19 +16,28 @@ from torch.optim import SGD, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAd
 
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.layer.storage import PackedStorage, pack_layer, unpack_layer, unpackable
+from lightning_nm.nn.selection.selection import Rule
 
 Storage = Literal["dense", "packed"]
 
 _KNOWN = (Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, SGD)
 
 
-def check_storage(storage: str, methods: Iterable[Any]) -> None:
-    """Refuse an unknown ``storage``, or ``"packed"`` where no method's masks ever come to rest, by a ``ValueError``."""
+def check_storage(storage: str, rules: Iterable[Rule]) -> None:
+    """Refuse an unknown ``storage``, or ``"packed"`` where no rule's masks ever come to rest, by a ``ValueError``."""
     if storage not in get_args(Storage):
         raise ValueError(f"storage={storage!r} is unknown: use 'dense' or 'packed'")
-    methods = list(methods)
-    if storage == "packed" and not any(method.rests for method in methods):
-        names = ", ".join(sorted({type(method).__name__ for method in methods}))
+    if storage == "dense":
+        return
+    rules = list(rules)
+    resting = [rule for rule in rules if rule.method.rests]
+    if resting and all(rule.schedule and rule.schedule.dense_end for rule in resting):
+        raise ValueError(
+            "storage='packed' stores kept entries alone once the mask stays until training ends, which the schedule's "
+            "dense_end never lets it: leave dense_end out, or use storage='dense'"
+        )
+    if not resting:
+        names = ", ".join(sorted({type(rule.method).__name__ for rule in rules}))
         raise ValueError(
             f"storage='packed' stores kept entries alone once the forward mask stands still and is the only one, which "
             f"that of {names} never is: use the method 'asp', 'bame' or 'rigl', or storage='dense'"

@@ -9,7 +9,7 @@ from lightning_nm.cli import main
 from lightning_nm.export import Verification, verify
 from lightning_nm.export.graphs import export_pt2
 from lightning_nm.functional import nm_prune
-from tests.support.lightning_models import Data, callback, make_trainer, new_model
+from tests.support.lightning_models import Data, SaveAt, callback, make_trainer, new_model
 
 
 def test_a_checkpoint_names_its_masked_layers(tmp_path):
@@ -28,6 +28,26 @@ def test_a_checkpoint_names_its_masked_layers(tmp_path):
     result = verify(tmp_path / "broken.ckpt")
     assert not result.ok
     assert result.problems == ["'net.6.weight' is not 2:4: 1 of 2048 blocks hold more"]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_the_stage_of_a_schedule_is_told_of_weights_that_are_not_n_m(tmp_path):
+    schedule = {"dense_start": 1, "ramp": ["3:4"], "ramp_ends": [3], "dense_end": 2}
+    saves = [SaveAt(tmp_path / f"{batch}.ckpt", batch) for batch in (2, 3)]
+    masks = callback("asp", schedule=schedule)
+    # It is saved before the end of the batch, with the masks of its forward pass.
+    first = SaveAt(tmp_path / "1.ckpt", 1)
+    trainer = make_trainer(tmp_path, [first, masks, *saves], max_epochs=1)
+    trainer.fit(new_model(), Data())
+    trainer.save_checkpoint(tmp_path / "6.ckpt")
+    stages = {
+        1: "the dense start of its schedule: weights are 2:4 from training step 3",
+        2: "the stage 3:4 of its schedule: weights are 2:4 from training step 3",
+        6: "the dense end of its schedule: weights were 2:4 before training step 4",
+    }
+    for batch, words in stages.items():
+        assert words in verify(tmp_path / f"{batch}.ckpt").problems[-1]
+    assert verify(tmp_path / "3.ckpt").problems == []
 
 
 def test_a_state_dict_is_classified(tmp_path):

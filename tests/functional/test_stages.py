@@ -61,6 +61,9 @@ def test_a_method_with_dense_phases_of_its_own_has_stages_between_them():
         ({"ramp": ["8:16", "2:8"]}, ValueError, "from 8:16 to 2:8.*blocks of the same length"),
         ({"ramp": ["8:16"], "ramp_ends": [3, 5]}, ValueError, "1 patterns.*2 moments"),
         ({"ramp": ["8:16"], "ramp_ends": [True]}, TypeError, "ramp_ends=True must be"),
+        ({"ramp": ["8:16", "4:16"], "ramp_ends": [9, 5]}, ValueError, r"=\[9, 5\] must increase"),
+        ({"ramp": ["8:16", "4:16"], "ramp_ends": [0.5, 0.5]}, ValueError, "must increase"),
+        ({"ramp": ["16:16"]}, ValueError, "ramp has '16:16'.*dense phase.*is `dense_start`"),
     ],
 )
 def test_what_is_refused_at_once(spec, error, words):
@@ -75,7 +78,7 @@ def test_what_is_refused_at_once(spec, error, words):
         ({"ramp": ["8:16"], "ramp_ends": [0.5]}, None, "ramp_ends=0.5 is a share"),
         ({"dense_end": 5}, None, "leave dense_end out"),
         ({"ramp": ["8:16", "4:16"]}, 2, "leaves a pattern no step"),
-        ({"ramp": ["8:16", "4:16"], "ramp_ends": [5, 5]}, 10, "leaves a pattern no step"),
+        ({"ramp": ["8:16", "4:16"], "ramp_ends": [5, 0.5]}, 10, "no step.*use other moments"),
         ({"ramp": ["8:16"], "ramp_ends": [3], "dense_start": 4}, 10, "masks come at step 4"),
         ({"ramp": ["8:16"], "ramp_ends": [8], "dense_end": 3}, 10, "ends at step 7"),
         ({"dense_start": 12}, 10, "would never be sparse"),

@@ -172,7 +172,7 @@ def test_dense_phases_are_those_that_methods_have_by_themselves(method, phased):
         assert torch.equal(a, b)
 
 
-@pytest.mark.filterwarnings("ignore:RigL never moves", "ignore:BAME")
+@pytest.mark.filterwarnings("ignore:RigL never moves", "ignore:BAME", "ignore:.*stand still")
 @pytest.mark.parametrize("method", WITHOUT_LATENT)
 def test_fixed_masks_narrow_and_dense_phases_begin_without_old_state(method):
     kept = []
@@ -213,7 +213,7 @@ def test_every_method_takes_each_part_or_refuses_it_by_name(method, part):
     refused = resolve_method(method).refused_schedule
     assert set(refused) <= set(PARTS)
     if method == "dense":
-        with pytest.raises(ValueError, match="no layer gets masks or a gradient estimator"):
+        with pytest.raises(ValueError, match=f"schedule has {part}, but no layer gets masks"):
             SparsityConfig("2:4", method, schedule=schedule)
     elif part in refused:
         with pytest.raises(ValueError, match=f"schedule has {part}, which method '{method}'"):
@@ -265,6 +265,11 @@ def test_a_method_that_plans_by_dense_phases_gets_them():
         ({"schedule": {"rampp": []}}, "no 'rampp'; did you mean 'ramp'"),
         ({"method": SoftThreshold()}, "SoftThreshold makes its zeros without the layers' masks"),
         ({"method": ASP(init="zeros")}, "which method 'asp' refuses: init='zeros'"),
+        (
+            {"method": "dense", "grad_estimator": "mvue"},
+            "schedule has ramp, but no layer gets masks: leave that out",
+        ),
+        ({"method": "transposable", "preset": "fst"}, "give the method itself without the preset"),
     ],
 )
 def test_bad_combinations_are_refused_at_once(options, words):
@@ -280,6 +285,16 @@ def test_masks_that_come_too_late_to_move_are_refused_before_training(method):
     with pytest.raises(ValueError, match=r"would never move.*come at step 5.*layer '0'"):
         attach(model, made, {"dense_start": 5})
     assert type(model[0]) is nn.Linear
+    # Without a dense start, `stop` is the method's own affair.
+    with pytest.warns(UserWarning, match="never moves"):
+        attach(model, RigL(every=1, stop=0), {"dense_end": 2})
+
+
+@pytest.mark.parametrize("made", [BAME(every=2), RigL(every=2, stop=0.66)])
+def test_masks_of_the_last_pattern_that_never_move_are_warned_of(made):
+    with pytest.warns(UserWarning, match=r"the 2:4 masks of \w+ stand still.*step 40.*step 40"):
+        attach(net(), made, {"ramp": ["3:4"], "ramp_ends": [40]}, planned_steps=61)
+    attach(net(), made, {"ramp": ["3:4"], "ramp_ends": [39]}, planned_steps=61)
 
 
 def test_rules_have_schedules_of_their_own():
@@ -341,9 +356,11 @@ def test_packed_storage_waits_for_the_last_stage():
 
     run("asp", {"dense_start": 2, "ramp": ["3:4"], "ramp_ends": [5]}, look, storage="packed")
     assert stored == [False] * 4 + [True] * 5
-    stored.clear()
-    run("asp", {"dense_end": 2}, look, storage="packed")
-    assert not any(stored)
+    # Where no layer would ever be packed, that is an error.
+    with pytest.raises(ValueError, match=r"storage='packed' .*leave dense_end out"):
+        SparsityConfig("2:4", "asp", schedule={"dense_end": 2}, storage="packed")
+    rules = [{"include": "0", "schedule": None}]
+    SparsityConfig("2:4", "asp", schedule={"dense_end": 2}, storage="packed", rules=rules)
 
 
 def test_a_resumed_run_keeps_its_stages_and_refuses_another_ramp():
@@ -358,7 +375,8 @@ def test_a_resumed_run_keeps_its_stages_and_refuses_another_ramp():
         again.load_state_dict(state)
         return again
 
-    with pytest.warns(UserWarning, match=r"the schedule's stages scheduled at steps .*stays"):
+    words = "began with the schedule dense from training step 0, 3:4 from training step 2, .* stays; .*step 3"
+    with pytest.warns(UserWarning, match=words):
         again = resume({**WHOLE, "dense_start": 3})
     assert again.layers["0"].progress.stages == sparsifier.layers["0"].progress.stages
     with pytest.raises(ValueError, match="ramp 3:4 in the checkpoint, none here"):
@@ -377,6 +395,7 @@ def test_it_is_seen_in_the_table_and_in_the_log():
     text = "schedule: dense from training step 0, 3:4 from training step 2, 2:4 from training step"
     assert text in out.getvalue()
     assert out.getvalue().count("schedule:") == 1
+    assert "dense from training step 7; the trained model is dense" in out.getvalue()
     found = hyperparameters(made)
     assert [found[f"nm/schedule/{part}"] for part in PARTS] == [2, "3:4", 0.2]
     config = made.config
@@ -425,3 +444,17 @@ def test_compiled_layers_follow_the_pattern():
     torch._dynamo.reset()
     for plain, compiled in zip(*weights, strict=True):
         torch.testing.assert_close(plain, compiled)
+
+
+@pytest.mark.filterwarnings("ignore:RigL never moves", "ignore:BAME adapts once")
+@pytest.mark.parametrize("method", ["asp", "slope", "rigl", "bame", "ste"])
+def test_entries_that_a_narrower_pattern_prunes_are_counted_as_flips(method):
+    flips = {}
+
+    def look(clock, sparsifier, optimizer):
+        flips[clock] = float(sparsifier.layers["0"].masks.flips) / (32 * 16)
+
+    # No mask moves but by the schedule.
+    made = {"rigl": RigL(50, stop=60), "bame": BAME(stop=9, every=50, evidence="batch")}
+    run(made.get(method, method), {"ramp": ["3:4"], "ramp_ends": [4]}, look)
+    assert flips[4] == pytest.approx(0.25, abs=0 if method != "ste" else 0.05)

@@ -11,7 +11,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 
 from lightning_nm.functional.budget import WHOLE
-from lightning_nm.functional.stages import FINAL, Stages
+from lightning_nm.functional.stages import DENSE, describe
 from lightning_nm.methods import MaskMethod
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.layer.names import plain_name
@@ -181,7 +181,9 @@ def phases(sparsifier: NMSparsifier) -> list[str]:
         has_dense_phase = method.dense_start or method.dense_end
         stages = layer.progress.stages
         if stages:
-            lines.append(f"schedule: {_stages(stages, layer)}")
+            ends_dense = stages[-1][1] == DENSE
+            end = "; the trained model is dense" if ends_dense else ""
+            lines.append(f"schedule: {describe(stages, layer.spec.pattern)}{end}")
         if window and has_dense_phase:
             steps = _steps(window, "; the model is dense after that")
             start = "masks at the latest from" if method.may_start_early else "masks from"
@@ -191,15 +193,6 @@ def phases(sparsifier: NMSparsifier) -> list[str]:
             steps = _steps(window, ", then wgrad is dense")
             lines.append(f"{type(layer.spec.estimator).__name__}: from training step {steps}")
     return list(dict.fromkeys(lines))
-
-
-def _stages(stages: Stages, layer: NMLayer) -> str:
-    """The stages and the training steps at which they begin."""
-    texts = []
-    for begin, name in stages:
-        pattern = str(layer.spec.pattern) if name == FINAL else name
-        texts.append(f"{pattern} from training step {begin}")
-    return ", ".join(texts)
 
 
 def owned_parameters(sparsifier: NMSparsifier) -> list[str]:

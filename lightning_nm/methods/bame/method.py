@@ -37,7 +37,7 @@ from lightning_nm.methods.bame.exchange import (
 from lightning_nm.methods.bame.optimizer_state import check_optimizer, clear_entries, group_of
 from lightning_nm.methods.bame.packed import begin_packed_step, finish_packed_step
 from lightning_nm.methods.bame.statistics import PhaseTotals, evolution_statistics
-from lightning_nm.methods.base import MaskMethod, check_option, refuse_late_masks
+from lightning_nm.methods.base import MaskMethod, check_moving_masks, check_option
 from lightning_nm.methods.bi_mask import BiMask
 from lightning_nm.nn.layer import NMLayer
 
@@ -180,8 +180,8 @@ class BAME(MaskMethod):
             )
 
     def check_stages(self, layer: NMLayer) -> None:
-        """Refuse a dense start that lasts until ``stop``."""
-        refuse_late_masks(layer, layer.progress.schedule[1])
+        """Refuse a dense start that lasts until ``stop``, and warn of a ramp that does."""
+        check_moving_masks(layer, layer.progress.schedule[1])
 
     def end_masks(self, layer: NMLayer) -> None:
         """End the masks, and with them the evidence and the counts of exchanges."""

@@ -35,9 +35,8 @@ class LayerSpec:
     # What draws W_B of W_F in the dgrad GEMM; None uses the method's W_B.
     dgrad: GradientEstimator | None = None
     budgeted: bool = False  # whether N is chosen for the layer, under a budget of the whole model
-    schedule: Schedule | None = (
-        None  # a dense start, a ramp of patterns to `pattern`, and a dense end
-    )
+    # A dense start, a ramp of patterns to `pattern`, and a dense end.
+    schedule: Schedule | None = None
     tied: tuple[tuple[nn.Module, str], ...] = ()
     """Other modules that hold the same parameter, with its name in them: they use the same masks."""
 
