@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from lightning_nm import BAME, BiMask, NMSparsifier
+from lightning_nm.kernels.blocks import BlockGrid
 from lightning_nm.kernels.cpu import evolution, library
 from tests.support.bame import OPTIMIZERS
 from tests.support.cpu_products import LEVELS, at_level
@@ -47,7 +48,7 @@ def test_all_halves_are_read_and_written():
         finite = value[:, 1].isfinite() & (value[:, 1] != 0)
         weight = torch.zeros(len(value), 2, dtype=dtype)
         bits = torch.tensor([1, 0], dtype=torch.uint8).expand(len(value), 2).contiguous()
-        grid = evolution.BlockGrid.of(weight, 2)
+        grid = BlockGrid.of(weight, 2)
         done = evolution.exchange(
             grid,
             bits,
@@ -59,7 +60,7 @@ def test_all_halves_are_read_and_written():
             torch.zeros(len(value) // 4 + 1, dtype=torch.uint8),
             [],
             len(value),
-            1.0,
+            torch.tensor(1.0),
             1.0,
         )
         assert done.blocks == int(finite.sum())
