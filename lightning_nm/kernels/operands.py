@@ -284,5 +284,5 @@ def _kernels_for(matrix: Tensor, dtype: torch.dtype) -> ModuleType | None:
 
 
 def triton_kernels() -> ModuleType | None:
-    """Import the Triton kernels when they are first needed; ``None`` if Triton is not installed."""
-    return triton_use.kernels("operands_triton") if triton_use.is_installed() else None
+    """Import the Triton kernels when they are first needed; ``None`` without Triton, or if they are switched off."""
+    return None if triton_use.unavailable() else triton_use.kernels("operands_triton")

@@ -315,7 +315,7 @@ def _magnitude(x):
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["exchanges"])  # it differs in every step
 def _exchange(
     pruned_places,
     regrown_places,
