@@ -256,7 +256,15 @@ def advance_rows(
     passes = passes_for(bits, evidence.value, evidence.square, grad)
     if in_single_precision and passes is not None:
         return _gather_in_one_pass(passes, bits, stored, grad, size, limit, mask_grad=False)
+    return advance_reference(evidence, bits, grad, size, limit)
+
+
+def advance_reference(
+    evidence: Evidence, bits: Tensor, grad: Tensor, size: Tensor, limit: Tensor
+) -> Evidence:
+    """Compute :func:`advance_rows` by torch operations."""
     mask = bits.bool()
+    stored = _Stored(evidence.value, evidence.square, evidence.count, None)
     advanced = _read(stored, mask, limit)
     advanced.add(grad, mask, size)
     return advanced
