@@ -1,4 +1,4 @@
-"""Bandwidth of the preprocessing kernels on a CUDA device, in GB/s of the least traffic, interleaved in one process.
+"""Bandwidth of the Triton kernels on a CUDA device, in GB/s of the least traffic, interleaved in one process.
 
     python -m benchmarks.gpu.preprocess [--shapes 4096x11008 ...] [--tokens 16384] [--repeats 20] [--json FILE]
     [TRITON_INTERPRET=1] python -m benchmarks.gpu.preprocess --dry-run    # tiny, on a CPU: shows that it runs
@@ -6,8 +6,9 @@
 Each row is one way to make something of one input; its bytes are those that must be read and written once. ``gather,
 then estimate`` and ``gather and estimate`` make the same and have the same bytes, so their GB/s compare. ``of copy`` is
 the bandwidth relative to that of ``Tensor.copy_`` moving the same number of bytes: a kernel that is bound by memory
-alone reaches about 1. ``torch x`` is how many times longer the torch operations take. An input that fits the L2 cache
-is refused: it would stay there from one repeat to the next.
+alone reaches about 1. ``torch x`` is how many times longer the torch operations take. ``BAME`` has the passes over a
+weight that an adaptation makes. An input that fits the L2 cache is refused: it would stay there from one repeat to the
+next.
 No measurement begins after ``--seconds``; what is left out then is said.
 """
 
@@ -28,9 +29,13 @@ from torch import Tensor
 from benchmarks.gpu.report import Report
 from benchmarks.gpu.setting import NotAsked, Setting
 from benchmarks.timing import interleaved
-from lightning_nm.functional import fold_seed
+from lightning_nm.functional import fold_seed, nm_mask
+from lightning_nm.functional.evolution import as_blocks, best_swaps, evidence_scores
 from lightning_nm.functional.mask_bits import BACKWARD_BIT, FORWARD_BIT
 from lightning_nm.functional.pattern import NMPattern
+from lightning_nm.functional.select import mask_
+from lightning_nm.kernels.blocks import BlockGrid, EvidenceStep
+from lightning_nm.kernels.evolution import passes_for
 from lightning_nm.kernels.operands import (
     TOKENS,
     masked_backward,
@@ -41,6 +46,14 @@ from lightning_nm.kernels.operands import (
     permuted_columns,
     permuted_columns_reference,
     triton_kernels,
+)
+from lightning_nm.methods.bame.evidence import (
+    DECAY,
+    EPSILON,
+    SCALE,
+    Evidence,
+    advance_reference,
+    bias_correction,
 )
 
 PATTERN = NMPattern(2, 4)
@@ -127,6 +140,44 @@ def ways_of_a_gradient(grad: Tensor, permutation: Tensor) -> list[Way]:
     ]
 
 
+def ways_of_an_adaptation(weight: Tensor, pattern: NMPattern) -> list[Way]:
+    entries, size, m = weight.numel(), weight.element_size(), pattern.m
+    mask = nm_mask(torch.rand_like(weight), pattern)
+    bits, grad = mask.to(torch.uint8), torch.randn_like(weight)
+    value = torch.where(mask, 0, 0.1 * torch.randn_like(weight).float())
+    old = Evidence(value / SCALE, value.square(), torch.ones((), device=weight.device))
+    rate, limit = torch.tensor([1e-3, 1e3], device=weight.device)
+    correction = bias_correction(old.count + 1)
+    step = EvidenceStep(SCALE, 1.0, limit, correction, rate, DECAY, EPSILON)
+    grid = BlockGrid.of(weight, m)
+    passes = passes_for(weight, bits, value)
+
+    def advance() -> object:
+        if passes is None:
+            return advance_twin()
+        return passes.gather_evidence(bits, grad, old.value, old.square, step, mask_grad=True)
+
+    def advance_twin() -> object:
+        advanced = advance_reference(old, bits, grad, rate, limit)
+        mask_(grad, mask)
+        return advanced
+
+    def best() -> object:
+        return best_twin() if passes is None else passes.best(grid, bits, weight, value)
+
+    def best_twin() -> object:
+        mask_(weight, mask)
+        kept = as_blocks(mask, m)
+        scores = evidence_scores(as_blocks(weight.float(), m), as_blocks(value, m), kept)
+        return best_swaps(scores, kept)
+
+    # U and V are read and written, as is the gradient; of each block a gain and two bytes are written.
+    return [
+        Way("evidence", entries * (1 + 2 * size + 4 * 4), advance, advance_twin),
+        Way("best exchange", entries * (1 + 2 * size + 4) + entries // m * 6, best, best_twin),
+    ]
+
+
 def inputs(
     shapes: Sequence[str], tokens: int, device: str
 ) -> Iterator[tuple[str, tuple[int, ...], Callable[[], list[Way]]]]:
@@ -154,6 +205,12 @@ def inputs(
                 weight, marks, torch.randperm(out, device=device) if permuted else None
             )
 
+        def adaptation(
+            dtype: torch.dtype, pattern: NMPattern, out: int = out, columns: int = columns
+        ) -> list[Way]:
+            weight = torch.randn(out, columns, device=device).to(dtype)
+            return ways_of_an_adaptation(weight, pattern)
+
         yield "dY bfloat16", (tokens, out), gradient
         for transposed in (False, True):
             for permuted in (False, True):
@@ -161,6 +218,10 @@ def inputs(
                     name = f"W {str(dtype).removeprefix('torch.')}"
                     name += ", stored [in, out]" * transposed + ", permuted" * permuted
                     yield name, (out, columns), partial(weight, dtype, permuted, transposed)
+        for pattern in (PATTERN, NMPattern(1, 16)):
+            for dtype in (torch.float32, torch.bfloat16):
+                name = f"BAME {pattern} {str(dtype).removeprefix('torch.')}"
+                yield name, (out, columns), partial(adaptation, dtype, pattern)
 
 
 def measure(

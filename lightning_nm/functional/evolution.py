@@ -185,6 +185,30 @@ def select_blocks(value: Tensor, oscillation: Tensor, budget: int) -> Tensor:
     return chosen_b.nonzero().squeeze(1)
 
 
+def count_oscillations(
+    oscillation: Tensor, exchanged: Tensor, blocks: Tensor, pruned: Tensor, regrown: Tensor
+) -> None:
+    """Count the blocks of which an entry was exchanged before, up to 255 times, and note these entries, in place.
+
+    Args:
+        oscillation: uint8 ``[B]``, how often each block oscillated.
+        exchanged: uint8 ``[entries / 8]``, a bit for each entry: :func:`lightning_nm.functional.pack_mask`.
+        blocks: The numbers of the blocks that exchange, int64 ``[K]``, each once.
+        pruned: The number of the pruned entry of each in row-major order, int64 ``[K]``.
+        regrown: That of the regrown one.
+    """
+    entries = torch.cat([pruned, regrown])
+    bytes_ = entries // 8
+    bits = torch.ones_like(entries) << (entries % 8)
+    was_exchanged = (exchanged[bytes_].long() & bits).ne(0)
+    before_pruned, before_regrown = was_exchanged.chunk(2)
+    again = blocks[before_pruned | before_regrown]
+    oscillation[again] = oscillation[again].clamp(max=254) + 1
+    # No two entries have the same bit, so that a sum sets it.
+    new_bits = bits.masked_fill(was_exchanged, 0).to(torch.uint8)
+    exchanged.index_put_((bytes_,), new_bits, accumulate=True)
+
+
 def drop_and_grow(weight: Tensor, grad: Tensor, mask: Tensor, drops: int) -> Tensor:
     r"""Return the mask after RigL's update: drop kept entries of the least magnitude, and grow as many in each block.
 

@@ -2,7 +2,8 @@
 
 Each function has two implementations: torch operations, which run everywhere and define the result, and a Triton
 kernel for CUDA tensors, used if Triton is installed. Both round the same in the same order, so the results have the
-same bits (except for signs of NaNs). ``TRITON_INTERPRET=1`` runs the Triton kernels on the CPU, slowly.
+same bits (except for signs of NaNs). ``TRITON_INTERPRET=1`` runs the Triton kernels on the CPU, slowly, and
+``LIGHTNING_NM_TRITON=0`` leaves all to torch.
 
 Operands of another dtype than stated raise a TypeError, those of another shape, layout or device a ValueError.
 Results are contiguous and have no autograd history.
@@ -10,9 +11,6 @@ Results are contiguous and have no autograd history.
 
 from __future__ import annotations
 
-import functools
-import importlib
-import os
 from types import ModuleType
 from typing import Any, overload
 
@@ -23,6 +21,7 @@ from lightning_nm.functional import counter_uniform, mvue
 from lightning_nm.functional.mask_bits import BACKWARD_BIT, FORWARD_BIT
 from lightning_nm.functional.pattern import NMPattern, PatternLike
 from lightning_nm.functional.select import masked
+from lightning_nm.kernels.gpu import triton_use
 
 TOKENS = 16
 """The tokens of a sparse wgrad are padded to a multiple of this: cuSPARSELt's rule for half types."""
@@ -281,20 +280,9 @@ def _kernels_for(matrix: Tensor, dtype: torch.dtype) -> ModuleType | None:
         return None
     if matrix.dtype not in _TRITON_DTYPES or dtype not in _TRITON_DTYPES:
         return None
-    if matrix.device.type == "cpu":
-        # Triton's interpreter runs the kernels in NumPy: for tests of the kernels alone.
-        usable = os.environ.get("TRITON_INTERPRET") == "1"
-    else:
-        usable = matrix.device.type == "cuda"
-    return triton_kernels() if usable else None
+    return triton_kernels() if triton_use.runs_on(matrix.device) else None
 
 
-@functools.cache
 def triton_kernels() -> ModuleType | None:
-    """Import the Triton kernels when they are first needed; ``None`` if Triton is not installed."""
-    try:
-        importlib.import_module("triton")
-    except ImportError:
-        return None
-    # Outside of the `try`: an error in this package's own file must not look like a missing Triton.
-    return importlib.import_module("lightning_nm.kernels.gpu.operands_triton")
+    """Import the Triton kernels when they are first needed; ``None`` without Triton, or if they are switched off."""
+    return None if triton_use.unavailable() else triton_use.kernels("operands_triton")

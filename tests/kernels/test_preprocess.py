@@ -9,6 +9,7 @@ from torch import nn
 from lightning_nm import MVUE, NMSparsifier
 from lightning_nm.functional import fold_seed, is_nm, mask_bits
 from lightning_nm.kernels import operands as preprocess
+from lightning_nm.kernels.gpu import triton_use
 from lightning_nm.kernels.operands import (
     masked_backward,
     masked_forward,
@@ -188,13 +189,13 @@ def test_nothing_in_nothing_out():
 def test_without_triton_the_torch_operations_serve(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setitem(sys.modules, "triton", None)
-    preprocess.triton_kernels.cache_clear()
+    triton_use.is_installed.cache_clear()
     assert preprocess.triton_kernels() is None
     grad = torch.randn(8, 4)
     assert torch.equal(
         mvue_transposed(grad, SEED)[:, :8], MVUE("2:4").estimate(None, grad, SEED).t()
     )
-    preprocess.triton_kernels.cache_clear()
+    triton_use.is_installed.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@
 environment decides which of these tests run.
 """
 
-import os
 import re
 
 import pytest
@@ -23,8 +22,8 @@ from lightning_nm.kernels.operands import (
     permuted_columns,
     triton_kernels,
 )
+from tests.support.triton_kernels import assembly, interpreted, needs_compiler, needs_interpreter
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 PATTERNS = ["2:4", "1:2", "1:4", "3:4", "2:8", "2:16"]
 SIZES = st.integers(1, 140)
@@ -57,12 +56,6 @@ if kernels is not None:
             tl.store(result + 4 * lane + i, found[i])
 
 
-needs_interpreter = pytest.mark.skipif(
-    kernels is None or not INTERPRETED, reason="needs Triton and TRITON_INTERPRET=1"
-)
-needs_compiler = pytest.mark.skipif(
-    kernels is None or INTERPRETED, reason="needs Triton, and no TRITON_INTERPRET"
-)
 pytestmark = [
     # The interpreter's numpy: 0 / 0 in blocks of zeros, and results beyond float16.
     pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
@@ -78,15 +71,6 @@ def bits(x):
 def raw(x):
     """The bits of numbers, NaNs as they are."""
     return x.view({2: torch.int16, 4: torch.int32}[x.element_size()])
-
-
-def interpreted(x, dtype):
-    """Cast float32 as Triton's interpreter does: to bfloat16 it cuts where hardware and torch round to nearest."""
-    return (
-        (x.view(torch.int32) & -(1 << 16)).view(torch.float32).to(dtype)
-        if dtype == torch.bfloat16
-        else x.to(dtype)
-    )
 
 
 def values(generator, dtype, *shape):
@@ -236,22 +220,6 @@ def test_interpreted_draws_at_the_edges():
     result = torch.empty_like(x)
     draw[(1,)](x, uniform, result, BLOCKS=2**16)
     assert torch.equal(result, mvue(x, "2:4", uniform=uniform.unsqueeze(-1)))
-
-
-def assembly(kernel, types, constants, aligned=False, **options):
-    """PTX for an H100; ``aligned`` as Triton finds addresses and sizes that are multiples of 16."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
-    values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-    attributes = (
-        {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in types}
-        if aligned
-        else None
-    )
-    source = ASTSource(kernel, signature, values, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
 
 
 @pytest.mark.slow

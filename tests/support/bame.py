@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from lightning_nm import NMSparsifier
+from lightning_nm import BAME, NMSparsifier
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, weight_decay=1e-2, nesterov=True),
@@ -22,6 +22,32 @@ def linear(method, pattern="2:4", make=OPTIMIZERS["sgd"], dtype=torch.float64, s
     optimizer = make(module.parameters())
     sparsifier.register(optimizer)
     return module, sparsifier, optimizer, sparsifier.layers["0"]
+
+
+def trained(name, dtype, make, steps=8):
+    """The tensors of a layer after a few adaptations by random gradients, and how many mask bits moved."""
+    torch.manual_seed(0)
+    module = nn.Sequential(make()).to(dtype)
+    method = BAME(stop=50, evidence_rate=0.2, gradient_every=2, every=3)
+    sparsifier = NMSparsifier(module, "1:8", method, skip_first_last=False).attach()
+    optimizer = OPTIMIZERS[name](module.parameters())
+    sparsifier.register(optimizer)
+    (layer,) = sparsifier.layers.values()
+    for _ in range(steps):
+        layer.weight.grad = torch.randn(layer.weight.shape).to(dtype)
+        sparsifier.before_step(optimizer)
+        optimizer.step()
+        sparsifier.step()
+    state = {f"state {key}": value for key, value in optimizer.state[layer.weight].items()}
+    state = {key: value for key, value in state.items() if value is not None}
+    return {
+        "weight": layer.weight,
+        "gradient": layer.weight.grad,
+        "bits": layer.masks.bits,
+        "flips": int(layer.masks.total_flips),
+        **layer.buffers,
+        **state,
+    }
 
 
 def batch(step, dtype=torch.float64):

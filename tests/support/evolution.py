@@ -14,6 +14,7 @@ from lightning_nm.functional.evolution import (
     evidence_scores,
     select_blocks,
 )
+from lightning_nm.kernels.blocks import BlockGrid, EvidenceStep
 from lightning_nm.kernels.cpu import evolution
 from lightning_nm.methods.bame.evidence import DECAY, EPSILON, SCALE, Evidence
 
@@ -106,21 +107,26 @@ def same(a, b):
 def compare(c):
     """Assert that each pass gives what torch does."""
     assert evolution.runs(c.weight, c.grad, c.value, c.square, c.bits)
+    compare_bame(c, evolution)
     _compare_mask(c)
     _compare_size(c)
-    _compare_evidence(c)
-    _compare_best(c)
-    _compare_exchange(c)
     _compare_decay(c)
     _compare_largest(c)
     _compare_largest_of_columns(c)
 
 
-def _compare_best(c):
-    grid = evolution.BlockGrid.of(c.rows, c.m)
+def compare_bame(c, passes, cast=torch.Tensor.to):
+    """Assert that the passes of a module which are BAME's give what torch does; ``cast`` rounds as they do."""
+    _compare_evidence(c, passes)
+    _compare_best(c, passes)
+    _compare_exchange(c, passes, cast)
+
+
+def _compare_best(c, passes):
+    grid = BlockGrid.of(c.rows, c.m)
     assert grid is not None
     weight = c.weight.clone()
-    pruned, regrown, gain = evolution.best(grid, c.bits, weight, c.value)
+    pruned, regrown, gain = passes.best(grid, c.bits, weight, c.value)
     assert same(weight, torch.where(c.mask, c.weight, 0))
     value, mask = c.value, c.mask
     if c.rows.shape != c.weight.shape or c.rows.stride() != c.weight.stride():
@@ -147,7 +153,7 @@ def _compare_decay(c):
 def _compare_largest(c):
     bits = c.bits
     n = 1 + c.budget % (c.m - 1)
-    grid = evolution.BlockGrid.of(c.rows, c.m)
+    grid = BlockGrid.of(c.rows, c.m)
     changed = evolution.keep_largest(grid, n, c.weight, bits)
     mask = nmf.magnitude_mask(c.rows, f"{n}:{c.m}", dim=1)
     if c.rows.shape != c.weight.shape or c.rows.stride() != c.weight.stride():
@@ -184,7 +190,7 @@ def _compare_size(c):
     torch.testing.assert_close(found, expected.double(), rtol=1e-9, atol=1e-30, equal_nan=True)
 
 
-def _compare_evidence(c):
+def _compare_evidence(c, passes):
     count = torch.tensor(4.0)
     own_ratio = 0.7
     limit = 2.0
@@ -198,22 +204,28 @@ def _compare_evidence(c):
     for grad, size in ((None, 0.0), (c.grad, 0.3)):
         if grad is not None:
             evidence.add(grad, c.mask, torch.tensor(size))
-        step = evolution.EvidenceStep(
+        step = EvidenceStep(
             unit=SCALE,
             own_ratio=own_ratio,
-            limit=limit,
-            decay=DECAY,
+            limit=torch.tensor(limit),
             correction=evidence.correction(),
+            size=torch.tensor(size),
+            decay=DECAY,
             epsilon=EPSILON,
-            size=size,
         )
-        value, square = evolution.gather_evidence(c.bits, grad, old_value, c.square, step)
+        for mask_grad in (False, True):
+            found_grad = None if grad is None else grad.clone()
+            value, square = passes.gather_evidence(
+                c.bits, found_grad, old_value, c.square, step, mask_grad=mask_grad
+            )
+            if grad is not None:
+                assert same(found_grad, torch.where(c.mask, grad, 0) if mask_grad else grad)
         torch.testing.assert_close(value, evidence.value, rtol=1e-5, atol=1e-6, equal_nan=True)
         torch.testing.assert_close(square, evidence.square, rtol=1e-6, atol=0, equal_nan=True)
         assert not value[c.mask].any()
     for whole in (False, True):
         kept_value, kept_square = old_value.clone(), c.square.clone()
-        evolution.keep_evidence(
+        passes.keep_evidence(
             c.bits,
             value,
             square,
@@ -228,7 +240,7 @@ def _compare_evidence(c):
         assert same(kept_square, torch.where(written, square, c.square))
 
 
-def _compare_exchange(c):
+def _compare_exchange(c, passes, cast):
     transposed = c.rows.shape != c.weight.shape or c.rows.stride() != c.weight.stride()
 
     def blocks_of(tensor):
@@ -246,7 +258,7 @@ def _compare_exchange(c):
     pruned, regrown = index_of(swaps.pruned), index_of(swaps.regrown)
     weight = torch.where(c.mask, c.weight, 0)
     weight[pruned] = 0
-    weight[regrown] = value[regrown].to(weight.dtype)
+    weight[regrown] = cast(value[regrown], weight.dtype)
     grad = c.grad.clone()
     grad[pruned] = 0
     mask = c.mask.clone()
@@ -277,14 +289,14 @@ def _compare_exchange(c):
         "exchanged": nmf.pack_mask(c.exchanged),
     }
     states = [(c.grad.clone(), False), (c.square.clone(), True)]
-    grid = evolution.BlockGrid.of(c.rows, c.m)
+    grid = BlockGrid.of(c.rows, c.m)
     assert grid is not None
-    done = evolution.exchange(
+    done = passes.exchange(
         grid,
         square=c.square,
         states=states,
         budget=c.budget,
-        correction=correction,
+        correction=torch.tensor(correction),
         moment=moment,
         **found,
     )

@@ -11,6 +11,7 @@ import torch
 
 from lightning_nm.kernels import GemmKernel
 from lightning_nm.kernels.cpu import library
+from lightning_nm.kernels.gpu import triton_use
 from lightning_nm.kernels.router.cache import Environment, environment_of
 from lightning_nm.kernels.router.registry import KernelRegistry, reason_or_error
 
@@ -65,6 +66,8 @@ class Machine:
     capability: str | None  # compute capability, such as "9.0"; None without CUDA
     kernels: tuple[KernelState, ...]
     cpu: Cpu | None = None  # None if the device is a GPU
+    triton: str | None = None
+    """Why no Triton kernel runs, empty if they do; ``None`` if the device is a CPU."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the machine as primitives, for JSON."""
@@ -74,6 +77,7 @@ class Machine:
             **asdict(self.environment),
             "capability": self.capability,
             "cpu": cpu,
+            "triton": self.triton,
             "kernels": kernels,
         }
 
@@ -96,7 +100,8 @@ def examine(registry: KernelRegistry | None = None, device: torch.device | None 
         major, minor = torch.cuda.get_device_capability(device)
         capability = f"{major}.{minor}"
     cpu = _cpu() if device.type == "cpu" else None
-    return Machine(environment_of(device), capability, tuple(states), cpu)
+    triton = triton_use.unavailable() if device.type == "cuda" else None
+    return Machine(environment_of(device), capability, tuple(states), cpu, triton)
 
 
 def _current_device() -> torch.device:

@@ -41,6 +41,8 @@ def _machine_table(machine: Machine) -> Table:
         table.add_row("device", f"{environment.device}{capability}")
         for name in ("driver", "torch", "cuda", "cusparselt"):
             table.add_row(name, getattr(environment, name) or "none")
+        if machine.triton is not None:
+            table.add_row("triton", _triton_use(machine.triton))
     else:
         for name, value in _cpu_rows(machine.cpu):
             table.add_row(name, value)
@@ -65,6 +67,13 @@ def _why(kernel: KernelState) -> str:
         return "the dense product on masked operands, always available"
     texts = [text for text in (kernel.reason, kernel.remark) if text]
     return "; ".join(texts) or "passed its numeric check on this device"
+
+
+def _triton_use(reason: str) -> str:
+    """Whether Triton kernels run, from the reason why they do not."""
+    if reason:
+        return f"{reason}: torch prepares operands, and makes BAME's passes"
+    return "its kernels prepare operands, and make BAME's passes"
 
 
 def _cpu_rows(cpu: Cpu) -> list[tuple[str, str]]:

@@ -9,19 +9,23 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lightning_nm.functional.mask_bits import BACKWARD_BIT, FORWARD_BIT
+from lightning_nm.kernels.blocks import (
+    LONGEST_BLOCK,
+    BlockGrid,
+    EvidenceStep,
+    Exchanged,
+    count_writes,
+)
 from lightning_nm.kernels.cpu import library
 from lightning_nm.kernels.cpu.library import Evolution
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """The dtypes of weights, gradients and optimizer state, by their numbers in the library."""
-LONGEST_BLOCK = 32
-MOST_STATES = 4
 _FEW = 4096  # entries up to which calls of torch are as fast
 _KEPT_SIZE, _GATHER, _BEST, _EXCHANGE, _KEEP, _MASK, _DECAY, _LARGEST, _LARGEST_OF_COLUMNS = range(
     9
@@ -36,12 +40,13 @@ def runs(*tensors: Tensor | None) -> bool:
     """Tell whether the library takes these tensors: on the CPU, in row-major order, of a dtype that it knows."""
     if torch.compiler.is_compiling() or library.unavailable():
         return False
-    return all(tensor is None or _is_plain(tensor) for tensor in tensors)
+    return all(tensor is None or is_row_major(tensor) for tensor in tensors)
 
 
-def _is_plain(tensor: Tensor) -> bool:
+def is_row_major(tensor: Tensor, device_type: str = "cpu") -> bool:
+    """Tell whether a pass can read a tensor by its address: on a device of this type, row-major, of a known dtype."""
     return (
-        library.is_plain(tensor)
+        library.is_plain(tensor, device_type)
         and (tensor.dtype in DTYPES or tensor.dtype in (torch.uint8, torch.bool))
         and tensor.is_contiguous()
         and not tensor.is_inference()
@@ -64,11 +69,16 @@ def _run(number: int, job: Evolution) -> None:
         raise MemoryError("there is no memory for a pass over a weight")
 
 
-def _written(*tensors: Tensor | None) -> None:
-    """Let torch count a write to each of these tensors."""
-    for tensor in tensors:
-        if tensor is not None:
-            tensor.detach().view(-1)[:0].zero_()
+def _write_grid(grid: BlockGrid, job: Evolution) -> None:
+    """Describe the blocks of a weight to the library."""
+    job.blocks = job.entries // grid.m
+    job.blocks_per_row = grid.per_row
+    job.taps = grid.taps
+    job.m = grid.m
+    job.out_stride = grid.out_stride
+    job.tap_stride = grid.tap_stride
+    job.in_stride = grid.in_stride
+    job.in_line = grid.in_line
 
 
 @torch.no_grad()
@@ -81,7 +91,7 @@ def mask_(x: Tensor, bits: Tensor) -> bool:
     if x.numel() <= _FEW or x.shape != bits.shape or not runs(x, bits):
         return False
     _run(_MASK, _job(bits, x))
-    _written(x)
+    count_writes(x)
     return True
 
 
@@ -91,7 +101,7 @@ def decay_(grad: Tensor, weight: Tensor, bits: Tensor, factor: float) -> None:
     job = _job(bits, weight, grad)
     job.size = factor
     _run(_DECAY, job)
-    _written(grad)
+    count_writes(grad)
 
 
 @torch.no_grad()
@@ -101,10 +111,10 @@ def keep_largest(grid: BlockGrid, n: int, weight: Tensor, bits: Tensor) -> int:
     Of equal entries the first are kept; NaN is below all numbers. Returns how many bits changed.
     """
     job = _job(bits, weight)
-    grid.write(job)
+    _write_grid(grid, job)
     job.n = n
     _run(_LARGEST, job)
-    _written(bits)
+    count_writes(bits)
     return int(job.better)
 
 
@@ -129,7 +139,7 @@ def keep_largest_of_columns(
     job.order = order.data_ptr()
     job.columns = rows[0].numel()
     _run(_LARGEST_OF_COLUMNS, job)
-    _written(bits)
+    count_writes(bits)
 
 
 def has_whole_rows(rows: Tensor, weight: Tensor, m: int) -> bool:
@@ -150,33 +160,26 @@ def size_of_kept(weight: Tensor, bits: Tensor) -> float:
     return math.sqrt(job.kept_square / max(job.kept, 1))
 
 
-@dataclass(frozen=True)
-class EvidenceStep:
-    r"""How evidence advances; see :class:`lightning_nm.methods.bame.evidence.Evidence`.
+@torch.no_grad()
+def gather_evidence(
+    bits: Tensor,
+    grad: Tensor | None,
+    old_value: Tensor,
+    old_square: Tensor,
+    step: EvidenceStep,
+    *,
+    mask_grad: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return U, which is 0 at kept entries, and V after one more gradient; without one, as they were.
 
     Args:
-        unit: A power of two; the old values are U divided by it.
-        own_ratio: What the old V of kept entries is multiplied by.
-        limit: Old values beyond it in magnitude are set to 0.
-        decay: :math:`\beta`.
-        correction: :math:`1 - \beta^t`, of the gradients so far including this one.
-        epsilon: :math:`\epsilon`.
-        size: r.
+        bits: The masks, uint8.
+        grad: The dense gradient of the weight; with ``mask_grad`` its pruned entries become +0.0 afterwards.
+        old_value: What :func:`keep_evidence` kept of U, float32.
+        old_square: The same of V.
+        step: The numbers.
+        mask_grad: Whether to mask the gradient, in place.
     """
-
-    unit: float
-    own_ratio: float
-    limit: float
-    decay: float
-    correction: float
-    epsilon: float
-    size: float
-
-
-def gather_evidence(
-    bits: Tensor, grad: Tensor | None, old_value: Tensor, old_square: Tensor, step: EvidenceStep
-) -> tuple[Tensor, Tensor]:
-    """Return U, which is 0 at kept entries, and V after one more gradient; without one, as they were."""
     value = torch.empty_like(old_value)
     square = torch.empty_like(old_square)
     job = _job(bits, grad=grad)
@@ -186,13 +189,16 @@ def gather_evidence(
     job.square = square.data_ptr()
     job.unit = step.unit
     job.own_ratio = step.own_ratio
-    job.limit = step.limit
+    job.limit = float(step.limit)
     job.decay = step.decay
     job.take = 1 - step.decay
-    job.correction = step.correction
+    job.correction = float(step.correction)
     job.epsilon = step.epsilon
-    job.size = step.size
+    job.size = float(step.size)
     _run(_GATHER, job)
+    if mask_grad and grad is not None:
+        _run(_MASK, _job(bits, grad))
+        count_writes(grad)
     return value, square
 
 
@@ -217,60 +223,7 @@ def keep_evidence(
     job.whole_value = whole_value
     job.whole_square = whole_square
     _run(_KEEP, job)
-    _written(kept_value, kept_square)
-
-
-@dataclass(frozen=True)
-class BlockGrid:
-    """Where the blocks of a row-major weight lie, in entries.
-
-    Block ``(o * taps + t) * per_row + c`` has its entry k at
-    ``o * out_stride + t * tap_stride + (c * m + k) * in_stride``.
-    """
-
-    m: int
-    per_row: int
-    taps: int
-    out_stride: int
-    tap_stride: int
-    in_stride: int
-
-    @classmethod
-    def of(cls, rows: Tensor, m: int) -> BlockGrid | None:
-        """The blocks of ``rows [out, in, *taps]``, a view of a row-major tensor; ``None`` where it cannot say that."""
-        if m > LONGEST_BLOCK or rows.shape[1] % m or not rows.numel():
-            return None
-        taps = rows.shape[2:]
-        expected = rows.stride(-1) if taps else 0
-        # The taps of a convolution must follow each other at one distance.
-        for size, stride in zip(reversed(taps), reversed(rows.stride()[2:]), strict=True):
-            if stride != expected:
-                return None
-            expected *= size
-        return cls(
-            m=m,
-            per_row=rows.shape[1] // m,
-            taps=math.prod(taps),
-            out_stride=rows.stride(0),
-            tap_stride=rows.stride(-1) if taps else 0,
-            in_stride=rows.stride(1),
-        )
-
-    def write(self, job: Evolution) -> None:
-        """Describe the blocks of a weight to the library."""
-        job.blocks = job.entries // self.m
-        job.blocks_per_row = self.per_row
-        job.taps = self.taps
-        job.m = self.m
-        job.out_stride = self.out_stride
-        job.tap_stride = self.tap_stride
-        job.in_stride = self.in_stride
-        job.in_line = self.in_line
-
-    @property
-    def in_line(self) -> bool:
-        """Whether the blocks follow each other, and the entries of each."""
-        return self.taps == 1 and self.in_stride == 1 and self.out_stride == self.per_row * self.m
+    count_writes(kept_value, kept_square)
 
 
 @torch.no_grad()
@@ -294,26 +247,13 @@ def best(
     pruned, regrown = torch.empty(2, blocks, dtype=torch.uint8)
     job = _job(bits, weight)
     job.value = value.data_ptr()
-    grid.write(job)
+    _write_grid(grid, job)
     job.gain = gain.data_ptr()
     job.pruned = pruned.data_ptr()
     job.regrown = regrown.data_ptr()
     _run(_BEST, job)
-    _written(weight)
+    count_writes(weight)
     return pruned, regrown, gain
-
-
-@dataclass(frozen=True)
-class Exchanged:
-    """What an exchange did.
-
-    Args:
-        blocks: Number of blocks that changed.
-        held: Number of blocks that did not, though an exchange would raise their score.
-    """
-
-    blocks: int
-    held: int
 
 
 def exchange(
@@ -327,7 +267,7 @@ def exchange(
     exchanged: Tensor,
     states: Sequence[tuple[Tensor, bool]],
     budget: int,
-    correction: float,
+    correction: Tensor,
     moment: float,
 ) -> Exchanged:
     r"""Exchange entries by evidence, in place, and set the entries of the weight that were pruned before to +0.0.
@@ -344,7 +284,7 @@ def exchange(
         states: Tensors of the optimizer's state, and whether each is a second moment. Those of a regrown entry become
             :math:`V / (1 - \beta^t)` times ``moment``; all others become 0.
         budget: How many blocks may change.
-        correction: :math:`1 - \beta^t` of the evidence.
+        correction: :math:`1 - \beta^t` of the evidence, without axes.
         moment: The same of the optimizer's second moment.
     """
     blocks = weight.numel() // grid.m
@@ -354,7 +294,7 @@ def exchange(
     job.grad = None if grad is None else grad.data_ptr()
     job.value = value.data_ptr()
     job.square = square.data_ptr()
-    grid.write(job)
+    _write_grid(grid, job)
     job.gain = gain.data_ptr()
     job.pruned = pruned.data_ptr()
     job.regrown = regrown.data_ptr()
@@ -366,11 +306,11 @@ def exchange(
         job.state[k] = state.data_ptr()
         job.state_dtype[k] = DTYPES[state.dtype]
         job.state_is_square[k] = is_square
-    job.correction = correction
+    job.correction = float(correction)
     job.moment = moment
     job.budget = budget
     _run(_BEST, job)
     count = int(library.load().nm_choose_blocks(ctypes.byref(job)))
     _run(_EXCHANGE, job)
-    _written(bits, weight, grad, oscillation, exchanged, *(state for state, _ in states))
+    count_writes(bits, weight, grad, oscillation, exchanged, *(state for state, _ in states))
     return Exchanged(blocks=count, held=int(job.better) - count)

@@ -325,11 +325,14 @@ def compiled_from() -> str:
     return str(load().nm_source().decode())
 
 
-def is_plain(tensor: Tensor) -> bool:
-    """Tell whether a tensor's address is that of its values: it is on the CPU, and no transform of torch sees it."""
+def is_plain(tensor: Tensor, device_type: str = "cpu") -> bool:
+    """Tell whether a tensor's address is that of its values: it is on the CPU, and no transform of torch sees it.
+
+    Kernels for other devices name another type of device.
+    """
     return (
         type(tensor) in (Tensor, nn.Parameter)
-        and tensor.device.type == "cpu"
+        and tensor.device.type == device_type
         and not tensor.is_neg()
         and torch._C._functorch.peek_interpreter_stack() is None
     )

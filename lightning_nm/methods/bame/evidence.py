@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -12,8 +13,9 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer, RAdam
 
 from lightning_nm.functional.select import mask_, masked, merged
+from lightning_nm.kernels.blocks import EvidenceStep
 from lightning_nm.kernels.cpu import evolution
-from lightning_nm.kernels.cpu.evolution import EvidenceStep
+from lightning_nm.kernels.evolution import passes_for
 from lightning_nm.methods.bame.optimizer_state import clear_entries, group_of, moment_correction
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.layer.sharding import gather, local_shard, local_values
@@ -66,7 +68,7 @@ class Evidence:
         """Add a dense gradient of the loss; ``size`` is r."""
         grad = grad.to(self.square.dtype)
         self.count = self.count + 1
-        # Product and sum rounded apart, as by the library of CPU kernels, which takes the same steps in one pass.
+        # Product and sum rounded apart, as by the kernels, which take the same steps in one pass.
         self.square.mul_(DECAY).add_(grad.square().mul_(1 - DECAY))
         # r G / (sqrt(V / (1 - beta^t)) + epsilon), in the memory of one temporary. The root by rsqrt, which is rounded
         # alike everywhere: that of sqrt depends on the library behind it.
@@ -77,11 +79,11 @@ class Evidence:
 
     def mean_square(self) -> Tensor:
         """The mean square of each entry's gradients, ``V / (1 - beta^t)``; 0 before the first."""
-        return self.square / bias_correction(self.count.clamp(min=1))
+        return self.square / self.correction()
 
-    def correction(self) -> float:
-        """``1 - beta^t``; that of one gradient before the first."""
-        return float(bias_correction(self.count.clamp(min=1)))
+    def correction(self) -> Tensor:
+        """``1 - beta^t``, without axes; that of one gradient before the first."""
+        return bias_correction(self.count.clamp(min=1))
 
 
 def bias_correction(count: Tensor) -> Tensor:
@@ -190,7 +192,7 @@ def own_squares(layer: NMLayer, optimizer: Optimizer) -> Tensor | None:
 def gather_evidence(
     layer: NMLayer, optimizer: Optimizer, mask: Tensor, rate: float, *, fresh: bool
 ) -> Evidence:
-    """The evidence so far, with the gradient of the coming step if that is dense.
+    """The evidence so far, with the gradient of the coming step if that is dense; this gradient is masked then.
 
     Args:
         layer: The layer.
@@ -207,12 +209,22 @@ def gather_evidence(
             return none
         stored = _Stored(none.value, none.square, none.count, None)
     size, limit = step_and_limit(layer, optimizer, mask, rate)
-    if _runs_in_one_pass(layer, stored.value, stored.square):
+    passes = _passes_of(layer, stored.value, stored.square)
+    masks_grad = False
+    if passes is not None:
         assert layer.masks.bits is not None
-        return _gather_in_one_pass(layer.masks.bits, stored, grad, size, limit)
-    evidence = _read(stored, mask, limit)
-    if grad is not None:
-        evidence.add(grad, mask, size)
+        # oneDNN returns the weight gradients of convolutions in another memory order: the pass reads a copy.
+        masks_grad = grad is not None and passes_for(grad) is passes
+        evidence = _gather_in_one_pass(
+            passes, layer.masks.bits, stored, grad, size, limit, mask_grad=masks_grad
+        )
+    else:
+        evidence = _read(stored, mask, limit)
+        if grad is not None:
+            evidence.add(grad, mask, size)
+    local_grad = layer.view.local_grad
+    if grad is not None and not masks_grad and local_grad is not None:
+        layer.view.zero_pruned(local_grad)
     return evidence
 
 
@@ -241,39 +253,56 @@ def advance_rows(
     """
     stored = _Stored(evidence.value, evidence.square, evidence.count, None)
     in_single_precision = evidence.value.dtype == torch.float32
-    if in_single_precision and evolution.runs(bits, evidence.value, evidence.square, grad):
-        return _gather_in_one_pass(bits, stored, grad, size, limit)
+    passes = passes_for(bits, evidence.value, evidence.square, grad)
+    if in_single_precision and passes is not None:
+        return _gather_in_one_pass(passes, bits, stored, grad, size, limit, mask_grad=False)
+    return advance_reference(evidence, bits, grad, size, limit)
+
+
+def advance_reference(
+    evidence: Evidence, bits: Tensor, grad: Tensor, size: Tensor, limit: Tensor
+) -> Evidence:
+    """Compute :func:`advance_rows` by torch operations."""
     mask = bits.bool()
+    stored = _Stored(evidence.value, evidence.square, evidence.count, None)
     advanced = _read(stored, mask, limit)
     advanced.add(grad, mask, size)
     return advanced
 
 
-def _runs_in_one_pass(layer: NMLayer, value: Tensor, square: Tensor) -> bool:
-    """Whether the library of CPU kernels takes the tensors of a layer."""
+def _passes_of(layer: NMLayer, value: Tensor, square: Tensor) -> ModuleType | None:
+    """The passes that take the tensors of a layer; ``None`` if torch operations must do."""
     in_single_precision = value.dtype == square.dtype == torch.float32
     bits = layer.masks.bits
     if not in_single_precision or layer.shards is not None or bits is None:
-        return False
-    return evolution.runs(layer.weight.detach(), bits, value, square)
+        return None
+    return passes_for(layer.weight.detach(), bits, value, square)
 
 
 def _gather_in_one_pass(
-    bits: Tensor, stored: _Stored, grad: Tensor | None, size: Tensor, limit: Tensor
+    passes: ModuleType,
+    bits: Tensor,
+    stored: _Stored,
+    grad: Tensor | None,
+    size: Tensor,
+    limit: Tensor,
+    *,
+    mask_grad: bool,
 ) -> Evidence:
     count = stored.count if grad is None else stored.count + 1
     step = EvidenceStep(
         unit=SCALE,
         own_ratio=1.0 if stored.own_ratio is None else stored.own_ratio,
-        limit=float(limit),
+        limit=limit,
+        correction=bias_correction(count.clamp(min=1)),
+        size=size,
         decay=DECAY,
-        correction=float(bias_correction(count.clamp(min=1))),
         epsilon=EPSILON,
-        size=float(size),
     )
-    # oneDNN returns the weight gradients of convolutions in another memory order.
     grad = None if grad is None else grad.contiguous()
-    value, square = evolution.gather_evidence(bits, grad, stored.value, stored.square, step)
+    value, square = passes.gather_evidence(
+        bits, grad, stored.value, stored.square, step, mask_grad=mask_grad
+    )
     return Evidence(value, square, count)
 
 
@@ -306,16 +335,16 @@ def _write_in_one_pass(
     square_key: str | None,
     evidence: Evidence,
 ) -> bool:
-    """Do it by the library of CPU kernels; return whether that was possible."""
+    """Do it by a kernel; return whether that was possible."""
     if any(key is not None and key not in state for key in (value_key, square_key)):
         return False
     value = torch.empty_like(evidence.value) if value_key is None else state[value_key]
     square = torch.empty_like(evidence.square) if square_key is None else state[square_key]
     bits = layer.masks.bits
-    runs = _runs_in_one_pass(layer, value, square)
-    if bits is None or not runs or not evolution.runs(evidence.value, evidence.square):
+    passes = _passes_of(layer, value, square)
+    if bits is None or passes is None or passes_for(evidence.value, evidence.square) is not passes:
         return False
-    evolution.keep_evidence(
+    passes.keep_evidence(
         bits,
         evidence.value,
         evidence.square,

@@ -20,8 +20,8 @@ from lightning_nm.functional.evolution import (
     select_blocks,
 )
 from lightning_nm.functional.select import mask_, masked
-from lightning_nm.kernels.cpu import evolution
-from lightning_nm.kernels.cpu.evolution import Exchanged
+from lightning_nm.kernels.blocks import MOST_STATES, Exchanged
+from lightning_nm.kernels.evolution import passes_for
 from lightning_nm.methods.bame.evidence import Evidence
 from lightning_nm.methods.bame.optimizer_state import (
     SECOND_MOMENTS,
@@ -134,12 +134,12 @@ def exchange_by_evidence(
 def exchange_in_one_pass(
     layer: NMLayer, optimizer: Optimizer, evidence: Evidence, budget: Callable[[int], int]
 ) -> Exchanged | None:
-    """Find and make the exchanges that the accumulated evidence speaks for, by the library of CPU kernels.
+    """Find and make the exchanges that the accumulated evidence speaks for, by kernels.
 
-    Weights, evidence, optimizer state, masks and counts of oscillation change as by the code for other devices.
+    Weights, evidence, optimizer state, masks and counts of oscillation change as by the code for other tensors.
 
     Returns:
-        What was done; ``None``, and nothing changed, where the library does not take the tensors.
+        What was done; ``None``, and nothing changed, where no kernel takes the tensors.
     """
     masks = layer.masks
     if layer.shards is not None or masks.bits is None or masks.has_backward:
@@ -150,15 +150,15 @@ def exchange_in_one_pass(
         (state, key in SECOND_MOMENTS)
         for key, state in entry_states(optimizer, layer.param, layer.name)
     ]
-    runs = evolution.runs(*tensors, *(state for state, _ in states))
-    if not runs or len(states) > evolution.MOST_STATES:
+    passes = passes_for(*tensors, *(state for state, _ in states))
+    if passes is None or len(states) > MOST_STATES:
         return None
     grid = layer.view.grid(weight)
     if grid is None:
         return None
     grad = layer.weight.grad
-    grad_is_plain = grad is not None and grad.dtype == weight.dtype and evolution.runs(grad)
-    found = evolution.exchange(
+    grad_is_plain = grad is not None and grad.dtype == weight.dtype and passes_for(grad) is passes
+    found: Exchanged = passes.exchange(
         grid,
         masks.bits,
         weight,

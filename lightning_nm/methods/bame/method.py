@@ -289,15 +289,16 @@ class BAME(MaskMethod):
         pending = PendingStep(fresh=self._pending(layer).fresh, ready=True)
         dense_grad = layer.view.local_grad if layer.progress.dense_gradient else None
         if self.evidence == "accumulated" and self._adapting(layer):
+            # It masks the gradient, too.
             pending.evidence = gather_evidence(
                 layer, optimizer, mask, self._largest_rate, fresh=pending.fresh
             )
             pending.due = self._is_due(layer, optimizer, layer.weight.grad)
-        elif self.evidence == "batch" and dense_grad is not None:
-            pending.exchange = exchange_by_gradient(
-                layer, optimizer, mask, lambda blocks: self._budget(layer, blocks)
-            )
-        if dense_grad is not None:
+        elif dense_grad is not None:
+            if self.evidence == "batch":
+                pending.exchange = exchange_by_gradient(
+                    layer, optimizer, mask, lambda blocks: self._budget(layer, blocks)
+                )
             layer.view.zero_pruned(dense_grad)
         layer.pending = pending
 

@@ -19,11 +19,12 @@ from lightning_nm.functional.evolution import (
     as_blocks,
     best_swaps,
     block_index,
+    count_oscillations,
     evidence_scores,
     select_blocks,
 )
-from lightning_nm.kernels.cpu import evolution
-from lightning_nm.kernels.cpu.evolution import BlockGrid, Exchanged
+from lightning_nm.kernels.blocks import BlockGrid, Exchanged
+from lightning_nm.kernels.evolution import passes_for
 from lightning_nm.methods.bame.evidence import (
     COUNT,
     SCALE,
@@ -172,8 +173,9 @@ def _gradient_of_rows(layer: NMLayer, storage: PackedStorage, begin: int, end: i
 def _best_swaps(weight: Tensor, value: Tensor, bits: Tensor, m: int) -> Swaps:
     """The best exchange of every block of some rows; ``weight`` may be changed at pruned entries."""
     grid = BlockGrid.of(weight, m)
-    if grid is not None and value.dtype == torch.float32 and evolution.runs(weight, value, bits):
-        pruned, regrown, gain = evolution.best(grid, bits, weight, value)
+    passes = passes_for(weight, value, bits) if value.dtype == torch.float32 else None
+    if grid is not None and passes is not None:
+        pruned, regrown, gain = passes.best(grid, bits, weight, value)
         return Swaps(pruned.to(torch.int16), regrown.to(torch.int16), gain)
     kept = as_blocks(bits.bool(), m)
     scores = evidence_scores(as_blocks(weight.to(value.dtype), m), as_blocks(value, m), kept)
@@ -204,7 +206,13 @@ def _exchange(layer: NMLayer, optimizer: Optimizer, swaps: Swaps, budget: int) -
     storage.exchange(blocks, pruned, regrown, moved)
     layer.masks.count_moved(2 * len(blocks))
     pruned_index = block_index(storage.rows_shape, m, blocks, pruned)
-    _count_oscillations(layer, blocks, _place(layer, pruned_index), _place(layer, regrown_index))
+    count_oscillations(
+        buffers["oscillation"],
+        buffers["exchanged"],
+        blocks,
+        _place(layer, pruned_index),
+        _place(layer, regrown_index),
+    )
     held = int((swaps.gain > 0).sum()) - len(blocks)
     return Exchanged(blocks=len(blocks), held=held)
 
@@ -213,19 +221,3 @@ def _place(layer: NMLayer, index: tuple[Tensor, ...]) -> Tensor:
     """The number of each entry of the weight in row-major order, from an index into its rows."""
     row, column = layer.view.locate(index)
     return row * layer.view.shape[1] + column
-
-
-def _count_oscillations(layer: NMLayer, blocks: Tensor, pruned: Tensor, regrown: Tensor) -> None:
-    """Count the blocks of which an entry was exchanged before, and note these entries."""
-    exchanged = layer.buffers["exchanged"]  # a bit for each entry
-    oscillation = layer.buffers["oscillation"]
-    entries = torch.cat([pruned, regrown])
-    bytes_ = entries // 8
-    bits = torch.ones_like(entries) << (entries % 8)
-    was_exchanged = (exchanged[bytes_].long() & bits).ne(0)
-    before_pruned, before_regrown = was_exchanged.chunk(2)
-    again = blocks[before_pruned | before_regrown]
-    oscillation[again] = oscillation[again].clamp(max=254) + 1
-    # No two entries have the same bit, so that a sum sets it.
-    new_bits = bits.masked_fill(was_exchanged, 0).to(torch.uint8)
-    exchanged.index_put_((bytes_,), new_bits, accumulate=True)

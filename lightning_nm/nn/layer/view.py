@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_nm.functional.select import mask_, masked
+from lightning_nm.kernels.blocks import BlockGrid
 from lightning_nm.kernels.cpu import evolution
-from lightning_nm.kernels.cpu.evolution import BlockGrid
 from lightning_nm.nn.layer.layout import from_rows, locate, rows_of
 from lightning_nm.nn.layer.sharding import as_sharded, gather, sharded_dimensions
 
@@ -134,7 +134,7 @@ class WeightView:
         return full if shards is None else shards.shard_of(full)
 
     def grid(self, weight: Tensor) -> BlockGrid | None:
-        """Where the blocks of a row-major weight lie in memory; ``None`` where the library cannot be told."""
+        """Where the blocks of a row-major weight lie in memory; ``None`` where that cannot be said."""
         layer = self._layer
         # [experts, in, out] is numbered as the weight of a convolution whose taps are the outputs of an expert.
         rows = weight if layer.spec.layout == "experts-transposed" else self.rows(weight)

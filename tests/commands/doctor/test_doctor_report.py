@@ -314,3 +314,18 @@ def test_a_machine_with_a_gpu():
     ):
         assert words in text
     assert "no CUDA device" not in text
+    assert "triton" not in text  # not known
+
+
+@pytest.mark.parametrize(
+    ("reason", "words"),
+    [
+        ("", "its kernels prepare operands"),
+        ("switched off by LIGHTNING_NM_TRITON=0", "LIGHTNING_NM_TRITON=0: torch prepares operands"),
+    ],
+)
+def test_a_machine_says_if_triton_kernels_run(reason, words):
+    environment = Environment("NVIDIA H200", "580.65", "2.13.0", "13.0", "800")
+    machine = Machine(environment, "9.0", (), triton=reason)
+    assert words in printed(200, print_machine, machine)
+    assert machine.to_dict()["triton"] == reason

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_nm import BAME, BiMask, NMSparsifier
+from lightning_nm import BiMask, NMSparsifier
+from lightning_nm.kernels.blocks import BlockGrid
 from lightning_nm.kernels.cpu import evolution, library
-from tests.support.bame import OPTIMIZERS
+from tests.support.bame import trained
 from tests.support.cpu_products import LEVELS, at_level
 from tests.support.evolution import DTYPES, case, compare, random_case
 from tests.support.experts import LinearExperts
@@ -47,7 +48,7 @@ def test_all_halves_are_read_and_written():
         finite = value[:, 1].isfinite() & (value[:, 1] != 0)
         weight = torch.zeros(len(value), 2, dtype=dtype)
         bits = torch.tensor([1, 0], dtype=torch.uint8).expand(len(value), 2).contiguous()
-        grid = evolution.BlockGrid.of(weight, 2)
+        grid = BlockGrid.of(weight, 2)
         done = evolution.exchange(
             grid,
             bits,
@@ -59,7 +60,7 @@ def test_all_halves_are_read_and_written():
             torch.zeros(len(value) // 4 + 1, dtype=torch.uint8),
             [],
             len(value),
-            1.0,
+            torch.tensor(1.0),
             1.0,
         )
         assert done.blocks == int(finite.sum())
@@ -74,39 +75,13 @@ def test_all_halves_are_read_and_written():
     ids=["linear", "conv"],
 )
 def test_training_is_that_of_torch(name, dtype, make, monkeypatch):
-    in_one_pass = _trained(name, dtype, make)
+    in_one_pass = trained(name, dtype, make)
     with monkeypatch.context() as patched:
         patched.setattr(evolution, "runs", lambda *tensors: False)
-        by_torch = _trained(name, dtype, make)
+        by_torch = trained(name, dtype, make)
     assert in_one_pass["flips"] == by_torch["flips"] > 0
     for key, expected in by_torch.items():
         torch.testing.assert_close(in_one_pass[key], expected, rtol=1e-4, atol=1e-6)
-
-
-def _trained(name, dtype, make):
-    """A layer after a few adaptations, and whether the passes ran."""
-    torch.manual_seed(0)
-    module = nn.Sequential(make()).to(dtype)
-    method = BAME(stop=50, evidence_rate=0.2, gradient_every=2, every=3)
-    sparsifier = NMSparsifier(module, "1:8", method, skip_first_last=False).attach()
-    optimizer = OPTIMIZERS[name](module.parameters())
-    sparsifier.register(optimizer)
-    (layer,) = sparsifier.layers.values()
-    for _ in range(8):
-        layer.weight.grad = torch.randn(layer.weight.shape).to(dtype)
-        sparsifier.before_step(optimizer)
-        optimizer.step()
-        sparsifier.step()
-    state = {f"state {key}": value for key, value in optimizer.state[layer.weight].items()}
-    state = {key: value for key, value in state.items() if value is not None}
-    flips = int(layer.masks.total_flips)
-    return {
-        "weight": layer.weight,
-        "bits": layer.masks.bits,
-        "flips": flips,
-        **layer.buffers,
-        **state,
-    }
 
 
 def test_torch_notices_what_the_library_wrote():

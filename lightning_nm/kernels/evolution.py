@@ -1,0 +1,42 @@
+"""BAME's passes over a weight, each of which reads and writes every tensor once: which code runs them.
+
+:mod:`lightning_nm.kernels.cpu.evolution` has them for CPUs, in C, and :mod:`lightning_nm.kernels.gpu.evolution_triton`
+for CUDA tensors, by functions of the same arguments. Other tensors are left to the torch operations of
+:mod:`lightning_nm.methods.bame`, which define the results. A training step calls:
+
+* ``gather_evidence`` before the optimizer's step: U and V advance by the gradient, which is masked then;
+* ``best`` after it: the weight is masked, and the best exchange of every block is found;
+* ``exchange``, which does that, too, chooses the blocks that change, and changes them;
+* ``keep_evidence``: U and V go to where they stay until the next step.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from lightning_nm.kernels.cpu import evolution as cpu_passes
+from lightning_nm.kernels.gpu import triton_use
+
+
+def passes_for(*tensors: Tensor | None) -> ModuleType | None:
+    """Return the module whose passes take these tensors; ``None`` if torch operations must do.
+
+    A pass takes tensors of one device in row-major order: weights, gradients and optimizer state of float32, bfloat16
+    or float16, U and V of float32, and masks of bytes.
+    """
+    if torch.compiler.is_compiling():
+        return None
+    present = [tensor for tensor in tensors if tensor is not None]
+    device = present[0].device
+    if triton_use.runs_on(device):
+        fits = all(
+            tensor.numel() > 0
+            and tensor.device == device
+            and cpu_passes.is_row_major(tensor, device.type)
+            for tensor in present
+        )
+        return triton_use.kernels("evolution_triton") if fits else None
+    return cpu_passes if cpu_passes.runs(*present) else None

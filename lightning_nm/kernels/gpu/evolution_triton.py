@@ -1,0 +1,353 @@
+"""BAME's passes over a weight as Triton kernels; :mod:`lightning_nm.kernels.evolution` says when they run.
+
+Each operation is rounded on its own, in the order of the library of CPU kernels, by divisions and roots that are
+rounded to nearest: U and V have the same bits as on a CPU. On a GPU the torch operations differ in one of them, their
+``rsqrt``, which may be off by two units in the last place there. So U may be off by a few, and two exchanges whose
+gains are equal but for that may be ranked the other way round. For equal U and V, :func:`best` and :func:`exchange`
+return the bits of the torch operations: they compare, subtract once, divide once and copy.
+
+Nothing here is tuned or timed on a GPU. Where the entries of a block follow each other in memory, as in a linear layer,
+accesses are vectorised. Elsewhere a program reads single entries, and programs that run at the same time share what
+memory and caches move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lightning_nm.functional.evolution import count_oscillations, select_blocks
+from lightning_nm.kernels.blocks import BlockGrid, EvidenceStep, Exchanged, count_writes
+
+TILE = 1024
+"""Entries of a program."""
+
+OPTIONS = {"enable_fp_fusion": False}
+"""A fused multiply-add would round once where the other implementations round twice."""
+
+
+@torch.no_grad()
+def gather_evidence(
+    bits: Tensor,
+    grad: Tensor | None,
+    old_value: Tensor,
+    old_square: Tensor,
+    step: EvidenceStep,
+    *,
+    mask_grad: bool,
+) -> tuple[Tensor, Tensor]:
+    """Do what :func:`lightning_nm.kernels.cpu.evolution.gather_evidence` does."""
+    value = torch.empty_like(old_value)
+    square = torch.empty_like(old_square)
+    entries = bits.numel()
+    with torch.cuda.device_of(bits):
+        _gather[(triton.cdiv(entries, TILE),)](
+            bits,
+            grad,
+            old_value,
+            old_square,
+            value,
+            square,
+            step.limit,
+            step.correction,
+            step.size,
+            entries,
+            step.own_ratio,
+            UNIT=step.unit,
+            DECAY=step.decay,
+            TAKE=1 - step.decay,
+            EPSILON=step.epsilon,
+            MASK_GRAD=mask_grad,
+            TILE=TILE,
+            **OPTIONS,
+        )
+    if mask_grad:
+        count_writes(grad)
+    return value, square
+
+
+@torch.no_grad()
+def keep_evidence(
+    bits: Tensor,
+    value: Tensor,
+    square: Tensor,
+    kept_value: Tensor,
+    kept_square: Tensor,
+    unit: float,
+    *,
+    whole_value: bool,
+    whole_square: bool,
+) -> None:
+    """Do what :func:`lightning_nm.kernels.cpu.evolution.keep_evidence` does."""
+    entries = bits.numel()
+    with torch.cuda.device_of(bits):
+        _keep[(triton.cdiv(entries, TILE),)](
+            bits,
+            value,
+            square,
+            kept_value,
+            kept_square,
+            entries,
+            SHARE=1 / unit,
+            WHOLE_VALUE=whole_value,
+            WHOLE_SQUARE=whole_square,
+            TILE=TILE,
+            **OPTIONS,
+        )
+    count_writes(kept_value, kept_square)
+
+
+@torch.no_grad()
+def best(
+    grid: BlockGrid, bits: Tensor, weight: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Do what :func:`lightning_nm.kernels.cpu.evolution.best` does."""
+    blocks = weight.numel() // grid.m
+    gain = torch.empty(blocks, dtype=torch.float32, device=weight.device)
+    pruned, regrown = torch.empty(2, blocks, dtype=torch.uint8, device=weight.device)
+    # A range has a power of two as its length, so that a block is filled up.
+    width = triton.next_power_of_2(grid.m)
+    tile = TILE // width
+    with torch.cuda.device_of(weight):
+        _best[(triton.cdiv(blocks, tile),)](
+            bits,
+            weight,
+            value,
+            gain,
+            pruned,
+            regrown,
+            blocks,
+            grid.per_row,
+            grid.taps,
+            grid.out_stride,
+            grid.tap_stride,
+            grid.in_stride,
+            IN_LINE=grid.in_line,
+            M=grid.m,
+            WIDTH=width,
+            TILE=tile,
+            **OPTIONS,
+        )
+    count_writes(weight)
+    return pruned, regrown, gain
+
+
+@torch.no_grad()
+def exchange(
+    grid: BlockGrid,
+    bits: Tensor,
+    weight: Tensor,
+    grad: Tensor | None,
+    value: Tensor,
+    square: Tensor,
+    oscillation: Tensor,
+    exchanged: Tensor,
+    states: Sequence[tuple[Tensor, bool]],
+    budget: int,
+    correction: Tensor,
+    moment: float,
+) -> Exchanged:
+    """Do what :func:`lightning_nm.kernels.cpu.evolution.exchange` does; which blocks change is chosen by torch."""
+    pruned, regrown, gain = best(grid, bits, weight, value)
+    chosen = select_blocks(gain, oscillation, budget)
+    held = (gain > 0).sum() - len(chosen)
+    if not len(chosen):
+        return Exchanged(blocks=0, held=held)
+    pruned_places = grid.places(chosen, pruned[chosen].long())
+    regrown_places = grid.places(chosen, regrown[chosen].long())
+    with torch.cuda.device_of(weight):
+        _exchange[(triton.cdiv(len(chosen), TILE),)](
+            pruned_places,
+            regrown_places,
+            bits,
+            weight,
+            grad,
+            value,
+            square,
+            tuple(state for state, _ in states),
+            correction,
+            len(chosen),
+            moment,
+            ARE_SQUARES=tuple(is_square for _, is_square in states),
+            TILE=TILE,
+            **OPTIONS,
+        )
+    count_oscillations(oscillation, exchanged, chosen, pruned_places, regrown_places)
+    count_writes(bits, weight, grad, value, *(state for state, _ in states))
+    return Exchanged(blocks=len(chosen), held=held)
+
+
+@triton.jit
+def _gather(
+    bits,
+    grad,
+    old_value,
+    old_square,
+    value,
+    square,
+    limit,
+    correction,
+    size,
+    entries,
+    own_ratio,
+    UNIT: tl.constexpr,
+    DECAY: tl.constexpr,
+    TAKE: tl.constexpr,
+    EPSILON: tl.constexpr,
+    MASK_GRAD: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Advance U and V of some entries by one gradient, and mask it."""
+    # In 64 bits, as places in memory are: a weight may have more than 2^31 entries.
+    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    inside = at < entries
+    keep = (tl.load(bits + at, mask=inside, other=0) & 1) != 0
+    v = tl.load(old_square + at, mask=inside, other=0.0)
+    u = tl.load(old_value + at, mask=inside, other=0.0)
+    v = tl.where(keep, v * own_ratio, v)
+    u = tl.where(keep, 0.0, u * UNIT)
+    u = tl.where(tl.abs(u) > tl.load(limit), 0.0, u)  # NaN stays
+    if grad is not None:
+        own = tl.load(grad + at, mask=inside, other=0.0)
+        g = own.to(tl.float32)
+        v = v * DECAY + g * g * TAKE
+        # As torch has the root of the mean square from its reciprocal.
+        root = tl.sqrt_rn(tl.div_rn(v, tl.load(correction)))
+        root = tl.div_rn(1.0, tl.div_rn(1.0, root))
+        step = tl.div_rn(1.0, root + EPSILON) * g * tl.load(size)
+        u = tl.where(keep, 0.0, u - step)
+        if MASK_GRAD:
+            # A select and not a product: a pruned infinity is 0, and a pruned negative number is +0.
+            tl.store(grad + at, tl.where(keep, own, 0.0), mask=inside)
+    tl.store(value + at, u, mask=inside)
+    tl.store(square + at, v, mask=inside)
+
+
+@triton.jit
+def _keep(
+    bits,
+    value,
+    square,
+    kept_value,
+    kept_square,
+    entries,
+    SHARE: tl.constexpr,
+    WHOLE_VALUE: tl.constexpr,
+    WHOLE_SQUARE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Write U and V of some entries to where they are kept, of the optimizer's state to pruned entries alone."""
+    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    inside = at < entries
+    keep = (tl.load(bits + at, mask=inside, other=0) & 1) != 0
+    u = tl.load(value + at, mask=inside, other=0.0) * SHARE
+    v = tl.load(square + at, mask=inside, other=0.0)
+    # What stays is read and written again: a write to some of the entries could not be vectorised.
+    if not WHOLE_VALUE:
+        u = tl.where(keep, tl.load(kept_value + at, mask=inside, other=0.0), u)
+    if not WHOLE_SQUARE:
+        v = tl.where(keep, tl.load(kept_square + at, mask=inside, other=0.0), v)
+    tl.store(kept_value + at, u, mask=inside)
+    tl.store(kept_square + at, v, mask=inside)
+
+
+@triton.jit
+def _best(
+    bits,
+    weight,
+    value,
+    gain,
+    pruned,
+    regrown,
+    blocks,
+    per_row,
+    taps,
+    out_stride,
+    tap_stride,
+    in_stride,
+    IN_LINE: tl.constexpr,
+    M: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Mask some blocks of the weight, and find the best exchange of each: tiles are [blocks, entries]."""
+    block = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    entry = tl.arange(0, WIDTH)
+    if IN_LINE:  # without the divisions, and with strides that the compiler knows
+        at = (block * M)[:, None] + entry[None, :]
+    else:
+        row = block // per_row
+        first = row // taps * out_stride + row % taps * tap_stride + block % per_row * M * in_stride
+        at = first[:, None] + (entry * in_stride)[None, :]
+    inside = (block < blocks)[:, None] & (entry < M)[None, :]
+    keep = (tl.load(bits + at, mask=inside, other=0) & 1) != 0
+    prune = inside & (keep == 0)
+    w = tl.load(weight + at, mask=inside, other=0.0)
+    tl.store(weight + at, tl.where(keep, w, 0.0), mask=inside)
+
+    # Without the sign, floats are ordered as the integers of their bits are, NaN beyond infinity.
+    kept = _magnitude(w.to(tl.float32))
+    virtual = _magnitude(tl.load(value + at, mask=inside, other=0.0))
+    lowest = tl.min(tl.where(keep, kept, 0x7FFFFFFF), 1)
+    highest = tl.max(tl.where(prune, virtual, -1), 1)
+    largest = tl.max(tl.where(keep, kept, tl.where(prune, virtual, 0)), 1)
+    infinity = 0x7F800000
+    better = (highest > lowest) & (largest <= infinity)
+    raised = highest.to(tl.float32, bitcast=True) - lowest.to(tl.float32, bitcast=True)
+    # Of equal ones the first.
+    is_lowest = keep & (kept == lowest[:, None])
+    is_highest = prune & (virtual == highest[:, None])
+    to_prune = tl.min(tl.where(is_lowest, entry[None, :], WIDTH), 1)
+    to_regrow = tl.min(tl.where(is_highest, entry[None, :], WIDTH), 1)
+    is_block = block < blocks
+    tl.store(gain + block, tl.where(better, raised, 0.0), mask=is_block)
+    tl.store(pruned + block, tl.where(better, to_prune, 0).to(tl.uint8), mask=is_block)
+    tl.store(regrown + block, tl.where(better, to_regrow, 0).to(tl.uint8), mask=is_block)
+
+
+@triton.jit
+def _magnitude(x):
+    """The bits of float32 numbers without their sign, int32."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit(do_not_specialize=["exchanges"])  # it differs in every step
+def _exchange(
+    pruned_places,
+    regrown_places,
+    bits,
+    weight,
+    grad,
+    value,
+    square,
+    states,
+    correction,
+    exchanges,
+    moment,
+    ARE_SQUARES: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Make some exchanges; all places differ, so that no write meets another."""
+    index = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    inside = index < exchanges
+    out = tl.load(pruned_places + index, mask=inside, other=0)
+    into = tl.load(regrown_places + index, mask=inside, other=0)
+    zero = tl.zeros((TILE,), tl.float32)
+    mean_square = tl.div_rn(tl.load(square + into, mask=inside, other=0.0), tl.load(correction))
+    for i in tl.static_range(len(ARE_SQUARES)):
+        start = mean_square * moment if ARE_SQUARES[i] else zero
+        tl.store(states[i] + out, zero, mask=inside)
+        tl.store(states[i] + into, start, mask=inside)
+    tl.store(weight + out, zero, mask=inside)
+    tl.store(weight + into, tl.load(value + into, mask=inside, other=0.0), mask=inside)
+    tl.store(value + into, zero, mask=inside)
+    if grad is not None:
+        tl.store(grad + out, zero, mask=inside)
+    bits_out = tl.load(bits + out, mask=inside, other=0)
+    bits_into = tl.load(bits + into, mask=inside, other=0)
+    tl.store(bits + out, bits_out & 0xFE, mask=inside)
+    tl.store(bits + into, bits_into | 1, mask=inside)
