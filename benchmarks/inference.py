@@ -109,7 +109,7 @@ def variants(model: Network, folder: Path, ids: Tensor) -> Iterator[tuple[str, R
                 {key: value.contiguous().clone() for key, value in dense.state_dict().items()}, file
             )
         yield f"dense {name}", dense, file
-        yield f"dense {name}, compiled", compiled(copy.deepcopy(dense)), file
+        yield f"dense {name}, compiled", rivals.compiled(copy.deepcopy(dense)), file
     yield from other_runtimes(model, folder, ids)
     for pattern in PATTERNS:
         for name, dtype in {**DTYPES, "int8": torch.bfloat16}.items():
@@ -119,12 +119,7 @@ def variants(model: Network, folder: Path, ids: Tensor) -> Iterator[tuple[str, R
             if not file.exists():
                 save_packed(packed, file)
             yield f"packed {pattern} {name}", packed, file
-            yield f"packed {pattern} {name}, compiled", compiled(packed), file
-
-
-def compiled(model: nn.Module) -> Any:
-    """A compiled model with graphs of its own: models of one class would share a limit of them, and look through all."""
-    return torch.compile(model, dynamic=False, isolate_recompiles=True)
+            yield f"packed {pattern} {name}, compiled", rivals.compiled(packed), file
 
 
 def other_runtimes(model: nn.Module, folder: Path, ids: Tensor) -> Iterator[tuple[str, Run, Path]]:
