@@ -1,4 +1,4 @@
-"""SLoPe's low-rank adapters: the product and its gradients, when they are trained, and what is left after a training."""
+"""SLoPe's low-rank adapters: their product and gradients, when they are trained, and what a training leaves."""
 
 import copy
 import io
@@ -116,9 +116,9 @@ def test_they_are_trained_in_the_last_steps_alone(name):
             assert sparsifier.stats()["adapter_share"] == 0
         else:
             assert left.any()
-            assert torch.equal(right, initial) == (step == STEPS // 2 and "adamw" not in name), (
-                "R has a gradient once L is not zero"
-            )
+        if step > STEPS // 2:
+            assert right.grad.any(), "R has a gradient once L is not zero"
+            assert not torch.equal(right, initial)
     assert sparsifier.violations() == 0
     assert not layer.weight[~layer.forward_mask].any()
     product = left.detach() @ right.detach()
@@ -273,14 +273,16 @@ def test_costs_count_the_adapters():
         assert vars(found[kind]) == pytest.approx(vars(expected[kind]))
 
 
+@pytest.mark.slow
 def test_compiled_layers_have_a_graph_with_and_one_without():
     from torch._dynamo.testing import CompileCounterWithBackend
 
     torch._dynamo.reset()
     module, sparsifier, optimizer, _ = small()
+    train(module, sparsifier, optimizer, 1)  # multiply-adds are counted by hooks until then
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(module, fullgraph=True, backend=counter)
-    for step in range(STEPS):
+    for step in range(1, STEPS):
         torch.testing.assert_close(compiled(batch(0)[0]), module(batch(0)[0]))
         optimizer.zero_grad()
         compiled(batch(step)[0]).square().mean().backward()
@@ -292,9 +294,7 @@ def test_compiled_layers_have_a_graph_with_and_one_without():
 
 
 def test_autocast_and_estimators():
-    module, sparsifier, optimizer, layer = small(
-        slope(last=1.0), dtype=torch.float32, grad_estimator=MVUE("2:4")
-    )
+    module, _, _, layer = small(slope(last=1.0), dtype=torch.float32, grad_estimator=MVUE("2:4"))
     active(layer)
     x, _ = batch(0, torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
@@ -353,14 +353,14 @@ def test_factors_of_a_state_are_those_that_were_trained():
 
 
 REFUSED = {
-    "convolution": (nn.Conv2d(8, 8, 3), "weight", "the 'weight' of a Conv2d"),
-    "attention": (nn.MultiheadAttention(16, 2), "in_proj_weight", "MultiheadAttention"),
+    "convolution": (nn.Conv2d(8, 8, 3), "the 'weight' of a Conv2d"),
+    "attention": (nn.MultiheadAttention(16, 2), "MultiheadAttention"),
 }
 
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_other_layers_are_refused_by_name(kind):
-    module, name, text = REFUSED[kind]
+    module, text = REFUSED[kind]
     model = nn.Sequential(nn.Linear(8, 8), copy.deepcopy(module))
     keys = [type(m) for m in model.modules()]
     sparsifier = NMSparsifier(model, "2:4", slope(), skip_first_last=False, planned_steps=4)
@@ -384,18 +384,18 @@ def test_the_output_projection_of_attention_is_refused():
 class Tied(nn.Module):
     def __init__(self):
         super().__init__()
-        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
-        self.second.weight = self.first.weight
+        self.embedding, self.head = nn.Embedding(8, 8), nn.Linear(8, 8)
+        self.head.weight = self.embedding.weight
 
 
 def test_a_tied_weight_and_a_rank_that_is_too_large_are_refused():
-    for model, method, error in (
-        (Tied(), slope(), r"layer 'first': its weight is tied"),
-        (nn.Sequential(nn.Linear(8, 4)), slope(5), r"rank 5, and the weight of layer '0', 4 x 8"),
-    ):
-        sparsifier = NMSparsifier(model, "2:4", method, skip_first_last=False, planned_steps=4)
-        with pytest.raises(ValueError, match=error):
-            sparsifier.attach()
+    options = {"skip_first_last": False, "planned_steps": 4}
+    sparsifier = NMSparsifier(Tied(), "2:4", slope(), include=["embedding", "head"], **options)
+    with pytest.raises(ValueError, match=r"layer '(head|embedding)': .*`exclude`"):
+        sparsifier.attach()
+    small_one = nn.Sequential(nn.Linear(8, 4))
+    with pytest.raises(ValueError, match=r"rank 5, and the weight of layer '0', 4 x 8"):
+        NMSparsifier(small_one, "2:4", slope(5), **options).attach()
 
 
 @pytest.mark.parametrize(
@@ -432,7 +432,7 @@ def test_plans_that_cannot_work_are_refused():
         attach(slope(), planned_steps=10, schedule={"dense_start": 6})
     with pytest.raises(ValueError, match=r"schedule has dense_end, which method .*adapters"):
         attach(slope(), planned_steps=10, schedule={"dense_end": 2})
-    attach(slope(), planned_steps=10, schedule={"dense_start": 2, "ramp": ["3:4"]})
+    attach(slope(), planned_steps=10, schedule={"ramp": ["3:4"], "ramp_ends": [4]})
 
 
 def test_masks_that_begin_later_or_narrow_leave_the_adapters():
