@@ -172,8 +172,8 @@ def save_packed(model: nn.Module, path: str | os.PathLike[str]) -> None:
     adapted = low_rank_modules(model)
     if adapted:
         raise ValueError(
-            f"{len(adapted)} layers, such as '{next(iter(adapted))}', have low-rank adapters beside their weights, which "
-            "a packed file does not hold: call lightning_nm.save_adapters(model, folder) and then drop_adapters(model)"
+            f"{len(adapted)} layers, such as '{next(iter(adapted))}', have low-rank adapters beside their weights, "
+            "which a packed file does not hold: call lightning_nm.save_adapters(model, folder), then drop_adapters()"
         )
     # A weight is packed once for all of its keys, so that the file has its tensors once, and the other keys as aliases.
     once = {weight: weight.packed() for weight in packed.values()}

@@ -155,7 +155,7 @@ def _adapters(source: Source, options: argparse.Namespace) -> dict[str, Factors]
     if factors and not options.adapters:
         raise ValueError(
             f"'{options.checkpoint}' has low-rank adapters beside {len(factors)} weights, such as "
-            f"'{next(iter(factors))}': say what becomes of them by --adapters drop, beside or merge (merged weights are dense)"
+            f"'{next(iter(factors))}': say what becomes of them by --adapters drop, beside or merge (dense weights)"
         )
     if options.adapters and not factors:
         raise ValueError(
@@ -274,8 +274,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     fates = (
         "what becomes of low-rank adapters beside N:M weights (SLoPe): drop leaves them out; beside writes them, for "
-        "torch and packed into the folder FILE with the suffix .adapters, as an adapter of peft; merge adds them to the "
-        "weights, which are dense then"
+        "torch and packed into the folder FILE with the suffix .adapters, as an adapter of peft; merge adds them to "
+        "the weights, which are dense then"
     )
     parser.add_argument("--adapters", choices=("drop", "beside", "merge"), help=fates)
     taken = "take only the keys that begin with this, and remove it: 'model.' for a model within a LightningModule"
