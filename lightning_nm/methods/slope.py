@@ -192,7 +192,7 @@ class SLoPe(ASP):
 
     def trains_parameters(self, layer: NMLayer) -> bool:
         """Whether the adapters' steps have begun."""
-        is_last = layer.progress.phase == 2  # after the start and the beginning of the adapters
+        is_last = layer.progress.reached == 2  # after the start and the beginning of the adapters
         return is_last and LEFT in layer.parameters
 
     def _choose_mask(self, layer: NMLayer) -> None:

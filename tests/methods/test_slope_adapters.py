@@ -48,7 +48,7 @@ def train(module, sparsifier, optimizer, steps, start=0):
 
 def active(layer, seed=0):
     """Let the adapters work, with values that no training gave them."""
-    layer.progress.phase = 2
+    layer.progress.reached = 2
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name in (LEFT, RIGHT):

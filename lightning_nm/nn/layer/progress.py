@@ -26,7 +26,7 @@ class LayerProgress:
     stages: Stages = ()  # of the user's schedule; () without one
     stage: str = FINAL  # the present one
     # How many moments of `schedule` have come. An attribute: compiled graphs read it, and not the clock.
-    phase: int = 0
+    reached: int = 0
     # The pattern of the present stage; None for the layer's own. An attribute: compiled graphs read it.
     pattern: NMPattern | None = None
     dense_gradient: bool = False  # whether the window needs dL/dW_F at pruned entries, too
@@ -65,7 +65,7 @@ class LayerProgress:
     def enter_stage(self) -> None:
         """Set the stage of this training step, and how many moments of the schedule have come."""
         self.set_stage(stage_at(self.stages, self.clock))
-        self.phase = sum(moment <= self.clock for moment in self.schedule)
+        self.reached = sum(moment <= self.clock for moment in self.schedule)
 
     def release_dense_gradient(self) -> None:
         """The dense gradient of this window was used."""
