@@ -11,7 +11,11 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_only, rank_zer
 from rich.console import Console
 from torch.optim import Optimizer
 
-from lightning_nm.callbacks.averages import check_averaging_order, refuse_averaging
+from lightning_nm.callbacks.averages import (
+    check_averaging_order,
+    refuse_averaged_adapters,
+    refuse_averaging,
+)
 from lightning_nm.callbacks.checkpoint import SavedSparsity
 from lightning_nm.callbacks.checks import check_trainer, refuse_gradient_scaler
 from lightning_nm.callbacks.consistency import ProcessConsistency
@@ -179,6 +183,7 @@ class NMSparsityCallback(SavedSparsity):
         carried = self._lifecycle.state
         try:
             sparsifier = self._restore(sparsifier, trainer, pl_module)
+            refuse_averaged_adapters(trainer, sparsifier.layers.values())
             if self.config.storage == "packed":
                 refuse_gradient_scaler(trainer, sparsifier.layers.values())
             for optimizer in trainer.optimizers:

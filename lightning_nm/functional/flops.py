@@ -23,13 +23,15 @@ tensor cores need.
 class GemmDensity:
     """Share of a layer's dense multiply-adds that each of its three training GEMMs still does; the default is dense.
 
+    A share is above 1 where other products are added to a dense GEMM, such as those of low-rank adapters.
+
     Args:
-        forward: ``c_F`` of ``Y = X W^T``, in [0, 1].
-        dgrad: ``c_D`` of ``dX = dY W``, in [0, 1].
-        wgrad: ``c_G`` of ``dW = dY^T X``, in [0, 1].
+        forward: ``c_F`` of ``Y = X W^T``, 0 or more.
+        dgrad: ``c_D`` of ``dX = dY W``, 0 or more.
+        wgrad: ``c_G`` of ``dW = dY^T X``, 0 or more.
 
     Raises:
-        ValueError: If a share is not within [0, 1].
+        ValueError: If a share is negative or not finite.
 
     Example:
         >>> GemmDensity(forward=0.5)
@@ -43,9 +45,9 @@ class GemmDensity:
     def __post_init__(self) -> None:
         for field in fields(self):
             share = getattr(self, field.name)
-            if not 0 <= share <= 1:
+            if not 0 <= share < float("inf"):
                 raise ValueError(
-                    f"{field.name}={share!r} is not a share of a dense GEMM: pass a number from 0 to 1"
+                    f"{field.name}={share!r} is not a share of a dense GEMM: pass a finite number from 0"
                 )
 
 

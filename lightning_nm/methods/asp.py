@@ -137,9 +137,9 @@ class ASP(MaskMethod):
     ) -> tuple[Tensor | None, ...]:
         """The gradient at kept entries, 0 at pruned ones."""
         mask = layer.masks.forward_view
-        if mask is None:
-            return (grad,)
-        return (mask_(grad, mask),)
+        if mask is not None:
+            grad = mask_(grad, mask)
+        return super().weight_gradient(layer, weight, grad)
 
     @torch.no_grad()
     def after_step(self, layer: NMLayer, optimizer: Optimizer) -> None:

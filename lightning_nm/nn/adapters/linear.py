@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_nm.nn.adapters.base import Adapter, WeightSpec, register_adapter
 from lightning_nm.nn.layer import NMLayer
+from lightning_nm.nn.products.low_rank import with_low_rank
 from lightning_nm.nn.products.ops import nm_linear
 from lightning_nm.nn.products.tensor_parallel import parallel_linear
 
@@ -22,6 +23,7 @@ class NMLinear(Adapter):
     handles = nn.Linear
     role = "linear"
     tensor_parallel = True
+    takes_low_rank = True
     weight: nn.Parameter
     bias: nn.Parameter | None
 
@@ -52,13 +54,14 @@ class NMLinear(Adapter):
             is_sharded = isinstance(self.weight, DTensor)
             if is_sharded or layer.spec.tensor_parallel:
                 return parallel_linear(input, self.weight, self.bias, layer)
-        return nm_linear(input, self.weight, self.bias, layer)
+        return with_low_rank(nm_linear(input, self.weight, self.bias, layer), input, layer)
 
 
 @register_adapter
 class NMTransposedLinear(Adapter):
     """``transformers.pytorch_utils.Conv1D``: a linear layer whose weight is ``[in, out]``."""
 
+    takes_low_rank = True
     weight: nn.Parameter
     bias: nn.Parameter
 
@@ -93,7 +96,8 @@ class NMTransposedLinear(Adapter):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``x @ W_F + bias``."""
-        return nm_linear(x, self.weight, self.bias, self.nm_layers["weight"])
+        layer = self.nm_layers["weight"]
+        return with_low_rank(nm_linear(x, self.weight, self.bias, layer), x, layer)
 
 
 def _only_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

@@ -79,8 +79,28 @@ def layer_gemms(layer: NMLayer) -> Gemms:
     The forward is N:M where there is a forward mask. dgrad is N:M where its weight is drawn so, where there is a
     backward mask, or where the forward mask is transposable, else masked. wgrad is N:M through an estimator alone;
     where the method needs no gradient at pruned entries, these outputs are not counted as arithmetic.
+
+    Low-rank factors are dense, and their multiply-adds count in all three: of rank r they are
+    :math:`r (1 / in + 1 / out)` of a dense GEMM in each.
     """
-    return Gemms(*(find(layer) for find in LAYER_GEMMS.values()))
+    gemms = [find(layer) for find in LAYER_GEMMS.values()]
+    factors = layer.spec.method.low_rank(layer)
+    if factors is not None:
+        left, right = factors
+        added = (left.numel() + right.numel()) / layer.view.shape.numel()
+        gemms = [_with_low_rank(gemm, len(right), added) for gemm in gemms]
+    return Gemms(*gemms)
+
+
+def _with_low_rank(gemm: Gemm, rank: int, added: float) -> Gemm:
+    """A GEMM with the multiply-adds of low-rank factors beside it."""
+    beside = f"and low-rank adapters of rank {rank}"
+    return gemm._replace(
+        reason=f"{gemm.reason}; {beside}" if gemm.reason else beside,
+        arithmetic=gemm.arithmetic + added,
+        paper=gemm.paper + added,
+        eligible=gemm.eligible + added,
+    )
 
 
 _SOFT = "other values than W_F while it trains"

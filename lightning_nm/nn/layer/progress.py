@@ -25,6 +25,8 @@ class LayerProgress:
     estimator_schedule: tuple[int, ...] = ()  # likewise for the estimator
     stages: Stages = ()  # of the user's schedule; () without one
     stage: str = FINAL  # the present one
+    # How many moments of `schedule` have come. An attribute: compiled graphs read it, and not the clock.
+    reached: int = 0
     # The pattern of the present stage; None for the layer's own. An attribute: compiled graphs read it.
     pattern: NMPattern | None = None
     dense_gradient: bool = False  # whether the window needs dL/dW_F at pruned entries, too
@@ -61,8 +63,9 @@ class LayerProgress:
         self.pattern = None if stage in (DENSE, FINAL) else NMPattern.parse(stage)
 
     def enter_stage(self) -> None:
-        """Set the stage of this training step."""
+        """Set the stage of this training step, and how many moments of the schedule have come."""
         self.set_stage(stage_at(self.stages, self.clock))
+        self.reached = sum(moment <= self.clock for moment in self.schedule)
 
     def release_dense_gradient(self) -> None:
         """The dense gradient of this window was used."""

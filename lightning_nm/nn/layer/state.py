@@ -316,11 +316,11 @@ def _differences(
 
 
 def _settings(part: Any) -> dict[str, Any]:
-    """The primitives among the constructor's arguments that a method or an estimator keeps under their names."""
+    """The primitives, and mappings of them, among the arguments that a part keeps under their names."""
     names = inspect.signature(type(part).__init__).parameters
     found = {}
     for name, value in vars(part).items():
-        if name in names and isinstance(value, (bool, int, float, str)):
+        if name in names and isinstance(value, (bool, int, float, str, dict)):
             found[name] = value
     return found
 
