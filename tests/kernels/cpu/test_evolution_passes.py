@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_nm import BiMask, NMSparsifier
+from lightning_nm import BAME, BiMask, NMSparsifier
 from lightning_nm.kernels.blocks import BlockGrid
 from lightning_nm.kernels.cpu import evolution, library
 from tests.support.bame import trained
@@ -82,6 +82,21 @@ def test_training_is_that_of_torch(name, dtype, make, monkeypatch):
     assert in_one_pass["flips"] == by_torch["flips"] > 0
     for key, expected in by_torch.items():
         torch.testing.assert_close(in_one_pass[key], expected, rtol=1e-4, atol=1e-6)
+
+
+def test_a_gradient_in_another_memory_order_is_masked():
+    """As oneDNN returns those of convolutions: the pass reads a copy."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Conv2d(16, 8, 3, bias=False))
+    sparsifier = NMSparsifier(module, "1:8", BAME(stop=5), skip_first_last=False).attach()
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+    sparsifier.register(optimizer)
+    (layer,) = sparsifier.layers.values()
+    grad = torch.randn(8, 16, 3, 3).contiguous(memory_format=torch.channels_last)
+    layer.weight.grad = grad.clone()
+    assert layer.weight.grad.stride() == grad.stride() != layer.weight.stride()
+    sparsifier.before_step(optimizer)
+    assert torch.equal(layer.weight.grad, torch.where(layer.masks.forward, grad, 0))
 
 
 def test_torch_notices_what_the_library_wrote():
