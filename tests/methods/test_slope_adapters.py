@@ -24,6 +24,7 @@ from lightning_nm.nn.products.low_rank import (
 )
 from lightning_nm.training.planned import charge_plan
 from tests.support.bame import OPTIMIZERS, batch, linear, run
+from tests.support.routed import assert_equal, gradients, ran, simulated
 
 STEPS = 8
 
@@ -306,6 +307,25 @@ def test_autocast_and_estimators():
     for parameter in layer.parameters.values():
         assert parameter.grad.dtype == torch.float32
         assert parameter.grad.any()
+
+
+def test_the_product_with_the_sparse_weight_stays_on_its_kernel():
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(64, 128))  # of a size that the kernel takes
+    options = {"skip_first_last": False, "planned_steps": 4}
+    sparsifier = NMSparsifier(module, "2:4", slope(last=1.0), **options).attach()
+    layer = sparsifier.layers["0"]
+    active(layer)
+    x = torch.randn(64, 64)
+    router = simulated()
+    found = gradients(module, x, router)
+    of_adapters = [parameter.grad.clone() for parameter in layer.parameters.values()]
+    for parameter in layer.parameters.values():
+        parameter.grad = None
+    assert_equal(found, gradients(module, x, None), rtol=1e-4, atol=1e-3)
+    expected = [parameter.grad for parameter in layer.parameters.values()]
+    assert_equal(of_adapters, expected, rtol=1e-4, atol=1e-3)
+    assert {gemm for gemm, kernel in ran(router) if kernel == "simulated"} >= {"forward", "dgrad"}
 
 
 def test_layers_whose_forward_is_dense_have_none():

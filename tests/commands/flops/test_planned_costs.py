@@ -81,6 +81,7 @@ class Turns(MaskMethod):
 CASES = {
     "slope": {"method": SLoPe(refresh_every=5)},
     "slope-late": {"method": SLoPe(start=0.25)},
+    "slope-adapters": {"method": SLoPe(adapters={"rank": 2, "last": 0.25})},
     "rigl": {"method": RigL(every=3, stop=0.7)},
     "cast": {"method": CAST(end=0.5)},
     "cast-to-the-end": {"method": "cast"},
