@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_nm.nn.adapters.base import Adapter, WeightSpec, register_adapter
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.nn.products.low_rank import with_low_rank
+from lightning_nm.nn.products.low_rank import low_rank_product, present_factors
 from lightning_nm.nn.products.ops import nm_linear
 from lightning_nm.nn.products.tensor_parallel import parallel_linear
 
@@ -54,7 +54,11 @@ class NMLinear(Adapter):
             is_sharded = isinstance(self.weight, DTensor)
             if is_sharded or layer.spec.tensor_parallel:
                 return parallel_linear(input, self.weight, self.bias, layer)
-        return with_low_rank(nm_linear(input, self.weight, self.bias, layer), input, layer)
+        factors = present_factors(layer)
+        if factors is None:
+            # Nothing follows: where a compiled graph breaks at the product, it would have to begin again.
+            return nm_linear(input, self.weight, self.bias, layer)
+        return nm_linear(input, self.weight, self.bias, layer) + low_rank_product(input, *factors)
 
 
 @register_adapter
@@ -97,7 +101,10 @@ class NMTransposedLinear(Adapter):
     def forward(self, x: Tensor) -> Tensor:
         """Return ``x @ W_F + bias``."""
         layer = self.nm_layers["weight"]
-        return with_low_rank(nm_linear(x, self.weight, self.bias, layer), x, layer)
+        factors = present_factors(layer)
+        if factors is None:
+            return nm_linear(x, self.weight, self.bias, layer)
+        return nm_linear(x, self.weight, self.bias, layer) + low_rank_product(x, *factors)
 
 
 def _only_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

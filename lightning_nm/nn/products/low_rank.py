@@ -44,18 +44,15 @@ def low_rank_product(x: Tensor, left: Tensor, right: Tensor) -> Tensor:
     return F.linear(F.linear(x, right), left)
 
 
-def with_low_rank(y: Tensor, x: Tensor, layer: Any) -> Tensor:
-    """Return the output of a layer's product with W_F, and of its low-rank factors if its method has any now.
+def present_factors(layer: Any) -> tuple[Tensor, Tensor] | None:
+    """Return the low-rank factors that the method of a layer has now; ``None`` if there are none.
 
     Args:
-        y: ``[..., out]``.
-        x: ``[..., in]``.
         layer: The layer, or a packed weight, which has no method.
     """
     if not isinstance(layer, NMLayer):
-        return y
-    factors = layer.spec.method.low_rank(layer)
-    return y if factors is None else y + low_rank_product(x, *factors)
+        return None
+    return layer.spec.method.low_rank(layer)
 
 
 class LowRank(nn.Module):
