@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from typing import Any
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
@@ -26,6 +27,28 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
         return ""
     meant = by_letters[close[0]]
     return f"; did you mean '{meant}'?"
+
+
+def check_keys(name: str, given: Any, known: Sequence[str]) -> None:
+    """Refuse a setting that is no mapping, or has a key that is not known.
+
+    Raises:
+        TypeError: For another type.
+        ValueError: For an unknown key, with the closest known one.
+
+    Example:
+        >>> check_keys("adapters", {"rnk": 8}, ["rank", "last"])
+        Traceback (most recent call last):
+        ValueError: adapters has no 'rnk'; did you mean 'rank'?; it has rank, last
+    """
+    listed = ", ".join(known)
+    if not isinstance(given, Mapping):
+        raise TypeError(f"{name}={given!r} must be a mapping with the keys {listed}")
+    for key in given:
+        if key not in known:
+            raise ValueError(
+                f"{name} has no {key!r}{did_you_mean(str(key), known)}; it has {listed}"
+            )
 
 
 def _letters(name: str) -> str:

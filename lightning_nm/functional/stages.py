@@ -15,7 +15,7 @@ from lightning_nm.functional.schedule import (
     resolve_moment,
     resolve_window,
 )
-from lightning_nm.functional.spelling import did_you_mean
+from lightning_nm.functional.spelling import check_keys
 
 DENSE = "dense"
 """The stage without masks."""
@@ -102,14 +102,7 @@ class Schedule:
         """
         if spec is None:
             return None
-        known = list(ScheduleSpec.__annotations__)
-        if not isinstance(spec, Mapping):
-            raise TypeError(f"schedule={spec!r} must be a mapping with any of {', '.join(known)}")
-        for key in spec:
-            if key not in known:
-                raise ValueError(
-                    f"schedule has no {key!r}{did_you_mean(str(key), known)}; it has {', '.join(known)}"
-                )
+        check_keys("schedule", spec, list(ScheduleSpec.__annotations__))
         ramp = _checked_list("ramp", spec.get("ramp"), '["8:16", "4:16"]')
         ends = _checked_list("ramp_ends", spec.get("ramp_ends"), "[0.3, 0.5]")
         schedule = cls(

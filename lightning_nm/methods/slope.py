@@ -11,7 +11,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from lightning_nm.functional import backward_mask
 from lightning_nm.functional.schedule import Moment
-from lightning_nm.functional.spelling import did_you_mean
+from lightning_nm.functional.spelling import check_keys
 from lightning_nm.methods.asp import ASP
 from lightning_nm.methods.base import check_count, check_number, refuse_tensor_parallel
 from lightning_nm.nn.adapters import find_adapter
@@ -251,13 +251,7 @@ def _checked(adapters: Mapping[str, Any] | None) -> dict[str, Any]:
     if adapters is None or adapters == {}:
         return {}
     known = list(AdapterSpec.__annotations__)
-    if not isinstance(adapters, Mapping):
-        raise TypeError(f"adapters={adapters!r} must be a mapping with {' and '.join(known)}")
-    for key in adapters:
-        if key not in known:
-            raise ValueError(
-                f"adapters has no {key!r}{did_you_mean(str(key), known)}; it has {' and '.join(known)}"
-            )
+    check_keys("adapters", adapters, known)
     for key in known:
         if key not in adapters:
             raise ValueError(

@@ -29,10 +29,22 @@ def test_layers_weigh_by_their_flops():
     assert train_flops_ratio([(0.0, GemmDensity()), *layers]) == pytest.approx(0.625)
 
 
-@pytest.mark.parametrize("share", [-0.1, float("inf"), float("nan")])
+@pytest.mark.parametrize("share", [-0.1, 1.1, float("nan")])
 def test_a_share_is_a_share(share):
-    with pytest.raises(ValueError, match=r"wgrad=.*finite number from 0"):
+    with pytest.raises(ValueError, match=r"wgrad=.*from 0 to 1"):
         GemmDensity(wgrad=share)
+
+
+@pytest.mark.parametrize("low_rank", [-0.1, float("inf"), float("nan")])
+def test_low_rank_products_have_a_finite_cost(low_rank):
+    with pytest.raises(ValueError, match=r"low_rank=.*finite number from 0"):
+        GemmDensity(low_rank=low_rank)
+
+
+def test_low_rank_products_are_added_to_each_gemm():
+    # Rank 2 beside a 4 x 8 weight: 2 (4 + 8) multiply-adds for each token, and 32 of the weight.
+    density = GemmDensity(0.5, 0.5, 1.0, low_rank=24 / 32)
+    assert train_flops(32, density) == pytest.approx(16 + 16 + 32 + 3 * 24)
 
 
 @pytest.mark.parametrize("flops", [-1, float("nan"), float("inf")])

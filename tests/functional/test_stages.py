@@ -51,7 +51,7 @@ def test_a_method_with_dense_phases_of_its_own_has_stages_between_them():
 @pytest.mark.parametrize(
     ("spec", "error", "words"),
     [
-        ([0.1], TypeError, r"schedule=\[0.1\] must be a mapping with any of dense_start, ramp"),
+        ([0.1], TypeError, r"schedule=\[0.1\] must be a mapping with the keys dense_start, ramp"),
         ({"dense_strat": 3}, ValueError, "no 'dense_strat'; did you mean 'dense_start'"),
         ({"dense_start": "3"}, TypeError, "dense_start='3' must be an integer"),
         ({"dense_end": 1.5}, ValueError, r"dense_end=1.5 is not a share"),

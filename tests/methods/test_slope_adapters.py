@@ -264,12 +264,14 @@ def test_costs_count_the_adapters():
     after = layer.gemms()
     for then, now in zip(before, after, strict=True):
         assert (now.kind, now.pattern) == (then.kind, then.pattern)
-        assert now.eligible == pytest.approx(then.eligible + added)
-        assert now.paper == pytest.approx(then.paper + added)
+        assert (now.eligible, now.paper) == (then.eligible, then.paper)
+        assert now.low_rank == pytest.approx(added)
         assert "low-rank adapters of rank 2" in now.reason
     charge_plan([planned], STEPS)
     found, expected = mean_densities(layer), mean_densities(planned)
-    assert found["eligible"].wgrad == pytest.approx(1 + added / 2)
+    assert found["eligible"].wgrad == 1
+    # In half of the steps.
+    assert found["eligible"].low_rank == pytest.approx(added / 2)
     for kind in ("paper", "eligible"):
         assert vars(found[kind]) == pytest.approx(vars(expected[kind]))
 
@@ -431,7 +433,7 @@ def test_a_tied_weight_and_a_rank_that_is_too_large_are_refused():
         ({"rank": 2, "last": True}, TypeError, r"last=True must be a number"),
         ({"rank": 2}, ValueError, r"lacks 'last': give, for example"),
         ({"rank": 2, "lats": 0.1}, ValueError, r"has no 'lats'; did you mean 'last'\?; it has"),
-        (8, TypeError, r"adapters=8 must be a mapping with rank and last"),
+        (8, TypeError, r"adapters=8 must be a mapping with the keys rank, last"),
     ],
 )
 def test_bad_settings_are_named(adapters, error, text):

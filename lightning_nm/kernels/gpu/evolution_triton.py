@@ -182,6 +182,18 @@ def exchange(
 
 
 @triton.jit
+def _places(TILE: tl.constexpr):
+    """The places of this program, in 64 bits as those in memory: a weight may have more than 2^31 entries."""
+    return tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+
+
+@triton.jit
+def _is_kept(places, inside):
+    """Whether the forward bit is set at these places of the masks; outside it is not."""
+    return (tl.load(places, mask=inside, other=0) & 1) != 0
+
+
+@triton.jit
 def _gather(
     bits,
     grad,
@@ -202,10 +214,9 @@ def _gather(
     TILE: tl.constexpr,
 ):
     """Advance U and V of some entries by one gradient, and mask it."""
-    # In 64 bits, as places in memory are: a weight may have more than 2^31 entries.
-    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    at = _places(TILE)
     inside = at < entries
-    keep = (tl.load(bits + at, mask=inside, other=0) & 1) != 0
+    keep = _is_kept(bits + at, inside)
     v = tl.load(old_square + at, mask=inside, other=0.0)
     u = tl.load(old_value + at, mask=inside, other=0.0)
     v = tl.where(keep, v * own_ratio, v)
@@ -241,9 +252,9 @@ def _keep(
     TILE: tl.constexpr,
 ):
     """Write U and V of some entries to where they are kept, of the optimizer's state to pruned entries alone."""
-    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    at = _places(TILE)
     inside = at < entries
-    keep = (tl.load(bits + at, mask=inside, other=0) & 1) != 0
+    keep = _is_kept(bits + at, inside)
     u = tl.load(value + at, mask=inside, other=0.0) * SHARE
     v = tl.load(square + at, mask=inside, other=0.0)
     # What stays is read and written again: a write to some of the entries could not be vectorised.
@@ -275,7 +286,7 @@ def _best(
     TILE: tl.constexpr,
 ):
     """Mask some blocks of the weight, and find the best exchange of each: tiles are [blocks, entries]."""
-    block = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    block = _places(TILE)
     entry = tl.arange(0, WIDTH)
     if IN_LINE:  # without the divisions, and with strides that the compiler knows
         at = (block * M)[:, None] + entry[None, :]
@@ -284,7 +295,7 @@ def _best(
         first = row // taps * out_stride + row % taps * tap_stride + block % per_row * M * in_stride
         at = first[:, None] + (entry * in_stride)[None, :]
     inside = (block < blocks)[:, None] & (entry < M)[None, :]
-    keep = (tl.load(bits + at, mask=inside, other=0) & 1) != 0
+    keep = _is_kept(bits + at, inside)
     prune = inside & (keep == 0)
     w = tl.load(weight + at, mask=inside, other=0.0)
     tl.store(weight + at, tl.where(keep, w, 0.0), mask=inside)
@@ -332,7 +343,7 @@ def _exchange(
     TILE: tl.constexpr,
 ):
     """Make some exchanges; all places differ, so that no write meets another."""
-    index = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    index = _places(TILE)
     inside = index < exchanges
     out = tl.load(pruned_places + index, mask=inside, other=0)
     into = tl.load(regrown_places + index, mask=inside, other=0)

@@ -29,6 +29,7 @@ class Gemm(NamedTuple):
         arithmetic: Share of multiply-adds whose operand is nonzero and whose output is needed.
         paper: Share counted as the N:M training papers count it.
         eligible: Share that N:M hardware would execute.
+        low_rank: What low-rank factors beside it add, in every counting.
     """
 
     kind: GemmKind = "dense"
@@ -37,6 +38,7 @@ class Gemm(NamedTuple):
     arithmetic: float = 1.0
     paper: float = 1.0
     eligible: float = 1.0
+    low_rank: float = 0.0
 
     @classmethod
     def sparse(cls, pattern: NMPattern, arithmetic: float | None = None) -> Gemm:
@@ -67,10 +69,13 @@ class Gemms(NamedTuple):
 
     def densities(self) -> dict[FlopsKind, GemmDensity]:
         """The shares of the three GEMMs, in each counting."""
-        return {
-            kind: GemmDensity(*(getattr(gemm, kind) for gemm in self))
-            for kind in get_args(FlopsKind)
-        }
+        return {kind: GemmDensity(*self.counts(kind)) for kind in get_args(FlopsKind)}
+
+    def counts(self, kind: FlopsKind) -> list[float]:
+        """The numbers of a :class:`GemmDensity`, in its order."""
+        shares = [getattr(gemm, kind) for gemm in self]
+        # Factors have as many multiply-adds in each of the three.
+        return [*shares, self.forward.low_rank]
 
 
 def layer_gemms(layer: NMLayer) -> Gemms:
@@ -97,9 +102,7 @@ def _with_low_rank(gemm: Gemm, rank: int, added: float) -> Gemm:
     beside = f"and low-rank adapters of rank {rank}"
     return gemm._replace(
         reason=f"{gemm.reason}; {beside}" if gemm.reason else beside,
-        arithmetic=gemm.arithmetic + added,
-        paper=gemm.paper + added,
-        eligible=gemm.eligible + added,
+        low_rank=added,
     )
 
 
@@ -232,7 +235,7 @@ class LayerCosts:
     """The density of each GEMM, summed over the steps so far; :mod:`lightning_nm.training.step` adds the steps."""
 
     def __init__(self) -> None:
-        self.spent: dict[FlopsKind, list[float]] = {kind: [0.0] * 3 for kind in get_args(FlopsKind)}
+        self.spent: dict[FlopsKind, list[float]] = {kind: [0.0] * 4 for kind in get_args(FlopsKind)}
         self.counted = 0  # steps that were summed
         self.cost_key: tuple[Any, ...] | None = None
         """What the cost of a step depends on, as it was when :meth:`set_step_cost` computed the cost."""
@@ -247,8 +250,7 @@ class LayerCosts:
         self.cost_key = cost_key
         self._step_cost = []
         for kind, sums in self.spent.items():
-            densities = [getattr(gemm, kind) for gemm in gemms]
-            self._step_cost.append((sums, densities))
+            self._step_cost.append((sums, gemms.counts(kind)))
 
     def count_step(self) -> None:
         """Add the cost of one step, see :meth:`set_step_cost`."""
@@ -260,8 +262,8 @@ class LayerCosts:
     def charge(self, gemms: Gemms, steps: int) -> None:
         """Add ``steps`` steps in which the GEMMs are these."""
         for kind, sums in self.spent.items():
-            for k, gemm in enumerate(gemms):
-                sums[k] += steps * getattr(gemm, kind)
+            for k, density in enumerate(gemms.counts(kind)):
+                sums[k] += steps * density
         self.counted += steps
 
     def record_call(self, macs: int) -> None:
@@ -279,10 +281,11 @@ class LayerCosts:
 
     def charge_dense(self, steps: int) -> None:
         """Start anew with ``steps`` steps in which all GEMMs were dense."""
-        self.load({kind: [float(steps)] * 3 for kind in self.spent}, steps)
+        self.load({kind: [float(steps)] * 3 + [0.0] for kind in self.spent}, steps)
 
     def load(self, spent: dict[FlopsKind, list[float]], counted: int) -> None:
         """Set saved sums."""
-        self.spent = {kind: list(sums) for kind, sums in spent.items()}
+        # Version 0.2 saved three sums, without that of low-rank factors.
+        self.spent = {kind: [*sums, 0.0][:4] for kind, sums in spent.items()}
         self.counted = counted
         self.cost_key = None

@@ -172,4 +172,5 @@ def test_without_a_plan():
         "forward": 0.5,
         "dgrad": 1.0,
         "wgrad": 1.0,
+        "low_rank": 0.0,
     }
