@@ -68,23 +68,24 @@ def merge_adapters(model: nn.Module) -> list[str]:
     for module in modules.values():
         factors = take_low_rank(module)
         assert factors is not None
-        module.weight.copy_(merged(module.weight, factors))
+        module.weight.copy_(merged(module.weight, factors, transposed=_is_transposed(module)))
     return list(modules)
 
 
-def merged(weight: Tensor, factors: Factors) -> Tensor:
-    """``W + L R`` of a weight ``[out, in]`` or, for a ``Conv1D`` of transformers, ``[in, out]``, in its dtype."""
+def merged(weight: Tensor, factors: Factors, *, transposed: bool) -> Tensor:
+    """``W + L R`` of a weight ``[out, in]`` or, if it is transposed, ``[in, out]``, in its dtype."""
     left, right = factors
     # Half precision would round the product before the sum.
     dtype = torch.promote_types(weight.dtype, torch.float32)
     product = left.to(dtype) @ right.to(dtype)
-    if _is_transposed(weight, factors):
+    if transposed:
         product = product.t()
     return (weight + product.to(weight.device)).to(weight.dtype)
 
 
-def _is_transposed(weight: Tensor, factors: Factors) -> bool:
-    return weight.shape != (len(factors.left), factors.right.shape[1])
+def _is_transposed(module: nn.Module) -> bool:
+    """Whether the weight of a layer is ``[in, out]``: that of a ``Conv1D`` of transformers, which may be square."""
+    return not hasattr(module, "in_features")
 
 
 def drop_adapters(model: nn.Module) -> list[str]:
@@ -124,8 +125,7 @@ def save_adapters(model: nn.Module, folder: str | os.PathLike[str]) -> list[str]
         child = low_rank_of(module)
         assert child is not None
         factors[name] = child.factors
-        # Conv1D of transformers has neither attribute.
-        transposed.append(not hasattr(module, "in_features"))
+        transposed.append(_is_transposed(module))
     if not factors:
         raise ValueError(
             f"{type(model).__name__} has no low-rank adapters to save: train with SLoPe(adapters=...) to the end, or "
@@ -219,9 +219,10 @@ def merge_into(source: Source, factors: Mapping[str, Factors]) -> Source:
     """A checkpoint with the low-rank factors added to its weights, which are dense then: it has no state any more."""
     weights = dict(source.weights)
     keys = {plain_name(key): key for key in weights}
-    for name, pair in factors.items():
+    transposed = transposed_in(source, factors)
+    for (name, pair), is_transposed in zip(factors.items(), transposed, strict=True):
         key = keys[key_of_layer(name, "weight")]
-        weights[key] = merged(weights[key], pair)
+        weights[key] = merged(weights[key], pair, transposed=is_transposed)
     return source._replace(weights=weights, states=[])
 
 

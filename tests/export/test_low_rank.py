@@ -2,6 +2,7 @@
 
 import copy
 import json
+from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
@@ -15,6 +16,8 @@ from lightning_nm import functional as nmf
 from lightning_nm.commands.export.command import main
 from lightning_nm.demo import ResumableDataModule
 from lightning_nm.export import read_checkpoint, verify
+from lightning_nm.export.low_rank import factors_of, merge_into
+from lightning_nm.export.sources import Source
 from lightning_nm.nn.products.low_rank import low_rank_modules, put_low_rank
 from tests.support.lightning_models import SaveAt, make_trainer
 
@@ -270,3 +273,23 @@ def test_a_graph_computes_what_was_trained(trained, model, tmp_path, fate):
     assert exported(trained[1], tmp_path / "model.pt2", *options, "--adapters", fate) == 0
     program = torch.export.load(tmp_path / "model.pt2").module()
     torch.testing.assert_close(program(X), model(X))
+
+
+def test_a_square_transposed_weight_is_merged_as_it_lies():
+    conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
+    torch.manual_seed(0)
+    model = nn.Sequential(conv1d(8, 8)).double()  # shapes do not tell [in, out] from [out, in]
+    put_low_rank(model[0], (torch.randn(8, 2).double(), torch.randn(2, 8).double()))
+    x = torch.randn(3, 8).double()
+    expected = model(x)
+    nm.merge_adapters(model)
+    torch.testing.assert_close(model(x), expected)
+
+
+def test_a_square_transposed_weight_of_a_checkpoint_is_merged_as_it_lies():
+    torch.manual_seed(0)
+    weight, left, right = torch.randn(8, 8), torch.randn(8, 2), torch.randn(2, 8)
+    layer = {"layout": "transposed", "parameters": {"adapter_left": left, "adapter_right": right}}
+    source = Source(Path("last.ckpt"), {"0.weight": weight}, [{"layers": {"0": layer}}])
+    found = merge_into(source, factors_of(source.states)).weights["0.weight"]
+    torch.testing.assert_close(found, weight + (left @ right).t())
