@@ -375,4 +375,5 @@ def _apply_to_layer(layer: NMLayer, state: dict[str, Any]) -> None:
     if same_noise(layer, state):
         layer.draw_noise(state["draws"])
     # Version 0.1.0 saved no count: each step was counted.
-    layer.costs.load(state["spent"], state.get("counted", state["step"]))
+    counted = state.get("counted", state["step"])
+    layer.costs.load(state["spent"], counted, state.get("low_rank_spent", 0.0))

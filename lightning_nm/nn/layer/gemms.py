@@ -69,13 +69,16 @@ class Gemms(NamedTuple):
 
     def densities(self) -> dict[FlopsKind, GemmDensity]:
         """The shares of the three GEMMs, in each counting."""
-        return {kind: GemmDensity(*self.counts(kind)) for kind in get_args(FlopsKind)}
+        found = {}
+        for kind in get_args(FlopsKind):
+            forward, dgrad, wgrad = (getattr(gemm, kind) for gemm in self)
+            found[kind] = GemmDensity(forward, dgrad, wgrad, self.low_rank)
+        return found
 
-    def counts(self, kind: FlopsKind) -> list[float]:
-        """The numbers of a :class:`GemmDensity`, in its order."""
-        shares = [getattr(gemm, kind) for gemm in self]
-        # Factors have as many multiply-adds in each of the three.
-        return [*shares, self.forward.low_rank]
+    @property
+    def low_rank(self) -> float:
+        """What low-rank factors add to each of the three, which is as much in all."""
+        return self.forward.low_rank
 
 
 def layer_gemms(layer: NMLayer) -> Gemms:
@@ -235,13 +238,15 @@ class LayerCosts:
     """The density of each GEMM, summed over the steps so far; :mod:`lightning_nm.training.step` adds the steps."""
 
     def __init__(self) -> None:
-        self.spent: dict[FlopsKind, list[float]] = {kind: [0.0] * 4 for kind in get_args(FlopsKind)}
+        self.spent: dict[FlopsKind, list[float]] = {kind: [0.0] * 3 for kind in get_args(FlopsKind)}
+        self.low_rank = 0.0  # likewise of low-rank factors, in every counting
         self.counted = 0  # steps that were summed
         self.cost_key: tuple[Any, ...] | None = None
         """What the cost of a step depends on, as it was when :meth:`set_step_cost` computed the cost."""
         self._step_cost: list[
             tuple[list[float], list[float]]
         ] = []  # in each counting: sums, and what a step adds
+        self._step_low_rank = 0.0
         self.last_call: int | None = None
         """Multiply-adds of the module's last call, where its products count themselves."""
 
@@ -250,20 +255,24 @@ class LayerCosts:
         self.cost_key = cost_key
         self._step_cost = []
         for kind, sums in self.spent.items():
-            self._step_cost.append((sums, gemms.counts(kind)))
+            densities = [getattr(gemm, kind) for gemm in gemms]
+            self._step_cost.append((sums, densities))
+        self._step_low_rank = gemms.low_rank
 
     def count_step(self) -> None:
         """Add the cost of one step, see :meth:`set_step_cost`."""
         for sums, densities in self._step_cost:
             for k, density in enumerate(densities):
                 sums[k] += density
+        self.low_rank += self._step_low_rank
         self.counted += 1
 
     def charge(self, gemms: Gemms, steps: int) -> None:
         """Add ``steps`` steps in which the GEMMs are these."""
         for kind, sums in self.spent.items():
-            for k, density in enumerate(gemms.counts(kind)):
-                sums[k] += steps * density
+            for k, gemm in enumerate(gemms):
+                sums[k] += steps * getattr(gemm, kind)
+        self.low_rank += steps * gemms.low_rank
         self.counted += steps
 
     def record_call(self, macs: int) -> None:
@@ -274,18 +283,22 @@ class LayerCosts:
         """The average over the steps; ``None`` if there were none."""
         if not self.counted:
             return None
-        return {
-            kind: GemmDensity(*(total / self.counted for total in sums))
-            for kind, sums in self.spent.items()
-        }
+        low_rank = self.low_rank / self.counted
+        found = {}
+        for kind, sums in self.spent.items():
+            forward, dgrad, wgrad = (total / self.counted for total in sums)
+            found[kind] = GemmDensity(forward, dgrad, wgrad, low_rank)
+        return found
 
     def charge_dense(self, steps: int) -> None:
         """Start anew with ``steps`` steps in which all GEMMs were dense."""
-        self.load({kind: [float(steps)] * 3 + [0.0] for kind in self.spent}, steps)
+        self.load({kind: [float(steps)] * 3 for kind in self.spent}, steps)
 
-    def load(self, spent: dict[FlopsKind, list[float]], counted: int) -> None:
+    def load(
+        self, spent: dict[FlopsKind, list[float]], counted: int, low_rank: float = 0.0
+    ) -> None:
         """Set saved sums."""
-        # Version 0.2 saved three sums, without that of low-rank factors.
-        self.spent = {kind: [*sums, 0.0][:4] for kind, sums in spent.items()}
+        self.spent = {kind: list(sums) for kind, sums in spent.items()}
+        self.low_rank = low_rank
         self.counted = counted
         self.cost_key = None
