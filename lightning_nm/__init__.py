@@ -57,7 +57,7 @@ from lightning_nm.plugins import (
 )
 from lightning_nm.sparsifier import NMSparsifier
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 if TYPE_CHECKING:
     from lightning_nm.commands.lightning_cli import NMLightningCLI

@@ -9,10 +9,12 @@ from benchmarks.tables.markdown import Tables, read_json, table, time_text
 
 XEON, EPYC = "cpu-xeon-avx512.json", "cpu-epyc-avx512-bf16.json"
 SECOND_EPYC = "cpu-epyc-2-avx512-bf16.json"
+AMX = "cpu-xeon-amx.json"
 STEPS = {
     "Intel Xeon, AVX-512": XEON,
     "AMD EPYC, AVX512_BF16": EPYC,
     "a second EPYC": SECOND_EPYC,
+    "a Xeon with AMX": AMX,
 }
 """The CPUs that whole steps were measured on."""
 SPARSE = ("cpu-permute", "cpu-csr")
@@ -225,6 +227,7 @@ TABLES: Tables = {
     "xeon-peers": partial(peers, XEON, "peers 1 thread"),
     "epyc-steps": partial(steps, EPYC, "steps 2 threads"),
     "epyc-2-steps": partial(steps, SECOND_EPYC, "steps 2 threads"),
+    "amx-steps": partial(steps, AMX, "steps 2 threads"),
     "epyc-products-bfloat16": partial(products, EPYC, _ALL, "bfloat16"),
     "epyc-products": partial(products, EPYC, _ALL, _FLOAT),
     "epyc-convolutions": partial(convolutions, EPYC, "convolutions 1 thread"),

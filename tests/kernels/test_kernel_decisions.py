@@ -252,8 +252,9 @@ def test_processes_save_at_the_same_time(tmp_path):
 def cpu(monkeypatch):
     """A CPU whose name, instruction set and threads can be set."""
 
-    def become(name="Xeon", level="avx512", threads=8, unavailable="", sources="1f"):
+    def become(name="Xeon", level="avx512", threads=8, unavailable="", sources="1f", amx=False):
         monkeypatch.setattr(cache, "cpu_name", lambda: name)
+        monkeypatch.setattr(cache, "has_amx", lambda: amx)
         monkeypatch.setattr(cache, "level", lambda: cache.LEVELS.index(level))
         monkeypatch.setattr(cache, "unavailable", lambda: unavailable)
         monkeypatch.setattr(cache, "compiled_from", lambda: sources)
@@ -268,6 +269,7 @@ def test_the_environment_of_a_cpu(cpu):
         "Xeon; avx512; library 1f; threads: 8", None, torch.__version__, None, None
     )
     assert cpu(unavailable="no compiler").device == "Xeon; no kernels; threads: 8"
+    assert cpu(amx=True).device == "Xeon; AMX; avx512; library 1f; threads: 8"
 
 
 def test_the_environment_of_this_cpu():
@@ -287,6 +289,7 @@ def test_an_unknown_device_is_its_own_environment():
     "other",
     [
         {"name": "EPYC"},
+        {"amx": True},
         {"level": "avx2"},
         {"threads": 1},
         {"unavailable": "removed"},

@@ -49,6 +49,7 @@ class Cpu:
     cores: int  # logical cores that this process may use
     threads: int  # of torch
     parallel: bool  # whether the kernels run on torch's threads; else on one
+    amx: bool = False  # whether dense products in bfloat16 have AMX
 
 
 @dataclass(frozen=True)
@@ -128,6 +129,7 @@ def _cpu() -> Cpu:
         cores=_usable_cores(),
         threads=torch.get_num_threads(),
         parallel=usable and library.parallel() is not None,
+        amx=library.has_amx(),
     )
 
 

@@ -90,12 +90,17 @@ def _cpu_rows(cpu: Cpu) -> list[tuple[str, str]]:
         threads = (
             f"{cpu.threads} for dense products; the kernels use one: more need torch 2.10 or later"
         )
-    return [
+    rows = [
         ("device", f"CPU, {cpu.model}"),
         ("instructions", instructions),
         ("cores", f"{cpu.cores} that this process may use"),
         ("threads", threads),
     ]
+    if cpu.amx:
+        rows.append(
+            ("AMX", "for dense products in bfloat16 alone: N:M ones gain less than without")
+        )
+    return rows
 
 
 def print_report(report: Report, console: Console) -> None:

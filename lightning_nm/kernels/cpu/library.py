@@ -369,13 +369,26 @@ def unavailable() -> str:
 
 def cpu_name() -> str:
     """The model of the CPU as the system reports it."""
-    # Windows and macOS have no such file, and that of ARM has no such line.
+    return _cpu_info("model name") or platform.processor() or platform.machine()
+
+
+def has_amx() -> bool:
+    """Whether the CPU multiplies dense matrices of bfloat16 in tiles (AMX), as the system reports it.
+
+    Dense products in bfloat16 are then several times as fast as without; the kernels here have no use for tiles.
+    """
+    return "amx_bf16" in _cpu_info("flags").split()
+
+
+def _cpu_info(key: str) -> str:
+    """The first line of Linux' description of the CPU that has a key; empty if there is none."""
+    # Windows and macOS have no such file, and that of ARM has other lines.
     with suppress(OSError), open("/proc/cpuinfo") as lines:
         for line in lines:
-            if line.startswith("model name"):
-                _, _, name = line.partition(":")
-                return name.strip()
-    return platform.processor() or platform.machine()
+            name, _, value = line.partition(":")
+            if name.strip() == key:
+                return value.strip()
+    return ""
 
 
 def operands(

@@ -18,7 +18,14 @@ import torch.distributed as dist
 from torch.utils import collect_env
 
 from lightning_nm.kernels.api import Algorithm, GemmKey, bucketed, parse_key
-from lightning_nm.kernels.cpu.library import LEVELS, compiled_from, cpu_name, level, unavailable
+from lightning_nm.kernels.cpu.library import (
+    LEVELS,
+    compiled_from,
+    cpu_name,
+    has_amx,
+    level,
+    unavailable,
+)
 from lightning_nm.kernels.gpu.cusparselt import library_version
 
 try:
@@ -66,7 +73,9 @@ def environment_of(device: torch.device) -> Environment:
         kernels = "no kernels"
         if not unavailable():
             kernels = f"{LEVELS[level()]}; library {compiled_from()}"
-        name = f"{cpu_name()}; {kernels}; threads: {torch.get_num_threads()}"
+        # Virtual machines report one name for CPUs with AMX and without, and dense products differ several times.
+        model = f"{cpu_name()}; AMX" if has_amx() else cpu_name()
+        name = f"{model}; {kernels}; threads: {torch.get_num_threads()}"
         return Environment(name, None, torch.__version__, None, None)
     if device.type != "cuda":
         return Environment(device.type, None, torch.__version__, torch.version.cuda, None)

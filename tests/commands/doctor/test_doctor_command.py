@@ -63,6 +63,14 @@ def test_without_a_config(capsys, monkeypatch, parallel):
     assert cpu["cores"] >= 1
 
 
+@pytest.mark.parametrize("amx", [True, False])
+def test_amx_is_named(capsys, monkeypatch, amx):
+    monkeypatch.setattr(library, "has_amx", lambda: amx)
+    assert main(["doctor"]) == 0
+    assert ("N:M ones gain less" in capsys.readouterr().out) == amx
+    assert document(capsys)["machine"]["cpu"]["amx"] == amx
+
+
 @pytest.mark.usefixtures("no_library")
 def test_without_a_library(capsys):
     assert main(["doctor"]) == 0

@@ -237,6 +237,14 @@ def test_the_cpu_has_a_name():
     assert library.cpu_name()
 
 
+@pytest.mark.parametrize(
+    ("flags", "amx"), [("fpu amx_bf16 amx_tile avx", True), ("fpu avx512_bf16", False), ("", False)]
+)
+def test_amx_is_read_from_the_flags(monkeypatch, flags, amx):
+    monkeypatch.setattr(library, "_cpu_info", {"flags": flags}.get)
+    assert library.has_amx() == amx
+
+
 @needs_library
 def test_without_torch_s_loop_there_is_one_thread(monkeypatch):
     made = case(100, 64, 130, "2:8")
