@@ -232,7 +232,8 @@ def test_convolutions_compute_the_product_of_the_twin(
     if not REASON:
         assert model.weight.form == "cpu-int8"
     torch.testing.assert_close(found.double(), exact, **tolerance)
-    assert found.is_contiguous(memory_format=torch.channels_last) or not channels_last
+    if not x.is_contiguous():  # images of one pixel are in both orders
+        assert found.is_contiguous(memory_format=torch.channels_last)
     assert torch.equal(model.weight.packed().unpack(), model.weight.unpack())
     assert torch.equal(model.weight.unpack(), dequantise_weight(integers, scale, dtype))
 
