@@ -23,11 +23,11 @@ TITLES = {"residual": "residual CNN", "mobile": "depthwise and pointwise convolu
 
 
 def data(kind: str) -> Any:
-    """``{method: [[kilocycles, accuracy in percent, its interval's half], ...]}`` of one kind of model."""
+    """``{method: [[kilocycles, int8 accuracy in percent, its interval's half], ...]}`` of one kind of model."""
     accuracies: dict[str, list[float]] = defaultdict(list)
     for row in read_csv(f"study-{NAME}-{kind}.csv"):
         if row["state"] == "complete":
-            accuracies[row["variant"]].append(100 * row["test_acc"])
+            accuracies[row["variant"]].append(100 * row["test_acc_int8"])
     estimated = read_json(f"{NAME}-{kind}.json")["variants"]
     found: dict[str, list[list[float]]] = defaultdict(list)
     for name, values in accuracies.items():
@@ -62,7 +62,7 @@ def draw(figure: Figure, found: Any, kind: str) -> None:
     axes.set_xlabel(
         "kilocycles of an inference on an Ethos-U85, estimated by Vela", fontsize=FONT, color=INK
     )
-    axes.set_ylabel("accuracy on Fashion-MNIST, %", fontsize=FONT, color=INK)
+    axes.set_ylabel("int8 accuracy on Fashion-MNIST, %", fontsize=FONT, color=INK)
     axes.legend(fontsize=FONT - 1, frameon=False, loc="lower right")
 
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from benchmarks.tables import (
     accuracy,
     cpu,
+    cycles,
     fronts,
     inference,
     matrices,
@@ -43,6 +44,7 @@ TABLES: Tables = {
         matrices,
         memory,
         methods,
+        cycles,
     )
     for name, make in module.TABLES.items()
 }

@@ -68,7 +68,7 @@ def test_accuracy_over_cycles(tmp_path, monkeypatch):
         *("sr-ste-2:4-16,0,complete,0.81", "sr-ste-2:4-16,1,failed,"),
     ]
     study = tmp_path / "study-cycles-fashion-mnist-mobile.csv"
-    study.write_text("\n".join(["variant,seed,state,test_acc", *rows]))
+    study.write_text("\n".join(["variant,seed,state,test_acc_int8", *rows]))
     by_name = {"dense-16": 4000, "dense-32": 9000, "sr-ste-2:4-16": 2500}
     estimated = {name: {"cycles": each, "bytes": 1} for name, each in by_name.items()}
     (tmp_path / "cycles-fashion-mnist-mobile.json").write_text(json.dumps({"variants": estimated}))

@@ -8,7 +8,7 @@ import torch
 
 from benchmarks import estimators, fronts, masks, transposable
 from benchmarks.tables import __main__ as program
-from benchmarks.tables import inference, markdown, methods, regions, studies
+from benchmarks.tables import cycles, inference, markdown, methods, regions, studies
 from benchmarks.tables.regions import filled, names
 from tools.site import pages
 
@@ -33,6 +33,29 @@ def test_examples(module):
     found = doctest.testmod(module)
     assert found.attempted
     assert not found.failed
+
+
+def test_accuracy_at_equal_cycles(tmp_path, monkeypatch):
+    """Against a line between the dense models of fewer and of more cycles, by seed; not outside of them."""
+    monkeypatch.setattr(markdown, "RESULTS", tmp_path)
+    header = "variant,seed,state,test_acc,test_acc_int8"
+    rows = [
+        *("dense-8,0,complete,0.9,0.80", "dense-8,1,complete,0.9,0.82"),
+        *("dense-16,0,complete,0.9,0.90", "dense-16,1,complete,0.9,0.90"),
+        *("sr-ste-2:4-12,0,complete,0.9,0.86", "sr-ste-2:4-12,1,complete,0.9,0.88"),
+        *("sr-ste-2:4-32,0,complete,0.9,0.95", "sr-ste-2:4-32,1,failed,,"),
+    ]
+    study = tmp_path / "study-cycles-fashion-mnist-residual.csv"
+    study.write_text("\n".join([header, *rows]))
+    estimated = {"dense-8": 10_000, "dense-16": 40_000, "sr-ste-2:4-12": 20_000}
+    estimated["sr-ste-2:4-32"] = 41_000
+    by_name = {name: {"cycles": each, "bytes": 1} for name, each in estimated.items()}
+    (tmp_path / "cycles-fashion-mnist-residual.json").write_text(json.dumps({"variants": by_name}))
+    lines = cycles.accuracy("residual").splitlines()[2:]
+    assert lines[0] == "| dense | 8 | 10 | 90.00 | 81.00 |  |"
+    # Half way in log cycles: 85 and 86.
+    assert lines[2].startswith("| 2:4, `sr-ste` | 12 | 20 | 90.00 | 87.00 | +1.50 [")
+    assert lines[3].endswith("| no dense model of that cost |")
 
 
 def test_a_changed_figure_is_found_and_repaired(tmp_path, monkeypatch, capsys):
