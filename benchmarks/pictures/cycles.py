@@ -18,6 +18,7 @@ STYLES = {
     "dense": ("dense", SERIES[4], "s"),
     "sr-ste": ("2:4, sr-ste", SERIES[0], "o"),
     "bi-mask": ("2:4, bi-mask", LOST, "o"),
+    "bame": ("2:4, bame", KEPT, "o"),
 }
 TITLES = {"residual": "residual CNN", "mobile": "depthwise and pointwise convolutions"}
 

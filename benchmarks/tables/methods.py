@@ -28,6 +28,8 @@ TEXT = Task("help-topics", "test_bits_per_byte", 1.0, 3, more_is_better=False)
 IMAGES = Task("fashion-mnist", "test_acc", 100.0, 2, more_is_better=True)
 PATTERNS = ("2:4", "1:4", "1:16")
 _RATE = "model.init_args.lr"
+SEARCHES = tuple(f"learning-rate{part}" for part in ("", "-edges", "-last", "-decays"))
+"""The studies of learning rates: their names begin with it."""
 
 
 class Trained(NamedTuple):
@@ -93,10 +95,10 @@ def accuracy(task: Task) -> str:
 def learning_rates(task: Task) -> str:
     """What the search found for each method and pattern: the metric at each learning rate, the best one bold."""
     by_rate: dict[tuple[str, str], dict[float, float]] = defaultdict(dict)
-    for kind in ("learning-rate", "learning-rate-edges", "learning-rate-decays"):
+    for kind in SEARCHES:
         name = f"methods/{kind}-{task.name}"
         path = ROOT / "studies" / f"{name}.yaml"
-        if not path.exists():  # only the text has decays
+        if not path.exists():  # a task need not have all
             continue
         spec = read(path)
         for row in read_csv(f"study-{name.replace('/', '-')}.csv"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -118,8 +118,8 @@ class NMSparsityCallback(SavedSparsity):
         self._monitor: MaskMonitor | None = None  # what `monitor` stands for in the current fit
         self._consistency: ProcessConsistency | None = None  # None if a single process trains
         self._finished_layers: dict[str, NMLayer] = {}  # of the last fit, after it
-        # Of each masked layer in the last batch, see _stages_of().
-        self._stages: tuple[str, ...] = ()
+        # What products the masked layers had in the batches so far, see _kind_of_window().
+        self._seen_kinds: set[Hashable] = set()
         self._last_step: int | None = (
             None  # the Trainer's count of steps at the end of its plan, if that matters
         )
@@ -203,7 +203,7 @@ class NMSparsityCallback(SavedSparsity):
             sparsifier.detach()
             raise
         self.sparsifier = sparsifier
-        self._stages = _stages_of(sparsifier)
+        self._seen_kinds = {_kind_of_window(sparsifier)}
         self._lifecycle.phase = Phase.INSTALLED
 
     def _pack(self, trainer: pl.Trainer, sparsifier: NMSparsifier) -> None:
@@ -295,13 +295,13 @@ class NMSparsityCallback(SavedSparsity):
         sparsifier = self._installed()
         sparsifier.follow(trainer.optimizers)
         sparsifier.mask_unfrozen()
-        stages = _stages_of(sparsifier)
-        if stages == self._stages:
+        kind = _kind_of_window(sparsifier)
+        if kind in self._seen_kinds:
             return
-        self._stages = stages
+        self._seen_kinds.add(kind)
         router = router_of(trainer)
         if router is not None:
-            router.tune_again()  # the products of new layers, and of new patterns, are not measured yet
+            router.tune_again()  # products of new layers, patterns and gradients are not measured yet
 
     def on_before_backward(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Any
@@ -454,9 +454,15 @@ class NMSparsityCallback(SavedSparsity):
         return self.sparsifier
 
 
-def _stages_of(sparsifier: NMSparsifier) -> tuple[str, ...]:
-    """The stage of the schedule of each masked layer."""
-    return tuple(layer.progress.stage for layer in sparsifier.layers.values())
+def _kind_of_window(sparsifier: NMSparsifier) -> Hashable:
+    """What decides which products the masked layers have until the next step.
+
+    Methods may alternate between a few kinds, as with a dense weight gradient in every second step.
+    """
+    return tuple(
+        (layer.progress.stage, layer.progress.dense_gradient, layer.progress.estimating)
+        for layer in sparsifier.layers.values()
+    )
 
 
 def _any_schedule(sparsifier: NMSparsifier) -> bool:

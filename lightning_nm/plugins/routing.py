@@ -33,7 +33,7 @@ class KernelRouting:
             that computes the product right. ``"reference"``: dense.
         backends: The kernels to choose from, in order of preference; ``None`` takes those of the package.
         decisions: File where ``"auto"`` keeps its measurements, by device, driver and library versions; for a CPU by
-            its model, instruction set and number of threads. ``None`` keeps none.
+            its model, instruction set with or without AMX, and number of threads. ``None`` keeps none.
         budget_s: Seconds that measuring the first batch's products may take.
         kwargs: As Lightning's plugin takes them.
 

@@ -90,10 +90,8 @@ def test_models_of_the_studies_of_cycles(kind):
     variants = yaml.safe_load((ROOT / f"studies/cycles/fashion-mnist-{kind}.yaml").read_text())
     names = list(variants["variants"])
     read = [ethos_u85.Variant.of(name) for name in names]
-    assert {(each.method, each.pattern) for each in read} == {
-        ("dense", ""),
-        ("sr-ste", "2:4"),
-        ("bi-mask", "2:4"),
+    assert {("dense", ""), ("sr-ste", "2:4"), ("bi-mask", "2:4")} <= {
+        (each.method, each.pattern) for each in read
     }
     assert len({each.width for each in read}) >= 4
     sparse = next(each for each in read if each.pattern and each.width == 16)

@@ -252,7 +252,10 @@ def test_processes_save_at_the_same_time(tmp_path):
 def cpu(monkeypatch):
     """A CPU whose name, instruction set and threads can be set."""
 
-    def become(name="Xeon", level="avx512", threads=8, unavailable="", sources="1f", amx=False):
+    def become(
+        name="Xeon", level="avx512", threads=8, unavailable="", sources="1f", amx=False, limit=""
+    ):
+        monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
         monkeypatch.setattr(cache, "cpu_name", lambda: name)
         monkeypatch.setattr(cache, "has_amx", lambda: amx)
         monkeypatch.setattr(cache, "level", lambda: cache.LEVELS.index(level))
@@ -290,6 +293,7 @@ def test_an_unknown_device_is_its_own_environment():
     [
         {"name": "EPYC"},
         {"amx": True},
+        {"limit": "AVX2"},
         {"level": "avx2"},
         {"threads": 1},
         {"unavailable": "removed"},

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_nm
 from lightning_nm import (
+    BAME,
     NMFSDPPrecision,
     NMHalfPrecision,
     NMMixedPrecision,
@@ -24,9 +25,11 @@ from lightning_nm import (
     NMSparsityCallback,
 )
 from lightning_nm.kernels import SimulatedSparseKernel
+from lightning_nm.kernels.cpu import CpuCsrKernel
 from lightning_nm.kernels.router import router as router_module
 from lightning_nm.plugins import fabric as fabric_plugins
 from lightning_nm.plugins.routing import DECISIONS
+from tests.support.cpu_products import needs_library
 from tests.support.fake_kernels import FakeKernel, FakeTimer
 from tests.support.lightning_models import assert_equal_models, callback, make_trainer
 
@@ -432,6 +435,48 @@ def test_where_no_product_is_faster_sparse_the_router_goes_inactive(tmp_path, ca
     calls = {used.product.key.gemm: used.calls for used in made.router.used()}
     assert set(calls.values()) <= {1, 2, 4}, "one step, whose forward is computed twice"
     assert "later calls are not counted" in " ".join(capsys.readouterr().out.split())
+
+
+class OnlyWgrad(CpuCsrKernel):
+    """A kernel of weight gradients at kept entries, and the timer that finds it ten times as fast as dense ones."""
+
+    def __init__(self):
+        self.called = ""
+
+    def supports(self, key):
+        return "only weight gradients" if key.gemm != "wgrad" else super().supports(key)
+
+    def layout(self, matrix):
+        self.called = "layout"
+        return super().layout(matrix)
+
+    def sampled(self, layout, grad, x):
+        self.called = "sampled"
+        return super().sampled(layout, grad, x)
+
+    def time(self, function, device):
+        self.called = ""
+        function()
+        return {"layout": 0.0, "sampled": 1e-3, "": 1e-2}[self.called]
+
+
+@needs_library
+@pytest.mark.parametrize(("every", "dense_steps"), [(1, 5), (2, 3), (3, 2)])
+def test_weight_gradients_that_become_sparse_later_are_routed(tmp_path, every, dense_steps):
+    """The first batch of `bame` has dense ones, and no other product is faster sparse here."""
+    kernel = OnlyWgrad()
+    made = NMPrecision(backends=[kernel], decisions=None)
+    made.router.timer = kernel
+    method = BAME(start=0, stop=5, every=every, gradient_every=every)
+    masks = NMSparsityCallback("2:4", method, skip_first_last=False, include="net.[02]")
+    fit(tmp_path, [made], [masks], max_epochs=3)  # of 4 steps
+    calls = {
+        (used.product.layer, used.product.key.gemm): used.calls
+        for used in made.router.used()
+        if used.kernel == kernel.name
+    }
+    assert calls == {("net.0", "wgrad"): 12 - dense_steps, ("net.2", "wgrad"): 12 - dense_steps}
+    assert not made.router.all_dense
 
 
 # ----------------------------------------------------------------------------------------------------- Fabric

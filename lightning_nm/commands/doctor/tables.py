@@ -98,7 +98,7 @@ def _cpu_rows(cpu: Cpu) -> list[tuple[str, str]]:
     ]
     if cpu.amx:
         rows.append(
-            ("AMX", "for dense products in bfloat16 alone: N:M ones gain less than without")
+            ("AMX", "for dense products of many tokens in bfloat16: N:M ones cannot use it")
         )
     return rows
 

@@ -73,9 +73,12 @@ def environment_of(device: torch.device) -> Environment:
         kernels = "no kernels"
         if not unavailable():
             kernels = f"{LEVELS[level()]}; library {compiled_from()}"
-        # Virtual machines report one name for CPUs with AMX and without, and dense products differ several times.
-        model = f"{cpu_name()}; AMX" if has_amx() else cpu_name()
-        name = f"{model}; {kernels}; threads: {torch.get_num_threads()}"
+        # Virtual machines report one name for CPUs with AMX and without, whose dense products differ in speed.
+        parts = [cpu_name(), *(["AMX"] if has_amx() else []), kernels]
+        # The limit of oneDNN, which computes torch's dense products.
+        if limit := os.environ.get("ONEDNN_MAX_CPU_ISA"):
+            parts.append(f"oneDNN up to {limit}")
+        name = "; ".join([*parts, f"threads: {torch.get_num_threads()}"])
         return Environment(name, None, torch.__version__, None, None)
     if device.type != "cuda":
         return Environment(device.type, None, torch.__version__, torch.version.cuda, None)

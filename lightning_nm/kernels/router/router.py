@@ -275,7 +275,8 @@ class Router(HasHandle):
             if self.tuner is not None and keys:
                 self._tuned_at = time.monotonic()
                 self._later_s = 0.0
-                self._tuned_keys = list(dict.fromkeys(keys))
+                # Those of an earlier call may come again: a dense gradient in every second step has other products.
+                self._tuned_keys = list(dict.fromkeys([*self._tuned_keys, *keys]))
                 self._update_none_sparse(self.tuner)
                 self._warn_of_postponed(self.tuner)
 
@@ -293,7 +294,7 @@ class Router(HasHandle):
             self._received = shared
 
     def _update_none_sparse(self, tuner: Tuner) -> None:
-        """Note whether all products of the first batch were measured, and none is faster sparse."""
+        """Note whether all products of the recorded batches were measured, and none is faster sparse."""
         reference = self.registry.reference.name
         self._none_sparse = True
         for key in self._tuned_keys:
@@ -347,7 +348,7 @@ class Router(HasHandle):
             self._later_s += time.monotonic() - start
 
     def tune_again(self) -> None:
-        """Record and measure the next batch's products: layers came in. Decisions so far stay."""
+        """Record and measure the next batch's products, since it may have new ones. Decisions so far stay."""
         if self.kernels == "auto":
             self.tuned = False
             self.all_dense = False

@@ -67,7 +67,7 @@ def test_without_a_config(capsys, monkeypatch, parallel):
 def test_amx_is_named(capsys, monkeypatch, amx):
     monkeypatch.setattr(library, "has_amx", lambda: amx)
     assert main(["doctor"]) == 0
-    assert ("N:M ones gain less" in capsys.readouterr().out) == amx
+    assert ("N:M ones cannot use it" in capsys.readouterr().out) == amx
     assert document(capsys)["machine"]["cpu"]["amx"] == amx
 
 
