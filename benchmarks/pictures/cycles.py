@@ -8,6 +8,7 @@ from statistics import mean
 from typing import Any
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, NullLocator, ScalarFormatter
 
 from benchmarks.ethos_u85 import NAME, STUDIES, Variant
 from benchmarks.pictures.style import FONT, INK, KEPT, LOST, SERIES, Picture, plain
@@ -18,8 +19,9 @@ STYLES = {
     "dense": ("dense", SERIES[4], "s"),
     "sr-ste": ("2:4, sr-ste", SERIES[0], "o"),
     "bi-mask": ("2:4, bi-mask", LOST, "o"),
-    "bame": ("2:4, bame", KEPT, "o"),
 }
+KILOCYCLES = (10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
+"""Marks of the axis."""
 TITLES = {"residual": "residual CNN", "mobile": "depthwise and pointwise convolutions"}
 
 
@@ -60,6 +62,9 @@ def draw(figure: Figure, found: Any, kind: str) -> None:
             label=label,
         )
     axes.set_xscale("log")
+    axes.xaxis.set_major_locator(FixedLocator(KILOCYCLES))
+    axes.xaxis.set_major_formatter(ScalarFormatter())
+    axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xlabel(
         "kilocycles of an inference on an Ethos-U85, estimated by Vela", fontsize=FONT, color=INK
     )
