@@ -10,9 +10,9 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator, ScalarFormatter
 
-from benchmarks.ethos_u85 import NAME, STUDIES, Variant
+from benchmarks.ethos_u85 import NAME, STUDIES
 from benchmarks.pictures.style import FONT, INK, KEPT, LOST, SERIES, Picture, plain
-from benchmarks.tables.markdown import read_csv, read_json
+from benchmarks.tables.cycles import points
 from lightning_nm.commands.study.analysis import Interval
 
 STYLES = {
@@ -27,19 +27,14 @@ TITLES = {"residual": "residual CNN", "mobile": "depthwise and pointwise convolu
 
 def data(kind: str) -> Any:
     """``{method: [[kilocycles, int8 accuracy in percent, its interval's half], ...]}`` of one kind of model."""
-    accuracies: dict[str, list[float]] = defaultdict(list)
-    for row in read_csv(f"study-{NAME}-{kind}.csv"):
-        if row["state"] == "complete":
-            accuracies[row["variant"]].append(100 * row["test_acc_int8"])
-    estimated = read_json(f"{NAME}-{kind}.json")["variants"]
     found: dict[str, list[list[float]]] = defaultdict(list)
-    for name, values in accuracies.items():
+    for point in points(kind):
+        values = list(point.int8_by_seed.values())
         half = 0.0
         if len(values) > 1:
             interval = Interval.of(values)
             half = (interval.high - interval.low) / 2
-        kilocycles = estimated[name]["cycles"] / 1000
-        found[Variant.of(name).method].append([kilocycles, mean(values), half])
+        found[point.variant.method].append([point.cycles / 1000, mean(values), half])
     return {method: sorted(rows) for method, rows in found.items()}
 
 

@@ -20,13 +20,13 @@ class Point(NamedTuple):
     Attributes:
         variant: Its name, method and width.
         cycles: Vela's estimate.
-        float_by_seed: Accuracy in float32, in percent.
+        mixed_by_seed: Accuracy in bf16-mixed, as in training, in percent.
         int8_by_seed: Accuracy of the int8 program, in percent.
     """
 
     variant: Variant
     cycles: int
-    float_by_seed: dict[int, float]
+    mixed_by_seed: dict[int, float]
     int8_by_seed: dict[int, float]
 
 
@@ -71,7 +71,7 @@ def accuracy(kind: str) -> str:
         variant = point.variant
         model = f"{variant.pattern}, `{variant.method}`" if variant.pattern else "dense"
         cells = [
-            f"{mean(values.values()):.2f}" for values in (point.float_by_seed, point.int8_by_seed)
+            f"{mean(values.values()):.2f}" for values in (point.mixed_by_seed, point.int8_by_seed)
         ]
         rows.append(
             [
@@ -82,7 +82,7 @@ def accuracy(kind: str) -> str:
                 _difference(point, dense) if variant.pattern else "",
             ]
         )
-    header = ["weights", "width", "kilocycles", "accuracy, float32, %", "int8, %"]
+    header = ["weights", "width", "kilocycles", "accuracy, bf16-mixed, %", "int8, %"]
     return table([*header, "int8, minus dense at equal cycles, points"], rows)
 
 
