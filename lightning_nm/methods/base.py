@@ -299,9 +299,11 @@ class Method:
         """
 
     def init_masks(self, layer: NMLayer) -> None:
-        """Choose the first masks of a layer whose weight has just been set or loaded.
+        """Choose the first masks of a layer whose weight has just been set or loaded; the weight is not written to.
 
-        It is called again at each pattern of a user's ``schedule``, which is ``layer.pattern`` then.
+        It is called again at each pattern of a user's ``schedule``, which is ``layer.pattern`` then. A weight keeps its
+        pruned entries until the next step ends: a fit that fails before has changed nothing, and a saved state that
+        keeps more entries may be loaded next.
         """
 
     def end_masks(self, layer: NMLayer) -> None:

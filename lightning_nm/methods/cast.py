@@ -178,7 +178,7 @@ class CAST(MaskMethod):
         if self.scale_groups:
             self._init_scale(layer)
         if self._is_over(layer):
-            self._project(layer)
+            self._choose_mask(layer)
         else:
             self._find_kept(layer)
 
@@ -204,10 +204,14 @@ class CAST(MaskMethod):
         """Find the entries that are not decayed."""
         layer.buffers[KEPT] = pack_mask(self._largest(layer))
 
-    def _project(self, layer: NMLayer) -> None:
-        """Set the smaller entries to zero, for good."""
+    def _choose_mask(self, layer: NMLayer) -> None:
+        """Keep the largest entries from now on."""
         layer.buffers.clear()
         layer.set_masks(self._largest(layer))
+
+    def _project(self, layer: NMLayer) -> None:
+        """Set the smaller entries to zero, for good."""
+        self._choose_mask(layer)
         layer.view.zero_pruned(layer.view.local)
 
     @torch.no_grad()

@@ -118,14 +118,20 @@ class LBC(MaskMethod):
             (scores.numel() + 7) // 8, dtype=torch.uint8, device=device
         )
         layer.set_masks(torch.ones(layer.view.shape, dtype=torch.bool, device=device))
-        self.update(layer)
+        self._remove_patterns(layer)
 
     @torch.no_grad()
     def update(self, layer: NMLayer) -> None:
         """Remove the lowest scores of each block, as many as it is time for, and what they alone kept."""
-        scores = layer.parameters.get(SCORES)
-        if scores is None:
-            return
+        if SCORES in layer.parameters:
+            self._remove_patterns(layer)
+            if layer.step:
+                layer.view.zero_pruned(layer.view.local)
+
+    @torch.no_grad()
+    def _remove_patterns(self, layer: NMLayer) -> None:
+        """Remove the scores that are due, and move the mask; the weight stays."""
+        scores = layer.parameters[SCORES]
         (stop,) = layer.progress.schedule
         total = scores.shape[-1]
         left = surviving(total, layer.progress.clock, stop)
@@ -142,8 +148,6 @@ class LBC(MaskMethod):
         keepers = (~removed).flatten(0, 1).float() @ patterns.float()
         rows = layer.view.rows_shape(layer.weight)
         layer.set_masks(layer.view.unrows(from_blocks(keepers > 0, rows)))
-        if layer.step:
-            layer.view.zero_pruned(layer.view.local)
 
     def gradient_at_pruned(self, layer: NMLayer) -> bool:
         """Whether there is no mask: a pruned entry is in no pattern that is left, so no score needs its gradient."""

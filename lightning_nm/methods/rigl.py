@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 from lightning_nm.functional import magnitude_mask
 from lightning_nm.functional.evolution import as_blocks, block_index, drop_and_grow
 from lightning_nm.functional.schedule import Moment, check_moment, resolve_moment
-from lightning_nm.functional.select import mask_
 from lightning_nm.methods.bame.exchange import (
     Exchange,
     dense_gradient_was_used,
@@ -127,10 +126,6 @@ class RigL(MaskMethod):
             return
         mask = layer.view.by_rows(lambda rows: magnitude_mask(rows, layer.pattern, dim=1))
         layer.set_masks(mask)
-        if layer.progress.step:
-            # These weights replace trained ones. Before the first step a weight keeps its pruned entries: a fit that
-            # fails then has changed nothing.
-            mask_(layer.view.local, layer.view.shard_of(mask))
 
     def is_at_rest(self, layer: NMLayer) -> bool:
         """Whether masks stand still from now on."""

@@ -147,7 +147,7 @@ class MaskHistory(RatioMetric):
             if key.endswith(".bits"):
                 name = key.removesuffix(".bits")
                 shape = saved[f"{name}.shape"].tolist()
-                masks[name] = _StoredMask(tuple(shape), rows.to(self.device))
+                masks[name] = _StoredMask(tuple(shape), rows.to(self.device, copy=True))
         return masks
 
 

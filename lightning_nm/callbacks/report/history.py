@@ -186,8 +186,8 @@ class LayerHistory:
         history = cls()
         history.layers = list(state["layers"])
         history.steps = list(state["steps"])
-        history.values = state["values"].cpu()
+        history.values = state["values"].to("cpu", copy=True)
         history._stride = state["stride"]
         history._filled = state["filled"]
-        history._mean = state["mean"].cpu()
+        history._mean = state["mean"].to("cpu", copy=True)
         return history

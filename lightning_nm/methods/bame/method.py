@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from lightning_nm.functional import magnitude_mask, pack_mask, unpack_mask
 from lightning_nm.functional.evolution import swap_budget
 from lightning_nm.functional.schedule import Moment, check_moment, resolve_moment
-from lightning_nm.functional.select import mask_
 from lightning_nm.methods.bame.evidence import (
     COUNT,
     Evidence,
@@ -237,10 +236,6 @@ class BAME(MaskMethod):
             forward = layer.view.by_rows(lambda rows: magnitude_mask(rows, layer.pattern, dim=1))
             layer.buffers.update(_new_buffers(layer))
         layer.set_masks(forward, self._select_backward(layer, forward, search=False))
-        if forward is not None and layer.progress.step:
-            # These weights replace trained ones, which had no latent values either. Before the first step a weight
-            # keeps its pruned entries: a fit that fails then has changed nothing.
-            mask_(layer.view.local, layer.view.shard_of(forward))
 
     def _select_backward(
         self, layer: NMLayer, forward: Tensor | None, *, search: bool

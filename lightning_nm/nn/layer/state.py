@@ -197,11 +197,13 @@ def saved_layer(layer: NMLayer, state: dict[str, Any]) -> NMLayer:
     )
     permutation = state["permutation"]
     if permutation is not None:
-        masks.set_permutation(permutation.to(device, torch.int64))
+        masks.set_permutation(permutation.to(device, torch.int64, copy=True))
     masks.load(state["flips"], state["total_flips"], state["backward_density"], device)
-    buffers = {name: value.to(device) for name, value in state["buffers"].items()}
+    # Copies, also on the same device: training writes to these tensors, and the state may be loaded again.
+    buffers = {name: value.to(device, copy=True) for name, value in state["buffers"].items()}
     parameters = {
-        name: nn.Parameter(value.to(device)) for name, value in state["parameters"].items()
+        name: nn.Parameter(value.to(device, copy=True))
+        for name, value in state["parameters"].items()
     }
     # What a method makes of the weight may depend on the pattern of that time.
     progress = replace(layer.progress)
