@@ -56,6 +56,7 @@ from lightning_nm.plugins import (
     NMPrecision,
 )
 from lightning_nm.sparsifier import NMSparsifier
+from lightning_nm.training.checkpoint import rename_layers
 
 __version__ = "0.3.0"
 
@@ -109,6 +110,7 @@ __all__ = [
     "packed_summary",
     "preset_method",
     "prune",
+    "rename_layers",
     "save_adapters",
     "save_packed",
     "sensitivity",

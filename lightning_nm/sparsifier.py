@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,7 +34,13 @@ from lightning_nm.training.checkpoint import (
 from lightning_nm.training.distributed.consistency import RankComparison, reduce_gradients
 from lightning_nm.training.forgotten import ForgottenCalls
 from lightning_nm.training.macs import MacsCounter
-from lightning_nm.training.optimizers import held_by, trained_by, trained_layer, unwrapped
+from lightning_nm.training.optimizers import (
+    held_by,
+    is_frozen,
+    trained_by,
+    trained_layer,
+    unwrapped,
+)
 from lightning_nm.training.patterns import PatternChoice, adopted_patterns, check_auto
 from lightning_nm.training.phases import plan_schedules
 from lightning_nm.training.scale import ScaledLearningRates, rescale_initial
@@ -122,6 +128,7 @@ class NMSparsifier:
         self._taken: dict[str, Factors] = {}  # what earlier trainings left beside the weights
         self._counter: MacsCounter | None = None
         self._packs_itself = True
+        self._is_suspended: Callable[[], bool] | None = None
         self._forgotten = ForgottenCalls()
         self._step = TrainingStep((), forgotten=self._forgotten)
         self._comparison = RankComparison(())
@@ -236,6 +243,7 @@ class NMSparsifier:
             rates=rates,
             packs=self.config.storage == "packed",
             patterns=self.patterns,
+            is_suspended=self._is_suspended,
         )
         self._step.begin_window()
         self._take_low_rank(selection.layers)
@@ -306,6 +314,16 @@ class NMSparsifier:
             if factors is not None:
                 put_low_rank(layer.spec.module, factors)
         self._taken.clear()
+
+    @property
+    def has_pending_step(self) -> bool:
+        """Whether an optimizer has stepped since the last call of :meth:`step`."""
+        return self._step.stepped
+
+    @property
+    def frozen_again(self) -> list[str]:
+        """Masked layers that have trained and are frozen now: their masks and counters stand still."""
+        return [layer.name for layer in self.selection.layers if layer.step and is_frozen(layer)]
 
     @property
     def clock(self) -> int:
@@ -397,12 +415,16 @@ class NMSparsifier:
         self._require_attached("check_optimizer_states")
         self._step.check_optimizer_states()
 
-    def called_by_callback(self, *, packs_itself: bool = True) -> None:
-        """Tell that a Trainer's callback makes the calls of a step: it forgets none, so nothing is to be warned of.
+    def called_by_callback(
+        self, *, packs_itself: bool = True, is_suspended: Callable[[], bool] | None = None
+    ) -> None:
+        """Tell, before :meth:`attach`, that a Trainer's callback makes the calls of a step: it forgets none.
 
-        With ``packs_itself=False`` it calls :meth:`pack`, too.
+        With ``packs_itself=False`` it calls :meth:`pack`, too. While ``is_suspended()`` is true, methods and counters
+        ignore the steps of optimizers: they are none of this training, as those of a search for a learning rate.
         """
         self._packs_itself = packs_itself
+        self._is_suspended = is_suspended
         self._forgotten.in_plain_loop = False
 
     @property

@@ -115,6 +115,8 @@ def restore_average(
     # A new dictionary, since others may hold the checkpoint's.
     weights = dict(checkpoint["state_dict"])
     for key, average in averages.items():
+        if key not in weights:
+            continue  # it was renamed, and the state was not: which layers these are is said where states are checked
         masked = weights[key]
         mask = None  # the method had none at that time, as before its first step
         packed_mask = state["layers"][average["layer"]]["forward_mask"]

@@ -29,6 +29,7 @@ from lightning_nm.callbacks.report.warnings import (
     warn_after_first_batch,
     warn_at_start,
     warn_of_replaced,
+    warn_of_resume,
 )
 from lightning_nm.callbacks.throughput import turn_off_mfu
 from lightning_nm.callbacks.training_length import is_scheduled, planned_steps
@@ -120,6 +121,8 @@ class NMSparsityCallback(SavedSparsity):
         self._finished_layers: dict[str, NMLayer] = {}  # of the last fit, after it
         # What products the masked layers had in the batches so far, see _kind_of_window().
         self._seen_kinds: set[Hashable] = set()
+        self._said_left_out = False
+        self._stepped_late = False  # whether a step after a batch's end was ended before this batch
         self._last_step: int | None = (
             None  # the Trainer's count of steps at the end of its plan, if that matters
         )
@@ -224,11 +227,28 @@ class NMSparsityCallback(SavedSparsity):
         sampler_arguments = trainer.distributed_sampler_kwargs or {}
         data_rank = sampler_arguments.get("rank")
         sparsifier = NMSparsifier(pl_module, config=self.config, data_rank=data_rank)
-        sparsifier.called_by_callback(packs_itself=False)
+        sparsifier.called_by_callback(
+            packs_itself=False, is_suspended=lambda: self._is_left_out(trainer)
+        )
         self._last_step = None
         if _any_schedule(sparsifier):
             sparsifier.planned_steps = self._planned_steps(trainer, pl_module)
         return sparsifier.attach(self._lifecycle.state, trainer.optimizers)
+
+    def _is_left_out(self, trainer: pl.Trainer) -> bool:
+        """Whether the Trainer trains without this callback now, as lr_find and the batch-size finder do in mid-fit."""
+        # They save a checkpoint, take all callbacks away, train, and restore callbacks and checkpoint: masks and latent
+        # weights come back with it.
+        if self in trainer.callbacks:  # type: ignore[attr-defined]
+            return False
+        if not self._said_left_out:
+            self._said_left_out = True
+            rank_zero_info(
+                "NMSparsityCallback: a search trains without the callbacks now, under the present masks. Its steps "
+                "count for nothing: masks stand still, and methods add nothing, such as decay. The weights come back "
+                "after it."
+            )
+        return True
 
     def _planned_steps(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> int | None:
         """The optimizer steps of the training on this callback's own clock; ``None`` if the Trainer does not know."""
@@ -275,6 +295,7 @@ class NMSparsityCallback(SavedSparsity):
         self._lifecycle.batch_open = False
         # Not earlier: some strategies load the state only after on_fit_start, and with it more layers may be masked.
         warn_at_start(sparsifier, continues=not self._lifecycle.is_new)
+        warn_of_resume(trainer, self._lifecycle)
         self._show_layers(sparsifier)
 
     def _show_layers(self, sparsifier: NMSparsifier) -> None:
@@ -292,6 +313,7 @@ class NMSparsityCallback(SavedSparsity):
         """Mask layers that were unfrozen since the last batch, by optimizers that may have been replaced."""
         # Callbacks such as BaseFinetuning unfreeze layers when an epoch starts. Here they are masked before the first
         # forward pass in which they are trained.
+        self._end_pending_step()
         sparsifier = self._installed()
         sparsifier.follow(trainer.optimizers)
         sparsifier.mask_unfrozen()
@@ -302,6 +324,27 @@ class NMSparsityCallback(SavedSparsity):
         router = router_of(trainer)
         if router is not None:
             router.tune_again()  # products of new layers, patterns and gradients are not measured yet
+
+    def _end_pending_step(self) -> None:
+        """Update the masks if an optimizer stepped after the end of the last batch.
+
+        With manual optimization the module may step in its own ``on_train_batch_end``, which follows the callbacks'.
+        """
+        sparsifier = self._installed()
+        if sparsifier.has_pending_step:
+            sparsifier.step()
+            self._lifecycle.batch_open = False
+            self._stepped_late = True
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Let a validation within a fit see the masks of the last step."""
+        # A sanity validation comes before the resumed step is ended; Trainer.validate() has no masks.
+        if self.sparsifier is not None and self._lifecycle.phase is Phase.TRAINING:
+            self._end_pending_step()
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Let the checkpoint of an epoch, and the end of the training, have the masks of the last step."""
+        self._end_pending_step()
 
     def on_before_backward(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Any
@@ -351,10 +394,12 @@ class NMSparsityCallback(SavedSparsity):
         # ModelCheckpoint comes after all other callbacks, so it saves the updated masks.
         sparsifier = self._installed()
         if self._lifecycle.phase is Phase.INSTALLED:
+            # Not earlier: the first batch may unfreeze layers.
             warn_after_first_batch(sparsifier)
         patterns = sparsifier.patterns
         was_pending = patterns is not None and patterns.is_pending(sparsifier.clock)
-        stepped = sparsifier.step()
+        stepped = sparsifier.step() or self._stepped_late
+        self._stepped_late = False
         # The Trainer counts the steps that a gradient scaler skips, too: its plan may end before the sparsifier's.
         if self._last_step is not None and trainer.global_step >= self._last_step:
             sparsifier.finish()
@@ -411,7 +456,9 @@ class NMSparsityCallback(SavedSparsity):
 
     def _has_trained(self, layers: Sequence[NMLayer]) -> bool:
         """Whether there is a training to continue: a resumed one, or at least one optimizer step."""
-        return not self._lifecycle.is_new or any(layer.step for layer in layers)
+        # The clock also counts steps in which all masked layers were frozen.
+        has_stepped = self._installed().clock > 0 or any(layer.step for layer in layers)
+        return not self._lifecycle.is_new or has_stepped
 
     def _finish(self) -> None:
         """End the fit: remove the masks, and keep the state for a next fit. Does nothing outside fit."""

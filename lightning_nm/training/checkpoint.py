@@ -130,6 +130,56 @@ class SparsifierState:
         }
 
 
+def rename_layers(state: dict[str, Any], names: Mapping[str, str]) -> None:
+    """Rename modules in a saved state, for a model whose modules have other names by now.
+
+    Args:
+        state: What ``NMSparsifier.state_dict()`` or ``NMSparsityCallback.state_dict()`` returned, in a checkpoint of
+            Lightning ``checkpoint["callbacks"]["NMSparsityCallback"]``; it is changed in place.
+        names: Names of modules in the state, and what they are called now. The parts of a module are renamed with it;
+            of several names that fit, the longest counts.
+
+    Raises:
+        ValueError: If the state is of another schema, a name is in no layer of the state, or two layers would have the
+            same name. Nothing is changed then.
+
+    Example::
+
+        def on_load_checkpoint(self, checkpoint):
+            weights = checkpoint["state_dict"]
+            checkpoint["state_dict"] = {k.replace("body.", "encoder.", 1): v for k, v in weights.items()}
+            rename_layers(checkpoint["callbacks"]["NMSparsityCallback"], {"body": "encoder"})
+    """
+    check_schema(state)
+    known = [*state["layers"], *state["macs"], *(state.get("ends") or {})]
+    for name in names:
+        if not any(_renamed(layer, {name: ""}) != layer for layer in known):
+            raise ValueError(
+                f"no layer of the state is '{name}' or a part of it; it has {', '.join(map(repr, state['layers']))}"
+            )
+    by_name = {}
+    for key in ("layers", "macs", "ends", "averages"):
+        by_name[key] = {_renamed(name, names): value for name, value in state.get(key, {}).items()}
+        if len(by_name[key]) < len(state.get(key, {})):
+            raise ValueError(f"two layers would have the same name after renaming by {dict(names)}")
+    for average in by_name["averages"].values():
+        average["layer"] = _renamed(average["layer"], names)
+    state.update({key: value for key, value in by_name.items() if key in state})
+    if "waiting" in state:
+        state["waiting"] = [_renamed(name, names) for name in state["waiting"]]
+    history = state.get("history")
+    if history:
+        history["layers"] = [_renamed(name, names) for name in history["layers"]]
+
+
+def _renamed(name: str, names: Mapping[str, str]) -> str:
+    """A layer's name, or the key of a weight, after the longest of the names that it begins with was replaced."""
+    for old in sorted(names, key=len, reverse=True):
+        if name == old or name.startswith(f"{old}."):
+            return names[old] + name.removeprefix(old)
+    return name
+
+
 def _by_plain_name(saved: Mapping[str, Any]) -> dict[str, Any]:
     return {plain_name(name): value for name, value in saved.items()}
 
@@ -261,10 +311,10 @@ def _refuse_other_layers(
     more = len(differences) - _SHOWN_DIFFERENCES
     if more > 0:
         shown += f"; and {more} more"
-    raise ValueError(
-        f"the checkpoint is of another sparse model: {shown}. Configure the sparsifier as it was, or load only "
-        "the weights to start anew"
-    )
+    advice = "Configure the sparsifier as it was, or load only the weights to start anew"
+    if not layers.keys() <= saved.keys() and not saved.keys() <= layers.keys():
+        advice += "; if modules were renamed, rename them in the state, too, by lightning_nm.rename_layers()"
+    raise ValueError(f"the checkpoint is of another sparse model: {shown}. {advice}")
 
 
 def _loaded_latent(

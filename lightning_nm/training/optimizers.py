@@ -115,6 +115,16 @@ def trained_layer(layer: NMLayer, optimizers: Sequence[Optimizer]) -> bool:
     return is_trained(layer.optimizer_param)
 
 
+def is_frozen(layer: NMLayer) -> bool:
+    """Whether the steps of the optimizer that holds a weight leave it as it is, though its method trains it."""
+    parameter = layer.optimizer_param
+    return (
+        layer.spec.method.trains_weight
+        and not parameter.requires_grad
+        and parameter.grad is None  # a gradient from before it was frozen is used still
+    )
+
+
 def changes_nothing(optimizer: Optimizer) -> bool:
     """Whether a step did not train: distributed checkpoints make one at learning rate 0 to allocate state."""
     for group in optimizer.param_groups:

@@ -50,6 +50,20 @@ def begin_stage(layer: NMLayer, optimizers: Iterable[Optimizer] = ()) -> None:
         return
     if layer.masks.has_forward:
         layer.view.zero_pruned(layer.view.local)
+    zero_pruned_state(layer, kept, optimizers)
+
+
+@torch.no_grad()
+def zero_pruned_state(layer: NMLayer, kept: Tensor, optimizers: Iterable[Optimizer]) -> None:
+    """Zero the state that optimizers have for pruned entries: they have no values, and get no gradient.
+
+    Weight decay that is coupled to the gradient, as SGD's and Adam's, and steps before the masks have left momentum.
+
+    Args:
+        layer: The layer.
+        kept: The forward mask.
+        optimizers: All that may own its weight.
+    """
     parameter = layer.optimizer_param
     for optimizer in optimizers:
         for state in optimizer.state.get(parameter, {}).values():

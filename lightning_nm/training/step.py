@@ -26,6 +26,7 @@ from lightning_nm.training.optimizers import (
     OwnedLayers,
     changes_nothing,
     check_owned,
+    is_frozen,
     owned_layers,
     remove_parameters,
 )
@@ -39,7 +40,7 @@ from lightning_nm.training.packing import (
 )
 from lightning_nm.training.patterns import PatternChoice
 from lightning_nm.training.scale import ScaledLearningRates, check_optimizer
-from lightning_nm.training.stages import begin_stage
+from lightning_nm.training.stages import begin_stage, zero_pruned_state
 
 _OBSERVED_LAYERS = 4
 """Layers whose gradient estimates are compared with exact gradients at a time."""
@@ -56,6 +57,7 @@ class TrainingStep:
         rates: What scales the learning rates of masked weights within a step.
         packs: Whether weights at rest are packed.
         patterns: What chooses the layers' patterns, if it does.
+        is_suspended: Asked at each step of an optimizer; if true, the step is none of this training and is ignored.
     """
 
     def __init__(
@@ -67,8 +69,10 @@ class TrainingStep:
         rates: ScaledLearningRates | None = None,
         packs: bool = False,
         patterns: PatternChoice | None = None,
+        is_suspended: Callable[[], bool] | None = None,
     ) -> None:
         self.layers = layers
+        self._is_suspended = is_suspended or (lambda: False)
         self.packs = packs
         self.patterns = patterns
         self.forgotten = forgotten or ForgottenCalls()
@@ -151,10 +155,17 @@ class TrainingStep:
         """Count a real step of the optimizer, and let the methods repair what it did to the weights."""
         self.stepped = True
         for layer in self.owned(optimizer):
+            if is_frozen(layer):
+                # The optimizer holds the weight and does not train it: the layer's counters stand still.
+                layer.draw_noise()
+                continue
             hooks = self._hooks_of(layer)
             _count_cost(layer)
             layer.progress.step += 1
             layer.progress.shaped = False
+            # The first step has found pruned entries in the weight; Adamax adds its epsilon to every entry's state.
+            if layer.progress.step == 1 or isinstance(optimizer, torch.optim.Adamax):
+                self._zero_pruned_state(layer)
             if "after_step" in hooks:
                 with _full(layer, gradient=True):
                     layer.spec.method.after_step(layer, optimizer)
@@ -197,15 +208,24 @@ class TrainingStep:
         begins_phase = stepped and self.clock in progress.schedule
         begins_stage = stepped and progress.begins_stage
         if has_stepped or begins_phase or begins_stage:
+            had_mask = layer.masks.has_forward
             if "update" in hooks:
                 with _full(layer):
                     method.update(layer)
+            if not had_mask and layer.step:
+                self._zero_pruned_state(layer)
             if begins_stage:
                 self._begin_stage(layer)
             progress.updated_at = progress.step
             # Weights that come back by a later load find no state of before these masks.
             layer.replaced_state = None
         layer.draw_noise()
+
+    def _zero_pruned_state(self, layer: NMLayer) -> None:
+        """Leave optimizers nothing of the entries that are pruned from now on, where they have no latent values."""
+        kept = layer.forward_mask
+        if kept is not None and not layer.spec.method.latent and layer.storage is None:
+            zero_pruned_state(layer, kept, [known.optimizer for known in self.optimizers.values()])
 
     def _begin_stage(self, layer: NMLayer) -> None:
         """Begin a stage of the schedule, in all layers at the same training step."""
@@ -390,6 +410,8 @@ class TrainingStep:
         self._unfitted.clear()
 
     def _enter_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        if self._is_suspended():
+            return None
         # The step of a subclass that calls its base class's runs both hooks twice: only the outermost counts.
         depth = self._depth.get(id(optimizer), 0) + 1
         self._depth[id(optimizer)] = depth
@@ -419,6 +441,8 @@ class TrainingStep:
         return args, {**kwargs, "closure": closure_and_hooks}
 
     def _leave_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._is_suspended():
+            return
         depth = self._depth.get(id(optimizer), 1) - 1
         self._depth[id(optimizer)] = depth
         if depth > 0:

@@ -126,5 +126,6 @@ def test_phases_of_a_callback_that_joins_a_dense_run_are_shares_of_what_is_left(
         seen.append((layer.progress.estimator_schedule, layer.progress.estimating))
 
     trainer = make_trainer(tmp_path, [nm, Inspect(look)], max_epochs=3)
-    trainer.fit(new_model(1), Data(), ckpt_path=tmp_path / "dense.ckpt")
+    with pytest.warns(UserWarning, match="has no state of NMSparsityCallback"):
+        trainer.fit(new_model(1), Data(), ckpt_path=tmp_path / "dense.ckpt")
     assert seen == [((0, 3), working) for working in (True, True, False, False, False, False)]

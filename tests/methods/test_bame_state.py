@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_nm import BAME, NMSparsifier
+from lightning_nm import functional as nmf
 from tests.support.bame import OPTIMIZERS, linear, run
 
 
@@ -123,6 +124,9 @@ def test_weights_loaded_while_training_have_no_latent_values_either():
     module, sparsifier, optimizer, layer = linear(BAME(stop=20, every=2))
     run(module, sparsifier, optimizer, 3)
     module.load_state_dict({"0.weight": torch.randn(8, 16, dtype=torch.float64)})
+    assert torch.equal(module.state_dict()["0.weight"], layer.forward_weight())
+    assert nmf.is_nm(layer.forward_weight(), "2:4")
+    run(module, sparsifier, optimizer, 1)
     assert not layer.weight[~layer.forward_mask].any()
     layer.weight.data.add_(1)  # as averaging does, behind our back
     assert sparsifier.state_dict()["layers"]["0"]["latent"] is None

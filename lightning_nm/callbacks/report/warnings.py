@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_warn
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import RandomSampler
 
+from lightning_nm.callbacks.lifecycle import Lifecycle, Origin
 from lightning_nm.sparsifier import NMSparsifier
 from lightning_nm.training.phases import finished_phases
 
@@ -36,6 +40,39 @@ def warn_at_start(sparsifier: NMSparsifier, *, continues: bool) -> None:
         )
 
 
+def warn_of_resume(trainer: pl.Trainer, lifecycle: Lifecycle) -> None:
+    """Warn of a checkpoint without masks, and of one from which the data do not go on where they were."""
+    path = trainer.ckpt_path
+    if lifecycle.is_new and lifecycle.steps_before:
+        rank_zero_warn(
+            f"'{path}' has no state of NMSparsityCallback: it is of a dense training, or of another callback. Masks "
+            f"begin now, after its {lifecycle.steps_before} steps; load the weights alone for a training of its own"
+        )
+    if lifecycle.origin is Origin.CHECKPOINT and _data_begin_again(trainer):
+        rank_zero_warn(
+            f"'{path}' was saved within an epoch, and this DataLoader cannot resume there: the run goes on with "
+            "other batches than an uninterrupted one. Use a loader with state_dict(), such as StatefulDataLoader of "
+            "torchdata, or checkpoints of the ends of epochs"
+        )
+
+
+def _data_begin_again(trainer: pl.Trainer) -> bool:
+    """Whether a resumed epoch reads other batches than the interrupted one would have."""
+    epochs = trainer.fit_loop.epoch_progress.current
+    is_within_epoch = epochs.processed < epochs.ready
+    if not is_within_epoch:
+        return False
+    loaders = tree_leaves(trainer.train_dataloader)
+    if trainer.fit_loop.epoch_loop.batch_progress.current.ready >= trainer.num_training_batches:
+        # All batches were read, and their loader begins once more, to find that: a sampler draws another order then.
+        loaders = [
+            loader
+            for loader in loaders
+            if isinstance(getattr(loader, "sampler", None), RandomSampler)
+        ]
+    return any(not hasattr(loader, "load_state_dict") for loader in loaders)
+
+
 def warn_of_replaced(sparsifier: NMSparsifier) -> None:
     """Warn of layers whose module was replaced since the masks were chosen."""
     replaced = sparsifier.selection.replaced(sparsifier.model)
@@ -53,6 +90,12 @@ def warn_after_first_batch(sparsifier: NMSparsifier) -> None:
         rank_zero_warn(
             f"these masked layers were not called in the first batch: {sparsifier.unseen}. If other code reads "
             "their weights directly, it reads dense ones: name the layers in `exclude`"
+        )
+    if sparsifier.frozen_again:
+        rank_zero_warn(
+            "these layers have trained before and are frozen now (requires_grad=False), so that nothing trains them "
+            f"and their masks stand still: {sparsifier.frozen_again}. Callbacks such as BackboneFinetuning freeze them "
+            "again when a run resumes: unfreeze them"
         )
     if sparsifier.short_of_tokens:
         rank_zero_warn(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal
 
 from torch import nn
@@ -40,6 +40,7 @@ def first_and_last(
     candidates: Sequence[Candidate],
     is_trained: Trained | None,
     saved: Mapping[str, str] | None,
+    continued: Collection[str] = (),
     *,
     skip_first: bool,
     skip_last: bool,
@@ -51,12 +52,12 @@ def first_and_last(
     Args:
         candidates: The weights of known kinds, in the order of registration.
         is_trained: Layers that are not trained do not count, unless no layer of their kind is trained.
-        saved: What this function returned when the training began, if it goes on from a saved state: it stays.
+        saved: What this function returned when the training began, if it goes on from a saved state: it stays. In the
+            place of a layer that is not in the model any more, because it was renamed, the present one counts.
+        continued: Names of layers for which the saved state has masks.
         skip_first: Whether to leave the first convolution dense.
         skip_last: Whether to leave the last linear layer dense.
     """
-    if saved is not None:
-        return _still_skipped(saved, candidates, skip_first=skip_first, skip_last=skip_last)
     found = {}
     convolutions = _eligible(candidates, "convolution", is_trained)
     if skip_first and convolutions:
@@ -64,7 +65,15 @@ def first_and_last(
     linears = _eligible(candidates, "linear", is_trained)
     if skip_last and linears:
         found[linears[-1].module_name] = "last linear layer"
-    return found
+    if saved is None:
+        return found
+    still_skipped = _still_skipped(saved, candidates, skip_first=skip_first, skip_last=skip_last)
+    present = {candidate.module_name for candidate in candidates}
+    lost = {reason for name, reason in saved.items() if name not in present}
+    for name, reason in found.items():
+        if reason in lost and name not in continued:
+            still_skipped[name] = reason
+    return still_skipped
 
 
 def _still_skipped(
@@ -78,7 +87,9 @@ def _still_skipped(
     roles = {candidate.module_name: candidate.adapter.role for candidate in candidates}
     found = {}
     for name, reason in saved.items():
-        role = roles.get(name)  # None of a layer that is no longer there
+        if name not in roles:
+            continue
+        role = roles[name]
         if role == "convolution" and not skip_first:
             continue
         if role == "linear" and not skip_last:

@@ -162,7 +162,12 @@ def select(
     candidates = _leave_out_lookups(candidates, ties, selection)
     _check_globs(model, rules, exclude, candidates, selection)
     selection.first_last = first_and_last(
-        candidates, is_trained, saved_first_last, skip_first=skip_first, skip_last=skip_last
+        candidates,
+        is_trained,
+        saved_first_last,
+        continued,
+        skip_first=skip_first,
+        skip_last=skip_last,
     )
     if skip_last and saved_first_last is None:
         selection.hint = head_hint(candidates, is_trained)
