@@ -329,8 +329,9 @@ def test_training_returns_to_any_earlier_moment(method, schedule):
     module, x = make("linear", torch.float32)
     try:
         sparsifier = attach(module, method, planned_steps=8, schedule=SCHEDULES[schedule])
-    except (TypeError, ValueError) as refused:
-        assert schedule != "no-schedule", refused
+    except (TypeError, ValueError):
+        if schedule == "no-schedule":
+            raise
         pytest.skip("the method refuses this schedule")
     optimizer = OPTIMIZERS[accepted(method, "sgd", "adamw")](module.parameters())
     sparsifier.register(optimizer)

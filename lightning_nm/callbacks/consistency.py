@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.pytorch.utilities import rank_zero_warn
 
+from lightning_nm.nn.layer import NMLayer
 from lightning_nm.plugins import NMDDPStrategy
 from lightning_nm.sparsifier import NMSparsifier
+
+_LEFT_OUT = (
+    "DistributedDataParallel does not average the gradients of {names}: they were frozen when it wrapped the model and "
+    "are trained now, so that each process trains weights of its own. Freeze them later, in on_train_start, with the "
+    "strategy 'ddp_find_unused_parameters_true'"
+)
 
 
 class ProcessConsistency:
@@ -29,6 +37,16 @@ class ProcessConsistency:
         self._steps = 0  # of any optimizer, in this fit
         self._due = self.every > 0  # the first masks are compared, too
         self._layer_count = 0
+        # DistributedDataParallel, which wrapped the model before this fit started, leaves these out for good.
+        self._left_out: list[NMLayer] = []
+        self._said_left_out: list[str] = []
+        if isinstance(strategy, DDPStrategy):
+            selection = sparsifier.selection
+            self._left_out = [
+                layer
+                for layer in (*selection.layers, *selection.frozen)
+                if not layer.param.requires_grad and layer.spec.method.trains_weight
+            ]
         self.add_layers()
 
     @classmethod
@@ -70,9 +88,28 @@ class ProcessConsistency:
         # Frozen layers are masked when they are unfrozen.
         if len(self.sparsifier.selection.layers) != self._layer_count:
             self.add_layers()
+        self._warn_of_left_out()
         if self._due:
             self._due = False
+            self._compare()
+
+    def _warn_of_left_out(self) -> None:
+        """Warn of weights that are trained now, and were frozen when DistributedDataParallel wrapped the model."""
+        trained = [layer.name for layer in self._left_out if layer.param.requires_grad]
+        new = [name for name in trained if name not in self._said_left_out]
+        if new:
+            self._said_left_out += new
+            rank_zero_warn(_LEFT_OUT.format(names=new))
+
+    def _compare(self) -> None:
+        """Compare the masks of all processes, and say why they may differ."""
+        try:
             self.sparsifier.compare_ranks()
+        except RuntimeError as error:
+            if not self._said_left_out:
+                raise
+            cause = _LEFT_OUT.format(names=self._said_left_out)
+            raise RuntimeError(f"{error}. The likely cause: {cause}") from error
 
     def after_backward(self, trainer: pl.Trainer) -> None:
         """Average the gradients of parameters that methods own, in the micro-batches in which DDP synchronizes."""
@@ -92,4 +129,4 @@ class ProcessConsistency:
     def at_end(self) -> None:
         """Compare once more at the end of training, before rank 0 saves the model."""
         if self.every:
-            self.sparsifier.compare_ranks()
+            self._compare()

@@ -6,12 +6,14 @@ import warnings
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from lightning_nm import NMPrecision, NMSparsifier, NMSparsityCallback
+from lightning_nm import functional as nmf
 from lightning_nm.kernels import SimulatedSparseKernel
 from tests.support.lightning_models import Data, SaveAt, assert_equal_models, callback, make_trainer
 from tests.support.processes import in_processes
@@ -303,6 +305,102 @@ def test_a_teacher_in_two_processes(tmp_path, strategy):
         in_processes(2, tmp_path / strategy, in_a_process, strategy)
         == [["student.1", "student.3"]] * 2
     )
+
+
+class FreezeLate(Unfreeze):
+    """Freezes the backbone after DistributedDataParallel has wrapped the model."""
+
+    def setup(self, trainer, pl_module, stage):
+        pass
+
+    def on_train_start(self, trainer, pl_module):
+        self.freeze(pl_module.backbone)
+
+    def finetune_function(self, pl_module, epoch, optimizer):
+        if epoch == self.epoch:
+            self.make_trainable(pl_module.backbone)
+
+
+def fine_tuned_in_a_process(method, freezes):
+    """Unfreeze the backbone in the second epoch; return the warnings, the error, and whether all ranks agree."""
+    torch.manual_seed(0)
+    strategy = "ddp_find_unused_parameters_true" if freezes is FreezeLate else "ddp"
+    model = FineTuned()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = make_trainer(
+            ".", [freezes(), callback(method)], strategy=strategy, devices=2, num_sanity_val_steps=0
+        )
+        try:
+            trainer.fit(model, Data())
+            error = ""
+        except RuntimeError as raised:
+            error = str(raised)
+    weight = model.backbone[1].weight.detach()
+    weights = [torch.zeros_like(weight) for _ in range(2)]
+    dist.all_gather(weights, weight)
+    text = "does not average the gradients of"
+    said = [str(warning.message) for warning in caught if text in str(warning.message)]
+    return {"said": said, "error": error, "equal": torch.equal(*weights)}
+
+
+@pytest.mark.slow
+def test_weights_that_ddp_leaves_out_are_told(tmp_path):
+    # Masks alone do not show it: those of asp are chosen once.
+    told = in_processes(2, tmp_path / "asp", fine_tuned_in_a_process, "asp", Unfreeze)
+    assert all("['backbone.1', 'backbone.3']" in text for text in told[0]["said"])
+    assert len(told[0]["said"]) == 1
+    assert not told[0]["equal"]
+    # Masks that follow the weights differ; the error names the cause.
+    told = in_processes(2, tmp_path / "ste", fine_tuned_in_a_process, "ste", Unfreeze)
+    for rank in told:
+        assert "processes that train one model disagree" in rank["error"]
+        assert "The likely cause: DistributedDataParallel does not average" in rank["error"]
+    # What the message advises.
+    told = in_processes(2, tmp_path / "late", fine_tuned_in_a_process, "ste", FreezeLate)
+    assert all(rank == {"said": [], "error": "", "equal": True} for rank in told)
+
+
+def test_a_resumed_fit_with_frozen_layers_says_so(tmp_path):
+    """BackboneFinetuning and its like freeze again when a run resumes, and may not unfreeze again."""
+
+    class Again(Thaw):
+        def on_train_batch_start(self, trainer, pl_module, *args):
+            pl_module.backbone.requires_grad_(False)
+
+    masks = callback("sr-ste")
+    saving = SaveAt(tmp_path / "last.ckpt", 12)
+    with pytest.warns(UserWarning, match="no layer is masked yet"):
+        make_trainer(tmp_path, [Thaw(), masks, saving]).fit(seeded(FineTuned), Data())
+    steps = {name: layer["step"] for name, layer in masks.state_dict()["layers"].items()}
+    assert set(steps.values()) == {6}
+    resumed = callback("sr-ste")
+    model = seeded(FineTuned)
+    text = r"frozen now \(requires_grad=False\).*\['backbone.1', 'backbone.3'\]"
+    with pytest.warns(UserWarning, match=text):
+        make_trainer(tmp_path, [Again(), resumed], max_epochs=4).fit(
+            model, Data(), ckpt_path=tmp_path / "last.ckpt"
+        )
+    state = resumed.state_dict()
+    assert {name: layer["step"] for name, layer in state["layers"].items()} == steps
+    assert state["clock"] == 24
+    # A second fit of the same callback, as well.
+    with pytest.warns(UserWarning, match=text):
+        make_trainer(tmp_path, [Again(), resumed], max_epochs=5).fit(model, Data())
+    assert all(nmf.is_nm(model.backbone[k].weight, "2:4") for k in (1, 3))
+
+
+def test_masks_of_frozen_layers_end_in_the_weights(tmp_path):
+    """Also where no masked layer makes a step, and others train."""
+    model = seeded(FineTuned)
+    model.backbone.requires_grad_(False)
+    masks = callback("asp", frozen="mask", skip_first_last=True)
+    trainer = make_trainer(tmp_path, [masks], max_epochs=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(model, Data())
+    assert {layer["step"] for layer in masks.state_dict()["layers"].values()} == {0}
+    assert all(nmf.is_nm(model.backbone[k].weight, "2:4") for k in (1, 3))
 
 
 def test_a_failed_wake_changes_nothing():

@@ -1,4 +1,4 @@
-"""Searches that Lightning makes in the middle of a fit, without its callbacks: the training goes on as if there were none."""
+"""Searches that Lightning makes in mid-fit, without the callbacks: the training goes on as if there were none."""
 
 import copy
 import logging
@@ -67,14 +67,20 @@ class FindBatchSize(Search, BatchSizeFinder):
         self.scale_batch_size(trainer, pl_module)
 
 
-@pytest.mark.parametrize("before", [True, False], ids=["before-ours", "after-ours"])
-@pytest.mark.parametrize("kind", [FindRate, FindBatchSize])
-@pytest.mark.parametrize("method", METHODS)
-def test_a_search_in_mid_fit_changes_nothing(tmp_path, caplog, method, kind, before):
+CASES = [
+    *[(method, FindRate, "before-ours") for method in METHODS],
+    ("sr-ste", FindRate, "after-ours"),
+    ("bame", FindRate, "after-ours"),
+    ("bame", FindBatchSize, "before-ours"),
+]
+
+
+@pytest.mark.parametrize(("method", "kind", "place"), CASES)
+def test_a_search_in_mid_fit_changes_nothing(tmp_path, caplog, method, kind, place):
     model = new_model(dropout=0.0, optimizer="adamw" if method == "cast" else "sgd")
     search = kind()
     search.nm = nm = callback(LBC(stop=9) if method == "lbc" else method)
-    callbacks = [search, nm] if before else [nm, search]
+    callbacks = [search, nm] if place == "before-ours" else [nm, search]
     trainer = make_trainer(
         tmp_path, callbacks, max_epochs=3, limit_val_batches=0, enable_checkpointing=False
     )
