@@ -1,10 +1,15 @@
 """What happens within an accumulation window or a batch: swapped weights, skipped batches, failures, late joining."""
 
+import copy
+import warnings
+
 import lightning.pytorch as pl
 import pytest
+import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader
 
-from lightning_nm import MVUE, NMSparsityCallback
+from lightning_nm import BAME, MVUE, NMSparsityCallback
 from lightning_nm.demo import ExactResume
 from tests.support.lightning_models import (
     Data,
@@ -129,3 +134,99 @@ def test_phases_of_a_callback_that_joins_a_dense_run_are_shares_of_what_is_left(
     with pytest.warns(UserWarning, match="has no state of NMSparsityCallback"):
         trainer.fit(new_model(1), Data(), ckpt_path=tmp_path / "dense.ckpt")
     assert seen == [((0, 3), working) for working in (True, True, False, False, False, False)]
+
+
+class StepsAfterwards(Net):
+    """Steps in its own on_train_batch_end, which follows that of the callbacks."""
+
+    automatic_optimization = False
+
+    def __init__(self):
+        super().__init__(dropout=0.0)
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.step(batch, "train"))
+        if not self.afterwards:
+            optimizer.step()
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if self.afterwards:
+            self.optimizers().step()
+
+
+@pytest.mark.parametrize("method", ["sr-ste", "asp-late", "bi-mask", "bame"])
+def test_a_step_after_the_batch_moves_the_masks_before_they_are_used(tmp_path, method):
+    """What trains, validates and is saved is what the same steps within their batches give."""
+    seen = {}
+    for afterwards in (False, True):
+
+        class Looks(pl.Callback):
+            def __init__(self, states):
+                self.states = states
+
+            def look(self, trainer, pl_module):
+                if not trainer.sanity_checking:
+                    self.states.append(copy.deepcopy(pl_module.state_dict()))
+
+            on_validation_epoch_start = on_train_epoch_end = on_train_end = look
+
+        pl.seed_everything(0, verbose=False)
+        model = StepsAfterwards()
+        model.afterwards = afterwards
+        nm, states = callback(BAME(stop=9, every=2) if method == "bame" else method), []
+        trainer = make_trainer(tmp_path, [nm, Looks(states)], val_check_interval=3)
+        trainer.fit(model, Data())
+        seen[afterwards] = (states, model.state_dict(), nm.state_dict()["clock"])
+    (before, end, clock), (after, other_end, other_clock) = seen.values()
+    assert len(before) == len(after) > 4
+    assert clock == other_clock == 12
+    for straight, late in zip([*before, end], [*after, other_end], strict=True):
+        assert all(map(torch.equal, straight.values(), late.values()))
+
+
+class Stock(pl.LightningDataModule):
+    """Stock DataLoaders, which know nothing of where they were."""
+
+    def __init__(self, shuffle):
+        super().__init__()
+        self.shuffle = shuffle
+
+    def train_dataloader(self):
+        return DataLoader(Data().val_dataloader().dataset, 16, shuffle=self.shuffle)
+
+    def val_dataloader(self):
+        return Data().val_dataloader()
+
+
+@pytest.mark.parametrize(
+    ("data", "batch", "told"),
+    [
+        (lambda: Stock(shuffle=False), 4, True),
+        (lambda: Stock(shuffle=True), 6, True),  # all batches of the epoch, which has not ended
+        (lambda: Stock(shuffle=False), 6, False),
+        (Data, 4, False),
+    ],
+    ids=["within", "last-shuffled", "last", "resumable"],
+)
+def test_a_resume_with_other_batches_is_told_once(tmp_path, data, batch, told):
+    path = tmp_path / "saved.ckpt"
+    make_trainer(tmp_path, [callback("sr-ste"), SaveAt(path, batch)]).fit(new_model(), data())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make_trainer(tmp_path, [callback("sr-ste")], max_epochs=3).fit(
+            new_model(1), data(), ckpt_path=path
+        )
+    # A checkpoint of the epoch's end has nothing to tell.
+    folder = tmp_path / "ends"
+    saving = ModelCheckpoint(folder, save_on_train_epoch_end=True, filename="end")
+    make_trainer(tmp_path, [callback("sr-ste"), saving], max_epochs=1).fit(new_model(), data())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "Be aware that when using|.*LeafSpec.*")
+        make_trainer(tmp_path, [callback("sr-ste")], max_epochs=2).fit(
+            new_model(1), data(), ckpt_path=folder / "end.ckpt"
+        )
+    text = "was saved within an epoch, and this DataLoader cannot resume there"
+    assert sum(text in str(warning.message) for warning in caught) == told

@@ -58,13 +58,12 @@ def warn_of_resume(trainer: pl.Trainer, lifecycle: Lifecycle) -> None:
 
 def _data_begin_again(trainer: pl.Trainer) -> bool:
     """Whether a resumed epoch reads other batches than the interrupted one would have."""
-    epochs = trainer.fit_loop.epoch_progress.current
-    is_within_epoch = epochs.processed < epochs.ready
-    if not is_within_epoch:
-        return False
+    batches = trainer.fit_loop.epoch_loop.batch_progress.current
     loaders = tree_leaves(trainer.train_dataloader)
-    if trainer.fit_loop.epoch_loop.batch_progress.current.ready >= trainer.num_training_batches:
-        # All batches were read, and their loader begins once more, to find that: a sampler draws another order then.
+    if batches.ready >= trainer.num_training_batches:
+        if batches.completed == batches.processed:
+            return False  # saved at the end of the epoch
+        # All batches were read. Their loader begins once more, to find that, and a sampler draws another order then.
         loaders = [
             loader
             for loader in loaders
