@@ -61,7 +61,7 @@ def _data_begin_again(trainer: pl.Trainer) -> bool:
     batches = trainer.fit_loop.epoch_loop.batch_progress.current
     loaders = tree_leaves(trainer.train_dataloader)
     if batches.ready >= trainer.num_training_batches:
-        if batches.completed == batches.processed:
+        if batches.completed == batches.ready:
             return False  # saved at the end of the epoch
         # All batches were read. Their loader begins once more, to find that, and a sampler draws another order then.
         loaders = [
