@@ -140,7 +140,6 @@ MOVED = {
     "lightning_nm.one_shot": "lightning_nm.methods.one_shot",
     "lightning_nm.pattern": "lightning_nm.functional.pattern",
     "lightning_nm.presets": "lightning_nm.config.presets",
-    "lightning_nm.report": "lightning_nm.commands.report",
     "lightning_nm.rules": "lightning_nm.config.rules",
     "lightning_nm.schedule": "lightning_nm.functional.schedule",
     "lightning_nm.strategies": "lightning_nm.plugins",

@@ -242,7 +242,6 @@ def test_help_lists_the_subcommands(capsys, monkeypatch, words):
     text = capsys.readouterr().out
     assert "verify" in text
     assert "study" in text
-    assert "report" in text
     assert "fit" in text
 
 
@@ -256,7 +255,7 @@ def test_an_unknown_subcommand_lists_all(capsys, word, hint):
     assert re.search(
         r"no subcommand '"
         + word
-        + "', only fit, validate, test, predict, doctor, export, flops, report, sensitivity, study, verify",
+        + "', only fit, validate, test, predict, doctor, export, flops, sensitivity, study, verify",
         said,
     )
     assert re.search(hint, said)

@@ -28,8 +28,6 @@ from lightning_nm.kernels.cpu import build
 ROOT = Path(__file__).parent.parent
 NEEDED = {
     "lightning_nm/py.typed",
-    "lightning_nm/commands/report/templates/page.html.j2",
-    "lightning_nm/commands/report/templates/style.css",
 }
 EXAMPLE = """
 import contextlib

@@ -427,7 +427,7 @@ class MaskMonitor(pl.Callback):
             self._missed_maps = True
             rank_zero_warn(
                 "MaskMonitor draws no heat maps, because matplotlib is missing: pip install matplotlib. Their numbers "
-                "are in the log all the same, and `lightning-nm report` shows them"
+                "are in the log all the same"
             )
         watched.drawn_step = step
 

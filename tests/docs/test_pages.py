@@ -42,7 +42,6 @@ def test_the_study_is_valid(tmp_path):
 
 
 OPTIONS = [
-    ("report.md", 2, "report"),
     ("studies.md", 1, "study"),
 ]
 

@@ -124,25 +124,6 @@ def test_other_errors_stay_as_they_are(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def test_a_report_to_a_full_disk_leaves_the_old_page(tmp_path, capsys, monkeypatch):
-    pytest.importorskip("jinja2")
-    pytest.importorskip("plotly")
-    pytest.importorskip("tensorboard")
-    monkeypatch.setattr("lightning_nm.commands.report.run.read_run", lambda folder, label: None)
-    monkeypatch.setattr(
-        "lightning_nm.commands.report.page.render", lambda runs, version: "x" * 100_000
-    )
-    page = tmp_path / "report.html"
-    page.write_text("old")
-    with full_disk():
-        assert main(["report", str(tmp_path), "-o", str(page)]) == 2
-    said = capsys.readouterr().err
-    assert f"'{page}' was not written: " in said
-    assert len(said.splitlines()) == 1
-    assert page.read_text() == "old"
-    assert os.listdir(tmp_path) == ["report.html"]
-
-
 def test_the_results_of_a_study_on_a_full_disk_leave_the_old_ones(tmp_path):
     study_report = pytest.importorskip("lightning_nm.commands.study.tables")
     spec = SimpleNamespace(grid={}, search=None)

@@ -1,1 +1,0 @@
-"""``lightning-nm report``: a page about runs, from what their folders hold."""
