@@ -52,7 +52,7 @@ def warn_of_resume(trainer: pl.Trainer, lifecycle: Lifecycle) -> None:
         rank_zero_warn(
             f"'{path}' was saved within an epoch, and this DataLoader cannot resume there: the run goes on with "
             "other batches than an uninterrupted one. Use a loader with state_dict(), such as StatefulDataLoader of "
-            "torchdata, or checkpoints of the ends of epochs"
+            "torchdata"
         )
 
 
