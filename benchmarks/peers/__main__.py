@@ -17,7 +17,7 @@ from benchmarks.peers.table import table
 from benchmarks.peers.tools import IN_A_LOOP, Tool, TorchAOSparsity
 
 RESULTS = Path(__file__).parent.parent / "results" / "peers.json"
-PACKAGES = {"modelopt": "nvidia-modelopt", "torchao": "torchao"}
+PACKAGES = {"modelopt": "nvidia-modelopt", "torchao PAT": "torchao"}
 
 
 def answers(kind: type[Tool], questions: Container[str] = PROBES) -> dict[str, bool]:
@@ -36,7 +36,7 @@ def ask() -> dict[str, dict[str, bool]]:
 
     found = {kind.name: answers(kind) for kind in IN_A_LOOP if kind.installed()}
     if TorchAOSparsity.installed():
-        found["torchao"] = answers(TorchAOSparsity, ("two-of-four", "other-patterns"))
+        found[TorchAOSparsity.name] = answers(TorchAOSparsity, ("two-of-four", "other-patterns"))
     return {**found, "ModelPruning": model_pruning.answers()}
 
 

@@ -12,9 +12,17 @@ TOOLS = (
     "torch.ao.pruning",
     "modelopt",
     "apex ASP",
-    "torchao",
+    "torchao PAT",
+    "torchao.sparsity",
 )
-SHORT_TOOLS = ("lightning_nm", "ModelPruning", "torch.ao.pruning", "modelopt", "apex ASP")
+SHORT_TOOLS = (
+    "lightning_nm",
+    "ModelPruning",
+    "torch.ao.pruning",
+    "modelopt",
+    "apex ASP",
+    "torchao PAT",
+)
 
 
 class Fact(NamedTuple):
@@ -42,56 +50,56 @@ FACTS = (
         "convolutions",
         "N:M along a convolution's input channels",
         False,
-        {"apex ASP": "yes", "torchao": "no"},
+        {"apex ASP": "yes", "torchao.sparsity": "no"},
     ),
     Fact(
         "masks-move",
         "pruned weights can come back during training",
         True,
-        {"apex ASP": "by hand", "torchao": "yes"},
+        {"apex ASP": "by hand", "torchao.sparsity": "yes"},
     ),
     Fact(
         "optimizer-before",
         "an optimizer made before works",
         False,
-        {"apex ASP": "yes", "torchao": "yes"},
+        {"apex ASP": "yes", "torchao.sparsity": "yes"},
     ),
     Fact(
         "loads-without",
         "a checkpoint loads into the dense model, already pruned",
         True,
-        {"apex ASP": "no", "torchao": "no"},
+        {"apex ASP": "no", "torchao.sparsity": "no"},
     ),
     Fact(
         "resumes",
         "a resumed run ends with the same bits",
         True,
-        {"apex ASP": UNKNOWN, "torchao": UNKNOWN},
+        {"apex ASP": UNKNOWN, "torchao.sparsity": UNKNOWN},
     ),
     Fact(
         "both-directions",
         "N:M for the input gradient, too",
         True,
-        {"apex ASP": "by option", "torchao": "yes"},
+        {"apex ASP": "by option", "torchao.sparsity": "yes"},
     ),
     Fact("gradients", "N:M for the weight gradient, too", False, {"lightning_nm": "yes"}),
     Fact(
         "sparse-products",
         "sparse kernels in training, CPU",
         True,
-        {"apex ASP": "no", "torchao": "no"},
+        {"apex ASP": "no", "torchao.sparsity": "no"},
     ),
     Fact(
         "tensor-cores",
         "sparse kernels in training, GPU",
         False,
-        {"lightning_nm": "not run yet", "torchao": "yes"},
+        {"lightning_nm": "not run yet", "torchao.sparsity": "yes"},
     ),
     Fact(
         "calibrated",
         "one-shot pruning with calibration data",
         True,
-        {"apex ASP": NO, "torchao": "yes"},
+        {"apex ASP": NO, "torchao.sparsity": "yes"},
     ),
     Fact("permutation", "permutes channels before it prunes", False, {"apex ASP": "yes"}),
     Fact(
@@ -104,13 +112,13 @@ FACTS = (
             "torch.ao.pruning": "yes",
             "modelopt": "yes",
         }
-        | {"torchao": "yes"},
+        | {"torchao PAT": "yes", "torchao.sparsity": "yes"},
     ),
     Fact(
         "quantisation",
         "quantises the pruned model",
         True,
-        {"lightning_nm": "yes", "modelopt": "yes", "torchao": "yes"},
+        {"lightning_nm": "yes", "modelopt": "yes", "torchao PAT": "yes", "torchao.sparsity": "yes"},
     ),
 )
 
