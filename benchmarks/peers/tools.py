@@ -231,21 +231,6 @@ class ModelOpt(Tool):
         mts.sparsify(model, "sparsegpt", config=config)
 
 
-class TorchAOSparsity(Tool):
-    """torchao, the last release with sparsity: its 2:4 kernels need a GPU, its pruning does not."""
-
-    name = "torchao.sparsity"
-    module = "torchao"
-
-    def apply(self, model: nn.Module, optimizer: torch.optim.Optimizer, pattern: str) -> None:
-        """Prune once, by magnitude."""
-        from torchao.sparsity import apply_fake_sparsity
-
-        if pattern != "2:4":
-            raise NotImplementedError("apply_fake_sparsity has no pattern")
-        apply_fake_sparsity(model)
-
-
 class PAT(Tool):
     """torchao's pruning-aware training: an optimizer around another, which prunes in its step."""
 
