@@ -273,7 +273,7 @@ def test_without_its_extra_fit_names_it(monkeypatch, capsys, package):
     monkeypatch.setattr("lightning.pytorch.cli._JSONARGPARSE_SIGNATURES_AVAILABLE", False)
     monkeypatch.setitem(sys.modules, package, None)
     assert main(["fit"]) == 2
-    assert "pip install 'lightning-nm[cli]'" in capsys.readouterr().err
+    assert "pip install -e '.[cli]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("package", ["jsonargparse", "docstring_parser"])
@@ -284,7 +284,7 @@ def test_help_without_its_extra_lists_the_commands_first(monkeypatch, capsys, pa
     assert out.startswith("lightning-nm: N:M sparse training")
     for name in ("doctor", "verify", "study"):
         assert f"    {name} " in out
-    assert err.startswith("The command line needs the extra `cli`: pip install 'lightning-nm[cli]'")
+    assert err.startswith("The command line needs the extra `cli`: pip install -e '.[cli]'")
 
 
 def test_two_callbacks_without_names_are_told_of_names(tmp_path, capsys):

@@ -18,7 +18,9 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning_nm.config import arguments_of
 from lightning_nm.functional.spelling import did_you_mean
 
-EXTRA = "The command line needs the extra `cli`: pip install 'lightning-nm[cli]'"
+EXTRA = (
+    "The command line needs the extra `cli`: pip install -e '.[cli]' in a checkout of lightning_nm"
+)
 
 
 class _Parser(LightningArgumentParser):

@@ -56,7 +56,7 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
     try:
         from safetensors.torch import load_file
     except ImportError:
-        advice = "pip install 'lightning-nm[cli]'"
+        advice = "pip install -e '.[cli]' in a checkout of lightning_nm"
         raise ValueError(f"reading safetensors needs the package `safetensors`: {advice}") from None
     try:
         return load_file(path)

@@ -63,7 +63,7 @@ def export_onnx(
         are the example's.
 
     Raises:
-        ImportError: If onnx, onnxscript or onnxruntime is missing: ``pip install 'lightning-nm[onnx]'``.
+        ImportError: If onnx, onnxscript or onnxruntime is missing: ``pip install -e '.[onnx]'``.
         RuntimeError: If onnxruntime computes something else; nothing is written.
         OSError: If the file cannot be written.
     """
@@ -71,7 +71,9 @@ def export_onnx(
         import onnxruntime
         import onnxscript  # noqa: F401 - torch needs it
     except ImportError as error:
-        raise ImportError(f"{error}: pip install 'lightning-nm[onnx]'") from error
+        raise ImportError(
+            f"{error}: pip install -e '.[onnx]' in a checkout of lightning_nm"
+        ) from error
     shapes = _first_axis_varies(example)
     inputs = tuple(torch.randn_like(x) if x.is_floating_point() else x for x in example)
     with evaluation(model):

@@ -79,7 +79,7 @@ def _state_dict_of_model(folder: Path) -> dict[str, Tensor]:
     try:
         import transformers
     except ImportError:
-        raise ValueError("pip install 'lightning-nm[hf]'") from None
+        raise ValueError("pip install -e '.[hf]' in a checkout of lightning_nm") from None
     config = json.loads((folder / "config.json").read_text("utf-8"))
     names = config.get("architectures") or ["none"]
     cls = getattr(transformers, names[0], None)

@@ -307,7 +307,7 @@ def test_onnx(checkpoint, tmp_path):
 
 def test_without_onnx(monkeypatch, tmp_path):
     monkeypatch.setitem(__import__("sys").modules, "onnxruntime", None)
-    with pytest.raises(ImportError, match=r"pip install 'lightning-nm\[onnx\]'"):
+    with pytest.raises(ImportError, match=r"pip install -e '\.\[onnx\]'"):
         export_onnx(nn.Linear(4, 4), (torch.randn(2, 4),), tmp_path / "a.onnx")
 
 

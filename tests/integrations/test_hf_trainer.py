@@ -276,9 +276,7 @@ def test_the_table_of_layers(tmp_path, capsys):
 
 def test_without_transformers_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(
-        ImportError, match=r"needs the extra `hf`: pip install 'lightning-nm\[hf\]'"
-    ):
+    with pytest.raises(ImportError, match=r"needs the extra `hf`: pip install -e '\.\[hf\]'"):
         exec("from lightning_nm.integrations import NMTrainerCallback")
 
 

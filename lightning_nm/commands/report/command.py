@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-EXTRA = "Reports need the extra `report`: pip install 'lightning-nm[report]'"
+EXTRA = "Reports need the extra `report`: pip install -e '.[report]' in a checkout of lightning_nm"
 
 
 def main(args: Sequence[str]) -> int:

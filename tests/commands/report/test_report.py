@@ -289,7 +289,7 @@ def test_what_cannot_be_reported_is_a_usage_error(tmp_path, capsys, runs):
 def test_without_the_extra_it_is_named(tmp_path, monkeypatch, capsys, runs, package):
     monkeypatch.setitem(sys.modules, package, None)
     assert main(["report", str(runs[1]), "-o", str(tmp_path / "page.html")]) == 2
-    assert "pip install 'lightning-nm[report]'" in capsys.readouterr().err
+    assert "pip install -e '.[report]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("values", "shown"), [([-1.0], False), ([-1.0, 0.5], True)])
