@@ -30,8 +30,11 @@ _KNOWN = (Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, SGD)
 _KNOWN_ELSEWHERE = re.compile(
     r"bitsandbytes\.(Paged)?(Adagrad|AdamW?|Lion|RMSprop|SGD)(8bit|32bit)?|torchao\._?AdamW?(4bit|8bit|Fp8)?|\w+\.Lion"
 )
-"""Optimizers outside of torch, as ``package.Class``. A class that is called Adam may be another one: that of galore_torch
-projects gradients to a low rank, and apex keeps copies of the parameters by their positions in the groups."""
+"""Optimizers outside of torch, as ``package.Class``.
+
+A class that is called Adam may be another one: that of galore_torch projects gradients to a low rank, and apex keeps
+copies of the parameters by their positions in the groups.
+"""
 _RATES = ("lr", "initial_lr", "max_lr", "min_lr")
 """Learning rates in a group; schedulers keep the latter three there."""
 

@@ -335,23 +335,27 @@ def test_a_step_that_fails_leaves_the_users_groups(where, error):
     (group,) = groups
     before = {**group, "params": list(group["params"])}
     x, y = batch()
+    fails = True
 
     def closure():
         optimizer.zero_grad()
         loss = F.cross_entropy(model(x), y)
         loss.backward()
         sparsifier.before_step(optimizer)
-        if where == "closure":
+        if where == "closure" and fails:
             raise error
         return loss
 
-    optimizer.error = error
-    with pytest.raises(type(error)):
+    def step():
         if where == "step":
             closure()
             optimizer.step()
         else:
             optimizer.step(closure)
+
+    optimizer.error = error
+    with pytest.raises(type(error)):
+        step()
     optimizer.error = None
     assert optimizer.param_groups is groups
     assert len(groups) == 1
@@ -367,12 +371,8 @@ def test_a_step_that_fails_leaves_the_users_groups(where, error):
 
     # The next step is a whole one, also if the batch that failed was not ended.
     steps = sparsifier.layers["2"].step
-    had, where = where, "no more"
-    if had == "step":
-        closure()
-        optimizer.step()
-    else:
-        optimizer.step(closure)
+    fails = False
+    step()
     assert optimizer.parts == 2
     assert sparsifier.layers["2"].step == steps + 1
     assert not sparsifier.violations()
@@ -422,6 +422,7 @@ def test_what_a_fit_leaves_is_taken_by_a_second_one():
     """Ctrl-C within a step ends the first one."""
     model = mlp(64)
     optimizer = Stopping(model.parameters(), 1e-2)
+    parts = []
     for error in (KeyboardInterrupt(), None):
         sparsifier = attach(model, "1:4", scale="supar-lr")
         sparsifier.register(optimizer)
@@ -430,11 +431,10 @@ def test_what_a_fit_leaves_is_taken_by_a_second_one():
             with pytest.raises(KeyboardInterrupt):
                 train(model, sparsifier, optimizer, 1)
         else:
-            rates = []
-            train(model, sparsifier, optimizer, 2, lambda: rates.append(optimizer.parts))
-            assert rates == [2, 2]
+            train(model, sparsifier, optimizer, 2, lambda: parts.append(optimizer.parts))
         sparsifier.detach()
         assert [group["lr"] for group in optimizer.param_groups] == [1e-2]
+    assert parts == [2, 2]
     optimizer.step()
     assert optimizer.parts == 1
 
