@@ -9,7 +9,7 @@ import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, cast
 
 import torch
 from peft import PEFT_TYPE_TO_CONFIG_MAPPING, LoraConfig
@@ -156,11 +156,10 @@ def _write_configs(host: nn.Module, configs: dict[str, Any]) -> None:
     """
     modules: dict[str, Any] = _by_name(host)
     for adapter, config in configs.items():
-        patterns = {
-            name: str(module.nm_pattern)
-            for name, module in modules.items()
-            if isinstance(module, _MaskedLora) and adapter in module.lora_A
-        }
+        patterns = {}
+        for name, module in modules.items():
+            if isinstance(module, _MaskedLora) and adapter in getattr(module, "lora_A", ()):
+                patterns[name] = str(module.nm_pattern)
         if patterns or isinstance(config, _MaskedConfig):
             config = configs[adapter] = copy.copy(config)
             config.__class__ = _MaskedConfig if patterns else LoraConfig
@@ -255,10 +254,10 @@ def _adapter_fault(module: Any) -> str:
 
 def _base_fault(base: Any, wanted: NMPattern | None) -> str:
     """Why the weight that adapters lie on cannot be kept N:M; empty if it can."""
-    if isinstance(base, _MaskedLora):
-        base = base.get_base_layer()  # type: ignore[attr-defined]
-    elif isinstance(base, BaseTunerLayer):
-        return "it has adapters that are not masked: call mask_adapters() first"
+    if isinstance(base, BaseTunerLayer):
+        if not isinstance(base, _MaskedLora):
+            return "it has adapters that are not masked: call mask_adapters() first"
+        base = cast(Any, base).get_base_layer()
     weight = getattr(base, "weight", None)
     if weight is None:
         return _MISSING

@@ -145,7 +145,8 @@ class ScaledLearningRates:
 
     def view(self, optimizer: Optimizer) -> Any:
         """An optimizer that shares its state and all else with another one, but may have other groups."""
-        view: Any = object.__new__(_view_class(type(optimizer)))
+        kind: Any = type(optimizer)
+        view: Any = object.__new__(_view_class(kind))
         view.__dict__ = optimizer.__dict__
         view.nm_of = optimizer
         view.param_groups = optimizer.param_groups
@@ -193,7 +194,7 @@ class ScaledLearningRates:
 
 
 @cache
-def _view_class(kind: type[Optimizer]) -> type[Any]:
+def _view_class(kind: type[Any]) -> type[Any]:
     """A subclass whose ``param_groups`` do not lie in the ``__dict__`` that a view shares with its optimizer."""
     own = {
         "__slots__": ("param_groups", "nm_of", "nm_origins"),

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from lightning.fabric import Fabric
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from torch import nn
 from torch.nn import functional as F
 
@@ -437,6 +437,39 @@ def test_what_a_fit_leaves_is_taken_by_a_second_one():
     assert parts == [2, 2]
     optimizer.step()
     assert optimizer.parts == 1
+
+
+def test_a_checkpoint_of_a_trainer_that_failed_within_a_step_goes_on(tmp_path):
+    path = tmp_path / "failed.ckpt"
+
+    def run(error=None, **options):
+        model = new_model()
+        made = Stopping(model.parameters(), 1e-2)
+        model.configure_optimizers = lambda: made
+        save = LambdaCallback(on_exception=lambda trainer, *_: trainer.save_checkpoint(path))
+        trainer = make_trainer(tmp_path, [callback("asp", scale="supar"), save], max_epochs=1)
+        rates = []
+
+        def note(optimizer, args, kwargs):
+            rates.append([group["lr"] for group in optimizer.param_groups])
+            made.error = error if len(rates) == 3 else None
+
+        made.register_step_pre_hook(note)
+        try:
+            trainer.fit(model, Data(), **options)
+        except RuntimeError as raised:
+            assert raised is error
+        return trainer, made, rates
+
+    trainer, made, _ = run(RuntimeError("out of memory"))
+    assert trainer.interrupted
+    assert trainer.global_step == 2
+    assert [group["lr"] for group in made.param_groups] == [1e-2]
+    saved = torch.load(path, weights_only=False)
+    assert [group["lr"] for group in saved["optimizer_states"][0]["param_groups"]] == [1e-2]
+    trainer, _, rates = run(ckpt_path=path)
+    assert not trainer.interrupted
+    assert len(rates) > 1
 
 
 class Lent(torch.optim.SGD):
