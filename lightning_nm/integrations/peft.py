@@ -12,9 +12,10 @@ from fnmatch import fnmatchcase
 from typing import Any, cast
 
 import torch
-from peft import PEFT_TYPE_TO_CONFIG_MAPPING, LoraConfig
+from peft import PEFT_TYPE_TO_CONFIG_MAPPING, LoraConfig, PeftType
 from peft.tuners.lora import layer as lora
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+from peft.utils.hotswap import CONFIG_KEYS_TO_CHECK
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -180,25 +181,27 @@ def _by_name(model: nn.Module) -> dict[str, nn.Module]:
     return {plain_name(name): module for name, module in model.named_modules()}
 
 
-def _inject_adapter(tuner: Any, model: nn.Module, adapter: str, *args: Any, **kwargs: Any) -> None:
+def _inject_adapter(
+    tuner: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any
+) -> None:
     """Add an adapter to a model, as peft does, and mask the layers that its loaded configuration names.
 
     An adapter that joins masked layers is masked, and its configuration says so.
     """
-    config = tuner.peft_config[adapter]
+    config = tuner.peft_config[adapter_name]
     patterns = {}
     if isinstance(config, _MaskedConfig):
         patterns = {name: NMPattern.parse(text) for name, text in config.nm_patterns.items()}
     modules = _by_name(tuner.model)
     if any(isinstance(module, _MaskedLora) for module in modules.values()):
-        _check_configs({adapter: config})
+        _check_configs({adapter_name: config})
     faults = {}
     for name, pattern in patterns.items():
         # Replicated layers are made with the adapter.
         if name in modules or not config.layer_replication:
             faults[name] = _base_fault(modules.get(name), pattern)
     _refuse(faults, _OTHER_BASE)
-    _inject_ordinary(tuner, model, adapter, *args, **kwargs)
+    _inject_ordinary(tuner, model, adapter_name, *args, **kwargs)
     modules = _by_name(tuner.model)
     _refuse({name: _adapter_fault(modules.get(name)) for name in patterns}, _OTHER_BASE)
     for name, pattern in patterns.items():
@@ -214,6 +217,8 @@ _OTHER_BASE = "The adapter was trained on an N:M model with such layers: load it
 _inject_ordinary = BaseTuner.inject_adapter
 BaseTuner.inject_adapter = _inject_adapter
 PEFT_TYPE_TO_CONFIG_MAPPING[_TYPE] = _MaskedConfig
+# Swapping the values of one adapter for another's adds none: what must be equal then.
+CONFIG_KEYS_TO_CHECK[PeftType.LORA].append("nm_patterns")
 
 
 def _refuse(faults: dict[str, str], advice: str) -> None:

@@ -12,6 +12,8 @@ from torch import nn
 peft = pytest.importorskip("peft")
 pytest.importorskip("transformers")
 
+from peft.utils.hotswap import hotswap_adapter  # noqa: E402
+
 from lightning_nm import functional as nmf  # noqa: E402
 from lightning_nm.integrations.peft import mask_adapters, unmask_adapters  # noqa: E402
 from tests.support.adapted import (  # noqa: E402
@@ -109,6 +111,8 @@ def test_other_layers_and_scalings(tmp_path, make, rslora):
 
 
 def test_transformers_loads_and_saves_it_without_a_peft_model(tmp_path):
+    # Later versions of transformers import this of peft.
+    pytest.importorskip("peft.utils.transformers_weight_conversion")
     _, expected = saved(tmp_path / "first", tiny_llama)
     model = base(tiny_llama)
     model.load_adapter(str(tmp_path / "first"))
@@ -239,6 +243,21 @@ def test_it_cannot_join_adapters_that_are_not_masked(tmp_path):
     mask_adapters(model)
     model.load_adapter(tmp_path, "masked")
     assert nmf.is_nm(model.merge_and_unload().first.weight, "2:4")
+
+
+def test_it_is_swapped_for_another_masked_adapter_alone(tmp_path):
+    saved(tmp_path / "masked")
+    saved(tmp_path / "ordinary", mask=False)
+    model = adapted(seed=3, dtype=torch.float32)
+    mask_adapters(model)
+    before = {name: p.detach().clone() for name, p in model.named_parameters() if "lora" in name}
+    with pytest.raises(ValueError, match="incompatible: for nm_patterns"):
+        hotswap_adapter(model, tmp_path / "ordinary", "default")
+    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters() if n in before)
+    hotswap_adapter(model, tmp_path / "masked", "default")
+    assert nmf.is_nm(model.merge_and_unload().first.weight, "2:4")
+    with pytest.raises(ValueError, match="incompatible: for nm_patterns"):
+        hotswap_adapter(adapted(), tmp_path / "masked", "default")
 
 
 def test_an_adapter_that_joins_masked_layers_is_saved_as_masked(tmp_path):
