@@ -17,6 +17,7 @@ from lightning_nm.export.safetensors_file import (
     NAMES,
     Entry,
     SafetensorsFile,
+    crc32,
     is_shape,
     memory_of,
     read_json,
@@ -37,6 +38,13 @@ FORMAT = "lightning_nm.packed"
 VERSION = "1"
 VERSION_INT8 = "2"
 """Of files that hold weights in int8, which readers of version 1 refuse; other files stay of version 1."""
+
+CHECKSUMS = "crc32"
+"""The entry of the metadata with the checksum of each tensor, which files of lightning_nm 0.3 and older lack.
+
+Their readers ignore it. CRC-32 finds damage of a disk or of a copy, and costs less than reading the file; whoever wants
+to change a file on purpose can change the checksum, too.
+"""
 
 _FIELDS = {"pattern", "layout", "shape", "dtype"}
 _INT8_FIELDS = {*_FIELDS, "values"}
@@ -78,6 +86,8 @@ class PackedFile:
         packed: The packed weights by key.
         dense: The entries of the other tensors by key.
         aliases: Keys of tensors that are the same as another one.
+        checksums: The CRC-32 of each tensor in the file; ``None`` in files of lightning_nm 0.3 and older. Tensors are
+            compared with it when they are first read.
 
     Raises:
         ValueError: If it is no such file, or is damaged: the message says where.
@@ -113,6 +123,8 @@ class PackedFile:
                 self._refuse(f"'{key}' is both dense and packed")
             for part in parts_of(key, int8=self.packed[key].int8):
                 self.dense.pop(part, None)
+        self.checksums = self._checksums(metadata)
+        self._intact: set[str] = set()  # tensors whose checksum was compared
         self.aliases: dict[str, str] = aliases
         for alias, key in aliases.items():
             known = isinstance(key, str) and (key in self.dense or key in self.packed)
@@ -121,6 +133,17 @@ class PackedFile:
 
     def _refuse(self, reason: str) -> NoReturn:
         raise ValueError(f"'{self.file.path}' is not a packed model, or is damaged: {reason}")
+
+    def _checksums(self, metadata: Mapping[str, str]) -> dict[str, str] | None:
+        """The checksum of every tensor, if the file has checksums."""
+        if CHECKSUMS not in metadata:
+            return None
+        found = read_json(metadata[CHECKSUMS], self._refuse)
+        if not isinstance(found, dict) or not all(isinstance(each, str) for each in found.values()):
+            self._refuse(f"`{CHECKSUMS}` is no object of texts")
+        for name in found.keys() ^ self.file.entries.keys():
+            self._refuse(f"'{name}' is not both a tensor and a name in `{CHECKSUMS}`")
+        return found
 
     def _entry(self, key: str, fields: Any) -> PackedEntry:
         """A checked entry of the header."""
@@ -191,19 +214,53 @@ class PackedFile:
         """Read one tensor.
 
         Raises:
-            ValueError: If its positions are damaged.
+            ValueError: If it is damaged.
         """
         key = self.aliases.get(key, key)
-        return self.read_packed(key) if key in self.packed else self.file.read(key)
+        return self.read_packed(key) if key in self.packed else self.read_stored(key)
+
+    def check(self, key: str) -> None:
+        """Compare a tensor with its checksum, if the file has checksums, without holding it as a whole.
+
+        Raises:
+            ValueError: If it is damaged.
+        """
+        key = self.aliases.get(key, key)
+        names = parts_of(key, int8=self.packed[key].int8) if key in self.packed else [key]
+        for name in names:
+            if self.checksums is not None and name not in self._intact:
+                self._compare(name, self.file.checksum(name))
+
+    def read_stored(self, name: str) -> Tensor:
+        """Read a tensor of the file, by its own name.
+
+        Raises:
+            ValueError: If it is damaged.
+        """
+        tensor = self.file.read(name)
+        if self.checksums is not None and name not in self._intact:
+            self._compare(name, crc32(tensor))
+        return tensor
+
+    def _compare(self, name: str, found: str) -> None:
+        """Refuse a tensor whose bytes are not those that were written."""
+        assert self.checksums is not None
+        expected = self.checksums[name]
+        if found != expected:
+            raise ValueError(
+                f"'{self.file.path}' is damaged: the bytes of '{name}' have the CRC-32 {found}, and were written with "
+                f"{expected}: copy the file again, or make it again from its checkpoint"
+            )
+        self._intact.add(name)
 
     def read_packed(self, key: str) -> PackedTensor:
         """Read one packed weight, by its own key.
 
         Raises:
-            ValueError: If its positions, or its int8 values and scales, are damaged.
+            ValueError: If its bytes, its positions, or its int8 values and scales, are damaged.
         """
         entry = self.packed[key]
-        parts = [self.file.read(name) for name in parts_of(key, int8=entry.int8)]
+        parts = [self.read_stored(name) for name in parts_of(key, int8=entry.int8)]
         values, positions, *scales = parts
         found = PackedTensor(values, positions, entry.pattern, entry.layout, entry.shape)
         if entry.int8:
@@ -213,6 +270,14 @@ class PackedFile:
         except ValueError as error:
             self._refuse(f"'{key}': {error}")
         return found
+
+
+def no_checksums(path: str | os.PathLike[str]) -> str:
+    """What is said of a packed file without checksums."""
+    return (
+        f"'{path}' was written by lightning_nm 0.3 or older and has no checksums, so damaged values are not noticed: "
+        "save_packed(load_packed(model, path), path) adds them"
+    )
 
 
 def is_packed(path: str | os.PathLike[str]) -> bool:
@@ -286,7 +351,7 @@ def write_packed(
         "packed": json.dumps(header),
         "aliases": json.dumps(aliases),
     }
-    write_safetensors(path, entries, _parts(own), metadata)
+    write_safetensors(path, entries, _parts(own), metadata, CHECKSUMS)
 
 
 def _parts(tensors: Mapping[str, Tensor | PackedTensor | ToPack]) -> Iterator[tuple[str, Tensor]]:

@@ -27,6 +27,7 @@ class Verdict:
         density: Share of nonzeros.
         note: The axis, or the reason why nothing was checked.
         stage: The stage of the training's schedule, and when the pattern's own is, if the weight lies in another one.
+        nonfinite: Number of entries that are NaN or infinite.
     """
 
     key: str
@@ -37,6 +38,7 @@ class Verdict:
     density: float = 1.0
     note: str = ""
     stage: str = ""
+    nonfinite: int = 0
 
 
 def classify(key: str, weight: Tensor, pattern: NMPattern) -> Verdict:
@@ -88,4 +90,21 @@ def judge(key: str, rows: Tensor, pattern: NMPattern, dim: int, note: str, maske
         note = note if density else "all zero"
     else:
         verdict = "broken" if masked or violations < _DENSE_FROM * blocks else "dense"
-    return Verdict(key, verdict, str(pattern), blocks, violations, density, note)
+    nonfinite = count_nonfinite(rows)
+    return Verdict(
+        key, verdict, str(pattern), blocks, violations, density, note, nonfinite=nonfinite
+    )
+
+
+def count_nonfinite(tensor: Tensor, *, infinite: bool = True) -> int:
+    """Number of entries of a tensor that are NaN or, with `infinite`, infinite.
+
+    Example:
+        >>> count_nonfinite(torch.tensor([1.0, torch.nan, torch.inf]))
+        2
+    """
+    if not tensor.is_floating_point():
+        return 0
+    # torch has no isfinite() of float8.
+    values = tensor if tensor.itemsize > 1 else tensor.float()
+    return int((~values.isfinite() if infinite else values.isnan()).sum())
