@@ -27,6 +27,7 @@ from lightning_nm.nn.packed import (
     packed_weights,
     places_of,
     put,
+    refuse_to_fit,
     return_freed_memory,
 )
 from lightning_nm.nn.packed.tensor import INT8_DTYPES
@@ -227,5 +228,6 @@ def check_kernels(kernels: str) -> None:
 def for_inference(model: Model) -> Model:
     """Make a model whose weights were packed ready: evaluation mode, no gradients of parameters."""
     call_packed_children(model)
+    refuse_to_fit(model)
     return_freed_memory()
     return model.eval().requires_grad_(False)

@@ -2,7 +2,7 @@
 
 from lightning_nm.nn.packed.experts import packed_weight
 from lightning_nm.nn.packed.kernel_choice import BUDGET_S, Budget, Kernels
-from lightning_nm.nn.packed.layers import PackedLayer
+from lightning_nm.nn.packed.layers import PackedLayer, refuse_to_fit
 from lightning_nm.nn.packed.memory import return_freed_memory
 from lightning_nm.nn.packed.replace import (
     Place,
@@ -44,6 +44,7 @@ __all__ = [
     "places_and_reasons",
     "places_of",
     "put",
+    "refuse_to_fit",
     "return_freed_memory",
     "scale_shapes",
 ]

@@ -20,7 +20,7 @@ from lightning_nm.nn.adapters import (
 from lightning_nm.nn.adapters.attention import AttentionForward
 from lightning_nm.nn.adapters.conv import padded_input
 from lightning_nm.nn.adapters.experts import NMExperts
-from lightning_nm.nn.packed.ops import packed_conv, packed_linear
+from lightning_nm.nn.packed.ops import packed_conv, packed_linear, training_error
 from lightning_nm.nn.packed.tensor import Role
 from lightning_nm.nn.packed.weight import PackedWeight
 
@@ -116,6 +116,50 @@ class PackedExpertsLayer(PackedLayer):
             for name, module in self._modules.items()
             if isinstance(module, PackedWeight)
         }
+
+
+class PackedLightningModule(nn.Module):
+    """Mixed into the class of a LightningModule whose layers are packed, so that fitting it is refused at once.
+
+    Lightning's fit leaves modules in evaluation mode, in which packed layers run: it would end at the first backward
+    pass, by torch's error that no tensor requires gradients.
+    """
+
+    nm_base: ClassVar[type[nn.Module]]  # the class that the module had before
+
+    def setup(self, stage: str) -> None:
+        """Refuse to fit the module while no parameter requires gradients, by a ``RuntimeError``."""
+        super().setup(stage)  # type: ignore[misc]
+        # The dense parameters of a packed model may be trained: then the user made them require gradients.
+        if stage == "fit" and not any(each.requires_grad for each in self.parameters()):
+            raise training_error(next(m for m in self.modules() if isinstance(m, PackedWeight)))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # As of a packed layer.
+        reduced: Any = super().__reduce_ex__(protocol)
+        return _new_lightning_module, (type(self).nm_base,), *reduced[2:]
+
+
+def refuse_to_fit(model: nn.Module) -> None:
+    """Let a packed model refuse to be fitted, if it is a LightningModule."""
+    # Known by its hooks: this part of the package does not import Lightning.
+    is_lightning = hasattr(model, "training_step") and hasattr(model, "setup")
+    if is_lightning and not isinstance(model, PackedLightningModule):
+        model.__class__ = _lightning_class(type(model))
+
+
+def _lightning_class(base: type[nn.Module]) -> type[nn.Module]:
+    bases = (PackedLightningModule, base)
+    if bases not in _CLASSES:
+        attributes = {"nm_base": base, "__module__": __name__}
+        _CLASSES[bases] = type(f"Packed{base.__name__}", bases, attributes)
+    return _CLASSES[bases]
+
+
+def _new_lightning_module(base: type[nn.Module]) -> nn.Module:
+    """An empty module, for pickle and deepcopy to fill."""
+    cls = _lightning_class(base)
+    return cls.__new__(cls)
 
 
 _KINDS: dict[type[Adapter], type[PackedLayer]] = {

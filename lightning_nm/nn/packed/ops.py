@@ -97,10 +97,15 @@ def packed_conv(
 def refuse_training(weight: PackedWeight) -> None:
     """Refuse to train beside a weight that cannot be trained."""
     if weight.training and torch.is_grad_enabled():
-        raise RuntimeError(
-            f"'{weight.name}' is packed and cannot be trained: call model.eval() to run the model; to train it, load "
-            "lightning_nm.unpacked_state_dict(model) into a model that is not packed"
-        )
+        raise training_error(weight)
+
+
+def training_error(weight: PackedWeight) -> RuntimeError:
+    """What a training that meets a packed weight ends with."""
+    return RuntimeError(
+        f"'{weight.name}' is packed and cannot be trained: call model.eval() to run the model; to train it, load "
+        "lightning_nm.unpacked_state_dict(model) into a model that is not packed"
+    )
 
 
 def _hold_dense(x: Tensor, weight: PackedWeight) -> None:
