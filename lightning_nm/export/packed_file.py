@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -27,9 +28,12 @@ from lightning_nm.functional.nm_format import MAX_M, PACKED_DTYPES
 from lightning_nm.functional.pattern import NMPattern
 from lightning_nm.nn.layer.layout import Layout
 from lightning_nm.nn.packed.tensor import (
+    EVERY_ENTRY,
+    EXPERTS,
     INT8_DTYPES,
     LAYOUTS,
     PackedTensor,
+    Role,
     packed_shapes,
     scale_shapes,
 )
@@ -38,6 +42,8 @@ FORMAT = "lightning_nm.packed"
 VERSION = "1"
 VERSION_INT8 = "2"
 """Of files that hold weights in int8, which readers of version 1 refuse; other files stay of version 1."""
+VERSION_DENSE = "3"
+"""Of files that hold dense matrices in int8, which readers of versions 1 and 2 refuse."""
 
 CHECKSUMS = "crc32"
 """The entry of the metadata with the checksum of each tensor, which files of lightning_nm 0.3 and older lack.
@@ -57,11 +63,37 @@ class ToPack(NamedTuple):
     pattern: NMPattern
     layout: Layout
     int8: bool = False
+    role: Role = "linear"
 
     def packed(self) -> PackedTensor:
         """The packed weight."""
-        make = PackedTensor.of_int8 if self.int8 else PackedTensor.of
-        return make(self.weight, self.pattern, self.layout)
+        if self.int8:
+            return PackedTensor.of_int8(self.weight, self.pattern, self.layout, role=self.role)
+        return PackedTensor.of(self.weight, self.pattern, self.layout)
+
+    @property
+    def scale_shape(self) -> tuple[int, ...]:
+        """The shape of the scales of int8 values."""
+        shapes = scale_shapes(tuple(self.weight.shape), self.pattern, self.layout)
+        return shapes[-1 if self.role in EXPERTS else 0]
+
+    @property
+    def scale_fault(self) -> str:
+        """Why int8 values have no scales for the weight's role; empty if they have."""
+        if self.role in EXPERTS and len(self.scale_shape) == 1:
+            return (
+                f"its blocks lie across rows, so that it is no weight of experts in {self.pattern}"
+            )
+        return ""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the packed tensors."""
+        shapes = packed_shapes(tuple(self.weight.shape), self.pattern, self.layout)
+        values, positions = map(math.prod, shapes)
+        if not self.int8:
+            return values * self.weight.itemsize + positions
+        return values + positions + math.prod(self.scale_shape) * 4
 
 
 class PackedEntry(NamedTuple):
@@ -107,10 +139,10 @@ class PackedFile:
                 f"'{path}' holds no packed model: make one by `lightning-nm export --to packed`"
             )
         self._version = metadata.get("version")
-        if self._version not in (VERSION, VERSION_INT8):
+        if self._version not in (VERSION, VERSION_INT8, VERSION_DENSE):
             raise ValueError(
-                f"'{path}' is of version {self._version!r}, and this lightning_nm reads {VERSION!r} and "
-                f"{VERSION_INT8!r}: update it"
+                f"'{path}' is of version {self._version!r}, and this lightning_nm reads {VERSION!r}, {VERSION_INT8!r} "
+                f"and {VERSION_DENSE!r}: update it"
             )
         packed = read_json(metadata.get("packed", "null"), self._refuse)
         aliases = read_json(metadata.get("aliases", "null"), self._refuse)
@@ -148,7 +180,7 @@ class PackedFile:
     def _entry(self, key: str, fields: Any) -> PackedEntry:
         """A checked entry of the header."""
         names = set(fields) if isinstance(fields, dict) else set()
-        int8 = self._version == VERSION_INT8 and names == _INT8_FIELDS
+        int8 = self._version != VERSION and names == _INT8_FIELDS
         if not int8 and names != _FIELDS:
             self._refuse(f"'{key}' does not have exactly pattern, layout, shape and dtype")
         if int8 and fields["values"] != NAMES[torch.int8]:
@@ -162,7 +194,14 @@ class PackedFile:
         try:
             if not isinstance(fields["pattern"], str):
                 raise ValueError(f"pattern {fields['pattern']!r} is no text")
-            pattern = NMPattern.parse(fields["pattern"])
+            is_dense = self._version == VERSION_DENSE and fields["pattern"] == str(EVERY_ENTRY)
+            if is_dense and not (
+                int8 and len(fields["shape"]) == 2 and fields["layout"] == "plain"
+            ):
+                raise ValueError(
+                    "a dense matrix is not in int8, of two axes and of the layout 'plain'"
+                )
+            pattern = EVERY_ENTRY if is_dense else NMPattern.parse(fields["pattern"])
             if pattern.m > MAX_M:
                 raise ValueError(f"pattern {pattern} has blocks of more than {MAX_M}")
             shapes = packed_shapes(tuple(fields["shape"]), pattern, fields["layout"])
@@ -333,10 +372,10 @@ def write_packed(
             "dtype": NAMES[dtype],
         }
         for name in scales_name:
-            # A weight that is packed when it is written is of no experts, which ToPack refuses.
-            scales = None if isinstance(tensor, ToPack) else tensor.scales
-            scale_shape = values_shape[:1] if scales is None else tuple(scales.shape)
-            entries[name] = torch.float32, scale_shape
+            if isinstance(tensor, ToPack):
+                entries[name] = torch.float32, tensor.scale_shape
+            elif tensor.scales is not None:
+                entries[name] = torch.float32, tuple(tensor.scales.shape)
             header[key]["values"] = NAMES[torch.int8]
     parts = [name for key in header for name in parts_of(key, int8="values" in header[key])]
     # Every part and every dense tensor has an entry of its own, unless a name was taken.
@@ -345,9 +384,12 @@ def write_packed(
     ):
         names = [name for name in parts if name in tensors]
         raise ValueError(f"a packed weight needs the name {names[0]!r}, which another tensor has")
+    version = VERSION_INT8 if len(parts) > 2 * len(header) else VERSION
+    if any(each["pattern"] == str(EVERY_ENTRY) for each in header.values()):
+        version = VERSION_DENSE
     metadata = {
         "format": FORMAT,
-        "version": VERSION_INT8 if len(parts) > 2 * len(header) else VERSION,
+        "version": version,
         "packed": json.dumps(header),
         "aliases": json.dumps(aliases),
     }

@@ -15,12 +15,14 @@ from lightning_nm.export.verdicts import count_nonfinite
 from lightning_nm.nn.layer.names import plain_name
 from lightning_nm.nn.packed import (
     BUDGET_S,
+    EVERY_ENTRY,
     Budget,
     Kernels,
     PackedTensor,
     Place,
     Role,
     check_scales,
+    embeddings_of,
     packed_weight,
     packed_weights,
     places_of,
@@ -69,8 +71,10 @@ def load_packed(
     owners = _owners(model)
     _refuse_other_model(model, file, names, owners, path)
     found_places, _ = places_of(model)  # refuses a masked model
+    embeddings = embeddings_of(model)
     places = {id(place.weight): (name, place) for name, place in found_places.items()}
-    _check_tensors(file, names, found_places)
+    rows = {id(place.weight): (name, place) for name, place in embeddings.items()}
+    _check_tensors(file, names, {**embeddings, **found_places})
     _refuse_different_values(file, names, owners)
     if file.checksums is None:
         warnings.warn(no_checksums(path), stacklevel=2)
@@ -86,7 +90,11 @@ def load_packed(
             # A buffer may be a mask of -inf.
             is_parameter = isinstance(owner.tensor, nn.Parameter)
             nonfinite[key] = count_nonfinite(values, infinite=is_parameter)
-            name_and_place = places.get(id(owner.tensor))
+            # N:M embeddings, and dense matrices of other layers, are unpacked.
+            fitting = (
+                rows if isinstance(found, PackedTensor) and found.pattern == EVERY_ENTRY else places
+            )
+            name_and_place = fitting.get(id(owner.tensor))
             if isinstance(found, PackedTensor) and name_and_place is not None:
                 name, place = name_and_place
                 device = _device(owner.tensor)

@@ -22,7 +22,7 @@ from lightning_nm.functional.stages import DENSE, FINAL
 from lightning_nm.nn.layer.layout import Layout, rows_of
 from lightning_nm.nn.layer.names import key_of_layer, plain_name
 from lightning_nm.nn.layer.state import saved_stages
-from lightning_nm.nn.packed import PackedTensor
+from lightning_nm.nn.packed import EVERY_ENTRY, PackedTensor
 from lightning_nm.nn.packed.tensor import blocks_last
 from lightning_nm.nn.selection.ranges import expanded, grouped, quoted
 
@@ -244,6 +244,8 @@ def _verify_packed(
                 file.check(own_name)
             continue
         packed = file.read_packed(own_name)
+        if pattern is None and packed.pattern == EVERY_ENTRY:
+            continue
         note = f"packed, {packed.layout}"
         if packed.scales is not None:
             note += ", int8"

@@ -97,8 +97,8 @@ HOSTILE = {
     "tensor field": (lambda h, p: h["6.bias"].update(x=1), "does not have exactly dtype"),
     "gone": (lambda h, p: h.pop("6.bias"), "the tensors before it end at|its tensors take"),
     "version": (
-        lambda h, p: h["__metadata__"].update(version="3"),
-        "is of version '3', and this lightning_nm reads '1' and '2': update it",
+        lambda h, p: h["__metadata__"].update(version="4"),
+        "is of version '4', and this lightning_nm reads '1', '2' and '3': update it",
     ),
     "format": (lambda h, p: h["__metadata__"].pop("format"), "holds no packed model: make one by"),
     "metadata": (lambda h, p: h["__metadata__"].update(x=1), "its metadata do not map"),

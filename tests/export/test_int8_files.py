@@ -182,7 +182,7 @@ HOSTILE = {
         lambda h, p: h["__metadata__"].update(version="1"),
         "does not have exactly pattern",
     ),
-    "version 3": (lambda h, p: h["__metadata__"].update(version="3"), "reads '1' and '2'"),
+    "version 4": (lambda h, p: h["__metadata__"].update(version="4"), "reads '1', '2' and '3'"),
     "values": (lambda h, p: p["4.weight"].update(values="U8"), "has values in 'U8', not I8"),
     "values list": (lambda h, p: p["4.weight"].update(values=[]), r"has values in \[\], not I8"),
     "no int8": (lambda h, p: p["4.weight"].pop("values"), r"is torch.int8 .*, not torch.bfloat16"),

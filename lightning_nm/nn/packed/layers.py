@@ -20,7 +20,7 @@ from lightning_nm.nn.adapters import (
 from lightning_nm.nn.adapters.attention import AttentionForward
 from lightning_nm.nn.adapters.conv import padded_input
 from lightning_nm.nn.adapters.experts import NMExperts
-from lightning_nm.nn.packed.ops import packed_conv, packed_linear, training_error
+from lightning_nm.nn.packed.ops import packed_conv, packed_embedding, packed_linear, training_error
 from lightning_nm.nn.packed.tensor import Role
 from lightning_nm.nn.packed.weight import PackedWeight
 
@@ -67,6 +67,17 @@ class PackedConv(PackedLayer):
         x, padding, unbatched = padded_input(conv, input, conv.weight.dim() - 2)
         y = packed_conv(x, conv.weight, conv.bias, conv.stride, padding, conv.dilation, conv.groups)
         return y.squeeze(0) if unbatched else y
+
+
+class PackedEmbedding(PackedLayer):
+    """``nn.Embedding`` whose matrix is in int8; the rows that are looked up are dequantised."""
+
+    packed_role = "embedding"
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Look rows up."""
+        layer: Any = self
+        return packed_embedding(input, layer.weight)
 
 
 class PackedMultiheadAttention(AttentionForward, PackedLayer):
@@ -185,6 +196,11 @@ def packed_kind(kind: type[nn.Module]) -> type[PackedLayer] | None:
     return _KINDS.get(adapter, PackedAdapted)
 
 
+def holds_embedding(kind: type[nn.Module]) -> bool:
+    """Whether modules of a class look rows up as ``nn.Embedding`` does."""
+    return issubclass(kind, nn.Embedding) and kind.forward is nn.Embedding.forward
+
+
 def packed_class(base: type[nn.Module], *, experts: bool = False) -> type[nn.Module]:
     """The class that mixes the packed layer into ``base``, and a registered adapter; made at first use, and once.
 
@@ -194,6 +210,8 @@ def packed_class(base: type[nn.Module], *, experts: bool = False) -> type[nn.Mod
     """
     attributes: dict[str, Any] = {"nm_base": base, "__module__": __name__}
     kind = PackedExpertsLayer if experts else packed_kind(base)
+    if holds_embedding(base):
+        kind = PackedEmbedding
     if kind is None:
         raise TypeError(f"no packed layer for {base.__name__}")
     bases: tuple[type[nn.Module], ...] = (kind, base)

@@ -94,6 +94,16 @@ def packed_conv(
     return y.squeeze(2) if is_1d else y
 
 
+def packed_embedding(input: Tensor, weight: PackedWeight) -> Tensor:
+    """Rows of a matrix in int8, in the dtype of the weight that it stands for: ``integers[i] * scales[i]``."""
+    refuse_training(weight)
+    values, scales = weight.values, weight.scales
+    assert values is not None
+    assert scales is not None
+    rows = values.squeeze(-1)[input].float() * scales[input].unsqueeze(-1)
+    return rows.to(weight.dtype)
+
+
 def refuse_training(weight: PackedWeight) -> None:
     """Refuse to train beside a weight that cannot be trained."""
     if weight.training and torch.is_grad_enabled():
