@@ -159,14 +159,15 @@ class SafetensorsFile:
         entry = self.entries[name]
         found = 0
         missing = entry.end - entry.begin
-        with open(self.path, "rb") as file:
+        buffer = memoryview(bytearray(min(missing, _PIECE)))
+        with open(self.path, "rb", buffering=0) as file:
             file.seek(self._start + entry.begin)
             while missing:
-                piece = file.read(min(missing, _PIECE))
-                if not piece:
+                count = file.readinto(buffer[: min(missing, len(buffer))])
+                if not count:
                     self._refuse(f"it ends within '{name}'")
-                found = zlib.crc32(piece, found)
-                missing -= len(piece)
+                found = zlib.crc32(buffer[:count], found)
+                missing -= count
         return f"{found:08x}"
 
 

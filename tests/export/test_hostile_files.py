@@ -14,6 +14,7 @@ from lightning_nm import load_packed, pack, save_packed, unpacked_state_dict
 from lightning_nm.cli import main
 from lightning_nm.export import PackedFile, safetensors_file, verify
 from lightning_nm.export.sources import read_source
+from lightning_nm.export.verdicts import count_nonfinite
 from tests.support.packed_models import (
     assert_equal_states,
     clones,
@@ -331,6 +332,24 @@ def test_what_is_not_finite_is_told(tmp_path, capsys):
     assert "WARNING: '4.weight' has entries that are NaN" in capsys.readouterr().out
     # Not of a matrix that is finite.
     assert verify(tmp_path / "model.pt", "2:4", allow_dense=True).verdicts[0].nonfinite == 0
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2, torch.int8],
+)
+@pytest.mark.parametrize(
+    "special", [[], [math.nan], [math.inf], [-math.inf], [math.nan, -math.inf]]
+)
+def test_counts_of_what_is_not_finite(dtype, special):
+    if not dtype.is_floating_point:
+        special = []
+    values = torch.tensor([-2.0, 0.0, 3.0] * 5)
+    values[[3, 11][: len(special)]] = torch.tensor(special)
+    given = values.to(dtype)
+    assert count_nonfinite(given) == len(special)
+    assert count_nonfinite(given, infinite=False) == sum(map(math.isnan, special))
+    assert count_nonfinite(given[:0]) == 0
 
 
 # -------------------------------------------------------------------------------------------------------------- fuzzing
