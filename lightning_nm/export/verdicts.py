@@ -26,8 +26,8 @@ class Verdict:
         violations: Blocks with more than N nonzeros.
         density: Share of nonzeros.
         note: The axis, or the reason why nothing was checked.
-        stage: The stage of the training's schedule, and when the pattern's own is, if the weight lies in another one.
         nonfinite: Number of entries that are NaN or infinite.
+        stage: The stage of the training's schedule, and when the pattern's own is, if the weight lies in another one.
     """
 
     key: str
@@ -37,8 +37,8 @@ class Verdict:
     violations: int = 0
     density: float = 1.0
     note: str = ""
-    stage: str = ""
     nonfinite: int = 0
+    stage: str = ""
 
 
 def classify(key: str, weight: Tensor, pattern: NMPattern) -> Verdict:

@@ -233,12 +233,12 @@ def _verify_packed(
     for name in file.names():
         shape = file.shape(name)
         own_name = file.aliases.get(name, name)
-        is_matrix = len(shape) >= 2 and file.dtype(name).is_floating_point
-        if is_matrix:
+        has_blocks = len(shape) >= 2 and file.dtype(name).is_floating_point
+        if has_blocks:
             sizes[name] = math.prod(shape)
         if own_name not in file.packed:
             # Without a pattern a dense tensor has no verdict: it is compared with its checksum alone.
-            if is_matrix and pattern is not None:
+            if has_blocks and pattern is not None:
                 verdicts.append(classify(name, file.read_stored(own_name), pattern))
             else:
                 file.check(own_name)
