@@ -26,6 +26,7 @@ class Verdict:
         violations: Blocks with more than N nonzeros.
         density: Share of nonzeros.
         note: The axis, or the reason why nothing was checked.
+        nonfinite: Number of entries that are NaN or infinite.
         stage: The stage of the training's schedule, and when the pattern's own is, if the weight lies in another one.
     """
 
@@ -36,6 +37,7 @@ class Verdict:
     violations: int = 0
     density: float = 1.0
     note: str = ""
+    nonfinite: int = 0
     stage: str = ""
 
 
@@ -88,4 +90,24 @@ def judge(key: str, rows: Tensor, pattern: NMPattern, dim: int, note: str, maske
         note = note if density else "all zero"
     else:
         verdict = "broken" if masked or violations < _DENSE_FROM * blocks else "dense"
-    return Verdict(key, verdict, str(pattern), blocks, violations, density, note)
+    nonfinite = count_nonfinite(rows)
+    return Verdict(
+        key, verdict, str(pattern), blocks, violations, density, note, nonfinite=nonfinite
+    )
+
+
+def count_nonfinite(tensor: Tensor, *, infinite: bool = True) -> int:
+    """Number of entries of a tensor that are NaN or, with `infinite`, infinite.
+
+    Example:
+        >>> count_nonfinite(torch.tensor([1.0, torch.nan, torch.inf]))
+        2
+    """
+    if not tensor.is_floating_point() or not tensor.numel():
+        return 0
+    # torch has no isfinite() of float8.
+    values = tensor if tensor.itemsize > 1 else tensor.float()
+    # NaN is the least and the largest where there is one. On a CPU this takes a twentieth of the time of isfinite().
+    if torch.stack(torch.aminmax(values)).isfinite().all():
+        return 0
+    return int((~values.isfinite() if infinite else values.isnan()).sum())

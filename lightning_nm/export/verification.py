@@ -15,14 +15,14 @@ from torch import Tensor
 from lightning_nm.export.checkpoint import read_checkpoint
 from lightning_nm.export.coreml_package import CoreMLPackage, is_package
 from lightning_nm.export.huggingface import named_as_in_model
-from lightning_nm.export.packed_file import PackedFile, is_packed
-from lightning_nm.export.verdicts import Verdict, classify, judge
+from lightning_nm.export.packed_file import PackedFile, is_packed, no_checksums
+from lightning_nm.export.verdicts import Verdict, classify, count_nonfinite, judge
 from lightning_nm.functional.pattern import NMPattern, PatternLike
 from lightning_nm.functional.stages import DENSE, FINAL
 from lightning_nm.nn.layer.layout import Layout, rows_of
 from lightning_nm.nn.layer.names import key_of_layer, plain_name
 from lightning_nm.nn.layer.state import saved_stages
-from lightning_nm.nn.packed import PackedTensor
+from lightning_nm.nn.packed import EVERY_ENTRY, PackedTensor
 from lightning_nm.nn.packed.tensor import blocks_last
 from lightning_nm.nn.selection.ranges import expanded, grouped, quoted
 
@@ -37,11 +37,13 @@ class Verification:
         verdicts: One result for each weight.
         problems: Messages; empty if every masked weight is N:M, and at least one weight is that is not all zero.
         matrices: The number of entries of every floating-point weight of two or more dimensions, by key.
+        notes: Messages about the file as a whole.
     """
 
     verdicts: list[Verdict]
     problems: list[str]
     matrices: Mapping[str, int] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
     def count(self, verdict: str) -> int:
         """The number of matrices with a verdict; those that the sparsifier state does not name are dense."""
@@ -57,10 +59,15 @@ class Verification:
 
     @property
     def warnings(self) -> list[str]:
-        """Messages about weights that are N:M only because they are all zero."""
+        """Messages about the file, and about weights that are all zero, or have entries that are NaN or infinite."""
         zero = [v.key for v in self.verdicts if v.verdict == "N:M" and not v.density]
         fate = "is all zero, which is N:M in every pattern: its layer was not loaded, or died"
-        return [f"{key} {fate}" for key in _grouped_keys(zero)]
+        nonfinite = [v.key for v in self.verdicts if v.nonfinite]
+        return [
+            *self.notes,
+            *(f"{key} {fate}" for key in _grouped_keys(zero)),
+            *(f"{key} has entries that are NaN or infinite" for key in _grouped_keys(nonfinite)),
+        ]
 
     @property
     def ok(self) -> bool:
@@ -128,7 +135,7 @@ def verify(
         problems.append(
             f"only {share:.1%} of the matrices' entries are in N:M matrices, less than {min_share:.1%}"
         )
-    return Verification(verdicts, problems, sizes)
+    return Verification(verdicts, problems, sizes, _notes(checkpoint))
 
 
 def _verify_file(
@@ -140,6 +147,13 @@ def _verify_file(
     if is_package(checkpoint):
         return _verify_coreml(CoreMLPackage(checkpoint), pattern)
     return _verify_dense(Path(checkpoint), pattern)
+
+
+def _notes(checkpoint: str | Path) -> list[str]:
+    """What is said of a file as a whole."""
+    if is_packed(checkpoint) and PackedFile(checkpoint).checksums is None:
+        return [no_checksums(checkpoint)]
+    return []
 
 
 def _lost(verdicts: Sequence[Verdict], of_base: Sequence[Verdict], base: str | Path) -> list[str]:
@@ -212,22 +226,26 @@ def _verify_packed(
     """The verdicts of a packed file, whose header has the patterns; tensors are read one at a time.
 
     Raises:
-        ValueError: If the positions of a weight are damaged.
+        ValueError: If a tensor is damaged.
     """
     verdicts = []
     sizes: dict[str, int] = {}
     for name in file.names():
         shape = file.shape(name)
-        if len(shape) < 2 or not file.dtype(name).is_floating_point:
-            continue
-        sizes[name] = math.prod(shape)
         own_name = file.aliases.get(name, name)
+        has_blocks = len(shape) >= 2 and file.dtype(name).is_floating_point
+        if has_blocks:
+            sizes[name] = math.prod(shape)
         if own_name not in file.packed:
-            # Without a pattern a dense tensor has no verdict, and is not read.
-            if pattern is not None:
-                verdicts.append(classify(name, file.file.read(own_name), pattern))
+            # Without a pattern a dense tensor has no verdict: it is compared with its checksum alone.
+            if has_blocks and pattern is not None:
+                verdicts.append(classify(name, file.read_stored(own_name), pattern))
+            else:
+                file.check(own_name)
             continue
         packed = file.read_packed(own_name)
+        if pattern is None and packed.pattern == EVERY_ENTRY:
+            continue
         note = f"packed, {packed.layout}"
         if packed.scales is not None:
             note += ", int8"
@@ -280,7 +298,8 @@ def _packed_verdict(name: str, packed: PackedTensor, note: str) -> Verdict:
     density = int(torch.count_nonzero(packed.values)) / math.prod(packed.shape)
     if not density:
         note += ", all zero"
-    return Verdict(name, "N:M", str(packed.pattern), blocks, 0, density, note)
+    nonfinite = count_nonfinite(packed.values)
+    return Verdict(name, "N:M", str(packed.pattern), blocks, 0, density, note, nonfinite=nonfinite)
 
 
 def _judge_packed(name: str, packed: PackedTensor, pattern: NMPattern, note: str) -> Verdict:
