@@ -371,7 +371,7 @@ class NMSparsifier:
         packed = self._step.pack(undoes=_is_alone())
         if self._counter is not None:
             for layer in packed:
-                self._counter.know(layer.param)
+                self._counter.know(layer.param, layer.spec.module)
         return [layer.name for layer in packed]
 
     def _pack_if_alone(self) -> None:
