@@ -35,9 +35,9 @@ class MacsCounter:
     Weights of kinds that have an adapter are counted by their modules' forward hooks, one by one. Products with any
     other weight are counted by torch's formulas for operators, in models without compiled or sharded parts: together as
     :data:`OTHERS`, those of experts that are not masked one by one, and those of a weight that other code reads, as in
-    ``F.linear(x, layer.weight)``, under the layer's name and :data:`READ`. Products of two activations, as in attention,
-    are not counted. Batches, and several calls of a module in one batch, are added up, so only the shares of the counts
-    have a meaning.
+    ``F.linear(x, layer.weight)``, under the layer's name and :data:`READ`. Products of two activations, as in
+    attention, are not counted. Batches, and several calls of a module in one batch, are added up, so only the shares of
+    the counts have a meaning.
     """
 
     def __init__(self, model: nn.Module) -> None:
