@@ -157,14 +157,17 @@ def test_patterns_in_yaml_mean_what_they_say_and_round_trip(tmp_path, capsys, wr
         ),
     ],
 )
-def test_typos_are_named_in_the_last_line(tmp_path, capsys, lines, words):
+def test_typos_are_named_in_the_first_line(tmp_path, capsys, lines, words):
     with pytest.raises(SystemExit) as stop:
         main(["fit", "-c", config(tmp_path, *lines)])
     assert stop.value.code == 2
-    last = capsys.readouterr().err.strip().splitlines()[-1]
-    assert last.startswith("hint: ")
+    said = capsys.readouterr().err
+    first = said.splitlines()[0]
+    assert first.startswith("hint: ")
     for word in words:
-        assert word in last
+        assert word in first
+    assert "usage:" not in said, "a page of all options would hide it"
+    assert "\nerror: " in said, "the whole message follows"
 
 
 def test_adapters_of_slope_are_a_mapping_in_yaml(tmp_path, capsys):

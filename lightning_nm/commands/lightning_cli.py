@@ -1,13 +1,14 @@
 """NMLightningCLI: a LightningCLI that knows the demo's classes, and says what is wrong with an argument.
 
 jsonargparse explains a mistake in YAML by all forms that a value might have, over many lines. :func:`hint` reads that
-message and adds a last line: which key is wrong, and what was probably meant.
+message, and says before it which key is wrong, and what was probably meant.
 """
 
 from __future__ import annotations
 
 import ast
 import importlib
+import os
 import re
 import warnings
 from collections.abc import Sequence
@@ -22,21 +23,23 @@ EXTRA = "The command line needs the extra `cli`: pip install 'lightning-nm[cli]'
 
 
 class _Parser(LightningArgumentParser):
-    """A parser that adds a hint to the message of a usage error."""
+    """A parser whose usage errors begin with a hint."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         # Parsers of single classes do not exit but raise, and the outer parser quotes their message.
         text = hint(message) if self.exit_on_error else ""
-        if text:
-            message = f"{message}\nhint: {text}"
-        super().error(message, ex)
+        if not text or "JSONARGPARSE_DEBUG" in os.environ:
+            super().error(message, ex)
+        # jsonargparse would print a page of all options first.
+        self.exit(2, f"hint: {text}\n\nerror: {message}\n")
 
 
 class NMLightningCLI(LightningCLI):
     """The LightningCLI of ``lightning-nm fit``, for a command line of one's own.
 
-    It takes the arguments of Lightning's class. A mistake in the arguments or in YAML ends with a hint: which key is
-    wrong, and what was probably meant. The models and data modules of the demo are known by their short names.
+    It takes the arguments of Lightning's class. The message of a mistake in the arguments or in YAML begins with a
+    hint: which key is wrong, and what was probably meant. The models and data modules of the demo are known by their
+    short names.
 
     Raises:
         ImportError: Without the extra ``cli``; the message says how to install it.

@@ -13,8 +13,8 @@ class UnknownLength(ValueError):
     """The number of training steps is needed, but not known. Callers that can be told it add how.
 
     Example:
-        >>> UnknownLength("BAME's stop=0.66 is a share of the training steps", "write BAME(stop=10000)")
-        UnknownLength("BAME's stop=0.66 is a share of the training steps, but their number is not known: write BAME(stop=10000)")
+        >>> print(UnknownLength("LBC's stop=0.5 is a share of the steps", "write LBC(stop=10000)"))
+        LBC's stop=0.5 is a share of the steps, but their number is not known: write LBC(stop=10000)
     """
 
     def __init__(self, what: str, way_out: str) -> None:
