@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.loggers import TensorBoardLogger
 
 from lightning_nm.config import arguments_of
 from lightning_nm.functional.spelling import did_you_mean
@@ -83,7 +84,7 @@ class NMLightningCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> Any:
         """Create the Trainer; two callbacks of this package without names are a usage error."""
         try:
-            return super().instantiate_trainer(**kwargs)
+            trainer = super().instantiate_trainer(**kwargs)
         except RuntimeError as error:
             found = re.search(
                 r"more than one stateful callback of type `(NM\w+|MaskMonitor)`", str(error)
@@ -94,6 +95,14 @@ class NMLightningCLI(LightningCLI):
                 f"trainer.callbacks: there are two {found[1]}s with the same name: give each its own `name`, or "
                 "use one with `rules` for layers that differ"
             )
+        # Lightning's default logger would log hp_metric = -1.
+        logger = trainer.logger
+        is_default = self._get(self.config_init, "trainer.logger") in (None, True)
+        if is_default and isinstance(logger, TensorBoardLogger):
+            trainer.logger = TensorBoardLogger(
+                trainer.default_root_dir, logger.name, logger.version, default_hp_metric=False
+            )
+        return trainer
 
 
 def require_extra() -> None:
