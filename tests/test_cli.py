@@ -17,6 +17,7 @@ from lightning_nm import functional as nmf
 from lightning_nm.cli import main
 from lightning_nm.commands.lightning_cli import hint
 from lightning_nm.demo import Digits, ResidualCNN
+from tests.support.event_files import Events
 from tests.support.lightning_models import Data, make_trainer, new_model
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
@@ -364,6 +365,9 @@ def test_fit_trains_with_rules_and_nested_methods(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "1:16" in out
     assert "N:M summary" in out
+    events = Events(tmp_path / "lightning_logs" / "version_0")
+    assert "nm/density" in events.scalars
+    assert "hp_metric" not in events.scalars, "that Lightning's default logger would log as -1"
 
 
 def test_a_second_run_does_not_trip_over_the_first_ones_config(tmp_path):

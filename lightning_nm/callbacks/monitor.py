@@ -49,8 +49,8 @@ class _Watched:
         names: The statistics that are logged.
         suffix: The end of the tags that several callbacks would share.
         introduced: Whether the table of layers was written.
-        costs: The first FLOPs ratio that was logged.
-        costs_step: The last log with this one; ``None`` once there was another ratio.
+        first_ratio: The first FLOPs ratio that was logged.
+        ratio_step: The last log with this one; ``None`` once there was another ratio.
         history: The columns of the heat maps.
         rows: The layers of the columns, as last written.
         latest: The last step of this fit.
@@ -62,8 +62,8 @@ class _Watched:
     names: list[str]
     suffix: str = ""
     introduced: bool = False
-    costs: float | None = None
-    costs_step: int | None = 0
+    first_ratio: float | None = None
+    ratio_step: int | None = 0
     history: LayerHistory = field(default_factory=LayerHistory)
     rows: list[str] | None = None
     latest: int | None = None
@@ -367,21 +367,21 @@ class MaskMonitor(pl.Callback):
         watched = self._watched[sparsifier]
         points = {step: ratio}
         loggers = trainer.loggers
-        if watched.costs is None:
-            watched.costs = ratio
-            watched.costs_step = step
+        if watched.first_ratio is None:
+            watched.first_ratio = ratio
+            watched.ratio_step = step
             text = f"{ratio:.4g} of the multiply-adds of a dense training step; a curve follows if this changes"
             self._tensorboard.write(
                 trainer, lambda writer: writer.add_text(f"nm/{COSTS}", text, step)
             )
             loggers = [logger for logger in loggers if not isinstance(logger, TensorBoardLogger)]
-        elif watched.costs_step is not None:
-            if ratio == watched.costs:
-                watched.costs_step = step
+        elif watched.ratio_step is not None:
+            if ratio == watched.first_ratio:
+                watched.ratio_step = step
                 return
             # The curve begins with the last value before the change.
-            points = {watched.costs_step: watched.costs, step: ratio}
-            watched.costs_step = None
+            points = {watched.ratio_step: watched.first_ratio, step: ratio}
+            watched.ratio_step = None
         for at, value in points.items():
             for logger in loggers:
                 logger.log_metrics({f"nm/{COSTS}": value}, at)
