@@ -365,9 +365,17 @@ def test_fit_trains_with_rules_and_nested_methods(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "1:16" in out
     assert "N:M summary" in out
-    events = Events(tmp_path / "lightning_logs" / "version_0")
-    assert "nm/density" in events.scalars
-    assert "hp_metric" not in events.scalars, "that Lightning's default logger would log as -1"
+
+
+def test_the_default_logger_has_no_placeholder_of_a_metric(tmp_path):
+    arguments = ["fit", "-c", config(tmp_path, base=BASE.replace("  logger: false\n", ""))]
+    for version in range(2):
+        assert main([*arguments, f"--trainer.default_root_dir={tmp_path}"]) == 0
+        folder = tmp_path / "lightning_logs" / f"version_{version}"
+        assert {"config.yaml", "hparams.yaml"} <= {path.name for path in folder.iterdir()}
+        scalars = Events(folder).scalars
+        assert "nm/density" in scalars
+        assert "hp_metric" not in scalars, "Lightning would log -1"
 
 
 def test_a_second_run_does_not_trip_over_the_first_ones_config(tmp_path):
