@@ -16,6 +16,7 @@ from lightning_nm.config import SparsityConfig, chosen_config, refuse_unknown
 from lightning_nm.config.rules import SHORT_NAMES
 from lightning_nm.estimators import EstimatorName, GradientEstimator
 from lightning_nm.functional.pattern import PatternSetting
+from lightning_nm.functional.schedule import UnknownLength
 from lightning_nm.methods import Method, MethodName
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.layer.gemms import mean_densities
@@ -175,7 +176,12 @@ class NMSparsifier:
         if self.attached:
             return self
         saved = SparsifierState.from_dict(state) if state else None
-        selection = self._select(saved, optimizers)
+        try:
+            selection = self._select(saved, optimizers)
+        except UnknownLength as error:
+            if not self._forgotten.in_plain_loop:
+                raise
+            raise ValueError(f"{error}, or pass planned_steps to NMSparsifier") from error
         self._refuse_packing(selection)
         self._install(selection)
         is_untrained = saved is None and self.clock == 0
@@ -389,7 +395,7 @@ class NMSparsifier:
         packed = self._step.pack(undoes=_is_alone())
         if self._counter is not None:
             for layer in packed:
-                self._counter.know(layer.param)
+                self._counter.know(layer.param, layer.spec.module)
         return [layer.name for layer in packed]
 
     def _pack_if_alone(self) -> None:

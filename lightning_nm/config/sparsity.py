@@ -17,7 +17,7 @@ from lightning_nm.functional.pattern import (
     PatternSetting,
     parse_pattern_setting,
 )
-from lightning_nm.functional.spelling import did_you_mean
+from lightning_nm.functional.spelling import did_you_mean, not_given
 from lightning_nm.functional.stages import ScheduleSpec
 from lightning_nm.methods import Method, MethodName
 from lightning_nm.nn.layer.layout import ConvLayout
@@ -182,6 +182,7 @@ def chosen_config(config: SparsityConfig | None, given: SparsityConfig) -> Spars
     """Return ``config``, or the configuration ``given`` by single arguments instead.
 
     Raises:
+        TypeError: If ``config`` is something else.
         ValueError: If both are given.
 
     Example:
@@ -190,6 +191,8 @@ def chosen_config(config: SparsityConfig | None, given: SparsityConfig) -> Spars
     """
     if config is None:
         return given
+    if not isinstance(config, SparsityConfig):
+        raise TypeError(f"config must be a SparsityConfig{not_given(config)}")
     # An argument with its default value cannot be told from one that was not given, and changes nothing.
     arguments = given.to_dict()
     if arguments:

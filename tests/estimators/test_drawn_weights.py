@@ -326,12 +326,15 @@ def test_each_product_has_its_own_eligibility():
         "odd_in": ("dense", "2:4"),
         "groups": ("2:4", "masked"),
     }
-    assert gemms["odd_out"].dgrad.reason == "out 30 % 4 != 0"
-    assert gemms["groups"].dgrad.reason == "out/group 6 % 4 != 0"
-    assert sparsifier.skipped == {"odd_both": "in 30 % 4 != 0; out 30 % 4 != 0"}
+    fitting = "(M = 2, 3, 5, 6, 10, 15 would fit)"
+    assert gemms["odd_out"].dgrad.reason == "out 30 % 4 != 0 (M = 2, 3, 5, 6, 10, 15 would fit)"
+    assert gemms["groups"].dgrad.reason == "out/group 6 % 4 != 0 (M = 2, 3, 6 would fit)"
+    assert sparsifier.skipped == {
+        "odd_both": f"in 30 % 4 != 0 {fitting}; out 30 % 4 != 0 {fitting}"
+    }
     dense = attach(Odd(), "dense")
     reasons = {name: layer.gemms().dgrad.reason for name, layer in dense.layers.items()}
-    assert reasons["odd_out"] == "out 30 % 4 != 0"
+    assert reasons["odd_out"] == "out 30 % 4 != 0 (M = 2, 3, 5, 6, 10, 15 would fit)"
     assert reasons["odd_in"] == ""
 
     layer = sparsifier.layers["odd_in"]

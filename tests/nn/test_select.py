@@ -1,5 +1,7 @@
 """Which layers are masked, why others are not, and errors that tell the way out."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -66,7 +68,7 @@ def test_what_is_masked_and_why_the_rest_is_not():
     ]  # fmt: skip
     reasons = {
         "stem": "first convolution",
-        "odd": "in 30 % 4 != 0; out 30 % 4 != 0",
+        "odd": "in 30 % 4 != 0 (M = 2, 3, 5, 6, 10, 15 would fit); out 30 % 4 != 0 (M = 2, 3, 5, 6, 10, 15 would fit)",
         "depthwise": "depthwise convolution",
         "own": "OwnForward has a forward of its own",
         "lora.base_layer": "low-rank adapter",
@@ -90,8 +92,14 @@ def test_each_gemm_is_eligible_by_itself():
     layers = attach(include=["odd_in", "odd_out", "conv"]).layers
     assert [g.label for g in layers["odd_in"].gemms()] == ["dense", "2:4", "dense"]
     assert [g.label for g in layers["odd_out"].gemms()] == ["2:4", "masked", "dense"]
-    assert layers["odd_in"].gemms().forward.reason == "in 30 % 4 != 0"
-    assert layers["odd_out"].gemms().dgrad.reason == "out 30 % 4 != 0"
+    assert (
+        layers["odd_in"].gemms().forward.reason
+        == "in 30 % 4 != 0 (M = 2, 3, 5, 6, 10, 15 would fit)"
+    )
+    assert (
+        layers["odd_out"].gemms().dgrad.reason
+        == "out 30 % 4 != 0 (M = 2, 3, 5, 6, 10, 15 would fit)"
+    )
     assert [g.label for g in layers["conv"].gemms()] == ["2:4", "2:4", "dense"]
     with pytest.raises(
         ValueError, match=r"'odd_in' is named by `include` but cannot be masked: in 30 % 4 != 0"
@@ -119,7 +127,7 @@ def test_each_gemm_is_eligible_by_itself():
         ),
         (
             {"include": "odd", "pattern": "1:16"},
-            "'odd' is named .* in 30 % 16 != 0; out 30 % 16 != 0",
+            r"'odd' is named .* in 30 % 16 != 0 \(M = 2, .* would fit\); out 30 % 16 != 0 \(M",
         ),
         ({"include": ["conv", "depthwise"]}, "'depthwise' is named .*depthwise convolution"),
         ({"rules": [{"include": "conv", "patern": "1:4"}]}, "unknown key 'patern'"),
@@ -271,3 +279,17 @@ def test_input_of_the_wrong_rank_gets_an_error_that_says_so():
         RuntimeError, match=r"expected 3-d \(unbatched\) or 4-d input, got \[4, 16\]"
     ):
         model(torch.randn(4, 16))
+
+
+@pytest.mark.parametrize("pattern", ["2:4", "3:7", "1:16"])
+@pytest.mark.parametrize("width", [3, 18, 30, 31, 94, 289])
+def test_an_m_that_a_message_names_fits(width, pattern):
+    model = nn.Sequential(nn.Linear(width, 8), nn.Linear(8, 8))
+    options = {"method": "ste", "include": "0", "skip_first_last": False}
+    with pytest.raises(ValueError, match="would fit") as error:
+        attach(model, pattern=pattern, **options)
+    (listed,) = re.findall(r"\(M = (.*?) would fit\)", str(error.value))
+    for m in listed.split(", "):
+        sparsifier = attach(model, pattern=f"1:{m}", **options)
+        assert list(sparsifier.layers) == ["0"]
+        sparsifier.detach()

@@ -516,7 +516,11 @@ def _misfit(axis: str, size: int, pattern: NMPattern, cuts: int) -> str:
     if size % (cuts * pattern.m) == 0:
         return ""
     divided = f"{size}" if cuts == 1 else f"{size} / {cuts} processes"
-    return f"{axis} {divided} % {pattern.m} != 0"
+    # Larger blocks are rarely wanted: only a width without a divisor up to 16 is told its smallest one.
+    fitting = [m for m in range(2, size + 1) if size % (cuts * m) == 0]
+    shown = [str(m) for m in fitting if m <= 16] or [str(m) for m in fitting[:1]]
+    advice = f" (M = {', '.join(shown)} would fit)" if shown else ""
+    return f"{axis} {divided} % {pattern.m} != 0{advice}"
 
 
 def _check_globs(
