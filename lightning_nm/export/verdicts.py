@@ -17,7 +17,7 @@ _DENSE_FROM = 0.5
 # Integers that may be the values of a quantised weight; wider ones are indices.
 _QUANTISED = {torch.int8, torch.uint8, torch.qint8, torch.quint8, torch.qint32}
 
-# Another pattern is named if this share of its places holds nonzeros: less structured zeros fit some pattern, too.
+# Another pattern is named if nonzeros fill this share of its places: zeros without a structure fit some pattern, too.
 _FULL = 0.95
 
 
@@ -34,7 +34,7 @@ class Verdict:
         density: Share of nonzeros.
         note: The axis, or the reason why nothing was checked.
         stage: The stage of the training's schedule, and when the pattern's own is, if the weight lies in another one.
-        other: The pattern that a weight has which is dense in this one, if it has one.
+        own_pattern: The pattern that a weight has which is not N:M in this one, if it has one.
     """
 
     key: str
@@ -45,7 +45,7 @@ class Verdict:
     density: float = 1.0
     note: str = ""
     stage: str = ""
-    other: str = ""
+    own_pattern: str = ""
 
 
 def is_matrix(dtype: torch.dtype, axes: int) -> bool:
@@ -110,13 +110,11 @@ def classify(key: str, weight: Tensor, pattern: NMPattern) -> Verdict:
         )
     # All have as many blocks.
     found = min(verdicts, key=lambda verdict: verdict.violations)
-    found = replace(found, note=f"{found.note}{stored}")
-    return (
-        replace(found, other=_other(weight, found.density)) if found.verdict == "dense" else found
-    )
+    own_pattern = "" if found.verdict == "N:M" else _own_pattern(weight, found.density)
+    return replace(found, note=f"{found.note}{stored}", own_pattern=own_pattern)
 
 
-def _other(weight: Tensor, density: float) -> str:
+def _own_pattern(weight: Tensor, density: float) -> str:
     """The pattern of a weight, if its zeros have one; empty otherwise."""
     if not 0 < density <= LARGEST:
         return ""

@@ -310,7 +310,7 @@ def _judge_packed(name: str, packed: PackedTensor, pattern: NMPattern, note: str
             name, "dense", str(pattern), note=f"{note} as {packed.pattern}; no axis of blocks"
         )
     verdict = judge(name, rows, pattern, -1, f"{note} as {packed.pattern}", masked=False)
-    return replace(verdict, other="" if verdict.verdict == "N:M" else str(packed.pattern))
+    return replace(verdict, own_pattern="" if verdict.verdict == "N:M" else str(packed.pattern))
 
 
 def _with_adapter(verdict: Verdict, weights: Mapping[str, Tensor]) -> Verdict:
@@ -394,7 +394,7 @@ def _problems(verdicts: Sequence[Verdict], include: Sequence[str]) -> list[str]:
         problems.append(f"{quoted(key)} is not {pattern}: {count} blocks hold more")
     if not any(v.verdict == "N:M" for v in verdicts):
         problems.append("no weight is N:M sparse")
-        for other, number in Counter(v.other for v in verdicts if v.other).items():
+        for other, number in Counter(v.own_pattern for v in verdicts if v.own_pattern).items():
             what = "1 weight is" if number == 1 else f"{number} weights are"
             problems.append(
                 f"{what} {other}, not {verdicts[0].pattern}: --pattern {other} checks that"
