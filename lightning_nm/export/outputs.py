@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_nm.export.atomic_write import check_folder, replacing
+from lightning_nm.export.foreign import config_without_bitmasks, holds_bitmasks
 from lightning_nm.export.huggingface import named_as_in_model
 from lightning_nm.export.packed_file import ToPack, write_packed
 from lightning_nm.export.packed_model import matches, refuse_empty
@@ -196,6 +197,8 @@ def _write_folder(source: Source, path: Path) -> None:
     try:
         for file in other_files(source.folder):
             shutil.copyfile(file, new / file.name)
+        if holds_bitmasks(source.folder):
+            (new / "config.json").write_text(config_without_bitmasks(source.folder), "utf-8")
         _write_dense(source.weights, new / "model.safetensors")
         new.rename(path)
     except OSError as error:

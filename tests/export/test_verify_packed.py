@@ -156,7 +156,13 @@ def test_the_command(saved, capsys):
     assert (document["ok"], document["matrices"]) == (True, {"N:M": 3, "dense": 1, "broken": 0})
     assert document["weights"][1] == {
         **{"key": "4.weight", "verdict": "N:M", "pattern": "1:16", "blocks": 2048, "violations": 0},
-        **{"density": 0.0625, "note": "packed, plain", "stage": "", "nonfinite": 0},
+        **{
+            "density": 0.0625,
+            "note": "packed, plain",
+            "stage": "",
+            "nonfinite": 0,
+            "own_pattern": "",
+        },
     }
 
 

@@ -108,7 +108,15 @@ def test_layers_that_cannot_be_masked_are_there_for_their_gradients(method):
     ).attach()
     assert len(list(sgd_steps(model, sparsifier, 3, (16, 18)))) == 3
     first, second = (sparsifier.layers[name].gemms() for name in ("0", "2"))
-    assert first.forward == ("dense", None, "in 18 % 4 != 0 (M = 2, 3, 6, 9 would fit)", 1.0, 1.0, 1.0, 0.0)
+    assert first.forward == (
+        "dense",
+        None,
+        "in 18 % 4 != 0 (M = 2, 3, 6, 9 would fit)",
+        1.0,
+        1.0,
+        1.0,
+        0.0,
+    )
     assert first.wgrad.label == second.wgrad.label == "2:4"
     assert second.forward.label == "2:4"
     assert second.dgrad.reason == "out 18 % 4 != 0 (M = 2, 3, 6, 9 would fit)"

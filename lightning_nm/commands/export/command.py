@@ -18,6 +18,7 @@ from lightning_nm.commands.export import executorch
 from lightning_nm.commands.export.coreml import coreml_table, coreml_text
 from lightning_nm.export.atomic_write import check_folder
 from lightning_nm.export.coreml import CoreMLReport, check_output, export_coreml
+from lightning_nm.export.foreign import holds_bitmasks
 from lightning_nm.export.graphs import build_model, example_of, export_onnx, export_pt2
 from lightning_nm.export.low_rank import (
     factors_of,
@@ -27,6 +28,8 @@ from lightning_nm.export.low_rank import (
 )
 from lightning_nm.export.outputs import Written, export_packed, export_torch
 from lightning_nm.export.sources import Source, read_source
+from lightning_nm.export.verdicts import classify, is_matrix
+from lightning_nm.functional.pattern import NMPattern
 from lightning_nm.nn.products.low_rank import Factors, replace_low_rank
 
 # Of the files that hold a graph of a model, whose class is needed.
@@ -102,7 +105,7 @@ def _export(options: argparse.Namespace) -> int:
             return 0
         if options.to == "torch":
             export_torch(source, options.output)
-            note = _write_adapters(source, factors, options)
+            note = _bitmasks(source) + _write_adapters(source, factors, options)
         else:
             note = _export_graph(source, options, factors)
     except (ImportError, OSError, RuntimeError, ValueError) as error:
@@ -156,6 +159,19 @@ def _check(options: argparse.Namespace) -> None:
     check_folder(Path(options.output))
     if is_executorch:
         executorch.check_options(options)
+
+
+def _bitmasks(source: Source) -> str:
+    """A remark on weights that were read from bitmasks; empty for other checkpoints."""
+    if source.folder is None or not holds_bitmasks(source.folder):
+        return ""
+    pattern = NMPattern(2, 4)
+    verdicts = [
+        classify(key, weight, pattern).verdict
+        for key, weight in source.weights.items()
+        if is_matrix(weight.dtype, weight.dim())
+    ]
+    return f"; bitmasks became tensors with zeros: {verdicts.count('N:M')} of {len(verdicts)} matrices are 2:4"
 
 
 def _adapters(source: Source, options: argparse.Namespace) -> dict[str, Factors]:
