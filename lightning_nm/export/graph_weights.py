@@ -124,7 +124,7 @@ def onnx_weights(path: Path) -> dict[str, Tensor]:
     try:
         import onnx
     except ImportError as error:
-        advice = "pip install 'lightning-nm[onnx]'"
+        advice = "pip install -e '.[onnx]' in a checkout of lightning_nm"
         raise ValueError(f"reading '{path}' needs the package `onnx`: {advice}") from error
     found: dict[str, Tensor] = {}
     try:
