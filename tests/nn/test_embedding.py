@@ -299,7 +299,7 @@ class Scaled(nn.Embedding):
             "sparse=True: no method takes a sparse gradient",
         ),
         (lambda: nn.Embedding(VOCABULARY, DIM, max_norm=1.0), "max_norm: it renormalises rows"),
-        (lambda: Scaled(VOCABULARY, DIM), "Scaled has a forward of its own"),
+        (lambda: Scaled(VOCABULARY, DIM), f"{__name__}.Scaled has a forward of its own"),
         (lambda: nn.Embedding(VOCABULARY, 18), "in 18 % 4 != 0"),
     ],
     ids=["sparse", "max-norm", "subclass", "size"],

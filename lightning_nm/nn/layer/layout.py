@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 Layout = Literal["plain", "flat", "transposed", "experts", "experts-transposed"]
 """``"plain"``: forward blocks along dimension 1, dgrad blocks along dimension 0. ``"flat"``: the same after
@@ -17,6 +17,16 @@ each expert's matrix transposed."""
 
 ConvLayout = Literal["channels", "flat"]
 """How the blocks of convolutions lie: along `in` for a fixed kernel tap, or along the flattened ``(in, *kernel)``."""
+
+
+def known_shape(tensor: Tensor) -> tuple[int, ...] | None:
+    """The shape of a parameter; ``None`` for a lazy one before its first batch, whose shape torch refuses to tell."""
+    return None if nn.parameter.is_lazy(tensor) else tuple(tensor.shape)
+
+
+def known_size(tensor: Tensor) -> int:
+    """The number of entries of a parameter; 0 for a lazy one before its first batch."""
+    return 0 if nn.parameter.is_lazy(tensor) else tensor.numel()
 
 
 # Every function below has one case for each layout, in the order of `Layout`.
