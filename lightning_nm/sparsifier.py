@@ -32,6 +32,7 @@ from lightning_nm.training.checkpoint import (
     warn_of_changes,
 )
 from lightning_nm.training.distributed.consistency import RankComparison, reduce_gradients
+from lightning_nm.training.direct_reads import DirectReads
 from lightning_nm.training.forgotten import ForgottenCalls
 from lightning_nm.training.macs import MacsCounter
 from lightning_nm.training.optimizers import held_by, trained_by, trained_layer, unwrapped
@@ -236,6 +237,7 @@ class NMSparsifier:
             rates=rates,
             packs=self.config.storage == "packed",
             patterns=self.patterns,
+            direct_reads=DirectReads(self.model, self.config.direct_reads),
         )
         self._step.begin_window()
         self._take_low_rank(selection.layers)
@@ -561,16 +563,22 @@ class NMSparsifier:
     def unseen(self) -> list[str]:
         """Masked layers whose module was not called in the batches so far, though others were.
 
-        Other code may read such a weight without its mask, for example by ``F.linear(x, module.weight)``. Compiled
-        modules are left out, since their calls are not seen.
+        Other code may read such a weight without its mask, for example by ``F.linear(x, module.weight)``; once it has a
+        gradient, that is an error, see ``direct_reads`` of :class:`~lightning_nm.SparsityConfig`. Compiled modules are
+        left out, since their calls are not seen.
         """
         if not self.macs:
             return []
         hidden = self._counter.hidden() if self._counter else set()
+        reads = self._step.direct_reads
+        told = reads.with_gradient if reads is not None else set()
         return [
             layer.name
             for layer in self.selection.layers
-            if layer.name not in self.macs and layer.spec.module not in hidden
+            if layer.name not in self.macs
+            and layer.spec.module not in hidden
+            # With a gradient it was called as layer.forward(x), without hooks, or `direct_reads` tells.
+            and layer not in told
         ]
 
     @property

@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_nm.functional.schedule import within
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.layer.gemms import kept_share
+from lightning_nm.training.direct_reads import DirectReads
 from lightning_nm.training.forgotten import ForgottenCalls
 from lightning_nm.training.optimizers import (
     OwnedLayers,
@@ -56,6 +57,7 @@ class TrainingStep:
         rates: What scales the learning rates of masked weights within a step.
         packs: Whether weights at rest are packed.
         patterns: What chooses the layers' patterns, if it does.
+        direct_reads: What finds weights that other code reads.
     """
 
     def __init__(
@@ -67,8 +69,10 @@ class TrainingStep:
         rates: ScaledLearningRates | None = None,
         packs: bool = False,
         patterns: PatternChoice | None = None,
+        direct_reads: DirectReads | None = None,
     ) -> None:
         self.layers = layers
+        self.direct_reads = direct_reads
         self.packs = packs
         self.patterns = patterns
         self.forgotten = forgotten or ForgottenCalls()
@@ -95,6 +99,8 @@ class TrainingStep:
             self.optimizers[key] = owned_layers(known.optimizer, self.layers, known)
         for layer in layers:
             self._begin_window(layer)
+        if self.direct_reads is not None:
+            self.direct_reads.watch(layers)
 
     def _hooks_of(self, layer: NMLayer) -> frozenset[str]:
         """The hooks that are called for a layer: none once it is packed and at rest, and in a dense stage."""
@@ -107,6 +113,8 @@ class TrainingStep:
     def before_optimizer(self, optimizer: Optimizer, loss_scale: float = 1.0) -> None:
         """Shape the complete gradients, still multiplied by ``loss_scale``, of the optimizer's layers."""
         owned = self.owned(optimizer)
+        if self.direct_reads is not None:
+            self.direct_reads.check(owned)  # before methods add to the gradients
         self._announced.add(id(optimizer))
         # Methods read the state of the optimizer, too.
         self._fit_states(optimizer)
@@ -222,6 +230,8 @@ class TrainingStep:
         """
         for layer in self.layers:
             self._begin_window(layer, loaded=loaded)
+        if self.direct_reads is not None:
+            self.direct_reads.watch(self.layers)
         if self.observe_every:
             self._observe_some()
 
@@ -380,6 +390,8 @@ class TrainingStep:
             handle.remove()
         if self.rates is not None:
             self.rates.release()
+        if self.direct_reads is not None:
+            self.direct_reads.close()
         if not keep_parameters:
             for known in self.optimizers.values():
                 remove_parameters(known.optimizer, self.layers)
@@ -430,6 +442,8 @@ class TrainingStep:
 
     def _enter_after_clipping(self, optimizer: Optimizer) -> None:
         """What happens between clipping and the optimizer's own step, which has the learning rates set here."""
+        if self.direct_reads is not None and id(optimizer) not in self._announced:
+            self.direct_reads.check(self.owned(optimizer))
         self._scale_rates(optimizer)
         try:
             self.after_clipping(optimizer)

@@ -30,7 +30,7 @@ class Body(nn.Module):
         self.norms = nn.ModuleList([nn.LayerNorm(DIM) for _ in range(3)])
 
     def forward(self, x):
-        x = x + self.position.weight[: x.shape[-2]]
+        x = x + self.position(torch.arange(x.shape[-2]))
         q, k, v = self.qkv(self.norms[0](x)).chunk(3, -1)
         x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True))
         return self.norms[2](x + self.down(F.gelu(self.up(self.norms[1](x)))))
