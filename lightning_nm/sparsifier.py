@@ -31,15 +31,20 @@ from lightning_nm.training.checkpoint import (
     check_state,
     warn_of_changes,
 )
-from lightning_nm.training.distributed.consistency import RankComparison, reduce_gradients
 from lightning_nm.training.direct_reads import DirectReads
+from lightning_nm.training.distributed.consistency import RankComparison, reduce_gradients
 from lightning_nm.training.forgotten import ForgottenCalls
 from lightning_nm.training.macs import MacsCounter
 from lightning_nm.training.optimizers import held_by, trained_by, trained_layer, unwrapped
 from lightning_nm.training.patterns import PatternChoice, adopted_patterns, check_auto
 from lightning_nm.training.phases import plan_schedules
 from lightning_nm.training.scale import ScaledLearningRates, rescale_initial
-from lightning_nm.training.start import choose_masks, refuse_late_sharding, refuse_to_mask
+from lightning_nm.training.start import (
+    choose_masks,
+    refuse_late_sharding,
+    refuse_to_mask,
+    told_as_dense,
+)
 from lightning_nm.training.statistics import (
     flops_ratios,
     joint_statistics,
@@ -172,6 +177,10 @@ class NMSparsifier:
         selection = self._select(saved, optimizers)
         self._refuse_packing(selection)
         self._install(selection)
+        if (
+            self._forgotten.in_plain_loop and self.trained_dense
+        ):  # a callback warns when its training starts
+            warnings.warn(told_as_dense(self.trained_dense), stacklevel=2)
         is_untrained = saved is None and self.clock == 0
         if self.config.scale == "supar" and is_untrained:
             self._rescale_initial()
@@ -580,6 +589,15 @@ class NMSparsifier:
             # With a gradient it was called as layer.forward(x), without hooks, or `direct_reads` tells.
             and layer not in told
         ]
+
+    @property
+    def trained_dense(self) -> dict[str, str]:
+        """Layers whose weight is trained dense, and why: only GEMMs of the backward pass are N:M; frozen ones, too."""
+        return {
+            layer.name: layer.spec.forward_reason
+            for layer in (*self.selection.layers, *self.selection.frozen)
+            if layer.spec.forward_reason and layer.spec.method.sparse_forward
+        }
 
     @property
     def short_of_tokens(self) -> dict[str, str]:

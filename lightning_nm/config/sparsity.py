@@ -89,10 +89,11 @@ class SparsityConfig:
             until its moment of ``ramp_ends``. The dense phases hold for ``grad_estimator``, too. With ``dense_end``
             **the trained model is dense**. Methods refuse what they cannot follow. See docs/which-method.md.
 
-        direct_reads: ``error``: a masked layer whose weight has a gradient, though the layer was not called, is an error
-            before its first optimizer step: other code reads the weight, for example by ``F.linear(x, layer.weight)``,
-            gets the dense values, and the weight is pruned at the end. A layer that is not used has no gradient, and is
-            no error. ``warn``: a warning. Where functions are compiled, calls may not be seen, and it is a warning, too.
+        direct_reads: What happens before the first optimizer step of a masked weight that has a gradient though its
+            layer was not called: other code reads it, for example by ``F.linear(x, layer.weight)``, gets the dense
+            values, and the weight would be pruned at the end. ``error`` or ``warn``. A layer that is not used has no
+            gradient and is accepted. Calls in compiled functions are not seen: after ``torch.compile`` there are
+            warnings at most.
 
     Raises:
         ValueError: For an impossible pattern, an unknown method or estimator, a bad rule or an argument out of range.

@@ -106,7 +106,7 @@ class _NoteGradient:
 
 
 def _trains(layer: NMLayer) -> bool:
-    """Whether the gradient changes the weight: not that of ``0 * weight.sum()``, by which DDP is told of unused layers."""
+    """Whether the gradient is not all zero, as that of ``0 * weight.sum()``, by which DDP is told of unused layers."""
     grad = layer.optimizer_param.grad
     return grad is not None and bool(local_values(grad).any())
 
@@ -119,7 +119,8 @@ def _compiled_graphs() -> int:
 
 def _message(names: Sequence[str]) -> str:
     return (
-        f"these masked layers have a gradient, but were not called: {', '.join(map(repr, names))}. Other code reads their "
-        "weights, as F.linear(x, layer.weight) or a penalty in the loss does, and gets the dense values: they would train "
-        "dense and be pruned at the end. Call the layers, name them in `exclude`, or allow it by direct_reads='warn'"
+        f"these masked layers have a gradient, but were not called: {', '.join(map(repr, names))}. Other code reads "
+        "their weights, as F.linear(x, layer.weight) or a penalty in the loss does, and gets the dense values: they "
+        "would train dense and be pruned at the end. Call the layers, name them in `exclude`, or allow it by "
+        "direct_reads='warn'"
     )

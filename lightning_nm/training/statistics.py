@@ -73,7 +73,7 @@ def share_of_products(model: nn.Module, layers: Iterable[NMLayer]) -> float:
 
 
 def parameter_sizes(model: nn.Module, layers: Iterable[NMLayer]) -> dict[int, int]:
-    """The entries of each parameter of a model by its id, of a packed weight those of the dense one, of a lazy one 0."""
+    """The entries of each parameter by its id: of a packed weight those of the dense one, of a lazy one 0."""
     sizes = {id(parameter): known_size(parameter) for parameter in model.parameters()}
     for layer in layers:
         sizes[id(layer.param)] = layer.view.shape.numel()

@@ -86,7 +86,9 @@ def test_a_lazy_layer_with_loaded_weights_is_still_one():
     model.load_state_dict(trained.state_dict())
     sparsifier = NMSparsifier(model, "2:4", "sr-ste").attach()
     assert sparsifier.skipped["0"].startswith(REASON)
-    with pytest.raises(ValueError, match=f"'0' is named by `include` but cannot be masked: {REASON}"):
+    with pytest.raises(
+        ValueError, match=f"'0' is named by `include` but cannot be masked: {REASON}"
+    ):
         NMSparsifier(linears(), include="0").attach()
     # After a batch it is an ordinary layer.
     sparsifier.detach()

@@ -1,5 +1,7 @@
 """Which layers are masked, why others are not, and errors that tell the way out."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -53,6 +55,9 @@ class Model(nn.Module):
         self.gpt = hugging_face_conv1d()(64, 32)
         self.norm = nn.LayerNorm(32)
         self.head = nn.Linear(32, 16)
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:the trained weights of these layers will be dense")
 
 
 def attach(model=None, **options):
@@ -112,7 +117,10 @@ def test_each_gemm_is_eligible_by_itself():
         ({"include": "haed"}, "'haed' matches no layer; layers are named like 'head'"),
         ({"exclude": ["cnov"]}, "`exclude` 'cnov' matches no layer.*'conv'"),
         ({"include": "lora"}, r"'lora', a LoRA, which cannot be masked"),
-        ({"include": "own"}, "'own' is named by `include` but cannot be masked: .*test_select.OwnForward has"),
+        (
+            {"include": "own"},
+            "'own' is named by `include` but cannot be masked: .*test_select.OwnForward has",
+        ),
         (
             {"include": "lstm"},
             "'lstm' is named by `include` but cannot be masked: a recurrent layer",
@@ -271,3 +279,29 @@ def test_input_of_the_wrong_rank_gets_an_error_that_says_so():
         RuntimeError, match=r"expected 3-d \(unbatched\) or 4-d input, got \[4, 16\]"
     ):
         model(torch.randn(4, 16))
+
+
+@pytest.mark.parametrize("method", ["bi-mask", "slope", "sr-ste"])
+def test_layers_whose_trained_weight_is_dense_are_named(method):
+    """With a mask for the input gradient alone, or with an estimator alone; not those of a method without masks."""
+    model = nn.ModuleDict({f"odd{k}": nn.Linear(30, 32) for k in range(2)})
+    model["conv"] = nn.Conv2d(6, 8, 3)
+    model["even"] = nn.Linear(32, 32)
+    expected = {"odd0": "in 30 % 4 != 0", "odd1": "in 30 % 4 != 0", "conv": "in 6 % 4 != 0"}
+    estimator = "mvue" if method == "sr-ste" else None
+    sparsifier = NMSparsifier(model, "2:4", method, estimator, skip_first_last=False)
+    names = "; ".join(f"'{name}': {reason}" for name, reason in expected.items())
+    with pytest.warns(UserWarning, match=rf"will be dense, only GEMMs of their .* N:M: {names}\. "):
+        sparsifier.attach()
+    assert sparsifier.trained_dense == expected
+    for name, layer in sparsifier.layers.items():
+        assert (layer.forward_mask is None) == (name in expected)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        attach(nn.Linear(32, 32), method=method, skip_first_last=False)
+        attach(
+            nn.Sequential(nn.Linear(30, 32)),
+            method="dense",
+            grad_estimator="mvue",
+            skip_first_last=False,
+        )

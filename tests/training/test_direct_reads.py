@@ -129,10 +129,10 @@ def test_a_layer_that_is_first_used_later_is_looked_at_then(later):
 def test_one_warning_where_it_is_allowed():
     model = Net(a="read")
     sparsifier, optimizer = started(model, direct_reads="warn")
-    with pytest.warns(UserWarning, match=ERROR.format("'a'")) as caught:
-        for _ in range(3):
-            step(model, sparsifier, optimizer)
-    assert len(caught) == 1
+    with pytest.warns(UserWarning, match=ERROR.format("'a'")):
+        step(model, sparsifier, optimizer)
+    for _ in range(2):
+        step(model, sparsifier, optimizer)  # a second warning would be an error
     assert sparsifier.unseen == []
     assert sparsifier.layers["a"].step == 3
 

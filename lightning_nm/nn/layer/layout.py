@@ -19,6 +19,19 @@ ConvLayout = Literal["channels", "flat"]
 """How the blocks of convolutions lie: along `in` for a fixed kernel tap, or along the flattened ``(in, *kernel)``."""
 
 
+def misfit(axis: str, size: int, block: int, cuts: int = 1) -> str:
+    """Why blocks do not fit into each of the equal parts of an axis; empty if they do.
+
+    Example:
+        >>> misfit("in", 30, 4)
+        'in 30 % 4 != 0'
+    """
+    if size % (cuts * block) == 0:
+        return ""
+    divided = f"{size}" if cuts == 1 else f"{size} / {cuts} processes"
+    return f"{axis} {divided} % {block} != 0"
+
+
 def known_shape(tensor: Tensor) -> tuple[int, ...] | None:
     """The shape of a parameter; ``None`` for a lazy one before its first batch, whose shape torch refuses to tell."""
     return None if nn.parameter.is_lazy(tensor) else tuple(tensor.shape)

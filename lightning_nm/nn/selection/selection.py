@@ -20,7 +20,7 @@ from lightning_nm.functional.stages import Schedule
 from lightning_nm.nn.adapters import Adapter, WeightSpec, adapter_of, adapters_by_parameters
 from lightning_nm.nn.adapters.base import original_class
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.nn.layer.layout import ConvLayout, known_size, row_sizes
+from lightning_nm.nn.layer.layout import ConvLayout, known_size, misfit, row_sizes
 from lightning_nm.nn.layer.names import layer_name, plain_name
 from lightning_nm.nn.layer.sharding import cuts_in_forward, gather
 from lightning_nm.nn.layer.spec import LayerSpec
@@ -511,19 +511,11 @@ def _eligibility(
     # The groups of a layer of experts are its experts, whose sizes the user knows as plain in and out.
     is_grouped = spec.groups > 1 and not spec.layout.startswith("experts")
     per_group = "/group" if is_grouped else ""
-    forward = _misfit(f"in{per_group}", depth, pattern, cuts.get(1, 1))
+    forward = misfit(f"in{per_group}", depth, pattern.m, cuts.get(1, 1))
     if candidate.is_embedding:
         return forward, "tokens have no gradient"
-    dgrad = _misfit(f"out{per_group}", out // spec.groups, pattern, cuts.get(0, 1))
+    dgrad = misfit(f"out{per_group}", out // spec.groups, pattern.m, cuts.get(0, 1))
     return forward, dgrad
-
-
-def _misfit(axis: str, size: int, pattern: NMPattern, cuts: int) -> str:
-    """Why blocks do not fit into each of the equal parts of an axis."""
-    if size % (cuts * pattern.m) == 0:
-        return ""
-    divided = f"{size}" if cuts == 1 else f"{size} / {cuts} processes"
-    return f"{axis} {divided} % {pattern.m} != 0"
 
 
 def _check_globs(
