@@ -229,6 +229,7 @@ def test_help_is_complete(capsys):
         "seed",
         "log_layers",
         "grad_snr_every",
+        "direct_reads",
         "show_tables",
         "monitor",
     ):

@@ -30,7 +30,7 @@ from lightning_nm.export.verdicts import (
 )
 from lightning_nm.functional.pattern import NMPattern, PatternLike
 from lightning_nm.functional.stages import DENSE, FINAL
-from lightning_nm.nn.layer.layout import Layout, rows_of
+from lightning_nm.nn.layer.layout import Layout, misfit, row_sizes, rows_of
 from lightning_nm.nn.layer.names import key_of_layer, plain_name
 from lightning_nm.nn.layer.state import saved_stages
 from lightning_nm.nn.packed import EVERY_ENTRY, PackedTensor
@@ -371,9 +371,19 @@ def verify_state(weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> lis
             rows = rows_of(comparable(key, weights[key]), layout)
             verdict = judge(key, rows, pattern, 1, layout, masked=True)
         else:
-            verdict = Verdict(key, "dense", str(pattern), note="forward weight not masked")
+            note = _why_not_masked(layer, weights[key], pattern)
+            verdict = Verdict(key, "dense", str(pattern), note=note)
         verdicts.append(replace(verdict, stage=_other_stage(layer, state["clock"])))
     return verdicts
+
+
+def _why_not_masked(layer: Mapping[str, Any], weight: Tensor, pattern: NMPattern) -> str:
+    """What is said of a weight whose layer had no forward mask: whether it ever has one."""
+    _, inputs = row_sizes(weight.shape, layer["layout"])
+    reason = misfit("in", inputs, pattern.m)
+    if not reason:
+        return "forward weight not masked"
+    return f"trained dense: {reason}, so only GEMMs of the backward pass were N:M"
 
 
 def _other_stage(layer: Mapping[str, Any], clock: int) -> str:

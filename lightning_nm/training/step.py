@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_nm.functional.schedule import within
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.layer.gemms import kept_share
+from lightning_nm.training.direct_reads import DirectReads
 from lightning_nm.training.forgotten import ForgottenCalls
 from lightning_nm.training.optimizers import (
     OwnedLayers,
@@ -58,6 +59,7 @@ class TrainingStep:
         packs: Whether weights at rest are packed.
         patterns: What chooses the layers' patterns, if it does.
         is_suspended: Asked at each step of an optimizer; if true, the step is none of this training and is ignored.
+        direct_reads: What finds weights that other code reads.
     """
 
     def __init__(
@@ -70,9 +72,11 @@ class TrainingStep:
         packs: bool = False,
         patterns: PatternChoice | None = None,
         is_suspended: Callable[[], bool] | None = None,
+        direct_reads: DirectReads | None = None,
     ) -> None:
         self.layers = layers
         self._is_suspended = is_suspended or (lambda: False)
+        self.direct_reads = direct_reads
         self.packs = packs
         self.patterns = patterns
         self.forgotten = forgotten or ForgottenCalls()
@@ -100,6 +104,8 @@ class TrainingStep:
             self._find_owned(known.optimizer)
         for layer in layers:
             self._begin_window(layer)
+        if self.direct_reads is not None:
+            self.direct_reads.watch(layers)
 
     def _hooks_of(self, layer: NMLayer) -> frozenset[str]:
         """The hooks that are called for a layer: none once it is packed and at rest, and in a dense stage."""
@@ -112,6 +118,8 @@ class TrainingStep:
     def before_optimizer(self, optimizer: Optimizer, loss_scale: float = 1.0) -> None:
         """Shape the complete gradients, still multiplied by ``loss_scale``, of the optimizer's layers."""
         owned = self.owned(optimizer)
+        if self.direct_reads is not None:
+            self.direct_reads.check(owned)  # before methods add to the gradients
         self._announced.add(id(optimizer))
         if id(optimizer) not in self._in_closure:
             # A new step begins: what is left here is of one that raised an exception.
@@ -243,6 +251,8 @@ class TrainingStep:
         """
         for layer in self.layers:
             self._begin_window(layer, loaded=loaded)
+        if self.direct_reads is not None:
+            self.direct_reads.watch(self.layers)
         if self.observe_every:
             self._observe_some()
 
@@ -404,6 +414,8 @@ class TrainingStep:
         """Forget all optimizers; ``keep_parameters`` leaves the parameters that methods own in them."""
         for handle in chain.from_iterable(self._handles.values()):
             handle.remove()
+        if self.direct_reads is not None:
+            self.direct_reads.close()
         if not keep_parameters:
             for known in self.optimizers.values():
                 remove_parameters(known.optimizer, self.layers)
@@ -465,6 +477,8 @@ class TrainingStep:
 
     def _enter_after_clipping(self, optimizer: Optimizer, view: Any) -> None:
         """What happens between clipping and the optimizer's own step, which has the learning rates set here."""
+        if self.direct_reads is not None and id(optimizer) not in self._announced:
+            self.direct_reads.check(self.owned(optimizer))
         try:
             with self._rates_shown(optimizer):
                 self.after_clipping(optimizer)

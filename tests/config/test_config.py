@@ -37,6 +37,7 @@ SHARED = {
     "dgrad": None,
     "schedule": None,
     "base_density": 1.0,
+    "direct_reads": "error",
 }
 OWN = {
     NMSparsityCallback: {

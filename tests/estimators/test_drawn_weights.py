@@ -305,6 +305,7 @@ def test_rules_decide_for_their_layers():
     assert SparsityConfig.from_dict(config.to_dict()) == config
 
 
+@pytest.mark.filterwarnings("ignore:the trained weights of these layers will be dense")
 def test_each_product_has_its_own_eligibility():
     class Odd(nn.Module):
         def __init__(self):
@@ -573,6 +574,7 @@ def test_a_pass_that_is_differentiated_uses_the_forward_weight():
     assert layer.weight.grad.isfinite().all()
 
 
+@pytest.mark.filterwarnings("ignore:the trained weights of these layers will be dense")
 @pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_trainer_resumes_bit_for_bit(tmp_path, accumulate):
     def fit(epochs, checkpoint=None):

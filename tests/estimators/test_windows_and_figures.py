@@ -286,6 +286,7 @@ def test_a_second_fit_in_the_dense_phase_is_said(tmp_path):
         make_trainer(tmp_path, [nm], max_epochs=1).fit(model, Data())
 
 
+@pytest.mark.filterwarnings("ignore:the trained weights of these layers will be dense")
 def test_shares_tell_masks_from_gradients():
     model = nn.Sequential(nn.Linear(16, 10), nn.Linear(10, 16))
     sparsifier = attach(model, "mvue", "sr-ste")

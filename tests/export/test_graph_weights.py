@@ -198,7 +198,10 @@ def test_onnx_is_asked_for_by_name(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(__import__("sys").modules, "onnx", None)
     (tmp_path / "a.onnx").write_bytes(b"\x08\x0a\x12\x07pytorch\x1a\x062.13.0")
     assert main(["verify", str(tmp_path / "a.onnx"), "--pattern", "2:4"]) == 2
-    assert "needs the package `onnx`: pip install -e '.[onnx]' in a checkout of lightning_nm" in capsys.readouterr().out
+    assert (
+        "needs the package `onnx`: pip install -e '.[onnx]' in a checkout of lightning_nm"
+        in capsys.readouterr().out
+    )
 
 
 def saved(path, nodes, initializers, **kwargs):

@@ -27,6 +27,19 @@ def test_a_checkpoint_names_its_masked_layers(tmp_path):
     assert result.problems == ["'net.6.weight' is not 2:4: 1 of 2048 blocks hold more"]
 
 
+def test_a_weight_that_was_trained_dense_has_the_reason(tmp_path):
+    """Its input gradient alone was N:M; the fit warns of it by name."""
+    trainer = make_trainer(tmp_path, [callback("bi-mask")], max_epochs=1)
+    with pytest.warns(UserWarning, match=r"will be dense, .* N:M: 'net.3': in 6 % 4 != 0\."):
+        trainer.fit(new_model(width=6), Data())
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    result = verify(tmp_path / "a.ckpt")
+    assert result.ok
+    notes = {verdict.key: (verdict.verdict, verdict.note) for verdict in result.verdicts}
+    why = "trained dense: in 6 % 4 != 0, so only GEMMs of the backward pass were N:M"
+    assert notes == {"net.3.weight": ("dense", why), "net.6.weight": ("N:M", "plain")}
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_the_stage_of_a_schedule_is_told_of_weights_that_are_not_n_m(tmp_path):
     schedule = {"dense_start": 1, "ramp": ["3:4"], "ramp_ends": [3], "dense_end": 2}

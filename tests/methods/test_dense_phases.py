@@ -100,6 +100,7 @@ def test_a_dense_start_trains_as_a_dense_training(method):
     assert nmf.is_nm(phased.state_dict()["0.weight"], "2:4", 1), "from the next forward on"
 
 
+@pytest.mark.filterwarnings("ignore:the trained weights of these layers will be dense")
 @pytest.mark.parametrize("method", METHODS)
 def test_layers_that_cannot_be_masked_are_there_for_their_gradients(method):
     model = nn.Sequential(nn.Linear(18, 32), nn.ReLU(), nn.Linear(32, 18))

@@ -1,6 +1,7 @@
 """Which layers are masked, why others are not, and errors that tell the way out."""
 
 import re
+import warnings
 
 import pytest
 import torch
@@ -57,6 +58,9 @@ class Model(nn.Module):
         self.head = nn.Linear(32, 16)
 
 
+pytestmark = pytest.mark.filterwarnings("ignore:the trained weights of these layers will be dense")
+
+
 def attach(model=None, **options):
     return NMSparsifier(Model() if model is None else model, **options).attach()
 
@@ -70,13 +74,13 @@ def test_what_is_masked_and_why_the_rest_is_not():
         "stem": "first convolution",
         "odd": "in 30 % 4 != 0 (M = 2, 3, 5, 6, 10, 15 would fit); out 30 % 4 != 0 (M = 2, 3, 5, 6, 10, 15 would fit)",
         "depthwise": "depthwise convolution",
-        "own": "OwnForward has a forward of its own",
+        "own": f"{OwnForward.__module__}.OwnForward has a forward of its own",
         "lora.base_layer": "low-rank adapter",
         "lora.lora_A": "low-rank adapter",
         "normed": "parametrized",
         "old_normed": "pruned by torch.nn.utils.prune: call prune.remove",
-        "patched": "forward of its own",
-        "lazy": "lazy",
+        "patched": "this torch.nn.modules.linear.Linear has a forward of its own, assigned to the instance",
+        "lazy": "lazy: it has its shape and class only after its first batch",
         "embedding": "a lookup, not a product, and shares its weight with 'tied.weight': it is masked only if",
         "tied": "shared with 'embedding.weight', which would change with it: if `include` has the exact name of one",
         "lstm": "a recurrent layer",
@@ -120,7 +124,10 @@ def test_each_gemm_is_eligible_by_itself():
         ({"include": "haed"}, "'haed' matches no layer; layers are named like 'head'"),
         ({"exclude": ["cnov"]}, "`exclude` 'cnov' matches no layer.*'conv'"),
         ({"include": "lora"}, r"'lora', a LoRA, which cannot be masked"),
-        ({"include": "own"}, "'own' is named by `include` but cannot be masked: OwnForward"),
+        (
+            {"include": "own"},
+            "'own' is named by `include` but cannot be masked: .*test_select.OwnForward has",
+        ),
         (
             {"include": "lstm"},
             "'lstm' is named by `include` but cannot be masked: a recurrent layer",
@@ -293,3 +300,29 @@ def test_an_m_that_a_message_names_fits(width, pattern):
         sparsifier = attach(model, pattern=f"1:{m}", **options)
         assert list(sparsifier.layers) == ["0"]
         sparsifier.detach()
+
+
+@pytest.mark.parametrize("method", ["bi-mask", "slope", "sr-ste"])
+def test_layers_whose_trained_weight_is_dense_are_named(method):
+    """With a mask for the input gradient alone, or with an estimator alone; not those of a method without masks."""
+    model = nn.ModuleDict({f"odd{k}": nn.Linear(30, 32) for k in range(2)})
+    model["conv"] = nn.Conv2d(6, 8, 3)
+    model["even"] = nn.Linear(32, 32)
+    expected = {"odd0": "in 30 % 4 != 0", "odd1": "in 30 % 4 != 0", "conv": "in 6 % 4 != 0"}
+    estimator = "mvue" if method == "sr-ste" else None
+    sparsifier = NMSparsifier(model, "2:4", method, estimator, skip_first_last=False)
+    names = "; ".join(f"'{name}': {reason}" for name, reason in expected.items())
+    with pytest.warns(UserWarning, match=rf"will be dense, only GEMMs of their .* N:M: {names}\. "):
+        sparsifier.attach()
+    assert sparsifier.trained_dense == expected
+    for name, layer in sparsifier.layers.items():
+        assert (layer.forward_mask is None) == (name in expected)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        attach(nn.Linear(32, 32), method=method, skip_first_last=False)
+        attach(
+            nn.Sequential(nn.Linear(30, 32)),
+            method="dense",
+            grad_estimator="mvue",
+            skip_first_last=False,
+        )

@@ -10,6 +10,7 @@ from torch.utils.data import RandomSampler
 from lightning_nm.callbacks.lifecycle import Lifecycle, Origin
 from lightning_nm.sparsifier import NMSparsifier
 from lightning_nm.training.phases import finished_phases
+from lightning_nm.training.start import told_as_dense
 
 
 def warn_at_start(sparsifier: NMSparsifier, *, continues: bool) -> None:
@@ -33,6 +34,8 @@ def warn_at_start(sparsifier: NMSparsifier, *, continues: bool) -> None:
                 "Give an optimizer their weights, frozen or not: it trains what the method owns"
             )
         rank_zero_warn(f"no layer is masked yet: no optimizer trains {names}. {advice}")
+    if sparsifier.trained_dense:
+        rank_zero_warn(told_as_dense(sparsifier.trained_dense))
     # Layers that `include` names are masked although they are frozen.
     if sparsifier.unowned:
         rank_zero_warn(

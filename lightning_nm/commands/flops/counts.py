@@ -11,6 +11,7 @@ from torch import nn
 from lightning_nm.functional import FlopsKind, GemmDensity
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.layer.gemms import mean_densities
+from lightning_nm.nn.layer.layout import known_shape, known_size
 from lightning_nm.nn.layer.names import layer_name, plain_name
 from lightning_nm.sparsifier import NMSparsifier
 from lightning_nm.training.macs import OTHERS, READ
@@ -161,8 +162,8 @@ def layers_of(
         is_tied = key in first_name
         row = LayerFlops(
             name,
-            shape=tuple(parameter.shape),
-            parameters=0 if is_tied else parameter.numel(),
+            shape=known_shape(parameter) or (),
+            parameters=0 if is_tied else known_size(parameter),
             macs=macs.get(name, 0),
             why=skipped.get(name, ""),
         )
@@ -176,7 +177,7 @@ def layers_of(
             why = "other code reads the weight without its mask, and multiplies by all of it"
             rows.append(LayerFlops(name + READ, row.shape, parameters=0, macs=read_macs, why=why))
 
-    all_parameters = sum(parameter.numel() for parameter in model.parameters())
+    all_parameters = sum(map(known_size, model.parameters()))
     rest = all_parameters - sum(row.parameters for row in rows)
     rest_macs = macs.get(OTHERS, 0)
     if rest or rest_macs:
