@@ -30,13 +30,13 @@ def test_a_checkpoint_names_its_masked_layers(tmp_path):
 def test_a_weight_that_was_trained_dense_has_the_reason(tmp_path):
     """Its input gradient alone was N:M; the fit warns of it by name."""
     trainer = make_trainer(tmp_path, [callback("bi-mask")], max_epochs=1)
-    with pytest.warns(UserWarning, match=r"will be dense, .* N:M: 'net.3': in 6 % 4 != 0\."):
+    with pytest.warns(UserWarning, match=r"will be dense, .* N:M: 'net.3': in 6 % 4 != 0 "):
         trainer.fit(new_model(width=6), Data())
     trainer.save_checkpoint(tmp_path / "a.ckpt")
     result = verify(tmp_path / "a.ckpt")
     assert result.ok
     notes = {verdict.key: (verdict.verdict, verdict.note) for verdict in result.verdicts}
-    why = "trained dense: in 6 % 4 != 0, so only GEMMs of the backward pass were N:M"
+    why = "trained dense: in 6 % 4 != 0 (M = 2, 3, 6 would fit), so only GEMMs of the backward pass were N:M"
     assert notes == {"net.3.weight": ("dense", why), "net.6.weight": ("N:M", "plain")}
 
 
