@@ -313,7 +313,7 @@ class STEP(STE):
 
         # As tensors: reading numbers of a GPU would wait for it.
         precise = torch.float32 if second.device.type == "mps" else torch.float64
-        steps = torch.as_tensor(state["step"]).to(second.device, precise)
+        steps = torch.as_tensor(state["step"], dtype=precise, device=second.device)
         if FROZEN_AT not in layer.buffers:
             layer.buffers[FROZEN_AT] = steps.clone()
         frozen_at = layer.buffers[FROZEN_AT].to(second.device, precise)
