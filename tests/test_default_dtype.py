@@ -36,10 +36,11 @@ from tests.support.routed import attach, gradients, simulated
 PACKAGE = Path(__file__).parent.parent / "lightning_nm"
 defaults = pytest.mark.parametrize("default", OTHERS, ids=str)
 
-FACTORIES = frozenset(
-    "arange as_tensor asarray empty empty_permuted empty_strided eye frombuffer full linspace logspace normal ones "
-    "rand randn range scalar_tensor sparse_coo_tensor tensor zeros".split()
-)
+FACTORIES = {
+    *("arange", "as_tensor", "asarray", "empty", "empty_permuted", "empty_strided", "eye"),
+    *("frombuffer", "full", "linspace", "logspace", "normal", "ones", "rand", "randn", "range"),
+    *("scalar_tensor", "sparse_coo_tensor", "tensor", "zeros"),
+}
 """Functions of torch that take the default dtype where none is given, or that of Python's numbers."""
 MAY_ASK = {"export/packed_loading.py"}
 """Files that read the default dtype: whether a model was converted on purpose."""
