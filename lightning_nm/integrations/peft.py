@@ -350,7 +350,9 @@ class _MaskedLora(KeepsMask):
             if name in layer.lora_A:
                 chosen = [row for row, other in enumerate(adapter_names) if other == name]
                 output = self._adapter_output(x[chosen], name).to(result.dtype)
-                result = result.index_add(0, torch.tensor(chosen, device=x.device), output)
+                result = result.index_add(
+                    0, torch.tensor(chosen, dtype=torch.int64, device=x.device), output
+                )
         return result
 
     def _adapter_output(self, x: Tensor, name: str) -> Tensor:

@@ -156,7 +156,7 @@ class BiMask(SRSTE):
         masks = layer.masks
         is_first = masks.permutation is None
         if is_first and layer.step < self.first_search:
-            masks.set_permutation(torch.arange(len(rows), device=rows.device))
+            masks.set_permutation(torch.arange(len(rows), dtype=torch.int64, device=rows.device))
             search = False
         elif is_first:
             search = True

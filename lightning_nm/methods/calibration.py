@@ -39,7 +39,7 @@ def squared_output(matrix: Tensor, moment: Tensor) -> float:
 def _columns(layer: NMLayer) -> Tensor:
     """The order of a row's entries in which blocks lie together: input features of a convolution's tap."""
     row = layer.view.rows(layer.param)[0]
-    places = torch.arange(row.numel(), device=row.device).view(row.shape)
+    places = torch.arange(row.numel(), dtype=torch.int64, device=row.device).view(row.shape)
     if row.dim() == 1:
         return places
     return places.movedim(0, -1).flatten()  # the taps outside, the input features of each inside

@@ -156,7 +156,7 @@ def _sums(layer: NMLayer) -> list[float]:
     forward_mask = layer.masks.forward
     backward_mask = layer.masks.backward
     flips = layer.masks.flips
-    size = torch.tensor(weight.numel(), device=weight.device)
+    size = torch.tensor(weight.numel(), dtype=torch.int64, device=weight.device)
     kept = size if forward_mask is None else density_counts(forward_mask)[0]
     kept_backward = kept if backward_mask is None else density_counts(backward_mask)[0]
     if flips is None:

@@ -240,7 +240,7 @@ class HeatMapFigure:
 
         # Columns differ in width, for which imshow has no means. [rows, columns]
         columns = len(self._edges) - 1
-        nothing_rc = torch.full((self._rows, columns), torch.nan).numpy()
+        nothing_rc = torch.full((self._rows, columns), torch.nan, dtype=torch.float32).numpy()
         norm = Normalize(0, 1)
         self._image = PcolorImage(
             axes, self._edges, self._row_edges, nothing_rc, cmap=_colours(), norm=norm
@@ -249,7 +249,7 @@ class HeatMapFigure:
 
     def _prepare_bar(self) -> None:
         """Draw the colours of the bar, which are the same for all scales."""
-        colours = torch.linspace(1, 0, 256).unsqueeze(1).numpy()
+        colours = torch.linspace(1, 0, 256, dtype=torch.float32).unsqueeze(1).numpy()
         self._bar.imshow(colours, cmap=_colours(), aspect="auto", extent=(0, 1, 0, 1))
         self._bar.set_xticks([])
         self._bar.yaxis.tick_right()

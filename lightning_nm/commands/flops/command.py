@@ -158,7 +158,7 @@ def _zeros(sizes: str) -> torch.Tensor:
     """An input of these sizes, which are separated by commas or by ``x``."""
     try:
         shape = [int(size) for size in sizes.replace("x", ",").split(",")]
-        return torch.zeros(shape)  # refuses negative sizes
+        return torch.zeros(shape, dtype=torch.float32)  # refuses negative sizes
     except (ValueError, RuntimeError) as error:
         raise ValueError(f"--input {sizes} is no shape: write it as 1,3,224,224") from error
 

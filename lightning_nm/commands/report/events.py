@@ -155,7 +155,9 @@ def _read_maps(log: Log, events: EventAccumulator) -> None:
         names_from_step = _read_row_names(events, suffix)
         history = LayerHistory()
         for event in events.Tensors(tag):
-            column = torch.tensor(make_ndarray(event.tensor_proto))  # [statistics, layers]
+            column = torch.tensor(
+                make_ndarray(event.tensor_proto), dtype=torch.float32
+            )  # [statistics, layers]
             fitting = []
             for step, names in names_from_step:
                 if step <= event.step and len(names) == column.shape[1]:
@@ -243,8 +245,10 @@ def _history(series_of_layer: dict[str, Series]) -> LayerHistory:
     for step in sorted(steps):
         values = [value_at.get(step, math.nan) for value_at in values_by_step]
         # A history has all of MAPS; those beside the first stay unknown.
-        column = torch.full((len(MAPS), len(series_of_layer)), torch.nan)  # [statistics, layers]
-        column[0] = torch.tensor(values)
+        column = torch.full(
+            (len(MAPS), len(series_of_layer)), torch.nan, dtype=torch.float32
+        )  # [statistics, layers]
+        column[0] = torch.tensor(values, dtype=torch.float32)
         history.add(step, list(series_of_layer), column)
     return history
 
