@@ -101,7 +101,7 @@ class Trace:
         self.counts: dict[nn.Module, set[int]] = {module: set() for module in layers}
         """How often a batch calls a module."""
         self.shared: dict[nn.Module, set[nn.Module | None]] = {module: set() for module in layers}
-        """By layer, the layer that was called right before each of its calls with the same inputs, or ``None``."""
+        """By layer, the layer that was called right before each of its calls with the same one input, or ``None``."""
         self.needs: dict[nn.Module, set[nn.Module]] = {}
         """By module, the layers that were called before it returned: its output may depend on them."""
         self.sizes: dict[nn.Module, int] = {}
@@ -124,7 +124,7 @@ class Trace:
                 self.counts.setdefault(module, set())
         self._called: list[nn.Module] = []  # in the present batch
         self._returned: dict[str, list[Tensor]] = {}  # by list, of its module called last
-        self._last: tuple[nn.Module, list[Tensor], list[int]] | None = None  # call of a layer
+        self._last: tuple[nn.Module, Tensor, int] | None = None  # call of a layer with one input
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -149,15 +149,14 @@ class Trace:
                 self.unchained.add(each.name)
         if module not in self.layers:
             return
+        shared = last = None
         # An inference tensor does not tell whether it was changed.
-        versions = [-1 if x.is_inference() else x._version for x in inputs]
-        shared = None
-        if self._last is not None and inputs and -1 not in versions:
-            last, last_inputs, last_versions = self._last
-            if list(map(id, inputs)) == list(map(id, last_inputs)) and versions == last_versions:
-                shared = last
+        if len(tree_leaves((args, kwargs))) == len(inputs) == 1 and not inputs[0].is_inference():
+            last = module, inputs[0], inputs[0]._version
+            if self._last is not None and self._last[1] is inputs[0] and self._last[2] == last[2]:
+                shared = self._last[0]
         self.shared[module].add(shared)
-        self._last = module, inputs, versions
+        self._last = last
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self.needs.setdefault(module, set()).update(self.layers.intersection(self._called))
@@ -213,18 +212,19 @@ def choose_lists(
         inside = {module for block in each.blocks for module in block.modules()}
         if named:
             if fault:
-                raise ValueError(f"blocks={each.name!r} cannot be calibrated one by one: {fault}")
+                raise ValueError(f"blocks={each.name!r}: {fault}")
             if not inside.isdisjoint(held):
                 raise ValueError(f"blocks={each.name!r} overlaps with other named blocks")
         elif not fault and each.name in trace.unchained:
             # As experts, each of which gets tokens of its own.
             fault = (
-                "they do not hand a tensor from one to the next. Name the blocks if they are some"
+                "they do not hand a tensor from one to the next. Name the blocks if each needs no more of those before "
+                "it than what the last one returned"
             )
         if fault:
             is_depth = 2 * len(trace.layers & inside) >= len(trace.layers)
             if not reason and is_depth and len(each.blocks) >= _WORTH_A_WARNING:
-                reason = f"{each} cannot be calibrated block by block: {fault}"
+                reason = f"the modules of {each} cannot be calibrated block by block: {fault}"
         elif inside.isdisjoint(held):
             held |= inside
             (order,) = trace.orders[each.name]
@@ -424,18 +424,18 @@ def _difference(first: Any, second: Any) -> str:
     leaves, spec = tree_flatten(first)
     others, other_spec = tree_flatten(second)
     if spec != other_spec:
-        return "its arguments are others when the blocks before it answer from memory"
+        return "its arguments are others when the modules before it answer from memory"
     for leaf, other in zip(leaves, others, strict=True):
         if isinstance(leaf, Tensor) and isinstance(other, Tensor):
             if not _equal(leaf, other):
-                return "its inputs are others when the blocks before it answer from memory"
+                return "its inputs are others when the modules before it answer from memory"
         elif leaf is other and callable(leaf):
             continue  # a function, or a module
         elif not isinstance(leaf, _PLAIN):
             return f"its arguments hold a {type(leaf).__name__}, which blocks may change"
         elif type(leaf) is not type(other) or leaf != other:
             return (
-                f"its argument {leaf!r} is {other!r} when the blocks before it answer from memory"
+                f"its argument {leaf!r} is {other!r} when the modules before it answer from memory"
             )
     return ""
 

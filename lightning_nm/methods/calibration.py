@@ -85,11 +85,11 @@ class _Stage(NamedTuple):
     """Layers whose moments are summed in one pass over the data.
 
     Attributes:
-        layers: The layers.
+        layers: The layers, and the module whose inputs are those of the layer.
         until: What ends the pass of a batch: so many calls of the layers, or that of a block; ``None`` runs all.
     """
 
-    layers: list[NMLayer]
+    layers: dict[NMLayer, nn.Module]
     until: nn.Module | int | None
 
 
@@ -143,21 +143,20 @@ class Calibration:
             )
         self.number = number
 
-    def order(self, layers: Sequence[NMLayer]) -> list[NMLayer]:
-        """The layers in the order in which they are called; this also finds the blocks.
+    def order(self, layers: Sequence[NMLayer]) -> None:
+        """Find the order in which the layers are called.
 
         A layer that the first batches do not call, as some experts, stands before the one that follows it in its batch.
         """
         modules = list(dict.fromkeys(layer.spec.module for layer in layers))
-        named = self.blocks is not None
         if self.blocks is None:
             lists = lists_of_one_class(self.model, modules)
         else:
             lists = named_lists(self.model, self.blocks, modules)
-        data = self.data
+        self._given = self.data
         if lists:
             # What a block returned belongs to its batch: a loader that shuffles would give others later.
-            self.data = list(data)
+            self.data = list(self.data)
         trace = Trace(self.model, modules, lists)
         order: list[nn.Module] = []
         with trace.watching():
@@ -178,32 +177,39 @@ class Calibration:
             )
         self._trace = trace
         self._order = sorted(layers, key=lambda layer: order.index(layer.spec.module))
-        chosen, reason = choose_lists(trace, lists, named=named)
+        self._lists = lists
+
+    def _find_blocks(self) -> None:
+        """Let blocks answer from memory, if the model has some and this changes nothing."""
+        named = self.blocks is not None
+        chosen, reason = choose_lists(self._trace, self._lists, named=named)
         if chosen:
-            self.memory = Memory(self.model, trace, chosen)
+            self.memory = Memory(self.model, self._trace, chosen)
             batch = next(self.batches())
-            reason = self.memory.fault(lambda: self.call(self.model, batch))
-            if reason:
-                reason = f"the blocks of {chosen[0]} do not only hand on what they return: {reason}"
+            fault = self.memory.fault(lambda: self.call(self.model, batch))
+            if fault:
                 self.memory = None
-                if named:
-                    raise ValueError(f"blocks={self.blocks!r}: {reason}")
+                reason = f"the modules of {chosen[0]} cannot be calibrated block by block: {fault}"
+            if fault and named:
+                raise ValueError(f"blocks={self.blocks!r}: {fault}")
+        self._lists = []
         if self.memory is None:
-            self.data = data
+            self.data = self._given
         if reason:
             warnings.warn(
                 f"{reason}. For each layer the whole model runs up to it, which takes a time that grows with the "
                 "square of the depth",
-                stacklevel=4,
+                stacklevel=5,
             )
-        return self._order
 
     def layers(self, *, changes: bool) -> Iterator[tuple[NMLayer, Moments]]:
-        """Each layer of :meth:`order`, and its moments.
+        """The layers of :meth:`order` in this order, each with its moments.
 
         Args:
             changes: Whether the weight of a layer is changed before the next one is asked for.
         """
+        if self._lists:
+            self._find_blocks()
         if self.memory is not None:
             self.memory.forget()
         left = Counter(layer.spec.module for layer in self._order)
@@ -211,7 +217,7 @@ class Calibration:
             for stage in self._stages(changes=changes):
                 own = Counter(layer.spec.module for layer in stage.layers)
                 done = {module for module, number in left.items() if not number}
-                if not changes and not has_experts(stage.layers[0]):
+                if not changes and not any(map(has_experts, stage.layers)):
                     # The pass that sums the moments runs them for the last time.
                     done.update(module for module in own if own[module] == left[module])
                 summed: dict[NMLayer, Tensor] = {}
@@ -231,17 +237,19 @@ class Calibration:
         order = self._order
         while order:
             # Layers whose inputs do not depend on each other's weights.
-            first, *others = order
+            first = last = order[0]
             block = self._block(first)
-            layers = [first]
-            for layer in others:
+            layers = {first: first.spec.module}
+            for layer in order[1:]:
                 if changes:
-                    follows = self._shares_inputs(layers[-1], layer)
+                    follows = self._shares_input(last, layer)
                 else:
                     follows = block is not None and self._block(layer) is block
                 if not follows or has_experts(first) or has_experts(layer):
                     break
-                layers.append(layer)
+                # Where the inputs are the same, the pass ends with those of the first.
+                layers[layer] = first.spec.module if changes else layer.spec.module
+                last = layer
             order = order[len(layers) :]
             calls = [self._calls(layer) for layer in layers]
             until: nn.Module | int | None = None if None in calls else sum(filter(None, calls))
@@ -260,8 +268,8 @@ class Calibration:
         counts = self._trace.counts[layer.spec.module]
         return next(iter(counts)) if len(counts) == 1 else None
 
-    def _shares_inputs(self, first: NMLayer, second: NMLayer) -> bool:
-        """Whether each call of the second layer follows one of the first, with the same inputs."""
+    def _shares_input(self, first: NMLayer, second: NMLayer) -> bool:
+        """Whether each call of the second layer follows one of the first, with the same input."""
         if self._trace.shared[second.spec.module] != {first.spec.module}:
             return False
         calls = self._calls(first)
@@ -314,8 +322,9 @@ class Calibration:
         left: int | None = None  # calls in the present batch
 
         def before(
-            layer: NMLayer, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+            layer: NMLayer, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> None:
+            module = layer.spec.module
             found = adapter_of(layer.name, module, [layer.name])
             assert found is not None
             try:
@@ -343,8 +352,7 @@ class Calibration:
                 stack.enter_context(self.memory.answering(done))
             if isinstance(stage.until, nn.Module):
                 stack.callback(stage.until.register_forward_hook(ended).remove)
-            for layer in stage.layers:
-                module = layer.spec.module
+            for layer, module in stage.layers.items():
                 if has_experts(layer):
                     # Each call adds what it multiplies while it runs.
                     stack.callback(module.register_forward_hook(called).remove)
@@ -413,7 +421,7 @@ def call_model(model: nn.Module, batch: Any) -> Any:
 def evaluation(model: nn.Module) -> Iterator[None]:
     """Run in evaluation mode, and restore the mode of each module; models of transformers fill no caches."""
     training = [module for module in model.modules() if module.training]
-    configs = [module.__dict__.get("config") for module in model.modules()]
+    configs: list[Any] = [module.__dict__.get("config") for module in model.modules()]
     caching = [config for config in configs if getattr(config, "use_cache", None) is True]
     model.eval()
     # What one block leaves in a cache, another one could read.
