@@ -34,7 +34,7 @@ class BlockList(NamedTuple):
         return f"'{self.name}' ({len(self.blocks)} {type(self.blocks[0]).__name__})"
 
 
-def lists_of_one_class(model: nn.Module, layers: Collection[nn.Module]) -> list[BlockList]:
+def lists_of_one_class(model: nn.Module, layers: set[nn.Module]) -> list[BlockList]:
     """The ``ModuleList``, ``Sequential`` and similar modules that may hold blocks, the longest first.
 
     All their modules are of one class, and at least two hold some of the layers.
@@ -52,7 +52,7 @@ def lists_of_one_class(model: nn.Module, layers: Collection[nn.Module]) -> list[
 
 
 def named_lists(
-    model: nn.Module, names: str | Sequence[str], layers: Collection[nn.Module]
+    model: nn.Module, names: str | Sequence[str], layers: set[nn.Module]
 ) -> list[BlockList]:
     """The lists that a user names.
 

@@ -150,9 +150,9 @@ class Calibration:
         """
         modules = list(dict.fromkeys(layer.spec.module for layer in layers))
         if self.blocks is None:
-            lists = lists_of_one_class(self.model, modules)
+            lists = lists_of_one_class(self.model, set(modules))
         else:
-            lists = named_lists(self.model, self.blocks, modules)
+            lists = named_lists(self.model, self.blocks, set(modules))
         self._given = self.data
         if lists:
             # What a block returned belongs to its batch: a loader that shuffles would give others later.
@@ -426,12 +426,14 @@ def evaluation(model: nn.Module) -> Iterator[None]:
     model.eval()
     # What one block leaves in a cache, another one could read.
     for config in caching:
-        config.use_cache = False
+        with suppress(AttributeError):  # a frozen one is none of transformers
+            config.use_cache = False
     try:
         yield
     finally:
         for config in caching:
-            config.use_cache = True
+            with suppress(AttributeError):
+                config.use_cache = True
         for module in training:
             module.training = True
 

@@ -267,6 +267,17 @@ def test_models_of_transformers(make):
         assert_same(*both(make, texts(), pattern="2:4", score="sparsegpt", skip_first_last=True))
 
 
+def inference(model, batch):
+    with torch.inference_mode():
+        return model(batch)
+
+
+def test_inference_mode():
+    """Its tensors do not tell when they are changed."""
+    results = both(InPlace, call=inference, pattern="2:4", score="sparsegpt")
+    assert_same(*results)
+
+
 def encoder():
     layer = nn.TransformerEncoderLayer(WIDTH, 4, 32, batch_first=True)
     return nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
