@@ -22,6 +22,7 @@ def layer_of(module, method="bi-mask", pattern="2:4", **options):
     return layer
 
 
+@pytest.mark.filterwarnings("ignore:the trained weights of these layers will be dense")
 def test_a_layer_of_one_column_has_no_margins():
     layer = layer_of(nn.Linear(1, 8, bias=False))
     assert layer.spec.forward_reason

@@ -330,6 +330,7 @@ def test_the_product_with_the_sparse_weight_stays_on_its_kernel():
     assert {gemm for gemm, kernel in ran(router) if kernel == "simulated"} >= {"forward", "dgrad"}
 
 
+@pytest.mark.filterwarnings("ignore:the trained weights of these layers will be dense")
 def test_layers_whose_forward_is_dense_have_none():
     model = nn.Sequential(nn.Linear(10, 16), nn.Linear(16, 10))
     sparsifier = NMSparsifier(model, "2:4", slope(), skip_first_last=False, planned_steps=4)
