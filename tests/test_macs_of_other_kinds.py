@@ -10,7 +10,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_nm import NMSparsifier
 from lightning_nm.training.forwards import can_watch
-from lightning_nm.training.macs import OTHERS, MacsCounter
+from lightning_nm.training.macs import OTHERS, READ, MacsCounter
 
 pytestmark = pytest.mark.skipif(not can_watch(nn.Identity()), reason="this torch has no such modes")
 
@@ -230,3 +230,67 @@ def test_attention_is_counted_as_torch_counts_it(make, shapes, masked):
     if sparsifier is not None:
         sparsifier.detach()
     assert sum(counter.macs.values()) == of_weights // 2
+
+
+class Autoencoder(nn.Module):
+    """Decodes by the weights of its encoder."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        for layer in reversed(self.layers):
+            x = x @ layer.weight
+        return x
+
+
+class Reader(nn.Module):
+    """Reads the weights of layers that are called elsewhere or never."""
+
+    def __init__(self):
+        super().__init__()
+        self.called = nn.Linear(16, 16)
+        self.read = nn.Linear(16, 16)
+        self.conv = nn.Conv1d(4, 8, 3, padding=1)
+        self.embed = nn.Embedding(12, 32)
+
+    def forward(self, x):
+        x = nn.functional.linear(self.called(x), self.read.weight, self.read.bias)
+        x = nn.functional.conv1d(x.view(-1, 4, 4), self.conv.weight, padding=1).flatten(1)
+        return x @ self.embed.weight.t()
+
+
+def weight_norm():
+    return nn.utils.parametrizations.weight_norm(nn.Linear(16, 32))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("make", [Autoencoder, Reader, weight_norm])
+def test_weights_that_other_code_reads_are_counted_as_torch_counts_them(make, masked):
+    model = nn.Sequential(nn.Linear(16, 16), make())
+    x = torch.randn(TOKENS, 16)
+    with FlopCounterMode(display=False) as torchs:
+        model(x)
+    sparsifier = NMSparsifier(model, "2:4", "ste", skip_first_last=False)
+    if masked:
+        sparsifier.attach()
+    counter = MacsCounter(model)
+    model(x)
+    counter.close()
+    if masked:
+        sparsifier.detach()
+    assert sum(counter.macs.values()) == torchs.get_total_flops() // 2
+
+
+def test_what_other_code_reads_of_a_masked_layer_counts_as_dense():
+    model = Autoencoder()
+    sparsifier = NMSparsifier(model, "2:4", "sr-ste", skip_first_last=False).attach()
+    model(torch.randn(TOKENS, 16))
+    macs = TOKENS * 16 * 32
+    names = ("layers.0", "layers.1")
+    assert sparsifier.macs == dict.fromkeys(names, macs) | {name + READ: macs for name in names}
+    # Of the masked half, one of three GEMMs has half of the multiply-adds.
+    assert sparsifier.flops_ratios()["eligible"] == pytest.approx(1 - 0.5 / 6)

@@ -36,6 +36,22 @@ def test_the_changelog_has_this_version_first():
     assert "### Upgrade from 0.1" in CHANGELOG
 
 
+def test_installations_work_from_a_checkout():
+    """The package is not on PyPI: its name there would be somebody else's."""
+    toml = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    extras = toml.partition("[project.optional-dependencies]")[2].partition("\n[")[0]
+    known = set(re.findall(r"^([\w-]+) = \[", extras, re.MULTILINE))
+    named = set()
+    for folder in ("docs", "lightning_nm", "notebooks", "studies"):
+        for path in (ROOT / folder).rglob("*"):
+            if path.suffix in (".md", ".py", ".ipynb", ".yaml"):
+                text = path.read_text(encoding="utf-8")
+                assert not re.search(r"pip install '?lightning[-_]nm|lightning-nm\[", text), path
+                for extra in re.findall(r"pip install (?:-e )?'\.\[(.*?)\]'", text):
+                    named |= set(extra.split(","))
+    assert {"cli", "hf", "ethos-u"} <= named <= known
+
+
 @pytest.mark.parametrize(
     "path", [form for form in FORMS if form.stem != "config"], ids=lambda path: path.stem
 )

@@ -9,24 +9,22 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.peers.probes import PROBES
 from benchmarks.peers.table import table
-from benchmarks.peers.tools import IN_A_LOOP, Tool, TorchAOSparsity
+from benchmarks.peers.tools import IN_A_LOOP, Tool
 
 RESULTS = Path(__file__).parent.parent / "results" / "peers.json"
-PACKAGES = {"modelopt": "nvidia-modelopt", "torchao": "torchao"}
+PACKAGES = {"modelopt": "nvidia-modelopt", "torchao PAT": "torchao"}
 
 
-def answers(kind: type[Tool], questions: Container[str] = PROBES) -> dict[str, bool]:
-    """The answers of a tool to questions, but not to those for an option that it does not have."""
-    asked = {
-        name for name in PROBES if name != "calibrated" or kind.calibrate is not Tool.calibrate
-    }
+def answers(kind: type[Tool]) -> dict[str, bool]:
+    """The answers of a tool to all questions but those for an option that it does not have."""
+    calibrates = kind.calibrate is not Tool.calibrate
     return {
-        name: probe(kind) for name, probe in PROBES.items() if name in asked and name in questions
+        name: probe(kind) for name, probe in PROBES.items() if name != "calibrated" or calibrates
     }
 
 
@@ -35,8 +33,6 @@ def ask() -> dict[str, dict[str, bool]]:
     from benchmarks.peers import model_pruning
 
     found = {kind.name: answers(kind) for kind in IN_A_LOOP if kind.installed()}
-    if TorchAOSparsity.installed():
-        found["torchao"] = answers(TorchAOSparsity, ("two-of-four", "other-patterns"))
     return {**found, "ModelPruning": model_pruning.answers()}
 
 

@@ -12,9 +12,16 @@ TOOLS = (
     "torch.ao.pruning",
     "modelopt",
     "apex ASP",
-    "torchao",
+    "torchao PAT",
 )
-SHORT_TOOLS = ("lightning_nm", "ModelPruning", "torch.ao.pruning", "modelopt", "apex ASP")
+SHORT_TOOLS = (
+    "lightning_nm",
+    "ModelPruning",
+    "torch.ao.pruning",
+    "modelopt",
+    "apex ASP",
+    "torchao PAT",
+)
 
 
 class Fact(NamedTuple):
@@ -38,61 +45,23 @@ UNKNOWN = "not run"
 FACTS = (
     Fact("two-of-four", "prunes to 2:4", False, {"apex ASP": "yes"}),
     Fact("other-patterns", "prunes to other N:M, such as 1:8", True, {"apex ASP": "own function"}),
+    Fact("convolutions", "N:M along a convolution's input channels", False, {"apex ASP": "yes"}),
     Fact(
-        "convolutions",
-        "N:M along a convolution's input channels",
-        False,
-        {"apex ASP": "yes", "torchao": "no"},
+        "masks-move", "pruned weights can come back during training", True, {"apex ASP": "by hand"}
     ),
-    Fact(
-        "masks-move",
-        "pruned weights can come back during training",
-        True,
-        {"apex ASP": "by hand", "torchao": "yes"},
-    ),
-    Fact(
-        "optimizer-before",
-        "an optimizer made before works",
-        False,
-        {"apex ASP": "yes", "torchao": "yes"},
-    ),
+    Fact("optimizer-before", "an optimizer made before works", False, {"apex ASP": "yes"}),
     Fact(
         "loads-without",
         "a checkpoint loads into the dense model, already pruned",
         True,
-        {"apex ASP": "no", "torchao": "no"},
+        {"apex ASP": "no"},
     ),
-    Fact(
-        "resumes",
-        "a resumed run ends with the same bits",
-        True,
-        {"apex ASP": UNKNOWN, "torchao": UNKNOWN},
-    ),
-    Fact(
-        "both-directions",
-        "N:M for the input gradient, too",
-        True,
-        {"apex ASP": "by option", "torchao": "yes"},
-    ),
+    Fact("resumes", "a resumed run ends with the same bits", True, {"apex ASP": UNKNOWN}),
+    Fact("both-directions", "N:M for the input gradient, too", True, {"apex ASP": "by option"}),
     Fact("gradients", "N:M for the weight gradient, too", False, {"lightning_nm": "yes"}),
-    Fact(
-        "sparse-products",
-        "sparse kernels in training, CPU",
-        True,
-        {"apex ASP": "no", "torchao": "no"},
-    ),
-    Fact(
-        "tensor-cores",
-        "sparse kernels in training, GPU",
-        False,
-        {"lightning_nm": "not run yet", "torchao": "yes"},
-    ),
-    Fact(
-        "calibrated",
-        "one-shot pruning with calibration data",
-        True,
-        {"apex ASP": NO, "torchao": "yes"},
-    ),
+    Fact("sparse-products", "sparse kernels in training, CPU", True, {"apex ASP": "no"}),
+    Fact("tensor-cores", "sparse kernels in training, GPU", False, {"lightning_nm": "not run yet"}),
+    Fact("calibrated", "one-shot pruning with calibration data", True, {"apex ASP": NO}),
     Fact("permutation", "permutes channels before it prunes", False, {"apex ASP": "yes"}),
     Fact(
         "unstructured",
@@ -103,14 +72,14 @@ FACTS = (
             "torch.nn.utils.prune": "yes",
             "torch.ao.pruning": "yes",
             "modelopt": "yes",
-        }
-        | {"torchao": "yes"},
+            "torchao PAT": "yes",
+        },
     ),
     Fact(
         "quantisation",
         "quantises the pruned model",
         True,
-        {"lightning_nm": "yes", "modelopt": "yes", "torchao": "yes"},
+        {"lightning_nm": "yes", "modelopt": "yes", "torchao PAT": "yes"},
     ),
 )
 

@@ -35,11 +35,9 @@ class Tool:
         """Prune the model by magnitude before a training."""
         raise NotImplementedError
 
-    def before_step(self) -> None:
-        """Follow a backward pass."""
-
-    def after_step(self) -> None:
-        """Follow a step of the optimizer: choose masks anew, where the tool can."""
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Step the optimizer after a backward pass, and choose masks again where the tool can."""
+        optimizer.step()
 
     def state(self) -> Any:
         """What must be saved beside the model's and the optimizer's state dicts."""
@@ -79,16 +77,13 @@ class Ours(Tool):
 
     def apply(self, model: nn.Module, optimizer: torch.optim.Optimizer, pattern: str) -> None:
         """Attach a sparsifier."""
-        self.optimizer = optimizer
         self.sparsifier = NMSparsifier(model, pattern, self.method, skip_first_last=False).attach()
         self.sparsifier.register(optimizer)
 
-    def before_step(self) -> None:
-        """Change the gradients."""
-        self.sparsifier.before_step(self.optimizer)
-
-    def after_step(self) -> None:
-        """Update the masks."""
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Change the gradients, step, update the masks."""
+        self.sparsifier.before_step(optimizer)
+        optimizer.step()
         self.sparsifier.step()
 
     def state(self) -> Any:
@@ -128,8 +123,9 @@ class TorchPrune(Tool):
         for module in layers(model):
             prune.l1_unstructured(module, "weight", 1 - NMPattern.parse(pattern).density)
 
-    def after_step(self) -> None:
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
         """Prune again; what it prunes is added to what is pruned already."""
+        optimizer.step()
         for module in layers(self.model):
             prune.l1_unstructured(module, "weight", 1)
 
@@ -167,8 +163,9 @@ class TorchAO(Tool):
         self.prepare(model, pattern)
         self.sparsifier.step()
 
-    def after_step(self) -> None:
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
         """Choose the masks again."""
+        optimizer.step()
         self.sparsifier.step()
 
     def state(self) -> Any:
@@ -234,20 +231,44 @@ class ModelOpt(Tool):
         mts.sparsify(model, "sparsegpt", config=config)
 
 
-class TorchAOSparsity(Tool):
-    """torchao, the last release with sparsity: its 2:4 kernels need a GPU, its pruning does not."""
+class PAT(Tool):
+    """torchao's pruning-aware training: an optimizer around another, which prunes in its step."""
 
-    name = "torchao"
+    name = "torchao PAT"
     module = "torchao"
 
+    def __init__(self, warmup_steps: int = 0) -> None:
+        self.warmup_steps = warmup_steps
+
     def apply(self, model: nn.Module, optimizer: torch.optim.Optimizer, pattern: str) -> None:
-        """Prune once, by magnitude."""
-        from torchao.sparsity import apply_fake_sparsity
+        """Give the weights a group of their own, whose settings PAT reads, and wrap the optimizer."""
+        from torchao.prototype.pat.optim import PruneOptimizer
 
-        if pattern != "2:4":
-            raise NotImplementedError("apply_fake_sparsity has no pattern")
-        apply_fake_sparsity(model)
+        (group,) = optimizer.param_groups
+        weights = [module.weight for module in layers(model)]
+        pruned = {id(parameter) for parameter in weights}
+        group["params"] = [p for p in group["params"] if id(p) not in pruned]
+        n, m = (getattr(NMPattern.parse(pattern), name) for name in "nm")
+        kept = {"prox_type": "NMSparseConstraint", "n_nonzero": n}
+        blocks = {"group_type": "KElementGrouper", "k": m}
+        optimizer.add_param_group({"params": weights, **kept, **blocks})
+        self.wrapped = PruneOptimizer(optimizer, warmup_steps=self.warmup_steps)
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Step the latent weights, and prune them again."""
+        self.wrapped.step()
+
+    def load(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        pattern: str,
+        saved: Mapping[str, Any],
+    ) -> None:
+        """Load the weights and wrap; the optimizer's own state has the latent weights."""
+        model.load_state_dict(saved["model"])
+        self.apply(model, optimizer, pattern)
 
 
-IN_A_LOOP: tuple[type[Tool], ...] = (Ours, TorchPrune, TorchAO, ModelOpt)
+IN_A_LOOP: tuple[type[Tool], ...] = (Ours, TorchPrune, TorchAO, ModelOpt, PAT)
 """The tools that work in any training loop."""

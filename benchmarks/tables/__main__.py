@@ -15,6 +15,7 @@ from benchmarks.tables import (
     accuracy,
     cpu,
     cycles,
+    depth,
     fronts,
     inference,
     matrices,
@@ -45,6 +46,7 @@ TABLES: Tables = {
         memory,
         methods,
         cycles,
+        depth,
     )
     for name, make in module.TABLES.items()
 }

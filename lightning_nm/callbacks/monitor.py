@@ -1,20 +1,19 @@
-"""MaskMonitor: logs statistics of the masks as scalars, histograms, images and text."""
+"""MaskMonitor: logs statistics of the masks as scalars, histograms, heat maps and text."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import Tensor
 
 from lightning_nm.callbacks.report.environment import environment, router_of
 from lightning_nm.callbacks.report.figures import can_draw
 from lightning_nm.callbacks.report.history import LayerHistory, layer_column
-from lightning_nm.callbacks.report.pictures import margin_histogram, mask_pictures, merge
+from lightning_nm.callbacks.report.pictures import margin_histogram, merge
 from lightning_nm.callbacks.report.tables import PREFIX
 from lightning_nm.callbacks.report.tensorboard import (
     TensorBoardWriter,
@@ -28,12 +27,13 @@ from lightning_nm.callbacks.report.tensorboard import (
     write_map_column,
     write_map_rows,
 )
-from lightning_nm.nn.selection.selection import as_globs
 from lightning_nm.sparsifier import NMSparsifier
 
 NOT_THE_DEFAULT = (
     "log_layers=True is a setting of the default monitor: write MaskMonitor(log_layers=True)"
 )
+COSTS = "train_flops_ratio"
+"""The statistic that is a text in TensorBoard until it changes."""
 MAPS_GROWTH = 1.25
 """Heat maps show the run from its start, so they are drawn again only once it is longer by this factor.
 
@@ -49,7 +49,8 @@ class _Watched:
         names: The statistics that are logged.
         suffix: The end of the tags that several callbacks would share.
         introduced: Whether the table of layers was written.
-        drawn: The last image of each forward mask.
+        first_ratio: The first FLOPs ratio that was logged.
+        ratio_step: The last log with this one; ``None`` once there was another ratio.
         history: The columns of the heat maps.
         rows: The layers of the columns, as last written.
         latest: The last step of this fit.
@@ -61,7 +62,8 @@ class _Watched:
     names: list[str]
     suffix: str = ""
     introduced: bool = False
-    drawn: dict[str, Tensor] = field(default_factory=dict)
+    first_ratio: float | None = None
+    ratio_step: int | None = 0
     history: LayerHistory = field(default_factory=LayerHistory)
     rows: list[str] | None = None
     latest: int | None = None
@@ -77,20 +79,18 @@ class MaskMonitor(pl.Callback):
     Every logger gets the scalars ``nm/<statistic>``, and with ``log_layers`` ``nm/<statistic>/<layer>``, at the
     Trainer's logging interval. Between two logs nothing is computed, and there is no device synchronization.
     TensorBoard also gets, once in a fit, the table of layers and the environment as text and a layout of its custom
-    scalars, and at intervals histograms of mask margins (:func:`~lightning_nm.functional.mask_margin`), images of
-    masks (the upper left 256 x 256 entries of ``[out, in]``, with the taps of a convolution side by side), and heat
-    maps of the flip rate, the margin and the kept magnitude of every layer over the steps, which need matplotlib. When
-    fit ends it gets the heat maps again, the summary, and the kernels that ran. If a logger refuses one of these, or
-    matplotlib is missing, there is one warning.
+    scalars, and at intervals histograms of mask margins (:func:`~lightning_nm.functional.mask_margin`) and heat maps of
+    the flip rate, the margin and the kept magnitude of every layer over the steps, which need matplotlib. When fit ends
+    it gets the heat maps again, the summary, and the kernels that ran. If a logger refuses one of these, or matplotlib
+    is missing, there is one warning. ``train_flops_ratio`` is a text, and one value in other loggers, until it changes.
 
     Args:
         statistics: Names of the statistics to log; all by default.
         log_layers: Also log statistics and histograms of every layer.
         histograms_every: Optimizer steps between two histograms, the first of which come with the first log; 0 for
             none. They are written at the next log.
-        images_every: The same for images of masks and heat maps; heat maps are left out until the run is a quarter
-            longer than in the last ones. With 0 there are no heat maps at the end either.
-        image_layers: Globs over names of masked layers to draw; the first masked layer by default.
+        images_every: The same for the heat maps, which are left out until the run is a quarter longer than in the last
+            ones. With 0 there are none at the end either.
         custom_scalars: Write the layout. A log holds one; set this to ``False`` if the model writes its own.
         layer_table: Write the table of layers, the environment, the summary and the kernels as text.
         heat_maps: Compute the heat maps' statistics of every layer at every log, write them, and draw the maps. A run
@@ -98,8 +98,8 @@ class MaskMonitor(pl.Callback):
         progress_bar: Show density, flip rate and the method's ``headline`` statistic in the progress bar.
 
     Raises:
-        ValueError: For a negative interval, at once; when fit starts, for an unknown statistic or layer, for several
-            monitors in one Trainer, and for a monitor that no callback uses.
+        ValueError: For a negative interval, at once; when fit starts, for an unknown statistic, for several monitors in
+            one Trainer, and for a monitor that no callback uses.
 
     Example::
 
@@ -115,7 +115,6 @@ class MaskMonitor(pl.Callback):
         log_layers: bool = False,
         histograms_every: int = 500,
         images_every: int = 500,
-        image_layers: str | list[str] | None = None,
         custom_scalars: bool = True,
         layer_table: bool = True,
         heat_maps: bool = True,
@@ -131,7 +130,6 @@ class MaskMonitor(pl.Callback):
         self.log_layers = log_layers
         self.histograms_every = histograms_every
         self.images_every = images_every
-        self.image_layers = as_globs(image_layers, "image_layers")
         self.custom_scalars = custom_scalars
         self.layer_table = layer_table
         self.heat_maps = heat_maps
@@ -187,12 +185,11 @@ class MaskMonitor(pl.Callback):
         callback, and ``history`` what :meth:`history` returned in the run that this fit resumes.
 
         Raises:
-            ValueError: If a requested statistic or layer does not exist.
+            ValueError: If a requested statistic does not exist.
         """
         # A dictionary keeps the order and has each name once.
         names = list(dict.fromkeys([*_statistic_names(sparsifier), *also]))
         self._check_statistics(names, sparsifier)
-        self._check_image_layers(sparsifier)
         logged = [statistic for statistic in names if self._wanted(statistic)]
         suffix = f"/{name}" if name else ""
         watched = _Watched(logged, suffix)
@@ -211,18 +208,6 @@ class MaskMonitor(pl.Callback):
             if name not in names:
                 raise ValueError(
                     f"MaskMonitor: there is no statistic '{name}' in this training, only {names}"
-                )
-
-    def _check_image_layers(self, sparsifier: NMSparsifier) -> None:
-        """Refuse a glob over layers to draw that matches none."""
-        if self.image_layers is None:
-            return
-        frozen = [layer.name for layer in sparsifier.selection.frozen]
-        names = [*sparsifier.layers, *frozen]
-        for glob in self.image_layers:
-            if not any(fnmatchcase(name, glob) for name in names):
-                raise ValueError(
-                    f"MaskMonitor: image_layers '{glob}' matches no masked layer; there are {names}"
                 )
 
     def history(self, sparsifier: NMSparsifier) -> dict[str, Any]:
@@ -265,17 +250,15 @@ class MaskMonitor(pl.Callback):
         if not is_due or is_within_step:
             return
         stats = {**sparsifier.stats(), **also, **_kernel_statistics(trainer)}
-        self._log(trainer, pl_module, sparsifier, stats)
+        self._log(trainer, pl_module, sparsifier, stats, step)
         # What follows is computed in all processes, which may share weights, and written by rank 0.
         if not TensorBoardWriter.has_logger(trainer):
             return
         self._record(trainer, sparsifier, step)
         if _passed(count, every, self.histograms_every):
             self._draw_margins(trainer, sparsifier, step)
-        if _passed(count, every, self.images_every):
-            self._draw_masks(trainer, sparsifier, step)
-            if self._maps_due(sparsifier, step):
-                self._draw_maps(trainer, sparsifier, step)
+        if _passed(count, every, self.images_every) and self._maps_due(sparsifier, step):
+            self._draw_maps(trainer, sparsifier, step)
 
     def _note_step(self, trainer: pl.Trainer, sparsifier: NMSparsifier, step: int) -> None:
         """Remember a step, and introduce the training after its first one."""
@@ -311,7 +294,8 @@ class MaskMonitor(pl.Callback):
                 parts = markdown_table(("part", "value"), environment(trainer).items())
                 writer.add_text("nm/environment", parts, step)
             if self.custom_scalars:
-                names = self._watched[sparsifier].names
+                # The chart of costs would be empty in most runs.
+                names = [name for name in self._watched[sparsifier].names if name != COSTS]
                 writer.add_custom_scalars(custom_scalars_layout(names, self.log_layers))
 
         self._tensorboard.write(trainer, draw)
@@ -339,6 +323,7 @@ class MaskMonitor(pl.Callback):
         pl_module: pl.LightningModule,
         sparsifier: NMSparsifier,
         stats: dict[str, float],
+        step: int,
     ) -> None:
         """Log scalars, and show some in the progress bar by short names that do not collide with the model's."""
         scalars = {f"nm/{name}": value for name, value in stats.items() if self._wanted(name)}
@@ -349,7 +334,11 @@ class MaskMonitor(pl.Callback):
                         scalars[f"nm/{name}/{layer}"] = value
         # Through the model, so that the values reach every logger and trainer.callback_metrics.
         for tag, value in scalars.items():
-            pl_module.log(tag, value, on_step=True, on_epoch=False)
+            logger = None  # if there is one
+            if tag == f"nm/{COSTS}":
+                self._log_costs(trainer, sparsifier, value, step)
+                logger = False
+            pl_module.log(tag, value, on_step=True, on_epoch=False, logger=logger)
 
         if not self.progress_bar or trainer.progress_bar_callback is None:
             return
@@ -370,6 +359,32 @@ class MaskMonitor(pl.Callback):
                 prog_bar=True,
                 logger=False,
             )
+
+    def _log_costs(
+        self, trainer: pl.Trainer, sparsifier: NMSparsifier, ratio: float, step: int
+    ) -> None:
+        """Log the FLOPs ratio: until it changes in this fit as a text, and as one value in loggers without texts."""
+        watched = self._watched[sparsifier]
+        points = {step: ratio}
+        loggers = trainer.loggers
+        if watched.first_ratio is None:
+            watched.first_ratio = ratio
+            watched.ratio_step = step
+            text = f"{ratio:.4g} of the multiply-adds of a dense training step; a curve follows if this changes"
+            self._tensorboard.write(
+                trainer, lambda writer: writer.add_text(f"nm/{COSTS}", text, step)
+            )
+            loggers = [logger for logger in loggers if not isinstance(logger, TensorBoardLogger)]
+        elif watched.ratio_step is not None:
+            if ratio == watched.first_ratio:
+                watched.ratio_step = step
+                return
+            # The curve begins with the last value before the change.
+            points = {watched.ratio_step: watched.first_ratio, step: ratio}
+            watched.ratio_step = None
+        for at, value in points.items():
+            for logger in loggers:
+                logger.log_metrics({f"nm/{COSTS}": value}, at)
 
     def _draw_margins(self, trainer: pl.Trainer, sparsifier: NMSparsifier, step: int) -> None:
         """Write the histogram of all margins, and with ``log_layers`` those of the layers."""
@@ -430,37 +445,6 @@ class MaskMonitor(pl.Callback):
                 "are in the log all the same"
             )
         watched.drawn_step = step
-
-    def _draw_masks(self, trainer: pl.Trainer, sparsifier: NMSparsifier, step: int) -> None:
-        """Write the images of masks, each with its changes since the last image."""
-        drawn = self._watched[sparsifier].drawn
-        pictures = {}
-        for name in self._drawn_layers(sparsifier):
-            layer = sparsifier.layers[name]
-            kinds = mask_pictures(layer, before=drawn.get(name))
-            pictures[name] = kinds
-            # A layer in a dense phase has no mask; its last image stays the one to compare with.
-            if "forward_mask" in kinds:
-                drawn[name] = kinds["forward_mask"]
-
-        def draw(writer: Any) -> None:
-            for name, kinds in pictures.items():
-                for kind, picture in kinds.items():
-                    writer.add_image(f"nm/{kind}/{name}", picture, step)
-
-        self._tensorboard.write(trainer, draw)
-
-    def _drawn_layers(self, sparsifier: NMSparsifier) -> list[str]:
-        """The layers with images of masks."""
-        names = list(sparsifier.layers)
-        globs = self.image_layers
-        if globs is None:
-            return names[:1]
-        drawn = []
-        for name in names:
-            if any(fnmatchcase(name, glob) for glob in globs):
-                drawn.append(name)
-        return drawn
 
 
 def _check_interval(name: str, number: int) -> None:

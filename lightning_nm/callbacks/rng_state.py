@@ -176,7 +176,11 @@ def rng_state(devices: Sequence[int] = ()) -> dict[str, Any]:
     return {
         "torch": torch.get_rng_state(),
         "cuda": [torch.cuda.get_rng_state(device) for device in devices],
-        "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
+        "python": {
+            "version": version,
+            "words": torch.tensor(words, dtype=torch.int64),
+            "gauss": gauss,
+        },
         "numpy": _numpy_state(),
     }
 
@@ -188,7 +192,7 @@ def _numpy_state() -> dict[str, Any] | None:
         return None
     return {
         # torch has no uint32: the words become int64.
-        "words": torch.tensor(state["state"]["key"].tolist()),
+        "words": torch.tensor(state["state"]["key"].tolist(), dtype=torch.int64),
         "position": int(state["state"]["pos"]),
         "has_gauss": int(state["has_gauss"]),
         "gauss": float(state["gauss"]),

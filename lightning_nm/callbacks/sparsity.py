@@ -36,6 +36,8 @@ from lightning_nm.callbacks.training_length import is_scheduled, planned_steps
 from lightning_nm.config import SparsityConfig, chosen_config, refuse_unknown
 from lightning_nm.estimators import EstimatorName, GradientEstimator
 from lightning_nm.functional.pattern import PatternSetting
+from lightning_nm.functional.schedule import UnknownLength
+from lightning_nm.functional.spelling import not_given
 from lightning_nm.methods import Method, MethodName
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.sparsifier import NMSparsifier
@@ -106,6 +108,8 @@ class NMSparsityCallback(SavedSparsity):
             raise ValueError(
                 f"compare_ranks_every={compare_ranks_every} must be a number of steps, or 0 for never"
             )
+        if not isinstance(monitor, (bool, MaskMonitor, type(None))):
+            raise TypeError(f"monitor must be True, False or a MaskMonitor{not_given(monitor)}")
         if log_layers and monitor is not True:
             raise ValueError(NOT_THE_DEFAULT)
         self.log_layers = log_layers
@@ -233,7 +237,15 @@ class NMSparsityCallback(SavedSparsity):
         self._last_step = None
         if _any_schedule(sparsifier):
             sparsifier.planned_steps = self._planned_steps(trainer, pl_module)
-        return sparsifier.attach(self._lifecycle.state, trainer.optimizers)
+        try:
+            return sparsifier.attach(self._lifecycle.state, trainer.optimizers)
+        except UnknownLength as error:
+            if pl_module.automatic_optimization:
+                why = "the training is endless, its data have no length, or gradient accumulation changes"
+                raise ValueError(f"{error}, or give the Trainer max_steps: {why}") from error
+            raise ValueError(
+                f"{error}. Under manual optimization the Trainer knows none"
+            ) from error
 
     def _is_left_out(self, trainer: pl.Trainer) -> bool:
         """Whether the Trainer trains without this callback now, as lr_find and the batch-size finder do in mid-fit."""

@@ -1,42 +1,48 @@
 """NMLightningCLI: a LightningCLI that knows the demo's classes, and says what is wrong with an argument.
 
 jsonargparse explains a mistake in YAML by all forms that a value might have, over many lines. :func:`hint` reads that
-message and adds a last line: which key is wrong, and what was probably meant.
+message, and says before it which key is wrong, and what was probably meant.
 """
 
 from __future__ import annotations
 
 import ast
 import importlib
+import os
 import re
 import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.loggers import TensorBoardLogger
 
 from lightning_nm.config import arguments_of
 from lightning_nm.functional.spelling import did_you_mean
 
-EXTRA = "The command line needs the extra `cli`: pip install 'lightning-nm[cli]'"
+EXTRA = (
+    "The command line needs the extra `cli`: pip install -e '.[cli]' in a checkout of lightning_nm"
+)
 
 
 class _Parser(LightningArgumentParser):
-    """A parser that adds a hint to the message of a usage error."""
+    """A parser whose usage errors begin with a hint."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         # Parsers of single classes do not exit but raise, and the outer parser quotes their message.
         text = hint(message) if self.exit_on_error else ""
-        if text:
-            message = f"{message}\nhint: {text}"
-        super().error(message, ex)
+        if not text or "JSONARGPARSE_DEBUG" in os.environ:
+            super().error(message, ex)
+        # jsonargparse would print a page of all options first.
+        self.exit(2, f"hint: {text}\n\nerror: {message}\n")
 
 
 class NMLightningCLI(LightningCLI):
     """The LightningCLI of ``lightning-nm fit``, for a command line of one's own.
 
-    It takes the arguments of Lightning's class. A mistake in the arguments or in YAML ends with a hint: which key is
-    wrong, and what was probably meant. The models and data modules of the demo are known by their short names.
+    It takes the arguments of Lightning's class. The message of a mistake in the arguments or in YAML begins with a
+    hint: which key is wrong, and what was probably meant. The models and data modules of the demo are known by their
+    short names.
 
     Raises:
         ImportError: Without the extra ``cli``; the message says how to install it.
@@ -80,7 +86,7 @@ class NMLightningCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> Any:
         """Create the Trainer; two callbacks of this package without names are a usage error."""
         try:
-            return super().instantiate_trainer(**kwargs)
+            trainer = super().instantiate_trainer(**kwargs)
         except RuntimeError as error:
             found = re.search(
                 r"more than one stateful callback of type `(NM\w+|MaskMonitor)`", str(error)
@@ -91,6 +97,14 @@ class NMLightningCLI(LightningCLI):
                 f"trainer.callbacks: there are two {found[1]}s with the same name: give each its own `name`, or "
                 "use one with `rules` for layers that differ"
             )
+        # Lightning's default logger would log hp_metric = -1.
+        logger = trainer.logger
+        is_default = self._get(self.config_init, "trainer.logger") in (None, True)
+        if is_default and isinstance(logger, TensorBoardLogger):
+            trainer.logger = TensorBoardLogger(
+                trainer.default_root_dir, logger.name, logger.version, default_hp_metric=False
+            )
+        return trainer
 
 
 def require_extra() -> None:

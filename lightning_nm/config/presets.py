@@ -20,6 +20,7 @@ from lightning_nm.methods import (
     MethodName,
     SLoPe,
     TransposableMask,
+    resolve_method,
 )
 from lightning_nm.nn.layer.layout import ConvLayout
 
@@ -176,6 +177,9 @@ def preset_of(preset: PresetName, method: MethodName | Method) -> Preset:
         choices = " or ".join(repr(name) for name in get_args(PresetName))
         raise ValueError(f"preset={preset!r} is unknown: use {choices}")
     preset_of_name = _PRESETS[preset]
+    resolve_method(
+        method
+    )  # for its error alone: a name that no method has is not the preset's fault
     if isinstance(method, str):
         found = preset_of_name.get(method)
     else:

@@ -17,11 +17,12 @@ from lightning_nm.functional.pattern import (
     PatternSetting,
     parse_pattern_setting,
 )
-from lightning_nm.functional.spelling import did_you_mean
+from lightning_nm.functional.spelling import did_you_mean, not_given
 from lightning_nm.functional.stages import ScheduleSpec
 from lightning_nm.methods import Method, MethodName
 from lightning_nm.nn.layer.layout import ConvLayout
 from lightning_nm.nn.selection.first_last import SkipFirstLast
+from lightning_nm.training.direct_reads import OnDirectRead
 from lightning_nm.training.packing import Storage, check_storage
 from lightning_nm.training.scale import Scale, check_scale
 
@@ -88,6 +89,12 @@ class SparsityConfig:
             until its moment of ``ramp_ends``. The dense phases hold for ``grad_estimator``, too. With ``dense_end``
             **the trained model is dense**. Methods refuse what they cannot follow. See docs/which-method.md.
 
+        direct_reads: What happens before the first optimizer step of a masked weight that has a gradient though its
+            layer was not called: other code reads it, for example by ``F.linear(x, layer.weight)``, gets the dense
+            values, and the weight would be pruned at the end. ``error`` or ``warn``. A layer that is not used has no
+            gradient and is accepted. Calls in compiled functions are not seen: after ``torch.compile`` there are
+            warnings at most.
+
     Raises:
         ValueError: For an impossible pattern, an unknown method or estimator, a bad rule or an argument out of range.
         TypeError: For an argument of another type.
@@ -115,11 +122,16 @@ class SparsityConfig:
     storage: Storage = "dense"
     dgrad: DgradName | None = None
     schedule: ScheduleSpec | None = None
+    direct_reads: OnDirectRead = "error"
 
     def __post_init__(self) -> None:
         # Mistakes are refused here, where the user wrote them, and not when a fit starts.
         if self.frozen not in ("dense", "mask"):
             raise ValueError(f"frozen={self.frozen!r} is unknown: use 'dense' or 'mask'")
+        if self.direct_reads not in ("error", "warn"):
+            raise ValueError(
+                f"direct_reads={self.direct_reads!r} is unknown: use 'error' or 'warn'"
+            )
         every = self.grad_snr_every
         # bool is a subclass of int: grad_snr_every=True would mean every step.
         if not isinstance(every, int) or isinstance(every, bool) or every < 0:
@@ -182,6 +194,7 @@ def chosen_config(config: SparsityConfig | None, given: SparsityConfig) -> Spars
     """Return ``config``, or the configuration ``given`` by single arguments instead.
 
     Raises:
+        TypeError: If ``config`` is something else.
         ValueError: If both are given.
 
     Example:
@@ -190,6 +203,8 @@ def chosen_config(config: SparsityConfig | None, given: SparsityConfig) -> Spars
     """
     if config is None:
         return given
+    if not isinstance(config, SparsityConfig):
+        raise TypeError(f"config must be a SparsityConfig{not_given(config)}")
     # An argument with its default value cannot be told from one that was not given, and changes nothing.
     arguments = given.to_dict()
     if arguments:

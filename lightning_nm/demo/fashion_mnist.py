@@ -116,7 +116,7 @@ def read_idx(path: str | Path) -> Tensor:
         raise ValueError(f"{path} is not an IDX file of unsigned bytes")
     header = 4 + 4 * raw[3]
     shape = [int.from_bytes(raw[i : i + 4], "big") for i in range(4, header, 4)]
-    values = torch.tensor(shape).prod().item()
+    values = torch.tensor(shape, dtype=torch.int64).prod().item()
     if len(raw) != header + values:
         raise ValueError(
             f"{path} states shape {shape}, {values} values, but holds {len(raw) - header}"

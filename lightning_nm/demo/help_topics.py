@@ -25,7 +25,7 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
         """A batch: inputs and targets, both int64 `[B, context]`."""
-        windows = self.windows[torch.tensor(indices)].long()
+        windows = self.windows[torch.tensor(indices, dtype=torch.int64)].long()
         return windows[:, :-1], windows[:, 1:]
 
 

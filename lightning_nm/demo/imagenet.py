@@ -158,7 +158,7 @@ class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
             image = self.transform(picture)
         if self.lighting:
             image = image + random_light(self.lighting, generator)
-        return image, torch.tensor(label)
+        return image, torch.tensor(label, dtype=torch.int64)
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
         """A batch: float32 `[B, 3, H, W]` and int64 `[B]`."""
@@ -172,5 +172,13 @@ def random_light(deviation: float, generator: torch.Generator) -> Tensor:
     Before the normalization it is the sum of `a s e` over the three main colours `e` of ImageNet's pixels, with their
     deviations `s` and for `a` drawn from N(0, deviation) (Krizhevsky et al., 2012).
     """
-    amounts = torch.randn(3, generator=generator) * deviation * torch.tensor(_DEVIATIONS)
-    return (amounts @ torch.tensor(_COLOURS) / torch.tensor(STD)).view(3, 1, 1)
+    amounts = (
+        torch.randn(3, generator=generator, dtype=torch.float32)
+        * deviation
+        * torch.tensor(_DEVIATIONS, dtype=torch.float32)
+    )
+    return (
+        amounts
+        @ torch.tensor(_COLOURS, dtype=torch.float32)
+        / torch.tensor(STD, dtype=torch.float32)
+    ).view(3, 1, 1)

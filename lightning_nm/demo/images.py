@@ -46,7 +46,7 @@ class ImageArrays(Dataset[tuple[Tensor, Tensor]]):
         # For all images at once: which of them a process or a worker reads changes no draw.
         generator = keyed_generator(self.seed, "augment", epoch)
         self.shifts = torch.randint(0, 2 * SHIFT + 1, (len(self), 2), generator=generator)
-        self.flips = torch.rand(len(self), generator=generator) < 0.5
+        self.flips = torch.rand(len(self), generator=generator, dtype=torch.float32) < 0.5
 
     def __len__(self) -> int:
         return len(self.images)
@@ -57,7 +57,7 @@ class ImageArrays(Dataset[tuple[Tensor, Tensor]]):
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
         """A batch: float32 `[B, C, H, W]` and int64 `[B]`."""
-        chosen = torch.tensor(indices)
+        chosen = torch.tensor(indices, dtype=torch.int64)
         images = self.images[chosen]
         if self.augment:
             images = shift_and_flip(images, self.shifts[chosen], self.flips[chosen])
@@ -77,14 +77,14 @@ def shift_and_flip(images: Tensor, shifts: Tensor, flips: Tensor) -> Tensor:
     padded = pad(images, (SHIFT, SHIFT, SHIFT, SHIFT))
 
     # The row and the column of the padded image that each pixel of the result is read from: [B, H] and [B, W].
-    rows = torch.arange(height) + shifts[:, :1]
-    columns = torch.arange(width).expand(batch, width)
+    rows = torch.arange(height, dtype=torch.int64) + shifts[:, :1]
+    columns = torch.arange(width, dtype=torch.int64).expand(batch, width)
     columns = torch.where(flips[:, None], width - 1 - columns, columns)
     columns = columns + shifts[:, 1:]
 
     # One gather for the whole batch; the four indices broadcast to [B, C, H, W].
-    index_b = torch.arange(batch)[:, None, None, None]
-    index_c = torch.arange(channels)[None, :, None, None]
+    index_b = torch.arange(batch, dtype=torch.int64)[:, None, None, None]
+    index_c = torch.arange(channels, dtype=torch.int64)[None, :, None, None]
     index_h = rows[:, None, :, None]
     index_w = columns[:, None, None, :]
     return padded[index_b, index_c, index_h, index_w]

@@ -63,7 +63,10 @@ class ResumableSampler(DistributedSampler[int]):
 
     def order(self) -> torch.Tensor:
         """The indices that this rank sees in the current epoch, int64 `[len(self)]`."""
-        wanted = torch.arange(self.rank, self.total_size, self.num_replicas) % self.size
+        wanted = (
+            torch.arange(self.rank, self.total_size, self.num_replicas, dtype=torch.int64)
+            % self.size
+        )
         if not self.shuffle:
             return wanted
         return torch.randperm(self.size, generator=keyed_generator(self.seed, "order", self.epoch))[

@@ -71,7 +71,7 @@ class PythonSource(ResumableDataModule):
         self.train_set = Windows(_text(training), self.context)
         held = Windows(_text(held_out), self.context)
         size = min(self.val_size, len(held))
-        chosen = torch.arange(size) * len(held) // size
+        chosen = torch.arange(size, dtype=torch.int64) * len(held) // size
         held.windows = held.windows[chosen]
         self.val_set = self.test_set = held
 

@@ -101,8 +101,10 @@ class ResNet50(Classifier):
         self.weight_decay = weight_decay
         self.no_decay = no_decay or []
         self.warmup_epochs = warmup_epochs
-        self.example_input_array = torch.zeros(1, 3, image_size, image_size)
         self.conv1 = nn.Conv2d(3, 64, 7, stride=2, padding=3, bias=False)
+        self.example_input_array = torch.zeros(
+            1, 3, image_size, image_size, dtype=self.conv1.weight.dtype
+        )
         self.bn1 = nn.BatchNorm2d(64)
         self.maxpool = nn.MaxPool2d(3, stride=2, padding=1)
         inputs = 64

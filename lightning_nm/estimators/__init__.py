@@ -8,7 +8,7 @@ from lightning_nm.estimators.base import GradientEstimator
 from lightning_nm.estimators.blocks import BlockEstimator
 from lightning_nm.estimators.mvue import MVUE, ApproxMVUE
 from lightning_nm.estimators.top_n import TopN
-from lightning_nm.functional.spelling import did_you_mean
+from lightning_nm.functional.spelling import did_you_mean, not_given
 
 __all__ = [
     "MVUE",
@@ -53,7 +53,7 @@ def resolve_estimator(
         return estimator
     if not isinstance(estimator, str):
         raise TypeError(
-            f"grad_estimator must be a short name, a GradientEstimator or None, not {estimator!r}"
+            f"grad_estimator must be a short name, a GradientEstimator or None{not_given(estimator)}"
         )
     if estimator == "dense":
         return None

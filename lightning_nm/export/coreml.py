@@ -130,7 +130,7 @@ def export_coreml(
         Sizes, and what the file holds of each N:M weight.
 
     Raises:
-        ImportError: If coremltools is missing: ``pip install 'lightning-nm[coreml]'``.
+        ImportError: If coremltools is missing: ``pip install -e '.[coreml]'``.
         ValueError: If no weight is N:M, masks are installed, layers are packed, the model cannot be traced or
             converted, or the output is no new ``.mlpackage``. Nothing is written.
         OSError: If the package cannot be written.

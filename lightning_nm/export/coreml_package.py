@@ -245,7 +245,9 @@ def import_coremltools() -> Any:
         with quiet():
             import coremltools
     except ImportError as error:
-        raise ImportError(f"{error}: pip install 'lightning-nm[coreml]'") from error
+        raise ImportError(
+            f"{error}: pip install -e '.[coreml]' in a checkout of lightning_nm"
+        ) from error
     return coremltools
 
 

@@ -6,9 +6,10 @@ import codecs
 import json
 import re
 import zipfile
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -17,6 +18,8 @@ _ARCHIVE = b"PK\x03\x04"  # the first bytes of a file of torch.save
 _ONNX = b"\x08"  # the first byte of an ONNX file: its first field is the version of the format
 # Records of torch.export's files, new and old.
 _OF_PROGRAMS = ("archive_format", "serialized_exported_program.json")
+ONNX = "an ONNX graph"
+PROGRAM = "a program of torch.export"
 _SHOWN = 40  # characters of a text file
 
 
@@ -52,11 +55,39 @@ def read_file(path: Path) -> Any:
     return _read_safetensors(path) if path.suffix == ".safetensors" else _read_torch(path)
 
 
+def tensors_in(content: Mapping[Any, Any], path: Path, *, nested: bool) -> dict[str, Tensor]:
+    """The tensors of a dictionary by key.
+
+    Args:
+        content: The dictionary.
+        path: Of the file, for messages.
+        nested: Also those in dictionaries and lists within it, with names joined by dots, but for the states of
+            optimizers (names that begin with "optim") and of sparsifiers.
+
+    Raises:
+        ValueError: If two tensors have one name.
+    """
+    found: dict[str, Tensor] = {}
+    seen = set()  # a list may hold itself, or one list many times
+    waiting: list[tuple[str, Any]] = [(str(key), value) for key, value in content.items()]
+    waiting.reverse()
+    while waiting:
+        key, value = waiting.pop()
+        if isinstance(value, Tensor):
+            if key in found:
+                raise ValueError(f"'{path}' holds two tensors of the name '{key}'")
+            found[key] = value
+        elif nested and id(value) not in seen and not key.rpartition(".")[2].startswith("optim"):
+            seen.add(id(value))
+            waiting += reversed([(f"{key}.{name}", each) for name, each in _inner(value)])
+    return found
+
+
 def _read_safetensors(path: Path) -> dict[str, Tensor]:
     try:
         from safetensors.torch import load_file
     except ImportError:
-        advice = "pip install 'lightning-nm[cli]'"
+        advice = "pip install -e '.[cli]' in a checkout of lightning_nm"
         raise ValueError(f"reading safetensors needs the package `safetensors`: {advice}") from None
     try:
         return load_file(path)
@@ -64,10 +95,27 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
         raise ValueError(f"cannot read '{path}' as safetensors: {error}") from error
 
 
+def _inner(value: Any) -> Iterable[tuple[Any, Any]]:
+    """What a dictionary or list holds, by key or place; nothing of other objects and of sparsifier states."""
+    if isinstance(value, Mapping):
+        return () if "schema" in value and "layers" in value else value.items()
+    return enumerate(value) if isinstance(value, list | tuple | set) else ()
+
+
+def load_tensors(file: Path | BinaryIO) -> Any:
+    """The content of a file of ``torch.save``, of tensors and primitives alone.
+
+    Indices of sparse tensors are compared with their shapes, which torch does only if asked: others would be written
+    outside the memory of the dense tensor.
+    """
+    with torch.sparse.check_sparse_tensor_invariants(enable=True):
+        return torch.load(file, map_location="cpu", weights_only=True)
+
+
 def _read_torch(path: Path) -> Any:
     check_archive(path)
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        return load_tensors(path)
     except Exception as error:
         other = re.search(r"GLOBAL ([\w.]+)", str(error))
         if other:
@@ -83,7 +131,7 @@ def file_fault(path: Path) -> str:
         return "it is empty (0 bytes), as after an interrupted copy or on a full disk"
     with path.open("rb") as file:
         start = file.read(256)
-    graph = _graph(path, start)
+    graph = kind_of_graph(path)
     if graph:
         return f"it is {graph}, not a checkpoint: give the checkpoint that it was exported from"
     archive = start[:4] == _ARCHIVE[: len(start)]
@@ -102,15 +150,19 @@ def file_fault(path: Path) -> str:
     return ""
 
 
-def _graph(path: Path, start: bytes) -> str:
+def kind_of_graph(path: Path) -> str:
     """The kind of a file that holds a graph of a model; empty for other files."""
+    with path.open("rb") as file:
+        start = file.read(8)
     if path.suffix == ".onnx" and start[:1] == _ONNX:
-        return "an ONNX graph"
+        return ONNX
+    if start[4:6] == b"ET" and path.suffix == ".pte":
+        return "a program of ExecuTorch, whose weights are compiled for its target"
     if start[:4] == _ARCHIVE and zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()
         if any(name.rpartition("/")[2] in _OF_PROGRAMS for name in names):
-            return "a program of torch.export"
+            return PROGRAM
     return ""
 
 

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_nm.export.atomic_write import replacing
 from lightning_nm.export.classes import import_class
+from lightning_nm.export.huggingface import check_loadable
 from lightning_nm.export.sources import Source, hyperparameters
 
 TOLERANCE = 1e-3
@@ -63,7 +64,7 @@ def export_onnx(
         are the example's.
 
     Raises:
-        ImportError: If onnx, onnxscript or onnxruntime is missing: ``pip install 'lightning-nm[onnx]'``.
+        ImportError: If onnx, onnxscript or onnxruntime is missing: ``pip install -e '.[onnx]'``.
         RuntimeError: If onnxruntime computes something else; nothing is written.
         OSError: If the file cannot be written.
     """
@@ -71,7 +72,9 @@ def export_onnx(
         import onnxruntime
         import onnxscript  # noqa: F401 - torch needs it
     except ImportError as error:
-        raise ImportError(f"{error}: pip install 'lightning-nm[onnx]'") from error
+        raise ImportError(
+            f"{error}: pip install -e '.[onnx]' in a checkout of lightning_nm"
+        ) from error
     shapes = _first_axis_varies(example)
     inputs = tuple(torch.randn_like(x) if x.is_floating_point() else x for x in example)
     with evaluation(model):
@@ -108,6 +111,7 @@ def build_model(source: Source, name: str) -> nn.Module:
     cls = import_class(name, "--model", nn.Module)
     try:
         if source.folder is not None and hasattr(cls, "from_pretrained"):
+            check_loadable(source.folder)
             found: nn.Module = cls.from_pretrained(source.folder)
             return found.eval()
         names = inspect.signature(cls).parameters
@@ -124,16 +128,26 @@ def example_of(model: nn.Module, texts: list[str]) -> tuple[Tensor, ...]:
     """Inputs by their shapes, such as ``2x3x32x32`` or ``2x16:int64``; by default the model's ``example_input_array``.
 
     Raises:
-        ValueError: If there are none, or a text cannot be read.
+        ValueError: If there are none, a text cannot be read, or the model does not take them.
     """
-    if not texts:
+    if texts:
+        example = tuple(_example_input(text) for text in texts)
+    else:
         own_example = getattr(model, "example_input_array", None)
         if own_example is None:
             raise ValueError(
                 "give the shape of each input, for example --input 2x3x32x32, or --input 2x16:int64"
             )
-        return (own_example,) if isinstance(own_example, Tensor) else tuple(own_example)
-    return tuple(_example_input(text) for text in texts)
+        example = (own_example,) if isinstance(own_example, Tensor) else tuple(own_example)
+    # Tracers and compilers answer inputs that do not fit by pages of traces.
+    try:
+        with evaluation(model):
+            model(*example)
+    except Exception as error:
+        given = " ".join(f"--input {text}" for text in texts) or "its example_input_array"
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        raise ValueError(f"{type(model).__name__} does not take {given}: {reason}") from error
+    return example
 
 
 def _example_input(text: str) -> Tensor:

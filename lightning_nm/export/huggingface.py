@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_nm.export.files import read_file
+from lightning_nm.export.files import read_file, tensors_in
+from lightning_nm.export.foreign import check_compression, decoded, holds_bitmasks
 from lightning_nm.nn.layer.names import key_of_layer, plain_name
 from lightning_nm.training.checkpoint import check_schema
 
@@ -28,14 +29,22 @@ def holds_model(folder: Path) -> bool:
     return any((folder / name).is_file() for name in names)
 
 
-def read_folder(folder: Path) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+def read_folder(
+    folder: Path, *, nested: bool = False
+) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
     """Read the weights of a model folder, in one file or in several with an index, and the sparsifier state in it.
 
+    Args:
+        folder: The folder.
+        nested: As of :func:`~lightning_nm.export.read_checkpoint`.
+
     Raises:
-        ValueError: If the folder holds no model, or a file of it is missing or cannot be read.
+        ValueError: If the folder holds no model, a file of it is missing or cannot be read, or its weights are in a
+            form that is not read.
     """
     content = _read_weights(folder)
-    weights = {key: value for key, value in content.items() if isinstance(value, Tensor)}
+    check_compression(folder)
+    weights = decoded(tensors_in(content, folder, nested=nested), folder)
     if not weights:
         raise ValueError(f"the model in '{folder}' holds no tensors")
     path = folder / STATE_FILE
@@ -75,11 +84,25 @@ def named_as_in_model(
         raise ValueError(f"{fault}, and transformers cannot build the model: {error}") from error
 
 
+def check_loadable(folder: Path) -> None:
+    """Refuse a folder of bitmasks where transformers is to build the model: it would not read them.
+
+    Raises:
+        ValueError: With the way out.
+    """
+    if holds_bitmasks(folder):
+        raise ValueError(
+            f"'{folder}' holds bitmasks of compressed-tensors, which transformers does not read: make an ordinary "
+            f"folder of it by `lightning-nm export {folder} --to torch -o NEW_FOLDER`, and take that"
+        )
+
+
 def _state_dict_of_model(folder: Path) -> dict[str, Tensor]:
+    check_loadable(folder)
     try:
         import transformers
     except ImportError:
-        raise ValueError("pip install 'lightning-nm[hf]'") from None
+        raise ValueError("pip install -e '.[hf]' in a checkout of lightning_nm") from None
     config = json.loads((folder / "config.json").read_text("utf-8"))
     names = config.get("architectures") or ["none"]
     cls = getattr(transformers, names[0], None)

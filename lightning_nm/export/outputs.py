@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 from uuid import uuid4
@@ -12,15 +13,15 @@ import torch
 from torch import Tensor
 
 from lightning_nm.export.atomic_write import check_folder, replacing
+from lightning_nm.export.foreign import config_without_bitmasks, holds_bitmasks
 from lightning_nm.export.huggingface import named_as_in_model
 from lightning_nm.export.packed_file import ToPack, write_packed
-from lightning_nm.export.packed_model import refuse_empty
+from lightning_nm.export.packed_model import matches, refuse_empty
 from lightning_nm.export.patterns import patterns_in
-from lightning_nm.export.safetensors_file import write_safetensors
+from lightning_nm.export.safetensors_file import memory_of, write_safetensors
 from lightning_nm.export.sources import Source, other_files
-from lightning_nm.functional.nm_format import position_bytes
 from lightning_nm.functional.pattern import NMPattern, PatternLike
-from lightning_nm.nn.packed import int8_fault
+from lightning_nm.nn.packed import EVERY_ENTRY, int8_fault
 
 
 class Written(NamedTuple):
@@ -28,12 +29,13 @@ class Written(NamedTuple):
 
     Args:
         key: Its key.
-        pattern: Its pattern; empty if it is dense.
+        pattern: Its pattern; empty if its dense form is written.
         layout: Where its blocks lie.
         dense_bytes: Of the dense tensor.
         bytes: In the file.
         reason: Why it is dense.
         stored: ``"int8"`` if its values are; empty if they have the weight's dtype.
+        part: What it is counted with in a table of the file's parts.
     """
 
     key: str
@@ -43,6 +45,7 @@ class Written(NamedTuple):
     bytes: int
     reason: str = ""
     stored: str = ""
+    part: str = ""
 
 
 def export_packed(
@@ -50,6 +53,8 @@ def export_packed(
     output: str | os.PathLike[str],
     pattern: PatternLike | None = None,
     dtype: Literal["int8"] | None = None,
+    experts: Sequence[str] = (),
+    embeddings: Sequence[str] = (),
 ) -> list[Written]:
     """Write a packed model, which :func:`lightning_nm.load_packed` reads.
 
@@ -61,14 +66,17 @@ def export_packed(
         output: The file, ``.safetensors``; it is replaced when the new one is complete.
         pattern: The pattern; by default the one of each layer.
         dtype: ``"int8"`` rounds the values to int8, as :func:`lightning_nm.pack` does. Weights of three axes keep their
-            values: they may be of a convolution or of experts, which only the model tells.
+            values, unless `experts` names them: they may be of a convolution or of experts, which only the model tells.
+        experts: With `dtype`, globs over keys and module names of N:M weights of experts, ``[experts, out, in]`` or
+            ``[experts, in, out]``, which are rounded to int8, too.
+        embeddings: The same for embeddings, or other matrices that are not N:M, with a scale for each row.
 
     Returns:
-        What became of every tensor.
+        What became of every tensor; one that is the same as another one takes no bytes.
 
     Raises:
         ValueError: If no weight is N:M: the message has the blocks of each layer that are not; or a weight has no int8
-            form. Nothing is written.
+            form, or a glob matches none. Nothing is written.
         OSError: If the file cannot be written.
     """
     _check_suffix(output, (".safetensors",), "packed")
@@ -83,29 +91,71 @@ def export_packed(
     refuse_empty(packed, matrices, f"no weight of '{source.path}' is {given or 'N:M'} sparse")
     tensors: dict[str, Tensor | ToPack] = {}
     written = []
+    shared: dict[object, list[str]] = {}  # the keys of each tensor: tied weights have several
     for key, weight in weights.items():
-        own_pattern, layout, reason = found[key]
-        size = weight.nbytes
-        if own_pattern is None:
-            tensors[key] = weight
-            written.append(Written(key, "", "", size, size, reason))
-            continue
+        shared.setdefault(memory_of(weight) if weight.numel() else key, []).append(key)
+    for keys in shared.values():
+        weight = weights[keys[0]]
+        own_pattern, layout, reason = found[keys[0]]
+        is_expert = own_pattern is not None and weight.dim() == 3 and _named(keys, experts)
         # A weight of three axes may be of a convolution or of experts, whose scales differ.
-        int8 = dtype == "int8" and weight.dim() != 3
-        fault = int8_fault(weight) if int8 else ""
-        if fault:
-            raise ValueError(f"'{key}' of '{source.path}' has no int8 form: {fault}")
-        tensors[key] = ToPack(weight, own_pattern, layout, int8)
-        blocks = weight.numel() // own_pattern.m
-        value_bytes = 1 if int8 else weight.itemsize
-        packed_size = blocks * own_pattern.n * value_bytes + position_bytes(own_pattern, blocks)
-        if int8:
-            scale_count = weight.shape[1 if layout == "transposed" else 0]
-            packed_size += scale_count * 4
+        int8 = own_pattern is not None and dtype == "int8" and (weight.dim() != 3 or is_expert)
+        if own_pattern is None and weight.dim() == 2 and _named(keys, embeddings):
+            own_pattern, int8, reason = EVERY_ENTRY, True, ""
+        tensor: Tensor | ToPack = weight
+        if own_pattern is not None:
+            tensor = ToPack(weight, own_pattern, layout, int8, "experts" if is_expert else "linear")
+        if isinstance(tensor, ToPack) and int8:
+            fault = int8_fault(weight) or tensor.scale_fault
+            if fault:
+                raise ValueError(f"'{keys[0]}' of '{source.path}' has no int8 form: {fault}")
+        tensors |= dict.fromkeys(keys, tensor)
+        size = tensor.nbytes
+        text = "" if own_pattern is None else str(own_pattern)
         stored = "int8" if int8 else ""
-        written.append(Written(key, str(own_pattern), layout, size, packed_size, reason, stored))
+        part = _part(weight, own_pattern, int8)
+        row = Written(keys[0], text, layout, weight.nbytes, size, reason, stored, part)
+        written.append(row)
+        for key in keys[1:]:
+            same = f"the same tensor as '{keys[0]}'"
+            written.append(row._replace(key=key, dense_bytes=0, bytes=0, reason=same, part=""))
+    _refuse_unmatched(tensors, experts, embeddings)
     write_packed(output, tensors)
     return written
+
+
+def _named(keys: Sequence[str], globs: Sequence[str]) -> bool:
+    """Whether a glob matches a key of a tensor, or its module."""
+    return any(matches(key, glob) for key in keys for glob in globs)
+
+
+def _refuse_unmatched(
+    tensors: Mapping[str, Tensor | ToPack], experts: Sequence[str], embeddings: Sequence[str]
+) -> None:
+    """Refuse globs that name no weight."""
+    packed = {key: each for key, each in tensors.items() if isinstance(each, ToPack)}
+    names = {
+        "--int8-experts": [key for key, each in packed.items() if each.role == "experts"],
+        "--int8-embeddings": [key for key, each in packed.items() if each.pattern == EVERY_ENTRY],
+    }
+    expected = {
+        "--int8-experts": "N:M weight of three axes",
+        "--int8-embeddings": "matrix that is not N:M",
+    }
+    for option, globs in (("--int8-experts", experts), ("--int8-embeddings", embeddings)):
+        for glob in globs:
+            if not _named(names[option], [glob]):
+                raise ValueError(f"{option} '{glob}' matches no {expected[option]}")
+
+
+def _part(weight: Tensor, pattern: NMPattern | None, int8: bool) -> str:
+    """The row of a tensor in a table of a file's parts."""
+    dtype = "int8" if int8 else str(weight.dtype).removeprefix("torch.")
+    if weight.dim() < 2:
+        return "vectors and scalars"
+    if pattern is None or pattern == EVERY_ENTRY:
+        return f"dense, {dtype}"
+    return f"N:M, {dtype}, three axes" if weight.dim() == 3 else f"N:M, {dtype}"
 
 
 def export_torch(source: Source, output: str | os.PathLike[str]) -> None:
@@ -147,6 +197,8 @@ def _write_folder(source: Source, path: Path) -> None:
     try:
         for file in other_files(source.folder):
             shutil.copyfile(file, new / file.name)
+        if holds_bitmasks(source.folder):
+            (new / "config.json").write_text(config_without_bitmasks(source.folder), "utf-8")
         _write_dense(source.weights, new / "model.safetensors")
         new.rename(path)
     except OSError as error:

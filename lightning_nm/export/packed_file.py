@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -17,6 +18,7 @@ from lightning_nm.export.safetensors_file import (
     NAMES,
     Entry,
     SafetensorsFile,
+    crc32,
     is_shape,
     memory_of,
     read_json,
@@ -26,9 +28,12 @@ from lightning_nm.functional.nm_format import MAX_M, PACKED_DTYPES
 from lightning_nm.functional.pattern import NMPattern
 from lightning_nm.nn.layer.layout import Layout
 from lightning_nm.nn.packed.tensor import (
+    EVERY_ENTRY,
+    EXPERTS,
     INT8_DTYPES,
     LAYOUTS,
     PackedTensor,
+    Role,
     packed_shapes,
     scale_shapes,
 )
@@ -37,6 +42,15 @@ FORMAT = "lightning_nm.packed"
 VERSION = "1"
 VERSION_INT8 = "2"
 """Of files that hold weights in int8, which readers of version 1 refuse; other files stay of version 1."""
+VERSION_DENSE = "3"
+"""Of files that hold dense matrices in int8, which readers of versions 1 and 2 refuse."""
+
+CHECKSUMS = "crc32"
+"""The entry of the metadata with the checksum of each tensor, which files of lightning_nm 0.3 and older lack.
+
+Their readers ignore it. CRC-32 finds damage of a disk or of a copy, and costs less than reading the file; whoever wants
+to change a file on purpose can change the checksum, too.
+"""
 
 _FIELDS = {"pattern", "layout", "shape", "dtype"}
 _INT8_FIELDS = {*_FIELDS, "values"}
@@ -49,11 +63,37 @@ class ToPack(NamedTuple):
     pattern: NMPattern
     layout: Layout
     int8: bool = False
+    role: Role = "linear"
 
     def packed(self) -> PackedTensor:
         """The packed weight."""
-        make = PackedTensor.of_int8 if self.int8 else PackedTensor.of
-        return make(self.weight, self.pattern, self.layout)
+        if self.int8:
+            return PackedTensor.of_int8(self.weight, self.pattern, self.layout, role=self.role)
+        return PackedTensor.of(self.weight, self.pattern, self.layout)
+
+    @property
+    def scale_shape(self) -> tuple[int, ...]:
+        """The shape of the scales of int8 values."""
+        shapes = scale_shapes(tuple(self.weight.shape), self.pattern, self.layout)
+        return shapes[-1 if self.role in EXPERTS else 0]
+
+    @property
+    def scale_fault(self) -> str:
+        """Why int8 values have no scales for the weight's role; empty if they have."""
+        if self.role in EXPERTS and len(self.scale_shape) == 1:
+            return (
+                f"its blocks lie across rows, so that it is no weight of experts in {self.pattern}"
+            )
+        return ""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the packed tensors."""
+        shapes = packed_shapes(tuple(self.weight.shape), self.pattern, self.layout)
+        values, positions = map(math.prod, shapes)
+        if not self.int8:
+            return values * self.weight.itemsize + positions
+        return values + positions + math.prod(self.scale_shape) * 4
 
 
 class PackedEntry(NamedTuple):
@@ -78,6 +118,8 @@ class PackedFile:
         packed: The packed weights by key.
         dense: The entries of the other tensors by key.
         aliases: Keys of tensors that are the same as another one.
+        checksums: The CRC-32 of each tensor in the file; ``None`` in files of lightning_nm 0.3 and older. Tensors are
+            compared with it when they are first read.
 
     Raises:
         ValueError: If it is no such file, or is damaged: the message says where.
@@ -97,10 +139,10 @@ class PackedFile:
                 f"'{path}' holds no packed model: make one by `lightning-nm export --to packed`"
             )
         self._version = metadata.get("version")
-        if self._version not in (VERSION, VERSION_INT8):
+        if self._version not in (VERSION, VERSION_INT8, VERSION_DENSE):
             raise ValueError(
-                f"'{path}' is of version {self._version!r}, and this lightning_nm reads {VERSION!r} and "
-                f"{VERSION_INT8!r}: update it"
+                f"'{path}' is of version {self._version!r}, and this lightning_nm reads {VERSION!r}, {VERSION_INT8!r} "
+                f"and {VERSION_DENSE!r}: update it"
             )
         packed = read_json(metadata.get("packed", "null"), self._refuse)
         aliases = read_json(metadata.get("aliases", "null"), self._refuse)
@@ -113,6 +155,8 @@ class PackedFile:
                 self._refuse(f"'{key}' is both dense and packed")
             for part in parts_of(key, int8=self.packed[key].int8):
                 self.dense.pop(part, None)
+        self.checksums = self._checksums(metadata)
+        self._intact: set[str] = set()  # tensors whose checksum was compared
         self.aliases: dict[str, str] = aliases
         for alias, key in aliases.items():
             known = isinstance(key, str) and (key in self.dense or key in self.packed)
@@ -122,10 +166,21 @@ class PackedFile:
     def _refuse(self, reason: str) -> NoReturn:
         raise ValueError(f"'{self.file.path}' is not a packed model, or is damaged: {reason}")
 
+    def _checksums(self, metadata: Mapping[str, str]) -> dict[str, str] | None:
+        """The checksum of every tensor, if the file has checksums."""
+        if CHECKSUMS not in metadata:
+            return None
+        found = read_json(metadata[CHECKSUMS], self._refuse)
+        if not isinstance(found, dict) or not all(isinstance(each, str) for each in found.values()):
+            self._refuse(f"`{CHECKSUMS}` is no object of texts")
+        for name in found.keys() ^ self.file.entries.keys():
+            self._refuse(f"'{name}' is not both a tensor and a name in `{CHECKSUMS}`")
+        return found
+
     def _entry(self, key: str, fields: Any) -> PackedEntry:
         """A checked entry of the header."""
         names = set(fields) if isinstance(fields, dict) else set()
-        int8 = self._version == VERSION_INT8 and names == _INT8_FIELDS
+        int8 = self._version != VERSION and names == _INT8_FIELDS
         if not int8 and names != _FIELDS:
             self._refuse(f"'{key}' does not have exactly pattern, layout, shape and dtype")
         if int8 and fields["values"] != NAMES[torch.int8]:
@@ -139,7 +194,14 @@ class PackedFile:
         try:
             if not isinstance(fields["pattern"], str):
                 raise ValueError(f"pattern {fields['pattern']!r} is no text")
-            pattern = NMPattern.parse(fields["pattern"])
+            is_dense = self._version == VERSION_DENSE and fields["pattern"] == str(EVERY_ENTRY)
+            if is_dense and not (
+                int8 and len(fields["shape"]) == 2 and fields["layout"] == "plain"
+            ):
+                raise ValueError(
+                    "a dense matrix is not in int8, of two axes and of the layout 'plain'"
+                )
+            pattern = EVERY_ENTRY if is_dense else NMPattern.parse(fields["pattern"])
             if pattern.m > MAX_M:
                 raise ValueError(f"pattern {pattern} has blocks of more than {MAX_M}")
             shapes = packed_shapes(tuple(fields["shape"]), pattern, fields["layout"])
@@ -191,19 +253,53 @@ class PackedFile:
         """Read one tensor.
 
         Raises:
-            ValueError: If its positions are damaged.
+            ValueError: If it is damaged.
         """
         key = self.aliases.get(key, key)
-        return self.read_packed(key) if key in self.packed else self.file.read(key)
+        return self.read_packed(key) if key in self.packed else self.read_stored(key)
+
+    def check(self, key: str) -> None:
+        """Compare a tensor with its checksum, if the file has checksums, without holding it as a whole.
+
+        Raises:
+            ValueError: If it is damaged.
+        """
+        key = self.aliases.get(key, key)
+        names = parts_of(key, int8=self.packed[key].int8) if key in self.packed else [key]
+        for name in names:
+            if self.checksums is not None and name not in self._intact:
+                self._compare(name, self.file.checksum(name))
+
+    def read_stored(self, name: str) -> Tensor:
+        """Read a tensor of the file, by its own name.
+
+        Raises:
+            ValueError: If it is damaged.
+        """
+        tensor = self.file.read(name)
+        if self.checksums is not None and name not in self._intact:
+            self._compare(name, crc32(tensor))
+        return tensor
+
+    def _compare(self, name: str, found: str) -> None:
+        """Refuse a tensor whose bytes are not those that were written."""
+        assert self.checksums is not None
+        expected = self.checksums[name]
+        if found != expected:
+            raise ValueError(
+                f"'{self.file.path}' is damaged: the bytes of '{name}' have the CRC-32 {found}, and were written with "
+                f"{expected}: copy the file again, or make it again from its checkpoint"
+            )
+        self._intact.add(name)
 
     def read_packed(self, key: str) -> PackedTensor:
         """Read one packed weight, by its own key.
 
         Raises:
-            ValueError: If its positions, or its int8 values and scales, are damaged.
+            ValueError: If its bytes, its positions, or its int8 values and scales, are damaged.
         """
         entry = self.packed[key]
-        parts = [self.file.read(name) for name in parts_of(key, int8=entry.int8)]
+        parts = [self.read_stored(name) for name in parts_of(key, int8=entry.int8)]
         values, positions, *scales = parts
         found = PackedTensor(values, positions, entry.pattern, entry.layout, entry.shape)
         if entry.int8:
@@ -213,6 +309,14 @@ class PackedFile:
         except ValueError as error:
             self._refuse(f"'{key}': {error}")
         return found
+
+
+def no_checksums(path: str | os.PathLike[str]) -> str:
+    """What is said of a packed file without checksums."""
+    return (
+        f"'{path}' was written by lightning_nm 0.3 or older and has no checksums, so damaged values are not noticed: "
+        "save_packed(load_packed(model, path), path) adds them"
+    )
 
 
 def is_packed(path: str | os.PathLike[str]) -> bool:
@@ -268,10 +372,10 @@ def write_packed(
             "dtype": NAMES[dtype],
         }
         for name in scales_name:
-            # A weight that is packed when it is written is of no experts, which ToPack refuses.
-            scales = None if isinstance(tensor, ToPack) else tensor.scales
-            scale_shape = values_shape[:1] if scales is None else tuple(scales.shape)
-            entries[name] = torch.float32, scale_shape
+            if isinstance(tensor, ToPack):
+                entries[name] = torch.float32, tensor.scale_shape
+            elif tensor.scales is not None:
+                entries[name] = torch.float32, tuple(tensor.scales.shape)
             header[key]["values"] = NAMES[torch.int8]
     parts = [name for key in header for name in parts_of(key, int8="values" in header[key])]
     # Every part and every dense tensor has an entry of its own, unless a name was taken.
@@ -280,13 +384,16 @@ def write_packed(
     ):
         names = [name for name in parts if name in tensors]
         raise ValueError(f"a packed weight needs the name {names[0]!r}, which another tensor has")
+    version = VERSION_INT8 if len(parts) > 2 * len(header) else VERSION
+    if any(each["pattern"] == str(EVERY_ENTRY) for each in header.values()):
+        version = VERSION_DENSE
     metadata = {
         "format": FORMAT,
-        "version": VERSION_INT8 if len(parts) > 2 * len(header) else VERSION,
+        "version": version,
         "packed": json.dumps(header),
         "aliases": json.dumps(aliases),
     }
-    write_safetensors(path, entries, _parts(own), metadata)
+    write_safetensors(path, entries, _parts(own), metadata, CHECKSUMS)
 
 
 def _parts(tensors: Mapping[str, Tensor | PackedTensor | ToPack]) -> Iterator[tuple[str, Tensor]]:

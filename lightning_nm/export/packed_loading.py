@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
-from lightning_nm.export.packed_file import PackedFile
+from lightning_nm.export.packed_file import PackedFile, no_checksums
 from lightning_nm.export.packed_model import Model, check_kernels, for_inference
+from lightning_nm.export.verdicts import count_nonfinite
 from lightning_nm.nn.layer.names import plain_name
 from lightning_nm.nn.packed import (
     BUDGET_S,
+    EVERY_ENTRY,
     Budget,
     Kernels,
     PackedTensor,
     Place,
     Role,
     check_scales,
+    embeddings_of,
     packed_weight,
     packed_weights,
     places_of,
@@ -39,7 +43,9 @@ def load_packed(
 
     Tensors are read one at a time, and the dense weight of a packed layer is never made beside the others. A model that
     was built under ``torch.device("meta")`` takes no memory before. Tensors have the file's dtype and, unless they are
-    on the meta device, the model's device.
+    on the meta device, the model's device. Every tensor is compared with its checksum before the model is changed;
+    there is a warning if the file has no checksums (lightning_nm 0.3 and older), or if a weight has entries that are
+    NaN or infinite.
 
     Args:
         model: A module with the keys and shapes of the one that was exported, in its dtype or in torch's default one.
@@ -65,16 +71,30 @@ def load_packed(
     owners = _owners(model)
     _refuse_other_model(model, file, names, owners, path)
     found_places, _ = places_of(model)  # refuses a masked model
+    embeddings = embeddings_of(model)
     places = {id(place.weight): (name, place) for name, place in found_places.items()}
-    _check_packed(file, names, found_places)
+    rows = {id(place.weight): (name, place) for name, place in embeddings.items()}
+    _check_tensors(file, names, {**embeddings, **found_places})
     _refuse_different_values(file, names, owners)
+    if file.checksums is None:
+        warnings.warn(no_checksums(path), stacklevel=2)
     waiting = list(dict.fromkeys(owners.values()))
     owners.clear()  # `waiting` alone holds the dense weights, each until it is replaced
+    nonfinite: dict[str, int] = {}
     with torch.no_grad():
         while waiting:
             owner = waiting.pop(0)
-            found = file.read(_key_in_file(names, owner))
-            name_and_place = places.get(id(owner.tensor))
+            key = _key_in_file(names, owner)
+            found = file.read(key)
+            values = found.values if isinstance(found, PackedTensor) else found
+            # A buffer may be a mask of -inf.
+            is_parameter = isinstance(owner.tensor, nn.Parameter)
+            nonfinite[key] = count_nonfinite(values, infinite=is_parameter)
+            # N:M embeddings, and dense matrices of other layers, are unpacked.
+            fitting = (
+                rows if isinstance(found, PackedTensor) and found.pattern == EVERY_ENTRY else places
+            )
+            name_and_place = fitting.get(id(owner.tensor))
             if isinstance(found, PackedTensor) and name_and_place is not None:
                 name, place = name_and_place
                 device = _device(owner.tensor)
@@ -82,11 +102,22 @@ def load_packed(
                 put(place, packed_weight(found.to(device), name, place.role, kernels, budget))
             else:
                 _set(owner, found.unpack() if isinstance(found, PackedTensor) else found)
-    return for_inference(model)
+    for_inference(model)
+    shown = [f"'{key}' ({count})" for key, count in nonfinite.items() if count]
+    if shown:
+        more = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
+        warnings.warn(
+            f"tensors of '{path}' have entries that are NaN or infinite, so outputs of the model may be NaN: "
+            f"{', '.join(shown[:_SHOWN])}{more}",
+            stacklevel=2,
+        )
+    return model
 
 
-def _check_packed(file: PackedFile, names: Mapping[str, str], places: Mapping[str, Place]) -> None:
-    """Refuse packed weights that are damaged, or that do not fit their modules, before anything is changed."""
+def _check_tensors(file: PackedFile, names: Mapping[str, str], places: Mapping[str, Place]) -> None:
+    """Refuse tensors that are damaged, and packed weights that do not fit, before anything is changed."""
+    for key in file.dense:
+        file.check(key)
     roles: dict[str, Role] = {}  # of the modules, by the file's own keys
     for name, place in places.items():
         if name in names:

@@ -16,17 +16,20 @@ from lightning_nm.nn.layer.layout import Layout
 from lightning_nm.nn.layer.names import plain_name
 from lightning_nm.nn.packed import (
     BUDGET_S,
+    EVERY_ENTRY,
     Budget,
     Kernels,
     PackedTensor,
     PackedWeight,
     Place,
     call_packed_children,
+    embeddings_of,
     int8_fault,
     packed_weight,
     packed_weights,
     places_of,
     put,
+    refuse_to_fit,
     return_freed_memory,
 )
 from lightning_nm.nn.packed.tensor import INT8_DTYPES
@@ -42,6 +45,7 @@ def pack(
     pattern: PatternLike | None = None,
     *,
     dtype: Literal["int8"] | None = None,
+    int8_embeddings: str | Sequence[str] = (),
     exclude: str | Sequence[str] = (),
     kernels: Kernels = "auto",
     budget_s: float = BUDGET_S,
@@ -64,6 +68,8 @@ def pack(
             :func:`lightning_nm.functional.quantise_weight`. On a CPU the products round each token to int8 as well
             (:func:`lightning_nm.functional.int8_linear`), convolutions the inputs of each output position
             (:func:`lightning_nm.functional.int8_conv2d`). By default weights keep their values.
+        int8_embeddings: With `dtype`, globs over module names and keys of ``nn.Embedding`` that are rounded to int8,
+            too, with a scale for each row; rows are dequantised when they are looked up. They need not be N:M.
         exclude: Globs over module names and keys that stay dense.
         kernels: ``"auto"``: as fast as the dense model or faster, as measured. A layer keeps its kernel's layout while
             the kernel is no slower than the dense product, and holds the dense weight from the first product on for
@@ -81,7 +87,8 @@ def pack(
 
     Raises:
         ValueError: If no weight is N:M: the message lists why. The model is then unchanged. Also if masks are
-            installed, an argument is unknown, or `dtype` is ``"int8"`` and a weight has no int8 form.
+            installed, an argument is unknown, `dtype` is ``"int8"`` and a weight has no int8 form, or a glob of
+            `int8_embeddings` matches no embedding whose weight is its own.
 
     Example::
 
@@ -101,10 +108,10 @@ def pack(
     given = None if pattern is None else NMPattern.parse(pattern)
     globs = [exclude] if isinstance(exclude, str) else list(exclude)
     places, reasons = places_of(model)
+    embeddings = _chosen_embeddings(model, int8_embeddings, dtype)
     found: dict[str, tuple[Place, Found]] = {}
     for key, place in places.items():
-        names = (key, key.rpartition(".")[0])
-        if any(fnmatchcase(name, glob) for name in names for glob in globs):
+        if any(matches(key, glob) for glob in globs):
             reasons[key] = "in `exclude`"
             continue
         if place.weight.is_meta:
@@ -118,7 +125,10 @@ def pack(
             found[key] = place, each
     refuse_empty(found, reasons, f"{type(model).__name__} has no weight to pack")
     if dtype == "int8":
-        _check_int8({key: place for key, (place, _) in found.items()})
+        _check_int8({**embeddings, **{key: place for key, (place, _) in found.items()}})
+    for key, place in embeddings.items():
+        tensor = PackedTensor.of_int8(place.weight, EVERY_ENTRY)
+        put(place, packed_weight(tensor, key, place.role, kernels, budget))
     for key, (place, each) in found.items():
         assert each.pattern is not None
         if dtype == "int8":
@@ -127,6 +137,31 @@ def pack(
             tensor = PackedTensor.of(place.weight, each.pattern, each.layout)
         put(place, packed_weight(tensor, key, place.role, kernels, budget))
     return for_inference(model)
+
+
+def matches(key: str, glob: str) -> bool:
+    """Whether a glob over module names and keys matches a weight."""
+    return fnmatchcase(key, glob) or fnmatchcase(key.rpartition(".")[0], glob)
+
+
+def _chosen_embeddings(
+    model: nn.Module, globs: str | Sequence[str], dtype: str | None
+) -> dict[str, Place]:
+    """The embeddings to hold in int8."""
+    globs = [globs] if isinstance(globs, str) else globs
+    if globs and dtype != "int8":
+        raise ValueError("`int8_embeddings` needs dtype='int8'")
+    possible = embeddings_of(model)
+    chosen = {}
+    for glob in globs:
+        matched = {key: place for key, place in possible.items() if matches(key, glob)}
+        if not matched:
+            raise ValueError(
+                f"`int8_embeddings` '{glob}' matches no nn.Embedding whose weight is its own: there are "
+                f"{', '.join(map(repr, possible)) or 'none'}"
+            )
+        chosen.update(matched)
+    return chosen
 
 
 def _pattern_of_place(place: Place, given: NMPattern | None) -> Found:
@@ -148,8 +183,9 @@ def _check_int8(places: Mapping[str, Place]) -> None:
         if fault:
             other_dtype = place.weight.dtype not in INT8_DTYPES
             remedy = "convert the model by model.to(torch.bfloat16), or " if other_dtype else ""
+            option = "`int8_embeddings`" if place.role == "embedding" else "`exclude`"
             raise ValueError(
-                f"'{key}' has no int8 form, {fault}: {remedy}leave the layer out by `exclude`"
+                f"'{key}' has no int8 form, {fault}: {remedy}leave the layer out by {option}"
             )
 
 
@@ -227,5 +263,6 @@ def check_kernels(kernels: str) -> None:
 def for_inference(model: Model) -> Model:
     """Make a model whose weights were packed ready: evaluation mode, no gradients of parameters."""
     call_packed_children(model)
+    refuse_to_fit(model)
     return_freed_memory()
     return model.eval().requires_grad_(False)

@@ -19,7 +19,7 @@ class HeldWeight(NamedTuple):
 
     Attributes:
         name: Its key in the dense state dict.
-        pattern: Its pattern.
+        pattern: Its pattern; ``"dense"`` of an embedding in int8.
         form: What is held: ``"packed"`` as in files, the layout of a kernel by the kernel's name, or ``"dense"``. Of
             values in int8: ``"packed int8"``, ``"cpu-int8"``, or ``"dense, of int8"``, in the dtype of the inputs.
         bytes: Bytes that are held.

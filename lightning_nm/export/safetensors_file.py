@@ -13,6 +13,7 @@ import json
 import math
 import os
 import sys
+import zlib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -43,7 +44,7 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MOST_HEADER = 100_000_000  # bytes, as the package has it
 _MOST_AXES = 32
-_PIECE = 1 << 24  # bytes that are written at a time
+_PIECE = 1 << 24  # bytes that are written or summed at a time
 
 
 class Entry(NamedTuple):
@@ -149,6 +150,26 @@ class SafetensorsFile:
                     self._refuse(f"it ends within '{name}'")
         return content.view(entry.dtype).view(entry.shape)
 
+    def checksum(self, name: str) -> str:
+        """The CRC-32 of one tensor in the file, as :func:`crc32` writes it; the tensor is not held as a whole.
+
+        Raises:
+            ValueError: If the file became shorter.
+        """
+        entry = self.entries[name]
+        found = 0
+        missing = entry.end - entry.begin
+        buffer = memoryview(bytearray(min(missing, _PIECE)))
+        with open(self.path, "rb", buffering=0) as file:
+            file.seek(self._start + entry.begin)
+            while missing:
+                count = file.readinto(buffer[: min(missing, len(buffer))])
+                if not count:
+                    self._refuse(f"it ends within '{name}'")
+                found = zlib.crc32(buffer[:count], found)
+                missing -= count
+        return f"{found:08x}"
+
 
 def read_json(text: bytes | str, refuse: Callable[[str], NoReturn]) -> Any:
     """Parse JSON in which no object may have two equal names."""
@@ -188,6 +209,7 @@ def write_safetensors(
     entries: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
     tensors: Iterable[tuple[str, Tensor]],
     metadata: Mapping[str, str],
+    checksums: str | None = None,
 ) -> None:
     """Write a file: into a temporary one beside it, which takes its place when it is complete.
 
@@ -196,6 +218,7 @@ def write_safetensors(
         entries: The dtype and the shape of every tensor, in the order of `tensors`.
         tensors: They are asked for one at a time; those of one size of elements lie beside each other in the file.
         metadata: Texts by name.
+        checksums: The name of a further entry of the metadata: a JSON object with the :func:`crc32` of every tensor.
 
     Raises:
         ValueError: If a dtype is unknown to the format, or a tensor is not of its dtype and shape.
@@ -214,8 +237,16 @@ def write_safetensors(
         end += math.prod(shape) * dtype.itemsize
         begins[name] = begin
         places[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
-    header = json.dumps({"__metadata__": dict(metadata), **places}, separators=(",", ":")).encode()
-    header += b" " * (-len(header) % 8)
+    # Tensors are made while they are written, so the header is written twice: all checksums have one length.
+    sums = dict.fromkeys(entries, "0" * 8)
+
+    def header_of_sums() -> bytes:
+        own = {} if checksums is None else {checksums: json.dumps(sums)}
+        found = {"__metadata__": {**metadata, **own}, **places}
+        text = json.dumps(found, separators=(",", ":")).encode()
+        return text + b" " * (-len(text) % 8)
+
+    header = header_of_sums()
     with replacing(Path(path)) as new, open(new, "wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
         written = set()
@@ -225,14 +256,33 @@ def write_safetensors(
                     f"'{name}' is {tensor.dtype} {tuple(tensor.shape)}, not {entries[name]}"
                 )
             file.seek(8 + len(header) + begins[name])
-            content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            content = bytes_of(tensor.detach().cpu())
             for piece in content.split(_PIECE):
                 file.write(piece.numpy().data)
+            if checksums is not None:
+                sums[name] = crc32(content)
             written.add(name)
         if written != set(entries):
             raise ValueError(f"there is no tensor for {sorted(set(entries) - written)}")
+        file.seek(8)
+        file.write(header_of_sums())
         file.flush()
         os.fsync(file.fileno())
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor on the CPU, uint8 of one axis: a view if it is contiguous."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def crc32(tensor: Tensor) -> str:
+    """The CRC-32 of a tensor's bytes, eight hexadecimal digits: it finds damage, and is no protection from attacks.
+
+    Example:
+        >>> crc32(torch.tensor([1.0, 2.0]))
+        '2e3fa576'
+    """
+    return f"{zlib.crc32(bytes_of(tensor).numpy().data):08x}"
 
 
 def memory_of(tensor: Tensor) -> tuple[Any, ...]:

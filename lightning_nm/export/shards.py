@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_nm.export.files import load_tensors
+
 _OPTIMIZER = "optimizer_"  # how Lightning's keys of optimizer states begin
 _METADATA = {
     "pathlib": {"PosixPath", "WindowsPath"},
@@ -115,7 +117,7 @@ def read_shards(folder: Path) -> dict[str, Any]:
     meta = folder / "meta.pt"
     if not meta.is_file():
         return content
-    return content | torch.load(meta, map_location="cpu", weights_only=True)
+    return content | load_tensors(meta)
 
 
 def _tensor(folder: Path, name: str, found: _Record, places: Mapping[Any, _Record]) -> Tensor:
@@ -197,7 +199,7 @@ def _read_chunk(
         raise ValueError(
             f"'{path}' ends before '{name}' does, or holds too little for its shape {sizes}"
         )
-    part = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    part = load_tensors(io.BytesIO(data))
     fits = isinstance(part, Tensor) and part.shape == sizes and part.dtype == dtype
     if not fits:
         raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -14,15 +15,25 @@ from torch import Tensor
 
 from lightning_nm.export.checkpoint import read_checkpoint
 from lightning_nm.export.coreml_package import CoreMLPackage, is_package
+from lightning_nm.export.files import ONNX, PROGRAM, kind_of_graph
+from lightning_nm.export.foreign import decoded
+from lightning_nm.export.graph_weights import onnx_weights, program_weights
 from lightning_nm.export.huggingface import named_as_in_model
-from lightning_nm.export.packed_file import PackedFile, is_packed
-from lightning_nm.export.verdicts import Verdict, classify, judge
+from lightning_nm.export.packed_file import PackedFile, is_packed, no_checksums
+from lightning_nm.export.verdicts import (
+    Verdict,
+    classify,
+    comparable,
+    count_nonfinite,
+    is_matrix,
+    judge,
+)
 from lightning_nm.functional.pattern import NMPattern, PatternLike
 from lightning_nm.functional.stages import DENSE, FINAL
-from lightning_nm.nn.layer.layout import Layout, rows_of
+from lightning_nm.nn.layer.layout import Layout, misfit, row_sizes, rows_of
 from lightning_nm.nn.layer.names import key_of_layer, plain_name
 from lightning_nm.nn.layer.state import saved_stages
-from lightning_nm.nn.packed import PackedTensor
+from lightning_nm.nn.packed import EVERY_ENTRY, PackedTensor
 from lightning_nm.nn.packed.tensor import blocks_last
 from lightning_nm.nn.selection.ranges import expanded, grouped, quoted
 
@@ -36,12 +47,15 @@ class Verification:
     Args:
         verdicts: One result for each weight.
         problems: Messages; empty if every masked weight is N:M, and at least one weight is that is not all zero.
-        matrices: The number of entries of every floating-point weight of two or more dimensions, by key.
+        matrices: The number of entries of every weight of two or more dimensions, floating-point, complex or in 8 bits,
+            by key.
+        notes: Messages about the file as a whole.
     """
 
     verdicts: list[Verdict]
     problems: list[str]
     matrices: Mapping[str, int] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
     def count(self, verdict: str) -> int:
         """The number of matrices with a verdict; those that the sparsifier state does not name are dense."""
@@ -57,10 +71,15 @@ class Verification:
 
     @property
     def warnings(self) -> list[str]:
-        """Messages about weights that are N:M only because they are all zero."""
+        """Messages about the file, and about weights that are all zero, or have entries that are NaN or infinite."""
         zero = [v.key for v in self.verdicts if v.verdict == "N:M" and not v.density]
         fate = "is all zero, which is N:M in every pattern: its layer was not loaded, or died"
-        return [f"{key} {fate}" for key in _grouped_keys(zero)]
+        nonfinite = [v.key for v in self.verdicts if v.nonfinite]
+        return [
+            *self.notes,
+            *(f"{key} {fate}" for key in _grouped_keys(zero)),
+            *(f"{key} has entries that are NaN or infinite" for key in _grouped_keys(nonfinite)),
+        ]
 
     @property
     def ok(self) -> bool:
@@ -82,9 +101,13 @@ def verify(
     A file without sparsifier state does not tell which of its weights are dense by intention. With a pattern, dense
     matrices are therefore a problem, unless `allow_dense`, `min_share` or `base` says which may be.
 
+    Matrices are all tensors of two or more dimensions in floating point or 8 bits, also those in dictionaries and lists
+    within the state dict; a dictionary whose name begins with "optim" is the state of an optimizer.
+
     Args:
         checkpoint: A Lightning checkpoint, sharded or not, a saved state dict, a safetensors file, a packed model,
-            the folder of a transformers model, or a Core ML package (extra ``coreml``).
+            the folder of a transformers model, an ONNX file (extra ``onnx``), a program of ``torch.export``, or a Core
+            ML package (extra ``coreml``).
         pattern: Classify every weight against this pattern. By default the masked layers and their patterns are those
             of the sparsifier state in the file, of the header of a packed model, or of the metadata of a Core ML
             package that :func:`~lightning_nm.export.export_coreml` wrote.
@@ -128,7 +151,7 @@ def verify(
         problems.append(
             f"only {share:.1%} of the matrices' entries are in N:M matrices, less than {min_share:.1%}"
         )
-    return Verification(verdicts, problems, sizes)
+    return Verification(verdicts, problems, sizes, _notes(checkpoint))
 
 
 def _verify_file(
@@ -140,6 +163,13 @@ def _verify_file(
     if is_package(checkpoint):
         return _verify_coreml(CoreMLPackage(checkpoint), pattern)
     return _verify_dense(Path(checkpoint), pattern)
+
+
+def _notes(checkpoint: str | Path) -> list[str]:
+    """What is said of a file as a whole."""
+    if is_packed(checkpoint) and PackedFile(checkpoint).checksums is None:
+        return [no_checksums(checkpoint)]
+    return []
 
 
 def _lost(verdicts: Sequence[Verdict], of_base: Sequence[Verdict], base: str | Path) -> list[str]:
@@ -183,12 +213,12 @@ def _verify_dense(
     checkpoint: Path, pattern: NMPattern | None
 ) -> tuple[list[Verdict], dict[str, int]]:
     """The verdicts of a file of dense tensors, and the number of entries of every matrix."""
-    weights, states = read_checkpoint(checkpoint)
+    weights, states = _read(checkpoint)
     if pattern is None and states:
         weights = named_as_in_model(weights, states, checkpoint)
     matrices = {}
     for key, weight in weights.items():
-        if weight.dim() >= 2 and weight.is_floating_point():
+        if is_matrix(weight.dtype, weight.dim()):
             matrices[key] = weight
     verdicts = []
     if pattern is not None:
@@ -206,28 +236,42 @@ def _verify_dense(
     return verdicts, {key: matrix.numel() for key, matrix in matrices.items()}
 
 
+def _read(path: Path) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+    """The weights of a file of dense tensors, and its sparsifier states."""
+    kind = kind_of_graph(path) if path.is_file() else ""
+    if kind == ONNX:
+        return onnx_weights(path), []
+    if kind == PROGRAM:
+        return decoded(program_weights(path), path), []
+    return read_checkpoint(path, nested=True)
+
+
 def _verify_packed(
     file: PackedFile, pattern: NMPattern | None
 ) -> tuple[list[Verdict], dict[str, int]]:
     """The verdicts of a packed file, whose header has the patterns; tensors are read one at a time.
 
     Raises:
-        ValueError: If the positions of a weight are damaged.
+        ValueError: If a tensor is damaged.
     """
     verdicts = []
     sizes: dict[str, int] = {}
     for name in file.names():
         shape = file.shape(name)
-        if len(shape) < 2 or not file.dtype(name).is_floating_point:
-            continue
-        sizes[name] = math.prod(shape)
         own_name = file.aliases.get(name, name)
+        has_blocks = is_matrix(file.dtype(name), len(shape))
+        if has_blocks:
+            sizes[name] = math.prod(shape)
         if own_name not in file.packed:
-            # Without a pattern a dense tensor has no verdict, and is not read.
-            if pattern is not None:
-                verdicts.append(classify(name, file.file.read(own_name), pattern))
+            # Without a pattern a dense tensor has no verdict: it is compared with its checksum alone.
+            if has_blocks and pattern is not None:
+                verdicts.append(classify(name, file.read_stored(own_name), pattern))
+            else:
+                file.check(own_name)
             continue
         packed = file.read_packed(own_name)
+        if pattern is None and packed.pattern == EVERY_ENTRY:
+            continue
         note = f"packed, {packed.layout}"
         if packed.scales is not None:
             note += ", int8"
@@ -280,7 +324,8 @@ def _packed_verdict(name: str, packed: PackedTensor, note: str) -> Verdict:
     density = int(torch.count_nonzero(packed.values)) / math.prod(packed.shape)
     if not density:
         note += ", all zero"
-    return Verdict(name, "N:M", str(packed.pattern), blocks, 0, density, note)
+    nonfinite = count_nonfinite(packed.values)
+    return Verdict(name, "N:M", str(packed.pattern), blocks, 0, density, note, nonfinite=nonfinite)
 
 
 def _judge_packed(name: str, packed: PackedTensor, pattern: NMPattern, note: str) -> Verdict:
@@ -290,7 +335,8 @@ def _judge_packed(name: str, packed: PackedTensor, pattern: NMPattern, note: str
         return Verdict(
             name, "dense", str(pattern), note=f"{note} as {packed.pattern}; no axis of blocks"
         )
-    return judge(name, rows, pattern, -1, f"{note} as {packed.pattern}", masked=False)
+    verdict = judge(name, rows, pattern, -1, f"{note} as {packed.pattern}", masked=False)
+    return replace(verdict, own_pattern="" if verdict.verdict == "N:M" else str(packed.pattern))
 
 
 def _with_adapter(verdict: Verdict, weights: Mapping[str, Tensor]) -> Verdict:
@@ -322,12 +368,22 @@ def verify_state(weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> lis
         key = keys[plain]
         if layer["masked"]:
             layout = layer["layout"]
-            rows = rows_of(weights[key], layout)
+            rows = rows_of(comparable(key, weights[key]), layout)
             verdict = judge(key, rows, pattern, 1, layout, masked=True)
         else:
-            verdict = Verdict(key, "dense", str(pattern), note="forward weight not masked")
+            note = _why_not_masked(layer, weights[key], pattern)
+            verdict = Verdict(key, "dense", str(pattern), note=note)
         verdicts.append(replace(verdict, stage=_other_stage(layer, state["clock"])))
     return verdicts
+
+
+def _why_not_masked(layer: Mapping[str, Any], weight: Tensor, pattern: NMPattern) -> str:
+    """What is said of a weight whose layer had no forward mask: whether it ever has one."""
+    _, inputs = row_sizes(weight.shape, layer["layout"])
+    reason = misfit("in", inputs, pattern.m)
+    if not reason:
+        return "forward weight not masked"
+    return f"trained dense: {reason}, so only GEMMs of the backward pass were N:M"
 
 
 def _other_stage(layer: Mapping[str, Any], clock: int) -> str:
@@ -374,6 +430,11 @@ def _problems(verdicts: Sequence[Verdict], include: Sequence[str]) -> list[str]:
         problems.append(f"{quoted(key)} is not {pattern}: {count} blocks hold more")
     if not any(v.verdict == "N:M" for v in verdicts):
         problems.append("no weight is N:M sparse")
+        for other, number in Counter(v.own_pattern for v in verdicts if v.own_pattern).items():
+            what = "1 weight is" if number == 1 else f"{number} weights are"
+            problems.append(
+                f"{what} {other}, not {verdicts[0].pattern}: --pattern {other} checks that"
+            )
     elif not any(map(_is_sparse, verdicts)):
         problems.append("every weight that is N:M is all zero")
     stages = {v.stage: None for v in verdicts if v.stage and v.verdict != "N:M"}

@@ -213,7 +213,7 @@ def check_output_blocks(
 def checked_permutation(permutation: Tensor | None, weight: Tensor, groups: int) -> Tensor:
     """Return a copy of a permutation that keeps to its groups (None: the identity), int64 on the weight's device."""
     count = len(weight)
-    identity = torch.arange(count, device=weight.device)
+    identity = torch.arange(count, dtype=torch.int64, device=weight.device)
     if permutation is None:
         return identity
     # The caller may change its own tensor later.
@@ -357,7 +357,7 @@ def broadcast_mask(scores: Tensor, pattern: NMPattern, dim: int) -> Tensor:
     # [..., blocks, M, M]: row i is entry i, and column k the one it is compared with.
     mine = blocks.unsqueeze(-1)
     other = blocks.unsqueeze(-2)
-    index = torch.arange(pattern.m, device=scores.device)
+    index = torch.arange(pattern.m, dtype=torch.int64, device=scores.device)
     is_earlier = index < index.unsqueeze(-1)
     # An earlier entry wins ties, also between two NaN.
     beaten_by_earlier = (other >= mine) | mine.isnan()
@@ -438,8 +438,8 @@ def _pairs(m: int) -> _Pairs:
     pairs = list(combinations(range(m), 2))
     # The tables outlive the call: made in inference mode, they could not be used outside of it.
     with torch.inference_mode(False):
-        first, second = torch.tensor(pairs, device="cpu").unbind(1)
-        places_m1 = torch.arange(m, device="cpu").unsqueeze(1)
+        first, second = torch.tensor(pairs, dtype=torch.int64, device="cpu").unbind(1)
+        places_m1 = torch.arange(m, dtype=torch.int64, device="cpu").unsqueeze(1)
         gains = (places_m1 == second).float()
         losses = (places_m1 == first).float()
         start = (m - 1 - places_m1).float()

@@ -336,7 +336,7 @@ def _word(width: int) -> tuple[int, int]:
 
 def _shifts(count: int, width: int, device: torch.device) -> Tensor:
     """Return where fields of so many bits begin in a word, int64 ``[count]``."""
-    return torch.arange(0, count * width, width, device=device)
+    return torch.arange(0, count * width, width, dtype=torch.int64, device=device)
 
 
 def _width(pattern: NMPattern) -> int:

@@ -92,6 +92,8 @@ class NMPattern(_OneValue):
                 f"one N:M pattern is needed here, not '{value}', which chooses one for each layer of a training; "
                 "lightning_nm.prune(model, budget=0.5) chooses for a trained model"
             )
+        if value is NMPattern:
+            raise ValueError("cannot read the class NMPattern as a pattern: write NMPattern(2, 4)")
         raise ValueError(
             f"cannot read {value!r} as an N:M pattern: write it as 'N:M', for example '2:4' or '1:16'"
         )

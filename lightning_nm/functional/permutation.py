@@ -197,7 +197,7 @@ def _first_rows(rows: Tensor, groups: int) -> Tensor:
     """Return the number of the first row of every group, ``[groups, 1]``."""
     count = len(rows)
     size = count // groups
-    return torch.arange(0, count, size, device=rows.device).unsqueeze(1)
+    return torch.arange(0, count, size, dtype=torch.int64, device=rows.device).unsqueeze(1)
 
 
 def _shuffles(count: int, size: int, generator: Generator | None, device: torch.device) -> Tensor:
@@ -206,7 +206,7 @@ def _shuffles(count: int, size: int, generator: Generator | None, device: torch.
     if size > _MAX_SORTED_SIZE:
         drawn = [torch.randperm(size, generator=generator, device=source) for _ in range(count)]
         return torch.stack(drawn).to(device)
-    keys = torch.rand(count, size, generator=generator, device=source)
+    keys = torch.rand(count, size, generator=generator, dtype=torch.float32, device=source)
     return keys.argsort(1).to(device)
 
 
@@ -391,7 +391,7 @@ def _swap(problem: _Problem, start: Tensor, rounds: int, generator: Generator | 
     tiles = math.ceil(per_group / _TILE)  # of every group
     tile = per_group // tiles
     spans = _spans(len(rows_bm), per_group, tile, columns)
-    stay_b = torch.arange(tile, device=device)
+    stay_b = torch.arange(tile, dtype=torch.int64, device=device)
     idle = 0
     for step in range(rounds):
         slot = step % m
@@ -482,7 +482,7 @@ def _thresholded(magnitudes: Tensor) -> tuple[Tensor, Tensor]:
     sample = sample[sample > 0]
     # Quantiles in turn: a threshold, the value up to which its step rises, the next threshold, ...
     count = 2 * _LEVELS
-    probabilities = torch.arange(count, device=sample.device) / count
+    probabilities = torch.arange(count, dtype=torch.float32, device=sample.device) / count
     if len(sample):
         quantiles = sample.quantile(probabilities)
     else:
@@ -504,7 +504,7 @@ def _assign(cost: Tensor) -> Tensor:
     """
     count, size = cost.shape[:2]
     plan = _sinkhorn_plan(cost)
-    index = torch.arange(size, device=cost.device).expand(count, size)
+    index = torch.arange(size, dtype=torch.int64, device=cost.device).expand(count, size)
     none = torch.full_like(index, size)
     column_of_row = none  # size while it has none
     row_of_column = none
@@ -555,7 +555,7 @@ def _exchange(cost: Tensor) -> Tensor:
     Rows that gain most from each other change places, four times over.
     """
     count, size = cost.shape[:2]
-    index = torch.arange(size, device=cost.device).expand(count, size)
+    index = torch.arange(size, dtype=torch.int64, device=cost.device).expand(count, size)
     order = index
     for _ in range(4):
         moved = cost.gather(2, order[:, None].expand_as(cost))

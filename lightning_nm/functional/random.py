@@ -87,13 +87,13 @@ def counter_uniform(
     words = seed.to(device) & _WORD
     counters = (count + 3) // 4  # each gives four numbers; what is left of the last one is cut off
     if torch.compiler.is_compiling() or words.device.type != "cpu":
-        index = torch.arange(counters, device=words.device)
+        index = torch.arange(counters, dtype=torch.int64, device=words.device)
         return _uniform(index, words).flatten()[:count]
-    numbers = torch.empty(counters, 4)
+    numbers = torch.empty(counters, 4, dtype=torch.float32)
     step = _CHUNK * torch.get_num_threads()
     for start in range(0, counters, step):
         part = numbers[start : start + step]
-        index = torch.arange(start, start + len(part))
+        index = torch.arange(start, start + len(part), dtype=torch.int64)
         part.copy_(_uniform(index, words))
     return numbers.flatten()[:count]
 

@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 
 Moment = int | float
 """An integer counts training steps, a float in [0, 1] is a share of those that the training is planned to take."""
+
+
+class UnknownLength(ValueError):
+    """The number of training steps is needed, but not known. Callers that can be told it add how.
+
+    Example:
+        >>> print(UnknownLength("LBC's stop=0.5 is a share of the steps", "write LBC(stop=10000)"))
+        LBC's stop=0.5 is a share of the steps, but their number is not known: write LBC(stop=10000)
+    """
+
+    def __init__(self, what: str, way_out: str) -> None:
+        super().__init__(f"{what}, but their number is not known: {way_out}")
 
 
 def check_moment(name: str, moment: Moment) -> None:
@@ -44,17 +57,34 @@ def _known_steps(owner: object, name: str, moment: Moment, planned_steps: int | 
     if isinstance(moment, float):
         what = "is a share of the planned training steps"
     else:
-        what = "counts from their end"
+        what = "counts from the end of the planned training steps"
     if name == "dense_end":
         # As an integer it would count from the end, too.
         advice = "leave dense_end out"
+    elif not isinstance(owner, str):
+        # All shares at once: the next error would ask for the next one.
+        steps = [f"{share}={10_000 * k}" for k, share in enumerate(_shares(owner) or [name], 1)]
+        advice = (
+            f"write {type(owner).__name__}({', '.join(steps)}), with training steps of your own"
+        )
     else:
-        advice = f"give {name} as an integer"
-    raise ValueError(
-        f"{type(owner).__name__}'s {name}={moment} {what}, but their number is not known (an endless training, "
-        "data without a length, changing gradient accumulation or manual optimization): "
-        f"{advice}, or pass planned_steps to NMSparsifier"
-    )
+        advice = f"give {name} as an integer, the training step"
+    raise UnknownLength(f"{_name(owner)}'s {name}={moment} {what}", advice)
+
+
+def _shares(owner: object) -> list[str]:
+    """The arguments of a method or an estimator that are shares of the training and can be integers, by their value."""
+    shares = {}
+    for name, parameter in inspect.signature(type(owner)).parameters.items():
+        value = getattr(owner, name, None)
+        is_moment = "Moment" in str(parameter.annotation) and name != "dense_end"
+        if is_moment and isinstance(value, float) and value:
+            shares[name] = value
+    return sorted(shares, key=lambda name: shares[name])
+
+
+def _name(owner: object) -> str:
+    return owner if isinstance(owner, str) else type(owner).__name__
 
 
 def check_window(dense_start: Moment, dense_end: Moment) -> None:
@@ -80,7 +110,7 @@ def resolve_window(
     """Return the training steps between which a training is sparse: ``()`` always, ``(start,)`` or ``(start, stop)``.
 
     Args:
-        owner: The object that is scheduled, for the errors.
+        owner: The object that is scheduled, for the errors; or how they call it, if users do not make it.
         dense_start: Dense steps, or share of them, at the beginning.
         dense_end: The same at the end.
         planned_steps: Training steps of the whole training, if known.
@@ -105,7 +135,7 @@ def resolve_window(
     stop = planned_steps - end
     if start >= stop:
         raise ValueError(
-            f"{type(owner).__name__} would never be sparse: {start_name}={dense_start} ends at step {start} and "
+            f"{_name(owner)} would never be sparse: {start_name}={dense_start} ends at step {start} and "
             f"dense_end={dense_end} begins at step {stop} of {planned_steps}"
         )
     # A share may round to no step: then nothing is left to be trained densely, and the masks stay.

@@ -29,6 +29,18 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"; did you mean '{meant}'?"
 
 
+def not_given(value: Any) -> str:
+    """Return the end of a message that refuses a value, ``", not ..."``; of a class, how to make an object of it.
+
+    Example:
+        >>> not_given(3), not_given(dict)
+        (', not 3', ', not the class dict: write dict()')
+    """
+    if isinstance(value, type):
+        return f", not the class {value.__name__}: write {value.__name__}()"
+    return f", not {value!r}"
+
+
 def check_keys(name: str, given: Any, known: Sequence[str]) -> None:
     """Refuse a setting that is no mapping, or has a key that is not known.
 

@@ -10,6 +10,7 @@ from typing import Any, TypedDict
 from lightning_nm.functional.pattern import NMPattern, PatternLike
 from lightning_nm.functional.schedule import (
     Moment,
+    UnknownLength,
     check_moment,
     check_window,
     resolve_moment,
@@ -133,7 +134,7 @@ class Schedule:
         """
         window = masks_between
         if window is None:
-            window = resolve_window(self, self.dense_start, self.dense_end, planned_steps)
+            window = resolve_window("the schedule", self.dense_start, self.dense_end, planned_steps)
         start = window[0] if window else 0
         stop = window[1] if len(window) > 1 else planned_steps
         begins = [start, *self._ends(start, stop, planned_steps)]
@@ -155,11 +156,14 @@ class Schedule:
             return []
         count = len(self.ramp) + 1
         if self.ramp_ends is not None:
-            ends = [resolve_moment(self, "ramp_ends", end, planned_steps) for end in self.ramp_ends]
+            ends = [
+                resolve_moment("the schedule", "ramp_ends", end, planned_steps)
+                for end in self.ramp_ends
+            ]
         elif stop is None:
-            raise ValueError(
-                "the stages of the schedule's ramp are equal shares of the planned training steps, but their number is "
-                "not known: give ramp_ends as integers, or pass planned_steps to NMSparsifier"
+            raise UnknownLength(
+                "the stages of the schedule's ramp are equal shares of the planned training steps",
+                "give ramp_ends as integers, the training steps",
             )
         else:
             ends = [start + round(k * (stop - start) / count) for k in range(1, count)]

@@ -188,7 +188,7 @@ def _masks_of_a_tile(pattern: NMPattern) -> Tensor:
         column_counts = map(sum, zip(*mask, strict=True))
         if all(count == pattern.n for count in column_counts):
             masks.append(mask)
-    return torch.tensor(masks)
+    return torch.tensor(masks, dtype=torch.bool)
 
 
 def _by_table(values_ijb: Tensor, table: Tensor) -> Tensor:
@@ -234,7 +234,7 @@ def _rows_alone(values: Tensor, pattern: NMPattern) -> Tensor:
     a tile of one number is balanced at once.
     """
     m = pattern.m
-    index = torch.arange(m, device=values.device)
+    index = torch.arange(m, dtype=torch.int64, device=values.device)
     row = index.unsqueeze(1)
     # Row i of a tile begins at its entry i, since of equals nm_mask keeps the first.
     rotated = row * m + (row + index) % m
@@ -340,7 +340,7 @@ def _best_paths(
     is_start_ju = counts_ju > pattern.n
     total_ju = torch.full_like(counts_ju, 2 * _NEVER)
     total_ju.masked_fill_(is_start_ju, 0)
-    index = torch.arange(m, device=gain_jku.device)
+    index = torch.arange(m, dtype=torch.int64, device=gain_jku.device)
     parent_ju = index.unsqueeze(1).repeat(1, counts_ju.shape[1])
     for _ in range(m - 1):
         before_ju = total_ju.clone()

@@ -15,7 +15,7 @@ def __getattr__(name: str) -> Any:
         import accelerate as _accelerate  # noqa: F401
         import transformers as _transformers  # noqa: F401
     except ImportError as error:
-        advice = "pip install 'lightning-nm[hf]'"
+        advice = "pip install -e '.[hf]' in a checkout of lightning_nm"
         raise ImportError(
             f"lightning_nm.integrations.{name} needs the extra `hf`: {advice} ({error})"
         ) from error

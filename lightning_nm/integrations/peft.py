@@ -1,17 +1,23 @@
-"""LoRA adapters of peft on N:M weights, so that the merged weight is N:M, too."""
+"""LoRA adapters of peft on N:M weights, so that the merged weight is N:M, too.
+
+A masked adapter is saved with a type of its own, which peft knows once this module is imported.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, cast
 
 import torch
-from peft import LoraConfig
+from peft import PEFT_TYPE_TO_CONFIG_MAPPING, LoraConfig, PeftType
 from peft.tuners.lora import layer as lora
-from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+from peft.utils.hotswap import CONFIG_KEYS_TO_CHECK
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from lightning_nm.functional import count_violations
 from lightning_nm.functional.pattern import NMPattern, PatternLike
@@ -22,6 +28,12 @@ from lightning_nm.nn.layer.sharding import is_sharded
 from lightning_nm.nn.packed import PackedWeight
 from lightning_nm.nn.selection.low_rank import KeepsMask, masked_delta
 from lightning_nm.nn.selection.selection import as_globs
+
+_TYPE = "MASKED_LORA: import lightning_nm.integrations.peft before loading it"
+"""``peft_type`` in the ``adapter_config.json`` of masked adapters.
+
+peft looks the type up in a table. Where it is not there, this is what peft's ``KeyError`` says.
+"""
 
 _SHOWN = 8  # layers in an error
 
@@ -36,10 +48,10 @@ def mask_adapters(
     the merged weight has the zeros of W and is the function that was trained. SPP (arXiv 2405.16057) has the same aim;
     it multiplies the weight by a low-rank matrix, where this masks LoRA's sum.
 
-    Call it after ``get_peft_model`` or ``PeftModel.from_pretrained``, before training, and again whenever the model is
-    built anew: masks are not saved, they are the nonzeros of the base weight. Modules and parameters stay the same
-    objects, and the keys of state dicts stay the same. ``save_pretrained`` adds a field to ``adapter_config.json``, by
-    which peft warns whoever loads the adapter that ``mask_adapters`` must be called.
+    Call it after ``get_peft_model``, before training. Modules and parameters stay the same objects, and the keys of
+    state dicts stay the same. ``save_pretrained`` writes a type of its own and the patterns of the masked layers into
+    ``adapter_config.json``: where this module is imported, peft loads such an adapter with its masks, elsewhere it
+    raises a ``KeyError``. The masks are not saved: they are the nonzeros of the base weight.
 
     Args:
         model: Any module that contains peft layers.
@@ -51,9 +63,10 @@ def mask_adapters(
         The names of the layers.
 
     Raises:
-        ValueError: If the model has no adapter; if the base weight of one is not N:M, is trained, or has adapters
-            merged into it; or if an adapter is no plain or rank-stabilised LoRA of a linear layer, a ``Conv1D`` of
-            transformers or an ungrouped convolution. All such layers are named, and nothing is changed.
+        ValueError: If the model has no adapter, or is a part of the one that peft knows; if the base weight of one is
+            not N:M, is trained, or has adapters merged into it; or if an adapter is no plain or rank-stabilised LoRA of
+            a linear layer, a ``Conv1D`` of transformers or an ungrouped convolution. All such layers are named, and
+            nothing is changed.
 
     Example::
 
@@ -86,24 +99,22 @@ def mask_adapters(
         raise ValueError(f"{fault}: call get_peft_model() before mask_adapters()")
 
     # All layers are checked before the first one is changed.
-    faults = []
+    faults = {name: _fault(module, wanted) for name, module in adapted.items()}
+    _refuse(faults, "Name layers that may be dense in `exclude`")
+    hosts = list(_hosts(model))
+    known = {module for host, _ in hosts for module in host.modules()}
     for name, module in adapted.items():
-        fault = _fault(module, wanted)
-        if fault:
-            faults.append(f"'{name}': {fault}")
-    if faults:
-        shown = "; ".join(faults[:_SHOWN])
-        if len(faults) > _SHOWN:
-            shown += f"; and {len(faults) - _SHOWN} more"
-        raise ValueError(
-            f"{len(faults)} of {len(adapted)} adapted layers cannot keep N:M: {shown}. Name layers that may be "
-            "dense in `exclude`"
-        )
+        if module not in known:
+            raise ValueError(
+                f"the model is a part of the one that peft adapted, whose save_pretrained() would not know that "
+                f"'{name}' is masked: pass all of it to mask_adapters()"
+            )
+    for _, configs in hosts:
+        _check_configs(configs)
     for module in adapted.values():
-        _mask(module)
-    for config in _configs(model):
-        if type(config) is LoraConfig:
-            config.__class__ = _MarkedConfig
+        _mask(module, wanted)
+    for host, configs in hosts:
+        _write_configs(host, configs)
     return list(adapted)
 
 
@@ -112,42 +123,149 @@ def unmask_adapters(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, _MaskedLora):
             module.__class__ = module.nm_base  # type: ignore[assignment]
-            del module.nm_mask
-    for config in _configs(model):
-        if isinstance(config, _MarkedConfig):
-            config.__class__ = LoraConfig
+            del module.nm_mask, module.nm_pattern
+    for host, configs in _hosts(model):
+        _write_configs(host, configs)
 
 
 @dataclass
-class _MarkedConfig(LoraConfig):
-    """The configuration of masked adapters: ``save_pretrained`` writes a field that peft does not know.
+class _MaskedConfig(LoraConfig):
+    """The configuration of masked adapters: that of LoRA in memory, of a type of its own in a file.
 
-    peft reads such a file, and warns by the field's name, which says what is to be done.
+    Many places of peft and transformers compare the type with LoRA's.
     """
 
-    lightning_nm_mask_adapters_must_be_called: bool = True
+    nm_patterns: dict[str, str] = field(default_factory=dict)  # of the masked layers
+
+    def to_dict(self) -> dict[str, Any]:
+        """What is written to ``adapter_config.json``."""
+        return {**super().to_dict(), "peft_type": _TYPE}
 
 
-def _configs(model: nn.Module) -> list[Any]:
-    """The configurations of a model's adapters, each once."""
-    found: dict[int, Any] = {}
+def _hosts(model: nn.Module) -> Iterator[tuple[nn.Module, dict[str, Any]]]:
+    """The modules that peft put adapters into, and the adapters' configurations by name."""
     for module in model.modules():
-        configs = getattr(module, "peft_config", None)
-        if isinstance(configs, dict):
-            found |= {id(config): config for config in configs.values()}
-    return list(found.values())
+        configs = vars(module).get("peft_config")
+        if isinstance(configs, dict) and not isinstance(module, BaseTuner):
+            yield module, configs
+
+
+def _write_configs(host: nn.Module, configs: dict[str, Any]) -> None:
+    """Let the configurations of adapters that lie on masked layers say so, and no others.
+
+    The user's own object may be used for another model, so it is replaced.
+    """
+    modules: dict[str, Any] = _by_name(host)
+    for adapter, config in configs.items():
+        patterns = {}
+        for name, module in modules.items():
+            if isinstance(module, _MaskedLora) and adapter in getattr(module, "lora_A", ()):
+                patterns[name] = str(module.nm_pattern)
+        if patterns or isinstance(config, _MaskedConfig):
+            config = configs[adapter] = copy.copy(config)
+            config.__class__ = _MaskedConfig if patterns else LoraConfig
+            config.nm_patterns = patterns
+
+
+def _check_configs(configs: dict[str, Any]) -> None:
+    """Refuse configurations of a class whose files could not say that adapters are masked."""
+    for adapter, config in configs.items():
+        if isinstance(config, LoraConfig) and type(config) not in (LoraConfig, _MaskedConfig):
+            raise ValueError(
+                f"the configuration of adapter '{adapter}' is a {type(config).__name__}, which would be saved as an "
+                "adapter that is not masked: use a LoraConfig"
+            )
+
+
+def _by_name(model: nn.Module) -> dict[str, nn.Module]:
+    return {plain_name(name): module for name, module in model.named_modules()}
+
+
+def _inject_adapter(
+    tuner: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any
+) -> None:
+    """Add an adapter to a model, as peft does, and mask the layers that its loaded configuration names.
+
+    An adapter that joins masked layers is masked, and its configuration says so.
+    """
+    config = tuner.peft_config[adapter_name]
+    patterns = {}
+    if isinstance(config, _MaskedConfig):
+        patterns = {name: NMPattern.parse(text) for name, text in config.nm_patterns.items()}
+    modules = _by_name(tuner.model)
+    if any(isinstance(module, _MaskedLora) for module in modules.values()):
+        _check_configs({adapter_name: config})
+    faults = {}
+    for name, pattern in patterns.items():
+        # Replicated layers are made with the adapter.
+        if name in modules or not config.layer_replication:
+            faults[name] = _base_fault(modules.get(name), pattern)
+    _refuse(faults, _OTHER_BASE)
+    _inject_ordinary(tuner, model, adapter_name, *args, **kwargs)
+    modules = _by_name(tuner.model)
+    _refuse({name: _adapter_fault(modules.get(name)) for name in patterns}, _OTHER_BASE)
+    for name, pattern in patterns.items():
+        _mask(modules[name], pattern)
+    _write_configs(tuner.model, tuner.peft_config)
+
+
+_MISSING = "the model has no such layer"
+_OTHER_BASE = "The adapter was trained on an N:M model with such layers: load it onto that one"
+
+# All of peft's ways to add an adapter come here. It calls nothing of a configuration's or a layer's class that sees the
+# other adapters of a model, which may be of another kind.
+_inject_ordinary = BaseTuner.inject_adapter
+BaseTuner.inject_adapter = _inject_adapter
+PEFT_TYPE_TO_CONFIG_MAPPING[_TYPE] = _MaskedConfig
+# Swapping the values of one adapter for another's adds none: what must be equal then.
+CONFIG_KEYS_TO_CHECK[PeftType.LORA].append("nm_patterns")
+
+
+def _refuse(faults: dict[str, str], advice: str) -> None:
+    """Raise a ``ValueError`` of the layers that have a fault."""
+    found = [f"'{name}': {fault}" for name, fault in faults.items() if fault]
+    if not found:
+        return
+    shown = "; ".join(found[:_SHOWN])
+    if len(found) > _SHOWN:
+        shown += f"; and {len(found) - _SHOWN} more"
+    raise ValueError(
+        f"{len(found)} of {len(faults)} adapted layers cannot keep N:M: {shown}. {advice}"
+    )
 
 
 def _fault(module: Any, wanted: NMPattern | None) -> str:
     """Why the adapters of a layer cannot be masked; empty if they can."""
+    return _adapter_fault(module) or _base_fault(module.get_base_layer(), wanted)
+
+
+def _adapter_fault(module: Any) -> str:
+    """Why adapters cannot be masked, whatever the base weight is; empty if they can."""
+    if module is None:
+        return _MISSING
     kind = _kind(module)
     if kind not in _MASKED:
         return f"{kind.__module__}.{kind.__name__} is no LoRA of a linear layer or a convolution"
     if module.lora_variant:
         variants = sorted({type(variant).__name__ for variant in module.lora_variant.values()})
         return f"{', '.join(variants)} is not LoRA's plain sum W + s B A"
-    base = module.get_base_layer()
-    weight = base.weight
+    if module.merged:
+        return "adapters are merged into its base weight: call unmerge_adapter() first"
+    # A packed weight is no tensor.
+    if getattr(module.get_base_layer().weight, "requires_grad", False):
+        return "its base weight is trained: freeze it, requires_grad_(False)"
+    return ""
+
+
+def _base_fault(base: Any, wanted: NMPattern | None) -> str:
+    """Why the weight that adapters lie on cannot be kept N:M; empty if it can."""
+    if isinstance(base, BaseTunerLayer):
+        if not isinstance(base, _MaskedLora):
+            return "it has adapters that are not masked: call mask_adapters() first"
+        base = cast(Any, base).get_base_layer()
+    weight = getattr(base, "weight", None)
+    if weight is None:
+        return _MISSING
     if isinstance(weight, PackedWeight):
         return "its base weight is packed, for inference: adapt the model that was packed"
     if not weight.is_floating_point() or weight.element_size() < 2:
@@ -156,15 +274,10 @@ def _fault(module: Any, wanted: NMPattern | None) -> str:
         return "its base weight is sharded: call mask_adapters() before sharding"
     if getattr(base, "groups", 1) > 1:
         return "peft cannot merge adapters of grouped convolutions"
-    if weight.requires_grad:
-        return "its base weight is trained: freeze it, requires_grad_(False)"
-    if module.merged:
-        return "adapters are merged into its base weight: call unmerge_adapter() first"
-    layer = _masked_layer(base)
-    pattern = wanted or (NMPattern(2, 4) if layer is None else layer.pattern)
+    pattern = _pattern(base, wanted)
     rows = _base_weight(base)
-    # Conv1D of transformers keeps [in, out].
-    if getattr(module, "fan_in_fan_out", False):
+    # It keeps [in, out].
+    if isinstance(base, Conv1D):
         rows = rows.t()
     # Blocks of a convolution lie along `in` or along the flattened filter.
     blocked = [view for view in (rows, rows.flatten(1)) if view.shape[1] % pattern.m == 0]
@@ -182,6 +295,11 @@ def _kind(module: nn.Module) -> type[nn.Module]:
     return module.nm_base if isinstance(module, _MaskedLora) else type(module)
 
 
+def _pattern(base: nn.Module, wanted: NMPattern | None) -> NMPattern:
+    layer = _masked_layer(base)
+    return wanted or (NMPattern(2, 4) if layer is None else layer.pattern)
+
+
 def _masked_layer(base: nn.Module) -> NMLayer | None:
     """The layer of a sparsifier that masks the base weight."""
     return getattr(base, "nm_layers", {}).get("weight")
@@ -193,7 +311,7 @@ def _base_weight(base: Any) -> Tensor:
     return base.weight.detach() if layer is None else layer.forward_weight()
 
 
-def _mask(module: Any) -> None:
+def _mask(module: Any, wanted: NMPattern | None) -> None:
     base = module.get_base_layer()
     layer = _masked_layer(base)
     mask = None if layer is None else layer.forward_mask
@@ -201,6 +319,7 @@ def _mask(module: Any) -> None:
         mask = _base_weight(base).ne(0)
     module.__class__ = _MASKED[_kind(module)]
     module.nm_mask = mask
+    module.nm_pattern = _pattern(base, wanted)
 
 
 class _MaskedLora(KeepsMask):
@@ -231,7 +350,9 @@ class _MaskedLora(KeepsMask):
             if name in layer.lora_A:
                 chosen = [row for row, other in enumerate(adapter_names) if other == name]
                 output = self._adapter_output(x[chosen], name).to(result.dtype)
-                result = result.index_add(0, torch.tensor(chosen, device=x.device), output)
+                result = result.index_add(
+                    0, torch.tensor(chosen, dtype=torch.int64, device=x.device), output
+                )
         return result
 
     def _adapter_output(self, x: Tensor, name: str) -> Tensor:

@@ -216,7 +216,13 @@ class NMTrainerCallback(TrainerCallback):
         if scaler is not None:
             with suppress(RuntimeError):  # clipping has unscaled them
                 scaler.unscale_(unwrapped(optimizer))
-        self.sparsifier.before_step(optimizer)
+        try:
+            self.sparsifier.before_step(optimizer)
+        except ValueError:
+            # A mistake that shows in the first batch: the Trainer would leave the masks in the model.
+            if not self._trained:
+                self.finish()
+            raise
 
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any

@@ -7,7 +7,7 @@ import pkgutil
 from collections.abc import Iterator
 from typing import Any, Literal, get_args
 
-from lightning_nm.functional.spelling import did_you_mean
+from lightning_nm.functional.spelling import did_you_mean, not_given
 from lightning_nm.methods.asp import ASP
 from lightning_nm.methods.bame import BAME
 from lightning_nm.methods.base import Dense, MaskMethod, Method
@@ -100,4 +100,4 @@ def resolve_method(method: MethodName | Method | Any) -> Method:
                 f"method {method!r} does not exist: use one of {names} or an object{meant}"
             )
         return _BY_NAME[method]()
-    raise TypeError(f"method must be a short name or a Method, not {method!r}")
+    raise TypeError(f"method must be a short name or a Method{not_given(method)}")

@@ -28,7 +28,8 @@ class BiMask(SRSTE):
               g = dY^T X + \lambda (1 - m_F) \odot W.
 
     The input gradient is biased by the entries that only the forward keeps; the permutation is searched so that few
-    are lost. Both masks follow the weights after every step, the permutation after every search.
+    are lost. While the masks are installed this holds for every input gradient, also for saliency maps in a validation.
+    Both masks follow the weights after every step, the permutation after every search.
 
     Args:
         permute_every: Optimizer steps between two permutation searches (the paper's 100).
@@ -155,7 +156,7 @@ class BiMask(SRSTE):
         masks = layer.masks
         is_first = masks.permutation is None
         if is_first and layer.step < self.first_search:
-            masks.set_permutation(torch.arange(len(rows), device=rows.device))
+            masks.set_permutation(torch.arange(len(rows), dtype=torch.int64, device=rows.device))
             search = False
         elif is_first:
             search = True

@@ -350,9 +350,8 @@ def _will_be_skipped(optimizer: Optimizer) -> bool:
 def _start(state: dict[str, Any], parameter: Tensor, group: dict[str, Any]) -> None:
     """Make the state that Adam makes in its first step, in which AdamS needs the moment already."""
     on_device = bool(group.get("capturable") or group.get("fused"))
-    dtype = torch.float32 if group.get("fused") else torch.get_default_dtype()
     device = parameter.device if on_device else "cpu"
-    state["step"] = torch.zeros((), dtype=dtype, device=device)
+    state["step"] = torch.zeros((), dtype=torch.float32, device=device)
     names = ["exp_avg", "exp_avg_sq"]
     if group.get("amsgrad"):
         names.append("max_exp_avg_sq")

@@ -14,6 +14,7 @@ from lightning_nm.functional import magnitude_mask
 from lightning_nm.functional.pattern import NMPattern
 from lightning_nm.functional.schedule import (
     Moment,
+    UnknownLength,
     check_moment,
     resolve_moment,
     resolve_window,
@@ -149,9 +150,9 @@ class DecayingMask(STE):
         if self.stop is not None:
             stop = resolve_moment(self, "stop", self.stop, planned_steps)
         elif end is None:
-            raise ValueError(
-                "DecayingMask's stop=None is a share of the planned training steps, but their number is not known: "
-                "give stop as an integer, or pass planned_steps to NMSparsifier"
+            raise UnknownLength(
+                "DecayingMask's stop=None is a share of the planned training steps",
+                "write DecayingMask(stop=10000), with a training step of your own",
             )
         else:
             share = 0.5 if self.fades else (patterns - 1) / patterns

@@ -24,7 +24,6 @@ from lightning_nm.methods.calibration import (
     Calibration,
     call_model,
     evaluation,
-    has_experts,
     matrices_of,
     set_matrices,
     squared_output,
@@ -32,8 +31,10 @@ from lightning_nm.methods.calibration import (
 from lightning_nm.methods.sensitivity import (
     LayerScan,
     Score,
+    check_blocks,
     check_max_error,
     check_score,
+    measure,
     parse_patterns,
     pruned_matrix,
     refuse_layer,
@@ -115,6 +116,8 @@ def prune(
     conv_layout: ConvLayout = "channels",
     damping: float = 0.01,
     call: Callable[[nn.Module, Any], Any] | None = None,
+    blocks: str | Sequence[str] | None = None,
+    progress: bool | None = None,
 ) -> Pruned:
     """Prune the weights of a trained model to N:M in place.
 
@@ -123,9 +126,14 @@ def prune(
     own. The names are those in ``model``: prune the LightningModule.
 
     Layers are pruned in the order in which they are called, each by the inputs that the layers pruned before give it.
-    For each layer the calibration data run through the model up to this layer, and only its own statistics are in
-    memory: ``in * in`` numbers of 8 bytes, for convolutions with ``in = channels / groups * taps``, for each group. Of
-    experts, each by the tokens that reach it, as many are done at a time as take no more memory than their weight.
+    Layers with the same input are calibrated in one pass. Their statistics are in memory: ``in * in`` numbers of 8
+    bytes for each, for convolutions with ``in = channels / groups * taps``, for each group. Of experts, each by the
+    tokens that reach it, as many are done at a time as take no more memory than their weight.
+
+    Blocks that are finished do not run again: what the last one returned is kept for each batch. A model of such blocks
+    is pruned with no more multiply-adds than three forward passes of the calibration data, and one of a single batch
+    more. Where a model has no blocks, the data run through it up to each layer; if it has a list of modules that could
+    be blocks and is none, a warning says why.
 
     With ``budget`` or ``max_error`` each layer gets a pattern of its own among ``candidates``, or stays dense. A budget
     is met with the least sum of squared output errors, which :func:`sensitivity` measures in the dense model before;
@@ -138,8 +146,8 @@ def prune(
         score: ``"magnitude"``: keep the largest entries. ``"wanda"``: keep the largest products with the norm of the
             input feature (arXiv 2306.11695). ``"sparsegpt"``: also change the kept entries so that the output changes
             least (arXiv 2301.00774). Magnitudes need no data.
-        data: Calibration batches, read once for the order of the layers, then once for every layer, and once more for
-            each with a budget: a DataLoader or a list. A few hundred examples are usual.
+        data: Calibration batches: a DataLoader or a list. A few hundred examples are usual. They are read once and kept
+            if the model has blocks, else once for every layer.
         budget: The share of the entries of all weights that may be kept. Weights that stay dense count whole;
             embeddings, biases and norms do not count.
         max_error: The largest relative output error of a layer.
@@ -153,11 +161,15 @@ def prune(
         damping: Of SparseGPT, see :func:`~lightning_nm.functional.calibrated.sparsegpt`.
         call: ``call(model, batch)`` runs the model. By default a mapping gives the arguments by name, a list or tuple
             its first element, as of (input, target), and anything else itself.
+        blocks: The name of the module that holds the blocks, such as ``"model.layers"``, or a list of such names. By
+            default the longest ``ModuleList`` or ``Sequential`` of modules of one class, and others outside of it.
+            ``[]`` runs the whole model for every layer.
+        progress: Whether a progress bar is shown on stderr; by default in a terminal.
 
     Raises:
         ValueError: If the selection fails, data are missing or empty, a layer is not called by them, its inputs hold
-            values that are not finite, the weights are sharded, options contradict each other, or the budget cannot be
-            reached. Layers that were pruned before stay pruned.
+            values that are not finite, the weights are sharded, options contradict each other, the budget cannot be
+            reached, or ``blocks`` names no blocks. Layers that were pruned before stay pruned.
         TypeError: If ``data`` can be read only once.
 
     Example:
@@ -167,6 +179,7 @@ def prune(
         ['0', '2']
     """
     check_score(score, data)
+    check_blocks(blocks, has_data=data is not None)
     _check_options(pattern, budget, max_error, candidates, counted, has_data=data is not None)
     is_chosen = budget is not None or max_error is not None
     patterns = parse_patterns(candidates)
@@ -176,45 +189,34 @@ def prune(
     for layer in found.layers:
         refuse_layer(layer, calibrated=data is not None)
     result = Pruned(skipped=found.skipped)
-    if budget is not None:
-        # All layers are measured before the first one is pruned: they share the budget.
-        result.choices = sensitivity(
-            model,
-            data,
-            patterns,
-            score=score,
-            include=include,
-            exclude=exclude,
-            skip_first_last=skip_first_last,
-            conv_layout=conv_layout,
-            damping=damping,
-            call=call,
-        ).choose(budget, counted=counted)
+    if data is None:
+        if budget is not None:
+            options: dict[str, Any] = {"include": include, "exclude": exclude}
+            options |= {"skip_first_last": skip_first_last, "conv_layout": conv_layout}
+            result.choices = sensitivity(model, None, patterns, **options).choose(budget)
+        for layer in found.layers:
+            own = _pattern_of(layer, patterns, result)
+            if own is not None:
+                set_matrices(layer, _by_magnitude(layer, own))
+        return result
 
     with evaluation(model):
-        if data is None:
-            for layer in found.layers:
-                own = _pattern_of(layer, patterns, result)
-                if own is not None:
-                    set_matrices(layer, _by_magnitude(layer, own))
-            return result
-        calibration = Calibration(model, data, call or call_model)
+        calibration = Calibration(model, data, call or call_model, blocks, progress)
+        if budget is None:
+            calibration.order(found.layers)
+        else:
+            # All layers are measured before the first one is pruned: they share the budget.
+            measured = measure(calibration, found, patterns, score, damping)
+            result.choices = measured.choose(budget, counted=counted)
         # With a bound, each layer is measured and chosen for in its turn: the bound then holds for the inputs that the
         # pruned layers before give it.
-        for layer, calls in calibration.order(found.layers):
-            moments: Iterable[tuple[range, Tensor]] = calibration.moments(layer, calls)
+        for layer, moments in calibration.layers(changes=True):
             if max_error is not None:
-                own_patterns = found.patterns[layer.name]
-                if not has_experts(layer):
-                    moments = list(moments)  # all groups are summed at once: they serve twice
-                scan = scan_layer(layer, moments, own_patterns, score, damping)
-                if has_experts(layer):
-                    # Those of some experts at a time are summed, and not kept.
-                    moments = calibration.moments(layer, calls)
+                scan = scan_layer(layer, moments(), found.patterns[layer.name], score, damping)
                 result.choices[layer.name] = _within(scan, max_error)
             own = _pattern_of(layer, patterns, result)
             if own is not None:
-                _prune_layer(layer, moments, own, score, damping, result)
+                _prune_layer(layer, moments(), own, score, damping, result)
     _warn(result)
     return result
 
@@ -293,7 +295,7 @@ def _prune_layer(
 ) -> None:
     """Prune one layer, group by group, and add to the result what is known of it.
 
-    ``moments`` are those of :meth:`~lightning_nm.methods.calibration.Calibration.moments`.
+    ``moments`` are those of :meth:`~lightning_nm.methods.calibration.Calibration.layers`.
     """
     weight = matrices_of(layer)  # [groups, out / groups, in]
     pruned = torch.empty_like(weight)

@@ -185,16 +185,18 @@ def sensitivity(
     conv_layout: ConvLayout = "channels",
     damping: float = 0.01,
     call: Callable[[nn.Module, Any], Any] | None = None,
+    blocks: str | Sequence[str] | None = None,
+    progress: bool | None = None,
 ) -> Sensitivity:
     """Measure what each pattern would do to each layer of a model, one layer at a time; the model is not changed.
 
-    The inputs of a layer are those that the dense model gives it. As in :func:`~lightning_nm.prune`, the calibration
-    data run through the model up to each layer, and one matrix ``in * in`` of 8-byte numbers is in memory.
+    The inputs of a layer are those that the dense model gives it. As in :func:`~lightning_nm.prune`, the model runs
+    block by block: all layers of a block are measured in one pass, with a matrix ``in * in`` of 8-byte numbers for
+    each in memory. Where there are no blocks, the calibration data run through the model up to each layer.
 
     Args:
         model: Any module. It runs in evaluation mode, which is undone.
-        data: Calibration batches, read once for the order of the layers, then once for every layer: a DataLoader or a
-            list. Without them only retained magnitudes are measured.
+        data: Calibration batches: a DataLoader or a list. Without them only retained magnitudes are measured.
         patterns: The candidates, all N:16 by default. A layer lacks those whose blocks do not fit into its rows.
         score: What decides which entries are kept, see :func:`~lightning_nm.prune`.
         include: Globs over names of modules to scan; all that can be masked by default.
@@ -203,10 +205,13 @@ def sensitivity(
         conv_layout: How the blocks of convolutions lie, see :class:`~lightning_nm.NMSparsityCallback`.
         damping: Of SparseGPT, see :func:`~lightning_nm.functional.calibrated.sparsegpt`.
         call: ``call(model, batch)`` runs the model, see :func:`~lightning_nm.prune`.
+        blocks: The names of the modules that hold the blocks, see :func:`~lightning_nm.prune`.
+        progress: Whether a progress bar is shown on stderr; by default in a terminal.
 
     Raises:
         ValueError: If the selection fails, a pattern is impossible, data are empty or missing for the score, a layer
-            is not called by them, its inputs hold values that are not finite, or its weight is sharded.
+            is not called by them, its inputs hold values that are not finite, its weight is sharded, or ``blocks``
+            names none.
         TypeError: If ``data`` can be read only once.
 
     Example:
@@ -217,42 +222,52 @@ def sensitivity(
         True
     """
     check_score(score, data)
+    check_blocks(blocks, has_data=data is not None)
     candidates = parse_patterns(patterns)
     found = select_layers(model, candidates, include, exclude, skip_first_last, conv_layout)
     for layer in found.layers:
         refuse_layer(layer, calibrated=data is not None)
-    layers: dict[str, LayerSensitivity] = {}
     if data is None:
+        layers = {}
         for layer in found.layers:
             retained = _retained(layer, found.patterns[layer.name])
             layers[layer.name] = LayerSensitivity(layer.view.shape.numel(), retained=retained)
         return Sensitivity(layers, candidates, score, found.skipped, found.dense_sizes)
-
-    uncalibrated = []
     with evaluation(model):
-        calibration = Calibration(model, data, call or call_model)
-        # The pass that finds the order of the layers also counts what they multiply.
-        counter = MacsCounter(model)
-        try:
-            order = calibration.order(found.layers)
-        finally:
-            counter.close()
-        for layer, calls in order:
-            own_patterns = found.patterns[layer.name]
-            scan = scan_layer(
-                layer, calibration.moments(layer, calls), own_patterns, score, damping
-            )
-            errors = scan.errors
-            if not scan.is_calibrated:
-                uncalibrated.append(layer.name)
-                # Every layer needs an error to be compared with the others.
-                errors = _errors_of_weight(layer, own_patterns)
-            layers[layer.name] = LayerSensitivity(
-                layer.view.shape.numel(),
-                counter.macs.get(layer.name, 0),
-                errors,
-                _retained(layer, own_patterns),
-            )
+        calibration = Calibration(model, data, call or call_model, blocks, progress)
+        return measure(calibration, found, candidates, score, damping)
+
+
+def measure(
+    calibration: Calibration,
+    found: Selected,
+    candidates: tuple[NMPattern, ...],
+    score: Score,
+    damping: float,
+) -> Sensitivity:
+    """Measure selected layers by calibration data, see :func:`sensitivity`."""
+    # The pass that finds the order of the layers also counts what they multiply.
+    counter = MacsCounter(calibration.model)
+    try:
+        calibration.order(found.layers)
+    finally:
+        counter.close()
+    layers: dict[str, LayerSensitivity] = {}
+    uncalibrated = []
+    for layer, moments in calibration.layers(changes=False):
+        own_patterns = found.patterns[layer.name]
+        scan = scan_layer(layer, moments(), own_patterns, score, damping)
+        errors = scan.errors
+        if not scan.is_calibrated:
+            uncalibrated.append(layer.name)
+            # Every layer needs an error to be compared with the others.
+            errors = _errors_of_weight(layer, own_patterns)
+        layers[layer.name] = LayerSensitivity(
+            layer.view.shape.numel(),
+            counter.macs.get(layer.name, 0),
+            errors,
+            _retained(layer, own_patterns),
+        )
     dense_macs = {name: macs for name, macs in counter.macs.items() if name not in layers and macs}
     return Sensitivity(
         layers,
@@ -353,6 +368,12 @@ def check_score(score: str, data: Iterable[Any] | None) -> None:
         check_data(data)
 
 
+def check_blocks(blocks: object, *, has_data: bool) -> None:
+    """Refuse blocks without data, which would have no effect."""
+    if blocks is not None and not has_data:
+        raise ValueError(f"blocks={blocks!r} is for calibration batches: give data=loader")
+
+
 def refuse_layer(layer: NMLayer, *, calibrated: bool) -> None:
     """Refuse a layer that cannot be pruned or measured so, before any layer is, by a ``ValueError``."""
     if layer.view.is_sharded:
@@ -411,7 +432,7 @@ def scan_layer(
 ) -> LayerScan:
     """Measure the output errors of some patterns; groups without calibration tokens are left out.
 
-    ``moments`` are those of :meth:`~lightning_nm.methods.calibration.Calibration.moments`.
+    ``moments`` are those of :meth:`~lightning_nm.methods.calibration.Calibration.layers`.
     """
     weight = matrices_of(layer)  # [groups, out / groups, in]
     output_square = 0.0

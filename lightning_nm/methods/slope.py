@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from lightning_nm.functional import backward_mask
-from lightning_nm.functional.schedule import Moment
+from lightning_nm.functional.schedule import Moment, UnknownLength
 from lightning_nm.functional.spelling import check_keys
 from lightning_nm.methods.asp import ASP
 from lightning_nm.methods.base import check_count, check_number, refuse_tensor_parallel
@@ -121,10 +121,9 @@ class SLoPe(ASP):
             return begin
         last = self.adapters["last"]
         if planned_steps is None:
-            raise ValueError(
-                f"SLoPe's adapters are for the last {last} of the planned training steps, but their number is not "
-                "known (an endless training, data without a length, changing gradient accumulation or manual "
-                "optimization): give the Trainer max_steps, pass planned_steps to NMSparsifier, or leave adapters out"
+            raise UnknownLength(
+                f"SLoPe's adapters are for the last {last} of the planned training steps",
+                "leave adapters out",
             )
         steps = max(round(last * planned_steps), 1)
         return (begin[0] if begin else 0, max(planned_steps - steps, 0))

@@ -29,6 +29,12 @@ CHANGES = "changes"
 """The buffer of the last mean changes of the second moment, newest last: float32, up to the length of the window."""
 FROZEN_AT = "frozen_at"
 """The buffer of the optimizer's step after which the second moment was frozen, of no axes."""
+LARGEST_STEP = 10.0
+r"""The largest masked step of an entry over the learning rate.
+
+Adam's own is at most :math:`(1 - \beta_1) / \sqrt{(1 - \beta_2) (1 - \beta_1^2 / \beta_2)}`, 7.3 with its default
+betas: a large gradient also enlarges its second moment. A frozen one stays small.
+"""
 
 
 def window_length(beta2: float) -> int:
@@ -77,8 +83,9 @@ class STEP(STE):
        gradients and :math:`v^* = v_T / (1 - \beta_2^T)` of the switch. Weight decay is the optimizer's own.
 
     An entry whose gradient was zero until the switch, as of a ReLU that was never active, has :math:`v^* = 0`, and
-    steps by :math:`\eta \hat m / \epsilon` once it has one. A larger ``eps`` of the optimizer, such as 1e-6, bounds
-    that; a later ``dense_start`` makes it rare.
+    would step by :math:`\eta \hat m / \epsilon` once it has one. The paper has no means against that; here no entry
+    steps by more than :math:`10\, \eta` (:data:`LARGEST_STEP`), weight decay aside: :math:`v^*` counts as at least
+    :math:`(\hat m_t / 10)^2`.
 
     The second moment is frozen for the weights of this method's layers alone: biases and other layers keep Adam's. The
     state of the optimizer stays an ordinary one, in which ``exp_avg_sq`` does not change any more. While a masked step
@@ -291,7 +298,8 @@ class STEP(STE):
 
         The gradient is put into the first moment beforehand, as :math:`m + g (1 - \beta_1) / \beta_1`, so that a step
         with no gradient makes of it what Adam makes of m and g. The second moment is then only multiplied by
-        :math:`\beta_2`; before, it is scaled so that the bias correction of this step gives :math:`v^*`.
+        :math:`\beta_2`; before, it is scaled so that the bias correction of this step gives :math:`v^*`, and raised
+        where the step would be longer than :data:`LARGEST_STEP`.
         """
         parameter = layer.optimizer_param
         assert parameter.grad is not None
@@ -313,13 +321,17 @@ class STEP(STE):
 
         # As tensors: reading numbers of a GPU would wait for it.
         precise = torch.float32 if second.device.type == "mps" else torch.float64
-        steps = torch.as_tensor(state["step"]).to(second.device, precise)
+        steps = torch.as_tensor(state["step"], dtype=precise, device=second.device)
         if FROZEN_AT not in layer.buffers:
             layer.buffers[FROZEN_AT] = steps.clone()
         frozen_at = layer.buffers[FROZEN_AT].to(second.device, precise)
         frozen_correction = 1 - beta2**frozen_at
         coming_correction = 1 - beta2 ** (steps + 1)
         second.mul_(coming_correction / (frozen_correction * beta2))
+        # (m / LARGEST_STEP)^2, both moments corrected, for the second moment that the step multiplies by beta2.
+        of_first = beta1 / (1 - beta1 ** (steps + 1)) / LARGEST_STEP
+        smallest = first.square().mul_(of_first.square() * coming_correction / beta2)
+        torch.maximum(second, smallest, out=second)
 
         gradient.zero_()
         decay = _coupled_decay(optimizer, group)

@@ -147,9 +147,11 @@ class MaskViolations(NMMetric):
         self.pattern = NMPattern.parse(pattern)
         self.dim = dim
         # The masks of all processes are equal: a sum over them would count every block several times.
-        self.add_state("violations", default=torch.tensor(0), dist_reduce_fx="max")
+        self.add_state(
+            "violations", default=torch.tensor(0, dtype=torch.int64), dist_reduce_fx="max"
+        )
         # A MetricCollection updates only one of several metrics whose states are equal after the first update.
-        blocks = torch.tensor([self.pattern.n, self.pattern.m, dim])
+        blocks = torch.tensor([self.pattern.n, self.pattern.m, dim], dtype=torch.int64)
         self.add_state("blocks", default=blocks, dist_reduce_fx="max")
 
     def update(self, masks: Layers) -> None:

@@ -51,13 +51,14 @@ class OutermostCalls:
 
     def __init__(self, model: nn.Module, mode: WatchingMode) -> None:
         self.mode = mode
-        self.depth = 0
-        self.active = True
+        self.open: list[nn.Module] = []
+        """The modules whose calls have not ended, from the outermost one."""
+        self.active = can_watch(model) and not any(map(is_sharded, model.parameters()))
         self._handles: list[
             tuple[nn.Module, list[RemovableHandle]]
         ] = []  # no dict: the hash of a metric changes
         self._model = model
-        if any(map(is_sharded, model.parameters())) or not can_watch(model):
+        if not self.active:
             return
         for module in model.modules():
             if not isinstance(module, torch.jit.ScriptModule):
@@ -68,8 +69,8 @@ class OutermostCalls:
     def close(self) -> None:
         """Stop watching. Hooks within compiled parts stay: without them, graphs would be compiled again."""
         self.active = False
-        if self.depth:  # an interruption left calls without their end
-            self.depth = 0
+        if self.open:  # an interruption left calls without their end
+            self.open.clear()
             self.mode.__exit__(None, None, None)
         compiled = {id(module) for part in compiled_parts(self._model) for module in part.modules()}
         for module, handles in self._handles:
@@ -83,18 +84,18 @@ class OutermostCalls:
         """A module is called."""
         if torch.compiler.is_compiling() or not self.active:
             return
-        if self.depth == 0:
+        if not self.open:
             if compiled_parts(self._model):  # by now
                 return
             self.mode.__enter__()
-        self.depth += 1
+        self.open.append(module)
 
     def leave(self) -> None:
         """The call of a module ended, perhaps by an exception."""
-        if torch.compiler.is_compiling() or self.depth == 0:
+        if torch.compiler.is_compiling() or not self.open:
             return
-        self.depth -= 1
-        if self.depth == 0:
+        self.open.pop()
+        if not self.open:
             self.mode.__exit__(None, None, None)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,8 @@ from lightning_nm.training.forwards import (
 
 OTHERS = "(weights of other kinds)"
 """The key of all products with weights that no adapter knows."""
+READ = " (read by other code)"
+"""The end of the key of products with a layer's weight outside of the layer's calls: masks do not reach them."""
 
 
 class MacsCounter:
@@ -32,9 +34,10 @@ class MacsCounter:
 
     Weights of kinds that have an adapter are counted by their modules' forward hooks, one by one. Products with any
     other weight are counted by torch's formulas for operators, in models without compiled or sharded parts: together as
-    :data:`OTHERS`, those of experts that are not masked one by one. Products of two activations, as in attention, are
-    not counted. Batches, and several calls of a module in one batch, are added up, so only the shares of the counts
-    have a meaning.
+    :data:`OTHERS`, those of experts that are not masked one by one, and those of a weight that other code reads, as in
+    ``F.linear(x, layer.weight)``, under the layer's name and :data:`READ`. Products of two activations, as in
+    attention, are not counted. Batches, and several calls of a module in one batch, are added up, so only the shares of
+    the counts have a meaning.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -47,8 +50,10 @@ class MacsCounter:
         self._handles: dict[nn.Module, RemovableHandle] = {}
         self._seen: set[nn.Module] = set()
         self._over = False
-        known: dict[int, Callable[[], str]] = {}
-        self._known = known
+        self._names: dict[int, str] = {}  # of layers, by the id of the weight
+        self._count_themselves: set[int] = set()  # ids of modules
+        # The key of the products with a weight, by its id and that of the module in whose call they are.
+        self._keys: dict[tuple[int, int], Callable[[], str]] = {}
         for wrapped_name, module in model.named_modules():
             name = plain_name(wrapped_name)
             found = adapter_of(name, module)
@@ -59,17 +64,37 @@ class MacsCounter:
             if adapter.wraps_forward or not by_operators:
                 leave = _Leave(self, name, adapter)
                 self._handles[module] = module.register_forward_hook(leave, with_kwargs=True)
-            if adapter.role == "embedding":
-                continue  # what is made of its rows are activations
+            if not by_operators:
+                self._count_themselves.add(id(module))
             for spec in adapter.specs(module, "channels"):
                 key = layer_name(name, spec.parameter)
-                counts = partial(_counted_by, module, spec.parameter, by_operators, key)
-                known[id(getattr(module, spec.parameter))] = counts
-        self._calls = OutermostCalls(model, _OtherProducts(self, known))
+                weight = id(getattr(module, spec.parameter))
+                self._names.setdefault(weight, key)
+                if by_operators:
+                    counts = partial(_counted_by, module, spec.parameter, key)
+                    self._keys[weight, id(module)] = counts
+        self._calls = OutermostCalls(model, _OtherProducts(self))
 
-    def know(self, weight: nn.Parameter) -> None:
+    def know(self, weight: nn.Parameter, module: nn.Module) -> None:
         """Take a parameter that replaces one of a known module for known, too."""
-        self._known[id(weight)] = lambda: "known"
+        self._keys[id(weight), id(module)] = lambda: "known"
+
+    def is_counting(self) -> bool:
+        """Whether the operators that run now are those of a module whose hook counts its products."""
+        return bool(self._calls.open) and id(self._calls.open[-1]) in self._count_themselves
+
+    def key_of(self, weight: nn.Parameter) -> str:
+        """Return the key for a product with a weight now; ``"known"`` if the hook of a module counts it."""
+        for module in self._calls.open:
+            counts = self._keys.get((id(weight), id(module)))
+            if counts is not None:
+                return counts()
+        name = self._names.get(id(weight))
+        return OTHERS if name is None else name + READ
+
+    def watch_step(self) -> None:
+        """Count the operators outside of the modules' calls, too, until :meth:`close`: those of a training step."""
+        self._calls.enter(self._model)
 
     def hidden(self) -> set[nn.Module]:
         """Return watched modules that were not seen and are part of a compiled module of the model."""
@@ -109,10 +134,10 @@ def _has_own_forward(module: nn.Module, handled: type[nn.Module]) -> bool:
     return kind.forward is not handled.forward
 
 
-def _counted_by(module: nn.Module, parameter: str, by_operators: bool, key: str) -> str:
-    """``"known"`` for a weight whose module counts its products, else the key under which they are counted."""
-    masked = isinstance(module, Adapter) and parameter in module.nm_layers
-    return key if by_operators and not masked else "known"
+def _counted_by(module: nn.Module, parameter: str, key: str) -> str:
+    """``"known"`` for a weight whose products the module's hook counts, because it is masked; else ``key``."""
+    is_masked = isinstance(module, Adapter) and parameter in module.nm_layers
+    return "known" if is_masked else key
 
 
 class _Leave(WatchingHook):
@@ -147,23 +172,19 @@ class _Leave(WatchingHook):
 
 
 class _OtherProducts(WatchingMode):
-    """Counts products with a parameter, or with what was made of parameters alone, but for those of known modules.
+    """Counts products with a parameter, or with what was made of parameters alone, but for those of known modules."""
 
-    Args:
-        counter: Gets the counts.
-        known: For the ids of the weights of known modules, ``"known"`` or the key of their counts.
-    """
-
-    def __init__(self, counter: MacsCounter, known: Mapping[int, Callable[[], str]]) -> None:
+    def __init__(self, counter: MacsCounter) -> None:
         super().__init__()
         self.counter = counter
-        self.known = known
         self._made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
         if self.counter._over or isinstance(func, torch._ops.HigherOrderOperator):
+            return output
+        if self.counter.is_counting():
             return output
         if func._overloadpacket is torch.ops.aten.embedding:
             return output  # rows that tokens chose are activations
@@ -191,9 +212,7 @@ class _OtherProducts(WatchingMode):
         """``"known"``, or the key of the counts, for weights and what was made of them; empty for activations."""
         if not isinstance(tensor, nn.Parameter) or tensor.dim() < 2:
             return self._made.get(tensor, "")
-        if id(tensor) in self.known:
-            return self.known[id(tensor)]()
-        return OTHERS
+        return self.counter.key_of(tensor)
 
 
 def forward_macs(model: nn.Module, inputs: Any) -> dict[str, int]:

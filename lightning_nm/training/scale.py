@@ -9,8 +9,11 @@ density :math:`\rho_0`, the variance of the kept entries becomes :math:`\sigma^2
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +27,14 @@ from lightning_nm.nn.layer.memory import memory_state
 Scale = Literal["supar", "supar-lr"]
 
 _KNOWN = (Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, SGD)
-_KNOWN_NAMES = ("adam", "lion")  # parts of the names of optimizers outside of torch, in lower case
+_KNOWN_ELSEWHERE = re.compile(
+    r"bitsandbytes\.(Paged)?(Adagrad|AdamW?|Lion|RMSprop|SGD)(8bit|32bit)?|torchao\._?AdamW?(4bit|8bit|Fp8)?|\w+\.Lion"
+)
+"""Optimizers outside of torch, as ``package.Class``.
+
+A class that is called Adam may be another one: that of galore_torch projects gradients to a low rank, and apex keeps
+copies of the parameters by their positions in the groups.
+"""
 _RATES = ("lr", "initial_lr", "max_lr", "min_lr")
 """Learning rates in a group; schedulers keep the latter three there."""
 
@@ -91,36 +101,36 @@ def _square(tensor: Tensor) -> float:
 
 
 def check_optimizer(optimizer: Optimizer, layers: Sequence[NMLayer]) -> None:
-    """Refuse an optimizer whose step is not known to be proportional to its learning rate.
+    """Refuse an optimizer of any of these layers unless it steps each entry by itself, in proportion to its rate.
+
+    This is known of classes, not found out: a step of a probe might communicate, or step what the optimizer wraps.
 
     Raises:
         ValueError: With the optimizer's and a layer's name.
     """
-    name = type(optimizer).__name__
     known = isinstance(optimizer, _KNOWN)
-    for part in _KNOWN_NAMES:
-        known = known or part in name.lower()
-    if layers and not known:
+    for kind in type(optimizer).__mro__:
+        package = kind.__module__.partition(".")[0]
+        known = known or bool(_KNOWN_ELSEWHERE.fullmatch(f"{package}.{kind.__name__}"))
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    masked = [layer.name for layer in layers if id(layer.optimizer_param) in held]
+    if masked and not known:
+        name = type(optimizer).__name__
         raise ValueError(
-            f"scale='supar' multiplies the learning rate of layer '{layers[0].name}' and others by a rule that holds "
-            f"for SGD and optimizers like Adam, but not for {name}: use one of them, or scale=None"
+            f"scale='supar' multiplies the learning rate of layer '{masked[0]}' and others by a rule that holds "
+            "for optimizers that step each entry by itself, in proportion to the learning rate. That is known of SGD, "
+            f"Adam, AdamW, Adamax, NAdam, RAdam, Adagrad, RMSprop and Lion, but not for {name}: use one of them, let "
+            f"{name} inherit from one of torch's if the same is true of it, or use scale=None"
         )
-
-
-class _SplitGroups(NamedTuple):
-    """The groups of an optimizer while it steps."""
-
-    optimizer: Optimizer
-    groups: list[dict[str, Any]]  # the user's
-    origins: list[tuple[int, float]]  # of each part: the index of its group, and its factor
 
 
 class ScaledLearningRates:
     """Multiplies the learning rates of masked weights by ``base_density / density`` while an optimizer steps.
 
-    For the time of the step, and while methods prepare it, the optimizer's groups are split by factor, with other
-    learning rates in the parts. Schedulers, logs and checkpoints therefore see the user's own groups and rates.
-    Decoupled weight decay is multiplied with the learning rate, as in the paper's code.
+    The step is made by a :meth:`view` of the optimizer, whose groups are split by factor, with other learning rates in
+    the parts. Those of the optimizer itself stay as they are: schedulers, logs and checkpoints see the user's groups
+    and rates, also if the step raises an exception. Decoupled weight decay is multiplied with the learning rate, as in
+    the paper's code.
 
     Args:
         base_density: The density that the learning rates suit.
@@ -128,46 +138,70 @@ class ScaledLearningRates:
 
     def __init__(self, base_density: float = 1.0) -> None:
         self.base_density = base_density
-        self._split: dict[int, _SplitGroups] = {}  # by the id of an optimizer that is within a step
 
     def factor(self, layer: NMLayer) -> float:
         """The factor of a layer's learning rate now."""
         return self.base_density / density_of(layer)
 
-    def enter_step(self, optimizer: Optimizer, layers: Iterable[NMLayer]) -> None:
-        """Split the groups of an optimizer that begins a step."""
-        self.leave_step(optimizer)  # the step before may have raised an exception
+    def view(self, optimizer: Optimizer) -> Any:
+        """An optimizer that shares its state and all else with another one, but may have other groups."""
+        kind: Any = type(optimizer)
+        view: Any = object.__new__(_view_class(kind))
+        view.__dict__ = optimizer.__dict__
+        view.nm_of = optimizer
+        view.param_groups = optimizer.param_groups
+        view.nm_origins = []  # of each part: the group that it is of, and its factor
+        return view
+
+    def scale(self, view: Any, layers: Iterable[NMLayer]) -> None:
+        """Give a view the groups of a step of these layers."""
         factors = {id(layer.optimizer_param): self.factor(layer) for layer in layers}
-        groups = list(optimizer.param_groups)
         parts: list[dict[str, Any]] = []
-        origins: list[tuple[int, float]] = []
-        for index, group in enumerate(groups):
+        origins: list[tuple[dict[str, Any], float]] = []
+        for group in view.nm_of.param_groups:
             for factor, members in _members_by_factor(group["params"], factors).items():
                 parts.append(_part(group, members, factor))
-                origins.append((index, factor))
-        if all(factor == 1 for _, factor in origins):
-            return
-        self._split[id(optimizer)] = _SplitGroups(optimizer, groups, origins)
-        # In place: the optimizer and its wrappers share the list.
-        optimizer.param_groups[:] = parts
+                origins.append((group, factor))
+        if any(factor != 1 for _, factor in origins):
+            view.param_groups = parts
+            view.nm_origins = origins
 
-    def leave_step(self, optimizer: Optimizer) -> None:
-        """Restore the groups of an optimizer, with what the step wrote to them."""
-        split = self._split.pop(id(optimizer), None)
-        if split is None:
-            return
-        written = set()
-        for part, (index, factor) in zip(optimizer.param_groups, split.origins, strict=True):
-            # A counter has advanced alike in all parts of a group.
-            if index not in written:
-                written.add(index)
-                _write_back(part, split.groups[index], factor)
-        optimizer.param_groups[:] = split.groups
+    def write_back(self, view: Any) -> None:
+        """Take over what a step wrote to the groups of a view, such as a counter."""
+        # The view of another sparsifier on the same optimizer may lie between.
+        while hasattr(view, "nm_of"):
+            written = set()
+            for part, (group, factor) in zip(view.param_groups, view.nm_origins, strict=False):
+                # A counter has advanced alike in all parts of a group.
+                if id(group) not in written:
+                    written.add(id(group))
+                    _write_back(part, group, factor)
+            view = view.nm_of
 
-    def release(self) -> None:
-        """Restore the groups of all optimizers."""
-        for split in list(self._split.values()):
-            self.leave_step(split.optimizer)
+    @contextmanager
+    def shown(self, optimizer: Optimizer, layers: Iterable[NMLayer]) -> Iterator[None]:
+        """Within, the optimizer itself has the groups of its step, for methods that read their learning rates."""
+        view = self.view(optimizer)
+        self.scale(view, layers)
+        groups = list(optimizer.param_groups)
+        try:
+            # In place: the optimizer and its wrappers share the list.
+            optimizer.param_groups[:] = view.param_groups
+            yield
+        finally:
+            optimizer.param_groups[:] = groups
+            self.write_back(view)
+
+
+@cache
+def _view_class(kind: type[Any]) -> type[Any]:
+    """A subclass whose ``param_groups`` do not lie in the ``__dict__`` that a view shares with its optimizer."""
+    own = {
+        "__slots__": ("param_groups", "nm_of", "nm_origins"),
+        # What an optimizer gives back when it is deleted, it gives back itself.
+        "__del__": lambda view: None,
+    }
+    return type(kind.__name__, (kind,), own)
 
 
 def _members_by_factor(

@@ -11,6 +11,7 @@ from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.layer.layer import init_masks
 from lightning_nm.nn.layer.sharding import is_sharded
 from lightning_nm.nn.layer.state import saved_layer, state_difference
+from lightning_nm.nn.selection.ranges import grouped, quoted
 from lightning_nm.nn.selection.selection import refuse_masked, refuse_nan
 from lightning_nm.training.optimizers import trained_layer
 from lightning_nm.training.patterns import PatternChoice
@@ -66,3 +67,15 @@ def refuse_late_sharding(layers: Iterable[NMLayer]) -> None:
             raise RuntimeError(
                 f"{fault}: call fully_shard or parallelize_module first, then attach()"
             )
+
+
+def told_as_dense(trained_dense: Mapping[str, str]) -> str:
+    """What is said of layers whose weight stays dense, by name with the reason; alike ones are written as one."""
+    layers = [f"{quoted(name)}: {reason}" for name, reason in grouped(trained_dense.items())]
+    shown = "; ".join(layers[:8])
+    if len(layers) > 8:
+        shown += f"; and {len(layers) - 8} more"
+    return (
+        f"the trained weights of these layers will be dense, only GEMMs of their backward pass are N:M: {shown}. Give "
+        "them another pattern by `rules`, pad their inputs to a multiple of M, or name them in `exclude`"
+    )

@@ -20,6 +20,7 @@ from lightning_nm.functional.statistics import (
     magnitude_sum,
 )
 from lightning_nm.nn.layer import NMLayer
+from lightning_nm.nn.layer.layout import known_size
 
 if TYPE_CHECKING:  # for the types only: imports point one way
     from lightning_nm.methods.base import Method
@@ -72,8 +73,8 @@ def share_of_products(model: nn.Module, layers: Iterable[NMLayer]) -> float:
 
 
 def parameter_sizes(model: nn.Module, layers: Iterable[NMLayer]) -> dict[int, int]:
-    """The entries of each parameter of a model by its id, of a packed weight those of the dense one."""
-    sizes = {id(parameter): parameter.numel() for parameter in model.parameters()}
+    """The entries of each parameter by its id: of a packed weight those of the dense one, of a lazy one 0."""
+    sizes = {id(parameter): known_size(parameter) for parameter in model.parameters()}
     for layer in layers:
         sizes[id(layer.param)] = layer.view.shape.numel()
     return sizes
@@ -155,7 +156,7 @@ def _sums(layer: NMLayer) -> list[float]:
     forward_mask = layer.masks.forward
     backward_mask = layer.masks.backward
     flips = layer.masks.flips
-    size = torch.tensor(weight.numel(), device=weight.device)
+    size = torch.tensor(weight.numel(), dtype=torch.int64, device=weight.device)
     kept = size if forward_mask is None else density_counts(forward_mask)[0]
     kept_backward = kept if backward_mask is None else density_counts(backward_mask)[0]
     if flips is None:

@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_nm.functional.schedule import within
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.layer.gemms import kept_share
+from lightning_nm.training.direct_reads import DirectReads
 from lightning_nm.training.forgotten import ForgottenCalls
 from lightning_nm.training.optimizers import (
     OwnedLayers,
@@ -58,6 +59,7 @@ class TrainingStep:
         packs: Whether weights at rest are packed.
         patterns: What chooses the layers' patterns, if it does.
         is_suspended: Asked at each step of an optimizer; if true, the step is none of this training and is ignored.
+        direct_reads: What finds weights that other code reads.
     """
 
     def __init__(
@@ -70,9 +72,11 @@ class TrainingStep:
         packs: bool = False,
         patterns: PatternChoice | None = None,
         is_suspended: Callable[[], bool] | None = None,
+        direct_reads: DirectReads | None = None,
     ) -> None:
         self.layers = layers
         self._is_suspended = is_suspended or (lambda: False)
+        self.direct_reads = direct_reads
         self.packs = packs
         self.patterns = patterns
         self.forgotten = forgotten or ForgottenCalls()
@@ -84,6 +88,7 @@ class TrainingStep:
         self.optimizers: dict[int, OwnedLayers] = {}  # the registered ones
         self._handles: dict[int, list[RemovableHandle]] = {}
         self._depth: dict[int, int] = {}  # of nested calls of step(), see _enter_step()
+        self._in_closure: set[int] = set()  # those whose step is computing its gradients
         # Those whose states may have other shapes than the weights. They are fitted at the next step, not at once: the
         # state of an optimizer may be loaded before that of the sparsifier, whose masks tell the positions.
         self._unfitted: set[int] = set()
@@ -95,10 +100,12 @@ class TrainingStep:
         """Start counting the steps of layers just added to :attr:`layers`; registered optimizers may own them."""
         for layer in layers:
             self._hooks[layer.spec.method] = layer.spec.method.defined_hooks()
-        for key, known in self.optimizers.items():
-            self.optimizers[key] = owned_layers(known.optimizer, self.layers, known)
+        for known in list(self.optimizers.values()):
+            self._find_owned(known.optimizer)
         for layer in layers:
             self._begin_window(layer)
+        if self.direct_reads is not None:
+            self.direct_reads.watch(layers)
 
     def _hooks_of(self, layer: NMLayer) -> frozenset[str]:
         """The hooks that are called for a layer: none once it is packed and at rest, and in a dense stage."""
@@ -111,12 +118,16 @@ class TrainingStep:
     def before_optimizer(self, optimizer: Optimizer, loss_scale: float = 1.0) -> None:
         """Shape the complete gradients, still multiplied by ``loss_scale``, of the optimizer's layers."""
         owned = self.owned(optimizer)
+        if self.direct_reads is not None:
+            self.direct_reads.check(owned)  # before methods add to the gradients
         self._announced.add(id(optimizer))
+        if id(optimizer) not in self._in_closure:
+            # A new step begins: what is left here is of one that raised an exception.
+            self._depth.pop(id(optimizer), None)
         # Methods read the state of the optimizer, too.
         self._fit_states(optimizer)
         # Methods read the learning rates that the step will have, such as BAME for the size of a step.
-        self._scale_rates(optimizer)
-        try:
+        with self._rates_shown(optimizer):
             for layer in owned:
                 method = layer.spec.method
                 hooks = self._hooks_of(layer)
@@ -133,8 +144,6 @@ class TrainingStep:
                     if "before_step" in hooks:
                         method.before_step(layer, optimizer)
                 layer.progress.shaped = True
-        finally:
-            self._restore_rates(optimizer)
 
     def after_clipping(self, optimizer: Optimizer) -> None:
         """Shape the gradients that the optimizer's step is about to use."""
@@ -242,6 +251,8 @@ class TrainingStep:
         """
         for layer in self.layers:
             self._begin_window(layer, loaded=loaded)
+        if self.direct_reads is not None:
+            self.direct_reads.watch(self.layers)
         if self.observe_every:
             self._observe_some()
 
@@ -298,12 +309,9 @@ class TrainingStep:
             fit_states(
                 optimizer, [layer for layer in self.layers if id(layer.optimizer_param) in held]
             )
-        if self.rates is not None:
-            check_optimizer(optimizer, self.layers)
         if self.packs:
             check_packable(optimizer, check_owned(optimizer, self.layers))
-        owned = owned_layers(optimizer, self.layers)
-        self.optimizers[id(optimizer)] = owned
+        self._find_owned(optimizer)
         enter = optimizer.register_step_pre_hook(self._enter_step)
         leave = optimizer.register_step_post_hook(self._leave_step)
         loaded = optimizer.register_load_state_dict_post_hook(self._state_loaded)
@@ -383,9 +391,17 @@ class TrainingStep:
             )
         held = sum(len(group["params"]) for group in optimizer.param_groups)
         if held != known.parameters:
-            known = owned_layers(optimizer, self.layers, known)
-            self.optimizers[id(optimizer)] = known
+            return self._find_owned(optimizer)
         return known.layers
+
+    def _find_owned(self, optimizer: Optimizer) -> list[NMLayer]:
+        """Find the layers of an optimizer, among those that it did not hold before."""
+        known = self.optimizers.get(id(optimizer))
+        if self.rates is not None:
+            check_optimizer(optimizer, self.layers)
+        owned = owned_layers(optimizer, self.layers, known)
+        self.optimizers[id(optimizer)] = owned
+        return owned.layers
 
     def unowned(self) -> list[NMLayer]:
         """The layers that no registered optimizer owns."""
@@ -398,8 +414,8 @@ class TrainingStep:
         """Forget all optimizers; ``keep_parameters`` leaves the parameters that methods own in them."""
         for handle in chain.from_iterable(self._handles.values()):
             handle.remove()
-        if self.rates is not None:
-            self.rates.release()
+        if self.direct_reads is not None:
+            self.direct_reads.close()
         if not keep_parameters:
             for known in self.optimizers.values():
                 remove_parameters(known.optimizer, self.layers)
@@ -410,65 +426,73 @@ class TrainingStep:
         self._unfitted.clear()
 
     def _enter_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        if self._is_suspended():
+        # The step of a subclass that calls its base class's runs both hooks twice: only the outermost counts. Within
+        # the step of a view it is the view's.
+        if id(optimizer) not in self.optimizers or self._is_suspended():
             return None
-        # The step of a subclass that calls its base class's runs both hooks twice: only the outermost counts.
         depth = self._depth.get(id(optimizer), 0) + 1
         self._depth[id(optimizer)] = depth
-        if depth > 1:
+        if depth > 1 and self.rates is None:
             return None
         self._fit_states(optimizer)
-        is_positional = len(args) > 1  # args[0] is the optimizer itself
+        # What steps: the optimizer, or the view of another sparsifier.
+        view = args[0] if self.rates is None else self.rates.view(args[0])
+        args = (view, *args[1:])
+        is_positional = len(args) > 1
         closure = args[1] if is_positional else kwargs.get("closure")
         if not callable(closure):
-            self._enter_after_clipping(optimizer)
-            return None
+            self._enter_after_clipping(optimizer, view)
+            return args, kwargs
 
         # Under Lightning the closure computes the gradients and clips them: what follows clipping comes after it.
         def closure_and_hooks() -> Any:
+            self._in_closure.add(id(optimizer))
             try:
-                # The closure may log the user's own rates: they are scaled after it.
                 result = closure()
-                self._enter_after_clipping(optimizer)
             except BaseException:
                 # The step ends here, without its post hook.
                 self._depth.pop(id(optimizer), None)
                 raise
+            finally:
+                self._in_closure.discard(id(optimizer))
+            # The closure may log the user's own rates: they are scaled after it.
+            self._enter_after_clipping(optimizer, view)
             return result
 
         if is_positional:
-            return (args[0], closure_and_hooks, *args[2:]), kwargs
+            return (view, closure_and_hooks, *args[2:]), kwargs
         return args, {**kwargs, "closure": closure_and_hooks}
 
     def _leave_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._is_suspended():
+        if id(optimizer) not in self.optimizers or self._is_suspended():
             return
         depth = self._depth.get(id(optimizer), 1) - 1
-        self._depth[id(optimizer)] = depth
-        if depth > 0:
+        self._depth[id(optimizer)] = max(depth, 0)
+        if depth != 0 and self.rates is None:
             return
-        try:
+        if self.rates is not None:
+            self.rates.write_back(args[0])
+        with self._rates_shown(optimizer):
             self._after_step(optimizer)
-        finally:
-            self._restore_rates(optimizer)
 
-    def _enter_after_clipping(self, optimizer: Optimizer) -> None:
+    def _enter_after_clipping(self, optimizer: Optimizer, view: Any) -> None:
         """What happens between clipping and the optimizer's own step, which has the learning rates set here."""
-        self._scale_rates(optimizer)
+        if self.direct_reads is not None and id(optimizer) not in self._announced:
+            self.direct_reads.check(self.owned(optimizer))
         try:
-            self.after_clipping(optimizer)
+            with self._rates_shown(optimizer):
+                self.after_clipping(optimizer)
         except BaseException:
-            self._restore_rates(optimizer)
+            self._depth.pop(id(optimizer), None)
             raise
-
-    def _scale_rates(self, optimizer: Optimizer) -> None:
-        """Give the optimizer's groups the learning rates of its step, until they are restored."""
         if self.rates is not None:
-            self.rates.enter_step(optimizer, self.owned(optimizer))
+            self.rates.scale(view, self.owned(optimizer))
 
-    def _restore_rates(self, optimizer: Optimizer) -> None:
-        if self.rates is not None:
-            self.rates.leave_step(optimizer)
+    def _rates_shown(self, optimizer: Optimizer) -> Any:
+        """Within, the optimizer's groups have the learning rates of its step."""
+        if self.rates is None:
+            return nullcontext()
+        return self.rates.shown(optimizer, self.owned(optimizer))
 
     def _after_step(self, optimizer: Optimizer) -> None:
         announced = id(optimizer) in self._announced

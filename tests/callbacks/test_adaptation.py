@@ -63,8 +63,10 @@ def test_shares_become_steps_of_the_trainers_plan(tmp_path, options, planned):
 def test_an_endless_plan_needs_integers_and_leaves_the_model_alone(tmp_path):
     model = new_model()
     endless = {"max_epochs": -1, "max_time": "00:00:00:05"}
-    with pytest.raises(ValueError, match=r"stop=0\.75 is a share.*give stop as an integer"):
+    advice = r"stop=0\.75 is a share.*write BAME\(stop=10000\).*or give the Trainer max_steps"
+    with pytest.raises(ValueError, match=advice) as told:
         make_trainer(tmp_path, [callback()], **endless).fit(model, Data())
+    assert "NMSparsifier" not in str(told.value), "the user of a Trainer has none"
     assert not any(isinstance(m, Adapter) for m in model.modules())
 
     make_trainer(tmp_path, [callback(BAME(stop=4, every=2)), Enough(5)], **endless).fit(
@@ -134,7 +136,7 @@ class Stream(torch.utils.data.IterableDataset):
 
 def test_a_plan_that_the_trainer_cannot_tell_needs_integers(tmp_path):
     loader = torch.utils.data.DataLoader(Stream(), batch_size=None)
-    with pytest.raises(ValueError, match=r"stop=0\.75 is a share.*give stop as an integer"):
+    with pytest.raises(ValueError, match=r"stop=0\.75 is a share.*write BAME\(stop=10000\)"):
         make_trainer(tmp_path, [callback()], limit_val_batches=0).fit(new_model(), loader)
     make_trainer(tmp_path, [callback(BAME(stop=4, every=2))], limit_val_batches=0).fit(
         new_model(), loader
@@ -142,7 +144,7 @@ def test_a_plan_that_the_trainer_cannot_tell_needs_integers(tmp_path):
 
     changing = GradientAccumulationScheduler({0: 1, 1: 6})
     with pytest.raises(
-        ValueError, match=r"changing gradient accumulation.*give stop as an integer"
+        ValueError, match=r"write BAME\(stop=10000\).*gradient accumulation changes"
     ):
         make_trainer(tmp_path, [changing, callback()]).fit(new_model(), Data())
     nm = callback()
@@ -166,7 +168,7 @@ def test_a_plan_that_the_trainer_cannot_tell_needs_integers(tmp_path):
                 self.manual_backward(self.step(batch, "train"))
                 optimizer.step()
 
-    with pytest.raises(ValueError, match=r"manual optimization.*give stop as an integer"):
+    with pytest.raises(ValueError, match=r"write BAME\(stop=10000\).*Under manual optim"):
         make_trainer(tmp_path, [callback()]).fit(Two(), Data())
     nm = callback(BAME(stop=9, every=2))
     look = Look(

@@ -185,7 +185,11 @@ def test_figures_stay_small_and_names_are_thinned(layers):
     axes = figure.axes[0]
     shown = [label.get_text() for label in axes.get_yticklabels()]
     assert len(shown) * 15 <= max(picture.shape[0], 15)
-    assert ("one name for" in axes.get_title(loc="left")) == (layers > 37)
+    assert ("one name for" in axes.get_xlabel()) == (layers > 37)
+    assert picture.shape[1] <= 550, (
+        "TensorBoard's card of 400 pixels shrinks it by a quarter at most"
+    )
+    assert all(label.get_size() >= 8 for label in axes.get_yticklabels())
     assert (picture[:, :3] == 255).all(), "names begin within the figure"
 
 
@@ -197,7 +201,7 @@ def test_rows_that_layers_share_show_their_mean(layers):
     figure = maps.show("title", values, False)
     every = -(-layers // 1000)
     means = np.array([np.nanmean(values[:, k : k + every], 1) for k in range(0, layers, every)])
-    assert f"mean of {every} layers in a row" in figure.axes[0].get_title(loc="left")
+    assert f"mean of {every} layers in a row" in figure.axes[0].get_xlabel()
     np.testing.assert_allclose(
         maps._image.get_array(), (means - means.min()) / (means.max() - means.min())
     )
@@ -214,14 +218,16 @@ def test_names_may_hold_any_character():
     pixels(HeatMapFigure(["层.é", "<b>", "$x$", "$^"], [1]).show("title", torch.zeros(1, 4), False))
 
 
-def test_names_are_shortened_by_what_they_share():
-    long = "some_block_with_a_long_name.attention.q_projection"
-    assert shortened([f"model.a.{long}", "model.b"]) == [
-        "...a.some_block_with_a...ention.q_projection",
-        "...b",
-    ]
+def test_short_names_fit_and_tell_layers_apart():
     assert shortened(["model.a", "model.b"]) == ["model.a", "model.b"]
-    assert max(map(len, shortened([long, f"{long}.{long}"]))) <= 44
+    kinds = ("attention.self.query", "attention.self.key", "attention.output.dense", "pooler")
+    names = [f"bert.encoder.layer.{k}.{kind}" for k in range(12) for kind in kinds]
+    short = shortened(names)
+    assert len(set(short)) == len(names)
+    assert all(a.split(".")[3] == b.split(".")[3] for a, b in zip(short, names, strict=True))
+    long = "some_block_with_a_long_name.attention.q_projection"
+    for name in (*short, *shortened([long, f"{long}.{long}.and_a_very_long_last_part"])):
+        assert len(name) <= 26
 
 
 # -------------------------------------------------------------------------------------------------- in the log
@@ -234,7 +240,7 @@ def written(folder):
     return columns, [json.loads(text.strip("`json\n")) for text in events.texts["nm/map_rows"]]
 
 
-def test_maps_are_written_with_the_pictures_and_at_the_end(tmp_path):
+def test_maps_are_written_at_intervals_and_at_the_end(tmp_path):
     seen = {}
 
     def look(trainer, module):
@@ -244,7 +250,6 @@ def test_maps_are_written_with_the_pictures_and_at_the_end(tmp_path):
     nm = callback("bi-mask", monitor=MaskMonitor(images_every=4))
     fit(tmp_path, nm, Inspect(look), max_epochs=2)
     events = Events(tmp_path / "logs" / "version_0")
-    assert events.steps("nm/forward_mask/net.3") == [1, 5, 9]
     assert [events.steps(tag) for tag in TAGS] == [[1, 5, 9, 11]] * 3
     columns, rows = written(tmp_path / "logs" / "version_0")
     assert rows == [["net.3", "net.6"]]
@@ -319,7 +324,6 @@ def test_without_matplotlib_maps_are_left_out_with_one_warning(tmp_path, monkeyp
     assert sum("matplotlib" in str(warning.message) for warning in caught) == 1
     events = Events(tmp_path / "logs" / "version_0")
     assert not set(TAGS) & set(events.images)
-    assert events.steps("nm/forward_mask/net.3") == [1, 5, 9]
     assert list(written(tmp_path / "logs" / "version_0")[0]) == [1, 3, 5, 7, 9, 11]
     assert len(events.texts["nm/summary"]) == 1
 
@@ -327,7 +331,6 @@ def test_without_matplotlib_maps_are_left_out_with_one_warning(tmp_path, monkeyp
 def test_maps_are_drawn_again_when_the_run_is_a_quarter_longer(tmp_path):
     fit(tmp_path, callback("sr-ste", monitor=MaskMonitor(images_every=2)), max_epochs=4)
     events = Events(tmp_path / "logs" / "version_0")
-    assert events.steps("nm/forward_mask/net.3") == list(range(1, 24, 2))
     assert [events.steps(tag) for tag in TAGS] == [[1, 3, 5, 7, 9, 13, 17, 23]] * 3
 
 

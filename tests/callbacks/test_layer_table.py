@@ -5,6 +5,7 @@ import re
 from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
@@ -13,6 +14,7 @@ from torch import nn
 from lightning_nm import NMSparsifier
 from lightning_nm.callbacks.report.tables import broken_name, print_layers, print_summary
 from lightning_nm.nn.selection.ranges import expanded, grouped
+from lightning_nm.nn.selection.selection import NO_MATRICES
 
 NAMES = st.lists(
     st.sampled_from(["0", "1", "2", "3", "10", "11", "up", "layers", "q_proj"]),
@@ -127,7 +129,7 @@ def test_nothing_is_cut_at_any_width(width, terminal):
         "why",
     ):
         assert word in text
-    assert re.search(r"^\(\d\) in 7 % 4 != 0$", text, re.MULTILINE)
+    assert re.search(r"^\(\d\) in 7 % 4 != 0 \(M = 7 would fit\)$", text, re.MULTILINE)
     assert re.search(r"^\(\d\) last linear layer$", text, re.MULTILINE)
 
 
@@ -139,3 +141,106 @@ def test_overlap_is_told_where_there_are_two_masks(method, overlaps):
     console = Console(width=120, file=io.StringIO())
     print_summary(NMSparsifier(Deep(2), "2:4", method).attach(), trainer, console)
     assert ("overlap" in console.file.getvalue()) == overlaps
+
+
+def lines_of(model, width=100, **options):
+    """The lines of the table between its rule and the empty line at its end, and those below it."""
+    console = Console(width=width, file=io.StringIO())
+    print_layers(NMSparsifier(model, "2:4", **options).attach(), console)
+    lines = [line.strip() for line in console.file.getvalue().splitlines()]
+    rule = next(k for k, line in enumerate(lines) if line.startswith("───"))
+    end = lines.index("", rule)
+    return lines[:rule], lines[rule + 1 : end], lines[end + 1 :]
+
+
+class Vision(nn.Module):
+    """The names of a vision transformer in a LightningModule, deep enough to need more than 100 columns."""
+
+    def __init__(self):
+        super().__init__()
+        self.class_token = nn.Parameter(torch.randn(1, 1, 16))
+        self.positions = nn.Parameter(torch.randn(1, 9, 16))
+        self.patches = nn.Conv2d(3, 16, 4)
+        self.encoder_layers = nn.ModuleList(
+            nn.ModuleDict({"self_attention": nn.MultiheadAttention(16, 2)}) for _ in range(12)
+        )
+        self.norm = nn.LayerNorm(16)
+        self.head = nn.Linear(16, 8)
+
+
+@pytest.mark.parametrize("method", ["bi-mask", "transposable"])
+def test_rows_are_in_the_order_of_the_model_and_one_line_each(method):
+    model = nn.ModuleDict({"net": Vision()})
+    _, rows, below = lines_of(model, method=method)
+    assert [row.split(" ", 1)[0] for row in rows] == [
+        "net.patches",
+        "net.encoder_layers.{0..11}.self_attention.in_proj_weight",
+        "net.encoder_layers.{0..11}.self_attention.out_proj",
+        "net.head",
+    ]
+    assert f"no rows for net: {NO_MATRICES}" in below
+
+
+@pytest.mark.parametrize("other", [{}, {"pattern": "1:4"}, {"method": "sr-ste"}])
+def test_what_all_masked_layers_have_is_in_the_title_where_names_are_long(other):
+    rules = [{"include": "*out_proj", **other}] if other else None
+    (title, *_, header), rows, _ = lines_of(Vision(), method="transposable", rules=rules)
+    for column, value in (("pattern", "2:4"), ("method", "transposable")):
+        differs = column in other
+        assert (f"{column} {value}" in title) != differs
+        assert (column in header.split()) == differs
+    for column, value in other.items():
+        assert any(value in row.split() for row in rows), column
+    # Where there is room, nothing moves.
+    (title, *_, header), _, _ = lines_of(Vision(), 200, method="transposable", rules=rules)
+    assert title == "N:M layers"
+    assert {"pattern", "method"} <= set(header.split())
+
+
+def test_the_order_holds_for_every_kind_of_row():
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.own = nn.Parameter(torch.randn(8, 8))
+            self.embed = nn.Embedding(8, 8)
+            self.lstm = nn.LSTM(8, 8)
+            self.attention = nn.MultiheadAttention(8, 2, kdim=4, vdim=12)
+            self.odd = nn.Linear(7, 5)
+            self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
+            self.tied = nn.Linear(8, 8, bias=False)
+            self.tied.weight = self.embed.weight
+            self.frozen = nn.Linear(8, 8).requires_grad_(False)
+            self.last = nn.Linear(8, 8)
+
+    _, rows, _ = lines_of(nn.ModuleDict({"net": Mixed()}))
+    assert [row.split(" ", 1)[0] for row in rows] == [
+        "net", "net.embed", "net.lstm",
+        "net.attention.q_proj_weight", "net.attention.k_proj_weight", "net.attention.v_proj_weight",
+        "net.attention.out_proj", "net.odd", "net.normed", "net.tied", "net.frozen", "net.last",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("shape", "is_matrix"),
+    [((1, 9, 16), False), ((1, 16), False), ((16, 1), False), ((8, 16), True), ((4, 8, 16), True)],
+)
+def test_only_a_parameter_that_can_be_multiplied_makes_a_row(shape, is_matrix):
+    class Holder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.held = nn.Parameter(torch.zeros(shape))
+
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), Holder())
+    _, rows, below = lines_of(model)
+    assert any(row.startswith("2 ") for row in rows) == is_matrix
+    assert any("no adapter for Holder" in line for line in below) == is_matrix
+    assert (f"no rows for 2: {NO_MATRICES}" in below) != is_matrix
+
+
+def test_a_forward_of_its_own_is_told_with_the_module_of_the_class():
+    class Linear(nn.Linear):
+        def forward(self, input):
+            return 2 * super().forward(input)
+
+    _, _, below = lines_of(nn.Sequential(nn.Linear(8, 8), Linear(8, 8), nn.Linear(8, 8)))
+    assert f"(1) {__name__}.Linear has a forward of its own" in below

@@ -11,7 +11,7 @@ import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
-from lightning_nm import MaskMonitor, NMSparsifier
+from lightning_nm import BAME, LBC, MVUE, STE, MaskMonitor, NMSparsifier, NMSparsityCallback
 from lightning_nm.callbacks import monitor as monitor_file
 from lightning_nm.functional import mask_margin
 from tests.support.event_files import Events
@@ -28,12 +28,10 @@ def fit(path, *callbacks, model=None, data=None, logger=None, ckpt_path=None, **
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A fit with everything on, its events, and the masks and margins as they were at each batch's end."""
+    """A fit with everything on, its events, and the margins as they were at each batch's end."""
     path = tmp_path_factory.mktemp("monitor")
     settings = {
         "histograms_every": 4,
-        "images_every": 3,
-        "image_layers": ["net.3", "net.6"],
         "log_layers": True,
     }
     nm = callback("bi-mask", monitor=MaskMonitor(**settings))
@@ -44,11 +42,7 @@ def run(tmp_path_factory):
         with torch.no_grad():
             seen.append(
                 {
-                    name: (
-                        layer.forward_mask.clone(),
-                        layer.masks.backward.clone(),
-                        mask_margin(layer.weight, layer.forward_mask, "2:4", 1),
-                    )
+                    name: mask_margin(layer.weight, layer.forward_mask, "2:4", 1)
                     for name, layer in layers.items()
                 }
             )
@@ -57,32 +51,12 @@ def run(tmp_path_factory):
     return Events(path / "logs" / "version_0"), seen
 
 
-def as_picture(mask):
-    return (mask.movedim(1, -1).flatten(1) if mask.ndim > 2 else mask)[:256, :256].numpy()
-
-
-def test_pictures_are_the_masks_at_the_steps_of_the_scalars(run):
-    events, seen = run
-    assert events.steps("nm/density") == [1, 3, 5, 7, 9, 11]
-    for name in ("net.3", "net.6"):
-        steps = events.steps(f"nm/forward_mask/{name}")
-        assert steps == [1, 3, 7, 9], "0, 3, 6 and 9 lie within the two steps before these logs"
-        for kind, place in (("forward_mask", 0), ("backward_mask", 1)):
-            for picture, step in zip(events.pictures(f"nm/{kind}/{name}"), steps, strict=True):
-                assert np.array_equal(picture, as_picture(seen[step][name][place]))
-        changed = events.pictures(f"nm/changed_mask/{name}")
-        assert events.steps(f"nm/changed_mask/{name}") == steps[1:]
-        for picture, before, step in zip(changed, steps, steps[1:], strict=False):
-            assert np.array_equal(picture, as_picture(seen[before][name][0] ^ seen[step][name][0]))
-    assert any(picture.any() for picture in events.pictures("nm/changed_mask/net.6"))
-
-
 def test_histograms_hold_the_margins(run):
     events, seen = run
     assert events.steps("nm/margin") == [1, 5, 9]
     for tag, names in (("nm/margin/net.6", ["net.6"]), ("nm/margin", ["net.3", "net.6"])):
         for event in events.histograms[tag]:
-            margins = torch.cat([seen[event.step][name][2].flatten() for name in names]).double()
+            margins = torch.cat([seen[event.step][name].flatten() for name in names]).double()
             found = event.histogram_value
             assert found.num == len(margins)
             assert found.min == pytest.approx(margins.min().item())
@@ -148,7 +122,6 @@ def test_nothing_is_computed_between_two_logs(tmp_path, monkeypatch):
         (NMSparsifier, "layer_stats"),
         (monitor_file, "layer_column"),
         (monitor_file, "margin_histogram"),
-        (monitor_file, "mask_pictures"),
     ):
         real = getattr(owner, name)
 
@@ -173,7 +146,6 @@ def test_nothing_is_computed_between_two_logs(tmp_path, monkeypatch):
         "layer_column",
         "margin_histogram",
         "margin_histogram",
-        "mask_pictures",
     ]
     assert seen == [every if step % 4 == 3 else [] for step in range(12)]
 
@@ -186,12 +158,10 @@ def test_every_method_has_what_it_has(tmp_path, method):
     fit(tmp_path, callback(method, monitor=monitor))
     events = Events(tmp_path / "logs" / "version_0")
     assert {"nm/density", "nm/layers"} <= events.tags()
-    kinds = {"nm/forward_mask/net.3", "nm/changed_mask/net.3", "nm/margin"} & events.tags()
+    assert ("nm/margin" in events.tags()) == (method != "dense")
+    assert not any("mask/" in tag for tag in events.images), "masks as images are noise"
     if method == "dense":
-        assert not kinds
         return
-    assert len(kinds) == 3
-    assert "nm/backward_mask/net.3" not in events.tags()
     last = events.histograms["nm/margin"][-1].histogram_value
     if method in ("bame", "asp-late"):
         assert last.min == last.max == 1, "dropped weights are zero"
@@ -229,7 +199,7 @@ def test_manual_optimization_logs_at_the_same_steps(tmp_path):
     events = Events(tmp_path / "logs" / "version_0")
     assert events.steps("nm/density") == [1, 3, 5, 7, 9, 11]
     assert len(calls) == 6
-    assert events.steps("nm/margin") == events.steps("nm/forward_mask/net.3") == [1, 5, 9]
+    assert events.steps("nm/margin") == [1, 5, 9]
 
 
 def test_accumulation_and_resume_go_on_where_they_were(tmp_path):
@@ -263,10 +233,49 @@ def test_other_loggers_get_the_scalars(tmp_path):
     fit(tmp_path, callback("sr-ste"), logger=loggers)
     scalars = {tag for tag in header(loggers[0].log_dir) if tag.startswith("nm/")}
     events = Events(loggers[1].log_dir)
-    assert scalars == {tag for tag in events.scalars if tag.startswith("nm/")}
+    constant = {"nm/train_flops_ratio"}  # a text in TensorBoard
+    assert scalars == {tag for tag in events.scalars if tag.startswith("nm/")} | constant
     assert len(scalars) == 5
     assert events.images
     assert not any(tag.startswith("nm_") for tag in {*header(loggers[0].log_dir), *events.scalars})
+
+
+COSTS = {
+    "dense-start": {"method": STE(dense_start=3)},
+    "schedule": {"method": "sr-ste", "schedule": {"dense_end": 3}},
+    "estimator": {"method": "sr-ste", "grad_estimator": MVUE(dense_end=3)},
+    "pattern": {"method": LBC(stop=6)},
+    # Dense gradients are no N:M products, so that they change nothing.
+    "gradient": {"method": BAME(stop=6, every=2)},
+}
+COSTS |= {name: {"method": name} for name in ("ste", "asp", "bi-mask", "transposable")}
+
+
+@pytest.mark.parametrize("name", COSTS)
+def test_costs_are_a_curve_where_they_change_and_else_a_text(tmp_path, name):
+    tag = "nm/train_flops_ratio"
+    nm = NMSparsityCallback("2:4", **COSTS[name], show_tables=False)
+    ratios = []
+    loggers = [TensorBoardLogger(tmp_path, "board"), CSVLogger(tmp_path, "csv")]
+    look = Inspect(lambda trainer, module: ratios.append(nm.sparsifier.flops_ratios()["eligible"]))
+    trainer = fit(tmp_path, nm, look, logger=loggers, log_every_n_steps=1)
+    events = Events(loggers[0].log_dir)
+    with (Path(loggers[1].log_dir) / "metrics.csv").open() as file:
+        values = [float(row[tag]) for row in csv.DictReader(file) if row[tag]]
+    (text,) = events.texts[tag]
+    assert text.startswith(f"{ratios[0]:.4g} of the multiply-adds")
+    changes = [step for step, ratio in enumerate(ratios) if ratio != ratios[0]]
+    assert bool(changes) == (name in ("dense-start", "schedule", "estimator", "pattern"))
+    if changes:
+        # The curve begins with the last step before the change.
+        first = changes[0] - 1
+        assert events.steps(tag) == list(range(first, len(ratios)))
+        assert [event.value for event in events.scalars[tag]] == pytest.approx(ratios[first:])
+        assert values == pytest.approx([ratios[0], *ratios[first:]])
+    else:
+        assert tag not in events.scalars
+        assert values == pytest.approx(ratios[:1]), "one value, no curve"
+    assert trainer.callback_metrics[tag] == pytest.approx(ratios[-1])
 
 
 def test_two_boards_get_the_same(tmp_path):
@@ -292,7 +301,7 @@ def test_without_tensorboard(tmp_path, monkeypatch):
     assert "nm/density" in header(logger.log_dir)
 
 
-@pytest.mark.parametrize("refused", ["add_image", "add_histogram_raw", "add_text"])
+@pytest.mark.parametrize("refused", ["add_figure", "add_histogram_raw", "add_text"])
 def test_a_logger_that_refuses_costs_one_warning(tmp_path, monkeypatch, refused):
     class Refuses(TensorBoardLogger):
         pass
@@ -313,7 +322,7 @@ def test_a_logger_that_refuses_costs_one_warning(tmp_path, monkeypatch, refused)
         fit(tmp_path, nm, logger=[logger, other])
     assert len([one for one in warned if "scalars alone" in str(one.message)]) == 1
     assert len(Events(logger.log_dir).scalars["nm/density"]) == 6
-    assert len(Events(other.log_dir).images["nm/forward_mask/net.3"]) == 6
+    assert len(Events(other.log_dir).histograms["nm/margin"]) == 6
 
 
 # ----------------------------------------------------------------------------------------------- configuration

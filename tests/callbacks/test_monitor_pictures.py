@@ -1,4 +1,4 @@
-"""Pictures and histograms of single layers, against numpy; the table of layers with kernels."""
+"""Histograms of single layers, against numpy; the table of layers with kernels."""
 
 import numpy as np
 import pytest
@@ -8,13 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_nm import ASP, NMSparsifier
-from lightning_nm.callbacks.report.pictures import (
-    CROP,
-    EDGES,
-    margin_histogram,
-    mask_pictures,
-    merge,
-)
+from lightning_nm.callbacks.report.pictures import EDGES, margin_histogram, merge
 from lightning_nm.callbacks.report.tensorboard import layers_markdown
 from lightning_nm.functional import mask_margin
 from lightning_nm.kernels import Router, SimulatedSparseKernel
@@ -28,61 +22,16 @@ def layer_of(module, method="bi-mask", pattern="2:4", **options):
     return layer
 
 
-@settings(max_examples=10, deadline=None)
-@given(
-    st.integers(0, 2**16),
-    st.sampled_from(["channels", "flat"]),
-    st.integers(1, 3),
-    st.integers(1, 3),
-)
-def test_blocks_stay_together_in_pictures(seed, conv_layout, out, taps):
-    torch.manual_seed(seed)
-    layer = layer_of(nn.Conv2d(8, 4 * out, taps, bias=False), conv_layout=conv_layout)
-    pictures = mask_pictures(layer)
-    assert set(pictures) == {"forward_mask", "backward_mask"}
-    for picture in pictures.values():
-        assert picture.dtype == torch.uint8
-        assert picture.shape == (1, 4 * out, 8 * taps**2)
-        assert set(picture.unique().tolist()) <= {0, 255}
-    blocks = (pictures["forward_mask"] == 255).view(-1, 4).sum(1)
-    assert (blocks == 2).all()
-    weight = layer.forward_weight().numpy()
-    order = (
-        weight.reshape(4 * out, -1)
-        if conv_layout == "flat"
-        else weight.transpose(0, 2, 3, 1).reshape(4 * out, -1)
-    )
-    assert np.array_equal(order != 0, pictures["forward_mask"][0].numpy() == 255)
-
-
-def test_pictures_are_cropped_and_tell_what_changed():
-    layer = layer_of(nn.Linear(CROP + 44, CROP + 8, bias=False), "sr-ste")
-    before = mask_pictures(layer)
-    assert set(before) == {"forward_mask"}
-    assert before["forward_mask"].shape == (1, CROP, CROP)
-    kept = layer.forward_mask.clone()
-    kept[0, :4] = ~kept[0, :4]
-    kept[-1, -4:] = ~kept[-1, -4:]  # outside of the picture
-    layer.set_masks(kept)
-    after = mask_pictures(layer, before["forward_mask"])
-    assert after["changed_mask"].nonzero().tolist() == [[0, 0, column] for column in range(4)]
-    assert after["changed_mask"].unique().tolist() == [0, 255]
-
-
-def test_a_layer_of_one_column_has_only_what_it_has():
+@pytest.mark.filterwarnings("ignore:the trained weights of these layers will be dense")
+def test_a_layer_of_one_column_has_no_margins():
     layer = layer_of(nn.Linear(1, 8, bias=False))
     assert layer.spec.forward_reason
-    pictures = mask_pictures(layer)
-    assert {name: picture.shape for name, picture in pictures.items()} == {
-        "backward_mask": (1, 8, 1)
-    }
     assert margin_histogram(layer) is None
 
 
 @pytest.mark.parametrize("method", ["dense", ASP(start=5)])
-def test_without_masks_there_is_nothing(method):
+def test_without_masks_there_are_no_margins(method):
     layer = layer_of(nn.Linear(8, 8), method)
-    assert mask_pictures(layer) == {}
     assert margin_histogram(layer) is None
 
 

@@ -54,7 +54,7 @@ def test_every_callback_of_a_trainer_is_watched(tmp_path):
     fit(tmp_path, a, b, monitor)
     tags = Events(tmp_path / "logs" / "version_0").tags()
     for layer in ("net.3", "net.6"):
-        assert {f"nm/density/{layer}", f"nm/margin/{layer}", f"nm/forward_mask/{layer}"} <= tags
+        assert {f"nm/density/{layer}", f"nm/margin/{layer}"} <= tags
     assert not monitor._watched
 
 
@@ -78,10 +78,6 @@ def test_every_callback_of_a_trainer_is_watched(tmp_path):
         ),
         (lambda: [callback(), MaskMonitor(["grad_snr"])], "no statistic 'grad_snr'"),
         (lambda: [callback(), MaskMonitor(["oscillation"])], "no statistic 'oscillation'"),
-        (
-            lambda: [callback(), MaskMonitor(image_layers="net.8")],
-            r"'net\.8' matches no masked layer.*'net\.3'",
-        ),
     ],
 )
 def test_what_cannot_be_is_refused_before_training(tmp_path, callbacks, message):
@@ -103,8 +99,6 @@ def test_bad_settings_are_refused_at_once():
         TypeError, match=r"statistics='density' must be a list of names, as in \['density'\]"
     ):
         MaskMonitor("density")
-    with pytest.raises(TypeError, match="image_layers"):
-        MaskMonitor(image_layers=3)
     for monitor in (False, None, MaskMonitor()):
         with pytest.raises(ValueError, match=r"write MaskMonitor\(log_layers=True\)"):
             NMSparsityCallback(log_layers=True, monitor=monitor)
@@ -182,7 +176,7 @@ trainer:
         pattern: 2:4
         monitor:
           class_path: lightning_nm.MaskMonitor
-          init_args: {statistics: [density], log_layers: true, image_layers: "stages.*"}
+          init_args: {statistics: [density], log_layers: true, histograms_every: 50}
 model: lightning_nm.demo.ResidualCNN
 data: lightning_nm.demo.Digits
 """

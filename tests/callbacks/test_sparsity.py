@@ -12,6 +12,7 @@ from torch import nn
 from lightning_nm import NMSparsifier, NMSparsityCallback
 from lightning_nm.callbacks.report.tables import layer_table, print_layers, print_summary
 from lightning_nm.nn.adapters import Adapter
+from tests.support.event_files import Events
 from tests.support.lightning_models import Data, Net, make_trainer, new_model
 
 SCALARS = {"nm/density", "nm/flip_rate", "nm/kept_magnitude", "nm/overlap", "nm/train_flops_ratio"}
@@ -38,7 +39,7 @@ def events(folder):
 
 def test_scalars_are_in_the_event_files(tensorboard_run):
     scalars = events(tensorboard_run[1])
-    assert set(scalars) >= SCALARS
+    assert set(scalars) >= SCALARS - {"nm/train_flops_ratio"}, "that stays the same: a text"
     assert [event.step for event in scalars["nm/density"]] == [1, 3, 5, 7, 9, 11]
     assert all(event.value == 0.5 for event in scalars["nm/density"])
     assert all(0 <= event.value < 0.5 for event in scalars["nm/flip_rate"])
@@ -49,9 +50,8 @@ def test_scalars_are_in_the_event_files(tensorboard_run):
     # 2:4 in forward and dgrad of the masked layers; the stem and the head are dense
     macs = {"stem": 8 * 8 * 9 * 16, "conv": 4 * 4 * 9 * 16 * 16, "fc": 256 * 32, "head": 32 * 4}
     masked, total = macs["conv"] + macs["fc"], sum(macs.values())
-    assert scalars["nm/train_flops_ratio"][0].value == pytest.approx(
-        1 - masked / total / 3, abs=1e-6
-    )
+    (text,) = Events(tensorboard_run[1]).texts["nm/train_flops_ratio"]
+    assert text.startswith(f"{1 - masked / total / 3:.4g} of the multiply-adds")
 
 
 def test_every_logger_gets_them(tmp_path):

@@ -251,5 +251,19 @@ def test_a_masked_layer_that_is_read_instead_of_called_is_named(tmp_path):
                 x = nn.functional.linear(x, module.weight, module.bias) if k == 6 else module(x)
             return x
 
-    with pytest.warns(UserWarning, match=r"not called in the first batch: \['net.6'\]"):
+    with pytest.raises(ValueError, match=r"have a gradient, but were not called: 'net.6'\."):
         make_trainer(tmp_path, [callback("ste")], max_epochs=1).fit(Reads(), Data())
+    trainer = make_trainer(tmp_path, [callback("ste", direct_reads="warn")], max_epochs=1)
+    with pytest.warns(UserWarning, match=r"have a gradient, but were not called: 'net.6'\."):
+        trainer.fit(Reads(), Data())
+
+
+def test_a_masked_layer_that_the_first_batch_does_not_call_is_named(tmp_path):
+    class Skips(Net):
+        def forward(self, x):
+            for k, module in enumerate(self.net):
+                x = x[:, :32] if k == 6 else module(x)
+            return x
+
+    with pytest.warns(UserWarning, match=r"not called in the first batch: \['net.6'\]"):
+        make_trainer(tmp_path, [callback("ste")], max_epochs=1).fit(Skips(), Data())

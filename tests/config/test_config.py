@@ -7,7 +7,17 @@ import json
 import pytest
 from torch import nn
 
-from lightning_nm import ASP, MVUE, STE, NMPattern, NMSparsifier, NMSparsityCallback, SparsityConfig
+from lightning_nm import (
+    ASP,
+    BAME,
+    MVUE,
+    STE,
+    MaskMonitor,
+    NMPattern,
+    NMSparsifier,
+    NMSparsityCallback,
+    SparsityConfig,
+)
 
 SHARED = {
     "pattern": "2:4",
@@ -27,6 +37,7 @@ SHARED = {
     "dgrad": None,
     "schedule": None,
     "base_density": 1.0,
+    "direct_reads": "error",
 }
 OWN = {
     NMSparsityCallback: {
@@ -158,6 +169,30 @@ def test_objects_become_their_class_and_arguments():
     assert (type(again.grad_estimator), again.grad_estimator.dense_end) == (MVUE, 3)
     assert type(again.rules[0]["method"]) is STE
     assert again.to_dict() == config.to_dict()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"method": BAME},
+        {"method": BAME, "preset": "paper"},
+        {"grad_estimator": MVUE},
+        {"pattern": NMPattern},
+        {"rules": [{"include": "*", "method": BAME}]},
+        {"rules": [{"include": "*", "grad_estimator": MVUE}]},
+        {"rules": [{"include": "*", "pattern": NMPattern}]},
+        {"config": SparsityConfig},
+        {"monitor": MaskMonitor},
+    ],
+    ids=str,
+)
+def test_a_class_in_the_place_of_an_object_tells_how_to_make_one(options):
+    (given,) = options.get("rules", [options])
+    (name,) = {"BAME", "MVUE", "NMPattern", "SparsityConfig", "MaskMonitor"} & {
+        getattr(value, "__name__", "") for value in given.values()
+    }
+    with pytest.raises((TypeError, ValueError), match=rf"the class {name}.*: write {name}\("):
+        NMSparsityCallback(**options)
 
 
 def test_an_unknown_key_is_refused():

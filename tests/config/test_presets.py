@@ -389,9 +389,9 @@ def test_the_callback_of_hugging_face_takes_presets():
 
 def test_a_stem_whose_channels_do_not_divide_is_skipped_with_the_reason():
     net = nn.Sequential(nn.Conv2d(3, 64, 7), nn.Conv2d(64, 64, 1), nn.Linear(64, 8))
-    for method, reason in (("sr-ste", "in 3 % 4 != 0"), ("transposable", "in 147 % 4 != 0")):
+    for method, reason in (("sr-ste", "in 3 % 4 != 0 "), ("transposable", "in 147 % 4 != 0 ")):
         made = NMSparsifier(net, "2:4", method, preset="paper").attach()
-        assert made.skipped["0"] == reason
+        assert made.skipped["0"].startswith(reason)
         made.detach()
 
 

@@ -30,7 +30,7 @@ def words_of(text):
 def test_the_extra_exists():
     extra = INSTALL.partition("[")[2].partition("]")[0]
     assert f"\n{extra} = [" in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    assert f"lightning-nm[{extra}]" in targets.EXTRA
+    assert f"'.[{extra}]'" in targets.EXTRA
 
 
 def test_the_doctor_without_executorch(monkeypatch, capsys):

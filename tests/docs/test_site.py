@@ -152,3 +152,24 @@ def test_staged_folder(tmp_path):
                     page.name,
                     target,
                 )
+
+
+def test_a_cell_knows_its_heading():
+    """What site.css shows on a narrow screen, where each row of a table is a block."""
+    markdown = pytest.importorskip("markdown")
+    page = "| | a `b<c` | torch.nn.d |\n|---|---|---|\n| row | 1.5 | [x](y.md) |\n| | 2 | |\n"
+    made = markdown.markdown(page, extensions=["tables", "tools.site.tables"])
+    cells = re.findall(r"<td(?: data-heading=\"(.*?)\")?>(.*?)</td>", made)
+    first, second = ("", "row"), ("", "")
+    assert cells == [
+        first,
+        ("a b&lt;c", "1.5"),
+        ("torch.nn.d", '<a href="y.md">x</a>'),
+        second,
+        ("a b&lt;c", "2"),
+        ("torch.nn.d", ""),
+    ]
+    assert re.search(r"<th>torch\.<wbr ?/?>nn\.<wbr ?/?>d</th>", made)
+    assert "<th>a <code>b&lt;c</code></th>" in made
+    assert "content: attr(data-heading)" in (DOCS / "site.css").read_text()
+    assert "- tools.site.tables\n" in (ROOT / "mkdocs.yml").read_text()

@@ -1,16 +1,29 @@
 """The page quotes messages that the package has, and the errors it describes are raised with these words."""
 
 import ast
+import functools
 import re
 from pathlib import Path
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 import lightning_nm
-from lightning_nm import ASP, NMPattern, NMPrecision, NMSparsifier, NMSparsityCallback, pack, prune
+from lightning_nm import (
+    ASP,
+    BAME,
+    NMPattern,
+    NMPrecision,
+    NMSparsifier,
+    NMSparsityCallback,
+    pack,
+    prune,
+)
 from lightning_nm.export import verify
+from tests.test_card import QUIET
 from tests.test_readme import ROOT
 
 PAGE = ROOT / "docs" / "troubleshooting.md"
@@ -137,3 +150,61 @@ def test_every_row_has_a_fix():
     rows = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
     for row in rows:
         assert len([cell for cell in row.strip("|").split(" | ") if cell.strip()]) == 3, row
+
+
+class Attributed(pl.LightningModule):
+    """One layer; keeps its input gradients: those of a validation within the fit and of a test."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(32, 16, bias=False)
+
+    def training_step(self, x):
+        return self.layer(x).square().mean()
+
+    def saliency(self, x):
+        with torch.enable_grad():
+            x = x.clone().requires_grad_()
+            (gradient,) = torch.autograd.grad(self.layer(x).sum(), x)
+        return gradient[0]
+
+    def validation_step(self, x):
+        masked = self.layer.nm_layers["weight"]
+        self.within = self.saliency(x)
+        self.forward_sum, self.backward_sum = (
+            weight.detach().sum(0) for weight in (masked.forward_weight(), masked.backward_weight())
+        )
+
+    def test_step(self, x):
+        self.after = self.saliency(x)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+@pytest.mark.parametrize(
+    ("method", "dgrad", "kind"),
+    [
+        ("sr-ste", None, "exact"),
+        ("transposable", None, "exact"),
+        (BAME(stop=1), None, "exact"),
+        ("bi-mask", None, "masked"),
+        ("slope", None, "masked"),
+        (BAME(stop=1, dgrad="bi-mask"), None, "masked"),
+        ("sr-ste", "mvue", "drawn"),
+    ],
+)
+def test_input_gradients_within_a_fit(method, dgrad, kind):
+    nm = NMSparsityCallback("2:4", method, skip_first_last=False, dgrad=dgrad)
+    options = {"logger": False, "enable_checkpointing": False, "inference_mode": False}
+    trainer = pl.Trainer(**QUIET, **options, max_epochs=1, num_sanity_val_steps=0, callbacks=[nm])
+    model, data = Attributed(), DataLoader(torch.randn(8, 32), batch_size=8)
+    trainer.fit(model, data, data)
+    close = functools.partial(torch.allclose, rtol=1e-5, atol=1e-5)
+    assert close(model.within, model.forward_sum) == (kind == "exact")
+    if kind == "masked":
+        assert close(model.within, model.backward_sum)
+    trainer.test(model, data, verbose=False)
+    assert close(model.after, model.forward_sum)
+    assert close(model.after, model.layer.weight.sum(0))

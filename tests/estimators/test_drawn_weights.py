@@ -305,6 +305,7 @@ def test_rules_decide_for_their_layers():
     assert SparsityConfig.from_dict(config.to_dict()) == config
 
 
+@pytest.mark.filterwarnings("ignore:the trained weights of these layers will be dense")
 def test_each_product_has_its_own_eligibility():
     class Odd(nn.Module):
         def __init__(self):
@@ -326,12 +327,15 @@ def test_each_product_has_its_own_eligibility():
         "odd_in": ("dense", "2:4"),
         "groups": ("2:4", "masked"),
     }
-    assert gemms["odd_out"].dgrad.reason == "out 30 % 4 != 0"
-    assert gemms["groups"].dgrad.reason == "out/group 6 % 4 != 0"
-    assert sparsifier.skipped == {"odd_both": "in 30 % 4 != 0; out 30 % 4 != 0"}
+    fitting = "(M = 2, 3, 5, 6, 10, 15 would fit)"
+    assert gemms["odd_out"].dgrad.reason == "out 30 % 4 != 0 (M = 2, 3, 5, 6, 10, 15 would fit)"
+    assert gemms["groups"].dgrad.reason == "out/group 6 % 4 != 0 (M = 2, 3, 6 would fit)"
+    assert sparsifier.skipped == {
+        "odd_both": f"in 30 % 4 != 0 {fitting}; out 30 % 4 != 0 {fitting}"
+    }
     dense = attach(Odd(), "dense")
     reasons = {name: layer.gemms().dgrad.reason for name, layer in dense.layers.items()}
-    assert reasons["odd_out"] == "out 30 % 4 != 0"
+    assert reasons["odd_out"] == "out 30 % 4 != 0 (M = 2, 3, 5, 6, 10, 15 would fit)"
     assert reasons["odd_in"] == ""
 
     layer = sparsifier.layers["odd_in"]
@@ -570,6 +574,7 @@ def test_a_pass_that_is_differentiated_uses_the_forward_weight():
     assert layer.weight.grad.isfinite().all()
 
 
+@pytest.mark.filterwarnings("ignore:the trained weights of these layers will be dense")
 @pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_trainer_resumes_bit_for_bit(tmp_path, accumulate):
     def fit(epochs, checkpoint=None):

@@ -49,7 +49,7 @@ def weights_file(package):
 
 def test_without_coremltools(monkeypatch, tmp_path, capsys):
     monkeypatch.setitem(__import__("sys").modules, "coremltools", None)
-    with pytest.raises(ImportError, match=r"pip install 'lightning-nm\[coreml\]'"):
+    with pytest.raises(ImportError, match=r"pip install -e '\.\[coreml\]'"):
         export_coreml(linear(), (torch.randn(1, 32),), tmp_path / "a.mlpackage")
     torch.save(linear().state_dict(), tmp_path / "a.pt")
     words = [
@@ -61,9 +61,9 @@ def test_without_coremltools(monkeypatch, tmp_path, capsys):
         str(tmp_path / "a.mlpackage"),
     ]
     assert main([*words, "--model", "tests.export.test_coreml.Small", "--input", "1x32"]) == 2
-    assert "pip install 'lightning-nm[coreml]'" in capsys.readouterr().err
+    assert "pip install -e '.[coreml]'" in capsys.readouterr().err
     (tmp_path / "b.mlpackage").mkdir()
-    with pytest.raises(ValueError, match=r"b.mlpackage'.*pip install 'lightning-nm\[coreml\]'"):
+    with pytest.raises(ValueError, match=r"b.mlpackage'.*pip install -e '\.\[coreml\]'"):
         verify(tmp_path / "b.mlpackage")
     assert sorted(os.listdir(tmp_path)) == ["a.pt", "b.mlpackage"]
 

@@ -96,8 +96,22 @@ def test_adapters_are_refused_where_the_table_has_none(capsys):
         assert is_refused == (target not in allowed[fate])
 
 
+def test_the_command_for_more_in_int8(tmp_path, monkeypatch, capsys):
+    (line,) = blocks("", EXPORT)[2].splitlines()
+    monkeypatch.chdir(tmp_path)
+    weights = {
+        "embed.weight": torch.randn(8, 16),
+        "mlp.experts.up": nm_prune(torch.randn(2, 8, 16), "2:4"),
+        "fc.weight": nm_prune(torch.randn(8, 16), "2:4"),
+    }
+    torch.save(weights, "model.ckpt")
+    assert main(shlex.split(line)[1:]) == 0
+    assert "not in int8" not in capsys.readouterr().out
+    assert all(entry.int8 for entry in PackedFile("model.safetensors").packed.values())
+
+
 def test_other_commands_parse():
-    words = [shlex.split(line) for line in blocks("", EXPORT)[2].splitlines()]
+    words = [shlex.split(line) for line in blocks("", EXPORT)[3].splitlines()]
     assert {word[word.index("--to") + 1] for word in words} == {"torch", "pt2", "packed"}
     for word in words:
         assert (
@@ -160,12 +174,12 @@ def test_fields_of_the_format(tmp_path):
     save_packed(pack(small("1:16")), tmp_path / "a")
     metadata = PackedFile(tmp_path / "a").file.metadata
     names = re.findall(r"^\| `(\w+)` \|", FORMAT, re.MULTILINE)
-    assert set(metadata) == set(names[:4])
-    assert set(json.loads(metadata["packed"])["4.weight"]) == set(names[4:8])
+    assert set(metadata) == set(names[:5])
+    assert set(json.loads(metadata["packed"])["4.weight"]) == set(names[5:9])
     save_packed(pack(small("1:16"), dtype="int8"), tmp_path / "b")
     in_int8 = json.loads(PackedFile(tmp_path / "b").file.metadata["packed"])["4.weight"]
-    assert set(in_int8) == set(names[4:9])
-    assert set(names[9:12]) == {"plain", "flat", "transposed"}
+    assert set(in_int8) == set(names[5:10])
+    assert set(names[10:13]) == {"plain", "flat", "transposed"}
     assert Path(tmp_path / "a").stat().st_size < 20_000
 
 

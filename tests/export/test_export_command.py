@@ -305,9 +305,25 @@ def test_onnx(checkpoint, tmp_path):
     assert export_onnx(linear, (torch.randn(2, 4),), tmp_path / "b.onnx") < 1e-5
 
 
+@pytest.mark.parametrize("to", ["onnx", "pt2", "coreml"])
+def test_inputs_that_the_model_does_not_take_are_one_line(checkpoint, tmp_path, capsys, to):
+    output = tmp_path / f"a.{'mlpackage' if to == 'coreml' else to}"
+    words = [checkpoint, "-o", output, "--to", to, "--model", "tests.support.lightning_models.Net"]
+    for inputs, reason in [
+        (["--input", "2x1x9x9"], "shapes cannot be multiplied"),
+        (["--input", "2x1x8x8:int64"], ""),
+        (["--input", "2x1x8x8", "--input", "2"], "takes 2 positional arguments"),
+    ]:
+        assert run(*words, *inputs) == 2
+        (said,) = capsys.readouterr().err.splitlines()
+        assert said.startswith(f"lightning-nm export: Net does not take {' '.join(inputs)}: ")
+        assert reason in said
+    assert os.listdir(tmp_path) == []
+
+
 def test_without_onnx(monkeypatch, tmp_path):
     monkeypatch.setitem(__import__("sys").modules, "onnxruntime", None)
-    with pytest.raises(ImportError, match=r"pip install 'lightning-nm\[onnx\]'"):
+    with pytest.raises(ImportError, match=r"pip install -e '\.\[onnx\]'"):
         export_onnx(nn.Linear(4, 4), (torch.randn(2, 4),), tmp_path / "a.onnx")
 
 

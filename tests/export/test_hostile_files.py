@@ -4,12 +4,17 @@ import json
 import math
 import os
 import random
+import warnings
+import zlib
 
 import pytest
 import torch
 
 from lightning_nm import load_packed, pack, save_packed, unpacked_state_dict
-from lightning_nm.export import PackedFile, safetensors_file
+from lightning_nm.cli import main
+from lightning_nm.export import PackedFile, safetensors_file, verify
+from lightning_nm.export.sources import read_source
+from lightning_nm.export.verdicts import count_nonfinite
 from tests.support.packed_models import (
     assert_equal_states,
     clones,
@@ -18,6 +23,7 @@ from tests.support.packed_models import (
     mutated,
     on_meta,
     small,
+    without_checksums,
 )
 
 
@@ -92,8 +98,8 @@ HOSTILE = {
     "tensor field": (lambda h, p: h["6.bias"].update(x=1), "does not have exactly dtype"),
     "gone": (lambda h, p: h.pop("6.bias"), "the tensors before it end at|its tensors take"),
     "version": (
-        lambda h, p: h["__metadata__"].update(version="3"),
-        "is of version '3', and this lightning_nm reads '1' and '2': update it",
+        lambda h, p: h["__metadata__"].update(version="4"),
+        "is of version '4', and this lightning_nm reads '1', '2' and '3': update it",
     ),
     "format": (lambda h, p: h["__metadata__"].pop("format"), "holds no packed model: make one by"),
     "metadata": (lambda h, p: h["__metadata__"].update(x=1), "its metadata do not map"),
@@ -108,6 +114,28 @@ HOSTILE = {
     "own alias": (
         lambda h, p: h["__metadata__"].update(aliases='{"6.bias": "6.bias"}'),
         "is an alias of '6.bias'",
+    ),
+    "checksums": (
+        lambda h, p: h["__metadata__"].update(crc32="[]"),
+        "`crc32` is no object of texts",
+    ),
+    "checksum number": (
+        lambda h, p: h["__metadata__"].update(
+            crc32=h["__metadata__"]["crc32"].replace('"6.bias": "', '"6.bias": 1, "x": "')
+        ),
+        "`crc32` is no object of texts",
+    ),
+    "checksum of another tensor": (
+        lambda h, p: h["__metadata__"].update(
+            crc32=h["__metadata__"]["crc32"].replace("6.bias", "7.bias")
+        ),
+        "'[67].bias' is not both a tensor and a name in `crc32`",
+    ),
+    "checksum": (
+        lambda h, p: h["__metadata__"].update(
+            crc32=h["__metadata__"]["crc32"].replace('"6.bias": "', '"6.bias": "0')
+        ),
+        "is damaged: the bytes of '6.bias' have the CRC-32 [0-9a-f]{8}, and were written with 0[0-9a-f]{8}: copy",
     ),
     "no aliases": (lambda h, p: h["__metadata__"].pop("aliases"), "are not objects"),
     "aliases twice": (
@@ -174,13 +202,197 @@ def test_a_file_that_becomes_shorter(saved):
         [file.read(name) for name in file.names()]
 
 
+# ------------------------------------------------------------------------------------------------------------ checksums
+
+
+@pytest.fixture(params=[None, "int8"])
+def kind(request, tmp_path):
+    """A model, its packed file and the places of the file's tensors."""
+    dense = small("2:4")
+    path = tmp_path / "model.safetensors"
+    save_packed(pack(copied(dense), dtype=request.param, kernels="reference"), path)
+    header, content = header_of(path)
+    start = path.stat().st_size - len(content)
+    places = {}
+    for name, entry in header.items():
+        if name != "__metadata__":
+            begin, end = entry["data_offsets"]
+            places[name] = start + begin, start + end
+    return dense, path, places
+
+
+def test_checksums_are_those_of_the_bytes(kind):
+    _, path, places = kind
+    content = path.read_bytes()
+    expected = {
+        name: f"{zlib.crc32(content[begin:end]):08x}" for name, (begin, end) in places.items()
+    }
+    assert json.loads(header_of(path)[0]["__metadata__"]["crc32"]) == expected
+
+
+def test_one_bit_of_any_tensor(kind, capsys):
+    """Whatever reads the file refuses it, and names the file and the tensor; the model is unchanged."""
+    dense, path, places = kind
+    content, rng = path.read_bytes(), random.Random(0)
+    model = copied(dense)
+    before = clones(model)
+    for name, (begin, end) in places.items():
+        damaged = bytearray(content)
+        damaged[rng.randrange(begin, end)] ^= 1 << rng.randrange(8)
+        path.write_bytes(damaged)
+        message = f"'{path}' is damaged: the bytes of '{name}' have the CRC-32 "
+        for read in (lambda: load_packed(model, path), lambda: read_source(path)):
+            with pytest.raises(ValueError, match="is damaged") as raised:
+                read()
+            assert str(raised.value).startswith(message)
+        for pattern in (None, "2:4"):
+            with pytest.raises(ValueError, match="is damaged") as raised:
+                verify(path, pattern)
+            assert str(raised.value).startswith(message)
+        assert main(["verify", str(path)]) == 2
+        assert message in capsys.readouterr().out
+    assert_equal_states(clones(model), before)
+    path.write_bytes(content)
+    assert verify(path).warnings == []
+    load_packed(model, path)
+
+
+def test_each_byte_is_summed_once(kind, monkeypatch):
+    """A packed weight is read before the model is changed, and again to load it: the second time it is known."""
+    dense, path, places = kind
+    summed = []
+    crc32 = zlib.crc32
+    monkeypatch.setattr(
+        zlib, "crc32", lambda data, *start: summed.append(len(data)) or crc32(data, *start)
+    )
+    load_packed(on_meta(dense), path)
+    assert sum(summed) == sum(end - begin for begin, end in places.values())
+    assert len(summed) == len(places)
+
+
+@pytest.mark.parametrize("piece", [1, 7, 1 << 24])
+def test_a_checksum_in_pieces(kind, monkeypatch, piece):
+    _, path, places = kind
+    monkeypatch.setattr(safetensors_file, "_PIECE", piece)
+    file = PackedFile(path)
+    for name in file.names():
+        file.check(name)
+    os.truncate(path, path.stat().st_size - 5)
+    last = max(places, key=lambda name: places[name])
+    with pytest.raises(ValueError, match=f"it ends within '{last}'"):
+        file.file.checksum(last)
+
+
+def test_files_of_older_versions_have_none(kind, capsys):
+    dense, path, _ = kind
+    expected = unpacked_state_dict(load_packed(on_meta(dense), path, kernels="reference"))
+    content = path.read_bytes()
+    without_checksums(path)
+    message = r"model.safetensors' was written by lightning_nm 0.3 or older and has no checksums"
+    with pytest.warns(UserWarning, match=message) as warned:
+        model = load_packed(on_meta(dense), path, kernels="reference")
+    assert [warning.filename for warning in warned] == [__file__]
+    assert_equal_states(unpacked_state_dict(model), expected)
+    result = verify(path)
+    assert result.ok
+    assert len(result.warnings) == 1
+    assert main(["verify", str(path)]) == 0
+    assert f"WARNING: '{path}' was written by lightning_nm 0.3" in capsys.readouterr().out
+    # As the message says.
+    save_packed(model, path)
+    assert path.read_bytes() == content
+
+
+def test_what_is_not_finite_is_told(tmp_path, capsys):
+    """Of files with checksums, too: the model itself had such values. A buffer may be a mask of -inf."""
+    dense = small("2:4")
+    dense[4].weight.data[3, 5:7] = dense[4].weight.data[3, 5:7].new_tensor([torch.nan, -torch.inf])
+    dense[4].weight.data[3, 4] = dense[4].weight.data[3, 7] = 0
+    dense[6].bias.data[1] = torch.inf
+    for layer in (dense[0], dense[2]):
+        layer.register_buffer("bias_mask", torch.full((2, 2), -torch.inf))
+    dense[2].bias_mask[0] = torch.nan
+    path = tmp_path / "model.safetensors"
+    save_packed(pack(copied(dense), "2:4", kernels="reference"), path)
+    model = copied(dense)
+    message = (
+        r"tensors of '.*model.safetensors' have entries that are NaN or infinite, so outputs of the model may be NaN: "
+        r"'2.bias_mask' \(2\), '4.weight' \(2\), '6.bias' \(1\)$"
+    )
+    with pytest.warns(UserWarning, match=message):
+        load_packed(model, path)
+    assert not model[4].weight.training
+    for pattern in (None, "2:4"):
+        result = verify(path, pattern, allow_dense=pattern is not None)
+        assert result.ok
+        assert "'4.weight' has entries that are NaN or infinite" in result.warnings
+        assert [v.nonfinite for v in result.verdicts if v.key == "4.weight"] == [2]
+    torch.save(dense.state_dict(), tmp_path / "model.pt")
+    assert main(["verify", str(tmp_path / "model.pt"), "--pattern", "2:4", "--allow-dense"]) == 0
+    assert "WARNING: '4.weight' has entries that are NaN" in capsys.readouterr().out
+    # Not of a matrix that is finite.
+    assert verify(tmp_path / "model.pt", "2:4", allow_dense=True).verdicts[0].nonfinite == 0
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2, torch.int8],
+)
+@pytest.mark.parametrize(
+    "special", [[], [math.nan], [math.inf], [-math.inf], [math.nan, -math.inf]]
+)
+def test_counts_of_what_is_not_finite(dtype, special):
+    if not dtype.is_floating_point:
+        special = []
+    values = torch.tensor([-2.0, 0.0, 3.0] * 5)
+    values[[3, 11][: len(special)]] = torch.tensor(special)
+    given = values.to(dtype)
+    assert count_nonfinite(given) == len(special)
+    assert count_nonfinite(given, infinite=False) == sum(map(math.isnan, special))
+    assert count_nonfinite(given[:0]) == 0
+
+
 # -------------------------------------------------------------------------------------------------------------- fuzzing
 
 
+def content_of(state):
+    return {key: value.contiguous().view(-1).view(torch.uint8) for key, value in state.items()}
+
+
 @pytest.mark.slow
+def test_mutated_files_with_checksums(kind):
+    """A mutated file is refused by a ValueError, or has lost its checksums, or loads with the same bytes."""
+    dense, path, _ = kind
+    content = path.read_bytes()
+    start = 8 + int.from_bytes(content[:8], "little")
+    template = on_meta(dense)
+    expected = content_of(unpacked_state_dict(load_packed(copied(template), path)))
+    rng, faults, loaded = random.Random(0), [], 0
+    for _ in range(1500):
+        path.write_bytes(mutated(rng, content, start))
+        model = copied(template)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                load_packed(model, path, kernels="reference")
+        except (ValueError, UserWarning) as fault:
+            faults.append(fault)
+            continue
+        loaded += 1
+        found = content_of(unpacked_state_dict(model))
+        assert all(torch.equal(found[key], value) for key, value in expected.items())
+    for fault in faults:
+        assert str(path) in str(fault)
+        assert isinstance(fault, ValueError) or "has no checksums" in str(fault)
+    assert 0 < loaded < 500 < len(faults)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*has no checksums", "ignore:tensors of .* NaN or infinite")
 def test_mutated_files(saved, monkeypatch):
     """Every mutated file is refused by a ValueError, or loads as a model of the same shapes; little is allocated."""
     dense, path = saved
+    without_checksums(path)
     content = path.read_bytes()
     start = 8 + int.from_bytes(content[:8], "little")
     rng, loaded, refused, most = random.Random(0), 0, [], []

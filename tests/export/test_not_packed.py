@@ -25,7 +25,7 @@ def test_a_forward_of_its_own():
     model = pack(
         nn.ModuleDict({"a": linear(), "own": prune(Own(64, 32), "1:16")}), kernels="reference"
     )
-    expected = {"own": "Own has a forward of its own"}
+    expected = {"own": f"{__name__}.Own has a forward of its own"}
     assert rows(model) == expected
     assert str(packed_summary(model)).splitlines()[-1:] == [
         f"{name}  not packed: {reason}" for name, reason in expected.items()

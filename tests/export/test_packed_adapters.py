@@ -84,7 +84,9 @@ def test_an_adapter_that_extends_one_of_the_package(monkeypatch):
         layer.weight.data = nm_prune(layer.weight.data, "2:4")
     x = torch.randn(5, 64)
     model = pack(copy.deepcopy(dense), kernels="reference")
-    assert dict(packed_summary(model).not_packed) == {"0": "Scaled has a forward of its own"}
+    assert dict(packed_summary(model).not_packed) == {
+        "0": f"{__name__}.Scaled has a forward of its own"
+    }
     register_adapter(NMScaled)
     model = pack(copy.deepcopy(dense), kernels="reference")
     assert [each.name for each in packed_summary(model).weights] == ["0.weight", "2.weight"]

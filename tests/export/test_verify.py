@@ -1,13 +1,10 @@
 """verify() as a function; tests/test_cli.py has the subcommand."""
 
-import zipfile
-
 import pytest
 import torch
 
 from lightning_nm.cli import main
-from lightning_nm.export import Verification, verify
-from lightning_nm.export.graphs import export_pt2
+from lightning_nm.export import Verification, pack, save_packed, verification, verify
 from lightning_nm.functional import nm_prune
 from tests.support.lightning_models import Data, SaveAt, callback, make_trainer, new_model
 
@@ -28,6 +25,19 @@ def test_a_checkpoint_names_its_masked_layers(tmp_path):
     result = verify(tmp_path / "broken.ckpt")
     assert not result.ok
     assert result.problems == ["'net.6.weight' is not 2:4: 1 of 2048 blocks hold more"]
+
+
+def test_a_weight_that_was_trained_dense_has_the_reason(tmp_path):
+    """Its input gradient alone was N:M; the fit warns of it by name."""
+    trainer = make_trainer(tmp_path, [callback("bi-mask")], max_epochs=1)
+    with pytest.warns(UserWarning, match=r"will be dense, .* N:M: 'net.3': in 6 % 4 != 0 "):
+        trainer.fit(new_model(width=6), Data())
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    result = verify(tmp_path / "a.ckpt")
+    assert result.ok
+    notes = {verdict.key: (verdict.verdict, verdict.note) for verdict in result.verdicts}
+    why = "trained dense: in 6 % 4 != 0 (M = 2, 3, 6 would fit), so only GEMMs of the backward pass were N:M"
+    assert notes == {"net.3.weight": ("dense", why), "net.6.weight": ("N:M", "plain")}
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -169,25 +179,171 @@ def test_every_matrix_that_the_base_has_n_m_must_stay_so(tmp_path):
         verify(tmp_path / "merged.pt", "2:4", base=tmp_path / "base.pt")
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [("a.pt2", "a program of torch.export"), ("a.pt", "a program"), ("a.onnx", "an ONNX graph")],
-)
-def test_graphs_are_told_from_damaged_files(tmp_path, name, kind):
-    path = tmp_path / name
-    if name == "a.onnx":
-        path.write_bytes(b"\x08\x0a\x12\x07pytorch\x1a\x062.13.0")
-    else:
-        with zipfile.ZipFile(path, "w") as archive:
-            archive.writestr("a/archive_format", "pt2")
+# ------------------------------------------------------------------------ tensors of other types, and where they lie
+
+DENSE = torch.arange(1, 65).reshape(8, 8)
+FLOAT8 = [
+    getattr(torch, name)
+    for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
+]
+
+
+def quantised(weight):
+    return torch.quantize_per_channel(
+        weight, torch.full((8,), 0.02), torch.arange(8) - 4, axis=0, dtype=torch.qint8
+    )
+
+
+KINDS = {
+    **{str(dtype): (lambda w, dtype=dtype: w.to(dtype)) for dtype in FLOAT8},
+    "int8": lambda w: (w * 20).to(torch.int8),
+    "complex": lambda w: torch.complex(torch.zeros_like(w), w),
+    "float16": lambda w: w.half(),
+    "coo": lambda w: w.to_sparse(),
+    "csr": lambda w: w.to_sparse_csr(),
+    "quantised": quantised,
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # torch calls some of these types beta or deprecated
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_type_of_matrix_is_checked(tmp_path, kind):
+    """Right, dense, and with one broken block, next to a weight in float32 that is right."""
+    torch.manual_seed(0)
+    weight = nm_prune(torch.randn(8, 16), "2:4")
+    weight = torch.where(weight == 0, 0.0, weight.sign() * (weight.abs() + 0.5))
+    path = tmp_path / "a.pt"
+    make = KINDS[kind]
+
+    def verdict_of(values):
+        torch.save({"right": weight, "x": make(values)}, path)
+        result = verify(path, "2:4", allow_dense=True)
+        assert result.matrices == {"right": 128, "x": 128}
+        return result.verdicts[1]
+
+    assert (verdict_of(weight).verdict, verdict_of(weight).density) == ("N:M", 0.5)
+    assert verdict_of(torch.ones(8, 16)).verdict == "dense"
+    assert not verify(path, "2:4").ok
+    broken = weight.clone()
+    broken[3, 4:7] = 1
+    assert (verdict_of(broken).verdict, verdict_of(broken).violations) == ("broken", 1)
+
+
+def test_a_type_that_torch_cannot_compare_is_named(tmp_path):
+    path = tmp_path / "a.pt"
+    torch.save({"right": nm_prune(torch.randn(8, 8), "2:4")}, path)
+    assert verify(path, "2:4").ok
+    torch.save({"x": torch.empty(8, 8, device="meta")}, path)
     with pytest.raises(
-        ValueError,
-        match=rf"it is {kind}.*, not a checkpoint: give the checkpoint that it was exported",
+        ValueError, match=r"'x' \(torch.float32, .* cannot be read: it has no values"
     ):
+        verify(path, "2:4")
+    huge = torch.sparse_coo_tensor([[0], [0]], [1.0], (1 << 30, 1 << 30), check_invariants=True)
+    torch.save({"x": huge}, path)
+    with pytest.raises(ValueError, match=r"'x' .*torch.sparse_coo.* cannot be read"):
         verify(path, "2:4")
 
 
-def test_a_written_program_is_told_from_damaged_files(tmp_path):
-    export_pt2(torch.nn.Linear(4, 4), (torch.randn(2, 4),), tmp_path / "a.pt2")
-    with pytest.raises(ValueError, match=r"it is a program of torch\.export"):
-        verify(tmp_path / "a.pt2", "2:4")
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+def test_sparse_tensors_with_indices_outside_are_refused(tmp_path):
+    """torch loads them, and would write outside of the dense tensor."""
+    coo = torch.sparse_coo_tensor([[0], [10**7]], [1.0], (8, 8), check_invariants=False)
+    row = torch.tensor([0, 1, 1])
+    csr = torch.sparse_csr_tensor(
+        row, torch.tensor([10**7]), torch.ones(1), (2, 8), check_invariants=False
+    )
+    for hostile in (coo, csr):
+        torch.save({"x": hostile}, tmp_path / "a.pt")
+        with pytest.raises(ValueError, match=r"cannot read .*a\.pt"):
+            verify(tmp_path / "a.pt", "2:4")
+
+
+def test_the_zero_of_uint8_is_unknown(tmp_path):
+    right = nm_prune(torch.randn(8, 8), "2:4")
+    torch.save({"right": right, "x": (right != 0).byte()}, tmp_path / "a.pt")
+    result = verify(tmp_path / "a.pt", "2:4")
+    assert not result.ok
+    assert [v.verdict for v in result.verdicts] == ["N:M", "dense"]
+    assert "does not tell which value stands for zero" in result.verdicts[1].note
+
+
+@pytest.mark.parametrize(
+    ("content", "key"),
+    [
+        ({"b": {"w": DENSE.float()}}, "b.w"),
+        ({"b": [torch.ones(3), DENSE.float()]}, "b.1"),
+        ({"b": ({"c": (DENSE.double(),)},)}, "b.0.c.0"),
+        ({"x._packed_params": (DENSE.to(torch.int8), None)}, "x._packed_params.0"),
+        ({"b": DENSE.to(torch.int8)}, "b"),
+    ],
+)
+@pytest.mark.parametrize("within", ["", "state_dict", "model"])
+def test_dense_matrices_in_dictionaries_and_lists(tmp_path, content, key, within):
+    right = {"a": nm_prune(torch.randn(8, 8), "2:4")}
+    found = {**right, **content}
+    torch.save({within: found} if within else found, tmp_path / "a.pt")
+    result = verify(tmp_path / "a.pt", "2:4")
+    assert result.problems[0].startswith(f"1 of 2 matrices are dense: '{key}'; allow")
+    assert result.matrices == {"a": 64, key: 64}
+
+
+def test_what_else_a_file_holds_is_no_weight(tmp_path):
+    """States of optimizers; and containers that hold themselves, or two tensors of one name."""
+    right = nm_prune(torch.randn(8, 8), "2:4")
+    around = [DENSE.float()]
+    around.append(around)
+    content = {"a": right, "optimizer": {0: {"exp_avg": DENSE}}, "more": {"optim_d": [DENSE]}}
+    torch.save(content, tmp_path / "a.pt")
+    assert list(verify(tmp_path / "a.pt", "2:4").matrices) == ["a"]
+    torch.save({**content, "b": around, "c": around}, tmp_path / "a.pt")
+    assert list(verify(tmp_path / "a.pt", "2:4").matrices) == ["a", "b.0"]
+    torch.save({"g": {"w": right}, "g.w": DENSE.float()}, tmp_path / "a.pt")
+    with pytest.raises(ValueError, match=r"two tensors of the name 'g\.w'"):
+        verify(tmp_path / "a.pt", "2:4")
+    torch.save([right, right], tmp_path / "a.pt")
+    assert list(verify(tmp_path / "a.pt", "2:4").matrices) == ["0", "1"]
+
+
+def test_the_pattern_that_weights_have_is_named(tmp_path, capsys):
+    torch.manual_seed(0)
+    weights = {f"{k}.weight": nm_prune(torch.randn(32, 64), "2:4") for k in range(3)}
+    weights["in.weight"] = nm_prune(torch.randn(64, 32), "2:4", dim=0)
+    weights["head.weight"] = torch.randn(8, 64)
+    # As many zeros without a structure: the blocks of 32 happen to be of some pattern, which says nothing.
+    weights["random.weight"] = torch.randn(8, 64) * (torch.rand(8, 64) < 0.45)
+    path = tmp_path / "a.pt"
+    torch.save(weights, path)
+    assert main(["verify", str(path), "--pattern", "1:4", "--allow-dense", "-q"]) == 1
+    said = capsys.readouterr().out
+    assert "FAILED: 4 weights are 2:4, not 1:4: --pattern 2:4 checks that" in said
+    assert said.count("checks that") == 1
+    # Most blocks of two hold at most one.
+    assert "4 weights are 2:4, not 1:2" in verify(path, "1:2").problems[-1]
+    del weights["random.weight"]
+    torch.save(weights, path)
+    assert main(["verify", str(path), "--pattern", "2:4", "--allow-dense", "-q"]) == 0
+    assert "checks that" not in capsys.readouterr().out
+    linear = torch.nn.Linear(64, 32)
+    linear.weight.data = weights["0.weight"]
+    save_packed(pack(linear), tmp_path / "a.safetensors")
+    result = verify(tmp_path / "a.safetensors", "1:4")
+    assert result.problems[1] == "1 weight is 2:4, not 1:4: --pattern 2:4 checks that"
+
+
+def test_the_exit_status(tmp_path, capsys, monkeypatch):
+    """1 says that weights are not N:M, and nothing else."""
+    for name, weight in (("right", nm_prune(torch.randn(8, 8), "2:4")), ("dense", DENSE.float())):
+        torch.save({"w": weight}, tmp_path / f"{name}.pt")
+    (tmp_path / "noise.pt").write_bytes(bytes(range(128, 256)))
+    (tmp_path / "program.pte").write_bytes(b"\x18\0\0\0ET12" + bytes(range(128, 256)))
+    names = ("right.pt", "dense.pt", "noise.pt", "program.pte", "missing")
+    statuses = [main(["verify", str(tmp_path / name), "--pattern", "2:4", "-q"]) for name in names]
+    assert statuses == [0, 1, 2, 2, 2]
+    assert "it is a program of ExecuTorch" in capsys.readouterr().out
+
+    def fails(*args, **kwargs):
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(verification, "read_checkpoint", fails)
+    assert main(["verify", str(tmp_path / "right.pt"), "--pattern", "2:4"]) == 2
+    assert "right.pt': OSError: the disk is gone" in capsys.readouterr().out

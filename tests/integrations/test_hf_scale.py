@@ -32,7 +32,7 @@ class Watch(TrainerCallback):
 
         def note(optimizer, args, kwargs):
             found = {}
-            for group in optimizer.param_groups:
+            for group in args[0].param_groups:
                 for parameter in group["params"]:
                     assert names[id(parameter)] not in found
                     found[names[id(parameter)]] = group["lr"]

@@ -12,13 +12,13 @@ pytest.importorskip("accelerate")
 from accelerate.optimizer import AcceleratedOptimizer
 from safetensors.torch import load_file
 from torch import nn
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 from lightning_nm import ASP, MVUE, SRSTE, NMSparsifier, TransposableMask
 from lightning_nm import functional as nmf
 from lightning_nm.export import verify
 from lightning_nm.methods import MaskMethod
-from tests.support.hf_models import bert, gpt2, llama, mixtral, new, trainer
+from tests.support.hf_models import arguments, bert, gpt2, llama, mixtral, new, trainer
 from tests.support.hf_runs import assert_equal, is_ordinary, is_sparse, sparse
 
 pytestmark = pytest.mark.filterwarnings(
@@ -276,9 +276,7 @@ def test_the_table_of_layers(tmp_path, capsys):
 
 def test_without_transformers_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(
-        ImportError, match=r"needs the extra `hf`: pip install 'lightning-nm\[hf\]'"
-    ):
+    with pytest.raises(ImportError, match=r"needs the extra `hf`: pip install -e '\.\[hf\]'"):
         exec("from lightning_nm.integrations import NMTrainerCallback")
 
 
@@ -324,3 +322,39 @@ def test_the_decay_is_not_scaled_in_float16(tmp_path, clipped):
         torch.testing.assert_close(layer.weight.grad, plain + decay)
         optimizer.step()
         assert layer.step == 1
+
+
+class Reads(nn.Module):
+    """Reads the weight of its first layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.read, self.called, self.head = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, x, labels=None):
+        hidden = self.called(nn.functional.linear(x, self.read.weight))
+        logits = self.head(hidden.relu())
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def test_a_weight_that_other_code_reads_ends_the_training_before_its_first_step(tmp_path):
+    torch.manual_seed(0)
+    model = Reads()
+    before = copy.deepcopy(model.state_dict())
+    rows = [{"x": torch.randn(16), "labels": torch.tensor(k % 4)} for k in range(16)]
+
+    def run(callback):
+        given = arguments(tmp_path, max_steps=2, save_strategy="no")
+        there = Trainer(model, given, train_dataset=rows, callbacks=[callback])
+        there.train()
+        return there
+
+    callback = sparse()
+    with pytest.raises(ValueError, match="have a gradient, but were not called: 'read'"):
+        run(callback)
+    assert callback.sparsifier is None
+    assert is_ordinary(model)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    # The Trainer goes on with what the message names.
+    run(sparse(exclude="read"))
+    assert is_ordinary(model)

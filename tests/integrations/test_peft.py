@@ -205,7 +205,6 @@ def test_autocast_and_half_precision(make):
     assert all(not w[before[n] == 0].any() for n, w in base_weights(model).items())
 
 
-@pytest.mark.filterwarnings("ignore:Unexpected keyword arguments .*mask_adapters_must_be_called")
 def test_training_lowers_the_loss_and_the_adapter_resumes_alone(tmp_path):
     model, x = adapted(init_lora_weights=True), INPUTS[Net]()
     mask_adapters(model)
@@ -226,9 +225,9 @@ def test_training_lowers_the_loss_and_the_adapter_resumes_alone(tmp_path):
     model.save_pretrained(tmp_path)
     torch.manual_seed(0)
     again = peft.PeftModel.from_pretrained(Net().double(), tmp_path)
-    assert not torch.allclose(again(x), model(x))  # peft's own delta is not masked
-    mask_adapters(again)
     assert torch.equal(again.eval()(x), model.eval()(x))
+    unmask_adapters(again)
+    assert not torch.allclose(again(x), model(x))  # peft's own delta is not masked
 
 
 def test_copies_pickles_and_state_dicts():
@@ -287,22 +286,6 @@ def test_verify_reads_adapted_and_merged_weights(tmp_path, masks):
     assert verify(tmp_path / "merged.pt", "2:4", include=["first", "gpt", "head"]).ok is masks
 
 
-def test_whoever_loads_masked_adapters_is_told_to_mask_them(tmp_path, recwarn):
-    model = adapted(dtype=torch.float32)
-    model.save_pretrained(tmp_path / "ordinary")
-    mask_adapters(model)
-    model.save_pretrained(tmp_path / "masked")
-    assert isinstance(copy.deepcopy(model).peft_config["default"], peft.LoraConfig)
-    unmask_adapters(model)
-    assert type(model.peft_config["default"]) is peft.LoraConfig
-    recwarn.clear()
-    peft.PeftModel.from_pretrained(Net(), tmp_path / "ordinary")
-    assert not [w for w in recwarn if "Unexpected keyword" in str(w.message)]
-    with pytest.warns(UserWarning, match="lightning_nm_mask_adapters_must_be_called"):
-        loaded = peft.PeftModel.from_pretrained(Net(), tmp_path / "masked")
-    assert mask_adapters(loaded) == list(layers(loaded))
-
-
 def test_verify_tells_which_layers_a_merge_made_dense(tmp_path):
     model = adapted(dtype=torch.float32)
     mask_adapters(model, exclude="*.first")
@@ -337,12 +320,16 @@ class Projections(nn.Module):
 def test_the_page(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(pl, "Trainer", ShortTrainer)
-    (code,) = blocks("python", read("lora.md"))
+    train, load = blocks("python", read("lora.md"))
     torch.manual_seed(0)
     names = {"sparse": Projections(), "data": Data()}
-    before = names["sparse"].v_proj.weight.detach().clone()
-    exec(code, names)
+    sparse = copy.deepcopy(names["sparse"])
+    exec(train, names)
     weight = names["merged"].v_proj.weight
-    assert torch.equal(weight.ne(0), before.ne(0))
-    assert not torch.equal(weight, before)
-    assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
+    assert torch.equal(weight.ne(0), sparse.v_proj.weight.ne(0))
+    assert not torch.equal(weight, sparse.v_proj.weight)
+    loaded = {"sparse": copy.deepcopy(sparse)}
+    exec(load, loaded)
+    again = loaded["model"].merge_and_unload().v_proj.weight
+    torch.testing.assert_close(again, weight)
+    assert torch.equal(again.ne(0), sparse.v_proj.weight.ne(0))

@@ -112,7 +112,7 @@ class TestMachines:
         h200.setitem(sys.modules, "nvmath", None)
         reason = CuSparseLtDirectKernel().probe(torch.device("cuda:0"))
         assert reason.startswith("nvmath-python cannot be imported (")
-        assert reason.endswith("install lightning-nm[cuda]")
+        assert reason.endswith("pip install -e '.[cuda]' in a checkout of lightning_nm")
         assert CuSparseLtDirectKernel().remark(torch.device("cuda:0")) == ""
 
     @pytest.mark.parametrize(("version", "slow"), [(800, True), (801, False)])

@@ -1,7 +1,8 @@
 """Makes the checkpoints of the present version: ``python -m tests.legacy.make_checkpoints`` when a version is released.
 
-Each holds a run after 5 of 8 epochs of one step each and, as ``expected``, the model at its end. Those of older
-versions stay as they are.
+Each holds a run after 5 of 8 epochs of one step each and, as ``expected``, the model at its end. The packed files hold
+:func:`packed_net`, and their ``.pt`` files the dense state dict of the packed model. Those of older versions stay as
+they are.
 """
 
 from importlib.metadata import version
@@ -12,7 +13,17 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_nm import BAME, MVUE, BiMask, NMSparsityCallback, TransposableMask
+from lightning_nm import (
+    BAME,
+    MVUE,
+    BiMask,
+    NMSparsityCallback,
+    TransposableMask,
+    pack,
+    save_packed,
+    unpacked_state_dict,
+)
+from lightning_nm.functional import nm_prune
 
 FOLDER = Path(__file__).parent
 EPOCHS, SAVED_AFTER = 8, 5
@@ -77,8 +88,49 @@ class Save(pl.Callback):
             trainer.save_checkpoint(self.path)
 
 
+class PackedNet(nn.Module):
+    """A convolution, linear layers of three patterns, batch norm, and a head that is tied to an embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(8, 8, 3)
+        self.norm = nn.BatchNorm2d(8)
+        self.linears = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 32), nn.Linear(32, 16))
+        self.embedding = nn.Embedding(24, 16)
+        self.head = nn.Linear(16, 24, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+def packed_net(dtype=torch.float32):
+    """The model of the packed files, with weights of its own at each call."""
+    model = PackedNet().to(dtype)
+    patterns = {"conv": "2:4", "linears.0": "2:4", "linears.1": "1:16", "linears.2": "1:8"}
+    for name, pattern in patterns.items():
+        weight = model.get_submodule(name).weight
+        weight.data = nm_prune(weight.data, pattern, dim=1)
+    return model.eval()
+
+
+PACKED = {
+    "packed-float32": (torch.float32, None),
+    "packed-bfloat16": (torch.bfloat16, None),
+    "packed-int8": (torch.bfloat16, "int8"),
+}
+"""The dtype of the model and that of the values, by the name of the file."""
+
+
+def save_packed_files(prefix):
+    """A packed file of each kind, and beside each the dense state dict that it stands for."""
+    for name, (dtype, values) in PACKED.items():
+        pl.seed_everything(0, verbose=False)
+        model = pack(packed_net(dtype), dtype=values, kernels="reference")
+        save_packed(model, FOLDER / f"{prefix}-{name}.safetensors")
+        torch.save(unpacked_state_dict(model), FOLDER / f"{prefix}-{name}.pt")
+
+
 def main():
-    """One checkpoint for each kind of state."""
+    """One checkpoint for each kind of state, and one packed file for each kind of values."""
+    save_packed_files(version("lightning-nm"))
     for name in ("bi-mask", "bame", "three-gemms"):
         path = FOLDER / f"{version('lightning-nm')}-{name}.ckpt"
         model = fit(name, Save(path))

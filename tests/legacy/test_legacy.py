@@ -7,17 +7,19 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from lightning_nm import NMSparsityCallback
+from lightning_nm import NMSparsityCallback, load_packed, unpacked_state_dict
+from lightning_nm.export import PackedFile, verify
 from lightning_nm.export.checkpoint import read_checkpoint
 from lightning_nm.export.verification import verify_state
 from lightning_nm.functional import is_nm
 from lightning_nm.nn.layer.state import layer_state
-from tests.legacy.make_checkpoints import EPOCHS, SAVED_AFTER, fit
+from tests.legacy.make_checkpoints import EPOCHS, PACKED, SAVED_AFTER, PackedNet, fit
 
 # The lowest supported Lightning reads what a later one wrote.
 pytestmark = pytest.mark.filterwarnings("ignore:The loaded checkpoint was produced with Lightning")
 
 FILES = sorted(Path(__file__).parent.glob("*.ckpt"))
+PACKED_FILES = sorted(Path(__file__).parent.glob("*.safetensors"))
 
 
 class Look(pl.Callback):
@@ -32,7 +34,10 @@ class Look(pl.Callback):
 def test_each_kind_of_state_is_kept_of_this_version_too():
     kinds = {"bi-mask", "bame", "three-gemms"}
     assert {path.stem for path in FILES} >= {f"{version('lightning-nm')}-{kind}" for kind in kinds}
-    assert all(path.stat().st_size < 20_000 for path in FILES)
+    assert {path.stem for path in PACKED_FILES} >= {
+        f"{version('lightning-nm')}-{kind}" for kind in PACKED
+    }
+    assert all(path.stat().st_size < 20_000 for path in [*FILES, *PACKED_FILES])
 
 
 def _same(here, saved):
@@ -70,6 +75,22 @@ def test_a_checkpoint_of_an_older_version_goes_on(path):
 def test_verify_reads_them(path):
     weights, (state,) = read_checkpoint(path)
     assert [verdict.verdict for verdict in verify_state(weights, state)] == ["N:M", "N:M"]
+
+
+@pytest.mark.filterwarnings("ignore:.*written by lightning_nm 0.3 or older and has no checksums")
+@pytest.mark.parametrize("path", PACKED_FILES, ids=lambda path: path.stem)
+def test_packed_files_of_an_older_version_load_with_the_same_bits(path):
+    expected = torch.load(path.with_suffix(".pt"), weights_only=True)
+    found = unpacked_state_dict(load_packed(PackedNet(), path, kernels="reference"))
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        assert found[key].dtype == value.dtype
+        assert torch.equal(found[key].view(-1).view(torch.uint8), value.view(-1).view(torch.uint8))
+    result = verify(path)
+    assert [v.pattern for v in result.verdicts] == ["2:4", "2:4", "1:16", "1:8"]
+    assert result.ok
+    has_none = path.stem.startswith("0.3.0")
+    assert (PackedFile(path).checksums is None) == bool(result.warnings) == has_none
 
 
 @pytest.mark.parametrize("schema", [0, 2, None, "1"])

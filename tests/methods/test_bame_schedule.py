@@ -151,7 +151,7 @@ def test_moments_are_numbers(moment):
 def test_shares_need_a_plan_and_become_steps():
     module = nn.Linear(16, 8)
     with pytest.raises(
-        ValueError, match=r"stop=0\.66 is a share.*not known.*give stop as an integer"
+        ValueError, match=r"stop=0\.66 is a share.*not known: write BAME\(stop=10000\)"
     ):
         NMSparsifier(module, "2:4", "bame", skip_first_last=False).attach()
     assert type(module) is nn.Linear

@@ -204,6 +204,8 @@ def test_settings_that_it_refuses(settings, words):
 
 
 def test_a_training_of_unknown_length():
-    with pytest.raises(ValueError, match=r"stop=None is a share .* give stop as an integer"):
+    with pytest.raises(
+        ValueError, match=r"stop=None is a share .* write DecayingMask\(stop=10000\)"
+    ):
         DecayingMask().schedule(None)
     assert DecayingMask(dense_start=5, stop=50).schedule(None) == (5, 50)

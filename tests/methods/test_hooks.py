@@ -142,6 +142,7 @@ def test_a_class_whose_base_promises_nothing_sets_no_flag():
     type("Own", (Method,), {"forward_weight": twice, "init_masks": Method.init_masks})
 
 
+@pytest.mark.filterwarnings("ignore:the trained weights of these layers will be dense")
 def test_a_forward_mask_of_a_layer_that_cannot_have_one_is_ignored():
     sparsifier = NMSparsifier(nn.Linear(6, 16), "2:4", "bi-mask", skip_first_last=False).attach()
     layer = sparsifier.layers["weight"]

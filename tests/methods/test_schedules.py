@@ -2,6 +2,7 @@
 
 import copy
 import io
+import re
 from itertools import pairwise
 from typing import get_args
 
@@ -10,6 +11,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
+import lightning_nm
 from lightning_nm import (
     ASP,
     BAME,
@@ -27,6 +29,7 @@ from lightning_nm import (
 from lightning_nm import functional as nmf
 from lightning_nm.callbacks.report.settings import hyperparameters
 from lightning_nm.callbacks.report.tables import print_layers
+from lightning_nm.callbacks.training_length import has_schedule
 from lightning_nm.functional.stages import DENSE, stage_at
 from lightning_nm.methods import MethodName, resolve_method
 from lightning_nm.nn.layer.gemms import mean_densities
@@ -458,3 +461,31 @@ def test_entries_that_a_narrower_pattern_prunes_are_counted_as_flips(method):
     made = {"rigl": RigL(50, stop=60), "bame": BAME(stop=9, every=50, evidence="batch")}
     run(made.get(method, method), {"ramp": ["3:4"], "ramp_ends": [4]}, look)
     assert flips[4] == pytest.approx(0.25, abs=0 if method != "ste" else 0.05)
+
+
+@pytest.mark.parametrize("name", get_args(MethodName))
+def test_what_a_message_tells_to_write_needs_no_length(name):
+    """All shares that a method has by default are replaced at once."""
+    method = resolve_method(name)
+    if not has_schedule(method):
+        return
+    with pytest.raises(ValueError, match="not known: write") as error:
+        method.schedule(planned_steps=None)
+    told = re.search(r"not known: write (\w+\(.*\)), with", str(error.value))
+    method = eval(told[1], vars(lightning_nm))
+    assert method.short_name == name
+    assert 10_000 in method.schedule(planned_steps=None)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"schedule": {"dense_start": 0.1}}, "the schedule's dense_start=0.1 .*as an integer"),
+        ({"schedule": {"ramp": ["3:4"]}}, "the schedule's ramp .*give ramp_ends as integers"),
+        ({"grad_estimator": MVUE(dense_start=0.1)}, r"write MVUE\(dense_start=10000\)"),
+    ],
+)
+def test_other_shares_of_an_unknown_length_name_a_way_out(options, message):
+    sparsifier = NMSparsifier(nn.Linear(8, 8), "2:4", "sr-ste", skip_first_last=False, **options)
+    with pytest.raises(ValueError, match=f"{message}.*or pass planned_steps to NMSparsifier"):
+        sparsifier.attach()

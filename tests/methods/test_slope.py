@@ -111,6 +111,7 @@ def test_the_share_that_is_lost_twice_is_that_of_random_weights():
     assert layer.masks.backward_density == pytest.approx(0.5 - lost)
 
 
+@pytest.mark.filterwarnings("ignore:the trained weights of these layers will be dense")
 def test_each_product_is_pruned_where_it_can_be():
     model = nn.Sequential(nn.Linear(10, 16), nn.Linear(16, 10), nn.Linear(8, 8))
     sparsifier = NMSparsifier(model, "2:4", SLoPe(), skip_first_last=False).attach()

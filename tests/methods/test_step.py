@@ -11,7 +11,7 @@ from torch import nn
 from lightning_nm import SRSTE, STEP, NMSparsifier
 from lightning_nm import functional as nmf
 from lightning_nm.callbacks.report.tables import phases
-from lightning_nm.methods.step import window_length
+from lightning_nm.methods.step import LARGEST_STEP, window_length
 from lightning_nm.training.phases import finished_phases
 
 BETAS = (0.8, 0.9)  # a window of ten steps
@@ -47,7 +47,7 @@ def train(model, sparsifier, optimizer, steps, look=lambda step: None):
 
 
 class Loop:
-    """Adam for one weight as STEP's formulas have it, in float64."""
+    """Adam for one weight as STEP's formulas have it, in float64, with the bound of a step."""
 
     def __init__(self, weight, lr, decay, decoupled, eps=1e-8, sign=1):
         self.weight = weight.copy()
@@ -67,8 +67,12 @@ class Loop:
         self.m = beta1 * self.m + (1 - beta1) * gradient
         if not sparse:
             self.v = beta2 * self.v + (1 - beta2) * gradient**2
-        square = self.v / (1 - beta2**self.t) if self.frozen is None else self.frozen
-        update = self.m / (1 - beta1**self.t) / (np.sqrt(square) + eps)
+        mean = self.m / (1 - beta1**self.t)
+        if self.frozen is None:
+            square = self.v / (1 - beta2**self.t)
+        else:
+            square = np.maximum(self.frozen, (mean / LARGEST_STEP) ** 2)
+        update = mean / (np.sqrt(square) + eps)
         self.weight = shrink * self.weight - lr * update
 
 
@@ -109,6 +113,56 @@ def test_a_step_with_the_frozen_moment_is_the_papers(form, decoupled, maximize):
         moments = squares
         sparsifier.step()
         assert sparsifier.layers["0"].masks.has_forward == (step >= 3)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_an_entry_without_a_second_moment_steps_by_a_bounded_length(form, dtype):
+    model = nn.Linear(16, 8, bias=False).to(dtype)
+    sparsifier = attach(model, STEP(dense_start=4, latest=4))
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01, weight_decay=0, **form)
+    sparsifier.register(optimizer)
+    generator = torch.Generator().manual_seed(0)
+    for step in range(8):
+        x = torch.randn(32, 16, generator=generator).to(dtype)
+        if step < 4:
+            x[:, :4] = 0  # as a ReLU that begins to be active after the switch
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        before = model.weight.detach().clone()
+        optimizer.step()
+        sparsifier.step()
+        moved = (model.weight.detach() - before).abs().double()
+        state = optimizer.state[model.weight]
+        assert (state["exp_avg_sq"][:, :4] == 0).all(), "the moment that is saved is the frozen one"
+        rounding = 2 * torch.finfo(dtype).eps
+        assert float(moved.max()) <= 0.01 * LARGEST_STEP + rounding
+        if step >= 4:
+            reached = moved[:, :4][state["exp_avg"][:, :4] != 0]
+            assert float((reached - 0.01 * LARGEST_STEP).abs().max()) <= 1e-3 + rounding
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_network_with_inactive_units_does_not_diverge(seed):
+    torch.manual_seed(seed)
+    layers = (nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
+    model = nn.Sequential(*layers)
+    target = torch.randn(32, 8)
+    sparsifier = attach(model, STEP(), planned=120)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.03)
+    sparsifier.register(optimizer)
+    losses = []
+    for _ in range(120):
+        x = torch.randn(32, 32)
+        optimizer.zero_grad()
+        loss = (model(x) - (x @ target).tanh()).square().mean()
+        loss.backward()
+        optimizer.step()
+        sparsifier.step()
+        losses.append(loss.item())
+    moments = [optimizer.state[layer.weight]["exp_avg_sq"] for layer in (model[2], model[4])]
+    assert any((moment == 0).any() for moment in moments), "some units were never active"
+    assert max(losses) < 10
 
 
 def changes_of(optimizer, before, weights, mean):
@@ -357,7 +411,9 @@ def test_settings_that_it_refuses(settings, words):
 
 
 def test_a_training_of_unknown_length():
-    with pytest.raises(ValueError, match=r"STEP's latest=0\.5 is a share .* integer, or pass"):
+    with pytest.raises(
+        ValueError, match=r"STEP's latest=0\.5 is a share .* write STEP\(dense_start="
+    ):
         STEP().schedule(None)
     assert STEP(dense_start=5, latest=50).schedule(None) == (5, 50)
 

@@ -30,7 +30,7 @@ class Body(nn.Module):
         self.norms = nn.ModuleList([nn.LayerNorm(DIM) for _ in range(3)])
 
     def forward(self, x):
-        x = x + self.position.weight[: x.shape[-2]]
+        x = x + self.position(torch.arange(x.shape[-2]))
         q, k, v = self.qkv(self.norms[0](x)).chunk(3, -1)
         x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True))
         return self.norms[2](x + self.down(F.gelu(self.up(self.norms[1](x)))))
@@ -299,7 +299,7 @@ class Scaled(nn.Embedding):
             "sparse=True: no method takes a sparse gradient",
         ),
         (lambda: nn.Embedding(VOCABULARY, DIM, max_norm=1.0), "max_norm: it renormalises rows"),
-        (lambda: Scaled(VOCABULARY, DIM), "Scaled has a forward of its own"),
+        (lambda: Scaled(VOCABULARY, DIM), f"{__name__}.Scaled has a forward of its own"),
         (lambda: nn.Embedding(VOCABULARY, 18), "in 18 % 4 != 0"),
     ],
     ids=["sparse", "max-norm", "subclass", "size"],

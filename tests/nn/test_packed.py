@@ -3,11 +3,13 @@
 import io
 import pickle
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.data import DataLoader
 
 import lightning_nm
 from lightning_nm import (
@@ -174,6 +176,56 @@ def test_training_is_refused():
         pack(linear)
 
 
+class Packable(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = small()
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch).square().mean()
+
+    def test_step(self, batch, batch_idx):
+        self.log("square", self.training_step(batch, batch_idx))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def trainer():
+    return pl.Trainer(
+        max_steps=2,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+
+
+@pytest.mark.filterwarnings("ignore:Found .* in eval mode")
+@pytest.mark.parametrize("how", ["pack", "load", "deepcopy", "pickle"])
+def test_a_trainer_refuses_to_fit(tmp_path, how):
+    """Lightning leaves the layers in evaluation mode, in which they run; torch's own error would come at backward."""
+    model = pack(Packable(), kernels="reference")
+    if how == "load":
+        save_packed(model, tmp_path / "model.safetensors")
+        model = load_packed(Packable(), tmp_path / "model.safetensors")
+    elif how != "pack":
+        model = copied(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
+    assert isinstance(model, Packable)
+    loader = DataLoader(torch.randn(4, 16, 4, 4), batch_size=2)
+    expected = r"^'net.0.weight' is packed and cannot be trained: call model.eval\(\)"
+    with pytest.raises(RuntimeError, match=expected):
+        trainer().fit(model, loader)
+    (found,) = trainer().test(model, loader, verbose=False)
+    assert found["square"] > 0
+    # What is dense can be trained.
+    head = model.net[6].requires_grad_()
+    before = head.weight.clone()
+    trainer().fit(model, loader)
+    assert not torch.equal(head.weight, before)
+
+
 def test_packed_layers_are_named_as_such():
     """Where layers are masked, pruned or packed again, they are no layers with a forward of their own."""
     attention, _ = make("attention", torch.float32)
@@ -224,7 +276,7 @@ def test_what_is_packed_and_what_not():
     own.weight.data.zero_()
     with pytest.raises(
         ValueError,
-        match=r"'own': Own has a forward of its own; .*'tied.weight': its weight is shared",
+        match=r"'own': .*test_packed.Own has a forward of its own; .*'tied.weight': its weight is shared",
     ):
         pack(nn.ModuleDict({"own": own, "embedding": embedding, "tied": tied}))
     with torch.device("meta"):

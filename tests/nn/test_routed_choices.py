@@ -180,10 +180,16 @@ def test_measuring_draws_no_random_numbers():
 
 
 @pytest.mark.parametrize(
-    "kernels", ["cusparselt", SimulatedSparseKernel(), [SimulatedSparseKernel]]
+    ("kernels", "message"),
+    [
+        ("cusparselt", "must be a list of GemmKernel objects, not 'cusparselt'"),
+        (SimulatedSparseKernel(), "must be a list of GemmKernel objects, not "),
+        ([SimulatedSparseKernel], r"not the class SimulatedSparseKernel: write SimulatedSparseK"),
+        (["cusparselt"], "must hold GemmKernel objects, not 'cusparselt'"),
+    ],
 )
-def test_kernels_are_objects_in_a_list(kernels):
-    with pytest.raises(ValueError, match="must be a list of GemmKernel objects"):
+def test_kernels_are_objects_in_a_list(kernels, message):
+    with pytest.raises(ValueError, match=message):
         Router("sparse", kernels)
 
 

@@ -1,5 +1,8 @@
 """Which layers are masked, why others are not, and errors that tell the way out."""
 
+import re
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -55,6 +58,9 @@ class Model(nn.Module):
         self.head = nn.Linear(32, 16)
 
 
+pytestmark = pytest.mark.filterwarnings("ignore:the trained weights of these layers will be dense")
+
+
 def attach(model=None, **options):
     return NMSparsifier(Model() if model is None else model, **options).attach()
 
@@ -66,15 +72,15 @@ def test_what_is_masked_and_why_the_rest_is_not():
     ]  # fmt: skip
     reasons = {
         "stem": "first convolution",
-        "odd": "in 30 % 4 != 0; out 30 % 4 != 0",
+        "odd": "in 30 % 4 != 0 (M = 2, 3, 5, 6, 10, 15 would fit); out 30 % 4 != 0 (M = 2, 3, 5, 6, 10, 15 would fit)",
         "depthwise": "depthwise convolution",
-        "own": "OwnForward has a forward of its own",
+        "own": f"{OwnForward.__module__}.OwnForward has a forward of its own",
         "lora.base_layer": "low-rank adapter",
         "lora.lora_A": "low-rank adapter",
         "normed": "parametrized",
         "old_normed": "pruned by torch.nn.utils.prune: call prune.remove",
-        "patched": "forward of its own",
-        "lazy": "lazy",
+        "patched": "this torch.nn.modules.linear.Linear has a forward of its own, assigned to the instance",
+        "lazy": "lazy: it has its shape and class only after its first batch",
         "embedding": "a lookup, not a product, and shares its weight with 'tied.weight': it is masked only if",
         "tied": "shared with 'embedding.weight', which would change with it: if `include` has the exact name of one",
         "lstm": "a recurrent layer",
@@ -90,8 +96,14 @@ def test_each_gemm_is_eligible_by_itself():
     layers = attach(include=["odd_in", "odd_out", "conv"]).layers
     assert [g.label for g in layers["odd_in"].gemms()] == ["dense", "2:4", "dense"]
     assert [g.label for g in layers["odd_out"].gemms()] == ["2:4", "masked", "dense"]
-    assert layers["odd_in"].gemms().forward.reason == "in 30 % 4 != 0"
-    assert layers["odd_out"].gemms().dgrad.reason == "out 30 % 4 != 0"
+    assert (
+        layers["odd_in"].gemms().forward.reason
+        == "in 30 % 4 != 0 (M = 2, 3, 5, 6, 10, 15 would fit)"
+    )
+    assert (
+        layers["odd_out"].gemms().dgrad.reason
+        == "out 30 % 4 != 0 (M = 2, 3, 5, 6, 10, 15 would fit)"
+    )
     assert [g.label for g in layers["conv"].gemms()] == ["2:4", "2:4", "dense"]
     with pytest.raises(
         ValueError, match=r"'odd_in' is named by `include` but cannot be masked: in 30 % 4 != 0"
@@ -112,14 +124,17 @@ def test_each_gemm_is_eligible_by_itself():
         ({"include": "haed"}, "'haed' matches no layer; layers are named like 'head'"),
         ({"exclude": ["cnov"]}, "`exclude` 'cnov' matches no layer.*'conv'"),
         ({"include": "lora"}, r"'lora', a LoRA, which cannot be masked"),
-        ({"include": "own"}, "'own' is named by `include` but cannot be masked: OwnForward"),
+        (
+            {"include": "own"},
+            "'own' is named by `include` but cannot be masked: .*test_select.OwnForward has",
+        ),
         (
             {"include": "lstm"},
             "'lstm' is named by `include` but cannot be masked: a recurrent layer",
         ),
         (
             {"include": "odd", "pattern": "1:16"},
-            "'odd' is named .* in 30 % 16 != 0; out 30 % 16 != 0",
+            r"'odd' is named .* in 30 % 16 != 0 \(M = 2, .* would fit\); out 30 % 16 != 0 \(M",
         ),
         ({"include": ["conv", "depthwise"]}, "'depthwise' is named .*depthwise convolution"),
         ({"rules": [{"include": "conv", "patern": "1:4"}]}, "unknown key 'patern'"),
@@ -271,3 +286,46 @@ def test_input_of_the_wrong_rank_gets_an_error_that_says_so():
         RuntimeError, match=r"expected 3-d \(unbatched\) or 4-d input, got \[4, 16\]"
     ):
         model(torch.randn(4, 16))
+
+
+@pytest.mark.parametrize("pattern", ["2:4", "3:7", "1:16"])
+@pytest.mark.parametrize("width", [3, 18, 30, 31, 94, 289])
+def test_an_m_that_a_message_names_fits(width, pattern):
+    model = nn.Sequential(nn.Linear(width, 8), nn.Linear(8, 8))
+    options = {"method": "ste", "include": "0", "skip_first_last": False}
+    with pytest.raises(ValueError, match="would fit") as error:
+        attach(model, pattern=pattern, **options)
+    (listed,) = re.findall(r"\(M = (.*?) would fit\)", str(error.value))
+    for m in listed.split(", "):
+        sparsifier = attach(model, pattern=f"1:{m}", **options)
+        assert list(sparsifier.layers) == ["0"]
+        sparsifier.detach()
+
+
+@pytest.mark.parametrize("method", ["bi-mask", "slope", "sr-ste"])
+def test_layers_whose_trained_weight_is_dense_are_named(method):
+    """With a mask for the input gradient alone, or with an estimator alone; not those of a method without masks."""
+    model = nn.ModuleDict({f"odd{k}": nn.Linear(30, 32) for k in range(2)})
+    model["conv"] = nn.Conv2d(6, 8, 3)
+    model["even"] = nn.Linear(32, 32)
+    odd = "in 30 % 4 != 0 (M = 2, 3, 5, 6, 10, 15 would fit)"
+    expected = {"odd0": odd, "odd1": odd, "conv": "in 6 % 4 != 0 (M = 2, 3, 6 would fit)"}
+    estimator = "mvue" if method == "sr-ste" else None
+    sparsifier = NMSparsifier(model, "2:4", method, estimator, skip_first_last=False)
+    names = "; ".join(f"'{name}': {reason}" for name, reason in expected.items())
+    with pytest.warns(
+        UserWarning, match=rf"will be dense, only GEMMs of their .* N:M: {re.escape(names)}\. "
+    ):
+        sparsifier.attach()
+    assert sparsifier.trained_dense == expected
+    for name, layer in sparsifier.layers.items():
+        assert (layer.forward_mask is None) == (name in expected)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        attach(nn.Linear(32, 32), method=method, skip_first_last=False)
+        attach(
+            nn.Sequential(nn.Linear(30, 32)),
+            method="dense",
+            grad_estimator="mvue",
+            skip_first_last=False,
+        )

@@ -58,7 +58,7 @@ def train(method, optimizer_name, shard, same_data=False, **options):
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     rates = []
     handle = optimizer.register_step_pre_hook(
-        lambda optimizer, args, kwargs: rates.append([g["lr"] for g in optimizer.param_groups])
+        lambda optimizer, args, kwargs: rates.append([g["lr"] for g in args[0].param_groups])
     )
     x = inputs()
     if shard and not same_data:

@@ -207,5 +207,11 @@ def test_blocks_that_a_cut_would_split_are_named(tmp_path):
         assert found["whole"]
         assert found["own rows"] == list(range(8 * rank, 8 * rank + 8)), "no row leaves its process"
     for found in in_processes(2, tmp_path / "split", cut, 20):
-        assert found["gemms"]["up"][1] == ["masked", "out 20 / 2 processes % 4 != 0"]
-        assert found["gemms"]["down"][0] == ["dense", "in 20 / 2 processes % 4 != 0"]
+        assert found["gemms"]["up"][1] == [
+            "masked",
+            "out 20 / 2 processes % 4 != 0 (M = 2, 5, 10 would fit)",
+        ]
+        assert found["gemms"]["down"][0] == [
+            "dense",
+            "in 20 / 2 processes % 4 != 0 (M = 2, 5, 10 would fit)",
+        ]

@@ -1,12 +1,14 @@
 """SuPar: sizes of activations that do not depend on the density, and learning rates that schedulers do not see."""
 
 import copy
+import gc
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
 from lightning.fabric import Fabric
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from torch import nn
 from torch.nn import functional as F
 
@@ -305,25 +307,197 @@ def test_schedulers_and_checkpoints_see_the_users_groups(scheduler):
     assert seen[None] == seen["supar"]
 
 
-def test_a_step_that_fails_leaves_the_users_groups():
+class Stopping(torch.optim.AdamW):
+    """Raises an exception within its step, once the first part of its groups has stepped."""
+
+    error = None
+
+    def _init_group(self, *args):
+        result = super()._init_group(*args)
+        self.parts += 1
+        if self.error is not None and self.parts == 2:
+            raise self.error
+        return result
+
+    def step(self, closure=None):
+        self.parts = 0
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("out of memory"), KeyboardInterrupt()], ids=repr)
+@pytest.mark.parametrize("where", ["closure", "step", "step with closure"])
+def test_a_step_that_fails_leaves_the_users_groups(where, error):
     model = mlp(64)
     sparsifier = attach(model, "1:4")
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    optimizer = Stopping(model.parameters(), 1e-2)
     sparsifier.register(optimizer)
-    before = [dict(group) for group in optimizer.param_groups]
-
-    def fail():
-        raise RuntimeError("out of memory")
-
-    with pytest.raises(RuntimeError, match="out of memory"):
-        optimizer.step(fail)
-    assert optimizer.param_groups == before
     train(model, sparsifier, optimizer, 1)
-    rates = ScaledLearningRates()
-    rates.enter_step(optimizer, sparsifier.layers.values())
-    assert len(optimizer.param_groups) == 2
-    rates.release()
-    assert len(optimizer.param_groups) == 1
+    groups = optimizer.param_groups
+    (group,) = groups
+    before = {**group, "params": list(group["params"])}
+    x, y = batch()
+    fails = True
+
+    def closure():
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        sparsifier.before_step(optimizer)
+        if where == "closure" and fails:
+            raise error
+        return loss
+
+    def step():
+        if where == "step":
+            closure()
+            optimizer.step()
+        else:
+            optimizer.step(closure)
+
+    optimizer.error = error
+    with pytest.raises(type(error)):
+        step()
+    optimizer.error = None
+    assert optimizer.param_groups is groups
+    assert len(groups) == 1
+    assert groups[0] is group
+    assert {**group, "params": list(group["params"])} == before
+
+    # What is saved then loads, and a scheduler that is made then has the user's rate.
+    other = torch.optim.AdamW(model.parameters(), 1e-2)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert [g["lr"] for g in other.param_groups] == [1e-2]
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    assert schedule.base_lrs == [1e-2]
+
+    # The next step is a whole one, also if the batch that failed was not ended.
+    steps = sparsifier.layers["2"].step
+    fails = False
+    step()
+    assert optimizer.parts == 2
+    assert sparsifier.layers["2"].step == steps + 1
+    assert not sparsifier.violations()
+    assert optimizer.param_groups is groups
+    sparsifier.step()
+    schedule.step()
+    rates = groups_in_a_step(sparsifier, optimizer)
+    assert rates[id(model[2].weight)] == 4 * 5e-3
+    assert rates[id(model[0].weight)] == 5e-3
+
+
+@pytest.mark.parametrize("scale", [None, "supar-lr"])
+def test_the_step_after_one_that_failed_counts(scale):
+    """A loop that skips a batch whose step runs out of memory, and with it sparsifier.step()."""
+    model = mlp(64)
+    sparsifier = attach(model, "1:4", scale=scale)
+    optimizer = Stopping(model.parameters(), 1e-2)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    sparsifier.register(optimizer)
+    for step in range(4):
+        optimizer.error = RuntimeError("out of memory") if step == 1 else None
+        try:
+            train(model, sparsifier, optimizer, 1)
+        except RuntimeError:
+            continue
+        assert not sparsifier.violations()
+        assert sparsifier.layers["2"].step == sparsifier.clock == max(step, 1)
+
+
+def test_two_sparsifiers_scale_the_rates_of_one_optimizer():
+    model = mlp(64)
+    first = attach(model, "1:8", include="2", scale="supar-lr")
+    second = attach(model, "1:4", include="4", scale="supar-lr")
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    for sparsifier in (first, second):
+        sparsifier.register(optimizer)
+    for _ in range(2):
+        rates = groups_in_a_step(first, optimizer)
+        first.step()
+        second.step()
+        found = {name: rates[id(p)] / 0.5 for name, p in model.named_parameters()}
+        assert found == dict.fromkeys(found, 1.0) | {"2.weight": 8.0, "4.weight": 4.0}
+        assert [group["lr"] for group in optimizer.param_groups] == [0.5]
+
+
+def test_what_a_fit_leaves_is_taken_by_a_second_one():
+    """Ctrl-C within a step ends the first one."""
+    model = mlp(64)
+    optimizer = Stopping(model.parameters(), 1e-2)
+    parts = []
+    for error in (KeyboardInterrupt(), None):
+        sparsifier = attach(model, "1:4", scale="supar-lr")
+        sparsifier.register(optimizer)
+        optimizer.error = error
+        if error is not None:
+            with pytest.raises(KeyboardInterrupt):
+                train(model, sparsifier, optimizer, 1)
+        else:
+            train(model, sparsifier, optimizer, 2, lambda: parts.append(optimizer.parts))
+        sparsifier.detach()
+        assert [group["lr"] for group in optimizer.param_groups] == [1e-2]
+    assert parts == [2, 2]
+    optimizer.step()
+    assert optimizer.parts == 1
+
+
+def test_a_checkpoint_of_a_trainer_that_failed_within_a_step_goes_on(tmp_path):
+    path = tmp_path / "failed.ckpt"
+
+    def run(error=None, **options):
+        model = new_model()
+        made = Stopping(model.parameters(), 1e-2)
+        model.configure_optimizers = lambda: made
+        save = LambdaCallback(on_exception=lambda trainer, *_: trainer.save_checkpoint(path))
+        trainer = make_trainer(tmp_path, [callback("asp", scale="supar"), save], max_epochs=1)
+        rates = []
+
+        def note(optimizer, args, kwargs):
+            if optimizer is not made:
+                return  # AdamW's own step runs hooks, too, once any AdamW was made
+            rates.append([group["lr"] for group in optimizer.param_groups])
+            made.error = error if len(rates) == 3 else None
+
+        made.register_step_pre_hook(note)
+        with nullcontext() if error is None else pytest.raises(RuntimeError, match="out of memory"):
+            trainer.fit(model, Data(), **options)
+        return trainer, made, rates
+
+    trainer, made, _ = run(RuntimeError("out of memory"))
+    assert trainer.interrupted
+    assert trainer.global_step == 2
+    assert [group["lr"] for group in made.param_groups] == [1e-2]
+    saved = torch.load(path, weights_only=False)
+    assert [group["lr"] for group in saved["optimizer_states"][0]["param_groups"]] == [1e-2]
+    trainer, _, rates = run(ckpt_path=path)
+    assert not trainer.interrupted
+    assert len(rates) > 1
+
+
+class Lent(torch.optim.SGD):
+    """Has more than groups, and gives something back when it is deleted, as DeepSpeed's does."""
+
+    returned = 0
+
+    def step(self, closure=None):
+        self.made = getattr(self, "made", 0) + 1
+        return super().step(closure)
+
+    def __del__(self):
+        Lent.returned += 1
+
+
+def test_a_step_works_on_the_optimizer_itself():
+    model = mlp(64)
+    sparsifier = attach(model, "1:4")
+    optimizer = Lent(model.parameters(), 0.1, momentum=0.9)
+    sparsifier.register(optimizer)
+    train(model, sparsifier, optimizer, 3)
+    assert optimizer.made == 3
+    assert all("momentum_buffer" in optimizer.state[p] for p in model.parameters())
+    sparsifier.detach()
+    del sparsifier
+    gc.collect()
+    assert Lent.returned == 0
 
 
 def test_what_a_step_writes_to_a_group_is_kept():
@@ -333,7 +507,6 @@ def test_what_a_step_writes_to_a_group_is_kept():
                 group["count"] = group.get("count", 0) + 1
             return super().step(closure)
 
-    Counting.__name__ = "AdamCounting"
     model = mlp(64)
     sparsifier = attach(model, "1:4")
     optimizer = Counting(model.parameters(), 0.1)
@@ -453,9 +626,14 @@ def test_a_weight_that_is_nm_already_keeps_its_values(base_density):
 def groups_in_a_step(sparsifier, optimizer):
     """The learning rate of each parameter while the optimizer steps, by the parameter's id."""
     found = {}
+    whole = optimizer
+    before = [group["lr"] for group in whole.param_groups]
 
     def note(optimizer, args, kwargs):
-        for group in optimizer.param_groups:
+        assert [group["lr"] for group in whole.param_groups] == before
+        if optimizer is not whole:
+            return  # the step of a base class within that of the optimizer
+        for group in args[0].param_groups:
             for parameter in group["params"]:
                 assert id(parameter) not in found
                 found[id(parameter)] = group["lr"]
@@ -619,16 +797,100 @@ def test_bad_settings_are_refused(options, words):
         SparsityConfig("1:4", **options)
 
 
-@pytest.mark.parametrize("kind", [torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.Rprop])
+class MyAdam(torch.optim.AdamW):
+    pass
+
+
+def named(path, *bases):
+    """A class like that of another package, whose step is that of SGD."""
+    module, _, name = path.rpartition(".")
+    return type(name, bases or (torch.optim.Optimizer,), {"__module__": module, "step": None})
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *(getattr(torch.optim, name) for name in ("SGD", "Adam", "AdamW", "Adamax", "NAdam")),
+        *(getattr(torch.optim, name) for name in ("RAdam", "Adagrad", "RMSprop")),
+        MyAdam,
+        named("bitsandbytes.optim.adamw.PagedAdamW8bit"),
+        named("my.training.Mine", named("bitsandbytes.optim.adam.Adam8bit")),
+        named("bitsandbytes.optim.lion.Lion8bit"),
+        named("torchao.optim.adam.AdamWFp8"),
+        named("lion_pytorch.lion_pytorch.Lion"),
+        named("__main__.Lion"),
+    ],
+    ids=lambda kind: f"{kind.__module__}.{kind.__name__}",
+)
+def test_optimizers_that_step_each_entry_in_proportion_to_the_rate_are_taken(kind):
+    model = mlp(64)
+    made = kind(model.parameters(), **({} if kind.step else {"defaults": {"lr": 1e-3}}))
+    attach(model, "1:4").register(made)
+
+
+REFUSED = [
+    *(getattr(torch.optim, name) for name in ("LBFGS", "Adafactor", "Rprop", "ASGD", "SparseAdam")),
+    *([torch.optim.Muon] if hasattr(torch.optim, "Muon") else []),
+    named("muon.MuonWithAuxAdam"),
+    named("schedulefree.AdamWScheduleFree"),
+    named("dadaptation.DAdaptAdam"),
+    named("galore_torch.adamw.AdamW"),
+    named(
+        "galore_torch.adamw8bit.AdamW8bit", named("bitsandbytes.optim.optimizer.Optimizer2State")
+    ),
+    named("apex.optimizers.FusedAdam"),
+    named("bitsandbytes.optim.lamb.LAMB"),
+    named("adam_mini.Adam_mini"),
+]
+
+
+@pytest.mark.parametrize("kind", REFUSED, ids=lambda kind: f"{kind.__module__}.{kind.__name__}")
 def test_optimizers_whose_step_is_not_known_to_scale_are_refused(kind):
     model = mlp(64)
-    sparsifier = attach(model, "1:4")
+    sparsifier = attach(model, "1:4", scale="supar-lr")
+    held = [module.weight for module in model[::2]]
+    options = {} if kind.step else {"defaults": {"lr": 1e-3}}
     with pytest.raises(
         ValueError,
-        match=rf"scale='supar' multiplies the learning rate of layer '2'.*not for {kind.__name__}",
+        match=rf"scale='supar' multiplies the learning rate of layer '2'.*not for {kind.__name__}: .*or use scale=None",
     ):
-        sparsifier.register(kind(model.parameters()))
-    attach(mlp(64), "1:4", scale=None).register(torch.optim.Adafactor(mlp(64).parameters()))
+        sparsifier.register(kind(held, **options))
+    # It may train what is not masked, and masked weights without a scale.
+    sparsifier.register(kind([model[0].weight], **options))
+    sparsifier.detach()
+    attach(model, "1:4", scale=None).register(kind(held, **options))
+
+
+@pytest.mark.parametrize(
+    "kind", ["SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "RMSprop"]
+)
+def test_the_rule_is_true_of_those_of_torch(kind):
+    """A step is proportional to the rate, and that of an entry does not see the others' gradients."""
+    torch.manual_seed(0)
+    grads = torch.randn(6, 8, 8, dtype=torch.float64)
+    others = torch.where(torch.eye(8, dtype=torch.bool), grads, torch.randn_like(grads))
+
+    def moved(rate, grads):
+        weight = nn.Parameter(torch.zeros(8, 8, dtype=torch.float64))
+        optimizer = getattr(torch.optim, kind)([weight], rate, weight_decay=0)
+        for grad in grads:
+            weight.grad = grad.clone()
+            optimizer.step()
+        return weight.detach()
+
+    once = moved(1e-3, grads)
+    torch.testing.assert_close(moved(8e-3, grads), 8 * once)
+    torch.testing.assert_close(moved(1e-3, others).diagonal(), once.diagonal())
+
+
+def test_a_weight_that_joins_an_optimizer_later_is_refused_too():
+    model = mlp(64)
+    sparsifier = attach(model, "1:4", scale="supar-lr")
+    optimizer = torch.optim.Adafactor([model[0].weight])
+    sparsifier.register(optimizer)
+    optimizer.add_param_group({"params": [model[4].weight]})
+    with pytest.raises(ValueError, match=r"layer '4'.*not for Adafactor"):
+        sparsifier.before_step(optimizer)
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty:UserWarning")

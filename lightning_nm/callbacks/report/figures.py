@@ -40,9 +40,10 @@ THEMES: dict[str, dict[str, str]] = {
 COLOUR_MAP = "viridis"  # from dark to light at equal steps of lightness
 UNKNOWN = "#d0d0d0"  # the colour of NaN
 
-# Sizes of a figure in pixels.
+# Sizes of a figure in pixels. TensorBoard shrinks an image to its card, of about 400 pixels: the names of a wider
+# figure could be read after a click alone.
 DPI = 100
-PLOT_WIDTH = 640
+PLOT_WIDTH = 224
 PLOT_HEIGHT = 560  # few rows make a plot lower, more rows than this higher
 ROW = 18  # height of a row, at most
 LEAST_HEIGHT = 120  # of the plot, for the numbers beside the colour bar
@@ -51,12 +52,12 @@ MARGIN = 8
 TICK = 12  # the line between a name and its row, and the space beside it
 TITLE_HEIGHT = 32
 STEPS_HEIGHT = 48  # numbers and title of the horizontal axis
-BAR_WIDTH = 14
-BAR_GAP = 24
-BAR_NUMBERS = 70
+BAR_WIDTH = 10
+BAR_GAP = 10
+BAR_NUMBERS = 56
 
 MOST_ROWS = 1000  # more layers than this share rows
-MOST_LETTERS = 44  # of a name
+MOST_LETTERS = 26  # of a name
 FONT_SIZE = 8.0  # in points
 LETTER_WIDTH = 7  # in pixels: all letters of DejaVu Sans Mono at 8 points
 
@@ -158,7 +159,7 @@ class HeatMapFigure:
 
     Args:
         layers: The names of the rows, from the top. Where there is no room for all names, some are left out, and
-            the title says so; more than 1000 layers share rows.
+            the axis of the steps says so; more than 1000 layers share rows.
         steps: The steps at which the columns end, rising.
 
     Raises:
@@ -230,15 +231,16 @@ class HeatMapFigure:
         middles = [row + 0.5 for row in range(0, self._rows, self._rows_per_name)]
         # A name is no formula, even with two dollar signs.
         axes.set_yticks(middles, names, family="DejaVu Sans Mono", parse_math=False)
-        axes.set_xlabel("step", fontsize=FONT_SIZE, color=THEMES["light"]["text"])
-        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        label = "; ".join(["step", *self._remarks()])
+        axes.set_xlabel(label, fontsize=FONT_SIZE, color=THEMES["light"]["text"])
+        axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
         axes.xaxis.set_major_formatter(StrMethodFormatter("{x:.0f}"))
         axes.set_xlim(self._edges[0], self._edges[-1])
         axes.set_ylim(self._rows, 0)  # the first row is at the top
 
         # Columns differ in width, for which imshow has no means. [rows, columns]
         columns = len(self._edges) - 1
-        nothing_rc = torch.full((self._rows, columns), torch.nan).numpy()
+        nothing_rc = torch.full((self._rows, columns), torch.nan, dtype=torch.float32).numpy()
         norm = Normalize(0, 1)
         self._image = PcolorImage(
             axes, self._edges, self._row_edges, nothing_rc, cmap=_colours(), norm=norm
@@ -247,7 +249,7 @@ class HeatMapFigure:
 
     def _prepare_bar(self) -> None:
         """Draw the colours of the bar, which are the same for all scales."""
-        colours = torch.linspace(1, 0, 256).unsqueeze(1).numpy()
+        colours = torch.linspace(1, 0, 256, dtype=torch.float32).unsqueeze(1).numpy()
         self._bar.imshow(colours, cmap=_colours(), aspect="auto", extent=(0, 1, 0, 1))
         self._bar.set_xticks([])
         self._bar.yaxis.tick_right()
@@ -268,9 +270,8 @@ class HeatMapFigure:
         self._image.set_data(self._edges, self._row_edges, scale.shares(rows_rc).numpy())
         marks = scale.marks()
         self._bar.set_yticks(list(marks), [f"{value:.3g}" for value in marks.values()])
-        heading = "; ".join([title, *self._remarks()])
         self._axes.set_title(
-            heading, fontsize=FONT_SIZE + 1, color=THEMES["light"]["text"], loc="left"
+            title, fontsize=FONT_SIZE + 1, color=THEMES["light"]["text"], loc="left"
         )
         return self.figure
 
@@ -312,40 +313,25 @@ def style_axes(axes: Axes, theme: dict[str, str], font_size: float) -> None:
 
 
 def shortened(names: Sequence[str]) -> list[str]:
-    """Return names of at most 44 letters, all of which matplotlib's own font has.
+    """Return names of at most 26 letters, all of which matplotlib's own font has.
 
-    What all names start with goes first, then the middle of a name.
+    Of every module's name the same number of first letters stays, but for the last one, by which layers differ.
 
     Example:
-        >>> shortened(["model.encoder.layers.0.attention.query_projection", "model.head"])
-        ['...encoder.layers.0.at...on.query_projection', '...head']
+        >>> shortened(["model.encoder.layers.0.attention.query", "model.head"])
+        ['mod.enc.lay.0.att.query', 'mod.head']
     """
     ascii_names = [name.encode("ascii", "replace").decode() for name in names]
-    longest = max((len(name) for name in ascii_names), default=0)
-    if len(names) > 1 and longest > MOST_LETTERS:
-        ascii_names = _without_common_start(ascii_names)
-    return [_without_middle(name) for name in ascii_names]
-
-
-def _without_common_start(names: Sequence[str]) -> list[str]:
-    """Leave out the modules that hold all of the named ones."""
-    parts_of_names = [name.split(".") for name in names]
-    common = 0  # parts that all names start with
-    for parts in zip(*parts_of_names, strict=False):
-        if len(set(parts)) > 1:
+    short = ascii_names
+    for letters in range(MOST_LETTERS, 0, -1):
+        short = [_with_letters(name, letters) for name in ascii_names]
+        if max(map(len, short), default=0) <= MOST_LETTERS:
             break
-        common += 1
-    fewest_parts = min(len(parts) for parts in parts_of_names)
-    a_name_would_vanish = common == fewest_parts
-    if common == 0 or a_name_would_vanish:
-        return list(names)
-    ends = [".".join(parts[common:]) for parts in parts_of_names]
-    return [f"...{end}" for end in ends]
+    return [
+        f"...{name[3 - MOST_LETTERS :]}" if len(name) > MOST_LETTERS else name for name in short
+    ]
 
 
-def _without_middle(name: str) -> str:
-    if len(name) <= MOST_LETTERS:
-        return name
-    half = MOST_LETTERS // 2
-    end = name[3 - half :]  # the dots take the place of three letters
-    return f"{name[:half]}...{end}"
+def _with_letters(name: str, letters: int) -> str:
+    *parents, last = name.split(".")
+    return ".".join([*(parent[:letters] for parent in parents), last])

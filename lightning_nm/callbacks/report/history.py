@@ -103,7 +103,7 @@ class LayerHistory:
         self._stride = 1  # logs of a column
         self._filled = 0  # logs of the last column so far
         # The mean of these in float32: many small steps of a mean would be lost in float16.
-        self._mean = torch.empty(len(MAPS), 0)
+        self._mean = torch.empty(len(MAPS), 0, dtype=torch.float32)
 
     def add(self, step: int, layers: Sequence[str], column: Tensor) -> None:
         """Add the values of a log, ``[3, layers]``; columns that reach that step or later ones are dropped.

@@ -1,4 +1,4 @@
-"""Images of masks and histograms of mask margins, as plain tensors."""
+"""Histograms of mask margins, as plain tensors."""
 
 from __future__ import annotations
 
@@ -11,45 +11,8 @@ from torch import Tensor
 from lightning_nm.functional import mask_margin
 from lightning_nm.nn.layer import NMLayer
 
-CROP = 256  # rows and columns of an image, which shows the upper left corner of [out, in]
-
 # Between the bins of margins, which lie in [-1, 1]. One edge is exactly 0, the margin of equal weights.
 EDGES = torch.arange(-20, 21, dtype=torch.float64) / 20
-
-
-def mask_pictures(layer: NMLayer, before: Tensor | None = None) -> dict[str, Tensor]:
-    """Return the masks of a layer as images, uint8 ``[1, rows, columns]``; kept or changed entries are white.
-
-    They are ``forward_mask``; ``backward_mask`` if dgrad has its own mask; and ``changed_mask`` relative to an earlier
-    ``forward_mask`` image ``before``. There is none if the layer has no forward mask.
-
-    Example:
-        >>> from torch import nn
-        >>> from lightning_nm import NMSparsifier
-        >>> sparsifier = NMSparsifier(nn.Linear(8, 8), "2:4", "bi-mask", skip_first_last=False).attach()
-        >>> (layer,) = sparsifier.layers.values()
-        >>> {name: tuple(picture.shape) for name, picture in mask_pictures(layer).items()}
-        {'forward_mask': (1, 8, 8), 'backward_mask': (1, 8, 8)}
-    """
-    pictures = {}
-    if layer.forward_mask is not None:
-        pictures["forward_mask"] = _picture(layer, layer.forward_mask)
-    if layer.masks.backward is not None:
-        pictures["backward_mask"] = _picture(layer, layer.masks.backward)
-    if before is not None and "forward_mask" in pictures:
-        pictures["changed_mask"] = pictures["forward_mask"] ^ before
-    return pictures
-
-
-def _picture(layer: NMLayer, mask: Tensor) -> Tensor:
-    """The upper left corner of a mask, black and white."""
-    rows = layer.view.rows(mask)  # [out, in, *taps]
-    # Kernel taps lie side by side, so blocks stay together.
-    mask_oi = rows.movedim(1, -1).flatten(1)
-    # Cut before the copy: a mask may be large.
-    corner = mask_oi[:CROP, :CROP].cpu()
-    image = corner.to(torch.uint8) * 255
-    return image.unsqueeze(0)
 
 
 class Histogram(NamedTuple):

@@ -14,8 +14,10 @@ from lightning_nm.functional.budget import WHOLE
 from lightning_nm.functional.stages import DENSE, describe
 from lightning_nm.methods import MaskMethod
 from lightning_nm.nn.layer import NMLayer
+from lightning_nm.nn.layer.layout import known_shape
 from lightning_nm.nn.layer.names import plain_name
 from lightning_nm.nn.selection.ranges import grouped
+from lightning_nm.nn.selection.selection import NO_MATRICES
 from lightning_nm.sparsifier import NMSparsifier
 from lightning_nm.training.patterns import PatternChoice
 
@@ -53,35 +55,48 @@ def plain_table(title: str, *, show_header: bool = True) -> Table:
 def layer_table(sparsifier: NMSparsifier, width: int = 80) -> Table:
     """Return the table of layers: how each weight's three GEMMs run, and why, as numbers of :func:`layer_reasons`.
 
-    Layers that differ in the numbers within their names alone share a row. Names are broken at dots alone, to fit into
-    a width.
+    Layers that differ in the numbers within their names alone share a row. Where a name does not fit into the width, a
+    pattern or method that all masked layers have goes into the title; then names are broken, at dots alone.
     """
     numbers = layer_reasons(sparsifier)
-    names = []
     rows = []
     for name, *cells, reason in grouped(layer_rows(sparsifier)):
-        names.append(name)
-        rows.append([*cells, f"({numbers[reason]})" if reason else ""])
+        number = f"({numbers[reason]})" if reason else ""
+        row = dict(zip(_LAYER_COLUMNS, [*cells, number], strict=True))
+        rows.append((name, row, row["pattern"] == "-"))
 
-    table = plain_table("N:M layers")
-    table.add_column("layer", no_wrap=True)
-    for head in _LAYER_COLUMNS:
+    title = "N:M layers"
+    columns = list(_LAYER_COLUMNS)
+    longest_name = max(len(name) for name, _, _ in rows)
+    if _width_beside_names(rows, columns) + longest_name > width:
+        for column in ("pattern", "method"):
+            values = {row[column] for _, row, is_dense in rows if not is_dense}
+            if len(values) == 1:
+                title += f", {column} {values.pop()}"
+                columns.remove(column)
+
+    table = plain_table(title)
+    for head in ("layer", *columns):
         table.add_column(head, no_wrap=True)
-    # Only names may be broken, so the other columns get their full width, and names what is left.
-    other_width = 3  # the padding of the first column and of the table
-    for head, *column in zip(_LAYER_COLUMNS, *rows, strict=True):
-        longest = max(len(cell) for cell in (head, *column))
-        other_width += longest + 2  # with the padding
-
-    pattern = _LAYER_COLUMNS.index("pattern")
+    other_width = _width_beside_names(rows, columns)
     name_width = 0
-    for name, cells in zip(names, rows, strict=True):
+    for name, row, is_dense in rows:
         broken = broken_name(name, width - other_width)
         name_width = max(name_width, *(len(line) for line in broken.splitlines()))
-        is_dense = cells[pattern] == "-"
-        table.add_row(broken, *cells, style="dim" if is_dense else None)
+        table.add_row(broken, *map(row.get, columns), style="dim" if is_dense else None)
     table.min_width = other_width + name_width
     return table
+
+
+def _width_beside_names(
+    rows: Sequence[tuple[str, dict[str, str], bool]], columns: Sequence[str]
+) -> int:
+    """The width of all columns but the first: only names may be broken."""
+    width = 3  # the padding of the first column and of the table
+    for head in columns:
+        width += max(len(cell) for cell in (head, *(row[head] for _, row, _ in rows)))
+        width += 2  # the padding
+    return width
 
 
 def layer_reasons(sparsifier: NMSparsifier) -> dict[str, int]:
@@ -104,31 +119,51 @@ class Whole:
 
 
 def layer_rows(sparsifier: NMSparsifier) -> Iterator[tuple[str, ...]]:
-    """Yield every weight, masked ones first: layer, shape, pattern, method, forward, dgrad, wgrad, reason."""
-    for name, layer in sparsifier.layers.items():
-        operands = []
-        reasons = []
-        for kind, gemm in layer.gemms()._asdict().items():
-            operands.append(gemm.label)
-            if gemm.reason:
-                reasons.append(f"{kind}: {gemm.reason}")
-        method = layer.spec.method.short_name or type(layer.spec.method).__name__
-        yield (
-            name,
-            _shape(layer.view.shape),
-            _pattern(sparsifier, layer),
-            method,
-            *operands,
-            "; ".join(reasons),
-        )
-
+    """Yield every weight in the order of the model: layer, shape, pattern, method, forward, dgrad, wgrad, reason."""
+    rows = {name: _row(sparsifier, layer) for name, layer in sparsifier.layers.items()}
     shapes = {}
-    for name, parameter in sparsifier.model.named_parameters():
-        shapes[plain_name(name)] = parameter.shape
+    for name, parameter in sparsifier.model.named_parameters(remove_duplicate=False):
+        shapes[plain_name(name)] = known_shape(parameter)
     for name, reason in sparsifier.skipped.items():
+        if reason == NO_MATRICES:
+            continue
         # A layer has its module's name; a parameter that is not called "weight" follows it.
-        shape = shapes.get(f"{name}.weight") or shapes.get(name) or ()
-        yield name, _shape(shape), "-", "-", "dense", "dense", "dense", reason
+        shape = shapes.get(f"{name}.weight", shapes.get(name, ()))
+        text = "?" if shape is None else _shape(shape)
+        rows[name] = (text, "-", "-", "dense", "dense", "dense", reason)
+    place = {plain_name(name): k for k, (name, _) in enumerate(sparsifier.model.named_modules())}
+
+    def order(name: str) -> int:
+        # The weight of a module that has several is called after its parameter.
+        module = name if name in place else name.rpartition(".")[0]
+        return place.get(module, len(place))  # a module may have been replaced
+
+    # Sorting keeps the order of the weights of one module.
+    for name in sorted(rows, key=order):
+        yield name, *rows[name]
+
+
+def _row(sparsifier: NMSparsifier, layer: NMLayer) -> tuple[str, ...]:
+    """The cells of a masked layer, after its name."""
+    operands = []
+    reasons = []
+    for kind, gemm in layer.gemms()._asdict().items():
+        operands.append(gemm.label)
+        if gemm.reason:
+            reasons.append(f"{kind}: {gemm.reason}")
+    method = layer.spec.method.short_name or type(layer.spec.method).__name__
+    pattern = _pattern(sparsifier, layer)
+    return _shape(layer.view.shape), pattern, method, *operands, "; ".join(reasons)
+
+
+def _without_matrices(sparsifier: NMSparsifier) -> str:
+    """A line about modules whose parameters need no rows, such as a class token; empty if there are none."""
+    names = []
+    for name, reason in sparsifier.skipped.items():
+        if reason == NO_MATRICES:
+            names.append((name or type(sparsifier.model).__name__,))
+    shown = ", ".join(name for (name,) in grouped(names))
+    return f"no rows for {shown}: {NO_MATRICES}" if names else ""
 
 
 def _pattern(sparsifier: NMSparsifier, layer: NMLayer) -> str:
@@ -261,6 +296,9 @@ def print_layers(sparsifier: NMSparsifier, console: Console | None = None) -> No
     console.print(Whole(layer_table(sparsifier, console.width)), crop=False, soft_wrap=True)
     for reason, number in layer_reasons(sparsifier).items():
         print_note(console, f"({number}) {reason}")
+    without_matrices = _without_matrices(sparsifier)
+    if without_matrices:
+        print_note(console, without_matrices)
     if sparsifier.selection.first_last:
         console.print("skip_first_last=False masks the first and the last layer, too", style="dim")
     if sparsifier.selection.hint:

@@ -10,6 +10,7 @@ from torch.utils.data import RandomSampler
 from lightning_nm.callbacks.lifecycle import Lifecycle, Origin
 from lightning_nm.sparsifier import NMSparsifier
 from lightning_nm.training.phases import finished_phases
+from lightning_nm.training.start import told_as_dense
 
 
 def warn_at_start(sparsifier: NMSparsifier, *, continues: bool) -> None:
@@ -33,6 +34,8 @@ def warn_at_start(sparsifier: NMSparsifier, *, continues: bool) -> None:
                 "Give an optimizer their weights, frozen or not: it trains what the method owns"
             )
         rank_zero_warn(f"no layer is masked yet: no optimizer trains {names}. {advice}")
+    if sparsifier.trained_dense:
+        rank_zero_warn(told_as_dense(sparsifier.trained_dense))
     # Layers that `include` names are masked although they are frozen.
     if sparsifier.unowned:
         rank_zero_warn(
@@ -52,7 +55,7 @@ def warn_of_resume(trainer: pl.Trainer, lifecycle: Lifecycle) -> None:
         rank_zero_warn(
             f"'{path}' was saved within an epoch, and this DataLoader cannot resume there: the run goes on with "
             "other batches than an uninterrupted one. Use a loader with state_dict(), such as StatefulDataLoader of "
-            "torchdata, or checkpoints of the ends of epochs"
+            "torchdata"
         )
 
 

@@ -25,7 +25,7 @@ from lightning_nm.export.executorch.rules import reason_of_layer
 from lightning_nm.export.executorch.targets import EXTRA, check_target, missing_packages
 from lightning_nm.functional import nm_prune
 from lightning_nm.nn.layer.layer import NMLayer
-from lightning_nm.nn.layer.layout import from_rows, rows_of
+from lightning_nm.nn.layer.layout import from_rows, known_shape, rows_of
 from lightning_nm.nn.selection.selection import Selection
 from lightning_nm.training.optimizers import trained_by
 
@@ -130,7 +130,7 @@ def _rows(model: nn.Module, selections: Sequence[Selection]) -> list[TargetRow]:
         else:
             module = dict(model.named_modules()).get(name)
             weight = getattr(module, "weight", None)
-            shape = tuple(weight.shape) if isinstance(weight, Tensor) else ()
+            shape = (known_shape(weight) or ()) if isinstance(weight, Tensor) else ()
             rows.append(TargetRow(name, shape, "", f"not masked: {skipped.get(name, 'dense')}"))
     return rows
 

@@ -18,6 +18,7 @@ from lightning_nm.commands.export import executorch
 from lightning_nm.commands.export.coreml import coreml_table, coreml_text
 from lightning_nm.export.atomic_write import check_folder
 from lightning_nm.export.coreml import CoreMLReport, check_output, export_coreml
+from lightning_nm.export.foreign import holds_bitmasks
 from lightning_nm.export.graphs import build_model, example_of, export_onnx, export_pt2
 from lightning_nm.export.low_rank import (
     factors_of,
@@ -27,6 +28,8 @@ from lightning_nm.export.low_rank import (
 )
 from lightning_nm.export.outputs import Written, export_packed, export_torch
 from lightning_nm.export.sources import Source, read_source
+from lightning_nm.export.verdicts import classify, is_matrix
+from lightning_nm.functional.pattern import NMPattern
 from lightning_nm.nn.products.low_rank import Factors, replace_low_rank
 
 # Of the files that hold a graph of a model, whose class is needed.
@@ -70,8 +73,19 @@ def _export(options: argparse.Namespace) -> int:
         if factors and options.adapters == "merge":
             source = merge_into(source, factors)
         if options.to == "packed":
-            written = export_packed(source, options.output, options.pattern, options.dtype)
+            written = export_packed(
+                source,
+                options.output,
+                options.pattern,
+                options.dtype,
+                options.int8_experts,
+                options.int8_embeddings,
+            )
             console.print(_table(written))
+            console.print(_parts_table(written))
+            in_float = _in_float(written) if options.dtype else ""
+            if in_float:
+                console.print(in_float, markup=False, highlight=False, soft_wrap=True)
             console.print(_summary(written, options.output), markup=False, soft_wrap=True)
             note = _write_adapters(source, factors, options)
             if note:
@@ -91,7 +105,7 @@ def _export(options: argparse.Namespace) -> int:
             return 0
         if options.to == "torch":
             export_torch(source, options.output)
-            note = _write_adapters(source, factors, options)
+            note = _bitmasks(source) + _write_adapters(source, factors, options)
         else:
             note = _export_graph(source, options, factors)
     except (ImportError, OSError, RuntimeError, ValueError) as error:
@@ -128,6 +142,8 @@ def _check(options: argparse.Namespace) -> None:
         )
     if options.dtype and options.to != "packed":
         raise ValueError("--dtype is for --to packed")
+    if (options.int8_experts or options.int8_embeddings) and not options.dtype:
+        raise ValueError("--int8-experts and --int8-embeddings are for --dtype int8")
     if options.precision and not is_coreml:
         raise ValueError("--precision is for --to coreml")
     if not is_executorch and (options.target or options.calibration or options.allow_float):
@@ -143,6 +159,19 @@ def _check(options: argparse.Namespace) -> None:
     check_folder(Path(options.output))
     if is_executorch:
         executorch.check_options(options)
+
+
+def _bitmasks(source: Source) -> str:
+    """A remark on weights that were read from bitmasks; empty for other checkpoints."""
+    if source.folder is None or not holds_bitmasks(source.folder):
+        return ""
+    pattern = NMPattern(2, 4)
+    verdicts = [
+        classify(key, weight, pattern).verdict
+        for key, weight in source.weights.items()
+        if is_matrix(weight.dtype, weight.dim())
+    ]
+    return f"; bitmasks became tensors with zeros: {verdicts.count('N:M')} of {len(verdicts)} matrices are 2:4"
 
 
 def _adapters(source: Source, options: argparse.Namespace) -> dict[str, Factors]:
@@ -214,8 +243,9 @@ def _table(written: Sequence[Written]) -> Table:
     table.add_column("note", overflow="fold", min_width=12)
     for each in written:
         if each.pattern:
-            share = f"{_share([each]):.3f}"
-            cells = (each.key, each.pattern, each.layout, f"{each.bytes}", share, each.stored)
+            share = f"{_share([each]):.3f}" if each.dense_bytes else ""  # none of a tied weight
+            note = ", ".join(filter(None, (each.stored, each.reason)))
+            cells = (each.key, each.pattern, each.layout, f"{each.bytes}", share, note)
             style = "green"
         else:
             cells = (each.key, "dense", "", f"{each.bytes}", "", each.reason)
@@ -224,8 +254,51 @@ def _table(written: Sequence[Written]) -> Table:
     return table
 
 
+def _parts_table(written: Sequence[Written]) -> Table:
+    """What each kind of tensor takes of the file, the largest one first."""
+    table = Table(title="parts", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("part", no_wrap=True)
+    for column in ("tensors", "bytes", "of file", "of dense"):
+        table.add_column(column, no_wrap=True, justify="right")
+    for part, members in _parts(written).items():
+        size = sum(each.bytes for each in members)
+        of_dense = f"{_share(members):.3f}" if size else ""
+        table.add_row(part, f"{len(members)}", f"{size}", _of_file(members, written), of_dense)
+    return table
+
+
+def _in_float(written: Sequence[Written]) -> str:
+    """What stays in float in a file of int8 weights although an option would round it; empty if nothing does."""
+    options = {
+        "dense": "dense matrices (embeddings: --int8-embeddings GLOB)",
+        "N:M": "N:M weights of three axes (of experts: --int8-experts GLOB)",
+    }
+    found = []
+    for part, members in _parts(written).items():
+        kind, _, stored = part.partition(", ")
+        is_named = kind == "dense" or stored.endswith("three axes")
+        if is_named and "int8" not in stored:
+            found.append(f"{_of_file(members, written)} of the file are {options[kind]}")
+    return f"not in int8: {'; '.join(found)}" if found else ""
+
+
+def _parts(written: Sequence[Written]) -> dict[str, list[Written]]:
+    """The tensors of each part of a file, the largest part first."""
+    parts: dict[str, list[Written]] = {}
+    for each in written:
+        if each.part:
+            parts.setdefault(each.part, []).append(each)
+    return dict(sorted(parts.items(), key=lambda item: -sum(each.bytes for each in item[1])))
+
+
+def _of_file(members: Sequence[Written], written: Sequence[Written]) -> str:
+    size = sum(each.bytes for each in written)
+    return f"{sum(each.bytes for each in members) / size:.1%}" if size else ""
+
+
 def _summary(written: Sequence[Written], output: str) -> str:
-    packed = [each for each in written if each.pattern]  # others have a reason instead
+    # Others are dense, some of these in int8.
+    packed = [each for each in written if each.pattern not in ("", "dense")]
     size = sum(each.bytes for each in written)
     return (
         f"wrote {output}: {len(packed)} of {len(written)} tensors packed, at {_share(packed):.3f} of their dense size; "
@@ -270,7 +343,24 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--dtype",
         choices=("int8",),
-        help="for packed: round the values of weights to int8, with a scale for each output; those of three axes stay",
+        help="for packed: round the values of N:M weights to int8, with a scale for each output; those of three axes "
+        "stay as they are, and so does all that is not N:M",
+    )
+    parser.add_argument(
+        "--int8-experts",
+        metavar="GLOB",
+        action="append",
+        default=[],
+        help="with --dtype int8: N:M weights of three axes, by key or module name, that are of experts, which are "
+        "rounded, too, with a scale for each output of each expert",
+    )
+    parser.add_argument(
+        "--int8-embeddings",
+        metavar="GLOB",
+        action="append",
+        default=[],
+        help="with --dtype int8: embeddings, by key or module name, that are rounded, too, with a scale for each row; "
+        "rows are dequantised when they are looked up, and other matrices when the file is loaded",
     )
     fates = (
         "what becomes of low-rank adapters beside N:M weights (SLoPe): drop leaves them out; beside writes them, for "

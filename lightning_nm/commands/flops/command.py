@@ -73,6 +73,11 @@ def _reports(options: argparse.Namespace) -> list[Report]:
             f"--pattern {' '.join(options.pattern)}: the config has no NMSparsityCallback"
         )
     forward, plan = _observe(cli, callbacks, options)
+    if plan.steps is None and any(map(_is_scheduled, callbacks)):
+        raise ValueError(
+            "a schedule of the config needs the number of training steps, which the Trainer does not know: an endless "
+            "training, data without a length, changing gradient accumulation or manual optimization. Give --steps N"
+        )
     return [_report(cli, callbacks, forward, plan, pattern) for pattern in patterns]
 
 
@@ -93,9 +98,8 @@ def _observe(
         return forward, plan
 
     forward = forward_of(cli.model, example)
-    needs_steps = any(_is_scheduled(callback) for callback in callbacks)
     # Loading the data, to count its batches, may take long or be impossible here.
-    if options.steps is not None or not needs_steps:
+    if options.steps is not None or not any(map(_is_scheduled, callbacks)):
         return forward, Plan(options.steps, ())
     try:
         return forward, plan_of(cli.trainer, cli.model, cli.datamodule)
@@ -154,7 +158,7 @@ def _zeros(sizes: str) -> torch.Tensor:
     """An input of these sizes, which are separated by commas or by ``x``."""
     try:
         shape = [int(size) for size in sizes.replace("x", ",").split(",")]
-        return torch.zeros(shape)  # refuses negative sizes
+        return torch.zeros(shape, dtype=torch.float32)  # refuses negative sizes
     except (ValueError, RuntimeError) as error:
         raise ValueError(f"--input {sizes} is no shape: write it as 1,3,224,224") from error
 

@@ -11,9 +11,10 @@ from torch import nn
 from lightning_nm.functional import FlopsKind, GemmDensity
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.layer.gemms import mean_densities
+from lightning_nm.nn.layer.layout import known_shape, known_size
 from lightning_nm.nn.layer.names import layer_name, plain_name
 from lightning_nm.sparsifier import NMSparsifier
-from lightning_nm.training.macs import OTHERS
+from lightning_nm.training.macs import OTHERS, READ
 
 REST = "(biases, norms and others)"
 """The row of all parameters that are no weight of a known layer kind, with their products."""
@@ -146,7 +147,8 @@ def layers_of(
             masked[id(layer.param)] = layer
         skipped |= sparsifier.skipped
     # A masked weight has a row even if the forward pass did not use it.
-    shown_names = {*macs, *(layer.name for layer in masked.values())}
+    shown_names = {key.removesuffix(READ) for key in macs}
+    shown_names.update(layer.name for layer in masked.values())
 
     rows: list[LayerFlops] = []
     first_name: dict[int, str] = {}
@@ -160,19 +162,22 @@ def layers_of(
         is_tied = key in first_name
         row = LayerFlops(
             name,
-            shape=tuple(parameter.shape),
-            parameters=0 if is_tied else parameter.numel(),
+            shape=known_shape(parameter) or (),
+            parameters=0 if is_tied else known_size(parameter),
             macs=macs.get(name, 0),
             why=skipped.get(name, ""),
         )
-        if key in masked:
-            row = _with_method(row, masked[key])
-        elif is_tied:
-            row = replace(row, why=f"tied to {first_name[key]}")
+        read_macs = macs.get(name + READ, 0)
+        if key not in masked:
+            why = f"tied to {first_name[key]}" if is_tied else row.why
+            row = replace(row, macs=row.macs + read_macs, why=why)
         first_name.setdefault(key, name)
-        rows.append(row)
+        rows.append(row if key not in masked else _with_method(row, masked[key]))
+        if key in masked and read_macs:
+            why = "other code reads the weight without its mask, and multiplies by all of it"
+            rows.append(LayerFlops(name + READ, row.shape, parameters=0, macs=read_macs, why=why))
 
-    all_parameters = sum(parameter.numel() for parameter in model.parameters())
+    all_parameters = sum(map(known_size, model.parameters()))
     rest = all_parameters - sum(row.parameters for row in rows)
     rest_macs = macs.get(OTHERS, 0)
     if rest or rest_macs:

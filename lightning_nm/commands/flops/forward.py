@@ -159,14 +159,17 @@ class _Watch(pl.Callback):
             raise _Enough
         self.inputs = tuple(_shapes(batch))
         self.counter = MacsCounter(pl_module)
+        self.counter.watch_step()  # which may multiply by weights itself
 
     def on_before_backward(self, *_: Any) -> None:
         """End the training: the forward pass is complete."""
+        self.close()
         raise _Enough
 
     # Under manual optimization a training step need not call `manual_backward`.
     def on_train_batch_end(self, *_: Any) -> None:
         """End the training of a step that has no backward pass."""
+        self.close()
         raise _Enough
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from lightning_nm.commands.build import add_classes
 
-EXTRA = "Studies need the extra `study`: pip install 'lightning-nm[study]'"
+EXTRA = "Studies need the extra `study`: pip install -e '.[study]' in a checkout of lightning_nm"
 
 
 def main(args: Sequence[str]) -> int:

@@ -34,9 +34,12 @@ def main(args: Sequence[str]) -> int:
             _print_line(console, f"{checkpoint}:", style="bold")
         try:
             result = _verify(checkpoint, options)
-        except ValueError as error:
-            _print_line(errors, f"lightning-nm verify: {error}")
-            documents.append({"checkpoint": checkpoint, "ok": False, "error": str(error)})
+        except Exception as error:  # a traceback would exit with 1, which means "not N:M"
+            text = str(error)
+            if not isinstance(error, ValueError):
+                text = f"cannot read '{checkpoint}': {type(error).__name__}: {text}"
+            _print_line(errors, f"lightning-nm verify: {text}")
+            documents.append({"checkpoint": checkpoint, "ok": False, "error": text})
             statuses.append(2)
         else:
             _print(result, console, options.quiet)
@@ -79,7 +82,8 @@ def _parser() -> argparse.ArgumentParser:
         "checkpoint",
         metavar="CKPT",
         nargs="+",
-        help="Lightning checkpoint, state dict, .safetensors file, or folder of a transformers model",
+        help="Lightning checkpoint, state dict, .safetensors file, packed model, folder of a transformers model, "
+        ".onnx, .pt2 of torch.export, or .mlpackage",
     )
     parser.add_argument(
         "--pattern",

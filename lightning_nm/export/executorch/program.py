@@ -125,7 +125,7 @@ def export_executorch(
         memory_mode: Vela's name of what lies in which memory; likewise.
 
     Raises:
-        ImportError: If a package is missing: ``pip install 'lightning-nm[ethos-u]'``.
+        ImportError: If a package is missing: ``pip install -e '.[ethos-u]'``.
         ValueError: If the target is unknown, there is no data for calibration, it does not fit or holds one value
             alone, ``torch.export``
             cannot trace the model, no weight is N:M, quantisation loses a pattern, or layers are left in float.

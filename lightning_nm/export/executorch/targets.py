@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 from lightning_nm.functional.spelling import did_you_mean
 
-EXTRA = "pip install 'lightning-nm[ethos-u]'"
+EXTRA = "pip install -e '.[ethos-u]' in a checkout of lightning_nm"
 
 ETHOS_U85 = tuple(f"ethos-u85-{macs}" for macs in (128, 256, 512, 1024, 2048))
 """The NPUs with 2:4 sparse weights, by their multiply-accumulate units."""

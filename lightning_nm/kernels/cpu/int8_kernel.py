@@ -121,7 +121,9 @@ class CpuInt8Kernel(GemmKernel):
             # Integers of which the largest is 127 are rounded to themselves.
             x = torch.randint(-127, 128, (tokens, depth), generator=generator).float()
             x[:, 0] = 127
-            mask = nm_mask(torch.rand(rows, depth, generator=generator), pattern)
+            mask = nm_mask(
+                torch.rand(rows, depth, generator=generator, dtype=torch.float32), pattern
+            )
             weight = torch.randint(-127, 128, mask.shape, generator=generator).float() * mask
             weight.scatter_(1, mask.int().argmax(1, keepdim=True), 127)
             found = self.linear(packed_int8(weight, pattern), x)

@@ -114,9 +114,9 @@ class _CpuKernel(GemmKernel):
         tokens = 11
         pattern = NMPattern(1, 8)
         for dtype in DTYPES:
-            weight = torch.randn(rows, depth, generator=generator).to(dtype)
-            x = torch.randn(tokens, depth, generator=generator).to(dtype)
-            grad = torch.randn(tokens, rows, generator=generator).to(dtype)
+            weight = torch.randn(rows, depth, generator=generator, dtype=torch.float32).to(dtype)
+            x = torch.randn(tokens, depth, generator=generator, dtype=torch.float32).to(dtype)
+            grad = torch.randn(tokens, rows, generator=generator, dtype=torch.float32).to(dtype)
             mask = nm_mask(weight.abs(), pattern)
             matrix = _matrix(weight, mask, pattern)
             layout = self.layout(matrix)

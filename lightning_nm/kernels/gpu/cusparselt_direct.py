@@ -41,7 +41,7 @@ class CuSparseLtDirectKernel(TwoFourKernel):
     In mode ``"auto"`` the library's search proposes an algorithm, with a split of the contraction, for each product. It
     is used if its products are right and it is faster than the default.
 
-    It needs nvmath-python, ``pip install lightning-nm[cuda]``, which finds the library that torch brings. It has not
+    It needs nvmath-python, ``pip install -e '.[cuda]'``, which finds the library that torch brings. It has not
     run on a GPU yet; whether a CUDA graph can capture the first product of a shape is not known.
 
     Args:
@@ -82,7 +82,7 @@ class CuSparseLtDirectKernel(TwoFourKernel):
         try:
             version = self.version(device)
         except ImportError as error:
-            return f"nvmath-python cannot be imported ({error}): install lightning-nm[cuda]"
+            return f"nvmath-python cannot be imported ({error}): pip install -e '.[cuda]' in a checkout of lightning_nm"
         except Exception as error:
             return f"cuSPARSELt does not start: {type(error).__name__}: {error}"
         if self.any_version or version in VERSIONS:

@@ -99,7 +99,7 @@ class DeviceProbe:
         generator = torch.Generator().manual_seed(0)
 
         def normal(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator).to(device, dtype)
+            return torch.randn(shape, generator=generator, dtype=torch.float32).to(device, dtype)
 
         for dtype in kernel.dtypes:
             matrix = nm_prune(normal(rows, depth), "2:4")

@@ -53,9 +53,11 @@ def compress(matrix: Tensor) -> Tensor:
     device = matrix.device
     groups = matrix.unflatten(1, (-1, _GROUP))  # [rows, groups, 4]
     nonzero = groups != 0
-    weight_of_bit = torch.tensor([1, 2, 4, 8], device=device)
+    weight_of_bit = torch.tensor([1, 2, 4, 8], dtype=torch.int64, device=device)
     bits = (nonzero * weight_of_bit).sum(2)  # [rows, groups]
-    positions = torch.tensor(_POSITIONS, device=device)[bits]  # [rows, groups, 2]
+    positions = torch.tensor(_POSITIONS, dtype=torch.int64, device=device)[
+        bits
+    ]  # [rows, groups, 2]
     # A zero is stored as +0, also where the matrix has -0.
     kept = torch.where(nonzero, groups, 0)
     values = kept.gather(2, positions).flatten(1)  # [rows, depth / 2]

@@ -275,7 +275,9 @@ def _order(key: GemmKey, kernel: GemmKernel) -> Tensor | None:
 def _needed(key: GemmKey) -> MaskedMatrix:
     """A matrix whose mask is the needed outputs of a product."""
     width = key.columns + -key.columns % key.pattern.m  # whole blocks
-    scores = torch.rand(key.rows, width, device=key.device, generator=_generator(key))
+    scores = torch.rand(
+        key.rows, width, dtype=torch.float32, device=key.device, generator=_generator(key)
+    )
     mask = nm_mask(scores, key.pattern)[:, : key.columns].contiguous()
     return _masked(key, mask.to(key.dtype))
 

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from lightning_nm.functional.spelling import not_given
 from lightning_nm.kernels.api import GemmKernel, GemmKey, Sparsity
 from lightning_nm.kernels.cpu import CpuCsrKernel, CpuPermuteKernel
 from lightning_nm.kernels.gpu.cusparselt import CuSparseLtKernel
@@ -54,9 +55,11 @@ class KernelRegistry:
                 CpuCsrKernel(),
             ]
         # A mode as text or a single kernel is a likely mistake.
-        is_list = not isinstance(backends, (str, GemmKernel))
-        if not is_list or not all(isinstance(kernel, GemmKernel) for kernel in backends):
-            raise ValueError(f"backends={backends!r} must be a list of GemmKernel objects")
+        if not isinstance(backends, (list, tuple)):
+            raise ValueError(f"backends must be a list of GemmKernel objects{not_given(backends)}")
+        for kernel in backends:
+            if not isinstance(kernel, GemmKernel):
+                raise ValueError(f"backends must hold GemmKernel objects{not_given(kernel)}")
         for kernel in (self.reference, *backends):
             if kernel.name in self.kernels:
                 raise ValueError(

@@ -62,7 +62,7 @@ class Evidence:
         """No gradient was gathered yet."""
         dtype = torch.promote_types(weight.dtype, torch.float32)
         zero = torch.zeros(weight.shape, dtype=dtype, device=weight.device)
-        return cls(zero, zero.clone(), torch.zeros((), device=weight.device))
+        return cls(zero, zero.clone(), torch.zeros((), dtype=torch.float32, device=weight.device))
 
     def add(self, grad: Tensor, mask: Tensor, size: Tensor) -> None:
         """Add a dense gradient of the loss; ``size`` is r."""

@@ -484,7 +484,7 @@ class BAME(MaskMethod):
             buffers["exchanges"] += blocks
         adaptation = buffers["adaptation"]
         last = [
-            torch.as_tensor(number).to(adaptation.device, torch.float32)
+            torch.as_tensor(number, dtype=torch.float32, device=adaptation.device)
             for number in (blocks, held, loss_change)
         ]
         adaptation.copy_(torch.stack(last))
@@ -511,7 +511,7 @@ def _new_buffers(layer: NMLayer) -> dict[str, Tensor]:
         # How often each block oscillated, up to 255.
         "oscillation": torch.zeros(blocks, dtype=torch.uint8, device=device),
         # Of the last adaptation: blocks that adapted, blocks held back, the predicted change of the loss.
-        "adaptation": torch.zeros(3, device=device),
+        "adaptation": torch.zeros(3, dtype=torch.float32, device=device),
         # All exchanges so far.
         "exchanges": torch.zeros((), dtype=torch.int64, device=device),
     }

@@ -110,7 +110,9 @@ class NMLayer(HasHandle):
         """What the method keeps from one call of a step to the next, such as a pending exchange; never saved."""
         self.replaced_state: dict[str, Any] | None = None
         """The state before other weights were loaded, until the masks move: it comes back if its weights do."""
-        self.handle_tensor = torch.empty(self.handle, 0, device=self.param.device)
+        self.handle_tensor = torch.empty(
+            self.handle, 0, dtype=torch.float32, device=self.param.device
+        )
         """An empty tensor whose size is the layer's handle."""
         self.experts: dict[int, NMLayer] = {}
         """The layers of single experts that products have used.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 Layout = Literal["plain", "flat", "transposed", "experts", "experts-transposed"]
 """``"plain"``: forward blocks along dimension 1, dgrad blocks along dimension 0. ``"flat"``: the same after
@@ -17,6 +17,33 @@ each expert's matrix transposed."""
 
 ConvLayout = Literal["channels", "flat"]
 """How the blocks of convolutions lie: along `in` for a fixed kernel tap, or along the flattened ``(in, *kernel)``."""
+
+
+def misfit(axis: str, size: int, block: int, cuts: int = 1) -> str:
+    """Why blocks do not fit into each of the equal parts of an axis, and which would; empty if they do.
+
+    Example:
+        >>> misfit("in", 30, 4)
+        'in 30 % 4 != 0 (M = 2, 3, 5, 6, 10, 15 would fit)'
+    """
+    if size % (cuts * block) == 0:
+        return ""
+    divided = f"{size}" if cuts == 1 else f"{size} / {cuts} processes"
+    # Larger blocks are rarely wanted: only a width without a divisor up to 16 is told its smallest one.
+    fitting = [m for m in range(2, size + 1) if size % (cuts * m) == 0]
+    shown = [str(m) for m in fitting if m <= 16] or [str(m) for m in fitting[:1]]
+    advice = f" (M = {', '.join(shown)} would fit)" if shown else ""
+    return f"{axis} {divided} % {block} != 0{advice}"
+
+
+def known_shape(tensor: Tensor) -> tuple[int, ...] | None:
+    """The shape of a parameter; ``None`` for a lazy one before its first batch, whose shape torch refuses to tell."""
+    return None if nn.parameter.is_lazy(tensor) else tuple(tensor.shape)
+
+
+def known_size(tensor: Tensor) -> int:
+    """The number of entries of a parameter; 0 for a lazy one before its first batch."""
+    return 0 if nn.parameter.is_lazy(tensor) else tensor.numel()
 
 
 # Every function below has one case for each layout, in the order of `Layout`.

@@ -138,7 +138,7 @@ class LayerMasks:
 
     def count_moved(self, flips: int) -> None:
         """Count forward bits that were changed in place, in :attr:`bits`."""
-        self.flips = torch.tensor(flips, device=self.tensors()[0].device)
+        self.flips = torch.tensor(flips, dtype=torch.int64, device=self.tensors()[0].device)
         before = torch.zeros_like(self.flips) if self.total_flips is None else self.total_flips
         self.total_flips = before + self.flips
         self.generation = next(_generations)
@@ -165,8 +165,8 @@ class LayerMasks:
         self, flips: int, total_flips: int, backward_density: float | None, device: torch.device
     ) -> None:
         """Set saved counts."""
-        self.flips = torch.tensor(flips, device=device)
-        self.total_flips = torch.tensor(total_flips, device=device)
+        self.flips = torch.tensor(flips, dtype=torch.int64, device=device)
+        self.total_flips = torch.tensor(total_flips, dtype=torch.int64, device=device)
         self.backward_density = backward_density
 
     def with_bits(self, bits: Tensor | None) -> LayerMasks:

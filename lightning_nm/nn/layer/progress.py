@@ -31,6 +31,8 @@ class LayerProgress:
     pattern: NMPattern | None = None
     dense_gradient: bool = False  # whether the window needs dL/dW_F at pruned entries, too
     estimating: bool = False  # whether the estimator works in the window
+    # Whether the layer itself has given its weight a gradient; not known where backward passes are compiled.
+    trained_by_layer: bool = False
     # Whether before_step() has run since the last optimizer step or end of a batch.
     shaped: bool = False
 
@@ -66,6 +68,10 @@ class LayerProgress:
         """Set the stage of this training step, and how many moments of the schedule have come."""
         self.set_stage(stage_at(self.stages, self.clock))
         self.reached = sum(moment <= self.clock for moment in self.schedule)
+
+    def note_gradient(self) -> None:
+        """A backward pass of the layer makes a gradient of its weight."""
+        self.trained_by_layer = True
 
     def release_dense_gradient(self) -> None:
         """The dense gradient of this window was used."""

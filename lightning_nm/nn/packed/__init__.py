@@ -2,17 +2,20 @@
 
 from lightning_nm.nn.packed.experts import packed_weight
 from lightning_nm.nn.packed.kernel_choice import BUDGET_S, Budget, Kernels
-from lightning_nm.nn.packed.layers import PackedLayer
+from lightning_nm.nn.packed.layers import PackedLayer, refuse_to_fit
 from lightning_nm.nn.packed.memory import return_freed_memory
 from lightning_nm.nn.packed.replace import (
     Place,
     call_packed_children,
+    embeddings_of,
     packed_weights,
     places_and_reasons,
     places_of,
     put,
 )
 from lightning_nm.nn.packed.tensor import (
+    EVERY_ENTRY,
+    EXPERTS,
     INT8_DTYPES,
     LAYOUTS,
     PackedTensor,
@@ -26,6 +29,8 @@ from lightning_nm.nn.packed.weight import PackedWeight
 
 __all__ = [
     "BUDGET_S",
+    "EVERY_ENTRY",
+    "EXPERTS",
     "INT8_DTYPES",
     "LAYOUTS",
     "Budget",
@@ -37,6 +42,7 @@ __all__ = [
     "Role",
     "call_packed_children",
     "check_scales",
+    "embeddings_of",
     "int8_fault",
     "packed_shapes",
     "packed_weight",
@@ -44,6 +50,7 @@ __all__ = [
     "places_and_reasons",
     "places_of",
     "put",
+    "refuse_to_fit",
     "return_freed_memory",
     "scale_shapes",
 ]

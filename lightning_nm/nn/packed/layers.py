@@ -20,7 +20,7 @@ from lightning_nm.nn.adapters import (
 from lightning_nm.nn.adapters.attention import AttentionForward
 from lightning_nm.nn.adapters.conv import padded_input
 from lightning_nm.nn.adapters.experts import NMExperts
-from lightning_nm.nn.packed.ops import packed_conv, packed_linear
+from lightning_nm.nn.packed.ops import packed_conv, packed_embedding, packed_linear, training_error
 from lightning_nm.nn.packed.tensor import Role
 from lightning_nm.nn.packed.weight import PackedWeight
 
@@ -67,6 +67,17 @@ class PackedConv(PackedLayer):
         x, padding, unbatched = padded_input(conv, input, conv.weight.dim() - 2)
         y = packed_conv(x, conv.weight, conv.bias, conv.stride, padding, conv.dilation, conv.groups)
         return y.squeeze(0) if unbatched else y
+
+
+class PackedEmbedding(PackedLayer):
+    """``nn.Embedding`` whose matrix is in int8; the rows that are looked up are dequantised."""
+
+    packed_role = "embedding"
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Look rows up."""
+        layer: Any = self
+        return packed_embedding(input, layer.weight)
 
 
 class PackedMultiheadAttention(AttentionForward, PackedLayer):
@@ -118,6 +129,50 @@ class PackedExpertsLayer(PackedLayer):
         }
 
 
+class PackedLightningModule(nn.Module):
+    """Mixed into the class of a LightningModule whose layers are packed, so that fitting it is refused at once.
+
+    Lightning's fit leaves modules in evaluation mode, in which packed layers run: it would end at the first backward
+    pass, by torch's error that no tensor requires gradients.
+    """
+
+    nm_base: ClassVar[type[nn.Module]]  # the class that the module had before
+
+    def setup(self, stage: str) -> None:
+        """Refuse to fit the module while no parameter requires gradients, by a ``RuntimeError``."""
+        super().setup(stage)  # type: ignore[misc]
+        # The dense parameters of a packed model may be trained: then the user made them require gradients.
+        if stage == "fit" and not any(each.requires_grad for each in self.parameters()):
+            raise training_error(next(m for m in self.modules() if isinstance(m, PackedWeight)))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # As of a packed layer.
+        reduced: Any = super().__reduce_ex__(protocol)
+        return _new_lightning_module, (type(self).nm_base,), *reduced[2:]
+
+
+def refuse_to_fit(model: nn.Module) -> None:
+    """Let a packed model refuse to be fitted, if it is a LightningModule."""
+    # Known by its hooks: this part of the package does not import Lightning.
+    is_lightning = hasattr(model, "training_step") and hasattr(model, "setup")
+    if is_lightning and not isinstance(model, PackedLightningModule):
+        model.__class__ = _lightning_class(type(model))
+
+
+def _lightning_class(base: type[nn.Module]) -> type[nn.Module]:
+    bases = (PackedLightningModule, base)
+    if bases not in _CLASSES:
+        attributes = {"nm_base": base, "__module__": __name__}
+        _CLASSES[bases] = type(f"Packed{base.__name__}", bases, attributes)
+    return _CLASSES[bases]
+
+
+def _new_lightning_module(base: type[nn.Module]) -> nn.Module:
+    """An empty module, for pickle and deepcopy to fill."""
+    cls = _lightning_class(base)
+    return cls.__new__(cls)
+
+
 _KINDS: dict[type[Adapter], type[PackedLayer]] = {
     NMLinear: PackedLinear,
     NMTransposedLinear: PackedTransposedLinear,
@@ -141,6 +196,11 @@ def packed_kind(kind: type[nn.Module]) -> type[PackedLayer] | None:
     return _KINDS.get(adapter, PackedAdapted)
 
 
+def holds_embedding(kind: type[nn.Module]) -> bool:
+    """Whether modules of a class look rows up as ``nn.Embedding`` does."""
+    return issubclass(kind, nn.Embedding) and kind.forward is nn.Embedding.forward
+
+
 def packed_class(base: type[nn.Module], *, experts: bool = False) -> type[nn.Module]:
     """The class that mixes the packed layer into ``base``, and a registered adapter; made at first use, and once.
 
@@ -150,6 +210,8 @@ def packed_class(base: type[nn.Module], *, experts: bool = False) -> type[nn.Mod
     """
     attributes: dict[str, Any] = {"nm_base": base, "__module__": __name__}
     kind = PackedExpertsLayer if experts else packed_kind(base)
+    if holds_embedding(base):
+        kind = PackedEmbedding
     if kind is None:
         raise TypeError(f"no packed layer for {base.__name__}")
     bases: tuple[type[nn.Module], ...] = (kind, base)

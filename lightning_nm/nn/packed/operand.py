@@ -82,7 +82,7 @@ class Operand(HasHandle):
         self.dtype = dtype
         self.kernels = kernels
         self.budget = budget
-        self.handle_tensor = torch.empty(self.handle, 0)
+        self.handle_tensor = torch.empty(self.handle, 0, dtype=torch.float32)
         """An empty tensor whose size is the handle, as graphs take it."""
         self.matrix: Tensor | None = None
         self.hold: Callable[[], None] = lambda: None
@@ -309,7 +309,7 @@ def _dense_of_tiles(values: Tensor, index: Tensor, depth: int, dtype: torch.dtyp
 def _dense_of_csr(
     values: Tensor, start: Tensor, offset: Tensor, rows: int, depth: int, dtype: torch.dtype
 ) -> Tensor:
-    first = torch.arange(rows, device=values.device) * depth
+    first = torch.arange(rows, dtype=torch.int64, device=values.device) * depth
     row = torch.repeat_interleave(first, start.diff(), output_size=len(offset))
     found = torch.zeros(rows * depth, dtype=dtype, device=values.device)
     # The layout keeps offsets into the input, whose rows are panels.

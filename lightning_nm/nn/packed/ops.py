@@ -94,13 +94,28 @@ def packed_conv(
     return y.squeeze(2) if is_1d else y
 
 
+def packed_embedding(input: Tensor, weight: PackedWeight) -> Tensor:
+    """Rows of a matrix in int8, in the dtype of the weight that it stands for: ``integers[i] * scales[i]``."""
+    refuse_training(weight)
+    values, scales = weight.values, weight.scales
+    assert values is not None
+    assert scales is not None
+    rows = values.squeeze(-1)[input].float() * scales[input].unsqueeze(-1)
+    return rows.to(weight.dtype)
+
+
 def refuse_training(weight: PackedWeight) -> None:
     """Refuse to train beside a weight that cannot be trained."""
     if weight.training and torch.is_grad_enabled():
-        raise RuntimeError(
-            f"'{weight.name}' is packed and cannot be trained: call model.eval() to run the model; to train it, load "
-            "lightning_nm.unpacked_state_dict(model) into a model that is not packed"
-        )
+        raise training_error(weight)
+
+
+def training_error(weight: PackedWeight) -> RuntimeError:
+    """What a training that meets a packed weight ends with."""
+    return RuntimeError(
+        f"'{weight.name}' is packed and cannot be trained: call model.eval() to run the model; to train it, load "
+        "lightning_nm.unpacked_state_dict(model) into a model that is not packed"
+    )
 
 
 def _hold_dense(x: Tensor, weight: PackedWeight) -> None:

@@ -11,12 +11,13 @@ from torch.distributed.tensor import DTensor
 from lightning_nm.functional.nm_format import PACKED_DTYPES
 from lightning_nm.nn.adapters import FUSED_PATHS, Adapter, find_adapter
 from lightning_nm.nn.layer.layout import Layout
-from lightning_nm.nn.layer.names import parameter_key
+from lightning_nm.nn.layer.names import parameter_key, plain_name
 from lightning_nm.nn.packed.experts import PackedExperts
 from lightning_nm.nn.packed.layers import (
     PackedAdapted,
     PackedExpertsLayer,
     PackedLayer,
+    holds_embedding,
     packed_class,
     packed_kind,
 )
@@ -68,10 +69,7 @@ def places_and_reasons(model: nn.Module) -> tuple[dict[str, Place], dict[str, st
     """As :func:`places_of`; layers that are masked or packed are among those that cannot be packed."""
     selection = Selection()
     found: dict[str, Place] = {}
-    owners: dict[int, int] = {}
-    for each in model.modules():
-        for tensor in each._parameters.values():
-            owners[id(tensor)] = owners.get(id(tensor), 0) + 1
+    owners = _owner_counts(model)
     reasons: dict[str, str] = {}
     for candidate in candidates_of(model, selection, "channels"):
         module, parameter = candidate.module, candidate.spec.parameter
@@ -100,6 +98,32 @@ def places_and_reasons(model: nn.Module) -> tuple[dict[str, Place], dict[str, st
                 role = _role_of(weight, layout)
             found[key] = Place(module, parameter, layout, role)
     return found, {**selection.skipped, **reasons}
+
+
+def embeddings_of(model: nn.Module) -> dict[str, Place]:
+    """The embeddings of a model that can be held in int8, by the keys of their weights in the state dict.
+
+    Not those whose weight another module shares, which multiplies by it, or that have a forward of their own.
+    """
+    found: dict[str, Place] = {}
+    owners = _owner_counts(model)
+    for name, module in model.named_modules():
+        if not holds_embedding(type(module)) or module.max_norm is not None or _is_masked(module):
+            continue
+        weight = module._parameters.get("weight")
+        if weight is not None and owners[id(weight)] == 1 and not isinstance(weight, DTensor):
+            key = parameter_key(plain_name(name), "weight")
+            found[key] = Place(module, "weight", "plain", "embedding")
+    return found
+
+
+def _owner_counts(model: nn.Module) -> dict[int, int]:
+    """How many modules hold each parameter, by its id."""
+    owners: dict[int, int] = {}
+    for each in model.modules():
+        for tensor in each._parameters.values():
+            owners[id(tensor)] = owners.get(id(tensor), 0) + 1
+    return owners
 
 
 def _is_masked(module: nn.Module) -> bool:

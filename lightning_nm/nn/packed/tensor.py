@@ -23,22 +23,36 @@ from lightning_nm.nn.layer.layout import Layout
 INT8_DTYPES = (torch.float32, torch.bfloat16)
 """Dtypes of weights whose values may be int8: those of the inputs that int8 products take."""
 
-Role = Literal["linear", "transposed", "convolution", "experts", "experts-transposed"]
-"""Of a module: its weight is ``[out, in]``, ``[in, out]``, ``[out, in / groups, *taps]``, or for experts
-``[experts, out, in]`` or ``[experts, in, out]``."""
+Role = Literal["linear", "transposed", "convolution", "experts", "experts-transposed", "embedding"]
+"""Of a module: its weight is ``[out, in]``, ``[in, out]``, ``[out, in / groups, *taps]``, for experts
+``[experts, out, in]`` or ``[experts, in, out]``, or ``[embeddings, in]``."""
 
 EXPERTS: tuple[Role, ...] = ("experts", "experts-transposed")
 
 LAYOUTS: tuple[Layout, ...] = ("plain", "flat", "transposed")
 
 
+class _EveryEntry(NMPattern):
+    """Blocks of one entry, which is stored, so that there are no positions: of dense matrices in int8."""
+
+    def __post_init__(self) -> None:
+        """Accept numbers that no mask may have."""
+
+    def __str__(self) -> str:
+        return "dense"
+
+
+EVERY_ENTRY = _EveryEntry(1, 1)
+"""The pattern of a dense matrix in int8, such as an embedding, with a scale for each of its rows."""
+
+
 class PackedTensor(NamedTuple):
-    """A weight whose blocks are packed along one axis.
+    """A weight whose blocks are packed along one axis, or a dense matrix in int8.
 
     Args:
         values: ``[..., depth / M, N]``, see :func:`lightning_nm.functional.pack_nm`.
         positions: uint8.
-        pattern: The pattern of the blocks.
+        pattern: The pattern of the blocks, or :data:`EVERY_ENTRY`.
         layout: Where they lie in the weight.
         shape: Of the weight.
         scales: Of int8 values: float32 ``[out]``, one for each output, or ``[experts, out]``.
@@ -62,9 +76,13 @@ class PackedTensor(NamedTuple):
             ValueError: If it is not of the pattern.
         """
         shape_of_blocks(tuple(weight.shape), layout)
-        return cls(
-            *pack_nm(blocks_last(weight, layout), pattern), pattern, layout, tuple(weight.shape)
-        )
+        blocks = blocks_last(weight.detach(), layout)
+        if pattern == EVERY_ENTRY:
+            values = blocks.unsqueeze(-1)
+            positions = torch.empty(0, dtype=torch.uint8, device=weight.device)
+        else:
+            values, positions = pack_nm(blocks, pattern)
+        return cls(values, positions, pattern, layout, tuple(weight.shape))
 
     @classmethod
     def of_int8(
@@ -110,9 +128,12 @@ class PackedTensor(NamedTuple):
             TypeError: If a tensor has another dtype.
             ValueError: If it has another shape, or its content is wrong.
         """
-        check_packed(
-            self.values, self.positions, self.pattern, shape_of_blocks(self.shape, self.layout)
-        )
+        shape = shape_of_blocks(self.shape, self.layout)
+        if self.pattern == EVERY_ENTRY:
+            sizes = tuple(self.values.shape), tuple(self.positions.shape)
+            check_packed_sizes(*sizes, self.pattern, shape)
+        else:
+            check_packed(self.values, self.positions, self.pattern, shape)
         if self.scales is not None:
             shapes = scale_shapes(self.shape, self.pattern, self.layout)
             if tuple(self.scales.shape) not in shapes:
@@ -129,9 +150,11 @@ class PackedTensor(NamedTuple):
         if self.scales is not None:
             rows = _rows_first(values, self.scales.shape)
             values = dequantise_weight(rows, self.scales.flatten(), self.dtype).view(values.shape)
-        return from_blocks(
-            expand(values, self.positions, self.pattern, shape), self.layout, self.shape
-        )
+        if self.pattern == EVERY_ENTRY:
+            dense = values.view(shape)
+        else:
+            dense = expand(values, self.positions, self.pattern, shape)
+        return from_blocks(dense, self.layout, self.shape)
 
     @property
     def nbytes(self) -> int:

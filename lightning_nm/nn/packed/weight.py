@@ -91,6 +91,8 @@ class PackedWeight(nn.Module):
         """Change to the layout of the CPU kernel for this weight; without one, in ``"auto"``, to the dense weight."""
         if self.values is None or self.device.type == "meta" or self.kernels == "reference":
             return
+        if self.role == "embedding":  # whose rows are looked up
+            return
         device = self.device
         pattern = self._row_pattern()
         if self.is_int8:

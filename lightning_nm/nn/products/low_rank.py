@@ -166,6 +166,6 @@ def replace_low_rank(model: nn.Module, factors: Mapping[str, Factors]) -> None:
 def initial_right(rank: int, columns: int, like: Tensor, generator: torch.Generator) -> Tensor:
     r"""R as LoRA begins (arXiv 2106.09685): uniform in :math:`\pm 1 / \sqrt{in}`, ``[rank, in]``, of `like`'s dtype."""
     bound = columns**-0.5
-    values = torch.empty(rank, columns, device=generator.device)
+    values = torch.empty(rank, columns, dtype=torch.float32, device=generator.device)
     values.uniform_(-bound, bound, generator=generator)
     return values.to(like.device, like.dtype)

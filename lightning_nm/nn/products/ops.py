@@ -265,6 +265,8 @@ def _route(
 
     Of those tensors, only the method's own parameters have a gradient. They are the last ones.
     """
+    if not torch.compiler.is_compiling():
+        layer.progress.note_gradient()
     if layer.storage is not None:
         # Kept entries alone have a gradient, in the order of the values.
         return layer.storage.pack(dweight).to(weight.dtype), [None] * number

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
 from lightning_nm.functional.pattern import AutoPattern, NMPattern
@@ -19,7 +20,7 @@ from lightning_nm.functional.stages import Schedule
 from lightning_nm.nn.adapters import Adapter, WeightSpec, adapter_of, adapters_by_parameters
 from lightning_nm.nn.adapters.base import original_class
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.nn.layer.layout import ConvLayout, row_sizes
+from lightning_nm.nn.layer.layout import ConvLayout, known_size, misfit, row_sizes
 from lightning_nm.nn.layer.names import layer_name, plain_name
 from lightning_nm.nn.layer.sharding import cuts_in_forward, gather
 from lightning_nm.nn.layer.spec import LayerSpec
@@ -116,6 +117,9 @@ NOT_HELD = (
 )
 """The same for a method that does not train the weight."""
 
+NO_MATRICES = "parameters of the module itself are no matrices"
+"""Of a module without an adapter that holds a class token, positions or the like."""
+
 
 def select(
     model: nn.Module,
@@ -180,7 +184,7 @@ def select(
     for candidate in candidates:
         if ties.joins(candidate):
             continue  # the candidate that it is tied to stands for both
-        selection.sizes[candidate.name] = _size(candidate.weight)
+        selection.sizes[candidate.name] = known_size(candidate.weight)
         rule = _first_match(rules, ties.names(candidate))
         if rule is None:
             selection.skipped[candidate.name] = "not in `include`"
@@ -368,8 +372,12 @@ def candidates_of(
         found = adapter_of(name, module, named)
         # An adapter for any class would also take, say, a bilinear layer for experts.
         if found is None or (known_reason and found[0].by_parameters):
+            if isinstance(module, parametrize.ParametrizationList):
+                continue  # the module that it belongs to has the reason
             if quantised_reason or matrices(module):
                 reason = quantised_reason or known_reason
+                if not reason and not any(map(_is_matrix, matrices(module))):
+                    reason = NO_MATRICES
                 if not reason:
                     reason = f"no adapter for {kind.__name__}{_hint(module)}"
                 selection.skipped[name] = reason
@@ -403,12 +411,15 @@ def _fault_of_module(
     stated = getattr(kind, "nm_unmaskable", "") or adapter.refusal(module)
     if stated:
         return stated
+    # Many libraries have a class called Linear: its module tells whose it is.
+    class_path = f"{kind.__module__}.{kind.__name__}"
     if kind.forward is nn.Module.forward:
-        return f"{kind.__name__} has no forward: other modules read its weights"
-    is_overridden = kind.forward is not handled.forward and not adapter.wraps_forward
-    # An instance may have a forward in its own dict, too, as accelerate's hooks leave it.
-    if is_overridden or "forward" in vars(module):
-        return f"{kind.__name__} has a forward of its own"
+        return f"{class_path} has no forward: other modules read its weights"
+    if kind.forward is not handled.forward and not adapter.wraps_forward:
+        return f"{class_path} has a forward of its own"
+    # The hooks of accelerate leave one in the dict of an instance.
+    if "forward" in vars(module):
+        return f"this {class_path} has a forward of its own, assigned to the instance"
     return ""
 
 
@@ -420,6 +431,11 @@ def _fault_around(name: str, module: nn.Module, low_rank: Mapping[str, nn.Module
     if parametrize.is_parametrized(module):
         return "parametrized: its weight is computed, not stored"
     return ""
+
+
+def _is_matrix(parameter: Tensor) -> bool:
+    """Whether a parameter of two or more dimensions may be multiplied; not so ``[1, ...]``, as of positions."""
+    return len(parameter) > 1 and parameter.numel() > max(parameter.shape)
 
 
 _HINT = "; if it holds experts' weights, name it in `include` or see register_experts"
@@ -461,11 +477,6 @@ def refuse_nan(layer: NMLayer) -> None:
         )
 
 
-def _size(weight: Tensor) -> int:
-    """Return the number of entries of a weight, 0 before its shape is known."""
-    return 0 if nn.parameter.is_lazy(weight) else weight.numel()
-
-
 def _fault_of_weight(candidate: Candidate) -> str:
     """Return why the tensor of a weight cannot be masked; empty if it can."""
     stored = candidate.module._parameters
@@ -475,8 +486,9 @@ def _fault_of_weight(candidate: Candidate) -> str:
         return "pruned by torch.nn.utils.prune: call prune.remove(module, name) first"
     if weight is None:
         return "its weight is computed, not stored (weight norm or the like)"
-    if nn.parameter.is_lazy(weight):
-        return "lazy: its shape is not known before the first batch"
+    # Also one whose weight was loaded: in its first call it takes another class, and would lose that of its adapter.
+    if nn.parameter.is_lazy(weight) or isinstance(candidate.module, LazyModuleMixin):
+        return "lazy: it has its shape and class only after its first batch: run one before the training to mask it"
     if weight.is_meta:
         return "on the meta device: give it memory and values (to_empty and reset_parameters) before masking"
     # With CPUOffloadPolicy the shards lie on the CPU, while the mesh is of GPUs.
@@ -504,19 +516,11 @@ def _eligibility(
     # The groups of a layer of experts are its experts, whose sizes the user knows as plain in and out.
     is_grouped = spec.groups > 1 and not spec.layout.startswith("experts")
     per_group = "/group" if is_grouped else ""
-    forward = _misfit(f"in{per_group}", depth, pattern, cuts.get(1, 1))
+    forward = misfit(f"in{per_group}", depth, pattern.m, cuts.get(1, 1))
     if candidate.is_embedding:
         return forward, "tokens have no gradient"
-    dgrad = _misfit(f"out{per_group}", out // spec.groups, pattern, cuts.get(0, 1))
+    dgrad = misfit(f"out{per_group}", out // spec.groups, pattern.m, cuts.get(0, 1))
     return forward, dgrad
-
-
-def _misfit(axis: str, size: int, pattern: NMPattern, cuts: int) -> str:
-    """Why blocks do not fit into each of the equal parts of an axis."""
-    if size % (cuts * pattern.m) == 0:
-        return ""
-    divided = f"{size}" if cuts == 1 else f"{size} / {cuts} processes"
-    return f"{axis} {divided} % {pattern.m} != 0"
 
 
 def _check_globs(

@@ -97,7 +97,7 @@ def _sum(layer: NMLayer, tensors: Iterable[Tensor]) -> Tensor:
 
 def mix(words: Tensor, start: int = 0) -> Tensor:
     """Hash int64 words ``[n]``, each depending on its place from ``start`` on; one-to-one for a given place."""
-    place = torch.arange(start, start + len(words), device=words.device)
+    place = torch.arange(start, start + len(words), dtype=torch.int64, device=words.device)
     mixed = words ^ place.mul_(_PLACE_FACTOR)
     mixed *= _FIRST_FACTOR
     mixed ^= _shifted(mixed, 29)

@@ -1,5 +1,6 @@
 """The forward pass that is counted: without memory where that works, with memory elsewhere, always as it was before."""
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
@@ -8,6 +9,7 @@ from lightning_nm import NMSparsifier, NMSparsityCallback
 from lightning_nm.commands.flops.counts import REST, layers_of
 from lightning_nm.commands.flops.forward import first_forward, forward_of, plan_of
 from lightning_nm.training.forwards import can_watch
+from lightning_nm.training.macs import READ
 from tests.support.lightning_models import Data, Net, make_trainer, new_model
 
 
@@ -83,6 +85,40 @@ def test_tied_weights_are_one_parameter(is_masked):
     assert (head.parameters, head.macs) == ((96, 960) if rows[0] is head else (0, 960))
     assert head.pattern == ("2:4" if is_masked else None)
     assert head.densities["paper"].forward == (0.5 if is_masked else 1.0)
+
+
+class ReadsWeights(pl.LightningModule):
+    """Multiplies by a layer's weight in its training step, outside of the calls of all modules."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.read, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def training_step(self, batch):
+        hidden = nn.functional.linear(self.first(batch).relu(), self.read.weight)
+        return self.last(hidden).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(torch.ones(4, 8), batch_size=2)
+
+
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_a_weight_that_other_code_reads_has_its_products(is_masked, tmp_path):
+    model = ReadsWeights()
+    forward, _ = first_forward(make_trainer(tmp_path), model, None)
+    sparsifiers = [NMSparsifier(model, "2:4", "sr-ste").attach()] if is_masked else []
+    rows = {row.name: row for row in layers_of(model, forward.macs, sparsifiers)}
+    assert sum(row.macs for row in rows.values()) == 2 * (64 + 64 + 32)
+    assert sum(row.parameters for row in rows.values()) == 64 + 8 + 64 + 8 + 32 + 4
+    assert rows["read"].macs == (0 if is_masked else 2 * 64)
+    if is_masked:
+        # Masks do not reach these products: they are dense.
+        read = rows["read" + READ]
+        assert (read.pattern, read.parameters, read.macs) == (None, 0, 2 * 64)
+        assert "without its mask" in read.why
 
 
 def test_the_first_batch_and_the_plan(tmp_path):

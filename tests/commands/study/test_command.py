@@ -319,7 +319,7 @@ def test_options_are_checked(study, capsys):
 def test_a_missing_extra_is_named(study, capsys, monkeypatch, missing):
     monkeypatch.setitem(sys.modules, missing, None)
     assert start(study()) == 2
-    assert "pip install 'lightning-nm[study]'" in capsys.readouterr().err
+    assert "pip install -e '.[study]'" in capsys.readouterr().err
 
 
 def plain(model, data, method, pattern):

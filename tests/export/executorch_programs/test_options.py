@@ -39,7 +39,7 @@ COMPLETE = ["--model", "torch.nn.Linear", "--target", "cpu", "--calibration", "x
         (COMPLETE[:4], "--calibration images.pt"),
         ([*COMPLETE, "--target", "ethos-u85-265"], "did you mean 'ethos-u85-256'?"),
         ([*COMPLETE, "--target", "ethos-u55-128"], "has no 2:4 sparse weights"),
-        (COMPLETE, "target 'cpu' needs executorch, torchao: pip install 'lightning-nm[ethos-u]'"),
+        (COMPLETE, "target 'cpu' needs executorch, torchao: pip install -e '.[ethos-u]'"),
         ([*COMPLETE, "--target", "ethos-u85-256"], "ethosu, tosa_serializer: pip install"),
         ([*COMPLETE, "-o", "model.pt2"], "writes .pte, not 'model.pt2'"),
         (["--to", "pt2", "--target", "cpu"], "--model train.Net"),
@@ -67,7 +67,7 @@ def test_the_function_refuses_what_the_command_does(tmp_path):
         export_executorch(nn.Linear(8, 8), path, example[0], calibration=[example])
     with pytest.raises(ValueError, match="give calibration="):
         export_executorch(nn.Linear(8, 8), path, example, calibration=None)
-    with pytest.raises(ImportError, match=r"lightning-nm\[ethos-u\]"):
+    with pytest.raises(ImportError, match=r"install -e '\.\[ethos-u\]'"):
         export_executorch(nn.Linear(8, 8), path, example, calibration=[example])
     assert os.listdir(tmp_path) == []
 
@@ -100,7 +100,7 @@ def test_the_doctor_judges_shapes_without_executorch(tmp_path, capsys):
     assert "first convolution" in reasons.pop("stem.0")
     assert "last linear layer" in reasons.pop("head")
     assert set(reasons.values()) == {""}
-    assert "lightning-nm[ethos-u]" in found["not_compiled"]
+    assert "pip install -e '.[ethos-u]'" in found["not_compiled"]
     assert found["cycles"] is None
 
     denser = write(tmp_path, CONFIG.replace("2:4", "4:8"), "denser.yaml")

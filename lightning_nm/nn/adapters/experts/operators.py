@@ -85,7 +85,7 @@ def _indices(part: Part) -> Tensor:
     """Return the experts of a part that is not one expert's, as int64 indices."""
     if isinstance(part.experts, Tensor):
         return part.experts
-    return torch.arange(len(part.use.weight), device=part.use.weight.device)
+    return torch.arange(len(part.use.weight), dtype=torch.int64, device=part.use.weight.device)
 
 
 def _spellings(*names: str) -> list[Any]:

@@ -149,6 +149,8 @@ class _Routed(torch.autograd.Function):
         # The backward passes of all products came before this one.
         if ctx.values is not None:
             ctx.values.release()
+        if not torch.compiler.is_compiling():
+            ctx.layer.progress.note_gradient()
         gradients = ctx.layer.spec.method.weight_gradient(ctx.layer, weight, grads[0])
         return None, None, *gradients
 

@@ -1,0 +1,394 @@
+"""verify() of ONNX files and of programs of torch.export."""
+
+import json
+import os
+import pickle
+import zipfile
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from lightning_nm.cli import main
+from lightning_nm.export import pack, read_checkpoint, verify
+from lightning_nm.export.graphs import export_pt2
+from lightning_nm.functional import nm_prune
+
+
+def pruned(*shape, dim=1):
+    dense = nm_prune(torch.randn(shape), "2:4", dim=dim)
+    return torch.where(dense == 0, 0.0, dense.sign() + dense)
+
+
+class Constants(nn.Module):
+    """Weights, a buffer that no state dict holds, and a constant."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(8, 4, 3, padding=1)
+        self.linear = nn.Linear(8, 12, dtype=torch.bfloat16)
+        self.register_buffer("table", torch.randn(4, 8), persistent=False)
+        self.constant = torch.randn(4, 8)
+
+    def forward(self, x):
+        y = self.conv(x).mean(dim=(2, 3)) @ self.table + self.constant.sum()
+        return self.linear(y.bfloat16())
+
+
+@pytest.fixture
+def program(tmp_path):
+    model = Constants()
+    model.conv.weight.data = pruned(4, 8, 3, 3)
+    model.linear.weight.data = pruned(12, 8).bfloat16()
+    export_pt2(model, (torch.randn(2, 8, 5, 5),), tmp_path / "a.pt2")
+    return model, tmp_path / "a.pt2"
+
+
+def test_the_weights_of_a_program(program):
+    model, path = program
+    result = verify(path, "2:4", allow_dense=True)
+    assert result.ok
+    verdicts = {v.key: v.verdict for v in result.verdicts}
+    assert verdicts == {
+        **{"conv.weight": "N:M", "linear.weight": "N:M"},
+        **{"table": "dense", "constant": "dense"},
+    }
+    assert not verify(path, "2:4").ok
+    model.conv.weight.data[1, :4, 2, 1] = 1
+    export_pt2(model, (torch.randn(2, 8, 5, 5),), path)
+    assert verify(path, "2:4").problems == ["'conv.weight' is not 2:4: 1 of 72 blocks hold more"]
+    with pytest.raises(ValueError, match=r"no sparsifier state .*: give a pattern"):
+        verify(path)
+
+
+def test_views_of_one_storage_are_read(tmp_path):
+    """Tied, transposed and in parts."""
+    whole = pruned(8, 16)
+    model = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 16), nn.Linear(16, 8))
+    model[0].weight = nn.Parameter(whole)
+    model[1].weight = nn.Parameter(whole.t())
+    model[2].weight = model[0].weight
+    export_pt2(model, (torch.randn(2, 16),), tmp_path / "a.pt2")
+    verdicts = {v.key: (v.verdict, v.note) for v in verify(tmp_path / "a.pt2", "2:4").verdicts}
+    assert verdicts.pop("1.weight") == ("N:M", "along dim 0")
+    assert set(verdicts.values()) == {("N:M", "along dim 1")}
+
+
+def test_a_program_of_a_packed_model_is_refused(tmp_path):
+    for kernels in ("reference", "sparse"):
+        linear = nn.Linear(64, 32)
+        linear.weight.data = nm_prune(torch.randn(32, 64), "1:16")
+        model = pack(nn.Sequential(linear), kernels=kernels)
+        export_pt2(model, (torch.randn(2, 64),), tmp_path / "a.pt2")
+        with pytest.raises(ValueError, match=r"a weight as pack\(\) of lightning_nm packs it"):
+            verify(tmp_path / "a.pt2", "1:16")
+
+
+class Attack:
+    def __reduce__(self):
+        return os.mkdir, ("attacked",)
+
+
+def rewritten(path, change):
+    """The file with other records."""
+    with zipfile.ZipFile(path) as archive:
+        records = {name: archive.read(name) for name in archive.namelist()}
+    change(records)
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in records.items():
+            archive.writestr(name, content)
+
+
+def edited(part, value):
+    """A change of what a program says of the tensor of its convolution."""
+
+    def change(records):
+        name = next(name for name in records if name.endswith("weights_config.json"))
+        content = json.loads(records[name])
+        entry = content["config"]["conv.weight"]
+        (entry if part in entry else entry["tensor_meta"])[part] = value
+        records[name] = json.dumps(content).encode()
+
+    return change
+
+
+def attack(records):
+    edited("use_pickle", True)(records)
+    for name in records:
+        if "/weights/weight_" in name or name.endswith("sample_inputs/model.pt"):
+            records[name] = pickle.dumps(Attack())
+
+
+needs_records = pytest.mark.skipif(
+    torch.__version__ < "2.9", reason="older programs hold one pickled state dict"
+)
+
+
+@needs_records
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (attack, "weights_only|Unsupported|Weights only|invalid magic"),
+        (edited("sizes", [{"as_int": 1 << 20}] * 4), "storage|bytes|overflow"),
+        (edited("strides", [{"as_int": 1 << 40}] * 4), "storage|stride|bytes"),
+        (edited("storage_offset", {"as_int": 9}), "storage|bytes"),
+        (edited("dtype", 99), "no tensor of a known dtype"),
+        (edited("path_name", "elsewhere"), "elsewhere"),
+        (edited("tensor_meta", None), "no tensor"),
+        (
+            lambda records: records.clear() or records.update({"a/archive_format": b"pt2"}),
+            "no weig",
+        ),
+    ],
+)
+def test_hostile_programs(program, monkeypatch, tmp_path, capsys, change, message):
+    """They are refused, and nothing of them runs."""
+    _, path = program
+    monkeypatch.chdir(tmp_path)
+    rewritten(path, change)
+    with pytest.raises(ValueError, match=message):
+        verify(path, "2:4")
+    assert main(["verify", str(path), "--pattern", "2:4"]) == 2
+    assert not (tmp_path / "attacked").exists()
+
+
+@needs_records
+def test_damaged_programs(program):
+    """Each byte of a weight is covered by a checksum; a truncated file is named."""
+    _, path = program
+    whole = path.read_bytes()
+    with zipfile.ZipFile(path) as archive:
+        place = archive.getinfo("archive/data/weights/weight_0").header_offset + 2000
+    path.write_bytes(whole[:place] + bytes([whole[place] ^ 255]) + whole[place + 1 :])
+    with pytest.raises(ValueError, match="CRC"):
+        verify(path, "2:4")
+    path.write_bytes(whole[:5000])
+    with pytest.raises(ValueError, match="truncated"):
+        verify(path, "2:4")
+
+
+def test_programs_of_torch_2_6(tmp_path):
+    """One pickled state dict, which is read as tensors alone."""
+    state = tmp_path / "state.pt"
+    torch.save({"a.weight": pruned(8, 16)}, state)
+    with zipfile.ZipFile(tmp_path / "a.pt2", "w") as archive:
+        archive.writestr("serialized_exported_program.json", "{}")
+        archive.write(state, "serialized_state_dict.pt")
+    assert verify(tmp_path / "a.pt2", "2:4").ok
+    with zipfile.ZipFile(tmp_path / "a.pt2", "a") as archive:
+        archive.writestr("serialized_constants.pt", pickle.dumps(Attack()))
+    with pytest.raises(ValueError, match=r"cannot read .* as a program of torch\.export"):
+        verify(tmp_path / "a.pt2", "2:4")
+    assert not os.path.exists("attacked")
+
+
+def test_export_refuses_graphs(tmp_path, program):
+    """Graphs are told from damaged files where a checkpoint is needed."""
+    (tmp_path / "a.onnx").write_bytes(b"\x08\x0a\x12\x07pytorch\x1a\x062.13.0")
+    for path, kind in ((tmp_path / "a.onnx", "an ONNX graph"), (program[1], "a program of torch")):
+        with pytest.raises(ValueError, match=f"it is {kind}.*, not a checkpoint: give the checkp"):
+            read_checkpoint(path)
+
+
+# ----------------------------------------------------------------------------------------------------------------- ONNX
+
+
+def test_onnx_is_asked_for_by_name(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(__import__("sys").modules, "onnx", None)
+    (tmp_path / "a.onnx").write_bytes(b"\x08\x0a\x12\x07pytorch\x1a\x062.13.0")
+    assert main(["verify", str(tmp_path / "a.onnx"), "--pattern", "2:4"]) == 2
+    assert (
+        "needs the package `onnx`: pip install -e '.[onnx]' in a checkout of lightning_nm"
+        in capsys.readouterr().out
+    )
+
+
+def saved(path, nodes, initializers, **kwargs):
+    onnx = pytest.importorskip("onnx")
+    graph = onnx.helper.make_graph(nodes, "g", [], [], initializers, **kwargs)
+    model = onnx.helper.make_model(graph)
+    onnx.save(model, path)
+    return path
+
+
+@pytest.fixture
+def initializer():
+    onnx = pytest.importorskip("onnx")
+    return onnx.numpy_helper.from_array
+
+
+@pytest.fixture
+def node():
+    return pytest.importorskip("onnx").helper.make_node
+
+
+def quantised(weight, points, axis, dtype):
+    """Integers whose zeros are the zero points."""
+    points = np.asarray(points, dtype)
+    shape = [1, 1]
+    shape[axis] = -1
+    spread = points.reshape(shape) if points.ndim == 1 else points
+    return (np.sign(weight.numpy()) * 3 + spread).astype(dtype), points
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8])
+@pytest.mark.parametrize(
+    ("operator", "axis"),
+    [
+        ("DequantizeLinear", 0),
+        ("DequantizeLinear", 1),
+        ("QLinearMatMul", 1),
+        ("MatMulInteger", 1),
+        ("QLinearConv", 0),
+        ("ConvInteger", 0),
+    ],
+)
+def test_zero_points_are_subtracted(tmp_path, initializer, node, operator, axis, dtype):
+    """One for the weight, and one for each row or column; with others the zeros are none."""
+    weight = pruned(8, 16)
+    inputs = {
+        "DequantizeLinear": ["w", "scale", "zero"],
+        "QLinearMatMul": ["x", "scale", "x_zero", "w", "scale", "zero"],
+        "QLinearConv": ["x", "scale", "x_zero", "w", "scale", "zero"],
+        "MatMulInteger": ["x", "w", "x_zero", "zero"],
+        "ConvInteger": ["x", "w", "x_zero", "zero"],
+    }[operator]
+    given = {"axis": axis} if operator == "DequantizeLinear" else {}
+    reader = node(operator, inputs, ["y"], **given)
+    several = np.arange(3, 3 + weight.shape[axis])
+    for points in (7, several):
+        values, zero = quantised(weight, points, axis, dtype)
+        tensors = [initializer(values, "w"), initializer(zero, "zero")]
+        result = verify(saved(tmp_path / "a.onnx", [reader], tensors), "2:4")
+        assert [(v.key, v.verdict, v.density) for v in result.verdicts] == [("w", "N:M", 0.5)]
+        tensors[1] = initializer(np.flip(zero + 1), "zero")
+        assert not verify(saved(tmp_path / "a.onnx", [reader], tensors), "2:4").ok
+
+
+def test_zero_points_of_blocks_and_through_a_gather(tmp_path, initializer, node):
+    weight = pruned(8, 16)
+    points = np.arange(32, dtype=np.uint8).reshape(8, 4) + 3
+    values = (np.sign(weight.numpy()) * 3 + points.repeat(4, 1)).astype(np.uint8)
+    reader = node("DequantizeLinear", ["w", "s", "zero"], ["y"], axis=1, block_size=4)
+    tensors = [initializer(values, "w"), initializer(points, "zero")]
+    assert verify(saved(tmp_path / "a.onnx", [reader], tensors), "2:4", "w").ok is False  # `zero`
+    assert verify(tmp_path / "a.onnx", "2:4", "w", allow_dense=True).ok
+    values, zero = quantised(weight, 9, 0, np.uint8)
+    nodes = [
+        node("Gather", ["w", "tokens"], ["rows"]),
+        node("DequantizeLinear", ["rows", "s", "zero"], ["y"]),
+    ]
+    tensors = [initializer(values, "w"), initializer(zero, "zero")]
+    assert verify(saved(tmp_path / "a.onnx", nodes, tensors), "2:4").ok
+    assert (
+        verify(saved(tmp_path / "a.onnx", [], tensors), "2:4")
+        .verdicts[0]
+        .note.startswith("uint8: the file does not tell")
+    )
+
+
+def test_every_place_of_a_constant(tmp_path, initializer, node):
+    """Initialisers, sparse ones, constants, those of branches and functions, and those in another file."""
+    onnx = pytest.importorskip("onnx")
+    helper = onnx.helper
+    right, dense = pruned(8, 16).numpy(), np.ones((8, 16), np.float32)
+
+    def sparse(array, linear):
+        places = np.flatnonzero(array) if linear else np.argwhere(array)
+        values = initializer(array.reshape(-1)[np.flatnonzero(array)], "sparse")
+        return helper.make_sparse_tensor(values, initializer(places, "places"), array.shape)
+
+    def model_of(array, place):
+        nodes, tensors, more, functions = [], [initializer(right, "first")], {}, []
+        if place == "initializer":
+            tensors.append(initializer(array, "w"))
+        elif place == "constant":
+            nodes.append(node("Constant", [], ["w"], value=initializer(array, "")))
+        elif place.startswith("sparse"):
+            more["sparse_initializer"] = [sparse(array, place == "sparse linear")]
+        elif place == "branch":
+            branch = helper.make_graph([], "b", [], [], [initializer(array, "w")])
+            nodes.append(node("If", ["c"], ["y"], then_branch=branch, else_branch=branch))
+            inner = helper.make_graph([], "e", [], [], [])
+            nodes[0].attribute[1].g.CopyFrom(inner)
+        elif place == "function":
+            constant = node("Constant", [], ["w"], value=initializer(array, ""))
+            functions.append(helper.make_function("own", "f", [], ["w"], [constant], []))
+        graph = helper.make_graph(nodes, "g", [], [], tensors, **more)
+        return helper.make_model(graph, functions=functions)
+
+    places = ("initializer", "constant", "sparse", "sparse linear", "branch", "function")
+    for place in places:
+        for array, expected in ((right, True), (dense, False)):
+            onnx.save(model_of(array, place), tmp_path / "a.onnx")
+            result = verify(tmp_path / "a.onnx", "2:4")
+            assert (result.ok, len(result.matrices)) == (expected, 2), place
+    model = model_of(right, "initializer")
+    onnx.save(
+        model, tmp_path / "b.onnx", save_as_external_data=True, location="b", size_threshold=0
+    )
+    assert verify(tmp_path / "b.onnx", "2:4").ok
+    (tmp_path / "b").unlink()
+    with pytest.raises(ValueError, match="'first'"):
+        verify(tmp_path / "b.onnx", "2:4")
+
+
+@pytest.mark.parametrize(
+    "name", ["FLOAT16", "BFLOAT16", "DOUBLE", "FLOAT8E4M3FN", "FLOAT8E5M2", "INT4", "INT8"]
+)
+def test_every_type_of_onnx(tmp_path, name, node):
+    onnx = pytest.importorskip("onnx")
+    dtype = getattr(onnx.TensorProto, name)
+    for weight, verdict in ((pruned(8, 16), "N:M"), (torch.ones(8, 16), "dense")):
+        values = weight.sign().numpy().reshape(-1)
+        tensor = onnx.helper.make_tensor("w", dtype, weight.shape, values)
+        result = verify(saved(tmp_path / "a.onnx", [], [tensor]), "2:4", allow_dense=True)
+        assert [v.verdict for v in result.verdicts] == [verdict]
+
+
+def test_hostile_onnx(tmp_path, initializer, node):
+    right = initializer(pruned(8, 16).numpy(), "w")
+    dense = initializer(np.ones((8, 16), np.float32), "w")
+    zeros = [initializer(np.int8(k), f"z{k}") for k in range(2)]
+    integers = initializer(np.ones((8, 16), np.int8), "w")
+    reads = [node("DequantizeLinear", ["w", "s", f"z{k}"], [f"y{k}"]) for k in range(2)]
+    circle = [node("Identity", ["a"], ["b"]), node("Identity", ["b"], ["a"])]
+    huge = initializer(np.ones((2, 2), np.float32), "w")
+    del huge.dims[:]
+    huge.dims.extend([1 << 40, 1 << 40])
+    outside = initializer(np.ones((2, 2), np.float32), "w")
+    outside.ClearField("raw_data")
+    outside.data_location = outside.EXTERNAL
+    outside.external_data.add(key="location", value="../../etc/hostname")
+    faults = [
+        ([], [right, dense], "'w' is defined twice"),
+        (reads, [integers, *zeros], "'w' has several zero points"),
+        (reads[:1], [integers], "the zero point 'z0' of 'w' is computed"),
+        ([node("MatMulNBits", ["x", "w"], ["y"])], [right], "MatMulNBits packs its weight"),
+        ([], [huge], "'w'"),
+        ([], [outside], "'w'"),
+    ]
+    for nodes, tensors, message in faults:
+        with pytest.raises(ValueError, match=message):
+            verify(saved(tmp_path / "a.onnx", nodes, tensors), "2:4")
+    circle.append(node("DequantizeLinear", ["a", "s"], ["y"]))
+    assert verify(saved(tmp_path / "a.onnx", circle, [right]), "2:4").ok
+    whole = (tmp_path / "a.onnx").read_bytes()
+    for length in range(1, len(whole), 7):
+        (tmp_path / "a.onnx").write_bytes(whole[:length])
+        assert main(["verify", str(tmp_path / "a.onnx"), "--pattern", "2:4", "-q"]) in (1, 2)
+
+
+@pytest.mark.slow
+def test_files_of_our_export(tmp_path):
+    pytest.importorskip("onnxscript")
+    pytest.importorskip("onnxruntime")
+    from lightning_nm.export.graphs import export_onnx
+
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)).eval()
+    model[0].weight.data = pruned(32, 16)
+    export_onnx(model, (torch.randn(2, 16),), tmp_path / "a.onnx")
+    torch.save(model.state_dict(), tmp_path / "a.pt")
+    assert verify(tmp_path / "a.onnx", "2:4", base=tmp_path / "a.pt").ok
+    assert not verify(tmp_path / "a.onnx", "2:4").ok
