@@ -262,8 +262,6 @@ def test_a_product_of_another_shape_is_wrong_and_nan_never_right():
 
 
 def test_an_error_of_any_class_is_a_refusal():
-    """nvmath's is no RuntimeError."""
-
     class LibraryError(Exception):
         pass
 
@@ -418,9 +416,9 @@ def test_examples(module):
 
 def test_the_page_lists_every_question():
     page = (Path(__file__).parent.parent / "docs" / "gpu.md").read_text()
-    assert re.findall(r"^\| (V\d+) \|", page, re.MULTILINE) == [
-        f"V{number}" for number in range(1, 19)
-    ]
+    # V11 was of plans that are kept, and is asked no more.
+    numbers = [number for number in range(1, 19) if number != 11]
+    assert re.findall(r"^\| (V\d+) \|", page, re.MULTILINE) == [f"V{number}" for number in numbers]
     asked = {check.name.split()[0] for check in CHECKS}
     assert set(re.findall(r"checks --only (V\d+)", page)) == asked
 

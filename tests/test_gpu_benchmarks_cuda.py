@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks.gpu import correctness, costs, layers, plan_cache, prediction
+from benchmarks.gpu import correctness, costs, layers, prediction
 from benchmarks.gpu.setting import Setting, SoftwareOperators
 from benchmarks.train import Watch
 from lightning_nm.functional import transposable_mask
@@ -141,79 +141,6 @@ def test_compiled(cuda, monkeypatch):
     answer = costs.compiled(cuda)
     assert answer["verdict"] == "right"
     assert set(answer["ms"]) == {"eager", "compiled"}
-
-
-class Library:
-    """Stands for nvmath's bindings: it checks the order and kind of arguments, and computes nothing."""
-
-    Sparsity = SimpleNamespace(SPARSITY_50_PERCENT=0)
-    ComputeType = SimpleNamespace(COMPUTE_32F=2)
-    MatmulAlg = SimpleNamespace(DEFAULT=0)
-
-    def __init__(self):
-        self.stored = []
-
-    def init(self):
-        return 1
-
-    def structured_descriptor_init(
-        self, handle, rows, cols, ld, alignment, value_type, order, sparsity
-    ):
-        assert ld == cols
-        self.stored.append((rows, cols))
-        return 2
-
-    def dense_descriptor_init(self, handle, rows, cols, ld, alignment, value_type, order):
-        assert ld == cols
-        return 3
-
-    def matmul_descriptor_init(self, handle, op_a, op_b, mat_a, mat_b, mat_c, mat_d, compute_type):
-        self.op_a = op_a
-        return 4
-
-    def matmul_alg_selection_init(self, handle, matmul_descr, alg):
-        return 5
-
-    def matmul_plan_init(self, handle, matmul_descr, alg_selection):
-        return 6
-
-    def matmul_get_workspace(self, handle, plan):
-        return 0
-
-    def sp_mma_compressed_size2(self, handle, sparse_mat_descr):
-        return 10, 20
-
-    def sp_mma_compress2(
-        self,
-        handle,
-        sparse_mat_descr,
-        is_sparse_a,
-        op,
-        d_dense,
-        d_compressed,
-        d_compressed_buffer,
-        stream,
-    ):
-        assert op == self.op_a
-
-    def matmul(
-        self, handle, plan, alpha, d_a, d_b, beta, d_c, d_d, workspace, streams, num_streams
-    ):
-        assert d_c == d_d
-
-
-def test_a_plan_that_is_kept(cuda, monkeypatch):
-    library = Library()
-    monkeypatch.setattr(plan_cache, "find_spec", lambda name: True)
-    monkeypatch.setattr(plan_cache, "import_module", lambda name: library)
-    monkeypatch.setattr(
-        plan_cache, "_bytes", lambda size: torch.empty(max(size, 16), dtype=torch.uint8)
-    )
-    answer = plan_cache.plan_cache(cuda)
-    assert library.stored == [(4096, 2048), (2048, 4096)]
-    assert {
-        answer[name]["verdict"] for name in ("product", "beta=1", "packed as its transpose")
-    } == {"wrong"}
 
 
 class Clock(Event):

@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 
 from benchmarks.gpu import correctness, costs
-from benchmarks.gpu.plan_cache import plan_cache
 from benchmarks.gpu.report import Question, Report
 
 
@@ -42,7 +41,6 @@ CHECKS = (
     Check("V10 matmul bfloat16", partial(correctness.algorithms, gemm="matmul", dtype=BF16)),
     Check("V12 linear bfloat16", partial(correctness.repeatable, gemm="linear", dtype=BF16)),
     Check("V12 matmul bfloat16", partial(correctness.repeatable, gemm="matmul", dtype=BF16)),
-    Check("V11", plan_cache),
     Check("V15 power", costs.power, apart=False),
     Check("V16", costs.fp8),
     Check("V13", costs.growth, apart=False),

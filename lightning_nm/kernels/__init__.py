@@ -2,14 +2,12 @@
 
 from lightning_nm.kernels.api import GemmKernel, GemmKey, GemmName
 from lightning_nm.kernels.gpu.cusparselt import CuSparseLtKernel
-from lightning_nm.kernels.gpu.cusparselt_direct import CuSparseLtDirectKernel
 from lightning_nm.kernels.gpu.simulated import SimulatedSparseKernel
 from lightning_nm.kernels.gpu.two_four import TwoFourKernel, two_four_reason
 from lightning_nm.kernels.router.registry import KernelRegistry
 from lightning_nm.kernels.router.router import Router, routing
 
 __all__ = [
-    "CuSparseLtDirectKernel",
     "CuSparseLtKernel",
     "GemmKernel",
     "GemmKey",

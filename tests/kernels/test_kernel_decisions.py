@@ -2,7 +2,6 @@ import json
 import os
 import threading
 from dataclasses import asdict, replace
-from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -64,10 +63,7 @@ def test_the_file_can_be_read_by_people(tmp_path):
     content = json.loads((tmp_path / "kernels.json").read_text())
     assert content["schema"] == 1
     ((environment, entries),) = content["environments"].items()
-    assert (
-        environment
-        == "device H200, driver 580.65, torch 2.13.0, cuda 13.0, cusparselt 801, nvmath none"
-    )
+    assert environment == "device H200, driver 580.65, torch 2.13.0, cuda 13.0, cusparselt 801"
     assert entries["forward 11008x4096x16384 bfloat16 2:4 cuda"]["kernel"] == "cusparselt"
 
 
@@ -325,20 +321,8 @@ def test_the_environment_of_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device.index}")
     monkeypatch.setattr(cache, "library_version", lambda: 801)
     monkeypatch.setattr(collect_env, "get_nvidia_driver_version", lambda run: "580.65")
-    monkeypatch.setattr(cache, "version", {"nvmath-python": "1.0.0"}.__getitem__)
     here = environment_of(torch.device("cuda:1"))
     assert (here.device, here.driver, here.cusparselt) == ("GPU 1", "580.65", "801")
     assert str(replace(here, cuda=None)) == (
-        f"device GPU 1, driver 580.65, torch {torch.__version__}, cuda none, cusparselt 801, nvmath 1.0.0"
+        f"device GPU 1, driver 580.65, torch {torch.__version__}, cuda none, cusparselt 801"
     )
-
-
-def test_an_environment_without_nvmath(monkeypatch):
-    def version(name):
-        raise PackageNotFoundError(name)
-
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
-    monkeypatch.setattr(cache, "library_version", lambda: 801)
-    monkeypatch.setattr(collect_env, "get_nvidia_driver_version", lambda run: "580.65")
-    monkeypatch.setattr(cache, "version", version)
-    assert environment_of(torch.device("cuda")).nvmath is None

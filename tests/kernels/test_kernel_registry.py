@@ -94,7 +94,6 @@ def test_names_are_unique():
         KernelRegistry([CuSparseLtKernel(), KernelOnCpu()])
     assert list(KernelRegistry().kernels) == [
         "reference",
-        "cusparselt-direct",
         "cusparselt",
         "cpu-permute",
         "cpu-csr",
@@ -122,10 +121,7 @@ def test_kernels_for_other_devices_are_passed_over():
         "cpu-permute",
         "cpu-csr",
     ]
-    assert [kernel.name for kernel in KernelRegistry().made_for("cuda")] == [
-        "cusparselt-direct",
-        "cusparselt",
-    ]
+    assert [kernel.name for kernel in KernelRegistry().made_for("cuda")] == ["cusparselt"]
 
 
 def test_what_no_kernel_can_use_is_a_reason():

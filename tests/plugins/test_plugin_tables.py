@@ -7,7 +7,7 @@ from rich.console import Console
 
 from lightning_nm import NMPattern, NMPrecision
 from lightning_nm.callbacks.report.kernel_table import kernel_columns, kernel_rows, print_kernels
-from lightning_nm.kernels import CuSparseLtDirectKernel, CuSparseLtKernel, GemmKey, Router
+from lightning_nm.kernels import CuSparseLtKernel, GemmKey, Router
 from lightning_nm.kernels.router.cache import Decision
 from lightning_nm.kernels.router.router import Product, Used
 from tests.plugins.test_precision_plugins import fit, mlp, plugin, sparse_callback, tabled  # noqa: F401
@@ -41,14 +41,14 @@ def test_the_table_after_a_fit(tmp_path, capsys):
 
 
 def test_nothing_is_routed_where_no_kernel_works(tmp_path, capsys):
-    backends = [CuSparseLtDirectKernel(), CuSparseLtKernel()]
+    backends = [CuSparseLtKernel()]
     made = NMPrecision(backends=backends, decisions=str(tmp_path / "kernels.json"))
     fit(tmp_path, [made], callbacks=[tabled(True)], max_epochs=1)
     assert made.router.active_or_none() is None
     assert not made.router.used()
     out = " ".join(capsys.readouterr().out.split())
     assert "every product was dense, no sparse kernel works here: " in out
-    assert "cusparselt-direct, cusparselt: cuSPARSELt needs a CUDA device" in out
+    assert "cusparselt: cuSPARSELt needs a CUDA device" in out
     assert not (tmp_path / "kernels.json").exists()
     none = NMPrecision(backends=[])
     fit(tmp_path, [none], max_epochs=1)
@@ -118,7 +118,7 @@ def test_products_of_equal_sizes_are_told_apart_by_what_differs(monkeypatch):
 def test_the_table_fits_into_80_columns(monkeypatch):
     made = used_router(
         monkeypatch,
-        Used(product("a"), "cusparselt-direct", 123456, decided("cusparselt-direct")),
+        Used(product("a"), "cusparselt", 123456, decided("cusparselt")),
         Used(
             product("a", "wgrad", reason="none of its operands is N:M " * 9),
             "reference",
@@ -137,7 +137,7 @@ def test_the_table_fits_into_80_columns(monkeypatch):
         "1000.250",
         "250.000",
         "4.00x",
-        "cusparselt-",
+        "cusparselt",
         "1: none of its operands is N:M",
     ):
         assert words in text

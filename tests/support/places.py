@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from lightning_nm.kernels import (
-    CuSparseLtDirectKernel,
     CuSparseLtKernel,
     GemmKernel,
     Router,
@@ -23,7 +22,7 @@ from lightning_nm.kernels import (
 from lightning_nm.nn.products.estimates import estimated
 from tests.support.trapping_cslt import KernelOnCpu, TrappingOps
 
-GPU_KERNELS = {kernel.name: kernel for kernel in (CuSparseLtKernel, CuSparseLtDirectKernel)}
+GPU_KERNELS = {kernel.name: kernel for kernel in (CuSparseLtKernel,)}
 
 
 class Place(NamedTuple):

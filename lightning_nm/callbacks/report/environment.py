@@ -34,7 +34,6 @@ def environment(trainer: pl.Trainer) -> dict[str, str]:
         "driver": found.driver,
         "CUDA": found.cuda,
         "cuSPARSELt": found.cusparselt,
-        "nvmath-python": found.nvmath,
         "precision": str(trainer.precision),
         "strategy": type(trainer.strategy).__name__,
         "processes": str(trainer.world_size),

@@ -8,7 +8,6 @@ from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal, cast
 from uuid import uuid4
@@ -47,7 +46,7 @@ class Environment:
     Example::
 
         >>> str(Environment("H200", "580.65", "2.13.0", "13.0", "801"))
-        'device H200, driver 580.65, torch 2.13.0, cuda 13.0, cusparselt 801, nvmath none'
+        'device H200, driver 580.65, torch 2.13.0, cuda 13.0, cusparselt 801'
     """
 
     device: str  # its name; the others are versions, None for what is missing
@@ -55,7 +54,6 @@ class Environment:
     torch: str
     cuda: str | None  # that torch was built for
     cusparselt: str | None  # the loaded library
-    nvmath: str | None = None
 
     def __str__(self) -> str:
         # The text is the key of the decisions in their file.
@@ -83,17 +81,12 @@ def environment_of(device: torch.device) -> Environment:
     if device.type != "cuda":
         return Environment(device.type, None, torch.__version__, torch.version.cuda, None)
     cusparselt = library_version()
-    try:
-        nvmath = version("nvmath-python")
-    except PackageNotFoundError:
-        nvmath = None
     return Environment(
         device=torch.cuda.get_device_name(device),
         driver=collect_env.get_nvidia_driver_version(collect_env.run),
         torch=torch.__version__,
         cuda=torch.version.cuda,
         cusparselt=None if cusparselt is None else str(cusparselt),
-        nvmath=nvmath,
     )
 
 

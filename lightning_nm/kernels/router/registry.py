@@ -13,7 +13,6 @@ from lightning_nm.functional.spelling import not_given
 from lightning_nm.kernels.api import GemmKernel, GemmKey, Sparsity
 from lightning_nm.kernels.cpu import CpuCsrKernel, CpuPermuteKernel
 from lightning_nm.kernels.gpu.cusparselt import CuSparseLtKernel
-from lightning_nm.kernels.gpu.cusparselt_direct import CuSparseLtDirectKernel
 
 _NOT_TAKEN: dict[Sparsity, str] = {
     "n:m": "it takes no operand that is N:M along the contraction axis",
@@ -29,7 +28,7 @@ class KernelRegistry:
 
     Args:
         backends: The kernels besides the reference, each with its own name; ``None`` takes those of the package:
-            ``cusparselt-direct`` and ``cusparselt`` for GPUs, ``cpu-permute`` and ``cpu-csr`` for CPUs.
+            ``cusparselt`` for GPUs, ``cpu-permute`` and ``cpu-csr`` for CPUs.
 
     Raises:
         ValueError: If two kernels have one name, or something is not a kernel.
@@ -49,7 +48,6 @@ class KernelRegistry:
         self.kernels: dict[str, GemmKernel] = {}
         if backends is None:
             backends = [
-                CuSparseLtDirectKernel(),
                 CuSparseLtKernel(),
                 CpuPermuteKernel(),
                 CpuCsrKernel(),
