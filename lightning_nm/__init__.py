@@ -1,7 +1,5 @@
 """N:M sparse training for PyTorch Lightning."""
 
-import sys
-from importlib.abc import MetaPathFinder
 from typing import TYPE_CHECKING, Any
 
 from lightning_nm import functional, metrics
@@ -126,36 +124,3 @@ def __getattr__(name: str) -> Any:
 
         return NMLightningCLI
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-# To be removed in 0.4.
-MOVED = {
-    "lightning_nm.distributed": "lightning_nm.training.distributed",
-    "lightning_nm.doctor": "lightning_nm.commands.doctor",
-    "lightning_nm.flops": "lightning_nm.commands.flops",
-    "lightning_nm.kernels.backends": "lightning_nm.kernels.gpu",
-    "lightning_nm.kernels.dispatch": "lightning_nm.kernels.router",
-    "lightning_nm.lightning_cli": "lightning_nm.commands.lightning_cli",
-    "lightning_nm.nn.spec": "lightning_nm.nn.layer.spec",
-    "lightning_nm.one_shot": "lightning_nm.methods.one_shot",
-    "lightning_nm.pattern": "lightning_nm.functional.pattern",
-    "lightning_nm.presets": "lightning_nm.config.presets",
-    "lightning_nm.rules": "lightning_nm.config.rules",
-    "lightning_nm.schedule": "lightning_nm.functional.schedule",
-    "lightning_nm.strategies": "lightning_nm.plugins",
-    "lightning_nm.study": "lightning_nm.commands.study",
-}
-"""Modules by their paths before 0.3, and their paths now."""
-
-
-class MovedModules(MetaPathFinder):
-    """Asked when no other finder found a module: raises an error that names the module's new path."""
-
-    def find_spec(self, fullname: str, path: Any, target: Any = None) -> None:
-        """Raise ``ModuleNotFoundError`` if the module has moved."""
-        if fullname in MOVED:
-            raise ModuleNotFoundError(f"{fullname} is {MOVED[fullname]} since 0.3", name=fullname)
-
-
-if not any(isinstance(finder, MovedModules) for finder in sys.meta_path):
-    sys.meta_path.append(MovedModules())

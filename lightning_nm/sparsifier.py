@@ -295,11 +295,6 @@ class NMSparsifier:
         self._mask_frozen(unfrozen, {})
         return unfrozen
 
-    def wake(self) -> list[NMLayer]:
-        """:meth:`mask_unfrozen` by its name before 0.3. To be removed in 0.4."""
-        warnings.warn("wake() is mask_unfrozen() since 0.3", FutureWarning, stacklevel=2)
-        return self.mask_unfrozen()
-
     def _mask_frozen(self, layers: list[NMLayer], saved: Mapping[str, dict[str, Any]]) -> None:
         if not layers:
             return

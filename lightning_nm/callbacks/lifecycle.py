@@ -89,7 +89,6 @@ class Lifecycle:
 
     def restored(self, state: dict[str, Any]) -> None:
         """Note that the sparsifier has loaded a saved state; without the key ``open`` it counts as saved in a batch."""
-        # States of older versions lack the key.
         self.batch_open = state.get("open", True)
         self.state = None
 

@@ -93,10 +93,9 @@ class ResolvedRules:
     def masked_in(self, state: Mapping[str, Any]) -> list[str]:
         """Return "first" and "last" if a saved state masks that layer although these settings leave it dense."""
         masked = []
-        # A state without the keys was saved with both layers dense, which is the default.
-        if self.skip_first and not state.get("skip_first", True):
+        if self.skip_first and not state["skip_first"]:
             masked.append("first")
-        if self.skip_last and not state.get("skip_last", True):
+        if self.skip_last and not state["skip_last"]:
             masked.append("last")
         return masked
 

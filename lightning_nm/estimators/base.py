@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from lightning_nm.functional.pattern import NMPattern
@@ -31,14 +29,6 @@ class GradientEstimator:
     """How long wgrad stays dense when training begins: training steps, or a share of them as a float."""
     dense_end: Moment = 0
     """How long wgrad is dense again before training ends, likewise."""
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        # Only what this class itself defines; an attribute of this name may be no method.
-        if callable(vars(cls).get("gemm")):
-            raise TypeError(
-                f"{cls.__name__} defines gemm(), which is not a hook any more: define pattern_of()"
-            )
 
     def estimate(self, layer: NMLayer, grad: Tensor, seed: Tensor) -> Tensor:
         """Return ``E(dY)``, here the identity. Traced by ``torch.compile``, so it must be plain tensor code.

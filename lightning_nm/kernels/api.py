@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple, cast
@@ -396,19 +396,6 @@ def parse_key(text: str) -> GemmKey:
     )
 
 
-_REMOVED = {
-    "mode": "pass the mode as kernels=",
-    "gpu": "times are measured on the device, not predicted: leave it out",
-}
-
-
-def refuse_removed(owner: str, arguments: Iterable[str]) -> None:
-    """Raise a TypeError for an argument, unknown or removed, with the replacement of a removed one."""
-    for name in arguments:  # the first one raises
-        fault = f"was removed: {_REMOVED[name]}" if name in _REMOVED else "is unknown"
-        raise TypeError(f"{owner}: the argument {name!r} {fault}")
-
-
 def check_mode(kernels: object) -> None:
     """Raise a ValueError for a mode that does not exist, with the modes."""
     if kernels in ("auto", "sparse", "reference"):
@@ -418,7 +405,4 @@ def check_mode(kernels: object) -> None:
         raise ValueError(
             f"kernels={kernels!r} is the mode, {modes}: pass a list of kernels as backends="
         )
-    # Modes of the first release.
-    if kernels == "heuristic" or kernels.startswith("replay"):
-        raise ValueError(f"kernels={kernels!r} was removed: use {modes}")
     raise ValueError(f"kernels={kernels!r} is unknown: use {modes}")

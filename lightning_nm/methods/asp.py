@@ -84,8 +84,7 @@ class ASP(MaskMethod):
     def _begun(self, layer: NMLayer) -> bool:
         if layer.progress.schedule:
             return layer.progress.clock >= layer.progress.schedule[0]
-        # There is no schedule for start=0, nor in a state of version 0.1.0, which knew steps alone.
-        return not isinstance(self.start, int) or layer.progress.clock >= self.start
+        return True  # start=0 needs no schedule
 
     def init_masks(self, layer: NMLayer) -> None:
         """Choose the mask if training has begun to prune.

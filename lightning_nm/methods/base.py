@@ -16,14 +16,6 @@ from lightning_nm.functional.select import masked
 from lightning_nm.functional.stages import DENSE
 from lightning_nm.nn.layer import NMLayer
 
-_REPLACED_HOOKS = {
-    "init": "rename it init_masks()",
-    "forward_part": "set selects_entries",
-    "forward_operand": "set selects_entries",
-    "backward_operand": "set selects_entries",
-    "gemms": "set transposable or paper_counts_masked, or define gradient_at_pruned() or current_pattern()",
-}
-
 _STEP_HOOKS = (
     "penalty",
     "before_step",
@@ -183,11 +175,6 @@ class Method:
         super().__init_subclass__(**kwargs)
         # A plain attribute: compiled graphs read it.
         cls.has_training_weight = cls.training_weight is not Method.training_weight
-        for name, replacement in _REPLACED_HOOKS.items():
-            if callable(getattr(cls, name, None)):
-                raise TypeError(
-                    f"{cls.__name__} defines {name}(), which is not a hook any more: {replacement}"
-                )
         for promise, hooks in _PROMISES.items():
             cls._refuse_inherited(promise, hooks)
 

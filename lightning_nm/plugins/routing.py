@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_nm.kernels import GemmKernel, Router
-from lightning_nm.kernels.api import refuse_removed
 from lightning_nm.kernels.router.router import routing
 from lightning_nm.nn.adapters import Adapter
 
@@ -38,7 +37,6 @@ class KernelRouting:
         kwargs: As Lightning's plugin takes them.
 
     Raises:
-        TypeError: If an argument was removed: the error names the replacement.
         ValueError: If ``kernels`` is none of these, and as Lightning's plugin.
         RuntimeError: When training starts, if the model has no masked layer.
     """
@@ -55,9 +53,6 @@ class KernelRouting:
         budget_s: float = 60.0,
         **kwargs: Any,
     ) -> None:
-        # Lightning's plugin would refuse a removed argument without the name of its replacement.
-        removed = kwargs.keys() & {"gpu"}
-        refuse_removed(type(self).__name__, removed)
         super().__init__(**kwargs)
         self.router = Router(kernels, backends, decisions, budget_s=budget_s)
         # Weak, because a plugin may outlive its fit, and would keep the model's memory.

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_nm.functional.stages import FINAL, describe
+from lightning_nm.functional.stages import describe
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.nn.layer.names import plain_name
 from lightning_nm.nn.layer.state import (
     changed_settings,
     fits,
@@ -42,11 +41,15 @@ _SHOWN_DIFFERENCES = 8
 
 
 def check_schema(state: Mapping[str, Any]) -> None:
-    """Raise a ``ValueError`` for a state of another schema."""
+    """Raise a ``ValueError`` for a state of another schema, or of a version before 0.3."""
     if state.get("schema") != SCHEMA:
         raise ValueError(
             f"sparsifier state of schema {state.get('schema')!r}, but this version reads schema {SCHEMA}: "
             "use the version of lightning_nm that wrote it"
+        )
+    if "scale" not in state:
+        raise ValueError(
+            "sparsifier state of a version before 0.3: resume with lightning_nm 0.3, and save it there once"
         )
 
 
@@ -63,7 +66,7 @@ class SparsifierState:
         stepped: Whether an optimizer has stepped since the last end of a batch.
         macs: The multiply-adds of the layers' dense forward products, by name.
         frozen_layers: The layers that are not masked, because no optimizer trains them.
-        first_last: The names of the first and the last layer when training began; ``None`` in old states.
+        first_last: The names of the first and the last layer when training began.
         skip_first: Whether the first layer stayed dense.
         skip_last: Whether the last one did.
         scale: The scale of masked weights; empty without one.
@@ -87,27 +90,26 @@ class SparsifierState:
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> SparsifierState:
-        """Read what :meth:`to_dict` wrote, by this version or an earlier one.
+        """Read what :meth:`to_dict` wrote, by this version or by 0.3.
 
         Raises:
-            ValueError: If the state is of another schema.
+            ValueError: If the state is of another schema, or of a version before 0.3.
         """
         check_schema(state)
         return cls(
-            # Version 0.1.0 saved names with the wrappers of torch.compile and FSDP in them.
-            layers=_by_plain_name(state["layers"]),
-            macs=_by_plain_name(state["macs"]),
+            layers=state["layers"],
+            macs=state["macs"],
             seed=state["seed"],
             clock=state["clock"],
             stepped=state["stepped"],
-            preset=state.get("preset", ""),
-            frozen_layers=tuple(state.get("waiting", ())),
-            first_last=state.get("ends"),
-            skip_first=state.get("skip_first", True),
-            skip_last=state.get("skip_last", True),
-            scale=state.get("scale", ""),
-            base_density=state.get("base_density", 1.0),
-            auto=state.get("auto", ""),
+            preset=state["preset"],
+            frozen_layers=tuple(state["waiting"]),
+            first_last=state["ends"],
+            skip_first=state["skip_first"],
+            skip_last=state["skip_last"],
+            scale=state["scale"],
+            base_density=state["base_density"],
+            auto=state["auto"],
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -151,7 +153,7 @@ def rename_layers(state: dict[str, Any], names: Mapping[str, str]) -> None:
             rename_layers(checkpoint["callbacks"]["NMSparsityCallback"], {"body": "encoder"})
     """
     check_schema(state)
-    known = [*state["layers"], *state["macs"], *(state.get("ends") or {})]
+    known = [*state["layers"], *state["macs"], *state["ends"]]
     for name in names:
         if not any(_renamed(layer, {name: ""}) != layer for layer in known):
             raise ValueError(
@@ -165,8 +167,7 @@ def rename_layers(state: dict[str, Any], names: Mapping[str, str]) -> None:
     for average in by_name["averages"].values():
         average["layer"] = _renamed(average["layer"], names)
     state.update({key: value for key, value in by_name.items() if key in state})
-    if "waiting" in state:
-        state["waiting"] = [_renamed(name, names) for name in state["waiting"]]
+    state["waiting"] = [_renamed(name, names) for name in state["waiting"]]
     history = state.get("history")
     if history:
         history["layers"] = [_renamed(name, names) for name in history["layers"]]
@@ -178,10 +179,6 @@ def _renamed(name: str, names: Mapping[str, str]) -> str:
         if name == old or name.startswith(f"{old}."):
             return names[old] + name.removeprefix(old)
     return name
-
-
-def _by_plain_name(saved: Mapping[str, Any]) -> dict[str, Any]:
-    return {plain_name(name): value for name, value in saved.items()}
 
 
 # --------------------------------------------------------------------------------------------------------------- check
@@ -419,11 +416,9 @@ def _apply_to_layer(layer: NMLayer, state: dict[str, Any]) -> None:
         dense_gradient=state["dense_gradient"],
         schedule=tuple(state["schedule"]),
     )
-    layer.progress.load_stages(saved_stages(state), state.get("stage", FINAL))
+    layer.progress.load_stages(saved_stages(state), state["stage"])
     if same_estimator(layer, state):
         layer.progress.load_estimator(tuple(state["estimator_schedule"]))
     if same_noise(layer, state):
         layer.draw_noise(state["draws"])
-    # Version 0.1.0 saved no count: each step was counted.
-    counted = state.get("counted", state["step"])
-    layer.costs.load(state["spent"], counted, state.get("low_rank_spent", 0.0))
+    layer.costs.load(state["spent"], state["counted"], state["low_rank_spent"])

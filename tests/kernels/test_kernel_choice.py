@@ -317,14 +317,6 @@ def test_unknown_modes(mode):
     assert repr(mode) in str(error.value)
 
 
-@pytest.mark.parametrize("mode", ["heuristic", "replay", "replay:kernels.json"])
-def test_removed_modes_name_what_replaces_them(mode):
-    with pytest.raises(
-        ValueError, match=r"was removed: use 'auto' \(measured\), 'sparse' or 'reference'"
-    ):
-        tuner(mode)
-
-
 def test_settings_out_of_range():
     with pytest.raises(ValueError, match="reuse=0"):
         tuner(reuse=0)

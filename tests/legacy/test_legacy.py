@@ -101,3 +101,12 @@ def test_an_unknown_schema_is_refused_with_the_way_out(tmp_path, schema):
     message = rf"schema {schema!r}, but this version reads schema 1: use the version of lightning_nm that wrote it"
     with pytest.raises(ValueError, match=message):
         fit(FILES[0].stem.split("-", 1)[1], ckpt_path=tmp_path / "other.ckpt")
+
+
+def test_a_state_of_a_version_before_0_3_is_refused_with_the_way_out(tmp_path):
+    checkpoint = torch.load(FILES[0], weights_only=True)
+    for key in ("scale", "base_density", "auto"):
+        del checkpoint["callbacks"]["NMSparsityCallback"][key]
+    torch.save(checkpoint, tmp_path / "old.ckpt")
+    with pytest.raises(ValueError, match=r"resume with lightning_nm 0\.3, and save it there once"):
+        fit(FILES[0].stem.split("-", 1)[1], ckpt_path=tmp_path / "old.ckpt")

@@ -1,40 +1,12 @@
 """How a method's class tells which hooks it defines, and what became of old ones."""
 
-import inspect
-from operator import attrgetter
-
 import pytest
 import torch
 from torch import nn
 
-from lightning_nm import ASP, BAME, SRSTE, STE, GradientEstimator, Method, NMSparsifier
+from lightning_nm import ASP, BAME, SRSTE, STE, Method, NMSparsifier
 from lightning_nm.functional import nm_mask
 from lightning_nm.methods import MaskMethod
-from lightning_nm.nn.layer.layer import _MOVED
-
-
-@pytest.mark.parametrize(
-    "name", ["init", "forward_part", "forward_operand", "backward_operand", "gemms"]
-)
-def test_a_replaced_hook_is_refused_when_the_class_is_made(name):
-    with pytest.raises(
-        TypeError, match=rf"Mine defines {name}\(\), which is not a hook any more: "
-    ):
-        type("Mine", (MaskMethod,), {name: lambda self, layer: None})
-
-
-def test_a_replaced_hook_of_an_estimator_is_refused():
-    with pytest.raises(TypeError, match=r"Mine defines gemm\(\).*define pattern_of\(\)"):
-        type("Mine", (GradientEstimator,), {"gemm": lambda self, layer: None})
-
-
-def test_a_replaced_hook_in_a_mixin_is_refused():
-    class Mixin:
-        def init(self, layer):
-            layer.set_masks(None)
-
-    with pytest.raises(TypeError, match=r"Mine defines init\(\)"):
-        type("Mine", (Mixin, MaskMethod), {})
 
 
 def test_a_method_knows_the_hooks_that_are_overridden():
@@ -152,17 +124,6 @@ def test_a_forward_mask_of_a_layer_that_cannot_have_one_is_ignored():
     assert layer.masks.has_backward
 
 
-@pytest.mark.parametrize(
-    "name", ["marks", "own_backward", "permutation", "backward_density", "dense_gradient"]
-)
-def test_attributes_that_moved_say_where(name):
-    layer = (
-        NMSparsifier(nn.Linear(8, 4), "2:4", "ste", skip_first_last=False).attach().layers["weight"]
-    )
-    with pytest.raises(AttributeError, match=rf"NMLayer\.{name} cannot be set: "):
-        setattr(layer, name, None)
-
-
 class Grows(STE):
     """Asks for dense gradients every second step, and reads so when masks are updated."""
 
@@ -278,24 +239,3 @@ def test_a_penalty_counts_whether_or_not_before_step_calls_its_base():
         torch.testing.assert_close(model.weight.grad, model.weight.detach())
         found.append(model.weight.grad)
     assert torch.equal(*found)
-
-
-@pytest.mark.parametrize("name", _MOVED)
-def test_the_old_name_of_a_part_warns_and_works(name):
-    sparsifier = NMSparsifier(nn.Linear(8, 4), "2:4", "bi-mask", skip_first_last=False).attach()
-    layer = sparsifier.layers["weight"]
-    with pytest.warns(FutureWarning, match=rf"NMLayer\.{name} is NMLayer\.{_MOVED[name]} since"):
-        found = getattr(layer, name)
-    expected = attrgetter(_MOVED[name])(layer)
-    if torch.is_tensor(found):
-        assert torch.equal(found, expected)
-    elif inspect.ismethod(found):
-        assert found.__func__ is expected.__func__
-    else:
-        assert found == expected
-
-
-def test_a_name_that_never_was_is_no_attribute():
-    layer = NMSparsifier(nn.Linear(8, 4), "2:4", "ste", skip_first_last=False).attach().layers
-    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        layer["weight"].nothing  # noqa: B018

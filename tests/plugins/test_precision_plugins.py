@@ -27,7 +27,6 @@ from lightning_nm import (
 from lightning_nm.kernels import SimulatedSparseKernel
 from lightning_nm.kernels.cpu import CpuCsrKernel
 from lightning_nm.kernels.router import router as router_module
-from lightning_nm.plugins import fabric as fabric_plugins
 from lightning_nm.plugins.routing import DECISIONS
 from tests.support.cpu_products import needs_library
 from tests.support.fake_kernels import FakeKernel, FakeTimer
@@ -210,15 +209,6 @@ def test_a_plugin_without_masked_layers_is_an_error_before_training(tmp_path):
 def test_bad_settings_are_refused_when_the_plugin_is_made():
     with pytest.raises(ValueError, match="kernels='fastest' is unknown: use 'auto'"):
         NMPrecision(kernels="fastest")
-    with pytest.raises(
-        ValueError, match=r"kernels='replay:here' was removed: use 'auto' \(measured\)"
-    ):
-        NMPrecision(kernels="replay:here")
-    for cls in (NMPrecision, fabric_plugins.NMPrecision):
-        with pytest.raises(
-            TypeError, match="NMPrecision: the argument 'gpu' was removed: times are measured"
-        ):
-            cls(gpu=None)
     with pytest.raises(ValueError, match="precision='bf16' is unknown"):
         NMHalfPrecision("bf16")
     with pytest.raises(ValueError, match="bf16-mixed"):

@@ -129,10 +129,6 @@ def _check(options: argparse.Namespace) -> None:
     Raises:
         ValueError: With the option.
     """
-    if options.gpu is not None:
-        raise ValueError(
-            "--gpu was removed, because its times were predicted: run this command on the GPU to measure"
-        )
     if options.kernels is not None:
         check_mode(options.kernels)
     # Without a config the machine alone is reported, and these would be ignored.
@@ -159,8 +155,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--json", action="store_true", help="print one JSON document and nothing else to stdout"
     )
-    # Removed, and kept for an error of its own, which names the replacement.
-    parser.add_argument("--gpu", help=argparse.SUPPRESS)
     tokens = (
         "decide for these numbers of tokens in a batch instead of the real one; one report for each"
     )

@@ -21,7 +21,6 @@ from lightning_nm.kernels.api import (
     bucketed,
     check_mode,
     multiply_adds,
-    refuse_removed,
     uses_of_pack,
 )
 from lightning_nm.kernels.router.cache import (
@@ -103,7 +102,6 @@ class Router(HasHandle):
         timer: Measures for ``"auto"``; :class:`~lightning_nm.kernels.router.timing.DeviceTimer` by default.
 
     Raises:
-        TypeError: If an argument is unknown, or was removed: the error names the replacement.
         ValueError: If the mode is unknown or two kernels have one name.
 
     Example::
@@ -127,9 +125,7 @@ class Router(HasHandle):
         reuse: int = 1,
         budget_s: float = 60.0,
         timer: Timer | None = None,
-        **removed: Any,
     ) -> None:
-        refuse_removed("Router", removed)
         check_mode(kernels)
         if not isinstance(budget_s, (int, float)) or budget_s < 0:
             raise ValueError(f"budget_s={budget_s!r} must be a number of seconds, at least 0")

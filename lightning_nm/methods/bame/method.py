@@ -480,8 +480,7 @@ class BAME(MaskMethod):
     ) -> None:
         """Count an adaptation; its numbers stay on their device."""
         buffers = layer.buffers
-        if "exchanges" in buffers:  # states of versions before 0.2 do not count them
-            buffers["exchanges"] += blocks
+        buffers["exchanges"] += blocks
         adaptation = buffers["adaptation"]
         last = [
             torch.as_tensor(number, dtype=torch.float32, device=adaptation.device)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,47 +23,6 @@ from lightning_nm.nn.layer.spec import LayerSpec
 from lightning_nm.nn.layer.storage import PackedStorage
 from lightning_nm.nn.layer.view import WeightView
 from lightning_nm.nn.layer.weight import ShardedWeight
-
-_CANNOT_BE_SET = {
-    "marks": "call set_masks()",
-    "own_backward": "call set_masks()",
-    "permutation": "call masks.set_permutation()",
-    "backward_density": "call masks.measure_backward()",
-    "handover": "set `pending`",
-    "dense_gradient": "define Method.needs_dense_gradient()",
-}
-"""Attributes that methods used to assign, and what replaces them."""
-
-_MOVED: dict[str, str] = {
-    "method": "spec.method",
-    "estimator": "spec.estimator",
-    "module": "spec.module",
-    "parameter": "spec.parameter",
-    "groups": "spec.groups",
-    "forward_reason": "spec.forward_reason",
-    "dgrad_reason": "spec.dgrad_reason",
-    "maskable": "spec.maskable",
-    "sharded": "view.is_sharded",
-    "local_weight": "view.local",
-    "local_grad": "view.local_grad",
-    "local_shard": "view.shard_of",
-    "rows": "view.rows",
-    "matrix": "view.matrix",
-    "unrows": "view.unrows",
-    "locate": "view.locate",
-    "by_rows": "view.by_rows",
-    "local_forward_weight": "view.local_forward_weight",
-    "forward_mask_view": "masks.forward_view",
-    "backward_mask": "masks.backward",
-    "permutation": "masks.permutation",
-    "updated_at": "progress.updated_at",
-    "clock": "progress.clock",
-    "schedule": "progress.schedule",
-    "dense_gradient": "progress.dense_gradient",
-    "estimating": "progress.estimating",
-    "crossed": "progress.crossed",
-}
-"""Attributes that were a layer's own before 0.3, and where they are now. To be removed in 0.4."""
 
 
 class NMLayer(HasHandle):
@@ -125,23 +82,6 @@ class NMLayer(HasHandle):
         self.view = WeightView(self)  # a copy's view is of the copy
         self.experts = {}
         self.handle_tensor = self.handle_tensor.new_empty(self.handle, 0)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in _CANNOT_BE_SET:
-            raise AttributeError(f"NMLayer.{name} cannot be set: {_CANNOT_BE_SET[name]}")
-        super().__setattr__(name, value)
-
-    if not TYPE_CHECKING:  # type checkers report what has moved
-
-        def __getattr__(self, name: str) -> Any:
-            if name not in _MOVED:
-                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-            warnings.warn(
-                f"NMLayer.{name} is NMLayer.{_MOVED[name]} since 0.3; the old name goes in 0.4",
-                FutureWarning,
-                stacklevel=2,
-            )
-            return attrgetter(_MOVED[name])(self)
 
     def __repr__(self) -> str:
         return f"NMLayer({self.name!r}, pattern={self.pattern}, method={self.spec.method})"

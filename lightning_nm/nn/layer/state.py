@@ -207,7 +207,7 @@ def saved_layer(layer: NMLayer, state: dict[str, Any]) -> NMLayer:
     }
     # What a method makes of the weight may depend on the pattern of that time.
     progress = replace(layer.progress)
-    progress.set_stage(state.get("stage", FINAL))
+    progress.set_stage(state["stage"])
     return layer.with_parts(masks=masks, buffers=buffers, parameters=parameters, progress=progress)
 
 
@@ -224,7 +224,7 @@ def saved_pattern(state: Mapping[str, Any]) -> NMPattern:
 
 def saved_stages(state: Mapping[str, Any]) -> Stages:
     """The stages of the schedule that a layer's training began with."""
-    return tuple((int(begin), str(name)) for begin, name in state.get("stages", ()))
+    return tuple((int(begin), str(name)) for begin, name in state["stages"])
 
 
 def same_estimator(layer: NMLayer, state: Mapping[str, Any]) -> bool:
@@ -258,17 +258,16 @@ def state_difference(
     }
     shown = {"NoneType": "none", **(short_names or {})}
     differences = _differences(own, state, shown)
-    # States of versions without schedules have no stages.
     ramp = {"ramp": _ramp_of(layer)}
     saved_ramp = [name for _, name in saved_stages(state) if name not in (DENSE, FINAL)]
     differences += _differences(ramp, {"ramp": ", ".join(saved_ramp) or "none"})
     if state["method"] == own["method"]:
         settings = _settings(spec.method)
         fixed = {name: value for name, value in settings.items() if name in spec.method.fixed}
-        differences += _differences(fixed, state.get("settings", {}))
+        differences += _differences(fixed, state["settings"])
     if same_estimator(layer, state):
         pattern = {"pattern": _estimator_settings(layer)["pattern"]}
-        changes = _differences(pattern, state.get("estimator_settings", {}))
+        changes = _differences(pattern, state["estimator_settings"])
         differences += [f"estimator {change}" for change in changes]
     return ", ".join(differences)
 
@@ -293,7 +292,7 @@ def changed_settings(layer: NMLayer, state: Mapping[str, Any]) -> list[str]:
         (layer.spec.estimator, _estimator_settings(layer), "estimator_settings"),
     ):
         compared = {name: value for name, value in settings.items() if name not in planned}
-        for change in _differences(compared, state.get(key, {})):
+        for change in _differences(compared, state[key]):
             changes.append(f"{type(part).__name__}'s {change}")
     return changes
 

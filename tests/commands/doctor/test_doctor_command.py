@@ -112,12 +112,6 @@ def test_an_instruction_set_that_was_asked_for(capsys, monkeypatch, asked, works
     assert f"(LIGHTNING_NM_ISA={asked})" in capsys.readouterr().out
 
 
-def test_the_removed_option_names_what_replaces_it(capsys):
-    assert main(["doctor", "--gpu", "H200"]) == 2
-    assert "--gpu was removed" in (error := capsys.readouterr().err)
-    assert "run this command on the GPU" in error
-
-
 @pytest.mark.usefixtures("no_library")
 def test_the_demo(capsys):
     assert main(["doctor", "-c", str(CONFIGS / "digits-bi-mask.yaml")]) == 0
