@@ -346,21 +346,6 @@ def test_a_preset_trains(preset, method):
     assert any(masked) != ends_dense
 
 
-def test_a_state_without_the_new_entries_goes_on():
-    """As 0.1.0 saved it: no preset, and no settings that came later; warnings are errors here."""
-    first = NMSparsifier(model(), "2:4", "bi-mask").attach()
-    state = first.state_dict()
-    del state["preset"]
-    for layer in state["layers"].values():
-        for name in ("decay_scale", "decay_at", "first_search"):
-            del layer["settings"][name]
-    other = model()
-    other.load_state_dict(first.model.state_dict())
-    second = NMSparsifier(other, "2:4", "bi-mask").attach(state)
-    second.load_state_dict(state)
-    assert torch.equal(other[1].weight, first.model[1].weight)
-
-
 @pytest.mark.parametrize("preset", [None, "paper"])
 @pytest.mark.parametrize("method", ["sr-ste", "asp", "bi-mask"])
 @pytest.mark.parametrize("skips", [None, *SKIPS])
