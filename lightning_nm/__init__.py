@@ -24,7 +24,7 @@ from lightning_nm.export import (
     unpacked_state_dict,
     warm_up,
 )
-from lightning_nm.functional.pattern import AutoPattern, NMPattern
+from lightning_nm.functional.pattern import NMPattern
 from lightning_nm.methods import (
     ASP,
     BAME,
@@ -72,7 +72,6 @@ __all__ = [
     "STE",
     "STEP",
     "ApproxMVUE",
-    "AutoPattern",
     "BiMask",
     "DecayingMask",
     "Dense",

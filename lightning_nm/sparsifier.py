@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from lightning_nm.config import SparsityConfig, chosen_config, refuse_unknown
 from lightning_nm.config.rules import SHORT_NAMES
 from lightning_nm.estimators import EstimatorName, GradientEstimator
-from lightning_nm.functional.pattern import PatternSetting
+from lightning_nm.functional.pattern import PatternLike
 from lightning_nm.functional.schedule import UnknownLength
 from lightning_nm.methods import Method, MethodName
 from lightning_nm.nn.layer import NMLayer
@@ -43,7 +43,6 @@ from lightning_nm.training.optimizers import (
     trained_layer,
     unwrapped,
 )
-from lightning_nm.training.patterns import PatternChoice, adopted_patterns, check_auto
 from lightning_nm.training.phases import plan_schedules
 from lightning_nm.training.scale import ScaledLearningRates, rescale_initial
 from lightning_nm.training.start import (
@@ -71,7 +70,7 @@ class NMSparsifier:
     Args:
         model: The model; its modules and parameters stay the same objects. With FSDP2 pass the whole model: the modules
             that gather the weights must be in it.
-        pattern: The N:M pattern; or ``"auto:0.5"``, which chooses N of 16 for each layer.
+        pattern: The N:M pattern.
         method: A short name (``"bi-mask"``) or a :class:`Method`.
         grad_estimator: A short name (``"mvue"``) or a :class:`GradientEstimator`; ``None`` keeps dY.
         config: All settings as one object, instead of the other arguments.
@@ -103,7 +102,7 @@ class NMSparsifier:
     def __init__(
         self,
         model: nn.Module,
-        pattern: PatternSetting = "2:4",
+        pattern: PatternLike = "2:4",
         method: MethodName | Method = "bi-mask",
         grad_estimator: EstimatorName | GradientEstimator | None = None,
         *,
@@ -130,8 +129,6 @@ class NMSparsifier:
         Those of all weights of kinds without an adapter are under :data:`~lightning_nm.training.macs.OTHERS`.
         """
         self.initial_factors: dict[str, float] = {}
-        self.patterns: PatternChoice | None = None
-        """The choice of a pattern for each layer; ``None`` if all patterns are given."""
         self._taken: dict[str, Factors] = {}  # what earlier trainings left beside the weights
         self._counter: MacsCounter | None = None
         self._packs_itself = True
@@ -240,10 +237,7 @@ class NMSparsifier:
         refuse_low_rank(selection.layers, saved_layers)
         # Frozen layers get no masks yet, but a schedule that does not fit is an error now.
         plan_schedules(selection.frozen, saved_layers, self.planned_steps, self.clock)
-        self.patterns = None
-        if self.settings.auto is not None:
-            self.patterns = PatternChoice(self.settings.auto, selection, self.model)
-        self._choose_masks(selection.layers, saved_layers, self.patterns)
+        self._choose_masks(selection.layers, saved_layers)
         return selection
 
     def _install(self, selection: Selection) -> None:
@@ -258,7 +252,6 @@ class NMSparsifier:
             forgotten=self._forgotten,
             rates=rates,
             packs=self.config.storage == "packed",
-            patterns=self.patterns,
             is_suspended=self._is_suspended,
             direct_reads=DirectReads(self.model, self.config.direct_reads),
         )
@@ -270,13 +263,8 @@ class NMSparsifier:
         self.macs = self._counter.macs
         self.attached = True
 
-    def _choose_masks(
-        self,
-        layers: Sequence[NMLayer],
-        saved: Mapping[str, dict[str, Any]],
-        patterns: PatternChoice | None = None,
-    ) -> None:
-        choose_masks(layers, saved, self.planned_steps, self.clock, self.data_rank, patterns)
+    def _choose_masks(self, layers: Sequence[NMLayer], saved: Mapping[str, dict[str, Any]]) -> None:
+        choose_masks(layers, saved, self.planned_steps, self.clock, self.data_rank)
 
     def mask_unfrozen(self) -> list[NMLayer]:
         """Mask the frozen layers that a registered optimizer trains by now, and return them; see :meth:`follow`, too.
@@ -648,7 +636,6 @@ class NMSparsifier:
             skip_last=self.settings.skip_last,
             scale=self.config.scale or "",
             base_density=self.config.base_density,
-            auto=str(self.settings.auto or ""),
         )
         return state.to_dict()
 
@@ -669,9 +656,7 @@ class NMSparsifier:
             clock=self.clock,
             initial_factors=self.initial_factors,
         )
-        check_auto(saved.auto, str(self.settings.auto or ""))
-        with adopted_patterns((*self.selection.layers, *self.selection.frozen), saved.layers):
-            checked = check_state(saved, self.selection, SHORT_NAMES)
+        checked = check_state(saved, self.selection, SHORT_NAMES)
         masked_first_last = self.settings.masked_in(state)
         warn_of_changes(checked.layers, saved.layers, self.planned_steps, masked_first_last)
 

@@ -311,3 +311,20 @@ def test_other_reasons_for_the_same_first_and_last_layers_are_loaded():
     model.load_state_dict(copy.deepcopy(model.state_dict()))
     sparsifier.load_state_dict(state)
     assert all(sparsifier.layers[name] is layer for name, layer in layers.items())
+
+
+def test_patterns_that_0_3_chose_in_a_training_go_on_as_rules():
+    model = network()
+    rules = [{"include": "2", "pattern": "3:4"}]
+    state = NMSparsifier(model, "1:4", "sr-ste", rules=rules).attach().state_dict()
+    assert state["auto"] == "", "0.3 reads it"
+    state["auto"] = "auto:0.5:4"
+    other = network()
+    other.load_state_dict(model.state_dict())
+    with pytest.raises(ValueError, match="layer '2': pattern 3:4 in the checkpoint, 1:4 here"):
+        NMSparsifier(other, "1:4", "sr-ste").attach(state).load_state_dict(state)
+    other = network()
+    other.load_state_dict(model.state_dict())
+    again = NMSparsifier(other, "1:4", "sr-ste", rules=rules).attach(state)
+    again.load_state_dict(state)
+    assert [str(layer.pattern) for layer in again.layers.values()] == ["1:4", "3:4"]

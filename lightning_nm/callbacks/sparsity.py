@@ -35,7 +35,7 @@ from lightning_nm.callbacks.throughput import turn_off_mfu
 from lightning_nm.callbacks.training_length import is_scheduled, planned_steps
 from lightning_nm.config import SparsityConfig, chosen_config, refuse_unknown
 from lightning_nm.estimators import EstimatorName, GradientEstimator
-from lightning_nm.functional.pattern import PatternSetting
+from lightning_nm.functional.pattern import PatternLike
 from lightning_nm.functional.schedule import UnknownLength
 from lightning_nm.functional.spelling import not_given
 from lightning_nm.methods import Method, MethodName
@@ -57,8 +57,7 @@ class NMSparsityCallback(SavedSparsity):
     logging interval, see docs/tensorboard.md.
 
     Args:
-        pattern: The N:M pattern: ``"2:4"``, ``{n: 2, m: 4}``, or the integer that YAML makes of an unquoted 2:4; or
-            ``"auto:0.5"``, which chooses N of 16 for each layer, so that half of all weights are kept.
+        pattern: The N:M pattern: ``"2:4"``, ``{n: 2, m: 4}``, or the integer that YAML makes of an unquoted 2:4.
         method: The short name of a method, such as ``bi-mask``, ``sr-ste``, ``bame`` or ``asp``, or a :class:`Method`
             by ``class_path``; docs/which-method.md has all of them.
         grad_estimator: ``mvue``, ``approx-mvue``, ``top-n``, or a :class:`GradientEstimator` by ``class_path``, which
@@ -87,7 +86,7 @@ class NMSparsityCallback(SavedSparsity):
 
     def __init__(
         self,
-        pattern: PatternSetting = "2:4",
+        pattern: PatternLike = "2:4",
         method: MethodName | Method = "bi-mask",
         grad_estimator: EstimatorName | GradientEstimator | None = None,
         *,
@@ -408,15 +407,11 @@ class NMSparsityCallback(SavedSparsity):
         if self._lifecycle.phase is Phase.INSTALLED:
             # Not earlier: the first batch may unfreeze layers.
             warn_after_first_batch(sparsifier)
-        patterns = sparsifier.patterns
-        was_pending = patterns is not None and patterns.is_pending(sparsifier.clock)
         stepped = sparsifier.step() or self._stepped_late
         self._stepped_late = False
         # The Trainer counts the steps that a gradient scaler skips, too: its plan may end before the sparsifier's.
         if self._last_step is not None and trainer.global_step >= self._last_step:
             sparsifier.finish()
-        if patterns is not None and was_pending and not patterns.is_pending(sparsifier.clock):
-            self._show_layers(sparsifier)
         self._pack(trainer, sparsifier)
         self._lifecycle.end_batch()
         # The hook counts the bytes of a step, whether somebody reads them or not.

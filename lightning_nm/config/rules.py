@@ -18,13 +18,7 @@ from lightning_nm.estimators import (
     resolve_dgrad,
     resolve_estimator,
 )
-from lightning_nm.functional.pattern import (
-    AutoPattern,
-    NMPattern,
-    PatternLike,
-    PatternSetting,
-    parse_pattern_setting,
-)
+from lightning_nm.functional.pattern import NMPattern, PatternLike
 from lightning_nm.functional.stages import Schedule, ScheduleSpec
 from lightning_nm.methods import Method, MethodName, resolve_method
 from lightning_nm.nn.layer.layout import ConvLayout
@@ -85,11 +79,6 @@ class ResolvedRules:
     skip_last: bool
     presets: list[Preset]
 
-    @property
-    def auto(self) -> AutoPattern | None:
-        """The budget under which N is chosen for each layer; ``None`` if all patterns are given."""
-        return self.rules[-1].auto
-
     def masked_in(self, state: Mapping[str, Any]) -> list[str]:
         """Return "first" and "last" if a saved state masks that layer although these settings leave it dense."""
         masked = []
@@ -117,7 +106,7 @@ class ResolvedRules:
 
 
 def resolve_rules(
-    pattern: PatternSetting,
+    pattern: PatternLike,
     method: MethodName | Method,
     grad_estimator: EstimatorName | GradientEstimator | None,
     include: str | Sequence[str] | None,
@@ -189,7 +178,7 @@ def _skips(skip_first_last: SkipFirstLast | None, presets: Sequence[Preset]) -> 
 
 
 def _general_rule(
-    pattern: PatternSetting,
+    pattern: PatternLike,
     method: MethodName | Method,
     grad_estimator: EstimatorName | GradientEstimator | None,
     include: str | Sequence[str] | None,
@@ -203,21 +192,16 @@ def _general_rule(
     if grad_estimator is None and own_preset is not None:
         grad_estimator = own_preset.grad_estimator
     default_layout: ConvLayout = "channels" if own_preset is None else own_preset.conv_layout
-    setting = parse_pattern_setting(pattern)
-    auto = setting if isinstance(setting, AutoPattern) else None
     rule = Rule(
         include=as_globs(include, "include"),
-        # Until N is chosen, layers have the pattern that all of them could have.
-        pattern=setting.uniform if isinstance(setting, AutoPattern) else setting,
+        pattern=NMPattern.parse(pattern),
         method=_method(own_preset, method),
         estimator=resolve_estimator(grad_estimator),
         conv_layout=conv_layout or default_layout,
-        auto=auto,
         dgrad=resolve_dgrad(dgrad),
         schedule=Schedule.parse(schedule),
     )
     _check_dgrad(rule)
-    _check_auto(rule)
     return rule
 
 
@@ -268,7 +252,6 @@ def _parse_rule(
     estimator = general.estimator
     layout = general.conv_layout
     dgrad = general.dgrad
-    auto = general.auto
     schedule = general.schedule
 
     # A method of the rule's own comes with a preset of its own.
@@ -283,8 +266,7 @@ def _parse_rule(
     # What the rule says precedes everything. In YAML a key may be there with the value null: as an estimator it keeps
     # dY, as a layout it counts as not given.
     if "pattern" in spec:
-        pattern = _pattern_of_rule(spec)
-        auto = None
+        pattern = NMPattern.parse(spec["pattern"])
     if "grad_estimator" in spec:
         estimator = resolve_estimator(spec["grad_estimator"])
     if spec.get("conv_layout"):
@@ -294,33 +276,9 @@ def _parse_rule(
     if "schedule" in spec:
         schedule = Schedule.parse(spec["schedule"])
     globs = as_globs(spec["include"], "include")
-    rule = Rule(
-        globs, pattern, method, estimator, layout, dgrad=dgrad, auto=auto, schedule=schedule
-    )
+    rule = Rule(globs, pattern, method, estimator, layout, dgrad=dgrad, schedule=schedule)
     _check_dgrad(rule)
-    _check_auto(rule)
     return rule
-
-
-def _check_auto(rule: Rule) -> None:
-    """Refuse a budget for a method that plans by the pattern before it is chosen, by a ``ValueError``."""
-    if rule.auto is None or not rule.method.needs_given_pattern:
-        return
-    raise ValueError(
-        f"pattern='{rule.auto}' chooses N when masks begin, but {rule.method!r} plans by the pattern from the first "
-        "step on: give a pattern such as '2:4' (in one of the `rules`, too), or use another method, such as 'sr-ste'"
-    )
-
-
-def _pattern_of_rule(spec: Mapping[str, Any]) -> NMPattern:
-    """Read the pattern of a rule, which is one for all of its layers."""
-    setting = parse_pattern_setting(spec["pattern"])
-    if isinstance(setting, AutoPattern):
-        raise ValueError(
-            f"rule {dict(spec)!r} has a budget, but a budget is one of the whole model: give pattern='{setting}' as "
-            "the general pattern, which holds for all layers without a pattern of their own"
-        )
-    return setting
 
 
 def _preset_or_none(preset: PresetName | None, method: MethodName | Method) -> Preset | None:

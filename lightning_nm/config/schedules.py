@@ -79,22 +79,12 @@ def _with_schedule(rule: Rule) -> Rule:
                 f"schedule has {part}, which method {_name(method)} refuses: {method.refused_schedule[part]}"
             )
     if schedule.ramp:
-        _check_ramp(rule, schedule)
+        check_narrower(schedule.ramp[-1], rule.pattern)
     if method.plans_dense_phases:
         method = _with_dense_phases(method, schedule)
     else:
         _refuse_own_phases(method)
     return replace(rule, method=method, estimator=estimator)
-
-
-def _check_ramp(rule: Rule, schedule: Schedule) -> None:
-    """Refuse a ramp that does not lead to the rule's pattern."""
-    if rule.auto is not None:
-        raise ValueError(
-            f"pattern='{rule.auto}' chooses N when masks begin, so that the schedule's ramp has no pattern to lead to: "
-            "give a pattern such as '2:16', or leave the ramp out"
-        )
-    check_narrower(schedule.ramp[-1], rule.pattern)
 
 
 def _with_dense_phases(part: Part, schedule: Schedule) -> Part:

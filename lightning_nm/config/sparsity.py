@@ -11,12 +11,7 @@ from typing import Any, Literal
 from lightning_nm.config.presets import PresetName
 from lightning_nm.config.rules import ResolvedRules, RuleSpec, resolve_rules
 from lightning_nm.estimators import DgradName, EstimatorName, GradientEstimator
-from lightning_nm.functional.pattern import (
-    AutoPattern,
-    NMPattern,
-    PatternSetting,
-    parse_pattern_setting,
-)
+from lightning_nm.functional.pattern import NMPattern, PatternLike
 from lightning_nm.functional.spelling import did_you_mean, not_given
 from lightning_nm.functional.stages import ScheduleSpec
 from lightning_nm.methods import Method, MethodName
@@ -35,9 +30,7 @@ class SparsityConfig:
     transformers take these settings as keyword arguments, or all together as ``config=``.
 
     Args:
-        pattern: The N:M pattern: ``"2:4"``, ``{n: 2, m: 4}``, or the integer that YAML makes of an unquoted 2:4. With
-            ``"auto:0.5"`` N of 16 is chosen for each layer when masks begin, so that half of all weights are kept; see
-            :class:`~lightning_nm.AutoPattern` for other block lengths and FLOPs, and docs/pruning.md.
+        pattern: The N:M pattern: ``"2:4"``, ``{n: 2, m: 4}``, or the integer that YAML makes of an unquoted 2:4.
         method: A short name, such as ``bi-mask``, ``sr-ste``, ``bame`` or ``asp``, of those in docs/which-method.md, or
             a :class:`Method`
             by ``class_path``.
@@ -105,7 +98,7 @@ class SparsityConfig:
         True
     """
 
-    pattern: PatternSetting = "2:4"
+    pattern: PatternLike = "2:4"
     method: MethodName | Method = "bi-mask"
     grad_estimator: EstimatorName | GradientEstimator | None = None
     include: str | list[str] | None = None
@@ -173,7 +166,7 @@ class SparsityConfig:
             value = getattr(self, field.name)
             if field.name == "pattern":
                 # Of its several notations this is the one of the default, "2:4".
-                value = str(parse_pattern_setting(value))
+                value = str(NMPattern.parse(value))
             if value != field.default:
                 settings[field.name] = _as_primitive(value)
         return settings
@@ -252,7 +245,7 @@ def arguments_of(owner: type) -> list[str]:
 
 def _as_primitive(value: Any) -> Any:
     """The value as JSON and YAML hold it: patterns as text, methods and estimators as ``class_path`` and arguments."""
-    if isinstance(value, (NMPattern, AutoPattern)):
+    if isinstance(value, NMPattern):
         return str(value)
     if isinstance(value, (Method, GradientEstimator)):
         owner = type(value)

@@ -108,9 +108,6 @@ def choose_patterns(
     *,
     power: int = 1,
     counted: Counted = "parameters",
-    name: str = "",
-    allow_dense: bool = True,
-    total: float | None = None,
 ) -> dict[str, Choice]:
     r"""Choose a pattern, or none, for each layer: the least sum of losses within a budget of the whole model.
 
@@ -122,12 +119,9 @@ def choose_patterns(
     Args:
         layers: By name.
         budget: The share of the costs of all weights that may be left.
-        dense: By name, the costs of the weights that are not chosen for, such as those that stay dense.
+        dense: By name, the costs of the weights that stay dense.
         power: The exponent p.
         counted: What the costs are, for errors.
-        name: What the budget is called in errors; ``budget=...`` by default.
-        allow_dense: Whether a layer may keep all of its entries.
-        total: What all weights would cost if they were dense; by default the costs of the layers and of ``dense``.
 
     Raises:
         ValueError: If the budget is no share, or too small for the weights that stay dense. The message has the least
@@ -152,22 +146,19 @@ def choose_patterns(
         options_costs: list[float] = [
             candidates.cost * pattern.n / pattern.m for pattern in patterns
         ]
-        if allow_dense:
-            options.append(DENSE)
-            options_losses.append(0.0)
-            options_costs.append(float(candidates.cost))
+        options.append(DENSE)
+        options_losses.append(0.0)
+        options_costs.append(float(candidates.cost))
         labels.append(options)
         losses.append(options_losses)
         costs.append(options_costs)
 
     dense_cost = sum(dense.values())
-    if total is None:
-        total = dense_cost + sum(candidates.cost for candidates in layers.values())
+    total = dense_cost + sum(candidates.cost for candidates in layers.values())
     least = dense_cost + sum(min(layer_costs) for layer_costs in costs)
     # Sums of floats: what is equal on paper is within the budget.
     if total and least > budget * total * (1 + 1e-9):
-        name = name or f"budget={budget:g}"
-        raise ValueError(_unreachable(name, least / total, dense, total, WHOLE[counted]))
+        raise ValueError(_unreachable(budget, least / total, dense, total, WHOLE[counted]))
     # What is left for the layers; not less than nothing by a rounding error.
     left = max(budget * total - dense_cost, 0.0)
     found = allocate(losses, costs, left)
@@ -193,13 +184,13 @@ def neighbours(options: Sequence[str], values: Mapping[str, float], index: int) 
 
 
 def _unreachable(
-    name: str, least: float, dense: Mapping[str, float], total: float, whole: str
+    budget: float, least: float, dense: Mapping[str, float], total: float, whole: str
 ) -> str:
     """Return the message for a budget that is too small: what can be reached, and what stands in the way."""
     # Rounded up, so that the number in the message can be given as it stands.
     reachable = math.ceil(least * 10_000) / 10_000
     message = (
-        f"{name} cannot be reached: with the sparsest candidate in every layer {reachable:.4f} of the "
+        f"budget={budget:g} cannot be reached: with the sparsest candidate in every layer {reachable:.4f} of the "
         f"{whole} are left"
     )
     if dense:

@@ -1,10 +1,10 @@
-"""The N:M pattern: at most N nonzeros in every M consecutive entries along one axis; and the choice of N per layer."""
+"""The N:M pattern: at most N nonzeros in every M consecutive entries along one axis."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 
 class _OneValue:
@@ -87,10 +87,10 @@ class NMPattern(_OneValue):
                 return cls(int(n), int(m))
         elif isinstance(value, int) and not isinstance(value, bool) and value >= 60:
             return cls(*divmod(value, 60))
-        if isinstance(value, AutoPattern) or (isinstance(value, str) and value.startswith("auto:")):
+        if isinstance(value, str) and value.strip().startswith("auto"):
             raise ValueError(
-                f"one N:M pattern is needed here, not '{value}', which chooses one for each layer of a training; "
-                "lightning_nm.prune(model, budget=0.5) chooses for a trained model"
+                f"cannot read {value!r} as an N:M pattern: N is not chosen in a training any more. Choose it for a "
+                "trained model by lightning_nm.prune(model, budget=0.5).rules, and give the training these `rules`"
             )
         if value is NMPattern:
             raise ValueError("cannot read the class NMPattern as a pattern: write NMPattern(2, 4)")
@@ -99,125 +99,17 @@ class NMPattern(_OneValue):
         )
 
 
-@dataclass(frozen=True)
-class AutoPattern(_OneValue):
-    """N is chosen for each layer, so that the whole model keeps a share of its weights; M is the same for all.
-
-    Written ``"auto:0.5"`` for M = 16, ``"auto:0.5:8"``, or ``"auto:0.5:16:flops"``.
-
-    Args:
-        budget: The share of the entries of all weights that may be kept, more than 0 and at most 1. Weights that stay
-            dense count whole; embeddings, biases and norms do not count.
-        m: Length of a block.
-        counted: With ``"flops"``, the budget is a share of the multiply-adds of a dense forward pass.
-
-    Raises:
-        ValueError: If the budget is no share, or a block of ``m`` entries has no pattern.
-
-    Example::
-
-        >>> AutoPattern.parse("auto:0.5:8")
-        AutoPattern(budget=0.5, m=8, counted='parameters')
-    """
-
-    budget: float
-    m: int = 16
-    counted: Literal["parameters", "flops"] = "parameters"
-
-    def __post_init__(self) -> None:
-        is_number = isinstance(self.budget, (int, float)) and not isinstance(self.budget, bool)
-        if not is_number or not 0 < self.budget <= 1:
-            raise ValueError(
-                f"the budget {self.budget!r} of an auto pattern must be the share of the model's weights that is kept: "
-                "more than 0 and at most 1, for example 'auto:0.5'"
-            )
-        if isinstance(self.m, bool) or not isinstance(self.m, int) or self.m < 2:
-            raise ValueError(
-                f"the block length {self.m!r} of an auto pattern must be an integer, 2 or more, for example "
-                "'auto:0.5:16'"
-            )
-        if self.counted not in ("parameters", "flops"):
-            raise ValueError(
-                f"an auto pattern cannot count {self.counted!r}: write 'auto:0.5:16', or 'auto:0.5:16:flops'"
-            )
-
-    def __str__(self) -> str:
-        text = f"auto:{self.budget:g}:{self.m}"
-        return text if self.counted == "parameters" else f"{text}:{self.counted}"
-
-    @property
-    def uniform(self) -> NMPattern:
-        """The densest pattern that keeps the budget within a layer, or 1:M: for layers that are not chosen for."""
-        # A budget such as 0.3 is not exact in binary: 0.3 * 10 must give 3.
-        n = int(self.budget * self.m + 1e-9)
-        return NMPattern(min(max(n, 1), self.m - 1), self.m)
-
-    @classmethod
-    def parse(cls, text: str) -> AutoPattern:
-        """Read ``"auto:BUDGET"``, ``"auto:BUDGET:M"`` or ``"auto:BUDGET:M:flops"``.
-
-        Raises:
-            ValueError: If the text is none of these, or for a value out of range.
-        """
-        word, *parts = (part.strip() for part in text.split(":"))
-        if word != "auto" or not 1 <= len(parts) <= 3:
-            raise ValueError(f"cannot read {text!r} as an auto pattern: write it as 'auto:0.5'")
-        try:
-            budget = float(parts[0])
-            m = int(parts[1]) if len(parts) > 1 else 16
-        except ValueError:
-            raise ValueError(
-                f"cannot read {text!r} as an auto pattern: write it as 'auto:0.5', or 'auto:0.5:8' for blocks of 8"
-            ) from None
-        counted: Any = parts[2] if len(parts) > 2 else "parameters"
-        return cls(budget, m, counted)
-
-
-def parse_pattern_setting(value: PatternSetting) -> NMPattern | AutoPattern:
-    """Read a pattern, or one that is chosen for each layer, from what users and YAML write.
-
-    Args:
-        value: What :meth:`NMPattern.parse` reads; an :class:`AutoPattern`, or its text.
-
-    Raises:
-        ValueError: If the value is none of these or is not a possible pattern.
-
-    Example::
-
-        >>> [str(parse_pattern_setting(value)) for value in ("2:4", "auto:0.5")]
-        ['2:4', 'auto:0.5:16']
-    """
-    if isinstance(value, AutoPattern):
-        return value
-    if isinstance(value, str) and value.strip().startswith("auto"):
-        return AutoPattern.parse(value)
-    return NMPattern.parse(value)
-
-
 if TYPE_CHECKING:
     PatternLike: TypeAlias = NMPattern | str | int | Mapping[str, Any]
     """What :meth:`NMPattern.parse` reads."""
-    PatternSetting: TypeAlias = PatternLike | AutoPattern
-    """What :func:`parse_pattern_setting` reads."""
 else:
     # Command lines are made from annotations: with the class alone in them, a bad pattern is refused by the parser
     # and reported with its message, instead of being accepted as just any string.
     PatternLike = NMPattern
-    PatternSetting = NMPattern
 
 try:
     from jsonargparse.typing import register_type
 except ImportError:  # without the `cli` extra there is no command line to teach
     pass
 else:
-
-    def _is_pattern(value: Any, _: type) -> bool:
-        return isinstance(value, (NMPattern, AutoPattern))
-
-    register_type(
-        NMPattern,
-        str,
-        parse_pattern_setting,
-        type_check=_is_pattern,
-        fail_already_registered=False,
-    )
+    register_type(NMPattern, str, NMPattern.parse, fail_already_registered=False)

@@ -24,7 +24,7 @@ from lightning_nm.config import SparsityConfig, chosen_config, refuse_unknown
 from lightning_nm.estimators import EstimatorName, GradientEstimator
 from lightning_nm.export.huggingface import holds_model, read_folder
 from lightning_nm.functional import is_nm
-from lightning_nm.functional.pattern import PatternSetting
+from lightning_nm.functional.pattern import PatternLike
 from lightning_nm.integrations.folders import read_state, saved_folder, write_state
 from lightning_nm.methods import Method, MethodName
 from lightning_nm.nn.layer.sharding import is_sharded
@@ -91,7 +91,7 @@ class NMTrainerCallback(TrainerCallback):
 
     def __init__(
         self,
-        pattern: PatternSetting = "2:4",
+        pattern: PatternLike = "2:4",
         method: MethodName | Method = "bi-mask",
         grad_estimator: EstimatorName | GradientEstimator | None = None,
         *,

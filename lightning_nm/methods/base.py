@@ -140,8 +140,6 @@ class Method:
     refused_schedule: Mapping[str, str] = MappingProxyType({})
     """Why the method refuses parts of a user's ``schedule``, and the way out; by ``dense_start``, ``ramp`` and
     ``dense_end``."""
-    needs_given_pattern: bool = False
-    """Whether the method plans by the pattern before masks begin, so that N cannot be chosen then (``"auto:0.5"``)."""
     may_start_early: bool = False
     """Whether masks may come before the first step of :meth:`sparse_window`, which is then the latest."""
     uses_masks: bool = False

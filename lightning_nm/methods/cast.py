@@ -93,7 +93,6 @@ class CAST(MaskMethod):
             "dense model",
         }
     )
-    needs_given_pattern = True  # entries decay by it long before the masks begin
     restores_masks = True
     selects_entries = False
     passes_read_buffers = False

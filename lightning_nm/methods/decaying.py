@@ -120,11 +120,6 @@ class DecayingMask(STE):
         self.rate = rate
 
     @property
-    def needs_given_pattern(self) -> bool:  # type: ignore[override]
-        """Whether the pattern narrows: its frames are planned when training begins."""
-        return not self.fades
-
-    @property
     def fades(self) -> bool:
         """Whether pruned entries fade; else the pattern narrows."""
         return self.decay != "structure"

@@ -71,7 +71,6 @@ class SparsifierState:
         skip_last: Whether the last one did.
         scale: The scale of masked weights; empty without one.
         base_density: The density that the initial weights and learning rates suit.
-        auto: The budget under which patterns are chosen; empty without one.
     """
 
     layers: Mapping[str, dict[str, Any]]
@@ -86,7 +85,6 @@ class SparsifierState:
     skip_last: bool = True
     scale: str = ""
     base_density: float = 1.0
-    auto: str = ""
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> SparsifierState:
@@ -109,7 +107,6 @@ class SparsifierState:
             skip_last=state["skip_last"],
             scale=state["scale"],
             base_density=state["base_density"],
-            auto=state["auto"],
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -128,7 +125,7 @@ class SparsifierState:
             "skip_last": self.skip_last,
             "scale": self.scale,
             "base_density": self.base_density,
-            "auto": self.auto,
+            "auto": "",  # 0.3 reads it: no training chooses patterns
         }
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -241,32 +241,6 @@ def forward_macs(model: nn.Module, inputs: Any) -> dict[str, int]:
         for module, mode in was_training.items():
             module.training = mode
     return counter.macs
-
-
-def example_macs(model: nn.Module) -> dict[str, int]:
-    """Return :func:`forward_macs` of a model's ``example_input_array``.
-
-    Raises:
-        ValueError: If it has none, or does not take it.
-    """
-    example = getattr(model, "example_input_array", None)
-    if example is None:
-        raise ValueError(
-            f"FLOPs are counted in a forward pass of an example, and {type(model).__name__} has no "
-            "example_input_array: set it in __init__, for example to torch.zeros(1, 3, 224, 224)"
-        )
-    first_parameter = next(model.parameters(), None)
-    device = torch.device("cpu") if first_parameter is None else first_parameter.device
-
-    def moved(leaf: Any) -> Any:
-        return leaf.to(device) if isinstance(leaf, Tensor) else leaf
-
-    try:
-        return forward_macs(model, tree_map(moved, example))
-    except Exception as error:
-        raise ValueError(
-            f"{type(model).__name__} does not take its example_input_array: {error}"
-        ) from error
 
 
 def _tensors(tree: Any) -> list[Tensor]:

@@ -14,7 +14,6 @@ from lightning_nm.nn.layer.state import saved_layer, state_difference
 from lightning_nm.nn.selection.ranges import grouped, quoted
 from lightning_nm.nn.selection.selection import refuse_masked, refuse_nan
 from lightning_nm.training.optimizers import trained_layer
-from lightning_nm.training.patterns import PatternChoice
 from lightning_nm.training.phases import plan_schedules
 
 
@@ -24,15 +23,9 @@ def choose_masks(
     planned_steps: int | None,
     clock: int,
     data_rank: int | None,
-    patterns: PatternChoice | None = None,
 ) -> None:
-    """Plan the schedules, and take the saved masks of layers that continue; choose those of the others.
-
-    With ``patterns``, those of the layers are chosen before, or taken from the saved states.
-    """
+    """Plan the schedules, and take the saved masks of layers that continue; choose those of the others."""
     plan_schedules(layers, saved, planned_steps, clock)
-    if patterns is not None:
-        patterns.begin(saved, clock)
     for layer in layers:
         state_of_layer = saved.get(layer.name)
         if (

@@ -39,7 +39,6 @@ from lightning_nm.training.packing import (
     unpack_states,
     unpack_states_later,
 )
-from lightning_nm.training.patterns import PatternChoice
 from lightning_nm.training.scale import ScaledLearningRates, check_optimizer
 from lightning_nm.training.stages import begin_stage, zero_pruned_state
 
@@ -57,7 +56,6 @@ class TrainingStep:
         forgotten: What warns of calls that the loop leaves out.
         rates: What scales the learning rates of masked weights within a step.
         packs: Whether weights at rest are packed.
-        patterns: What chooses the layers' patterns, if it does.
         is_suspended: Asked at each step of an optimizer; if true, the step is none of this training and is ignored.
         direct_reads: What finds weights that other code reads.
     """
@@ -70,7 +68,6 @@ class TrainingStep:
         forgotten: ForgottenCalls | None = None,
         rates: ScaledLearningRates | None = None,
         packs: bool = False,
-        patterns: PatternChoice | None = None,
         is_suspended: Callable[[], bool] | None = None,
         direct_reads: DirectReads | None = None,
     ) -> None:
@@ -78,7 +75,6 @@ class TrainingStep:
         self._is_suspended = is_suspended or (lambda: False)
         self.direct_reads = direct_reads
         self.packs = packs
-        self.patterns = patterns
         self.forgotten = forgotten or ForgottenCalls()
         self.rates = rates
         self.observe_every = observe_every
@@ -195,8 +191,6 @@ class TrainingStep:
         self.stepped = False
         if stepped:
             self.clock += 1
-            if self.patterns is not None:
-                self.patterns.choose_at(self.clock)
         for layer in self.layers:
             self._end_batch(layer, stepped)
         if stepped:

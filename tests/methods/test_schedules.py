@@ -260,7 +260,6 @@ def test_a_method_that_plans_by_dense_phases_gets_them():
         ({"method": DecayingMask(dense_end=3), "schedule": {"dense_end": 1}}, "dense_end=3"),
         ({"grad_estimator": MVUE(dense_end=2)}, r"MVUE\(.*dense_end=2"),
         ({"method": "transposable", "preset": "fst"}, "dense_end=0.16.*leave it out"),
-        ({"pattern": "auto:0.5"}, "ramp has no pattern to lead to"),
         ({"pattern": "3:4"}, "from 3:4 to 3:4"),
         ({"pattern": "2:8"}, "from 3:4 to 2:8"),
         ({"rules": [{"include": "0", "pattern": "1:16"}]}, "from 3:4 to 1:16.*rule of 0: give it"),
@@ -336,19 +335,6 @@ def test_the_plan_of_flops_is_what_training_costs(method):
             # The share that a backward mask keeps is measured, on other weights.
             tolerance = 0.05 if method == "bi-mask" else 1e-9
             assert vars(costs[kind]) == pytest.approx(vars(densities), abs=tolerance)
-
-
-def test_patterns_under_a_budget_are_chosen_when_the_masks_come():
-    chosen = []
-
-    def look(clock, sparsifier, optimizer):
-        chosen.append([str(layer.pattern) for layer in sparsifier.layers.values()])
-
-    _, made = run("asp", {"dense_start": 3}, look, pattern="auto:0.25:8")
-    assert made.patterns.moment == 3
-    assert chosen[:2] == [["2:8", "2:8"]] * 2  # what all layers could have
-    assert made.patterns.choices.keys() == {"0", "2"}
-    assert chosen[2:] == [[made.patterns.choices[name].pattern for name in "02"]] * 7
 
 
 def test_packed_storage_waits_for_the_last_stage():

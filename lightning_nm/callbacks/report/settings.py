@@ -45,7 +45,7 @@ def _rule_settings(rule: Rule, prefix: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if rule.include is not None:
         found[f"{prefix}/include"] = ", ".join(rule.include)
-    found[f"{prefix}/pattern"] = str(rule.auto or rule.pattern)
+    found[f"{prefix}/pattern"] = str(rule.pattern)
     found[f"{prefix}/conv_layout"] = rule.conv_layout
     found.update(_part_settings(rule.method, f"{prefix}/method"))
     found.update(_part_settings(rule.estimator, f"{prefix}/grad_estimator"))

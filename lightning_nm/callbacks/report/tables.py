@@ -10,7 +10,6 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 
-from lightning_nm.functional.budget import WHOLE
 from lightning_nm.functional.stages import DENSE, describe
 from lightning_nm.methods import MaskMethod
 from lightning_nm.nn.layer import NMLayer
@@ -19,7 +18,6 @@ from lightning_nm.nn.layer.names import plain_name
 from lightning_nm.nn.selection.ranges import grouped
 from lightning_nm.nn.selection.selection import NO_MATRICES
 from lightning_nm.sparsifier import NMSparsifier
-from lightning_nm.training.patterns import PatternChoice
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -152,7 +150,7 @@ def _row(sparsifier: NMSparsifier, layer: NMLayer) -> tuple[str, ...]:
         if gemm.reason:
             reasons.append(f"{kind}: {gemm.reason}")
     method = layer.spec.method.short_name or type(layer.spec.method).__name__
-    pattern = _pattern(sparsifier, layer)
+    pattern = str(layer.spec.pattern)
     return _shape(layer.view.shape), pattern, method, *operands, "; ".join(reasons)
 
 
@@ -164,25 +162,6 @@ def _without_matrices(sparsifier: NMSparsifier) -> str:
             names.append((name or type(sparsifier.model).__name__,))
     shown = ", ".join(name for (name,) in grouped(names))
     return f"no rows for {shown}: {NO_MATRICES}" if names else ""
-
-
-def _pattern(sparsifier: NMSparsifier, layer: NMLayer) -> str:
-    """The layer's pattern; with a question mark while N is still to be chosen."""
-    patterns = sparsifier.patterns
-    if patterns is None or not layer.spec.budgeted or not patterns.is_pending(sparsifier.clock):
-        return str(layer.spec.pattern)
-    return f"?:{layer.pattern.m}"
-
-
-def _patterns_line(sparsifier: NMSparsifier, patterns: PatternChoice) -> str:
-    """When the patterns are chosen, or what they keep."""
-    if patterns.is_pending(sparsifier.clock):
-        return f"pattern {patterns.auto}: N is chosen for each layer at training step {patterns.moment}"
-    share = patterns.kept_share()
-    return (
-        f"pattern {patterns.auto}: N is chosen for each layer by magnitude; {share:.4f} of the "
-        f"{WHOLE[patterns.auto.counted]} are kept"
-    )
 
 
 def broken_name(name: str, width: int) -> str:
@@ -305,8 +284,6 @@ def print_layers(sparsifier: NMSparsifier, console: Console | None = None) -> No
         print_note(console, sparsifier.selection.hint)
     if sparsifier.config.scale is not None:
         print_note(console, _scale_line(sparsifier))
-    if sparsifier.patterns is not None:
-        print_note(console, _patterns_line(sparsifier, sparsifier.patterns))
     for preset in sparsifier.settings.presets:
         print_note(console, f"preset {sparsifier.config.preset}, {preset}")
     for phase in phases(sparsifier):

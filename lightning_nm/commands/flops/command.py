@@ -20,7 +20,7 @@ from lightning_nm.commands.build import add_classes, build
 from lightning_nm.commands.flops.counts import Report, layers_of
 from lightning_nm.commands.flops.forward import Forward, Plan, first_forward, forward_of, plan_of
 from lightning_nm.commands.flops.tables import print_report
-from lightning_nm.functional.pattern import parse_pattern_setting
+from lightning_nm.functional.pattern import NMPattern
 from lightning_nm.sparsifier import NMSparsifier
 from lightning_nm.training.planned import charge_plan
 
@@ -58,7 +58,7 @@ def _reports(options: argparse.Namespace) -> list[Report]:
     # Refuse what can be refused before the model is built. None stands for the config's own patterns.
     patterns: list[str | None] = [None]
     if options.pattern:
-        patterns = [str(parse_pattern_setting(pattern)) for pattern in options.pattern]
+        patterns = [str(NMPattern.parse(pattern)) for pattern in options.pattern]
     if options.steps is not None and options.steps < 1:
         raise ValueError(f"--steps {options.steps} must be at least 1")
     configs = [*options.files, *options.config]

@@ -18,7 +18,7 @@ from lightning_nm.commands.study.config import (
     read_yaml,
     trains_dense,
 )
-from lightning_nm.functional.pattern import parse_pattern_setting
+from lightning_nm.functional.pattern import NMPattern
 from lightning_nm.functional.spelling import did_you_mean
 
 Direction = Literal["minimize", "maximize"]
@@ -281,7 +281,7 @@ def _choices(place: str, key: Any, values: Any) -> list[Any]:
 def _plain(place: str, key: Any, value: Any) -> Any:
     """A value that can be in a table, a pattern as text."""
     if key == "pattern":
-        return str(parse_pattern_setting(value))
+        return str(NMPattern.parse(value))
     advice = "must be a number, a text, a bool or null; give settings that are mappings as variants"
     _require(
         value is None or isinstance(value, (bool, int, float, str)), f"{place}: {value!r} {advice}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -235,17 +234,3 @@ def init_masks(layer: NMLayer) -> None:
         layer.set_masks(None)
     else:
         layer.spec.method.init_masks(layer)
-
-
-def set_pattern(layer: NMLayer, pattern: NMPattern) -> None:
-    """Give a layer another N, before its masks are chosen or loaded.
-
-    Raises:
-        ValueError: If the blocks have another length, on which it depends whether a layer can be masked.
-    """
-    if pattern.m != layer.pattern.m:
-        raise ValueError(
-            f"layer '{layer.name}' has blocks of {layer.pattern.m}, so it cannot become {pattern}"
-        )
-    layer.spec = replace(layer.spec, pattern=pattern)
-    layer.experts.clear()  # they hold copies of the spec

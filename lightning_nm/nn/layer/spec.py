@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # for the types only: imports point one way
 
 @dataclass(frozen=True, eq=False)
 class LayerSpec:
-    """The selection's decisions on a weight; only the pattern of a budgeted layer is replaced, by a new spec."""
+    """The selection's decisions on a weight."""
 
     name: str  # in the model: the module's name, with the parameter's appended when that is not "weight"
     module: nn.Module  # owns the parameter
@@ -34,7 +34,6 @@ class LayerSpec:
     tensor_parallel: bool = False
     # What draws W_B of W_F in the dgrad GEMM; None uses the method's W_B.
     dgrad: GradientEstimator | None = None
-    budgeted: bool = False  # whether N is chosen for the layer, under a budget of the whole model
     # A dense start, a ramp of patterns to `pattern`, and a dense end.
     schedule: Schedule | None = None
     tied: tuple[tuple[nn.Module, str], ...] = ()

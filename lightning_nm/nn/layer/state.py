@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_nm.functional import pack_mask, unpack_mask
-from lightning_nm.functional.pattern import NMPattern
 from lightning_nm.functional.stages import DENSE, FINAL, Stages
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.layer.masks import LayerMasks
@@ -215,11 +214,6 @@ def _unpacked(layer: NMLayer, packed: Tensor | None) -> Tensor | None:
     if packed is None:
         return None
     return unpack_mask(packed.to(layer.param.device), tuple(layer.view.shape))
-
-
-def saved_pattern(state: Mapping[str, Any]) -> NMPattern:
-    """The pattern that a layer had when its state was saved."""
-    return NMPattern.parse(state["pattern"])
 
 
 def saved_stages(state: Mapping[str, Any]) -> Stages:

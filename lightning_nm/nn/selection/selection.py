@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
-from lightning_nm.functional.pattern import AutoPattern, NMPattern
+from lightning_nm.functional.pattern import NMPattern
 from lightning_nm.functional.stages import Schedule
 from lightning_nm.nn.adapters import Adapter, WeightSpec, adapter_of, adapters_by_parameters
 from lightning_nm.nn.adapters.base import original_class
@@ -55,9 +55,6 @@ class Rule:
     estimator: GradientEstimator | None = None
     conv_layout: ConvLayout = "channels"
     dgrad: GradientEstimator | None = None
-    auto: AutoPattern | None = None
-    """The budget under which N is chosen for the layers; ``pattern`` is what they have before that."""
-
     schedule: Schedule | None = None
     """A dense start, a ramp of patterns to ``pattern``, and a dense end."""
 
@@ -340,7 +337,6 @@ def _plan(
         tensor_parallel=bool(cuts),
         dgrad=rule.dgrad,
         schedule=rule.schedule,
-        budgeted=rule.auto is not None,
         tied=tuple(tied),
     )
     return NMLayer(layer_spec, seed=seed, wrappers=wrappers), ""
