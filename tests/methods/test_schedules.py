@@ -30,7 +30,7 @@ from lightning_nm import functional as nmf
 from lightning_nm.callbacks.report.settings import hyperparameters
 from lightning_nm.callbacks.report.tables import print_layers
 from lightning_nm.callbacks.training_length import has_schedule
-from lightning_nm.functional.stages import DENSE, stage_at
+from lightning_nm.functional.stages import DENSE, FINAL, stage_at
 from lightning_nm.methods import MethodName, resolve_method
 from lightning_nm.nn.layer.gemms import mean_densities
 from lightning_nm.training.phases import finished_phases
@@ -370,8 +370,8 @@ def test_a_resumed_run_keeps_its_stages_and_refuses_another_ramp():
     assert again.layers["0"].progress.stages == sparsifier.layers["0"].progress.stages
     with pytest.raises(ValueError, match="ramp 3:4 in the checkpoint, none here"):
         resume({"dense_start": 2})
-    for layer in state["layers"].values():  # as a version without schedules saved it
-        del layer["stages"], layer["stage"]
+    for layer in state["layers"].values():  # as a training without a schedule saves it
+        layer["stages"], layer["stage"] = [], FINAL
     with pytest.raises(ValueError, match="ramp none in the checkpoint, 3:4 here"):
         resume(WHOLE)
     assert resume(None).layers["0"].progress.stages == ()
