@@ -22,9 +22,8 @@ from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.layer.gemms import mean_densities
 from lightning_nm.nn.layer.sharding import reshard
 from lightning_nm.nn.layer.state import layer_state
-from lightning_nm.nn.products.low_rank import Factors, put_low_rank, take_low_rank
 from lightning_nm.nn.selection.install import install, uninstall
-from lightning_nm.nn.selection.low_rank import refuse_low_rank, warn_of_adapters
+from lightning_nm.nn.selection.low_rank import warn_of_adapters
 from lightning_nm.nn.selection.selection import Rule, Selection
 from lightning_nm.training.checkpoint import (
     SparsifierState,
@@ -129,7 +128,6 @@ class NMSparsifier:
         Those of all weights of kinds without an adapter are under :data:`~lightning_nm.training.macs.OTHERS`.
         """
         self.initial_factors: dict[str, float] = {}
-        self._taken: dict[str, Factors] = {}  # what earlier trainings left beside the weights
         self._counter: MacsCounter | None = None
         self._packs_itself = True
         self._is_suspended: Callable[[], bool] | None = None
@@ -234,7 +232,6 @@ class NMSparsifier:
             saved_first_last=saved.first_last if saved else None,
         )
         warn_of_adapters(self.model, [rule.pattern for rule in self.rules])
-        refuse_low_rank(selection.layers, saved_layers)
         # Frozen layers get no masks yet, but a schedule that does not fit is an error now.
         plan_schedules(selection.frozen, saved_layers, self.planned_steps, self.clock)
         self._choose_masks(selection.layers, saved_layers)
@@ -256,7 +253,6 @@ class NMSparsifier:
             direct_reads=DirectReads(self.model, self.config.direct_reads),
         )
         self._step.begin_window()
-        self._take_low_rank(selection.layers)
         install(self.model, selection.layers)
         self._comparison = RankComparison(selection.layers)
         self._counter = MacsCounter(self.model)
@@ -287,8 +283,6 @@ class NMSparsifier:
         if not layers:
             return
         refuse_to_mask(layers, [known.optimizer for known in self._step.optimizers.values()])
-        refuse_low_rank(layers, saved)
-        self._take_low_rank(layers)
         for layer in layers:
             layer.to_weight_device()
             layer.costs.charge_dense(self.clock)  # the steps so far, in which it was dense
@@ -296,24 +290,6 @@ class NMSparsifier:
         self.selection.unfreeze(layers)
         self._step.add(layers)
         install(self.model, layers)
-
-    def _take_low_rank(self, layers: Sequence[NMLayer]) -> None:
-        """Take what an earlier training left beside the weights: the method has it in its own parameters."""
-        for layer in layers:
-            factors = take_low_rank(layer.spec.module)
-            if factors is not None:
-                self._taken[layer.name] = factors
-
-    def _leave_low_rank(self) -> None:
-        """Let modules without masks add the low-rank products that their layers' methods have."""
-        for layer in self.selection.layers:
-            factors = layer.spec.method.low_rank(layer)
-            if factors is None and not layer.step:
-                # Nothing was trained: the module gets back what it had.
-                factors = self._taken.get(layer.name)
-            if factors is not None:
-                put_low_rank(layer.spec.module, factors)
-        self._taken.clear()
 
     @property
     def has_pending_step(self) -> bool:
@@ -333,9 +309,6 @@ class NMSparsifier:
     def detach(self, *, keep_parameters: bool = False) -> None:
         """Restore ordinary modules, which hold the latent weights; call :meth:`bake` first for the sparse ones.
 
-        A module whose method has a low-rank product beside W_F (:meth:`Method.low_rank`) adds it from then on, by a
-        :class:`~lightning_nm.nn.products.low_rank.LowRank`.
-
         With ``keep_parameters``, those that methods own stay in the optimizers, for their state dicts. A
         :class:`~lightning_nm.training.forgotten.ForgottenCallWarning` tells if the weights were trained and not baked.
         """
@@ -346,7 +319,6 @@ class NMSparsifier:
         self._close_counter()
         if self.attached:
             uninstall(self.model, self.selection.layers)
-            self._leave_low_rank()
             self.attached = False
 
     @torch.no_grad()

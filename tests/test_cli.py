@@ -138,12 +138,6 @@ def test_patterns_in_yaml_mean_what_they_say_and_round_trip(tmp_path, capsys, wr
             ["method: {class_path: lightning_nm.BAME, init_args: {stop: 1.5}}"],
             ["stop=1.5", "an integer"],
         ),
-        (
-            [
-                "method: {class_path: lightning_nm.SLoPe, init_args: {adapters: {rank: 8, last: 100}}}"
-            ],
-            ["last=100", "a share of the training steps"],
-        ),
         (["grad_estimator: mvu"], ["mvu", "approx-mvue"]),
         (
             ["grad_estimator: {class_path: lightning_nm.MVUE, init_args: {pattern: 5:4}}"],
@@ -170,14 +164,6 @@ def test_typos_are_named_in_the_first_line(tmp_path, capsys, lines, words):
         assert word in first
     assert "usage:" not in said, "a page of all options would hide it"
     assert "\nerror: " in said, "the whole message follows"
-
-
-def test_adapters_of_slope_are_a_mapping_in_yaml(tmp_path, capsys):
-    method = "{class_path: lightning_nm.SLoPe, init_args: {adapters: {rank: 8, last: 0.01}}}"
-    with pytest.raises(SystemExit):
-        main(["fit", "-c", config(tmp_path, f"method: {method}"), "--print_config"])
-    printed = yaml.safe_load(capsys.readouterr().out)["trainer"]["callbacks"][0]["init_args"]
-    assert printed["method"]["init_args"]["adapters"] == {"rank": 8, "last": 0.01}
 
 
 def test_an_unknown_mistake_has_no_hint():

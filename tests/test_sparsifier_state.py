@@ -328,3 +328,23 @@ def test_patterns_that_0_3_chose_in_a_training_go_on_as_rules():
     again = NMSparsifier(other, "1:4", "sr-ste", rules=rules).attach(state)
     again.load_state_dict(state)
     assert [str(layer.pattern) for layer in again.layers.values()] == ["1:4", "3:4"]
+
+
+def test_a_state_of_0_3_with_low_rank_adapters_is_refused():
+    model = network()
+    sparsifier = NMSparsifier(model, "2:4", "slope").attach()
+    state = sparsifier.state_dict()
+    layer = state["layers"]["2"]
+    assert layer["low_rank_spent"] == 0.0, "0.3 reads it"
+    layer["settings"]["adapters"] = {}
+    other = network()
+    other.load_state_dict(model.state_dict())
+    again = NMSparsifier(other, "2:4", "slope").attach(state)
+    again.load_state_dict(state)
+    layer["parameters"] = {"adapter_left": torch.zeros(32, 2), "adapter_right": torch.ones(2, 32)}
+    with pytest.raises(
+        ValueError, match=r"adapter beside the weight of layer '2'.*lightning_nm 0\.3"
+    ):
+        sparsifier.load_state_dict(state)
+    with pytest.raises(ValueError, match="load its N:M weights alone"):
+        NMSparsifier(network(), "2:4", "slope").attach(state)

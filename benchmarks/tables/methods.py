@@ -125,7 +125,7 @@ def learning_rates(task: Task) -> str:
 
 NOTES = {
     "asp": "NVIDIA's recipe, [2104.08378](https://arxiv.org/abs/2104.08378)",
-    "slope": "its adapters by `SLoPe(adapters=...)`",
+    "slope": "without its adapters",
     "bame": "a reconstruction",
     "rigl": "in blocks, as [2305.02299](https://arxiv.org/abs/2305.02299) in rows",
     "cast": "its code is not public",

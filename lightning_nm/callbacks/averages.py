@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,7 +14,6 @@ from lightning_nm.functional import unpack_mask
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.layer.names import parameter_key, plain_name
 from lightning_nm.nn.layer.state import dropped, latent_weight
-from lightning_nm.nn.products.low_rank import LEFT
 
 
 def check_averaging_order(callback: pl.Callback, trainer: pl.Trainer) -> None:
@@ -40,19 +39,6 @@ def refuse_averaging(trainer: pl.Trainer) -> None:
                 f"{type(other).__name__} averages weights of the shape that they have when fit starts, and "
                 "storage='packed' gives them another one: use storage='dense'"
             )
-
-
-def refuse_averaged_adapters(trainer: pl.Trainer, layers: Iterable[NMLayer]) -> None:
-    """Raise a ``ValueError`` for a callback that averages weights: it would leave low-rank adapters out."""
-    for other in getattr(trainer, "callbacks", []):
-        if not isinstance(other, (WeightAveraging, StochasticWeightAveraging)):
-            continue
-        for layer in layers:
-            if LEFT in layer.parameters:
-                raise ValueError(
-                    f"{type(other).__name__} averages the weights of the model, and not the low-rank adapters beside "
-                    f"that of layer '{layer.name}': leave it out, or train without adapters"
-                )
 
 
 @torch.no_grad()

@@ -12,7 +12,6 @@ from lightning_nm.callbacks.lifecycle import Lifecycle
 from lightning_nm.callbacks.monitor import MaskMonitor
 from lightning_nm.export.files import check_archive, file_fault
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.nn.products.low_rank import replace_low_rank, saved_factors
 from lightning_nm.sparsifier import NMSparsifier
 from lightning_nm.training.checkpoint import check_schema
 
@@ -84,7 +83,7 @@ class SavedSparsity(pl.Callback):
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Refuse a damaged file; restore averaged weights when a fit resumes, and adapters for an evaluation."""
+        """Refuse a damaged file; restore averaged weights when a fit resumes."""
         # Lightning calls this also if the checkpoint has no state of this callback, unlike load_state_dict.
         self._read_checkpoint = True
         path = trainer.ckpt_path
@@ -95,12 +94,9 @@ class SavedSparsity(pl.Callback):
         self._lifecycle.read_checkpoint(
             resumes=resumes, global_step=checkpoint.get("global_step", 0)
         )
-        state = checkpoint.get("callbacks", {}).get(self.state_key, {})
         if resumes:
+            state = checkpoint.get("callbacks", {}).get(self.state_key, {})
             restore_average(checkpoint, state, trainer, pl_module)
-        else:
-            # Those of an earlier fit belong to other weights than the ones that are evaluated.
-            replace_low_rank(pl_module, saved_factors(state))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore now if masks are installed, else when fit starts; which comes first depends on the strategy."""

@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 
 from lightning_nm.callbacks.averages import (
     check_averaging_order,
-    refuse_averaged_adapters,
     refuse_averaging,
 )
 from lightning_nm.callbacks.checkpoint import SavedSparsity
@@ -189,7 +188,6 @@ class NMSparsityCallback(SavedSparsity):
         carried = self._lifecycle.state
         try:
             sparsifier = self._restore(sparsifier, trainer, pl_module)
-            refuse_averaged_adapters(trainer, sparsifier.layers.values())
             if self.config.storage == "packed":
                 refuse_gradient_scaler(trainer, sparsifier.layers.values())
             for optimizer in trainer.optimizers:

@@ -5,12 +5,6 @@ from lightning_nm.export.coreml import CoreMLReport, CoreMLWritten, export_corem
 from lightning_nm.export.coreml_package import CoreMLPackage
 from lightning_nm.export.executorch import ExecutorchExport, export_executorch
 from lightning_nm.export.files import check_archive
-from lightning_nm.export.low_rank import (
-    drop_adapters,
-    load_adapters,
-    merge_adapters,
-    save_adapters,
-)
 from lightning_nm.export.packed_file import PackedFile
 from lightning_nm.export.packed_loading import load_packed
 from lightning_nm.export.packed_model import pack, save_packed, unpacked_state_dict
@@ -28,16 +22,12 @@ __all__ = [
     "Verdict",
     "Verification",
     "check_archive",
-    "drop_adapters",
     "export_coreml",
     "export_executorch",
-    "load_adapters",
     "load_packed",
-    "merge_adapters",
     "pack",
     "packed_summary",
     "read_checkpoint",
-    "save_adapters",
     "save_packed",
     "unpacked_state_dict",
     "verify",

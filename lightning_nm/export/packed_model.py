@@ -33,7 +33,6 @@ from lightning_nm.nn.packed import (
     return_freed_memory,
 )
 from lightning_nm.nn.packed.tensor import INT8_DTYPES
-from lightning_nm.nn.products.low_rank import low_rank_modules
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -197,19 +196,13 @@ def save_packed(model: nn.Module, path: str | os.PathLike[str]) -> None:
         path: The file, which is replaced when the new one is complete.
 
     Raises:
-        ValueError: If no layer is packed, or low-rank adapters lie beside weights.
+        ValueError: If no layer is packed.
         OSError: If the file cannot be written.
     """
     packed = {plain_name(key): weight for key, weight in packed_weights(model, all_names=True)}
     if not packed:
         raise ValueError(
             f"{type(model).__name__} has no packed layer: call lightning_nm.pack(model) first"
-        )
-    adapted = low_rank_modules(model)
-    if adapted:
-        raise ValueError(
-            f"{len(adapted)} layers, such as '{next(iter(adapted))}', have low-rank adapters beside their weights, "
-            "which a packed file does not hold: call lightning_nm.save_adapters(model, folder), then drop_adapters()"
         )
     # A weight is packed once for all of its keys, so that the file has its tensors once, and the other keys as aliases.
     once = {weight: weight.packed() for weight in packed.values()}

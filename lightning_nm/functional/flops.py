@@ -27,21 +27,18 @@ class GemmDensity:
         forward: ``c_F`` of ``Y = X W^T``, in [0, 1].
         dgrad: ``c_D`` of ``dX = dY W``, in [0, 1].
         wgrad: ``c_G`` of ``dW = dY^T X``, in [0, 1].
-        low_rank: ``c_L``, the multiply-adds of low-rank adapters beside each of the three, over those of a dense GEMM;
-            0 or more.
 
     Raises:
-        ValueError: If a share is not within [0, 1], or ``low_rank`` is negative or not finite.
+        ValueError: If a share is not within [0, 1].
 
     Example:
         >>> GemmDensity(forward=0.5)
-        GemmDensity(forward=0.5, dgrad=1.0, wgrad=1.0, low_rank=0.0)
+        GemmDensity(forward=0.5, dgrad=1.0, wgrad=1.0)
     """
 
     forward: float = 1.0
     dgrad: float = 1.0
     wgrad: float = 1.0
-    low_rank: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("forward", "dgrad", "wgrad"):
@@ -50,20 +47,15 @@ class GemmDensity:
                 raise ValueError(
                     f"{name}={share!r} is not a share of a dense GEMM: pass a number from 0 to 1"
                 )
-        if not 0 <= self.low_rank < float("inf"):
-            raise ValueError(
-                f"low_rank={self.low_rank!r} does not count multiply-adds: pass a finite number from 0"
-            )
 
 
 def train_flops(dense_forward: float, density: GemmDensity) -> float:
-    """Count the multiply-adds of a training step of a linear or convolutional layer: ``F (c_F + c_D + c_G + 3 c_L)``.
+    """Count the multiply-adds of a training step of a linear or convolutional layer: ``F (c_F + c_D + c_G)``.
 
     Args:
         dense_forward: ``F``, those of the dense forward GEMM. Mask updates and permutations cost nothing, as in the
             papers.
-        density: The shares ``c_F``, ``c_D`` and ``c_G`` of the three GEMMs, and ``c_L`` of what is beside each; dense
-            training is ``3 F``.
+        density: The shares ``c_F``, ``c_D`` and ``c_G`` of the three GEMMs; dense training is ``3 F``.
 
     Raises:
         ValueError: If ``dense_forward`` is negative or not finite.
@@ -76,14 +68,13 @@ def train_flops(dense_forward: float, density: GemmDensity) -> float:
         raise ValueError(
             f"dense_forward={dense_forward!r} does not count multiply-adds: pass a finite number from 0"
         )
-    shares = density.forward + density.dgrad + density.wgrad
-    return dense_forward * (shares + 3 * density.low_rank)
+    return dense_forward * (density.forward + density.dgrad + density.wgrad)
 
 
 def train_flops_ratio(layers: Iterable[tuple[float, GemmDensity]]) -> float:
     r"""Divide the multiply-adds of a training step by those of dense training.
 
-    .. math:: \frac{\sum F (c_F + c_D + c_G + 3 c_L)}{\sum 3 F}
+    .. math:: \frac{\sum F (c_F + c_D + c_G)}{\sum 3 F}
 
     Args:
         layers: ``F`` and the shares of each layer, also of those that stay dense.

@@ -49,9 +49,9 @@ def check_keys(name: str, given: Any, known: Sequence[str]) -> None:
         ValueError: For an unknown key, with the closest known one.
 
     Example:
-        >>> check_keys("adapters", {"rnk": 8}, ["rank", "last"])
+        >>> check_keys("schedule", {"rmp": []}, ["ramp", "dense_end"])
         Traceback (most recent call last):
-        ValueError: adapters has no 'rnk'; did you mean 'rank'?; it has rank, last
+        ValueError: schedule has no 'rmp'; did you mean 'ramp'?; it has ramp, dense_end
     """
     listed = ", ".join(known)
     if not isinstance(given, Mapping):

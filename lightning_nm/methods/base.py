@@ -326,22 +326,6 @@ class Method:
         """
         return (grad, *[None] * len(layer.parameters))
 
-    def low_rank(self, layer: NMLayer) -> tuple[Tensor, Tensor] | None:
-        """The factors L and R of a product beside that of W_F, :math:`Y = X W_F^T + (X R^T) L^T`; ``None`` for none.
-
-        L is ``[out, rank]`` and R ``[rank, in]``, both of ``layer.parameters``: autograd makes their gradients, and
-        adds :math:`(dY L) R` to dX. Only layers whose adapter says ``takes_low_rank`` can have it. State dicts do not
-        hold it, and a module keeps it when its masks are removed.
-        """
-        return None
-
-    def trains_parameters(self, layer: NMLayer) -> bool:
-        """Whether ``layer.parameters`` get a gradient in this window; all processes must answer the same.
-
-        If not, processes do not average them.
-        """
-        return True
-
     def penalty(self, layer: NMLayer) -> Tensor | None:
         """A scalar term added to the loss once per real optimizer step; ``None`` for no term.
 

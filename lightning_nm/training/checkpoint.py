@@ -41,7 +41,7 @@ _SHOWN_DIFFERENCES = 8
 
 
 def check_schema(state: Mapping[str, Any]) -> None:
-    """Raise a ``ValueError`` for a state of another schema, or of a version before 0.3."""
+    """Raise a ``ValueError`` for a state of another schema, of a version before 0.3, or with SLoPe's adapters."""
     if state.get("schema") != SCHEMA:
         raise ValueError(
             f"sparsifier state of schema {state.get('schema')!r}, but this version reads schema {SCHEMA}: "
@@ -51,6 +51,12 @@ def check_schema(state: Mapping[str, Any]) -> None:
         raise ValueError(
             "sparsifier state of a version before 0.3: resume with lightning_nm 0.3, and save it there once"
         )
+    for name, layer in state["layers"].items():
+        if "adapter_left" in layer["parameters"]:
+            raise ValueError(
+                f"sparsifier state of 0.3 with SLoPe's low-rank adapter beside the weight of layer '{name}', which is "
+                "gone: resume or export it with lightning_nm 0.3, or load its N:M weights alone"
+            )
 
 
 @dataclass(frozen=True)
@@ -418,4 +424,4 @@ def _apply_to_layer(layer: NMLayer, state: dict[str, Any]) -> None:
         layer.progress.load_estimator(tuple(state["estimator_schedule"]))
     if same_noise(layer, state):
         layer.draw_noise(state["draws"])
-    layer.costs.load(state["spent"], state["counted"], state["low_rank_spent"])
+    layer.costs.load(state["spent"], state["counted"])

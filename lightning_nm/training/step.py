@@ -561,7 +561,6 @@ def _count_cost(layer: NMLayer) -> None:
         kept_share(layer),
         method.current_pattern(layer),
         method.gradient_at_pruned(layer),
-        method.low_rank(layer) is not None,
     )
     if costs.cost_key != cost_key:
         costs.set_step_cost(cost_key, layer.gemms())

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from lightning.pytorch.loggers import TensorBoardLogger
 
-from lightning_nm import BAME, CAST, LBC, MaskMonitor, MaxQ, NMSparsityCallback, RigL, SLoPe
+from lightning_nm import BAME, CAST, LBC, MaskMonitor, MaxQ, NMSparsityCallback, RigL
 from lightning_nm.callbacks.report.tensorboard import CHARTS, MODEL_ONLY
 from tests.support.event_files import Events
 from tests.support.lightning_models import Data, make_trainer, new_model
@@ -36,10 +36,6 @@ RUNS = {
     "mask-logits": {"method": "mask-logits"},
     "bame": {"method": BAME(stop=4, every=1, evidence_rate=0.5)},
     "rigl": {"method": RigL(every=1, stop=4)},
-    "slope-adapters": {
-        "method": SLoPe(adapters={"rank": 2, "last": 0.5}),
-        "exclude": "net.3",  # a convolution
-    },
     "cast": {"method": CAST(end=2)},
     "bame-bi-mask": {
         "method": BAME(stop=4, every=1, evidence="batch", dgrad="bi-mask"),

@@ -4,7 +4,6 @@ import glob
 import json
 import re
 import shlex
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ import yaml
 from jsonargparse import ArgumentParser
 from lightning.pytorch import Callback
 
-from lightning_nm import Method, NMSparsityCallback, QuantizationAwareTraining
+from lightning_nm import NMSparsityCallback, QuantizationAwareTraining
 from lightning_nm.cli import main
 from lightning_nm.export import PackedFile, pack, save_packed
 from lightning_nm.functional import nm_prune, pack_nm
@@ -59,7 +58,7 @@ def test_quantisation_aware_training():
     """The YAML of the page makes the callbacks that it describes."""
     parser = ArgumentParser()
     parser.add_argument("--callbacks", type=list[Callback])
-    text = blocks("yaml", EXPORT)[1]
+    (text,) = blocks("yaml", EXPORT)
     given = yaml.safe_load(text)["trainer"]["callbacks"]
     parsed = parser.parse_object({"callbacks": given})
     first, second = parser.instantiate_classes(parsed).callbacks
@@ -68,36 +67,8 @@ def test_quantisation_aware_training():
     assert isinstance(second, NMSparsityCallback)
 
 
-def test_adapters_of_slope():
-    """The YAML of the page makes the method, and the commands are none that are refused before a checkpoint is read."""
-    parser = ArgumentParser()
-    parser.add_argument("--method", type=Method)
-    given = yaml.safe_load(blocks("yaml", EXPORT)[0])
-    method = parser.instantiate_classes(parser.parse_object(given)).method
-    assert method.adapters == {"rank": 8, "last": 0.01}
-    commands = blocks("", EXPORT)[1].splitlines()
-    assert len(commands) == 2
-    for line in commands:
-        words = shlex.split(line, comments=True)[1:]
-        assert "--adapters" in words
-        assert main(words) == 2
-
-
-def test_adapters_are_refused_where_the_table_has_none(capsys):
-    rows = re.findall(r"^\| `(drop|beside|merge)` \| ([^|]+) \|", EXPORT, re.MULTILINE)
-    allowed = {}
-    for fate, targets in rows:
-        allowed.setdefault(fate, set()).update(re.findall(r"\w+", targets))
-    for fate, target in product(("beside", "merge"), ("packed", "torch", "onnx", "pt2", "coreml")):
-        model = [] if target in ("packed", "torch") else ["--model", "train.Net"]
-        words = ["none.ckpt", "-o", f"none.{target}", "--to", target, "--adapters", fate, *model]
-        assert main(["export", *words]) == 2
-        is_refused = f"--adapters {fate} is for" in capsys.readouterr().err
-        assert is_refused == (target not in allowed[fate])
-
-
 def test_the_command_for_more_in_int8(tmp_path, monkeypatch, capsys):
-    (line,) = blocks("", EXPORT)[2].splitlines()
+    (line,) = blocks("", EXPORT)[1].splitlines()
     monkeypatch.chdir(tmp_path)
     weights = {
         "embed.weight": torch.randn(8, 16),
@@ -111,7 +82,7 @@ def test_the_command_for_more_in_int8(tmp_path, monkeypatch, capsys):
 
 
 def test_other_commands_parse():
-    words = [shlex.split(line) for line in blocks("", EXPORT)[3].splitlines()]
+    words = [shlex.split(line) for line in blocks("", EXPORT)[2].splitlines()]
     assert {word[word.index("--to") + 1] for word in words} == {"torch", "pt2", "packed"}
     for word in words:
         assert (

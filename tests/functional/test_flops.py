@@ -35,18 +35,6 @@ def test_a_share_is_a_share(share):
         GemmDensity(wgrad=share)
 
 
-@pytest.mark.parametrize("low_rank", [-0.1, float("inf"), float("nan")])
-def test_low_rank_products_have_a_finite_cost(low_rank):
-    with pytest.raises(ValueError, match=r"low_rank=.*finite number from 0"):
-        GemmDensity(low_rank=low_rank)
-
-
-def test_low_rank_products_are_added_to_each_gemm():
-    # Rank 2 beside a 4 x 8 weight: 2 (4 + 8) multiply-adds for each token, and 32 of the weight.
-    density = GemmDensity(0.5, 0.5, 1.0, low_rank=24 / 32)
-    assert train_flops(32, density) == pytest.approx(16 + 16 + 32 + 3 * 24)
-
-
 @pytest.mark.parametrize("flops", [-1, float("nan"), float("inf")])
 def test_flops_are_a_count(flops):
     with pytest.raises(ValueError, match="dense_forward="):

@@ -13,7 +13,7 @@ from torch import nn
 peft = pytest.importorskip("peft")
 pytest.importorskip("transformers")
 
-from lightning_nm import NMSparsifier  # noqa: E402
+from lightning_nm import NMSparsifier, pack  # noqa: E402
 from lightning_nm import functional as nmf  # noqa: E402
 from lightning_nm.export import verify  # noqa: E402
 from lightning_nm.integrations.peft import mask_adapters, unmask_adapters  # noqa: E402
@@ -320,7 +320,7 @@ class Projections(nn.Module):
 def test_the_page(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(pl, "Trainer", ShortTrainer)
-    train, load = blocks("python", read("lora.md"))
+    train, load, _ = blocks("python", read("lora.md"))
     torch.manual_seed(0)
     names = {"sparse": Projections(), "data": Data()}
     sparse = copy.deepcopy(names["sparse"])
@@ -333,3 +333,46 @@ def test_the_page(tmp_path, monkeypatch):
     again = loaded["model"].merge_and_unload().v_proj.weight
     torch.testing.assert_close(again, weight)
     assert torch.equal(again.ne(0), sparse.v_proj.weight.ne(0))
+
+
+class Pretraining(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.model = Projections()
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return nn.functional.cross_entropy(self.model(x), y)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW((p for p in self.parameters() if p.requires_grad), 1e-2)
+
+
+@pytest.mark.filterwarnings("ignore:You passed in a `val_dataloader` but have no `validation_step`")
+@pytest.mark.filterwarnings("ignore:Found .* module.* in eval mode at the start of training")
+def test_the_last_per_cent_of_slope(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(pl, "Trainer", ShortTrainer)
+    train, _, last = blocks("python", read("lora.md"))
+    torch.manual_seed(0)
+    pretraining = Pretraining()
+    names = {"pretraining": pretraining, "data": Data()}
+    exec(train.partition("class FineTuning")[0], names)  # its imports
+    sparse = []
+
+    def get_peft_model(model, config):
+        sparse.append(copy.deepcopy(model))
+        return peft.get_peft_model(model, config)
+
+    exec(last, {**names, "get_peft_model": get_peft_model})
+    inside = pretraining.model.base_model.model
+    for name in ("q_proj", "v_proj"):
+        adapted = inside.get_submodule(name)
+        weight = sparse[0].get_submodule(name).weight
+        assert nmf.is_nm(weight, "2:4")
+        assert torch.equal(adapted.base_layer.weight, weight)
+        assert bool(adapted.lora_B["default"].weight.any())
+    x = torch.randn(4, 64)
+    for base in (pack(copy.deepcopy(sparse[0])), sparse[0]):
+        loaded = peft.PeftModel.from_pretrained(base, "adapter")
+        torch.testing.assert_close(loaded(x), pretraining.model(x))

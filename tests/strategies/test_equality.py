@@ -39,7 +39,6 @@ METHODS = {
     "s-ste": SSTE,
     "decaying": lambda: DecayingMask(stop=3),
     "slope": lambda: SLoPe(refresh_every=3),
-    "slope-adapters": lambda: SLoPe(refresh_every=3, adapters={"rank": 2, "last": 0.5}),
     "rigl": lambda: RigL(every=2, stop=10, drop=0.9),
     "cast": lambda: CAST(decay=1e-2, refresh_every=2, end=7),
     "scaled-mask": ScaledMask,
@@ -51,7 +50,7 @@ METHODS = {
 }
 SCHEDULE = {"dense_start": 1, "ramp": ["3:4"], "ramp_ends": [4], "dense_end": 3}
 """Of the methods whose names say so."""
-FIRST_MASKS_STAY = ("asp", "slope", "slope-adapters", "cast")
+FIRST_MASKS_STAY = ("asp", "slope", "cast")
 """Methods whose masks do not move once they are chosen."""
 STRATEGIES = {
     "auto": lambda: "auto",
@@ -111,8 +110,6 @@ def fit(method, strategy, devices, accumulate=1, scaled=False):
         METHODS[method](),
         skip_first_last=False,
         show_tables=False,
-        # Low-rank adapters lie beside linear layers alone.
-        exclude="net.0" if method == "slope-adapters" else None,
         schedule=SCHEDULE if method.endswith("-scheduled") else None,
     )
     trainer = pl.Trainer(

@@ -20,17 +20,10 @@ from lightning_nm.export.atomic_write import check_folder
 from lightning_nm.export.coreml import CoreMLReport, check_output, export_coreml
 from lightning_nm.export.foreign import holds_bitmasks
 from lightning_nm.export.graphs import build_model, example_of, export_onnx, export_pt2
-from lightning_nm.export.low_rank import (
-    factors_of,
-    merge_into,
-    transposed_in,
-    write_adapters,
-)
 from lightning_nm.export.outputs import Written, export_packed, export_torch
 from lightning_nm.export.sources import Source, read_source
 from lightning_nm.export.verdicts import classify, is_matrix
 from lightning_nm.functional.pattern import NMPattern
-from lightning_nm.nn.products.low_rank import Factors, replace_low_rank
 
 # Of the files that hold a graph of a model, whose class is needed.
 _GRAPHS = ("onnx", "pt2")
@@ -69,9 +62,6 @@ def _export(options: argparse.Namespace) -> int:
     try:
         _check(options)
         source = read_source(options.checkpoint, options.prefix)
-        factors = _adapters(source, options)
-        if factors and options.adapters == "merge":
-            source = merge_into(source, factors)
         if options.to == "packed":
             written = export_packed(
                 source,
@@ -87,9 +77,6 @@ def _export(options: argparse.Namespace) -> int:
             if in_float:
                 console.print(in_float, markup=False, highlight=False, soft_wrap=True)
             console.print(_summary(written, options.output), markup=False, soft_wrap=True)
-            note = _write_adapters(source, factors, options)
-            if note:
-                console.print(note, markup=False, soft_wrap=True)
             return 0
         if options.to == "executorch":
             # Compilers print, too; stdout is for the report.
@@ -105,9 +92,9 @@ def _export(options: argparse.Namespace) -> int:
             return 0
         if options.to == "torch":
             export_torch(source, options.output)
-            note = _bitmasks(source) + _write_adapters(source, factors, options)
+            note = _bitmasks(source)
         else:
-            note = _export_graph(source, options, factors)
+            note = _export_graph(source, options)
     except (ImportError, OSError, RuntimeError, ValueError) as error:
         print(f"lightning-nm export: {error}", file=sys.stderr)
         return 2
@@ -134,12 +121,6 @@ def _check(options: argparse.Namespace) -> None:
         )
     if options.pattern and options.to not in ("packed", "executorch", "coreml"):
         raise ValueError("--pattern is for --to packed, executorch and coreml")
-    writes = {"merge": ("torch", *_GRAPHS), "beside": ("packed", "torch", *_GRAPHS)}
-    if options.adapters in writes and options.to not in writes[options.adapters]:
-        raise ValueError(
-            f"--adapters {options.adapters} is for --to {', '.join(writes[options.adapters])}, not {options.to}: take "
-            "--adapters drop"
-        )
     if options.dtype and options.to != "packed":
         raise ValueError("--dtype is for --to packed")
     if (options.int8_experts or options.int8_embeddings) and not options.dtype:
@@ -174,43 +155,11 @@ def _bitmasks(source: Source) -> str:
     return f"; bitmasks became tensors with zeros: {verdicts.count('N:M')} of {len(verdicts)} matrices are 2:4"
 
 
-def _adapters(source: Source, options: argparse.Namespace) -> dict[str, Factors]:
-    """The low-rank adapters of a checkpoint.
-
-    Raises:
-        ValueError: If it has some and the user did not say what becomes of them, or if it has none and he did.
-    """
-    factors = factors_of(source.states)
-    if factors and not options.adapters:
-        raise ValueError(
-            f"'{options.checkpoint}' has low-rank adapters beside {len(factors)} weights, such as "
-            f"'{next(iter(factors))}': say what becomes of them by --adapters drop, beside or merge (dense weights)"
-        )
-    if options.adapters and not factors:
-        raise ValueError(
-            f"--adapters {options.adapters}: '{options.checkpoint}' has no low-rank adapters"
-        )
-    return factors
-
-
-def _write_adapters(
-    source: Source, factors: dict[str, Factors], options: argparse.Namespace
-) -> str:
-    """Write low-rank adapters beside the file of the weights, if that was asked for; return a remark on it."""
-    if not factors or options.adapters != "beside":
-        return ""
-    folder = Path(options.output).with_suffix(".adapters")
-    write_adapters(factors, folder, transposed=transposed_in(source, factors))
-    return f"; wrote {folder}, the low-rank adapters of {len(factors)} layers as one of peft"
-
-
-def _export_graph(source: Source, options: argparse.Namespace, factors: dict[str, Factors]) -> str:
+def _export_graph(source: Source, options: argparse.Namespace) -> str:
     """Write the graph of a model with the checkpoint's weights; return a remark on it."""
     # The model and torch print, too.
     with redirect_stdout(sys.stderr):
         model = build_model(source, options.model)
-        if options.adapters == "beside":
-            replace_low_rank(model, factors)
         example = example_of(model, options.input)
         if options.to == "pt2":
             export_pt2(model, example, options.output)
@@ -362,12 +311,6 @@ def _parser() -> argparse.ArgumentParser:
         help="with --dtype int8: embeddings, by key or module name, that are rounded, too, with a scale for each row; "
         "rows are dequantised when they are looked up, and other matrices when the file is loaded",
     )
-    fates = (
-        "what becomes of low-rank adapters beside N:M weights (SLoPe): drop leaves them out; beside writes them, for "
-        "torch and packed into the folder FILE with the suffix .adapters, as an adapter of peft; merge adds them to "
-        "the weights, which are dense then"
-    )
-    parser.add_argument("--adapters", choices=("drop", "beside", "merge"), help=fates)
     taken = "take only the keys that begin with this, and remove it: 'model.' for a model within a LightningModule"
     parser.add_argument("--prefix", default="", help=taken)
     parser.add_argument(

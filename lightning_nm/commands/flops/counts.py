@@ -47,9 +47,9 @@ class LayerFlops:
     densities: Mapping[FlopsKind, GemmDensity] = field(default_factory=_dense)
 
     def shares(self, kind: FlopsKind) -> dict[str, float]:
-        """Return the multiply-adds of each GEMM, low-rank ones included, over the dense ones; their mean as ``all``."""
+        """Return the multiply-adds of each GEMM over the dense ones; their mean as ``all``."""
         density = self.densities[kind]
-        return _with_mean({gemm: getattr(density, gemm) + density.low_rank for gemm in GEMMS})
+        return _with_mean({gemm: getattr(density, gemm) for gemm in GEMMS})
 
     def to_dict(self) -> dict[str, Any]:
         """Return the row as primitives, for JSON."""

@@ -53,10 +53,6 @@ class Adapter(nn.Module):
     tensor_parallel: ClassVar[bool] = False
     """Whether forward can run while tensor parallelism shards the weight."""
 
-    takes_low_rank: ClassVar[bool] = False
-    """Whether forward is one linear product of the one input, and adds that of ``Method.low_rank``. Subclasses do not
-    inherit it: each says it of its own forward."""
-
     reads_children: ClassVar[tuple[str, ...]] = ()
     """Children whose weights the handled class reads without calling them."""
 

@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor
 
 from lightning_nm.nn.adapters.base import Adapter, WeightSpec, register_adapter
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.nn.products.low_rank import low_rank_product, present_factors
 from lightning_nm.nn.products.ops import nm_linear
 from lightning_nm.nn.products.tensor_parallel import parallel_linear
 
@@ -23,7 +22,6 @@ class NMLinear(Adapter):
     handles = nn.Linear
     role = "linear"
     tensor_parallel = True
-    takes_low_rank = True
     weight: nn.Parameter
     bias: nn.Parameter | None
 
@@ -54,18 +52,13 @@ class NMLinear(Adapter):
             is_sharded = isinstance(self.weight, DTensor)
             if is_sharded or layer.spec.tensor_parallel:
                 return parallel_linear(input, self.weight, self.bias, layer)
-        factors = present_factors(layer)
-        if factors is None:
-            # Nothing follows: where a compiled graph breaks at the product, it would have to begin again.
-            return nm_linear(input, self.weight, self.bias, layer)
-        return nm_linear(input, self.weight, self.bias, layer) + low_rank_product(input, *factors)
+        return nm_linear(input, self.weight, self.bias, layer)
 
 
 @register_adapter
 class NMTransposedLinear(Adapter):
     """``transformers.pytorch_utils.Conv1D``: a linear layer whose weight is ``[in, out]``."""
 
-    takes_low_rank = True
     weight: nn.Parameter
     bias: nn.Parameter
 
@@ -100,11 +93,7 @@ class NMTransposedLinear(Adapter):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``x @ W_F + bias``."""
-        layer = self.nm_layers["weight"]
-        factors = present_factors(layer)
-        if factors is None:
-            return nm_linear(x, self.weight, self.bias, layer)
-        return nm_linear(x, self.weight, self.bias, layer) + low_rank_product(x, *factors)
+        return nm_linear(x, self.weight, self.bias, self.nm_layers["weight"])
 
 
 def _only_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

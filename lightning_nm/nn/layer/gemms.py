@@ -29,7 +29,6 @@ class Gemm(NamedTuple):
         arithmetic: Share of multiply-adds whose operand is nonzero and whose output is needed.
         paper: Share counted as the N:M training papers count it.
         eligible: Share that N:M hardware would execute.
-        low_rank: What low-rank factors beside it add, in every counting.
     """
 
     kind: GemmKind = "dense"
@@ -38,7 +37,6 @@ class Gemm(NamedTuple):
     arithmetic: float = 1.0
     paper: float = 1.0
     eligible: float = 1.0
-    low_rank: float = 0.0
 
     @classmethod
     def sparse(cls, pattern: NMPattern, arithmetic: float | None = None) -> Gemm:
@@ -72,13 +70,8 @@ class Gemms(NamedTuple):
         found = {}
         for kind in get_args(FlopsKind):
             forward, dgrad, wgrad = (getattr(gemm, kind) for gemm in self)
-            found[kind] = GemmDensity(forward, dgrad, wgrad, self.low_rank)
+            found[kind] = GemmDensity(forward, dgrad, wgrad)
         return found
-
-    @property
-    def low_rank(self) -> float:
-        """What low-rank factors add to each of the three, which is as much in all."""
-        return self.forward.low_rank
 
 
 def layer_gemms(layer: NMLayer) -> Gemms:
@@ -87,26 +80,8 @@ def layer_gemms(layer: NMLayer) -> Gemms:
     The forward is N:M where there is a forward mask. dgrad is N:M where its weight is drawn so, where there is a
     backward mask, or where the forward mask is transposable, else masked. wgrad is N:M through an estimator alone;
     where the method needs no gradient at pruned entries, these outputs are not counted as arithmetic.
-
-    Low-rank factors are dense, and their multiply-adds count in all three: of rank r they are
-    :math:`r (1 / in + 1 / out)` of a dense GEMM in each.
     """
-    gemms = [find(layer) for find in LAYER_GEMMS.values()]
-    factors = layer.spec.method.low_rank(layer)
-    if factors is not None:
-        left, right = factors
-        added = (left.numel() + right.numel()) / layer.view.shape.numel()
-        gemms = [_with_low_rank(gemm, len(right), added) for gemm in gemms]
-    return Gemms(*gemms)
-
-
-def _with_low_rank(gemm: Gemm, rank: int, added: float) -> Gemm:
-    """A GEMM with the multiply-adds of low-rank factors beside it."""
-    beside = f"and low-rank adapters of rank {rank}"
-    return gemm._replace(
-        reason=f"{gemm.reason}; {beside}" if gemm.reason else beside,
-        low_rank=added,
-    )
+    return Gemms(*(find(layer) for find in LAYER_GEMMS.values()))
 
 
 _SOFT = "other values than W_F while it trains"
@@ -239,14 +214,12 @@ class LayerCosts:
 
     def __init__(self) -> None:
         self.spent: dict[FlopsKind, list[float]] = {kind: [0.0] * 3 for kind in get_args(FlopsKind)}
-        self.low_rank = 0.0  # likewise of low-rank factors, in every counting
         self.counted = 0  # steps that were summed
         self.cost_key: tuple[Any, ...] | None = None
         """What the cost of a step depends on, as it was when :meth:`set_step_cost` computed the cost."""
         self._step_cost: list[
             tuple[list[float], list[float]]
         ] = []  # in each counting: sums, and what a step adds
-        self._step_low_rank = 0.0
         self.last_call: int | None = None
         """Multiply-adds of the module's last call, where its products count themselves."""
 
@@ -257,14 +230,12 @@ class LayerCosts:
         for kind, sums in self.spent.items():
             densities = [getattr(gemm, kind) for gemm in gemms]
             self._step_cost.append((sums, densities))
-        self._step_low_rank = gemms.low_rank
 
     def count_step(self) -> None:
         """Add the cost of one step, see :meth:`set_step_cost`."""
         for sums, densities in self._step_cost:
             for k, density in enumerate(densities):
                 sums[k] += density
-        self.low_rank += self._step_low_rank
         self.counted += 1
 
     def charge(self, gemms: Gemms, steps: int) -> None:
@@ -272,7 +243,6 @@ class LayerCosts:
         for kind, sums in self.spent.items():
             for k, gemm in enumerate(gemms):
                 sums[k] += steps * getattr(gemm, kind)
-        self.low_rank += steps * gemms.low_rank
         self.counted += steps
 
     def record_call(self, macs: int) -> None:
@@ -283,22 +253,18 @@ class LayerCosts:
         """The average over the steps; ``None`` if there were none."""
         if not self.counted:
             return None
-        low_rank = self.low_rank / self.counted
         found = {}
         for kind, sums in self.spent.items():
             forward, dgrad, wgrad = (total / self.counted for total in sums)
-            found[kind] = GemmDensity(forward, dgrad, wgrad, low_rank)
+            found[kind] = GemmDensity(forward, dgrad, wgrad)
         return found
 
     def charge_dense(self, steps: int) -> None:
         """Start anew with ``steps`` steps in which all GEMMs were dense."""
         self.load({kind: [float(steps)] * 3 for kind in self.spent}, steps)
 
-    def load(
-        self, spent: dict[FlopsKind, list[float]], counted: int, low_rank: float = 0.0
-    ) -> None:
+    def load(self, spent: dict[FlopsKind, list[float]], counted: int) -> None:
         """Set saved sums."""
         self.spent = {kind: list(sums) for kind, sums in spent.items()}
-        self.low_rank = low_rank
         self.counted = counted
         self.cost_key = None

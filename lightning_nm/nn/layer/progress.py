@@ -25,8 +25,6 @@ class LayerProgress:
     estimator_schedule: tuple[int, ...] = ()  # likewise for the estimator
     stages: Stages = ()  # of the user's schedule; () without one
     stage: str = FINAL  # the present one
-    # How many moments of `schedule` have come. An attribute: compiled graphs read it, and not the clock.
-    reached: int = 0
     # The pattern of the present stage; None for the layer's own. An attribute: compiled graphs read it.
     pattern: NMPattern | None = None
     dense_gradient: bool = False  # whether the window needs dL/dW_F at pruned entries, too
@@ -65,9 +63,8 @@ class LayerProgress:
         self.pattern = None if stage in (DENSE, FINAL) else NMPattern.parse(stage)
 
     def enter_stage(self) -> None:
-        """Set the stage of this training step, and how many moments of the schedule have come."""
+        """Set the stage of this training step."""
         self.set_stage(stage_at(self.stages, self.clock))
-        self.reached = sum(moment <= self.clock for moment in self.schedule)
 
     def note_gradient(self) -> None:
         """A backward pass of the layer makes a gradient of its weight."""

@@ -65,7 +65,7 @@ def layer_state(layer: NMLayer) -> dict[str, Any]:
         "draws": layer.noise.draws,
         "backward_density": masks.backward_density,
         "spent": {kind: list(sums) for kind, sums in layer.costs.spent.items()},
-        "low_rank_spent": layer.costs.low_rank,
+        "low_rank_spent": 0.0,  # 0.3 reads it
         "counted": layer.costs.counted,
         "forward_mask": _packed(forward_mask),
         "backward_mask": _packed(masks.backward),

@@ -1,9 +1,9 @@
-"""Low-rank adapters on N:M weights: the masked delta, which would break N:M when merged, and which are left over."""
+"""Low-rank adapters of peft on N:M weights: the masked delta, and which would break N:M when merged."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,10 +13,8 @@ from torch import Tensor, nn
 from lightning_nm.functional import is_nm
 from lightning_nm.functional.pattern import NMPattern
 from lightning_nm.functional.select import masked
-from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.layer.names import plain_name
 from lightning_nm.nn.layer.sharding import is_sharded
-from lightning_nm.nn.products.low_rank import LEFT, low_rank_of
 
 _MOST_SHOWN = 8  # modules that the warning names
 
@@ -150,23 +148,3 @@ def _is_sparse(rows: Tensor, pattern: NMPattern) -> bool:
         return False
     # A weight of zeros is N:M by any pattern, and says nothing.
     return is_nm(rows, pattern, dim=1) and bool(rows.any())
-
-
-def refuse_low_rank(layers: Sequence[NMLayer], saved: Mapping[str, Mapping[str, Any]]) -> None:
-    """Refuse modules that add the low-rank product of an earlier training, unless its saved state has the factors.
-
-    Args:
-        layers: The layers that are to be masked.
-        saved: By name, the states of layers whose training continues.
-
-    Raises:
-        ValueError: With the first such layer.
-    """
-    for layer in layers:
-        if low_rank_of(layer.spec.module) is None:
-            continue
-        if LEFT not in saved.get(layer.name, {}).get("parameters", {}):
-            raise ValueError(
-                f"layer '{layer.name}' has a low-rank adapter of an earlier training beside its weight, which this one "
-                "would leave out: call lightning_nm.merge_adapters(model) or lightning_nm.drop_adapters(model) first"
-            )

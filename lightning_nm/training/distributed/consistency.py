@@ -206,8 +206,7 @@ def reduce_gradients(layers: Iterable[NMLayer], group: dist.ProcessGroup | None 
     world = processes(group)
     owned = []
     for layer in layers:
-        if layer.parameters and layer.spec.method.trains_parameters(layer):
-            owned += [p for p in layer.parameters.values() if p.requires_grad]
+        owned += [p for p in layer.parameters.values() if p.requires_grad]
     if world == 1 or not owned:
         return
     for dtype in dict.fromkeys(p.dtype for p in owned):

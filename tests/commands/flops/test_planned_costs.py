@@ -81,7 +81,6 @@ class Turns(MaskMethod):
 CASES = {
     "slope": {"method": SLoPe(refresh_every=5)},
     "slope-late": {"method": SLoPe(start=0.25)},
-    "slope-adapters": {"method": SLoPe(adapters={"rank": 2, "last": 0.25})},
     "rigl": {"method": RigL(every=3, stop=0.7)},
     "cast": {"method": CAST(end=0.5)},
     "cast-to-the-end": {"method": "cast"},
@@ -172,5 +171,4 @@ def test_without_a_plan():
         "forward": 0.5,
         "dgrad": 1.0,
         "wgrad": 1.0,
-        "low_rank": 0.0,
     }
