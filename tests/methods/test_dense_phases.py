@@ -116,7 +116,6 @@ def test_layers_that_cannot_be_masked_are_there_for_their_gradients(method):
         1.0,
         1.0,
         1.0,
-        0.0,
     )
     assert first.wgrad.label == second.wgrad.label == "2:4"
     assert second.forward.label == "2:4"
