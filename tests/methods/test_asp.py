@@ -46,20 +46,6 @@ def test_bad_starts_are_named(start, error):
         ASP(start)
 
 
-@pytest.mark.parametrize("clock", [1, 4])
-def test_states_without_a_schedule_go_on(clock):
-    """Version 0.1.0 saved none."""
-    first = NMSparsifier(network(), "2:4", ASP(3), planned_steps=10).attach()
-    train(first, clock)
-    state = first.state_dict()
-    state["layers"]["0"]["schedule"] = []
-    second = NMSparsifier(network(), "2:4", ASP(3), planned_steps=10)
-    second.model.load_state_dict(first.model.state_dict())
-    with pytest.warns(UserWarning, match=r"began with ASP scheduled at steps \(\), which stays"):
-        second.attach(state).load_state_dict(state)
-    assert train(second, 4) == [1 if step < 3 else 0.5 for step in range(clock, clock + 4)]
-
-
 @pytest.mark.parametrize("late", [2000, 12])
 def test_a_start_that_is_never_reached_is_warned_of(tmp_path, late):
     masks = callback(ASP(late))

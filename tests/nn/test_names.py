@@ -1,6 +1,5 @@
 """Layers inside wrappers are called, found, saved and random as without them."""
 
-import copy
 from functools import partial
 
 import pytest
@@ -121,24 +120,3 @@ def test_globs_find_wrapped_layers(how):
         zip(layer_table(part).columns[0]._cells, layer_table(part).columns[1]._cells, strict=True)
     )
     assert shapes == {"block.0": "32x16", "block.2": "16x32", "last": "16x16"}
-
-
-def test_states_that_were_saved_with_the_wrappers_names_go_on():
-    model = wrapped("compiled", "block")
-    sparsifier = attach(model)
-    train(model, sparsifier, range(2))
-    state = sparsifier.state_dict()
-    for key in ("layers", "macs"):
-        state[key] = {
-            name.replace("block", "block._orig_mod"): value for name, value in state[key].items()
-        }
-    weights = copy.deepcopy(model.state_dict())
-    other = wrapped("nothing", "block")
-    other.load_state_dict(
-        {name.replace("_orig_mod.", ""): value for name, value in weights.items()}
-    )
-    resumed = attach(other)
-    resumed.load_state_dict(state)
-    for a, b in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(a, b)
-    assert not any("_orig_mod" in name for name in resumed.macs)
