@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import weakref
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -123,6 +124,7 @@ class NMSparsityCallback(SavedSparsity):
         self._finished_layers: dict[str, NMLayer] = {}  # of the last fit, after it
         # What products the masked layers had in the batches so far, see _kind_of_window().
         self._seen_kinds: set[Hashable] = set()
+        self._trainer: Callable[[], pl.Trainer | None] = _none  # of the current fit
         self._said_left_out = False
         self._stepped_late = False  # whether a step after a batch's end was ended before this batch
         self._last_step: int | None = (
@@ -168,14 +170,16 @@ class NMSparsityCallback(SavedSparsity):
         # This is the first hook in which optimizers exist, which tell the trained weights from frozen ones. The
         # sanity validation, which follows, sees the sparse model already.
         if self.sparsifier is not None:
-            is_same_model = self.sparsifier.model is pl_module
-            if is_same_model and self._lifecycle.phase is not Phase.INTERRUPTED:
+            is_same_fit = self.sparsifier.model is pl_module and self._trainer() is trainer
+            if is_same_fit and self._lifecycle.phase is not Phase.INTERRUPTED:
                 return  # its masks are there
-            self._finish()  # an exception kept the last fit from ending
+            # An exception kept the last fit from ending. In a search Lightning does not even tell of it.
+            self._finish()
         check_averaging_order(self, trainer)
         if self.config.storage == "packed":
             refuse_averaging(trainer)
         self._lifecycle.begin_fit()
+        self._trainer = weakref.ref(trainer)
         self._finished_layers = {}
         self._monitor = MaskMonitor.chosen(self.monitor, trainer, self.log_layers)
         self._install(trainer, pl_module)
@@ -504,6 +508,10 @@ class NMSparsityCallback(SavedSparsity):
                 "NMSparsityCallback is not installed: its on_fit_start was not called for this fit"
             )
         return self.sparsifier
+
+
+def _none() -> None:
+    return None
 
 
 def _kind_of_window(sparsifier: NMSparsifier) -> Hashable:

@@ -28,6 +28,7 @@ from lightning_nm.nn.layer.state import (
 )
 from lightning_nm.nn.selection.ranges import grouped, quoted
 from lightning_nm.nn.selection.selection import Selection
+from lightning_nm.training.macs import OTHERS
 from lightning_nm.training.scale import is_rescaled
 from lightning_nm.training.stages import plan_stages
 
@@ -138,15 +139,18 @@ class SparsifierState:
 def rename_layers(state: dict[str, Any], names: Mapping[str, str]) -> None:
     """Rename modules in a saved state, for a model whose modules have other names by now.
 
+    Random numbers follow from the names of layers: a renamed layer with a gradient estimator, and one of
+    ``mask-logits``, goes on with other draws than an uninterrupted run.
+
     Args:
         state: What ``NMSparsifier.state_dict()`` or ``NMSparsityCallback.state_dict()`` returned, in a checkpoint of
             Lightning ``checkpoint["callbacks"]["NMSparsityCallback"]``; it is changed in place.
         names: Names of modules in the state, and what they are called now. The parts of a module are renamed with it;
-            of several names that fit, the longest counts.
+            of several names that fit, the longest counts. ``{"model": ""}`` drops a prefix, ``{"": "model"}`` adds one.
 
     Raises:
         ValueError: If the state is of another schema, a name is in no layer of the state, or two layers would have the
-            same name. Nothing is changed then.
+            same name, or none. Nothing is changed then.
 
     Example::
 
@@ -156,21 +160,23 @@ def rename_layers(state: dict[str, Any], names: Mapping[str, str]) -> None:
             rename_layers(checkpoint["callbacks"]["NMSparsityCallback"], {"body": "encoder"})
     """
     check_schema(state)
-    known = [*state["layers"], *state["macs"], *state["ends"]]
+    waiting = state["waiting"]
+    all_names = [*state["layers"], *state["macs"], *state["ends"], *waiting]
     for name in names:
-        if not any(_renamed(layer, {name: ""}) != layer for layer in known):
-            raise ValueError(
-                f"no layer of the state is '{name}' or a part of it; it has {', '.join(map(repr, state['layers']))}"
-            )
-    by_name = {}
+        if all(_renamed(layer, {name: "."}) == layer for layer in all_names):
+            known = ", ".join(map(repr, [*state["layers"], *waiting]))
+            raise ValueError(f"no layer of the state is '{name}' or a part of it; it has {known}")
+    masked_or_waiting = [_renamed(name, names) for name in [*state["layers"], *waiting]]
+    bad = [name for name in masked_or_waiting if not all(name.split("."))]
+    if bad or len(set(masked_or_waiting)) < len(masked_or_waiting):
+        fault = f"'{bad[0]}' is no name" if bad else "two layers would have the same name"
+        raise ValueError(f"the names {dict(names)} cannot be given to these layers: {fault}")
     for key in ("layers", "macs", "ends", "averages"):
-        by_name[key] = {_renamed(name, names): value for name, value in state.get(key, {}).items()}
-        if len(by_name[key]) < len(state.get(key, {})):
-            raise ValueError(f"two layers would have the same name after renaming by {dict(names)}")
-    for average in by_name["averages"].values():
+        if key in state:
+            state[key] = {_renamed(name, names): value for name, value in state[key].items()}
+    for average in state.get("averages", {}).values():
         average["layer"] = _renamed(average["layer"], names)
-    state.update({key: value for key, value in by_name.items() if key in state})
-    state["waiting"] = [_renamed(name, names) for name in state["waiting"]]
+    state["waiting"] = [_renamed(name, names) for name in waiting]
     history = state.get("history")
     if history:
         history["layers"] = [_renamed(name, names) for name in history["layers"]]
@@ -178,9 +184,15 @@ def rename_layers(state: dict[str, Any], names: Mapping[str, str]) -> None:
 
 def _renamed(name: str, names: Mapping[str, str]) -> str:
     """A layer's name, or the key of a weight, after the longest of the names that it begins with was replaced."""
+    if name == OTHERS:
+        return name
     for old in sorted(names, key=len, reverse=True):
-        if name == old or name.startswith(f"{old}."):
-            return names[old] + name.removeprefix(old)
+        if name == old:
+            return names[old]
+        prefix = f"{old}." if old else ""
+        if name.startswith(prefix):
+            new = f"{names[old]}." if names[old] else ""
+            return new + name.removeprefix(prefix)
     return name
 
 

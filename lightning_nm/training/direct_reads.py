@@ -37,7 +37,6 @@ class DirectReads:
         self._is_error = on_read == "error"
         self._watched: dict[NMLayer, RemovableHandle] = {}
         self._settled: set[NMLayer] = set()
-        self._compiled_graphs = _compiled_graphs()
 
     def watch(self, layers: Sequence[NMLayer]) -> None:
         """Note gradients of layers that are trained and not settled yet; to be called between steps."""
@@ -82,7 +81,7 @@ class DirectReads:
         """Raise or warn, unless compiled code may have run the layers themselves."""
         compiled = {module for part in compiled_parts(self._model) for module in part.modules()}
         names = [layer.name for layer in layers if layer.spec.module not in compiled]
-        is_certain = _compiled_graphs() == self._compiled_graphs
+        is_certain = not _compiled_graphs()
         if not is_certain and not any(layer.progress.trained_by_layer for layer in self._settled):
             names = []  # the whole model may be compiled
         if names and is_certain and self._is_error:

@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_nm.functional.schedule import within
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.layer.gemms import kept_share
+from lightning_nm.nn.layer.state import layer_state
 from lightning_nm.training.direct_reads import DirectReads
 from lightning_nm.training.forgotten import ForgottenCalls
 from lightning_nm.training.optimizers import (
@@ -422,7 +423,10 @@ class TrainingStep:
     def _enter_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         # The step of a subclass that calls its base class's runs both hooks twice: only the outermost counts. Within
         # the step of a view it is the view's.
-        if id(optimizer) not in self.optimizers or self._is_suspended():
+        if id(optimizer) not in self.optimizers:
+            return None
+        if self._is_suspended():
+            self._keep_states()
             return None
         depth = self._depth.get(id(optimizer), 0) + 1
         self._depth[id(optimizer)] = depth
@@ -457,6 +461,12 @@ class TrainingStep:
             return (view, closure_and_hooks, *args[2:]), kwargs
         return args, {**kwargs, "closure": closure_and_hooks}
 
+    def _keep_states(self) -> None:
+        """Keep what belongs to the present weights: those that come back after the search find it again."""
+        for layer in self.layers:
+            if layer.replaced_state is None:
+                layer.replaced_state = layer_state(layer)
+
     def _leave_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if id(optimizer) not in self.optimizers or self._is_suspended():
             return
@@ -473,6 +483,11 @@ class TrainingStep:
         """What happens between clipping and the optimizer's own step, which has the learning rates set here."""
         if self.direct_reads is not None and id(optimizer) not in self._announced:
             self.direct_reads.check(self.owned(optimizer))
+        for layer in self.owned(optimizer):
+            if layer.parameters and is_frozen(layer):
+                # What the method owns is frozen with the weight; freezing the module does not reach it.
+                for parameter in layer.parameters.values():
+                    parameter.grad = None
         try:
             with self._rates_shown(optimizer):
                 self.after_clipping(optimizer)

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from lightning_nm import NMPrecision, NMSparsifier, NMSparsityCallback
+from lightning_nm import CAST, LBC, NMPrecision, NMSparsifier, NMSparsityCallback
 from lightning_nm import functional as nmf
 from lightning_nm.kernels import SimulatedSparseKernel
 from tests.support.lightning_models import Data, SaveAt, assert_equal_models, callback, make_trainer
@@ -388,6 +388,39 @@ def test_a_resumed_fit_with_frozen_layers_says_so(tmp_path):
     with pytest.warns(UserWarning, match=text):
         make_trainer(tmp_path, [Again(), resumed], max_epochs=5).fit(model, Data())
     assert all(nmf.is_nm(model.backbone[k].weight, "2:4") for k in (1, 3))
+
+
+@pytest.mark.parametrize("method", [CAST(end=20, decay=1e-2), LBC(stop=20)])
+def test_a_frozen_layer_is_not_trained_by_what_its_method_owns(method):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 8))
+    sparsifier = NMSparsifier(model, "2:4", method, skip_first_last=False).attach()
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01, weight_decay=0.1)
+    sparsifier.register(optimizer)
+    x = torch.randn(8, 16)
+
+    def steps(number):
+        for _ in range(number):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            sparsifier.before_step(optimizer)
+            optimizer.step()
+            sparsifier.step()
+
+    steps(3)
+    model[0].requires_grad_(False)
+    before = model[0](x)
+    own = {name: p.detach().clone() for name, p in sparsifier.layers["0"].parameters.items()}
+    assert own
+    steps(3)
+    layers = sparsifier.layers
+    assert (layers["0"].step, layers["2"].step) == (3, 6)
+    assert all(torch.equal(own[name], p) for name, p in layers["0"].parameters.items())
+    if isinstance(method, CAST):  # masks of LBC go on narrowing by its schedule
+        assert torch.equal(model[0](x), before)
+    model[0].requires_grad_(True)
+    steps(1)
+    assert not all(torch.equal(own[name], p) for name, p in layers["0"].parameters.items())
 
 
 def test_masks_of_frozen_layers_end_in_the_weights(tmp_path):

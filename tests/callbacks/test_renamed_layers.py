@@ -90,3 +90,18 @@ def test_names_that_do_not_fit_change_nothing():
     assert list(state["layers"]) == before
     rename_layers(state, {"0": "1", "1": "0"})
     assert list(state["layers"]) == ["1", "0"]
+
+
+def test_prefixes_come_and_go():
+    model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(4)])
+    model[1].requires_grad_(False)
+    state = NMSparsifier(model, "2:4", "asp").attach().state_dict()
+    rename_layers(state, {"": "model", "2": "body"})
+    assert (list(state["layers"]), state["waiting"]) == (["model.0", "body"], ["model.1"])
+    rename_layers(state, {"model": ""})
+    assert (list(state["layers"]), state["waiting"]) == (["0", "body"], ["1"])
+    rename_layers(state, {"1": "frozen"})
+    assert state["waiting"] == ["frozen"]
+    for names in ({"body": ""}, {"body": "a."}, {"0": "frozen"}):
+        with pytest.raises(ValueError, match="cannot be given to these layers"):
+            rename_layers(state, names)

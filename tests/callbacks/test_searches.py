@@ -40,10 +40,12 @@ class Search:
         steps = []
         handle = optimizer.register_step_post_hook(lambda *_: steps.append(1))
         before = self.moment(pl_module, optimizer)
-        self.search(trainer, pl_module)
-        handle.remove()
-        self.moments = (before, self.moment(pl_module, optimizer))
-        self.steps = len(steps)
+        try:
+            self.search(trainer, pl_module)
+        finally:
+            handle.remove()
+            self.moments = (before, self.moment(pl_module, optimizer))
+            self.steps = len(steps)
 
     def moment(self, model, optimizer):
         parameters = {name: p.detach() for name, p in model.named_parameters()}
@@ -65,6 +67,11 @@ class FindBatchSize(Search, BatchSizeFinder):
 
     def search(self, trainer, pl_module):
         self.scale_batch_size(trainer, pl_module)
+
+
+def unchanged(before, after):
+    for then, now in zip(tree_leaves(before), tree_leaves(after), strict=True):
+        assert torch.equal(then, now) if isinstance(then, torch.Tensor) else then == now
 
 
 CASES = [
@@ -90,6 +97,36 @@ def test_a_search_in_mid_fit_changes_nothing(tmp_path, caplog, method, kind, pla
     assert len(said) == (search.steps > 0)
     # Lightning's finder of batch sizes makes no step in mid-fit: it counts up to its own number from the first one on.
     assert (search.steps > 0) == (kind is FindRate)
-    for then, now in zip(*map(tree_leaves, search.moments), strict=True):
-        assert torch.equal(then, now) if isinstance(then, torch.Tensor) else then == now
+    unchanged(*search.moments)
     assert nm.state_dict()["clock"] == trainer.global_step
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+@pytest.mark.parametrize("method", ["sr-ste", "asp", "bame", "lbc"])
+def test_a_fit_after_a_search_that_failed_goes_on(tmp_path, method):
+    """Lightning gives the callbacks back only if the search ends well, and tells none of the exception."""
+
+    class Fails(FindRate):
+        def search(self, trainer, pl_module):
+            def fail(*_):
+                raise RuntimeError("out of memory")
+
+            (optimizer,) = trainer.optimizers
+            handle = optimizer.register_step_post_hook(fail)
+            try:
+                super().search(trainer, pl_module)
+            finally:
+                handle.remove()
+
+    model = new_model(dropout=0.0)
+    search = Fails()
+    search.nm = nm = callback(LBC(stop=9) if method == "lbc" else method)
+    options = {"limit_val_batches": 0, "enable_checkpointing": False}
+    with pytest.raises(RuntimeError, match="out of memory"):
+        make_trainer(tmp_path, [search, nm], max_epochs=3, **options).fit(model, Plain())
+    assert search.steps == 1
+    unchanged(*search.moments)
+    trainer = make_trainer(tmp_path, [nm], max_epochs=3, **options)
+    trainer.fit(model, Plain())
+    assert nm.state_dict()["clock"] == 6 + trainer.global_step == 24
+    assert {layer["step"] for layer in nm.state_dict()["layers"].values()} == {24}

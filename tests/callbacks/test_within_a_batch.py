@@ -7,7 +7,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_nm import BAME, MVUE, NMSparsityCallback
 from lightning_nm.demo import ExactResume
@@ -200,6 +200,21 @@ class Stock(pl.LightningDataModule):
         return Data().val_dataloader()
 
 
+class Endless(IterableDataset):
+    """Does not tell how long it is."""
+
+    def __iter__(self):
+        return iter(Data().val_dataloader().dataset)
+
+
+class Stream(Stock):
+    def __init__(self):
+        super().__init__(shuffle=False)
+
+    def train_dataloader(self):
+        return DataLoader(Endless(), 16)
+
+
 @pytest.mark.parametrize(
     ("data", "batch", "told"),
     [
@@ -207,8 +222,10 @@ class Stock(pl.LightningDataModule):
         (lambda: Stock(shuffle=True), 6, True),  # all batches of the epoch, which has not ended
         (lambda: Stock(shuffle=False), 6, False),
         (Data, 4, False),
+        (lambda: Stream(), 4, True),
+        (lambda: Stream(), 6, False),
     ],
-    ids=["within", "last-shuffled", "last", "resumable"],
+    ids=["within", "last-shuffled", "last", "resumable", "stream", "stream-last"],
 )
 def test_a_resume_with_other_batches_is_told_once(tmp_path, data, batch, told):
     path = tmp_path / "saved.ckpt"
@@ -228,5 +245,5 @@ def test_a_resume_with_other_batches_is_told_once(tmp_path, data, batch, told):
         make_trainer(tmp_path, [callback("sr-ste")], max_epochs=2).fit(
             new_model(1), data(), ckpt_path=folder / "end.ckpt"
         )
-    text = "was saved within an epoch, and this DataLoader cannot resume there"
+    text = "the checkpoint was saved within an epoch, and this DataLoader cannot resume there"
     assert sum(text in str(warning.message) for warning in caught) == told

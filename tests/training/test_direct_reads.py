@@ -346,3 +346,21 @@ def test_in_two_processes_a_layer_that_another_one_used_is_no_error(tmp_path):
         error = "these masked layers have a gradient, but were not called: 'b'"
         everything, without_b = (f"no error, gradients of {list(names)}" for names in ("abc", "ac"))
         assert found == [everything, error, everything, without_b, error]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_a_second_training_with_a_compiled_function_is_not_refused():
+    """Its graph is there already, so that nothing is compiled, and the layer is called all the same."""
+    model = nn.ModuleDict({"a": nn.Linear(16, 16), "b": nn.Linear(16, 16)})
+    block = torch.compile(lambda x: model["b"](x).relu(), backend="aot_eager")
+    for _ in range(2):
+        sparsifier = NMSparsifier(model, "2:4", "sr-ste", skip_first_last=False).attach()
+        optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+        sparsifier.register(optimizer)
+        block(model["a"](torch.randn(8, 16))).square().mean().backward()
+        with pytest.warns(UserWarning, match="unless compiled functions call them"):
+            sparsifier.before_step(optimizer)
+        optimizer.step()
+        sparsifier.step()
+        sparsifier.bake()
+        sparsifier.detach()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import RandomSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
 from lightning_nm.callbacks.lifecycle import Lifecycle, Origin
 from lightning_nm.sparsifier import NMSparsifier
@@ -53,7 +55,7 @@ def warn_of_resume(trainer: pl.Trainer, lifecycle: Lifecycle) -> None:
         )
     if lifecycle.origin is Origin.CHECKPOINT and _data_begin_again(trainer):
         rank_zero_warn(
-            f"'{path}' was saved within an epoch, and this DataLoader cannot resume there: the run goes on with "
+            "the checkpoint was saved within an epoch, and this DataLoader cannot resume there: the run goes on with "
             "other batches than an uninterrupted one. Use a loader with state_dict(), such as StatefulDataLoader of "
             "torchdata"
         )
@@ -61,18 +63,23 @@ def warn_of_resume(trainer: pl.Trainer, lifecycle: Lifecycle) -> None:
 
 def _data_begin_again(trainer: pl.Trainer) -> bool:
     """Whether a resumed epoch reads other batches than the interrupted one would have."""
-    batches = trainer.fit_loop.epoch_loop.batch_progress.current
+    progress = trainer.fit_loop.epoch_loop.batch_progress
     loaders = tree_leaves(trainer.train_dataloader)
-    if batches.ready >= trainer.num_training_batches:
-        if batches.completed == batches.ready:
+    if progress.current.ready >= trainer.num_training_batches or progress.is_last_batch:
+        if progress.current.completed == progress.current.ready:
             return False  # saved at the end of the epoch
         # All batches were read. Their loader begins once more, to find that, and a sampler draws another order then.
-        loaders = [
-            loader
-            for loader in loaders
-            if isinstance(getattr(loader, "sampler", None), RandomSampler)
-        ]
+        loaders = [loader for loader in loaders if _draws_an_order(loader)]
     return any(not hasattr(loader, "load_state_dict") for loader in loaders)
+
+
+def _draws_an_order(loader: Any) -> bool:
+    """Whether a loader draws the order of its data anew each time that it begins, as shuffled ones do."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return False
+    # DistributedSampler draws by the number of the epoch alone.
+    sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
+    return not isinstance(sampler, (SequentialSampler, DistributedSampler))
 
 
 def warn_of_replaced(sparsifier: NMSparsifier) -> None:
@@ -97,7 +104,7 @@ def warn_after_first_batch(sparsifier: NMSparsifier) -> None:
         rank_zero_warn(
             "these layers have trained before and are frozen now (requires_grad=False), so that nothing trains them "
             f"and their masks stand still: {sparsifier.frozen_again}. Callbacks such as BackboneFinetuning freeze them "
-            "again when a run resumes: unfreeze them"
+            "again when a run resumes: unfreeze them if that is not meant"
         )
     if sparsifier.short_of_tokens:
         rank_zero_warn(
