@@ -104,6 +104,9 @@ FAMILIES = {
 }
 """Of each family, what makes a model and what makes examples."""
 
+EXCLUDE = {"mamba": "*.dt_proj"}
+"""Layers whose weights a model reads without calling them: masking these is an error."""
+
 
 WHOLE = {
     "timm-vit": lambda: timm().models.VisionTransformer(),
