@@ -447,6 +447,9 @@ def progress_bar(number: int, shown: bool | None) -> Iterator[Callable[[], None]
     console = Console(stderr=True)
     columns = (*Progress.get_default_columns(), MofNCompleteColumn())
     is_shown = console.is_terminal if shown is None else shown
-    with Progress(*columns, console=console, disable=not is_shown) as progress:
+    if not is_shown:
+        yield lambda: None
+        return
+    with Progress(*columns, console=console) as progress:
         task = progress.add_task("calibrating layers", total=number)
         yield partial(progress.advance, task)

@@ -341,6 +341,7 @@ def in_two_processes():
     ]
 
 
+@pytest.mark.slow
 def test_in_two_processes_a_layer_that_another_one_used_is_no_error(tmp_path):
     for found in in_processes(2, tmp_path / "run", in_two_processes):
         error = "these masked layers have a gradient, but were not called: 'b'"

@@ -129,7 +129,7 @@ class PackedTensor(NamedTuple):
             ValueError: If it has another shape, or its content is wrong.
         """
         shape = shape_of_blocks(self.shape, self.layout)
-        if self.pattern == EVERY_ENTRY:
+        if isinstance(self.pattern, _EveryEntry):
             sizes = tuple(self.values.shape), tuple(self.positions.shape)
             check_packed_sizes(*sizes, self.pattern, shape)
         else:
@@ -150,7 +150,7 @@ class PackedTensor(NamedTuple):
         if self.scales is not None:
             rows = _rows_first(values, self.scales.shape)
             values = dequantise_weight(rows, self.scales.flatten(), self.dtype).view(values.shape)
-        if self.pattern == EVERY_ENTRY:
+        if isinstance(self.pattern, _EveryEntry):
             dense = values.view(shape)
         else:
             dense = expand(values, self.positions, self.pattern, shape)
