@@ -81,6 +81,11 @@ def test_a_program_of_a_packed_model_is_refused(tmp_path):
         linear.weight.data = nm_prune(torch.randn(32, 64), "1:16")
         model = pack(nn.Sequential(linear), kernels=kernels)
         export_pt2(model, (torch.randn(2, 64),), tmp_path / "a.pt2")
+        archive = zipfile.ZipFile(tmp_path / "a.pt2").namelist()
+        if kernels == "sparse" and "serialized_state_dict.pt" in archive:
+            # The form of torch 2.6 has nothing of a kernel's layout: there is no weight to be judged.
+            assert not verify(tmp_path / "a.pt2", "1:16").ok
+            continue
         with pytest.raises(ValueError, match=r"a weight as pack\(\) of lightning_nm packs it"):
             verify(tmp_path / "a.pt2", "1:16")
 
