@@ -66,7 +66,7 @@ def said(status, *words):
 
 assert said(0, "--version") == "lightning-nm {version}\\n"
 assert "OK" in said(0, "verify", "model.ckpt")
-assert not {library} or "cpu-permute        yes" in said(0, "doctor")
+assert not {library} or "cpu-permute  yes" in said(0, "doctor")
 assert "pip install -e '.[cli]'" in said(2, "fit")
 """
 
