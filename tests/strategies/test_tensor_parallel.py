@@ -170,8 +170,9 @@ def cut(hidden):
     )
     sparsifier = NMSparsifier(model, "2:4", BiMask(), skip_first_last=False).attach()
     up = sparsifier.layers["up"]
-    rows = up.rows(up.backward_mask) if up.backward_mask is not None else None
-    local = None if rows is None else rows[up.permutation].chunk(2)[dist.get_rank()]
+    backward = up.masks.backward
+    rows = None if backward is None else up.view.rows(backward)
+    local = None if rows is None else rows[up.masks.permutation].chunk(2)[dist.get_rank()]
     found = {
         "skipped": sparsifier.skipped,
         "gemms": {
@@ -180,7 +181,7 @@ def cut(hidden):
         },
         "whole": local is not None and bool(is_nm(local, NMPattern(2, 4), dim=0)),
         "own rows": local is not None
-        and up.permutation.chunk(2)[dist.get_rank()].sort().values.tolist(),
+        and up.masks.permutation.chunk(2)[dist.get_rank()].sort().values.tolist(),
     }
     sparsifier.detach()
     whole = nn.Sequential(nn.Sequential(nn.Linear(8, 8)), nn.ReLU())
