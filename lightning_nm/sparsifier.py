@@ -129,7 +129,6 @@ class NMSparsifier:
         """
         self.initial_factors: dict[str, float] = {}
         self._counter: MacsCounter | None = None
-        self._packs_itself = True
         self._is_suspended: Callable[[], bool] | None = None
         self._forgotten = ForgottenCalls()
         self._step = TrainingStep((), forgotten=self._forgotten)
@@ -183,7 +182,6 @@ class NMSparsifier:
             if not self._forgotten.in_plain_loop:
                 raise
             raise ValueError(f"{error}, or pass planned_steps to NMSparsifier") from error
-        self._refuse_packing(selection)
         self._install(selection)
         if (
             self._forgotten.in_plain_loop and self.trained_dense
@@ -193,16 +191,6 @@ class NMSparsifier:
         if self.config.scale == "supar" and is_untrained:
             self._rescale_initial()
         return self
-
-    def _refuse_packing(self, selection: Selection) -> None:
-        """Refuse ``storage="packed"`` with weights that processes hold in shards, by a ``ValueError``."""
-        for layer in selection.layers:
-            if self.config.storage == "packed" and layer.view.is_sharded:
-                raise ValueError(
-                    f"processes hold the weight of layer '{layer.name}' in shards, which are cut along the dense "
-                    "weight: storage='packed' cannot replace it. Use storage='dense', or DDP instead of FSDP and "
-                    "tensor parallelism"
-                )
 
     def _rescale_initial(self) -> None:
         for layer in self.selection.layers:
@@ -248,7 +236,6 @@ class NMSparsifier:
             clock=self.clock,
             forgotten=self._forgotten,
             rates=rates,
-            packs=self.config.storage == "packed",
             is_suspended=self._is_suspended,
             direct_reads=DirectReads(self.model, self.config.direct_reads),
         )
@@ -314,7 +301,6 @@ class NMSparsifier:
         """
         if self.attached:
             self._forgotten.detaching(self.selection.layers)
-        self._step.unpack()
         self._step.release(keep_parameters=keep_parameters)
         self._close_counter()
         if self.attached:
@@ -325,8 +311,7 @@ class NMSparsifier:
     def bake(self) -> None:
         """Set every masked parameter to W_F; the latent values of pruned entries are lost."""
         for layer in self.selection.layers:
-            if layer.storage is None:  # a packed weight is W_F
-                layer.view.local.copy_(layer.view.local_forward_weight())
+            layer.view.local.copy_(layer.view.local_forward_weight())
         self._forgotten.baked()
 
     def register(self, optimizer: Optimizer) -> None:
@@ -348,25 +333,6 @@ class NMSparsifier:
                 f"{name} is not a torch.optim.Optimizer: pass the torch optimizer that it wraps"
             )
         self._step.register(optimizer)
-        self._pack_if_alone()
-
-    def pack(self) -> list[str]:
-        """With ``storage="packed"``, store the kept entries alone of all layers at rest; return those packed now.
-
-        Their modules and registered optimizers hold other parameters from then on. In a single process
-        :meth:`register` and :meth:`step` call it. In several, DistributedDataParallel must be told of the parameters:
-        call it between :meth:`attach` and wrapping the model, and later where it returns layers, wrap the model again.
-        """
-        self._require_attached("pack")
-        packed = self._step.pack(undoes=_is_alone())
-        if self._counter is not None:
-            for layer in packed:
-                self._counter.know(layer.param, layer.spec.module)
-        return [layer.name for layer in packed]
-
-    def _pack_if_alone(self) -> None:
-        if self._packs_itself and _is_alone():
-            self.pack()
 
     def follow(self, optimizers: Iterable[Optimizer]) -> None:
         """Register all optimizers of a training, and forget others, which were replaced: they train no weight now."""
@@ -387,15 +353,12 @@ class NMSparsifier:
         self._require_attached("check_optimizer_states")
         self._step.check_optimizer_states()
 
-    def called_by_callback(
-        self, *, packs_itself: bool = True, is_suspended: Callable[[], bool] | None = None
-    ) -> None:
+    def called_by_callback(self, *, is_suspended: Callable[[], bool] | None = None) -> None:
         """Tell, before :meth:`attach`, that a Trainer's callback makes the calls of a step: it forgets none.
 
-        With ``packs_itself=False`` it calls :meth:`pack`, too. While ``is_suspended()`` is true, methods and counters
-        ignore the steps of optimizers: they are none of this training, as those of a search for a learning rate.
+        While ``is_suspended()`` is true, methods and counters ignore the steps of optimizers: they are none of this
+        training, as those of a search for a learning rate.
         """
-        self._packs_itself = packs_itself
         self._is_suspended = is_suspended
         self._forgotten.in_plain_loop = False
 
@@ -430,7 +393,6 @@ class NMSparsifier:
                 self._close_counter()
         stepped = self._step.end_batch()
         self.mask_unfrozen()
-        self._pack_if_alone()
         return stepped
 
     def finish(self) -> None:
@@ -441,9 +403,8 @@ class NMSparsifier:
         """
         self._require_attached("finish")
         for layer in self.selection.layers:
-            if layer.storage is None:
-                with layer.full():
-                    layer.spec.method.finish(layer)
+            with layer.full():
+                layer.spec.method.finish(layer)
 
     def compare_ranks(self, group: dist.ProcessGroup | None = None) -> None:
         """Compare the masks, and what decides on them, of a group of processes, all by default; call it in all of them.
@@ -632,7 +593,6 @@ class NMSparsifier:
         masked_first_last = self.settings.masked_in(state)
         warn_of_changes(checked.layers, saved.layers, self.planned_steps, masked_first_last)
 
-        self._step.unpack_to_load()
         self._mask_frozen(checked.frozen, saved.layers)
         self.seed = saved.seed
         checked.apply()
@@ -643,10 +603,3 @@ class NMSparsifier:
             self.macs.update(saved.macs)
             if self._counter is not None:
                 self._counter.known = True
-        self._pack_if_alone()
-
-
-def _is_alone() -> bool:
-    """Whether this process trains the model by itself."""
-    is_distributed = dist.is_available() and dist.is_initialized()
-    return not is_distributed or dist.get_world_size() == 1

@@ -87,8 +87,6 @@ OWNERS = {
         "nn/layer/layer.py",
         {
             "pending": ("methods/",),
-            "storage": ("nn/layer/storage.py",),
-            "masks": ("nn/layer/storage.py",),
             "replaced_state": ("nn/adapters/base.py", "training/step.py", "training/checkpoint.py"),
         },
     ),

@@ -22,9 +22,7 @@ class Case(NamedTuple):
 CASES = [
     Case(768, "1:16", "asp"),
     Case(768, "1:8", "asp"),
-    Case(768, "1:16", "asp-packed"),
     Case(1024, "1:16", "asp"),
-    Case(1024, "1:16", "asp-packed"),
     Case(1024, "1:8", "asp"),
     Case(768, "1:16", "bame"),  # in the adaptation phase
     Case(768, "1:16", "bame-half"),  # likewise, with a dense gradient in every other step

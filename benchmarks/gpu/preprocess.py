@@ -52,7 +52,6 @@ from lightning_nm.methods.bame.evidence import (
     EPSILON,
     SCALE,
     Evidence,
-    advance_reference,
     bias_correction,
 )
 
@@ -158,12 +157,17 @@ def ways_of_an_adaptation(weight: Tensor, pattern: NMPattern) -> list[Way]:
         return passes.gather_evidence(bits, grad, old.value, old.square, step, mask_grad=True)
 
     def advance_twin() -> object:
-        advanced = advance_reference(old, bits, grad, rate, limit)
+        value = torch.where(mask, 0, old.value * SCALE)
+        plausible = torch.where(value.abs() > limit, 0, value)
+        advanced = Evidence(plausible, old.square.clone(), old.count)
+        advanced.add(grad, mask, rate)
         mask_(grad, mask)
         return advanced
 
     def best() -> object:
-        return best_twin() if passes is None else passes.best(grid, bits, weight, value)
+        # On CPUs an exchange is found and made in one call.
+        on_gpu = passes is not None and weight.device.type != "cpu"
+        return passes.best(grid, bits, weight, value) if on_gpu else best_twin()
 
     def best_twin() -> object:
         mask_(weight, mask)

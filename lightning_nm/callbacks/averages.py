@@ -7,7 +7,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import WeightAveraging
 from torch import Tensor, nn
 
 from lightning_nm.functional import unpack_mask
@@ -28,16 +28,6 @@ def check_averaging_order(callback: pl.Callback, trainer: pl.Trainer) -> None:
             )
             raise ValueError(
                 f"{fault}, so its checkpoints would hold dense weights: put it before NMSparsityCallback"
-            )
-
-
-def refuse_averaging(trainer: pl.Trainer) -> None:
-    """Raise a ``ValueError`` for a callback that averages weights beside ``storage="packed"``."""
-    for other in getattr(trainer, "callbacks", []):
-        if isinstance(other, (WeightAveraging, StochasticWeightAveraging)):
-            raise ValueError(
-                f"{type(other).__name__} averages weights of the shape that they have when fit starts, and "
-                "storage='packed' gives them another one: use storage='dense'"
             )
 
 

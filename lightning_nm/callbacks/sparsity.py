@@ -7,17 +7,13 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only, rank_zero_warn
 from rich.console import Console
 from torch.optim import Optimizer
 
-from lightning_nm.callbacks.averages import (
-    check_averaging_order,
-    refuse_averaging,
-)
+from lightning_nm.callbacks.averages import check_averaging_order
 from lightning_nm.callbacks.checkpoint import SavedSparsity
-from lightning_nm.callbacks.checks import check_trainer, refuse_gradient_scaler
+from lightning_nm.callbacks.checks import check_trainer
 from lightning_nm.callbacks.consistency import ProcessConsistency
 from lightning_nm.callbacks.lifecycle import Lifecycle, Origin, Phase
 from lightning_nm.callbacks.monitor import NOT_THE_DEFAULT, MaskMonitor
@@ -42,7 +38,6 @@ from lightning_nm.methods import Method, MethodName
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.sparsifier import NMSparsifier
 from lightning_nm.training.distributed.comm_hook import CommHookState
-from lightning_nm.training.packing import storage_summary
 
 
 class NMSparsityCallback(SavedSparsity):
@@ -176,8 +171,6 @@ class NMSparsityCallback(SavedSparsity):
             # An exception kept the last fit from ending. In a search Lightning does not even tell of it.
             self._finish()
         check_averaging_order(self, trainer)
-        if self.config.storage == "packed":
-            refuse_averaging(trainer)
         self._lifecycle.begin_fit()
         self._trainer = weakref.ref(trainer)
         self._finished_layers = {}
@@ -192,8 +185,6 @@ class NMSparsityCallback(SavedSparsity):
         carried = self._lifecycle.state
         try:
             sparsifier = self._restore(sparsifier, trainer, pl_module)
-            if self.config.storage == "packed":
-                refuse_gradient_scaler(trainer, sparsifier.layers.values())
             for optimizer in trainer.optimizers:
                 sparsifier.register(optimizer)
             self._consistency = ProcessConsistency.create(
@@ -204,7 +195,6 @@ class NMSparsityCallback(SavedSparsity):
                 history = None if self._lifecycle.is_new else (carried or {}).get("history")
                 also = ["grad_bytes_ratio"] if self._comm_hook is not None else []
                 self._monitor.start(sparsifier, also, self.name, history)
-            self._pack(trainer, sparsifier)
         except BaseException:  # KeyboardInterrupt, too, must not leave masks behind
             if self._lifecycle.give_back(carried):
                 sparsifier.bake()  # the model had these weights; the state has the values behind its masks
@@ -214,27 +204,13 @@ class NMSparsityCallback(SavedSparsity):
         self._seen_kinds = {_kind_of_window(sparsifier)}
         self._lifecycle.phase = Phase.INSTALLED
 
-    def _pack(self, trainer: pl.Trainer, sparsifier: NMSparsifier) -> None:
-        """Pack the layers at rest, if that was asked for."""
-        packed = sparsifier.pack()
-        if packed:
-            rank_zero_info(storage_summary(list(sparsifier.layers.values())))
-        if packed and isinstance(trainer.strategy, DDPStrategy):
-            # DistributedDataParallel sends the gradients of the parameters that it was made with.
-            trainer.strategy.model = trainer.lightning_module
-            trainer.strategy.configure_ddp()
-            if self._consistency is not None:
-                self._consistency.add_layers()
-
     def _attach(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> NMSparsifier:
         """Return a sparsifier with its first masks installed."""
         # Processes that see the same part of a batch, as in tensor parallelism, must draw the same random numbers.
         sampler_arguments = trainer.distributed_sampler_kwargs or {}
         data_rank = sampler_arguments.get("rank")
         sparsifier = NMSparsifier(pl_module, config=self.config, data_rank=data_rank)
-        sparsifier.called_by_callback(
-            packs_itself=False, is_suspended=lambda: self._is_left_out(trainer)
-        )
+        sparsifier.called_by_callback(is_suspended=lambda: self._is_left_out(trainer))
         self._last_step = None
         if _any_schedule(sparsifier):
             sparsifier.planned_steps = self._planned_steps(trainer, pl_module)
@@ -414,7 +390,6 @@ class NMSparsityCallback(SavedSparsity):
         # The Trainer counts the steps that a gradient scaler skips, too: its plan may end before the sparsifier's.
         if self._last_step is not None and trainer.global_step >= self._last_step:
             sparsifier.finish()
-        self._pack(trainer, sparsifier)
         self._lifecycle.end_batch()
         # The hook counts the bytes of a step, whether somebody reads them or not.
         bytes_ratio = None if self._comm_hook is None else self._comm_hook.end_step()

@@ -18,7 +18,6 @@ from lightning_nm.methods import Method, MethodName
 from lightning_nm.nn.layer.layout import ConvLayout
 from lightning_nm.nn.selection.first_last import SkipFirstLast
 from lightning_nm.training.direct_reads import OnDirectRead
-from lightning_nm.training.packing import Storage, check_storage
 from lightning_nm.training.scale import Scale, check_scale
 
 
@@ -67,10 +66,6 @@ class SparsityConfig:
             ``supar-lr``: the learning rate alone, for weights that were trained before.
         base_density: The density that the learning rate and the initial values suit: 1 if they were found for the dense
             model.
-        storage: ``packed``: once the mask of a weight stands still, its kept entries alone are stored, with their
-            gradient and their optimizer state: for ``asp`` from the start on, for ``bame`` and ``rigl`` from their
-            ``stop`` on. The
-            state dict still has the dense weights. See docs/memory.md.
         dgrad: ``mvue``: the input gradient is made with a random draw of the forward weight, N:M along the outputs and
             equal to it in the mean, by the estimator of arXiv 2203.10991, as layers of the repository
             huyz2023/2by4-pretrain do. It is drawn anew for every backward pass. For methods whose own dgrad uses the
@@ -112,7 +107,6 @@ class SparsityConfig:
     grad_snr_every: int = 100
     scale: Scale | None = None
     base_density: float = 1.0
-    storage: Storage = "dense"
     dgrad: DgradName | None = None
     schedule: ScheduleSpec | None = None
     direct_reads: OnDirectRead = "error"
@@ -133,8 +127,7 @@ class SparsityConfig:
             )
         check_scale(self.scale, self.base_density)
         # For its errors, too: patterns, names and rules are checked while they are resolved.
-        resolved = self.resolve()
-        check_storage(self.storage, resolved.rules)
+        self.resolve()
 
     def resolve(self) -> ResolvedRules:
         """Return the rules of the layers, with objects in place of short names.

@@ -138,8 +138,6 @@ class NMTrainerCallback(TrainerCallback):
         assert model is not None
         assert optimizer is not None
         _check_setting(args, model, optimizer)
-        if self.config.storage == "packed":
-            _check_packing(args)
         folder = self._folder(args, state) if state.global_step else None
         saved = read_state(folder, state.global_step) if folder else None
         self._release(model, state, folder)
@@ -329,15 +327,6 @@ def _check_setting(args: TrainingArguments, model: nn.Module, optimizer: Optimiz
     if sharded is not None:
         raise ValueError(
             f"NMTrainerCallback does not save the masks of sharded weights such as '{sharded}': use DDP"
-        )
-
-
-def _check_packing(args: TrainingArguments) -> None:
-    """Refuse settings in which weights cannot be packed, by a ``ValueError``."""
-    if args.world_size > 1:
-        raise ValueError(
-            "storage='packed' replaces parameters, but the Trainer has wrapped the model for several processes by now: "
-            "use storage='dense', or a Lightning Trainer"
         )
 
 

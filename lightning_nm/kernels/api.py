@@ -193,20 +193,6 @@ class Algorithm(NamedTuple):
         return f"algorithm {self.id}, split-k {self.split_k}, mode {self.split_k_mode}"
 
 
-class KeptEntries(NamedTuple):
-    """The entries of a weight that its mask keeps, for a matrix whose other entries are not stored.
-
-    Attributes:
-        values: ``[out, columns / M, N]``, in the order of the weight's rows.
-        pattern: N:M, along the rows of the weight.
-        dtype: Of the product: values are rounded to it.
-    """
-
-    values: Tensor
-    pattern: NMPattern
-    dtype: torch.dtype
-
-
 class GemmKernel:
     """Executes products of an N:M matrix ``A [rows, depth]`` with dense ones.
 
@@ -268,17 +254,9 @@ class GemmKernel:
         """Return the part of the packed form that depends on the mask alone; it is kept until the masks change."""
         return None
 
-    def layout_of_kept(self, matrix: MaskedMatrix) -> Any:
-        """Return a layout for :meth:`pack_kept` alone, which may be smaller than that of :meth:`layout`."""
-        return self.layout(matrix)
-
     def pack_masked(self, matrix: MaskedMatrix, layout: Any) -> Any:
         """Pack a weight and its mask; `layout` is what :meth:`layout` returned for them."""
         return self.pack(matrix.dense())
-
-    def pack_kept(self, kept: KeptEntries, layout: Any) -> Any:
-        """Pack the matrix of a layout from its weight's kept entries alone; ``None`` if the kernel cannot."""
-        return None
 
     def linear(self, packed: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Compute ``x A^T + bias``: ``x [tokens, depth]``, ``bias [rows]``, result ``[tokens, rows]``.

@@ -127,10 +127,6 @@ class ASP(MaskMethod):
         """Whether training is still dense; after pruning, no step needs the gradient of pruned entries."""
         return not layer.masks.has_forward
 
-    def is_at_rest(self, layer: NMLayer) -> bool:
-        """Whether the weight is pruned."""
-        return layer.masks.has_forward
-
     def weight_gradient(
         self, layer: NMLayer, weight: Tensor, grad: Tensor
     ) -> tuple[Tensor | None, ...]:

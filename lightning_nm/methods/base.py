@@ -27,7 +27,6 @@ _STEP_HOOKS = (
     "current_pattern",
 )
 
-_WEIGHT_HOOKS = ("forward_weight", "training_weight", "backward_weight", "weight_gradient")
 _PROMISES = {
     "selects_entries": ("forward_weight", "training_weight", "backward_weight"),
     "restores_masks": ("init_masks",),
@@ -208,19 +207,6 @@ class Method:
         return frozenset(found)
 
     @property
-    def rests(self) -> bool:
-        """Whether layers of this method can come to rest, see :meth:`is_at_rest`.
-
-        Not where a subclass overrides a hook that is not called at rest, and does not say that this is right.
-        """
-        for base in type(self).__mro__:
-            if "is_at_rest" in vars(base):
-                return base is not Method
-            if any(hook in vars(base) for hook in (*_STEP_HOOKS, *_WEIGHT_HOOKS)):
-                return False
-        return False
-
-    @property
     def has_own_backward_weight(self) -> bool:
         """Whether the class makes W_B in another way than W_F, and than by a backward mask."""
         inherited = (Method.backward_weight, MaskMethod.backward_weight)
@@ -369,29 +355,6 @@ class Method:
         """Do what was scheduled for the end of the training: the planned training has ended.
 
         The clock may lie before the planned end: it does not count the steps that a gradient scaler skipped.
-        """
-
-    def is_at_rest(self, layer: NMLayer) -> bool:
-        """Whether the forward mask never moves again and pruned entries have no values and no gradient from now on.
-
-        The kept entries of such a layer can be stored alone, by ``storage="packed"``; the hooks of a step are not
-        called for it any more. A subclass that overrides a hook of a step must override this one, too.
-        """
-        return False
-
-    def moves_packed(self, layer: NMLayer) -> bool:
-        """Whether the hooks of a step train a layer of which kept entries alone are stored though its mask moves.
-
-        They then find ``layer.storage``, a :class:`~lightning_nm.nn.layer.storage.PackedStorage`: its ``exchange()``
-        moves entries, and in a window of a dense gradient its ``factors`` have that. A class that can say so must
-        define :meth:`is_at_rest`, too.
-        """
-        return False
-
-    def place_state(self, layer: NMLayer, optimizer: Optimizer) -> None:
-        """Move what the method keeps in the optimizer's state of pruned entries, which a packed weight does not have.
-
-        It is called before the state of a packed layer is packed, and after that of a dense layer was unpacked.
         """
 
     def current_pattern(self, layer: NMLayer) -> NMPattern | None:

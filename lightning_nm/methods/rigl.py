@@ -127,11 +127,6 @@ class RigL(MaskMethod):
         mask = layer.view.by_rows(lambda rows: magnitude_mask(rows, layer.pattern, dim=1))
         layer.set_masks(mask)
 
-    def is_at_rest(self, layer: NMLayer) -> bool:
-        """Whether masks stand still from now on."""
-        is_over = not self._moving(layer) and not layer.progress.dense_gradient
-        return layer.masks.has_forward and is_over and layer.pending is None
-
     def weight_gradient(
         self, layer: NMLayer, weight: Tensor, grad: Tensor
     ) -> tuple[Tensor | None, ...]:

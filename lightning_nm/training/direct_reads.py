@@ -43,10 +43,9 @@ class DirectReads:
         for layer in layers:
             if layer in self._settled or layer in self._watched:
                 continue
-            # A frozen weight may be trained later. A packed one is no matrix that other code could multiply by.
             parameter = layer.optimizer_param
-            if not parameter.requires_grad or layer.storage is not None:
-                continue
+            if not parameter.requires_grad:
+                continue  # it may be trained later
             hook = _NoteGradient(self.with_gradient, layer)
             self._watched[layer] = parameter.register_post_accumulate_grad_hook(hook)
 

@@ -97,8 +97,6 @@ def rounding_fault(layer: NMLayer) -> str:
 
     Only where W_F is W under a mask does a rounded W give a rounded W_F.
     """
-    if layer.storage is not None:
-        return "its kept entries alone are stored: leave storage='packed' out"
     if layer.view.is_sharded:
         return "its weight is sharded, and no process has whole rows: use DDP"
     if not layer.spec.method.selects_entries:

@@ -75,10 +75,6 @@ class MacsCounter:
                     self._keys[weight, id(module)] = counts
         self._calls = OutermostCalls(model, _OtherProducts(self))
 
-    def know(self, weight: nn.Parameter, module: nn.Module) -> None:
-        """Take a parameter that replaces one of a known module for known, too."""
-        self._keys[id(weight), id(module)] = lambda: "known"
-
     def is_counting(self) -> bool:
         """Whether the operators that run now are those of a module whose hook counts its products."""
         return bool(self._calls.open) and id(self._calls.open[-1]) in self._count_themselves

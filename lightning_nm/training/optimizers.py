@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_nm.functional.evolution import as_blocks, from_blocks
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.layer.sharding import local_values
 
@@ -62,6 +64,25 @@ def check_owned(
                     f"{tuple(parameter.shape)} at layer '{layer.name}': use another optimizer for this method"
                 )
     return owned
+
+
+@torch.no_grad()
+def unpack_state(optimizer: Optimizer, layer: NMLayer) -> None:
+    """Make an optimizer's state of kept entries alone dense: version 0.3 saved it so with ``storage="packed"``."""
+    mask = layer.forward_mask
+    if mask is None or layer.view.is_sharded:
+        return
+    rows = layer.view.rows(mask)
+    blocks_bm = as_blocks(rows, layer.pattern.m)
+    packed_shape = (len(rows), len(blocks_bm) // len(rows), layer.pattern.n)
+    state = optimizer.state.get(layer.param, {})
+    for name, value in state.items():
+        if isinstance(value, Tensor) and value.shape == packed_shape != layer.param.shape:
+            # Of each block the kept entries follow one another in the order of their positions.
+            dense_bm = value.new_zeros(blocks_bm.shape)
+            dense_bm[blocks_bm] = value.flatten()
+            dense = layer.view.unrows(from_blocks(dense_bm, rows.shape))
+            state[name] = torch.empty_like(layer.param, dtype=value.dtype).copy_(dense)
 
 
 def remove_parameters(optimizer: Optimizer, layers: Sequence[NMLayer]) -> None:

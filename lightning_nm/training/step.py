@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -27,18 +26,10 @@ from lightning_nm.training.forgotten import ForgottenCalls
 from lightning_nm.training.optimizers import (
     OwnedLayers,
     changes_nothing,
-    check_owned,
     is_frozen,
     owned_layers,
     remove_parameters,
-)
-from lightning_nm.training.packing import (
-    check_packable,
-    fit_states,
-    pack,
-    unpack,
-    unpack_states,
-    unpack_states_later,
+    unpack_state,
 )
 from lightning_nm.training.scale import ScaledLearningRates, check_optimizer
 from lightning_nm.training.stages import begin_stage, zero_pruned_state
@@ -56,7 +47,6 @@ class TrainingStep:
         clock: Training steps so far.
         forgotten: What warns of calls that the loop leaves out.
         rates: What scales the learning rates of masked weights within a step.
-        packs: Whether weights at rest are packed.
         is_suspended: Asked at each step of an optimizer; if true, the step is none of this training and is ignored.
         direct_reads: What finds weights that other code reads.
     """
@@ -68,14 +58,12 @@ class TrainingStep:
         clock: int = 0,
         forgotten: ForgottenCalls | None = None,
         rates: ScaledLearningRates | None = None,
-        packs: bool = False,
         is_suspended: Callable[[], bool] | None = None,
         direct_reads: DirectReads | None = None,
     ) -> None:
         self.layers = layers
         self._is_suspended = is_suspended or (lambda: False)
         self.direct_reads = direct_reads
-        self.packs = packs
         self.forgotten = forgotten or ForgottenCalls()
         self.rates = rates
         self.observe_every = observe_every
@@ -86,9 +74,6 @@ class TrainingStep:
         self._handles: dict[int, list[RemovableHandle]] = {}
         self._depth: dict[int, int] = {}  # of nested calls of step(), see _enter_step()
         self._in_closure: set[int] = set()  # those whose step is computing its gradients
-        # Those whose states may have other shapes than the weights. They are fitted at the next step, not at once: the
-        # state of an optimizer may be loaded before that of the sparsifier, whose masks tell the positions.
-        self._unfitted: set[int] = set()
         self._announced: set[int] = set()  # those whose gradients before_optimizer() has shaped
         # Hooks that a method does not define are not called at all: most layers have few.
         self._hooks = {layer.spec.method: layer.spec.method.defined_hooks() for layer in layers}
@@ -105,12 +90,8 @@ class TrainingStep:
             self.direct_reads.watch(layers)
 
     def _hooks_of(self, layer: NMLayer) -> frozenset[str]:
-        """The hooks that are called for a layer: none once it is packed and at rest, and in a dense stage."""
-        method = layer.spec.method
-        is_resting = layer.storage is not None and method.is_at_rest(layer)
-        if is_resting or layer.progress.is_dense:
-            return frozenset()
-        return self._hooks[method]
+        """The hooks that are called for a layer: none in a dense stage."""
+        return frozenset() if layer.progress.is_dense else self._hooks[layer.spec.method]
 
     def before_optimizer(self, optimizer: Optimizer, loss_scale: float = 1.0) -> None:
         """Shape the complete gradients, still multiplied by ``loss_scale``, of the optimizer's layers."""
@@ -121,19 +102,11 @@ class TrainingStep:
         if id(optimizer) not in self._in_closure:
             # A new step begins: what is left here is of one that raised an exception.
             self._depth.pop(id(optimizer), None)
-        # Methods read the state of the optimizer, too.
-        self._fit_states(optimizer)
         # Methods read the learning rates that the step will have, such as BAME for the size of a step.
         with self._rates_shown(optimizer):
             for layer in owned:
                 method = layer.spec.method
                 hooks = self._hooks_of(layer)
-                if loss_scale != 1 and layer.storage is not None and layer.storage.factors:
-                    raise RuntimeError(
-                        f"the gradients are multiplied by loss_scale={loss_scale}, which storage='packed' does not "
-                        f"know while the masks of layer '{layer.name}' move: train without a gradient scaler, or with "
-                        "storage='dense'"
-                    )
                 # Methods see true gradients, whatever a GradScaler has multiplied them by.
                 with _unscaled(layer, loss_scale), _full(layer, gradient=True):
                     if "penalty" in hooks:
@@ -228,7 +201,7 @@ class TrainingStep:
     def _zero_pruned_state(self, layer: NMLayer) -> None:
         """Leave optimizers nothing of the entries that are pruned from now on, where they have no latent values."""
         kept = layer.forward_mask
-        if kept is not None and not layer.spec.method.latent and layer.storage is None:
+        if kept is not None and not layer.spec.method.latent:
             zero_pruned_state(layer, kept, [known.optimizer for known in self.optimizers.values()])
 
     def _begin_stage(self, layer: NMLayer) -> None:
@@ -298,69 +271,17 @@ class TrainingStep:
         """Count the real steps of an optimizer; does nothing if it is registered."""
         if id(optimizer) in self.optimizers:
             return
-        if self.clock:
-            # The masks are those of a training that goes on: its optimizer states can be fitted, and then checked.
-            held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            fit_states(
-                optimizer, [layer for layer in self.layers if id(layer.optimizer_param) in held]
-            )
-        if self.packs:
-            check_packable(optimizer, check_owned(optimizer, self.layers))
         self._find_owned(optimizer)
         enter = optimizer.register_step_pre_hook(self._enter_step)
         leave = optimizer.register_step_post_hook(self._leave_step)
-        loaded = optimizer.register_load_state_dict_post_hook(self._state_loaded)
-        self._handles[id(optimizer)] = [enter, leave, loaded]
-        self._unfitted.add(id(optimizer))
+        self._handles[id(optimizer)] = [enter, leave]
 
     def check_optimizer_states(self) -> None:
-        """Let the methods refuse optimizers without the state to go on with."""
+        """Let the methods refuse optimizers without the state to go on with, once it has the form of this version."""
         for known in list(self.optimizers.values()):
             for layer in self.owned(known.optimizer):
+                unpack_state(known.optimizer, layer)
                 layer.spec.method.check_optimizer_state(layer, known.optimizer)
-
-    def _state_loaded(self, optimizer: Optimizer) -> None:
-        self._unfitted.add(id(optimizer))
-
-    def pack(self, *, undoes: bool) -> list[NMLayer]:
-        """Pack the trained layers at rest, see :func:`~lightning_nm.training.packing.pack`; nothing unless asked for.
-
-        ``undoes``: a layer is unpacked again if weights are loaded that do not fit its mask.
-        """
-        if not self.packs:
-            return []
-        optimizers = [known.optimizer for known in self.optimizers.values()]
-        trained = {layer for optimizer in optimizers for layer in self.owned(optimizer)}
-        packed = pack([layer for layer in self.layers if layer in trained], optimizers)
-        if packed:
-            self._unfitted.update(self.optimizers)
-        for layer in packed if undoes else ():
-            assert layer.storage is not None
-            layer.storage.undo = partial(self._unpack, [layer])
-        return packed
-
-    def unpack(self) -> None:
-        """Undo :meth:`pack`, at the end of a training."""
-        optimizers = [known.optimizer for known in self.optimizers.values()]
-        storages = unpack(self.layers, optimizers)
-        for optimizer in optimizers:
-            unpack_states_later(optimizer, storages)
-
-    def unpack_to_load(self) -> None:
-        """Undo :meth:`pack` before masks are loaded; the states of optimizers may have been loaded before them."""
-        self._unpack(self.layers)
-
-    def _unpack(self, layers: Sequence[NMLayer]) -> None:
-        optimizers = [known.optimizer for known in self.optimizers.values()]
-        storages = unpack(layers, optimizers)
-        for optimizer in optimizers:
-            if id(optimizer) not in self._unfitted:
-                unpack_states(optimizer, storages)
-
-    def _fit_states(self, optimizer: Optimizer) -> None:
-        if id(optimizer) in self._unfitted:
-            fit_states(optimizer, self.owned(optimizer))
-            self._unfitted.discard(id(optimizer))
 
     def forget_others(self, optimizers: Sequence[Optimizer]) -> None:
         """Forget the registered optimizers that are not among these: they were replaced."""
@@ -371,7 +292,6 @@ class TrainingStep:
             del self.optimizers[key]
             self._depth.pop(key, None)
             self._announced.discard(key)
-            self._unfitted.discard(key)
 
     def owned(self, optimizer: Optimizer) -> list[NMLayer]:
         """The layers whose weight the optimizer holds now; parameters may join while training.
@@ -418,7 +338,6 @@ class TrainingStep:
         self.optimizers.clear()
         self._depth.clear()
         self._announced.clear()
-        self._unfitted.clear()
 
     def _enter_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         # The step of a subclass that calls its base class's runs both hooks twice: only the outermost counts. Within
@@ -432,7 +351,6 @@ class TrainingStep:
         self._depth[id(optimizer)] = depth
         if depth > 1 and self.rates is None:
             return None
-        self._fit_states(optimizer)
         # What steps: the optimizer, or the view of another sparsifier.
         view = args[0] if self.rates is None else self.rates.view(args[0])
         args = (view, *args[1:])

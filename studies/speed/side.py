@@ -21,7 +21,6 @@ PRECISIONS: tuple[Precision, ...] = ("32-true", "bf16-mixed")
 SCALES = ("supar", "none")
 METHODS = (
     "asp",
-    "asp-packed",
     "bame",
     "bame-half",
     "bame-frozen",
@@ -31,7 +30,7 @@ METHODS = (
     "bi-mask",
 )
 """Those of the sparse side. ``bame`` adapts its masks in every step, ``bame-half`` in every other one; ``bame-frozen``
-is BAME after that phase. ``asp-packed`` is ``asp`` with ``storage="packed"``."""
+is BAME after that phase."""
 
 
 class Setting(NamedTuple):
@@ -161,13 +160,11 @@ def make_trainer(
             "bame-half": BAME(stop=1 << 30, every=2, gradient_every=2),
             "bame-frozen": BAME(stop=0),
         }
-        name = setting.method.removesuffix("-packed")
-        method: Any = bame.get(name, name)
+        method: Any = bame.get(setting.method, setting.method)
         masks = NMSparsityCallback(
             setting.pattern,
             method,
             scale="supar" if setting.scale == "supar" else None,
-            storage="dense" if name == setting.method else "packed",
             seed=setting.seed,
             show_tables=False,
             monitor=False,

@@ -33,7 +33,6 @@ SHARED = {
     "frozen": "dense",
     "grad_snr_every": 100,
     "scale": None,
-    "storage": "dense",
     "dgrad": None,
     "schedule": None,
     "base_density": 1.0,

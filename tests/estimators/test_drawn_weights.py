@@ -615,22 +615,6 @@ def test_autocast_draws_in_the_dtype_of_the_product(draws):
     assert x.grad.dtype == torch.float32
 
 
-def test_packed_weights_draw_alike():
-    found = []
-    for storage in ("dense", "packed"):
-        model = mlp()
-        sparsifier = attach(model, "asp", storage=storage)
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        sparsifier.register(optimizer)
-        train(model, sparsifier, optimizer, 3)
-        sparsifier.bake()
-        found.append(model.state_dict())
-        packs = any(layer.storage is not None for layer in sparsifier.layers.values())
-        assert packs == (storage == "packed")
-    for name in found[0]:
-        torch.testing.assert_close(found[0][name], found[1][name])
-
-
 def test_decay_and_masks_are_those_without_it():
     """Only dX differs: a single layer trains as it would."""
     weights = []

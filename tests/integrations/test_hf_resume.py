@@ -38,36 +38,6 @@ RESUMED = [
 ]
 
 
-@pytest.mark.parametrize("storages", [("packed", "packed"), ("packed", "dense")])
-@pytest.mark.parametrize("make", [gpt2, pytest.param(bert, marks=pytest.mark.slow)])
-def test_packed_weights_resume(tmp_path, make, storages):
-    """The folders hold dense weights, whose optimizer state may be packed."""
-    before, after = storages
-    options = {"save_strategy": "steps", "save_steps": 1}
-    whole = new(make)
-    trainer(whole, tmp_path / "whole", [sparse("asp")], **options).train()
-    packed = new(make)
-    trainer(packed, tmp_path / "packed", [sparse("asp", storage=before)], **options).train()
-    middle = tmp_path / "packed" / "checkpoint-2"
-    torch.manual_seed(99)
-    part = make()
-    callback = sparse("asp", storage=after, resume_from=middle)
-    trainer(part, tmp_path / "part", [callback], **options).train(
-        resume_from_checkpoint=str(middle)
-    )
-    for name, value in whole.state_dict().items():
-        assert torch.equal(value, packed.state_dict()[name]), name
-        assert torch.equal(value, part.state_dict()[name]), name
-    state = torch.load(middle / "optimizer.pt", weights_only=True)["state"].values()
-    assert any(entry["exp_avg"].dim() == 3 for entry in state)
-    shapes = {name: value.shape for name, value in load_file(middle / "model.safetensors").items()}
-    assert all(
-        shapes[name] == value.shape for name, value in whole.state_dict().items() if name in shapes
-    )
-    assert is_sparse(part)
-    assert is_ordinary(part)
-
-
 @pytest.mark.parametrize(
     ("make", "method", "estimator"),
     [

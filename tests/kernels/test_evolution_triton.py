@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_nm import BAME, NMSparsifier
 from lightning_nm.kernels.blocks import BlockGrid, EvidenceStep
 from lightning_nm.kernels.cpu import evolution as cpu_passes
 from lightning_nm.kernels.evolution import passes_for
@@ -183,38 +182,6 @@ def test_interpreted_training_is_that_of_torch(name, dtype, make, monkeypatch):
     tolerance = 1e-4 if dtype == torch.float32 else 1e-2
     for key, tensor in expected.items():
         torch.testing.assert_close(found[key], tensor, rtol=tolerance, atol=tolerance / 100)
-
-
-@needs_interpreter
-@pytest.mark.parametrize("name", ["sgd", "adamw"])
-def test_interpreted_training_of_packed_weights(name, monkeypatch):
-    found = trained_packed(name)
-    expected = by_torch(monkeypatch, trained_packed, name)
-    assert found["flips"] == expected["flips"] > 0
-    for key, tensor in expected.items():
-        torch.testing.assert_close(found[key], tensor, rtol=1e-4, atol=1e-6)
-
-
-def trained_packed(name):
-    """The tensors of a packed linear layer after a few steps."""
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(24, 16, bias=False))
-    method = BAME(stop=50, evidence_rate=0.5, budget=1.0)
-    sparsifier = NMSparsifier(
-        module, "1:4", method, skip_first_last=False, storage="packed"
-    ).attach()
-    optimizer = OPTIMIZERS[name](module.parameters())
-    sparsifier.register(optimizer)
-    (layer,) = sparsifier.layers.values()
-    for step in range(4):
-        optimizer.zero_grad()
-        generator = torch.Generator().manual_seed(step)
-        module(torch.randn(8, 24, generator=generator)).square().mean().backward()
-        sparsifier.before_step(optimizer)
-        optimizer.step()
-        sparsifier.step()
-    flips = int(layer.masks.total_flips)
-    return {"flips": flips, "weight": module[0].weight.detach(), **layer.buffers}
 
 
 # Which passes run.

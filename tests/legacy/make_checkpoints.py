@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_nm import (
+    ASP,
     BAME,
     MVUE,
     BiMask,
@@ -55,6 +56,9 @@ def callback(name):
         "bi-mask": (BiMask(permute_every=3), None),
         "bame": (BAME(stop=8, every=2, budget=1.0, evidence="batch"), None),
         "three-gemms": (TransposableMask(update_every=3, decay=0), MVUE("1:2")),
+        # Version 0.3 made these two with storage="packed", which later versions do not have.
+        "asp-storage": (ASP(), None),
+        "bame-storage": (BAME(stop=8, every=2, budget=1.0, evidence_rate=0.3), None),
     }[name]
     return NMSparsityCallback("2:4", method, estimator, skip_first_last=False, show_tables=False)
 

@@ -183,22 +183,6 @@ def test_a_forgotten_call_is_an_error_where_the_mask_would_move():
         optimizer.step()
 
 
-def test_kept_entries_alone_are_stored_once_masks_stand_still():
-    def trained(storage):
-        module, sparsifier, optimizer, layer = linear(
-            RigL(every=1, stop=3, drop=0.9), make=OPTIMIZERS["adamw"], storage=storage
-        )
-        sizes = []
-        run(module, sparsifier, optimizer, 6, look=lambda _: sizes.append(layer.param.numel()))
-        return sizes, layer.forward_weight()
-
-    dense_sizes, dense = trained("dense")
-    sizes, packed = trained("packed")
-    assert dense_sizes == [128] * 6
-    assert sizes == [128, 128, 128, 64, 64, 64]
-    torch.testing.assert_close(packed, dense)
-
-
 def test_costs_are_those_of_the_present_step():
     _, sparsifier, _, layer = linear(RigL(every=4, stop=100))
     assert [gemm.kind for gemm in layer.gemms()] == ["n:m", "masked", "outputs"]

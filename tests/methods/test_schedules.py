@@ -337,21 +337,6 @@ def test_the_plan_of_flops_is_what_training_costs(method):
             assert vars(costs[kind]) == pytest.approx(vars(densities), abs=tolerance)
 
 
-def test_packed_storage_waits_for_the_last_stage():
-    stored = []
-
-    def look(clock, sparsifier, optimizer):
-        stored.append(sparsifier.layers["0"].storage is not None)
-
-    run("asp", {"dense_start": 2, "ramp": ["3:4"], "ramp_ends": [5]}, look, storage="packed")
-    assert stored == [False] * 4 + [True] * 5
-    # Where no layer would ever be packed, that is an error.
-    with pytest.raises(ValueError, match=r"storage='packed' .*leave dense_end out"):
-        SparsityConfig("2:4", "asp", schedule={"dense_end": 2}, storage="packed")
-    rules = [{"include": "0", "schedule": None}]
-    SparsityConfig("2:4", "asp", schedule={"dense_end": 2}, storage="packed", rules=rules)
-
-
 def test_a_resumed_run_keeps_its_stages_and_refuses_another_ramp():
     _, sparsifier = run("ste", WHOLE, lambda *_: None)
     state = sparsifier.state_dict()

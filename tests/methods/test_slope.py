@@ -171,11 +171,6 @@ def test_accumulated_gradients_are_those_of_the_whole_batch():
     torch.testing.assert_close(*weights)
 
 
-def test_its_masks_never_come_to_rest():
-    with pytest.raises(ValueError, match=r"storage='packed'.*that of SLoPe never is"):
-        NMSparsifier(nn.Linear(8, 8), "2:4", SLoPe(), storage="packed")
-
-
 @pytest.mark.parametrize("options", [{"refresh_every": 0}, {"first_refresh": 0}])
 def test_bad_settings_are_named(options):
     ((name, value),) = options.items()

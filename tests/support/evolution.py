@@ -118,7 +118,8 @@ def compare(c):
 def compare_bame(c, passes, cast=torch.Tensor.to):
     """Assert that the passes of a module which are BAME's give what torch does; ``cast`` rounds as they do."""
     _compare_evidence(c, passes)
-    _compare_best(c, passes)
+    if passes is not evolution:  # the CPU's exchange finds its swaps itself
+        _compare_best(c, passes)
     _compare_exchange(c, passes, cast)
 
 

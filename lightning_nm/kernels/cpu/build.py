@@ -154,7 +154,6 @@ def _compilations(
         (version, None, []),
         (SOURCES / "library.c", None, library_flags),
         (SOURCES / "layout.c", None, []),
-        (SOURCES / "packed.c", None, []),
     ]
     compilations.append((SOURCES / "choose.c", None, SEPARATE))
     for level, extra in levels.items():

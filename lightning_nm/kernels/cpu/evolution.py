@@ -226,36 +226,6 @@ def keep_evidence(
     count_writes(kept_value, kept_square)
 
 
-@torch.no_grad()
-def best(
-    grid: BlockGrid, bits: Tensor, weight: Tensor, value: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Find the best exchange of every block, as :func:`lightning_nm.functional.evolution.best_swaps` does.
-
-    Args:
-        grid: The blocks of the weight.
-        bits: The masks, uint8.
-        weight: The weight, whose pruned entries become +0.0.
-        value: U.
-
-    Returns:
-        The kept entry to prune and the pruned one to regrow, uint8 ``[blocks]`` each, and float32 ``[blocks]`` what
-        that raises the score by: 0 where it does not.
-    """
-    blocks = weight.numel() // grid.m
-    gain = torch.empty(blocks, dtype=torch.float32)
-    pruned, regrown = torch.empty(2, blocks, dtype=torch.uint8)
-    job = _job(bits, weight)
-    job.value = value.data_ptr()
-    _write_grid(grid, job)
-    job.gain = gain.data_ptr()
-    job.pruned = pruned.data_ptr()
-    job.regrown = regrown.data_ptr()
-    _run(_BEST, job)
-    count_writes(weight)
-    return pruned, regrown, gain
-
-
 def exchange(
     grid: BlockGrid,
     bits: Tensor,

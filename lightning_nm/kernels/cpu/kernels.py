@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_nm.functional import nm_mask
 from lightning_nm.functional.mask_bits import FORWARD_BIT
 from lightning_nm.functional.pattern import NMPattern
-from lightning_nm.kernels.api import Convolution, GemmKernel, GemmKey, KeptEntries, MaskedMatrix
+from lightning_nm.kernels.api import Convolution, GemmKernel, GemmKey, MaskedMatrix
 from lightning_nm.kernels.cpu import library
 from lightning_nm.kernels.cpu.int8 import Int8Layout
 from lightning_nm.kernels.cpu.layouts import CsrLayout, PermuteLayout
@@ -73,12 +73,6 @@ class _CpuKernel(GemmKernel):
         dense = library.operands(layout.rows, layout.depth, tokens, x, y, bias)
         library.run(self._function(), LINEAR, dense, layout.operand(packed.values))
         return y
-
-    def pack_kept(self, kept: KeptEntries, layout: Any) -> Packed | None:
-        """Put the kept entries into the order of a layout; ``None`` where the layout does not tell that order."""
-        self._refuse_foreign(layout, kept.values.new_empty(0, dtype=kept.dtype))
-        values = layout.values_of(kept)
-        return None if values is None else Packed(layout, values)
 
     def sampled(self, layout: _Layout, grad: Tensor, x: Tensor) -> Tensor:
         """Compute ``grad^T x`` at the entries of a mask, zero elsewhere: ``[rows, depth]``."""
@@ -207,10 +201,6 @@ class CpuCsrKernel(_CpuKernel):
         """Lay out the mask of a matrix."""
         # Any mask will do, so the depth stays in the order of memory; `ordered` says so to callers.
         return CsrLayout.of(matrix._replace(order=None))
-
-    def layout_of_kept(self, matrix: MaskedMatrix) -> CsrLayout:
-        """Lay out the mask of a matrix without the places of entries in the weight's memory."""
-        return CsrLayout.of(matrix._replace(order=None), by_memory=True).for_kept_entries()
 
     def pack_masked(self, matrix: MaskedMatrix, layout: CsrLayout) -> Packed:
         """Read the values at the entries of the layout."""

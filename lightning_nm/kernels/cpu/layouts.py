@@ -7,13 +7,13 @@ whenever the weight changed.
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lightning_nm.functional.pattern import NMPattern
-from lightning_nm.kernels.api import KeptEntries, MaskedMatrix
+from lightning_nm.kernels.api import MaskedMatrix
 from lightning_nm.kernels.cpu.library import (
     DTYPES,
     EMPTY,
@@ -143,29 +143,6 @@ class PermuteLayout:
         )
         return values
 
-    def values_of(self, kept: KeptEntries) -> Tensor | None:
-        """What :meth:`values` returns, from a weight's kept entries; ``None`` where blocks do not fit registers."""
-        n, m = kept.pattern.n, kept.pattern.m
-        if self.block % m or kept.values.numel() != self.rows * (self.depth // m) * n:
-            return None
-        # In a register's inputs each row has as many nonzeros as the blocks of M there: they fill its first slots.
-        filled = n * (self.block // m)
-        tiles, blocks, groups, tile, *_ = self.inputs.shape
-        beside = 2 if self.paired else 1
-        rounded = kept.values.to(kept.dtype)
-        if not self.paired:
-            rounded = rounded.float()
-        ordered = rounded.new_zeros(tiles * tile, blocks, self.slots)
-        row_entries = rounded.view(self.rows, -1)
-        whole = row_entries.shape[1] // filled  # registers of inputs that the depth fills
-        in_whole = row_entries[:, : whole * filled]
-        ordered[: self.rows, :whole, :filled] = in_whole.view(self.rows, whole, filled)
-        if whole < blocks:
-            rest = row_entries[:, whole * filled :]
-            ordered[: self.rows, whole, : rest.shape[1]] = rest
-        by_slot = ordered.view(tiles, tile, blocks, groups, beside).permute(0, 2, 3, 1, 4)
-        return by_slot.reshape(self.inputs.shape).contiguous()
-
     def operand(self, values: Tensor | None = None) -> PermuteOperand:
         """Return the matrix as the library takes it; the tensors must outlive the call."""
         pointer = None if values is None else values.data_ptr()
@@ -176,8 +153,8 @@ class PermuteLayout:
 class CsrLayout:
     """Any mask by rows: entries ``start[row] .. start[row + 1]``, each with its column times 64 as its offset.
 
-    ``source`` and ``slot`` are the places of the entries in the weight's memory and in this layout. Both may be empty,
-    see :meth:`for_kept_entries`.
+    ``source`` and ``slot`` are the places of the entries in the weight's memory and in this layout, in the order of
+    memory among the rows that one thread laid out.
     """
 
     start: Tensor  # int32 [rows + 1]; the others are int32 [entries]
@@ -188,11 +165,8 @@ class CsrLayout:
     depth: int
 
     @classmethod
-    def of(cls, matrix: MaskedMatrix, *, by_memory: bool = False) -> CsrLayout:
+    def of(cls, matrix: MaskedMatrix) -> CsrLayout:
         """Lay out the mask of a matrix.
-
-        ``by_memory``: ``source`` and ``slot`` are in the order of the weight's memory from first to last. Otherwise
-        they are so only among the rows that one thread lays out, which is enough to read values by both.
 
         Raises:
             ValueError: If it has 2^31 entries or more.
@@ -217,8 +191,6 @@ class CsrLayout:
         offset = torch.empty(entries, dtype=torch.int32)
         source = torch.empty_like(offset)
         slot = torch.empty_like(offset)
-        if by_memory:
-            mask.threads = 1
         library.nm_csr_fill(
             ctypes.byref(mask),
             start.data_ptr(),
@@ -228,15 +200,6 @@ class CsrLayout:
             slot.data_ptr(),
         )
         return cls(start, offset, source, slot, rows, depth)
-
-    def for_kept_entries(self) -> CsrLayout:
-        """Return a layout made ``by_memory`` with what :meth:`values_of` needs.
-
-        That is not ``source``, nor a ``slot`` that is 0, 1, 2, ...
-        """
-        none = self.source.new_empty(0)
-        in_order = torch.equal(self.slot, torch.arange(len(self.slot), dtype=torch.int32))
-        return replace(self, source=none, slot=none if in_order else self.slot)
 
     def __post_init__(self) -> None:
         """Check the layout: the kernels do not, and would read beyond its matrix."""
@@ -262,10 +225,6 @@ class CsrLayout:
 
     def values(self, matrix: MaskedMatrix) -> Tensor:
         """Values of the matrix at the entries of this layout, float32, rounded to the matrix's dtype."""
-        if len(self.source) != len(self.offset):
-            raise ValueError(
-                "the layout does not know where its entries are in the weight's memory"
-            )
         values = torch.empty(self.offset.shape, dtype=torch.float32)
         _, weight = _mask(matrix)
         _check_shape(matrix, self.rows, self.depth)
@@ -278,28 +237,6 @@ class CsrLayout:
             weight.data_ptr(),
             DTYPES[weight.dtype],
             matrix.dtype == torch.bfloat16,
-            values.data_ptr(),
-        )
-        return values
-
-    def values_of(self, kept: KeptEntries) -> Tensor | None:
-        """What :meth:`values` returns, from a weight's kept entries; ``None`` if they are not those of this layout."""
-        if kept.values.numel() != self.offset.numel():
-            return None
-        # The slots are in the order of the weight's memory, as the kept entries are.
-        entries = kept.values.detach().reshape(-1)
-        if entries.dtype not in DTYPES:
-            entries = entries.float()
-        values = torch.empty(self.offset.shape, dtype=torch.float32)
-        load().nm_csr_values(
-            parallel(),
-            threads(),
-            None,
-            self.slot.data_ptr() if len(self.slot) else None,
-            len(self.offset),
-            entries.data_ptr(),
-            DTYPES[entries.dtype],
-            kept.dtype == torch.bfloat16,
             values.data_ptr(),
         )
         return values

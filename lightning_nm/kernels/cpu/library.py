@@ -202,21 +202,6 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "nm_conv_product": (c_int32, [c_int32, c_int32, POINTER(ConvOperands), POINTER(CsrOperand)]),
     "nm_evolution_pass": (c_int32, [c_int32, c_int32, POINTER(Evolution)]),
     "nm_choose_blocks": (c_int64, [POINTER(Evolution)]),
-    "nm_packed_move": (
-        None,
-        [
-            c_void_p,
-            c_int64,
-            c_int32,
-            c_int64,
-            c_void_p,
-            c_int64,
-            c_int64,
-            c_int64,
-            c_void_p,
-            c_void_p,
-        ],
-    ),
 }
 
 

@@ -105,7 +105,18 @@ def keep_evidence(
 def best(
     grid: BlockGrid, bits: Tensor, weight: Tensor, value: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Do what :func:`lightning_nm.kernels.cpu.evolution.best` does."""
+    """Find the best exchange of every block, as :func:`lightning_nm.functional.evolution.best_swaps` does.
+
+    Args:
+        grid: The blocks of the weight.
+        bits: The masks, uint8.
+        weight: The weight, whose pruned entries become +0.0.
+        value: U.
+
+    Returns:
+        The kept entry to prune and the pruned one to regrow, uint8 ``[blocks]`` each, and float32 ``[blocks]`` what
+        that raises the score by: 0 where it does not.
+    """
     blocks = weight.numel() // grid.m
     gain = torch.empty(blocks, dtype=torch.float32, device=weight.device)
     pruned, regrown = torch.empty(2, blocks, dtype=torch.uint8, device=weight.device)

@@ -18,7 +18,7 @@ from lightning_nm.kernels.cpu import evolution
 from lightning_nm.kernels.evolution import passes_for
 from lightning_nm.methods.bame.optimizer_state import clear_entries, group_of, moment_correction
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.nn.layer.sharding import gather, local_shard, local_values
+from lightning_nm.nn.layer.sharding import gather, is_sharded, local_shard, local_values
 
 DECAY = 0.999  # of the second moment
 EPSILON = 1e-12
@@ -95,8 +95,6 @@ def _size_of_kept(layer: NMLayer, mask: Tensor) -> Tensor:
     """The root mean square of kept weights, float32 without axes."""
     weight = layer.weight.detach()
     bits = layer.masks.bits
-    if bits is not None and layer.storage is not None:
-        bits = bits.contiguous()  # in the order of the weight, as those of a dense one
     if bits is not None and evolution.runs(weight, bits):
         return torch.tensor(evolution.size_of_kept(weight, bits), dtype=torch.float32)
     # In float64, so that the order of summation hardly ever changes the result.
@@ -144,11 +142,17 @@ def _places(optimizer: Optimizer, parameter: Tensor) -> tuple[str | None, str | 
 
 def _kept(layer: NMLayer, optimizer: Optimizer, key: str | None, name: str) -> Tensor | None:
     """The full tensor that is kept under a key of the optimizer's state, or under a name of a buffer."""
+    buffer = layer.buffers.get(name)
     if key is None:
-        kept = layer.buffers.get(name)
-    else:
-        kept = optimizer.state.get(layer.param, {}).get(key)
-    return None if kept is None else gather(kept)
+        return None if buffer is None else gather(buffer)
+    kept = optimizer.state.get(layer.param, {}).get(key)
+    if kept is None:
+        return None
+    mask = layer.masks.forward_view
+    if buffer is not None and mask is not None and not is_sharded(kept):
+        # Version 0.3 kept the evidence of weights with storage="packed" in buffers, until the next step here.
+        kept = merged(mask, kept, buffer)
+    return gather(kept)
 
 
 @dataclass
@@ -180,13 +184,6 @@ def _own_ratio(layer: NMLayer, optimizer: Optimizer) -> float:
     """What makes V of the optimizer's own second moment, which counts from its first step."""
     count = layer.buffers[COUNT]
     return float(bias_correction(count) / moment_correction(optimizer, layer.param))
-
-
-def own_squares(layer: NMLayer, optimizer: Optimizer) -> Tensor | None:
-    """V of the kept entries of a packed weight, like its parameter; ``None`` if it is not made of the optimizer's."""
-    _, square_key = _places(optimizer, layer.param)
-    own = optimizer.state.get(layer.param, {}).get(square_key)
-    return None if own is None else own * _own_ratio(layer, optimizer)
 
 
 def gather_evidence(
@@ -237,37 +234,6 @@ def _read(stored: _Stored, mask: Tensor, limit: Tensor) -> Evidence:
     value = masked(stored.value, ~mask).mul_(SCALE)
     implausible = value.abs() > limit
     return Evidence(mask_(value, ~implausible), square, stored.count)
-
-
-def advance_rows(
-    evidence: Evidence, bits: Tensor, grad: Tensor, size: Tensor, limit: Tensor
-) -> Evidence:
-    """Return the evidence of some rows of a weight after one more gradient; U is given divided by SCALE.
-
-    Args:
-        evidence: That of before, which stays as it is.
-        bits: 1 for kept entries, uint8 of its shape.
-        grad: The dense gradient of these rows.
-        size: r.
-        limit: The largest plausible magnitude of U.
-    """
-    stored = _Stored(evidence.value, evidence.square, evidence.count, None)
-    in_single_precision = evidence.value.dtype == torch.float32
-    passes = passes_for(bits, evidence.value, evidence.square, grad)
-    if in_single_precision and passes is not None:
-        return _gather_in_one_pass(passes, bits, stored, grad, size, limit, mask_grad=False)
-    return advance_reference(evidence, bits, grad, size, limit)
-
-
-def advance_reference(
-    evidence: Evidence, bits: Tensor, grad: Tensor, size: Tensor, limit: Tensor
-) -> Evidence:
-    """Compute :func:`advance_rows` by torch operations."""
-    mask = bits.bool()
-    stored = _Stored(evidence.value, evidence.square, evidence.count, None)
-    advanced = _read(stored, mask, limit)
-    advanced.add(grad, mask, size)
-    return advanced
 
 
 def _passes_of(layer: NMLayer, value: Tensor, square: Tensor) -> ModuleType | None:
@@ -361,35 +327,10 @@ def _write_in_one_pass(
     return True
 
 
-@torch.no_grad()
-def place_evidence(layer: NMLayer, optimizer: Optimizer) -> None:
-    """Move the evidence to where it belongs: of a packed weight into buffers, as its state has no pruned entries.
-
-    Of a dense weight into the optimizer's state, where that has a place. Evidence that is in its place stays.
-    """
-    state = optimizer.state.get(layer.param, {})
-    mask = layer.masks.forward_view
-    if COUNT not in layer.buffers or mask is None:
-        return
-    for key, name in zip(_places(optimizer, layer.param), (VALUE, SQUARE), strict=True):
-        # Where a state is in its place, its shape tells whether it has pruned entries.
-        if key is None or key not in state or state[key].shape != layer.view.shape:
-            continue
-        if layer.storage is None and name in layer.buffers:
-            mask_of_state = local_shard(mask, state[key])
-            evidence = local_shard(layer.buffers.pop(name), state[key])
-            local_state = local_values(state[key])
-            local_state.copy_(merged(mask_of_state, local_state, evidence))
-        elif layer.storage is not None and name not in layer.buffers:
-            # What it holds of kept entries is set at each step.
-            layer.buffers[name] = masked(state[key], ~mask).contiguous()
-
-
 def drop_evidence(layer: NMLayer, optimizer: Optimizer) -> None:
     """Free what :func:`write_evidence` kept: the optimizer's state of pruned entries is zero then."""
     for name in (COUNT, VALUE, SQUARE):
         layer.buffers.pop(name, None)
-    if layer.storage is None:  # the state of a packed weight has no pruned entries
-        mask = layer.masks.forward_view
-        assert mask is not None
-        clear_entries(optimizer, layer.param, ~mask, layer.name)
+    mask = layer.masks.forward_view
+    assert mask is not None
+    clear_entries(optimizer, layer.param, ~mask, layer.name)

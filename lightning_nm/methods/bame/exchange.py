@@ -29,7 +29,6 @@ from lightning_nm.methods.bame.optimizer_state import (
     moment_correction,
     step_size,
 )
-from lightning_nm.methods.bame.packed import PackedStep
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.layer.sharding import gather, is_sharded, local_shard, local_values
 
@@ -69,9 +68,6 @@ class PendingStep:
     # With the coming step's gradient: it counts once the optimizer has stepped.
     evidence: Evidence | None = None
     due: bool = False  # an exchange by evidence follows the coming step
-    # Of a packed weight, in the place of `evidence`; None without a dense gradient.
-    packed: PackedStep | None = None
-    gathers: bool = False  # whether the evidence of a packed weight advances with the coming step
 
 
 def dense_gradient_was_used(layer: NMLayer, mask: Tensor) -> bool:

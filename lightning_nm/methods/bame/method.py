@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Literal
 
 import torch
@@ -20,7 +19,6 @@ from lightning_nm.methods.bame.evidence import (
     Evidence,
     drop_evidence,
     gather_evidence,
-    place_evidence,
     write_evidence,
 )
 from lightning_nm.methods.bame.exchange import (
@@ -34,7 +32,6 @@ from lightning_nm.methods.bame.exchange import (
     gradient_of_window,
 )
 from lightning_nm.methods.bame.optimizer_state import check_optimizer, clear_entries, group_of
-from lightning_nm.methods.bame.packed import begin_packed_step, finish_packed_step
 from lightning_nm.methods.bame.statistics import PhaseTotals, evolution_statistics
 from lightning_nm.methods.base import MaskMethod, check_moving_masks, check_option
 from lightning_nm.methods.bi_mask import BiMask
@@ -248,24 +245,6 @@ class BAME(MaskMethod):
         backward = self._bi_mask.select_backward(layer, weight_rows, mask_rows, search=search)
         return layer.view.unrows(backward)
 
-    def is_at_rest(self, layer: NMLayer) -> bool:
-        """Whether the adaptation phase has ended, and its evidence is gone."""
-        _, stop = layer.progress.schedule
-        # The first step after the phase tells if it has moved next to nothing.
-        has_ended = layer.progress.clock > stop and not self._adapting(layer)
-        return layer.masks.has_forward and has_ended and COUNT not in layer.buffers
-
-    def moves_packed(self, layer: NMLayer) -> bool:
-        """Whether it is a linear layer with the forward mask alone, whose evidence accumulates."""
-        if self.evidence != "accumulated" or self._bi_mask is not None:
-            return False
-        is_matrix = len(layer.view.shape) == 2
-        return is_matrix and layer.masks.has_forward and layer.spec.estimator is None
-
-    def place_state(self, layer: NMLayer, optimizer: Optimizer) -> None:
-        """Keep the evidence in the layer's buffers while the weight is packed."""
-        place_evidence(layer, optimizer)
-
     def weight_gradient(
         self, layer: NMLayer, weight: Tensor, grad: Tensor
     ) -> tuple[Tensor | None, ...]:
@@ -275,9 +254,6 @@ class BAME(MaskMethod):
     @torch.no_grad()
     def before_step(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Use the dense gradient, then leave the optimizer the gradient of kept entries."""
-        if layer.storage is not None:
-            self._before_packed_step(layer, optimizer)
-            return
         mask = layer.masks.forward_view
         if mask is None or dense_gradient_was_used(layer, mask):
             return
@@ -295,14 +271,6 @@ class BAME(MaskMethod):
                     layer, optimizer, mask, lambda blocks: self._budget(layer, blocks)
                 )
             layer.view.zero_pruned(dense_grad)
-        layer.pending = pending
-
-    def _before_packed_step(self, layer: NMLayer, optimizer: Optimizer) -> None:
-        """Prepare the evidence of a packed weight, whose gradient is that of kept entries."""
-        pending = PendingStep(ready=True, gathers=self._adapting(layer))
-        if pending.gathers:
-            pending.packed = begin_packed_step(layer, optimizer, self._largest_rate)
-            pending.due = self._is_due(layer, optimizer, layer.param.grad)
         layer.pending = pending
 
     @property
@@ -326,8 +294,7 @@ class BAME(MaskMethod):
         if not layer.masks.has_forward:
             return
         pending = self._pending(layer)
-        if layer.storage is None:
-            layer.view.zero_pruned(layer.view.local)
+        layer.view.zero_pruned(layer.view.local)
         has_evidence = COUNT in layer.buffers
         holds_evidence = self.evidence == "accumulated" and has_evidence and self._adapting(layer)
         if layer.param.grad is not None and (layer.progress.dense_gradient or holds_evidence):
@@ -338,10 +305,7 @@ class BAME(MaskMethod):
                     "self.optimizers()"
                 )
             layer.progress.release_dense_gradient()
-        if layer.storage is not None:
-            self._after_packed_step(layer, optimizer, pending)
-        else:
-            self._after_dense_step(layer, optimizer, pending)
+        self._make_exchange(layer, optimizer, pending)
         if has_evidence and not holds_evidence:
             # The phase has ended.
             drop_evidence(layer, optimizer)
@@ -350,18 +314,7 @@ class BAME(MaskMethod):
         if self._totals.blocks and layer.progress.clock >= stop:
             self._warn_of_idleness()
 
-    def _after_packed_step(
-        self, layer: NMLayer, optimizer: Optimizer, pending: PendingStep
-    ) -> None:
-        """Advance the evidence of a packed weight, and make the exchange."""
-        if pending.ready and pending.gathers:
-            budget = partial(self._budget, layer) if pending.due else None
-            done = finish_packed_step(layer, optimizer, pending.packed, budget)
-            if done is not None:
-                self._count_exchanges(layer, done.blocks, done.held, 0.0)
-        layer.pending = PendingStep()
-
-    def _after_dense_step(self, layer: NMLayer, optimizer: Optimizer, pending: PendingStep) -> None:
+    def _make_exchange(self, layer: NMLayer, optimizer: Optimizer, pending: PendingStep) -> None:
         """Make the exchange, and keep the evidence."""
         mask = layer.masks.forward_view
         assert mask is not None

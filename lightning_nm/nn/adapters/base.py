@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from torch import Tensor, nn
@@ -142,11 +142,9 @@ class Adapter(nn.Module):
             destination[prefix + parameter] = _saved_by_another(self, layer, destination)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        state_dict = _with_packed(state_dict, prefix, self.nm_layers)
-        loaded = []
-        for parameter, layer in self.nm_layers.items():
-            if prefix + parameter in state_dict and layer.storage is None:
-                loaded.append(layer)
+        loaded = [
+            layer for parameter, layer in self.nm_layers.items() if prefix + parameter in state_dict
+        ]
         for layer in loaded:
             # The state dict holds no latent values; swapping weights out and in for validation must not lose them.
             if layer.replaced_state is None:
@@ -172,47 +170,7 @@ class Adapter(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The swapped class has no importable name: pickle and deepcopy make it again from the class it was made of.
         reduced: Any = super().__reduce_ex__(protocol)
-        # (function, arguments, state, ...): the state is the module's own, with dense weights.
-        state = reduced[2]
-        dense = {
-            parameter: nn.Parameter(layer.storage.dense(), layer.param.requires_grad)
-            for parameter, layer in self.nm_layers.items()
-            if layer.storage is not None
-        }
-        if dense:
-            state = {**state, "_parameters": {**state["_parameters"], **dense}}
-        return _new, (type(self).nm_base,), state, *reduced[3:]
-
-
-def _with_packed(
-    state_dict: dict[str, Any], prefix: str, layers: Mapping[str, NMLayer]
-) -> dict[str, Any]:
-    """The state dict with the kept entries of packed weights in the place of dense ones.
-
-    A layer whose mask the weights do not fit is unpacked: other weights need other masks.
-
-    Raises:
-        ValueError: If weights do not fit, and the layer cannot be unpacked.
-    """
-    changed = {}
-    for parameter, layer in layers.items():
-        key = prefix + parameter
-        storage = layer.storage
-        if storage is None or key not in state_dict:
-            continue
-        dense = state_dict[key].detach()
-        if dense.shape == storage.shape:
-            values = storage.pack(dense.to(storage.positions.device))
-            if values.count_nonzero() == dense.count_nonzero():
-                changed[key] = values
-                continue
-        if storage.undo is None:
-            raise ValueError(
-                f"the weight of layer '{layer.name}' is packed in several processes, and these weights of shape "
-                f"{tuple(dense.shape)} do not fit its mask: load them before training, or train with storage='dense'"
-            )
-        storage.undo()
-    return {**state_dict, **changed} if changed else state_dict
+        return _new, (type(self).nm_base,), *reduced[2:]
 
 
 class _Saved(NamedTuple):
@@ -237,8 +195,6 @@ def _saved_by_another(module: nn.Module, layer: NMLayer, destination: dict[str, 
         # Perhaps it was put into another state dict than this one.
         if tensor is not None and any(tensor is value for value in destination.values()):
             return tensor
-    if layer.storage is not None:
-        return layer.storage.dense()
     made = as_sharded(layer.view.local_forward_weight(), layer.param)
     if layer.spec.tied:
         _SAVED[layer] = _Saved(weakref.ref(made), id(module), version)

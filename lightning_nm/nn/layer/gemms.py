@@ -172,10 +172,7 @@ def _wgrad(layer: NMLayer) -> Gemm:
     exact = Gemm()
     is_masked = method.uses_masks and layer.masks.has_forward
     at_pruned = method.gradient_at_pruned(layer)
-    if is_masked and at_pruned and layer.storage is not None:
-        # The product itself is that of kept entries; the method multiplies all of them out a few rows at a time.
-        exact = Gemm(kind="outputs", reason="dense for the masks, a few rows at a time")
-    elif is_masked and not at_pruned:
+    if is_masked and not at_pruned:
         density = kept_share(layer)
         exact = Gemm(
             kind="outputs",

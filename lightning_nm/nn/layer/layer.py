@@ -19,7 +19,6 @@ from lightning_nm.nn.layer.observation import GradientObservation
 from lightning_nm.nn.layer.progress import LayerProgress
 from lightning_nm.nn.layer.sharding import is_sharded
 from lightning_nm.nn.layer.spec import LayerSpec
-from lightning_nm.nn.layer.storage import PackedStorage
 from lightning_nm.nn.layer.view import WeightView
 from lightning_nm.nn.layer.weight import ShardedWeight
 
@@ -38,8 +37,6 @@ class NMLayer(HasHandle):
 
     first_row = 0
     """The first output row, counted from that of the weight which the random numbers belong to."""
-    storage: PackedStorage | None = None
-    """Holds the weight while kept entries alone are stored; ``None`` for an ordinary one."""
     routes_gradients = True
     """Whether products route their weight gradients through the method."""
 
@@ -102,7 +99,7 @@ class NMLayer(HasHandle):
 
     @property
     def param(self) -> nn.Parameter:
-        """The latent parameter as the module holds it, for its identity: its values may be sharded or packed."""
+        """The latent parameter as the module holds it, for its identity: its values may be sharded."""
         # Not by getattr: while a module of experts runs, its attribute is an ExpertWeight.
         parameter = self.spec.module._parameters[self.spec.parameter]
         assert parameter is not None
@@ -115,15 +112,11 @@ class NMLayer(HasHandle):
 
     @property
     def weight(self) -> nn.Parameter:
-        """The latent parameter; within :meth:`full` a plain tensor, even if it is sharded or packed."""
-        if self.storage is not None:
-            return self.storage.weight
+        """The latent parameter; within :meth:`full` a plain tensor, even if it is sharded."""
         return self.param if self.shards is None else self.shards.weight
 
     def full(self, *, gradient: bool = False) -> AbstractContextManager[None]:
         """Within, :attr:`weight` is the full weight; all processes must enter, see :class:`ShardedWeight`."""
-        if self.storage is not None:
-            return self.storage.full()
         return nullcontext() if self.shards is None else self.shards.full(gradient=gradient)
 
     @property
@@ -146,8 +139,6 @@ class NMLayer(HasHandle):
 
     def forward_weight(self) -> Tensor:
         """W_F, the values that the forward GEMM uses, detached; gathered if it is sharded."""
-        if self.storage is not None:
-            return self.storage.dense()
         with torch.no_grad(), self.full():
             return self.spec.method.forward_weight(self, self.weight.detach())
 
@@ -156,8 +147,6 @@ class NMLayer(HasHandle):
 
         Of a layer that draws them (:attr:`draws_backward`) it is their expectation, W_F.
         """
-        if self.storage is not None:
-            return self.storage.dense()
         with torch.no_grad(), self.full():
             return self.spec.method.backward_weight(self, self.weight.detach())
 

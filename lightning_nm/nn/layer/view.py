@@ -33,9 +33,8 @@ class WeightView:
 
     @property
     def shape(self) -> torch.Size:
-        """The shape of the weight, also while it is sharded or packed."""
-        storage = self._layer.storage
-        return self._layer.param.shape if storage is None else storage.shape
+        """The shape of the whole weight, also while it is sharded."""
+        return self._layer.param.shape
 
     def rows(self, tensor: Tensor) -> Tensor:
         """View a weight-shaped tensor so that dimension 0 is `out` and forward blocks lie along dimension 1."""
@@ -46,27 +45,17 @@ class WeightView:
         return rows_of(tensor, self._layer.spec.layout).flatten(1)
 
     def rows_shape(self, weight: Tensor) -> torch.Size:
-        """The shape of :meth:`rows` of the parameter as products get it, also of a packed one and of a shard."""
-        storage = self._layer.storage
-        return self.rows(weight).shape if storage is None else storage.rows_shape
+        """The shape of :meth:`rows` of the parameter as products get it, also of a shard."""
+        return self.rows(weight).shape
 
     def matrix_shape(self, weight: Tensor) -> tuple[int, int]:
         """The shape of :meth:`matrix` of the parameter as products get it."""
         shape = self.rows_shape(weight)
         return shape[0], shape[1:].numel()
 
-    def unpacked(self, weight: Tensor) -> Tensor:
-        """The parameter as kernels get it, in the weight's shape: if it is packed, W_F as a new tensor, row by row."""
-        storage = self._layer.storage
-        if storage is None or weight.shape == storage.shape:
-            return weight
-        return storage.unpack_by_rows(weight)
-
     def forward_of(self, weight: Tensor) -> Tensor:
         """W_F, or the method's training weight, of the weight's shape, from the parameter as products get it."""
         layer = self._layer
-        if layer.storage is not None:
-            return weight if weight.shape == layer.storage.shape else layer.storage.unpack(weight)
         method = layer.spec.method
         if method.has_training_weight and layer.spec.module.training:
             return method.training_weight(layer, weight)
@@ -75,8 +64,6 @@ class WeightView:
     def backward_of(self, weight: Tensor) -> Tensor:
         """W_B, or the method's training weight, of the weight's shape, from the parameter as products get it."""
         layer = self._layer
-        if layer.storage is not None:
-            return weight if weight.shape == layer.storage.shape else layer.storage.unpack(weight)
         method = layer.spec.method
         if method.has_training_weight and layer.spec.module.training:
             return method.training_weight(layer, weight)
@@ -124,12 +111,7 @@ class WeightView:
         return self._layer.param.grad if shards is None else shards.local_grad
 
     def shard_of(self, full: Tensor) -> Tensor:
-        """Those entries of a weight-shaped tensor whose values are in :attr:`local`.
-
-        A view; of a packed weight a copy.
-        """
-        if self._layer.storage is not None:
-            return self._layer.storage.pack(full)
+        """A view of those entries of a weight-shaped tensor whose values are in :attr:`local`."""
         shards = self._layer.shards
         return full if shards is None else shards.shard_of(full)
 
@@ -154,8 +136,6 @@ class WeightView:
     def local_forward_weight(self) -> Tensor:
         """The local shard of W_F, detached; gathers the weight only if the method computes W_F from all of it."""
         layer = self._layer
-        if layer.storage is not None:
-            return self.local
         if layer.shards is None or not layer.spec.method.selects_entries:
             return self.shard_of(layer.forward_weight())
         mask = layer.masks.forward_view

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_nm.functional.mask_bits import BACKWARD_BIT, FORWARD_BIT
-from lightning_nm.kernels.api import GemmKernel, GemmKey, KeptEntries, MaskedMatrix
+from lightning_nm.kernels.api import GemmKernel, GemmKey, MaskedMatrix
 from lightning_nm.kernels.operands import masked_backward, masked_forward
 from lightning_nm.kernels.router.router import Product, Router
 from lightning_nm.nn.layer import NMLayer
@@ -23,8 +23,6 @@ def packable_forward(layer: NMLayer, weight: Tensor, dtype: torch.dtype) -> Tens
     """Return W_F ``[out, in]`` as kernels pack it, contiguous; in one pass where the method selects entries."""
     method = layer.spec.method
     masks = layer.masks
-    if layer.storage is not None:
-        return layer.view.matrix(layer.view.unpacked(weight)).to(dtype).contiguous()
     bits = masks.bits if masks.has_forward and method.selects_entries else None
     # The one pass walks weight and bits together, so both must lie in the same order.
     if bits is None or bits.stride() != weight.stride():
@@ -37,8 +35,6 @@ def packable_backward(layer: NMLayer, weight: Tensor, dtype: torch.dtype) -> Ten
     """Return W_B^T ``[in, out]`` as kernels pack it, contiguous; its columns in the order of a backward mask."""
     method = layer.spec.method
     masks = layer.masks
-    if layer.storage is not None:
-        return _transposed(layer.view.matrix(layer.view.unpacked(weight)).to(dtype), None)
     own_backward = masks.has_backward
     order = masks.permutation if own_backward else None
     has_mask = masks.has_forward or own_backward
@@ -54,7 +50,6 @@ def packable_backward(layer: NMLayer, weight: Tensor, dtype: torch.dtype) -> Ten
 def forward_operand(layer: NMLayer, weight: Tensor, key: GemmKey) -> MaskedMatrix:
     """Return W_F ``[out, in]`` for kernels."""
     method = layer.spec.method
-    weight = layer.view.unpacked(weight)
     bits = layer.masks.bits
     if not method.selects_entries:
         values = method.forward_weight(layer, weight).to(key.dtype)
@@ -71,7 +66,6 @@ def backward_operand(layer: NMLayer, weight: Tensor, key: GemmKey) -> MaskedMatr
     """Return W_B^T ``[in, out]`` for kernels, with the permutation of a backward mask."""
     method = layer.spec.method
     masks = layer.masks
-    weight = layer.view.unpacked(weight)
     values = weight if method.selects_entries else method.backward_weight(layer, weight)
     # Without a backward mask, dgrad uses the forward one, which has no permutation.
     bit = BACKWARD_BIT if masks.has_backward else FORWARD_BIT
@@ -133,7 +127,6 @@ def layout_of(
     product: Product,
     matrix: Callable[[], MaskedMatrix],
     side: str = "",
-    weight: Tensor | None = None,
 ) -> Any:
     """Return what a packed operand has of the masks, which is kept while they stand still.
 
@@ -144,51 +137,14 @@ def layout_of(
         product: One of the layer's products.
         matrix: Makes the operand; called if there is no layout of these masks yet.
         side: Names the operand; by default dgrad has one of its own, and the others share that of the forward.
-        weight: The weight in the product; by default the layer's parameter.
     """
     if not side:
         side = "dgrad" if product.key.gemm == "dgrad" else "forward"
-    packs_kept = _packs_kept(layer, product, layer.param if weight is None else weight)
     # Products of another dtype may take another layout.
-    name = (kernel.name, "layout", side, product.key.dtype, packs_kept)
+    name = (kernel.name, "layout", side, product.key.dtype)
     # A method may change its pattern without moving the masks.
     stamp: Hashable = (layer.masks.state, product.key.pattern)
-
-    def make() -> Any:
-        if packs_kept:
-            return kernel.layout_of_kept(matrix())
-        return kernel.layout(matrix())
-
-    return router.layout(layer, name, stamp, make)
-
-
-def _packs_kept(layer: NMLayer, product: Product, weight: Tensor) -> bool:
-    """Whether an operand is packed from the kept entries of a packed weight."""
-    if layer.storage is None or weight.shape == layer.view.shape:
-        return False
-    # A convolution's kept entries are not in the order of its memory, by which kernels read weights.
-    return product.key.conv is None and len(layer.view.rows_shape(weight)) == 2
-
-
-def _pack_kept(
-    layer: NMLayer,
-    router: Router,
-    kernel: GemmKernel,
-    product: Product,
-    weight: Tensor,
-    operand: Callable[[NMLayer, Tensor, GemmKey], MaskedMatrix],
-    side: str,
-) -> Any:
-    """Return the packed operand of a packed weight without making it dense; ``None`` where that cannot be."""
-    if not _packs_kept(layer, product, weight):
-        return None
-
-    def matrix() -> MaskedMatrix:
-        return operand(layer, weight, product.key)
-
-    layout = layout_of(layer, router, kernel, product, matrix, side, weight)
-    kept = KeptEntries(weight.detach(), layer.pattern, product.key.dtype)
-    return kernel.pack_kept(kept, layout)
+    return router.layout(layer, name, stamp, lambda: kernel.layout(matrix()))
 
 
 def pack_of(
@@ -209,12 +165,8 @@ def pack_of(
     """
 
     def make() -> Any:
-        if layer.storage is not None:
-            packed = _pack_kept(layer, router, kernel, product, weight, operand, side)
-            if packed is not None:
-                return packed
         matrix = operand(layer, weight, product.key)
-        layout = layout_of(layer, router, kernel, product, lambda: matrix, side, weight)
+        layout = layout_of(layer, router, kernel, product, lambda: matrix, side)
         return kernel.pack_masked(matrix, layout)
 
     if not keep or not kernel.keeps_packs:

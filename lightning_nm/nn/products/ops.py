@@ -31,7 +31,6 @@ from lightning_nm.kernels.router.router import Router, active
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.products.dense_conv import conv_gradients, conv_weight_gradient
 from lightning_nm.nn.products.estimates import backward_matrix, backward_weight, estimated
-from lightning_nm.nn.products.factors import begin_factors, keep_factors, needs_factors
 from lightning_nm.nn.products.routed_conv import backward_convs, flattened, forward_conv
 from lightning_nm.nn.products.routed_ops import (
     DRAWN_CONVOLUTION,
@@ -267,9 +266,6 @@ def _route(
     """
     if not torch.compiler.is_compiling():
         layer.progress.note_gradient()
-    if layer.storage is not None:
-        # Kept entries alone have a gradient, in the order of the values.
-        return layer.storage.pack(dweight).to(weight.dtype), [None] * number
     dweight = dweight.to(weight.dtype)
     if not layer.routes_gradients:
         return dweight, [None] * number
@@ -306,14 +302,6 @@ class _Linear(torch.autograd.Function):
             return forward_gemm(
                 x_ti, weight, bias, tensors, trains, out, layer.handle_tensor, router.handle
             )
-        if torch.compiler.is_compiling() and needs_factors(layer):
-            raise RuntimeError(
-                f"a compiled graph cannot keep what the masks of layer '{layer.name}' need of its gradient with "
-                "storage='packed': use the precision plugin of this package, whose products are operators of their "
-                "own, or storage='dense'"
-            )
-        if not torch.compiler.is_compiling():
-            begin_factors(layer)
         record_dense(layer, ctx.router, "forward", len(x_ti), x_ti, _PART_REASON)
         # One name for W_F and its cast: the memory of the first is free during the product.
         weight_oi = layer.view.matrix(layer.view.forward_of(weight))
@@ -360,7 +348,6 @@ class _Linear(torch.autograd.Function):
                     return dy_to.t() @ x_ti
 
                 dweight_oi = _weight_gradient(layer, dy_to, noise, multiply, ctx.rows.start or 0)
-                keep_factors(layer, dy_to, x_ti, ctx.rows.start or 0)
         if needs_weight:
             if not is_whole:
                 part_oi = dweight_oi
@@ -425,7 +412,7 @@ class _Conv(torch.autograd.Function):
             known_router, trains = route
             y = forward_conv(
                 _planes(x),
-                layer.view.unpacked(weight),
+                weight,
                 bias,
                 tensors,
                 trains,
@@ -465,7 +452,7 @@ class _Conv(torch.autograd.Function):
             dx, dweight = backward_convs(
                 _planes(dy),
                 _planes(x),
-                layer.view.unpacked(weight),
+                weight,
                 tensors,
                 needs_x and routes_x,
                 needs_weight_of_dy,

@@ -34,7 +34,6 @@ from lightning_nm.kernels.router.router import Product, Router
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.layer.gemms import LAYER_GEMMS, GemmKind
 from lightning_nm.nn.products.estimates import backward_matrix, drawn_transposed, estimated
-from lightning_nm.nn.products.factors import begin_factors, keep_factors, needs_factors
 from lightning_nm.nn.products.operands import (
     backward_operand,
     forward_operand,
@@ -191,7 +190,6 @@ def forward_gemm(
     """
     # An operator takes tensors and numbers alone: the objects are looked up.
     layer: NMLayer = lookup(tag.shape[0])
-    begin_factors(layer)
     active_router: Router = lookup(router)
     # The router measures all products of a layer at once, so it hears of those to come with the first.
     gemms = GEMMS if trains and not active_router.tuned else GEMMS[:1]
@@ -286,9 +284,6 @@ def backward_gemms(
         dweight = grad.new_empty(0)
     else:
         dweight = _wgrad(layer, active_router, wgrad_kernel, wgrad, gradient, weight, x)
-        if needs_factors(layer):
-            # Copies: a compiled graph gives the memory of both to other tensors once this operator has returned.
-            keep_factors(layer, grad.clone(), x.clone())
     return dx, dweight
 
 
@@ -478,7 +473,7 @@ def _observed_wgrad(
 
 def _forward_matrix(layer: NMLayer, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Return W_F ``[out, in]`` for a dense product: masked and cast in one pass where a kernel does that."""
-    if layer.storage is None and in_one_pass(weight):
+    if in_one_pass(weight):
         return packable_forward(layer, weight, dtype)
     return layer.view.matrix(layer.view.forward_of(weight)).to(dtype)
 
@@ -491,7 +486,7 @@ def _backward_matrix(
         return backward_matrix(layer, weight, noise, dtype)
     # The one pass would order the rows of a permuted W_B, which takes more passes here.
     is_permuted = layer.masks.has_backward and layer.masks.permutation is not None
-    if layer.storage is None and in_one_pass(weight) and not is_permuted:
+    if in_one_pass(weight) and not is_permuted:
         return packable_backward(layer, weight, dtype).t()
     return layer.view.matrix(layer.view.backward_of(weight)).to(dtype)
 

@@ -65,8 +65,8 @@ class CommHookState:
     def sparse(self, parameter: Tensor) -> NMLayer | None:
         """Return the layer of a weight if only the kept entries of its gradient are needed now."""
         layer = self._layers.get(id(parameter))
-        if layer is None or layer.param is not parameter or layer.storage is not None:
-            return None  # of a packed weight the gradient is that of kept entries
+        if layer is None or layer.param is not parameter:
+            return None
         # Without a mask every entry is kept, and some methods read the gradient of pruned entries, too.
         method = layer.spec.method
         if layer.masks.forward_view is None or method.gradient_at_pruned(layer):
@@ -75,13 +75,6 @@ class CommHookState:
         if method.current_pattern(layer) is None:
             return None
         return layer
-
-    def dense_entries(self, parameter: Tensor) -> int:
-        """Return the entries of a parameter, of a packed weight those of the dense one."""
-        layer = self._layers.get(id(parameter))
-        if layer is None or layer.param is not parameter:
-            return parameter.numel()
-        return layer.view.shape.numel()
 
     def entries(self, layer: NMLayer) -> Tensor:
         """Return :func:`kept_entries` of a layer, cached until its masks change."""
@@ -139,7 +132,7 @@ def kept_entries_hook(
     message = message.div_(dist.get_world_size(state.group))
     message = message.to(state.dtype or message.dtype)
     state.sent += message.numel() * message.element_size()
-    state.dense += sum(map(state.dense_entries, parameters)) * buffer.element_size()
+    state.dense += sum(parameter.numel() for parameter in parameters) * buffer.element_size()
     # On a GPU `unpack` runs on another stream: it may only use tensors that outlive it, as those of state and bucket.
     entries = [None if layer is None else state.entries(layer) for layer in layers]
 

@@ -290,14 +290,12 @@ enum { ENTRIES = 1 << 14 }; /* that one task takes */
 static void csr_values_task(int64_t begin, int64_t end, void *context) {
     const csr_values_job *job = context;
     for (int64_t e = begin * ENTRIES; e < nm_min(end * ENTRIES, job->entries); e++) {
-        int64_t at = job->source ? job->source[e] : e;
-        int64_t to = job->slot ? job->slot[e] : e;
-        job->values[to] = rounded(read_value(job->weight, job->dtype, at), job->round);
+        float value = read_value(job->weight, job->dtype, job->source[e]);
+        job->values[job->slot[e]] = rounded(value, job->round);
     }
 }
 
-/* The values of a csr layout; without `source`, from its entries in the order of the weight's memory, which without
- * `slot` is that of the layout. */
+/* The values of a csr layout. */
 void nm_csr_values(nm_parallel parallel, int64_t threads, const int32_t *source, const int32_t *slot, int64_t entries,
                    const void *weight, int32_t dtype, int32_t round, float *values) {
     csr_values_job job = {source, slot, entries, weight, dtype, round, values};

@@ -2,8 +2,8 @@
  *
  * kernels.c is compiled once for each instruction set (NM_LEVEL) and gives one `nm_kernels` each. bf16.c has the bfloat16
  * products of CPUs with AVX512_BF16, whose other products are those of AVX-512. int8.c has those of int8 weights. layout.c
- * turns masks into layouts, and weights into the values of a layout. packed.c moves kept entries between blocks and packed values. evolve.c and
- * choose.c move the masks of BAME. library.c detects the CPU and exports the functions.
+ * turns masks into layouts, and weights into the values of a layout. evolve.c and choose.c move the masks of BAME.
+ * library.c detects the CPU and exports the functions.
  *
  * The layouts:
  *   permute  For matrices that are N:M along the depth. A register holds `lanes` inputs of one token, its lanes are
