@@ -20,6 +20,7 @@ from lightning_nm.functional.schedule import UnknownLength
 from lightning_nm.methods import Method, MethodName
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.layer.gemms import mean_densities
+from lightning_nm.nn.layer.layout import known_size
 from lightning_nm.nn.layer.sharding import reshard
 from lightning_nm.nn.layer.state import layer_state
 from lightning_nm.nn.selection.install import install, uninstall
@@ -56,7 +57,6 @@ from lightning_nm.training.statistics import (
     layer_statistics,
     layers_short_of_tokens,
     mean_flip_rate,
-    parameter_sizes,
     share_of_products,
     violations,
 )
@@ -497,8 +497,7 @@ class NMSparsifier:
             ]
         else:
             layers = [layer for layer in self.selection.layers if layer.spec.maskable]
-        sizes = parameter_sizes(self.model, self.selection.layers)
-        all_parameters = sum(sizes.values())
+        all_parameters = sum(map(known_size, self.model.parameters()))
         shares = {"parameters": sum(layer.view.shape.numel() for layer in layers) / all_parameters}
         all_macs = sum(self.macs.values())
         if all_macs:

@@ -166,8 +166,9 @@ def ways_of_an_adaptation(weight: Tensor, pattern: NMPattern) -> list[Way]:
 
     def best() -> object:
         # On CPUs an exchange is found and made in one call.
-        on_gpu = passes is not None and weight.device.type != "cpu"
-        return passes.best(grid, bits, weight, value) if on_gpu else best_twin()
+        if passes is None or weight.device.type == "cpu":
+            return best_twin()
+        return passes.best(grid, bits, weight, value)
 
     def best_twin() -> object:
         mask_(weight, mask)

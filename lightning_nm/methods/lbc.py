@@ -100,7 +100,7 @@ class LBC(MaskMethod):
         refuse_tensor_parallel(layer, "scores of all blocks")
         patterns = patterns_of_layer(layer.name, layer.pattern)
         count, m = patterns.shape
-        rows = layer.view.rows_shape(layer.weight)
+        rows = layer.view.rows(layer.weight).shape
         blocks = rows.numel() // m
         device = layer.weight.device
         # One pattern in C(M-1, N-1) keeps a certain entry: the scores of those that do add up to 1.
@@ -146,7 +146,7 @@ class LBC(MaskMethod):
         patterns = layer.buffers[PATTERNS]
         # [blocks, C] x [C, M]: how many patterns that are left keep each entry.
         keepers = (~removed).flatten(0, 1).float() @ patterns.float()
-        rows = layer.view.rows_shape(layer.weight)
+        rows = layer.view.rows(layer.weight).shape
         layer.set_masks(layer.view.unrows(from_blocks(keepers > 0, rows)))
 
     def gradient_at_pruned(self, layer: NMLayer) -> bool:

@@ -221,7 +221,7 @@ class MaskLogits(MaskMethod):
         patterns = layer.buffers[PATTERNS]
         best = logits.argmax(-1).flatten()  # [blocks]
         kept_blocks = patterns[best].bool()  # [blocks, M]
-        rows = layer.view.rows_shape(layer.weight)
+        rows = layer.view.rows(layer.weight).shape
         layer.set_masks(layer.view.unrows(from_blocks(kept_blocks, rows)))
         progress = _progress(layer)
         annealed = [
@@ -241,7 +241,7 @@ class MaskLogits(MaskMethod):
         """The soft mask of this step, of the weight's shape."""
         choice = self._choice(layer, logits).flatten(0, 1)  # [blocks, C]
         mask_blocks = choice @ layer.buffers[PATTERNS].to(choice.dtype)
-        rows = layer.view.rows_shape(layer.weight)
+        rows = layer.view.rows(layer.weight).shape
         return layer.view.unrows(from_blocks(mask_blocks, rows))
 
     def training_weight(self, layer: NMLayer, weight: Tensor) -> Tensor:

@@ -62,22 +62,16 @@ def share_of_products(model: nn.Module, layers: Iterable[NMLayer]) -> float:
     """
     looked_up = (nn.Embedding, nn.EmbeddingBag)
     modules = [module for module in model.modules() if not isinstance(module, looked_up)]
-    sizes = parameter_sizes(model, layers)
-    used = {id(parameter) for module in modules for parameter in module.parameters(recurse=False)}
-    sizes = {key: size for key, size in sizes.items() if key in used}
+    sizes = {
+        id(parameter): known_size(parameter)
+        for module in modules
+        for parameter in module.parameters(recurse=False)
+    }
     total = sum(sizes.values())
     if not total:
         return 1.0
     masked = {id(layer.param) for layer in layers if layer.spec.maskable}
     return sum(size for key, size in sizes.items() if key in masked) / total
-
-
-def parameter_sizes(model: nn.Module, layers: Iterable[NMLayer]) -> dict[int, int]:
-    """The entries of each parameter by its id: of a packed weight those of the dense one, of a lazy one 0."""
-    sizes = {id(parameter): known_size(parameter) for parameter in model.parameters()}
-    for layer in layers:
-        sizes[id(layer.param)] = layer.view.shape.numel()
-    return sizes
 
 
 def layers_short_of_tokens(

@@ -118,14 +118,6 @@ def _rate_now(rate: float, optimizer: Optimizer, parameter: Tensor) -> float:
     return -rate * share if group.get("maximize") else rate * share
 
 
-def step_and_limit(
-    layer: NMLayer, optimizer: Optimizer, mask: Tensor, rate: float
-) -> tuple[Tensor, Tensor]:
-    """Return r, and the magnitude beyond which an old U is no evidence; ``rate`` is the largest relative r."""
-    size_of_kept = _size_of_kept(layer, mask)
-    return _rate_now(rate, optimizer, layer.param) * size_of_kept, _PLAUSIBLE * size_of_kept
-
-
 def _places(optimizer: Optimizer, parameter: Tensor) -> tuple[str | None, str | None]:
     """The optimizer's tensors whose pruned entries hold U / SCALE and V; ``None`` for a buffer of the layer.
 
@@ -205,7 +197,9 @@ def gather_evidence(
         if grad is None:
             return none
         stored = _Stored(none.value, none.square, none.count, None)
-    size, limit = step_and_limit(layer, optimizer, mask, rate)
+    size_of_kept = _size_of_kept(layer, mask)
+    size = _rate_now(rate, optimizer, layer.param) * size_of_kept
+    limit = _PLAUSIBLE * size_of_kept
     passes = _passes_of(layer, stored.value, stored.square)
     masks_grad = False
     if passes is not None:

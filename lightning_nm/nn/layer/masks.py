@@ -138,7 +138,8 @@ class LayerMasks:
 
     def count_moved(self, flips: int) -> None:
         """Count forward bits that were changed in place, in :attr:`bits`."""
-        self.flips = torch.tensor(flips, dtype=torch.int64, device=self.tensors()[0].device)
+        assert self.bits is not None
+        self.flips = torch.tensor(flips, dtype=torch.int64, device=self.bits.device)
         before = torch.zeros_like(self.flips) if self.total_flips is None else self.total_flips
         self.total_flips = before + self.flips
         self.generation = next(_generations)

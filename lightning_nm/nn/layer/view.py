@@ -44,13 +44,9 @@ class WeightView:
         """View a weight-shaped tensor as ``[out, in]``: :meth:`rows`, without the single tap of a 1x1 convolution."""
         return rows_of(tensor, self._layer.spec.layout).flatten(1)
 
-    def rows_shape(self, weight: Tensor) -> torch.Size:
-        """The shape of :meth:`rows` of the parameter as products get it, also of a shard."""
-        return self.rows(weight).shape
-
     def matrix_shape(self, weight: Tensor) -> tuple[int, int]:
-        """The shape of :meth:`matrix` of the parameter as products get it."""
-        shape = self.rows_shape(weight)
+        """The shape of :meth:`matrix` of the parameter as products get it, also of a shard."""
+        shape = self.rows(weight).shape
         return shape[0], shape[1:].numel()
 
     def forward_of(self, weight: Tensor) -> Tensor:

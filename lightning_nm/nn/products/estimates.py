@@ -92,5 +92,5 @@ def backward_weight(
     """W_B of :func:`backward_matrix` in the shape of the weight."""
     if layer.draws_backward and noise is not None:
         drawn_oi = drawn_matrix(layer, weight, noise, dtype)
-        return layer.view.unrows(drawn_oi.reshape(layer.view.rows_shape(weight)))
+        return layer.view.unrows(drawn_oi.reshape(layer.view.rows(weight).shape))
     return layer.view.backward_of(weight).to(dtype)

@@ -354,7 +354,7 @@ class _Linear(torch.autograd.Function):
                 dweight_oi = part_oi.new_zeros(layer.view.matrix_shape(weight))
                 dweight_oi[ctx.rows] = part_oi
             # A 1x1 convolution and a transposed layer have a weight that is not [out, in].
-            dweight = layer.view.unrows(dweight_oi.view(layer.view.rows_shape(weight)))
+            dweight = layer.view.unrows(dweight_oi.view(layer.view.rows(weight).shape))
             dweight, dtensors = _route(layer, weight, dweight, len(tensors))
         if needs_bias:
             dbias = dy_to.sum(0)
