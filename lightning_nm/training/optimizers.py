@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -33,7 +33,16 @@ def owned_layers(
         ValueError: If a method cannot work with the optimizer, naming it and the layer; nothing is added then.
     """
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-    owned = check_owned(optimizer, layers, () if known is None else known.layers)
+    owned = [layer for layer in layers if id(layer.optimizer_param) in groups]
+    for layer in owned:
+        if known is None or layer not in known.layers:
+            layer.spec.method.check_optimizer(layer, optimizer)
+        for parameter in layer.parameters.values():
+            if type(optimizer).__name__ == "Muon" and parameter.dim() != 2:
+                raise ValueError(
+                    f"Muon trains matrices only, but {type(layer.spec.method).__name__} owns a parameter of shape "
+                    f"{tuple(parameter.shape)} at layer '{layer.name}': use another optimizer for this method"
+                )
     for layer in owned:
         for name, parameter in layer.parameters.items():
             if id(parameter) in groups:
@@ -45,25 +54,6 @@ def owned_layers(
                 group["param_names"].append(f"{layer.name}.{name}")
     held = sum(len(group["params"]) for group in optimizer.param_groups)
     return OwnedLayers(optimizer, owned, held)
-
-
-def check_owned(
-    optimizer: Optimizer, layers: Sequence[NMLayer], known: Container[NMLayer] = ()
-) -> list[NMLayer]:
-    """The layers whose weight an optimizer holds, checked as :func:`owned_layers` does; nothing is changed."""
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    owned = [layer for layer in layers if id(layer.optimizer_param) in held]
-    for layer in owned:
-        if layer not in known:
-            layer.spec.method.check_optimizer(layer, optimizer)
-    for layer in owned:
-        for parameter in layer.parameters.values():
-            if type(optimizer).__name__ == "Muon" and parameter.dim() != 2:
-                raise ValueError(
-                    f"Muon trains matrices only, but {type(layer.spec.method).__name__} owns a parameter of shape "
-                    f"{tuple(parameter.shape)} at layer '{layer.name}': use another optimizer for this method"
-                )
-    return owned
 
 
 @torch.no_grad()

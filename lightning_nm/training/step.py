@@ -108,7 +108,7 @@ class TrainingStep:
                 method = layer.spec.method
                 hooks = self._hooks_of(layer)
                 # Methods see true gradients, whatever a GradScaler has multiplied them by.
-                with _unscaled(layer, loss_scale), _full(layer, gradient=True):
+                with _unscaled(layer, loss_scale), layer.full(gradient=True):
                     if "penalty" in hooks:
                         _add_penalty(layer)
                     if "before_step" in hooks:
@@ -127,7 +127,7 @@ class TrainingStep:
             return
         loss_scale = _scale_within_step(optimizer)
         for layer in shaping:
-            with _unscaled(layer, loss_scale), _full(layer, gradient=True):
+            with _unscaled(layer, loss_scale), layer.full(gradient=True):
                 layer.spec.method.after_clipping(layer, optimizer)
 
     def after_optimizer(self, optimizer: Optimizer) -> None:
@@ -146,7 +146,7 @@ class TrainingStep:
             if layer.progress.step == 1 or isinstance(optimizer, torch.optim.Adamax):
                 self._zero_pruned_state(layer)
             if "after_step" in hooks:
-                with _full(layer, gradient=True):
+                with layer.full(gradient=True):
                     layer.spec.method.after_step(layer, optimizer)
             # A batch may hold several steps, and each needs random numbers of its own.
             layer.draw_noise()
@@ -187,7 +187,7 @@ class TrainingStep:
         if has_stepped or begins_phase or begins_stage:
             had_mask = layer.masks.has_forward
             if "update" in hooks:
-                with _full(layer):
+                with layer.full():
                     method.update(layer)
             if not had_mask and layer.step:
                 self._zero_pruned_state(layer)
@@ -206,7 +206,7 @@ class TrainingStep:
 
     def _begin_stage(self, layer: NMLayer) -> None:
         """Begin a stage of the schedule, in all layers at the same training step."""
-        with _full(layer):
+        with layer.full():
             begin_stage(layer, [known.optimizer for known in self.optimizers.values()])
         if layer.parameters:
             # The first masks may bring parameters of the method.
@@ -431,10 +431,6 @@ class TrainingStep:
         if announced or not changes_nothing(optimizer):
             self.forgotten.optimizer_stepped(optimizer, self.owned(optimizer), announced)
             self.after_optimizer(optimizer)
-
-
-def _full(layer: NMLayer, *, gradient: bool = False) -> Any:
-    return nullcontext() if layer.shards is None else layer.shards.full(gradient=gradient)
 
 
 def _scale_within_step(optimizer: Optimizer) -> float:
