@@ -31,7 +31,6 @@ from lightning_nm.callbacks.report.warnings import (
     warn_of_replaced,
     warn_of_resume,
 )
-from lightning_nm.callbacks.throughput import turn_off_mfu
 from lightning_nm.callbacks.training_length import is_scheduled, planned_steps
 from lightning_nm.config import SparsityConfig, chosen_config, refuse_unknown
 from lightning_nm.estimators import EstimatorName, GradientEstimator
@@ -297,7 +296,6 @@ class NMSparsityCallback(SavedSparsity):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Print the table of layers, and register optimizers that were replaced since fit started."""
         sparsifier = self._installed()
-        turn_off_mfu(trainer)
         sparsifier.follow(trainer.optimizers)
         # Not in on_fit_start: the Trainer loads the state of optimizers after it.
         sparsifier.check_optimizer_states()

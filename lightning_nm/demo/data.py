@@ -29,8 +29,8 @@ def keyed_generator(seed: int, *key: int | str) -> torch.Generator:
 class SeededSampler(DistributedSampler[int]):
     """Yields indices in an order that depends only on `(seed, epoch)`; rank `r` of `R` takes every `R`-th one from `r`.
 
-    As it is a `DistributedSampler`, Lightning sets its epoch, and keeps it under DDP. The epoch goes on to data that have
-    `set_epoch`, as augmented ones do.
+    As it is a `DistributedSampler`, Lightning sets its epoch, and keeps it under DDP. Data that have
+    `set_epoch`, as augmented ones do, are told of the epoch.
 
     Example:
         >>> sampler = SeededSampler(range(6), seed=1)

@@ -18,7 +18,7 @@ _TRAINING_IMAGES = 60_000  # of Fashion-MNIST
 
 
 class ImageArrays(Dataset[tuple[Tensor, Tensor]]):
-    """Images in bytes, uint8 `[N, C, H, W]`, and labels `[N]`; a batch has `(images / scale - mean) / std` and labels."""
+    """Images in bytes, uint8 `[N, C, H, W]`, and labels `[N]`; a batch has `(images / scale - mean) / std`."""
 
     def __init__(
         self, images: Tensor, labels: Tensor, scale: float, mean: float = 0.0, std: float = 1.0

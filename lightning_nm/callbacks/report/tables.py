@@ -280,8 +280,6 @@ def print_layers(sparsifier: NMSparsifier, console: Console | None = None) -> No
         print_note(console, without_matrices)
     if sparsifier.selection.first_last:
         console.print("skip_first_last=False masks the first and the last layer, too", style="dim")
-    if sparsifier.selection.hint:
-        print_note(console, sparsifier.selection.hint)
     if sparsifier.config.scale is not None:
         print_note(console, _scale_line(sparsifier))
     for preset in sparsifier.settings.presets:
