@@ -8,17 +8,20 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from lightning_nm.callbacks.report.figures import HeatMapFigure
-from lightning_nm.callbacks.report.history import MAPS, LayerHistory
+from lightning_nm.callbacks.report.heat_maps import MAPS, LayerHistory, block_margins, heat_map
 from lightning_nm.callbacks.report.kernel_table import kernel_columns
-from lightning_nm.callbacks.report.pictures import EDGES, Histogram
 from lightning_nm.callbacks.report.tables import layer_rows, summary_rows
 from lightning_nm.kernels import Router
+from lightning_nm.nn.layer import NMLayer
 from lightning_nm.sparsifier import NMSparsifier
+
+# Between the bins of margins, which lie in [-1, 1]. One edge is exactly 0, the margin of equal weights.
+EDGES = torch.arange(-20, 21, dtype=torch.float64) / 20
 
 # Statistics that share a chart. Each other statistic has a chart of its own.
 CHARTS = {
@@ -67,17 +70,51 @@ class TensorBoardWriter:
         return any(logger is failed for failed in self._failed)
 
 
-def draw_histogram(writer: Any, tag: str, histogram: Histogram, step: int) -> None:
-    """Write a histogram whose bins were counted already."""
+@torch.no_grad()
+def margin_histogram(layer: NMLayer) -> Tensor:
+    """Count the margins of all blocks of a layer with a forward mask, with one device synchronization.
+
+    With sharded weights all processes must call it.
+
+    Returns:
+        float64 ``[44]`` on the CPU: the least and the largest margin, their sum, the sum of their squares, and the
+        counts between :data:`EDGES`, where an edge belongs to the bin above it, and 1 to the last bin.
+
+    Example:
+        >>> from torch import nn
+        >>> sparsifier = NMSparsifier(nn.Linear(8, 8), "2:4", "sr-ste", skip_first_last=False).attach()
+        >>> (layer,) = sparsifier.layers.values()
+        >>> margin_histogram(layer)[4:].sum()
+        tensor(16., dtype=torch.float64)
+    """
+    with layer.full():
+        margins = block_margins(layer).double().flatten()
+    known = ~margins.isnan()
+    margins = torch.where(known, margins, 0)
+    # Blocks without a margin have a bin of their own, so that shapes do not depend on values.
+    bins = torch.bucketize(margins, EDGES[1:-1].to(margins.device), right=True)
+    counts = torch.bincount(bins.where(known, len(EDGES) - 1), minlength=len(EDGES))[:-1]
+    least = torch.where(known, margins, torch.inf).amin()
+    largest = torch.where(known, margins, -torch.inf).amax()
+    moments = torch.stack([least, largest, margins.sum(), margins.square().sum()])
+    return torch.cat([moments, counts.double()]).cpu()
+
+
+def draw_histogram(writer: Any, tag: str, histograms: Sequence[Tensor], step: int) -> None:
+    """Write the sum of results of :func:`margin_histogram`; nothing without a margin."""
+    together = torch.stack(list(histograms))
+    counts = together[:, 4:].sum(0)
+    if not counts.any():
+        return
     writer.add_histogram_raw(
         tag,
-        min=histogram.low,
-        max=histogram.high,
-        num=sum(histogram.counts),
-        sum=histogram.total,
-        sum_squares=histogram.squares,
+        min=together[:, 0].min().item(),
+        max=together[:, 1].max().item(),
+        num=int(counts.sum()),
+        sum=together[:, 2].sum().item(),
+        sum_squares=together[:, 3].sum().item(),
         bucket_limits=EDGES[1:].tolist(),
-        bucket_counts=histogram.counts,
+        bucket_counts=counts.int().tolist(),
         global_step=step,
     )
 
@@ -151,13 +188,12 @@ def draw_maps(writer: Any, history: LayerHistory, step: int, suffix: str = "") -
     Raises:
         ImportError: Without matplotlib.
     """
-    maps = HeatMapFigure(history.layers, history.steps)
     for index, name in enumerate(MAPS):
         # Flip rates fall by orders of magnitude; by their square root the late ones still differ in colour.
-        by_root = name == "flip_rate"
-        values = history.values[:, index]  # [columns, layers]
         title = f"{name.replace('_', ' ')} of layers over steps"
-        figure = maps.show(title, values, root=by_root)
+        figure = heat_map(
+            title, history.layers, history.steps, history.values[:, index], root=name == "flip_rate"
+        )
         # pyplot does not know the figure, so there is nothing to close.
         writer.add_figure(f"nm/{name}_map{suffix}", figure, step, close=False)
 
