@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -14,8 +13,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_nm.callbacks.report.heat_maps import MAPS, LayerHistory, block_margins, heat_map
-from lightning_nm.callbacks.report.kernel_table import kernel_columns
-from lightning_nm.callbacks.report.tables import layer_rows, summary_rows
+from lightning_nm.callbacks.report.tables import layer_rows
 from lightning_nm.kernels import Router
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.sparsifier import NMSparsifier
@@ -53,7 +51,9 @@ class TensorBoardWriter:
         if not trainer.is_global_zero:
             return
         for logger in trainer.loggers:
-            if not isinstance(logger, TensorBoardLogger) or self._has_failed(logger):
+            # By identity: loggers may define what equal means.
+            has_failed = any(logger is failed for failed in self._failed)
+            if has_failed or not isinstance(logger, TensorBoardLogger):
                 continue
             try:
                 draw(logger.experiment)
@@ -64,10 +64,6 @@ class TensorBoardWriter:
                     f"MaskMonitor: {type(logger).__name__} gets scalars alone from now on, it refused a picture, a "
                     f"histogram or a text ({type(error).__name__}: {error})"
                 )
-
-    def _has_failed(self, logger: Logger) -> bool:
-        # By identity: loggers may define what equal means.
-        return any(logger is failed for failed in self._failed)
 
 
 @torch.no_grad()
@@ -119,24 +115,6 @@ def draw_histogram(writer: Any, tag: str, histograms: Sequence[Tensor], step: in
     )
 
 
-def charts_of(names: Iterable[str]) -> dict[str, list[str]]:
-    """Return the statistics of each chart, by the chart's title.
-
-    Example:
-        >>> charts_of(["density", "flip_rate", "overlap"])
-        {'kept': ['density', 'overlap'], 'flip rate': ['flip_rate']}
-    """
-    chart_of = {}
-    for chart, members in CHARTS.items():
-        for name in members:
-            chart_of[name] = chart
-    charts: dict[str, list[str]] = {}
-    for name in names:
-        title = chart_of.get(name, name.replace("_", " "))
-        charts.setdefault(title, []).append(name)
-    return charts
-
-
 Layout = dict[str, dict[str, list[Any]]]
 """A layout of custom scalars: by category and chart, the kind of the chart and its tags."""
 
@@ -153,33 +131,17 @@ def custom_scalars_layout(names: Sequence[str], layers: bool) -> Layout:
         {'N:M masks': {'flip rate': ['Multiline', ['^(.+-)?nm/flip_rate$']]}}
     """
     # Tags are regular expressions that match from the start; a logger's prefix may come first.
+    shared = {name: chart for chart, members in CHARTS.items() for name in members}
     model_charts: dict[str, list[Any]] = {}
-    for title, members in charts_of(names).items():
-        tags = [f"^(.+-)?nm/{name}$" for name in members]
-        model_charts[title] = ["Multiline", tags]
-    if not layers:
-        return {"N:M masks": model_charts}
-
-    # One chart for each statistic, with a line for each layer.
+    # One chart for each statistic of layers, with a line for each layer.
     layer_charts: dict[str, list[Any]] = {}
     for name in names:
+        title = name.replace("_", " ")
+        chart = model_charts.setdefault(shared.get(name, title), ["Multiline", []])
+        chart[1].append(f"^(.+-)?nm/{name}$")
         if name not in MODEL_ONLY:
-            title = name.replace("_", " ")
-            tags = [f"^(.+-)?nm/{re.escape(name)}/"]
-            layer_charts[title] = ["Multiline", tags]
-    return {"N:M masks": model_charts, "N:M layers": layer_charts}
-
-
-def write_map_rows(writer: Any, layers: Sequence[str], step: int, suffix: str = "") -> None:
-    """Write the names of the layers of :func:`write_map_column` from this step on."""
-    # TensorBoard shows the text as Markdown, so the list is a block of code, with a line for each name.
-    names = json.dumps(list(layers), indent=0)
-    writer.add_text(f"nm/map_rows{suffix}", f"```json\n{names}\n```", step)
-
-
-def write_map_column(writer: Any, column: Tensor, step: int, suffix: str = "") -> None:
-    """Write a column of the heat maps as numbers, which TensorBoard's pages do not show."""
-    writer.add_tensor(f"nm/maps{suffix}", column.float(), step)
+            layer_charts[title] = ["Multiline", [f"^(.+-)?nm/{re.escape(name)}/"]]
+    return {"N:M masks": model_charts, **({"N:M layers": layer_charts} if layers else {})}
 
 
 def draw_maps(writer: Any, history: LayerHistory, step: int, suffix: str = "") -> None:
@@ -207,24 +169,12 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
         | --- | --- |
         | net\_1 | 8 x 8 |
     """
-    rule = ["---" for _ in head]
-    lines = [_markdown_line(head), _markdown_line(rule)]
-    for row in rows:
-        cells = [_markdown_cell(cell) for cell in row]
-        lines.append(_markdown_line(cells))
+    lines = []
+    for cells in (head, ["---" for _ in head], *rows):
+        # In one line, with Markdown's special characters escaped; an empty cell needs a space.
+        texts = [re.sub(r"([\\|*_])", r"\\\1", " ".join(cell.split())) or " " for cell in cells]
+        lines.append(f"| {' | '.join(texts)} |")
     return "\n".join(lines)
-
-
-def _markdown_line(cells: Sequence[str]) -> str:
-    joined = " | ".join(cells)
-    return f"| {joined} |"
-
-
-def _markdown_cell(text: str) -> str:
-    """The text in one line, with Markdown's special characters escaped."""
-    one_line = " ".join(text.split())
-    escaped = re.sub(r"([\\|*_])", r"\\\1", one_line)
-    return escaped or " "  # Markdown needs a space in an empty cell
 
 
 def layers_markdown(sparsifier: NMSparsifier, router: Router | None) -> str:
@@ -243,16 +193,4 @@ def layers_markdown(sparsifier: NMSparsifier, router: Router | None) -> str:
         # Products that no router has seen ran as torch computes them.
         rows.append((*row, text or "dense product"))
     head = ("layer", "shape", "pattern", "method", "fwd", "dgrad", "wgrad", "why", "kernel")
-    return markdown_table(head, rows)
-
-
-def summary_markdown(sparsifier: NMSparsifier, metrics: dict[str, Any]) -> str:
-    """Return the statistics of a finished fit in Markdown; ``metrics`` holds those that the model logged."""
-    head = ("statistic", "value", "meaning")
-    return markdown_table(head, summary_rows(sparsifier, metrics))
-
-
-def kernels_markdown(router: Router) -> str:
-    """Return the kernels that ran in Markdown."""
-    head, rows = kernel_columns(router)
     return markdown_table(head, rows)
