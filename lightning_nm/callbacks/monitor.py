@@ -12,14 +12,19 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_nm.callbacks.report.environment import environment, router_of
-from lightning_nm.callbacks.report.heat_maps import LayerHistory, can_draw, layer_column
+from lightning_nm.callbacks.report.heat_maps import (
+    MAPS,
+    LayerHistory,
+    can_draw,
+    heat_map,
+    layer_column,
+)
 from lightning_nm.callbacks.report.kernel_table import kernel_columns
 from lightning_nm.callbacks.report.tables import PREFIX, summary_rows
 from lightning_nm.callbacks.report.tensorboard import (
     TensorBoardWriter,
     custom_scalars_layout,
     draw_histogram,
-    draw_maps,
     layers_markdown,
     margin_histogram,
     markdown_table,
@@ -421,7 +426,15 @@ class MaskMonitor(pl.Callback):
             return
 
         def draw(writer: Any) -> None:
-            draw_maps(writer, watched.history, step, watched.suffix)
+            history = watched.history
+            for index, name in enumerate(MAPS):
+                title = f"{name.replace('_', ' ')} of layers over steps"
+                # Flip rates fall by orders of magnitude; by their square root the late ones still differ in colour.
+                root = name == "flip_rate"
+                values = history.values[:, index]  # [columns, layers]
+                figure = heat_map(title, history.layers, history.steps, values, root=root)
+                # pyplot does not know the figure, so there is nothing to close.
+                writer.add_figure(f"nm/{name}_map{watched.suffix}", figure, step, close=False)
 
         if can_draw():
             self._tensorboard.write(trainer, draw)

@@ -307,9 +307,6 @@ class NMSparsityCallback(SavedSparsity):
         # Not earlier: some strategies load the state only after on_fit_start, and with it more layers may be masked.
         warn_at_start(sparsifier, continues=not self._lifecycle.is_new)
         warn_of_resume(trainer, self._lifecycle)
-        self._show_layers(sparsifier)
-
-    def _show_layers(self, sparsifier: NMSparsifier) -> None:
         if self.show_tables:
             rank_zero_only(print_layers)(sparsifier)
 

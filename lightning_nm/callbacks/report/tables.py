@@ -289,17 +289,6 @@ def print_layers(sparsifier: NMSparsifier, console: Console | None = None) -> No
         console.print(f"N:M gradients: {_share(estimated)}")
 
 
-def summary_table(sparsifier: NMSparsifier, metrics: dict[str, Any]) -> Table:
-    """Return the table of the statistics of a finished fit; ``metrics`` holds those that the model logged."""
-    table = plain_table("N:M summary", show_header=False)
-    table.add_column("statistic")
-    table.add_column("value", justify="right")
-    table.add_column("meaning", style="dim", overflow="fold")
-    for row in summary_rows(sparsifier, metrics):
-        table.add_row(*row)
-    return table
-
-
 def summary_rows(
     sparsifier: NMSparsifier, metrics: dict[str, Any]
 ) -> Iterator[tuple[str, str, str]]:
@@ -340,7 +329,13 @@ def print_summary(
 ) -> None:
     """Print the summary and the paths of the log and the checkpoint."""
     console = console or Console()
-    console.print(summary_table(sparsifier, dict(trainer.callback_metrics)))
+    table = plain_table("N:M summary", show_header=False)
+    table.add_column("statistic")
+    table.add_column("value", justify="right")
+    table.add_column("meaning", style="dim", overflow="fold")
+    for row in summary_rows(sparsifier, dict(trainer.callback_metrics)):
+        table.add_row(*row)
+    console.print(table)
     total = len(sparsifier.layers)
     able = [layer for layer in sparsifier.layers.values() if not layer.spec.forward_reason]
     # Of methods that have masks at other times, but not now.

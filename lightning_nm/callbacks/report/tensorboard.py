@@ -12,7 +12,7 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from lightning_nm.callbacks.report.heat_maps import MAPS, LayerHistory, block_margins, heat_map
+from lightning_nm.callbacks.report.heat_maps import block_margins
 from lightning_nm.callbacks.report.tables import layer_rows
 from lightning_nm.kernels import Router
 from lightning_nm.nn.layer import NMLayer
@@ -142,22 +142,6 @@ def custom_scalars_layout(names: Sequence[str], layers: bool) -> Layout:
         if name not in MODEL_ONLY:
             layer_charts[title] = ["Multiline", [f"^(.+-)?nm/{re.escape(name)}/"]]
     return {"N:M masks": model_charts, **({"N:M layers": layer_charts} if layers else {})}
-
-
-def draw_maps(writer: Any, history: LayerHistory, step: int, suffix: str = "") -> None:
-    """Draw the heat map of each statistic.
-
-    Raises:
-        ImportError: Without matplotlib.
-    """
-    for index, name in enumerate(MAPS):
-        # Flip rates fall by orders of magnitude; by their square root the late ones still differ in colour.
-        title = f"{name.replace('_', ' ')} of layers over steps"
-        figure = heat_map(
-            title, history.layers, history.steps, history.values[:, index], root=name == "flip_rate"
-        )
-        # pyplot does not know the figure, so there is nothing to close.
-        writer.add_figure(f"nm/{name}_map{suffix}", figure, step, close=False)
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
