@@ -36,22 +36,20 @@ class Classifier(LightningModule):
         self.log("train_loss", loss, prog_bar=True, batch_size=len(labels))
         return loss
 
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+    def validation_step(self, batch: Batch, batch_idx: int, stage: str = "val") -> None:
         """Log `val_loss` and `val_acc`."""
-        self._evaluate(batch, "val", self.val_acc)
-
-    def test_step(self, batch: Batch, batch_idx: int) -> None:
-        """Log `test_loss` and `test_acc`."""
-        self._evaluate(batch, "test", self.test_acc)
-
-    def _evaluate(self, batch: Batch, stage: str, accuracy: MulticlassAccuracy) -> None:
         images, labels = batch
         logits = self(images)
-        accuracy.update(logits, labels)
         loss = F.cross_entropy(logits, labels)
         self.log(f"{stage}_loss", loss, batch_size=len(labels), sync_dist=True)
         # Lightning computes and resets a metric object at the end of the epoch, over all processes.
+        accuracy = getattr(self, f"{stage}_acc")
+        accuracy.update(logits, labels)
         self.log(f"{stage}_acc", accuracy, prog_bar=True, batch_size=len(labels))
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        """Log `test_loss` and `test_acc`."""
+        self.validation_step(batch, batch_idx, "test")
 
 
 class ResidualBlock(nn.Module):
