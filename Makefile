@@ -126,7 +126,7 @@ LIBRARY := hatch_build.py lightning_nm/kernels/cpu/build.py $(wildcard lightning
 	@touch $@
 
 .venv/.speed: .venv/.torch pyproject.toml $(LIBRARY)
-	$(PIP) -e '.[speed]'
+	$(PIP) -e '.[cli,tensorboard]'
 	@touch $@
 
 .venv/.dev: .venv/.torch pyproject.toml $(LIBRARY)

@@ -22,11 +22,12 @@ from torch import nn
 
 from benchmarks.tables.markdown import RESULTS, read_csv, table
 from lightning_nm import prune
-from lightning_nm.demo import MobileCNN, ResidualCNN
+from lightning_nm.demo import ResidualCNN
 from lightning_nm.export import ExecutorchExport, export_executorch
 from lightning_nm.export.patterns import Found
 from lightning_nm.functional import nm_prune
 from lightning_nm.functional.pattern import NMPattern
+from studies.models import MobileCNN
 
 STUDIES: dict[str, type[ResidualCNN]] = {"residual": ResidualCNN, "mobile": MobileCNN}
 """The models of ``studies/cycles``."""

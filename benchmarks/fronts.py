@@ -30,9 +30,10 @@ from benchmarks import rivals
 from benchmarks.inference import DTYPES, Run, measure, other_runtimes
 from benchmarks.tables.markdown import read_csv
 from lightning_nm import pack, prune
-from lightning_nm.demo import GPT, MLP
+from lightning_nm.demo import GPT
 from lightning_nm.export import save_packed
 from lightning_nm.kernels.cpu.library import cpu_name
+from studies.models import MLP
 
 
 class Variant(NamedTuple):

@@ -23,9 +23,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from lightning_nm import NMSparsifier, pack, packed_summary
-from lightning_nm.demo import GPT, FashionMNIST, PythonSource, ResidualCNN, ResumableDataModule
+from lightning_nm.demo import GPT, ResidualCNN, ResumableDataModule
 from lightning_nm.export.sources import read_source
 from lightning_nm.training.int8_rounding import Int8Rounding
+from studies.data import AugmentedFashionMNIST, PythonSource
 
 LAYERS = ("float32", "bfloat16", "int8 for float32", "int8 for bfloat16")
 
@@ -82,7 +83,7 @@ def cnn(args: argparse.Namespace, data: ResumableDataModule) -> nn.Module:
 
 def pictures(args: argparse.Namespace, seed: int) -> ResumableDataModule:
     """Fashion-MNIST."""
-    return FashionMNIST(seed=seed, augment=True)
+    return AugmentedFashionMNIST(seed=seed)
 
 
 @torch.inference_mode()

@@ -54,7 +54,7 @@ from lightning_nm import (
     RigL,
     TopN,
 )
-from lightning_nm.demo.residual_cnn import ResidualCNN
+from lightning_nm.demo import ResidualCNN
 from lightning_nm.kernels.cpu.library import cpu_name
 from lightning_nm.nn.layer import NMLayer
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lightning_nm.demo import HelpTopics, TinyTransformer
+from lightning_nm import demo
+from lightning_nm.demo import HelpTopics
 
 
 class Size(NamedTuple):
@@ -26,7 +27,7 @@ class Size(NamedTuple):
 TINY = Size(32, 2, 2, 16, 4, 2, "aot_eager")
 
 
-class GPT(TinyTransformer):
+class GPT(demo.GPT):
     """The demo's transformer, with a learning rate that needs no plan: a run ends when its seconds do."""
 
     def configure_optimizers(self) -> Any:

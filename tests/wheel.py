@@ -2,11 +2,13 @@
 
 The source distribution is built from the checkout, the wheel from the source distribution. The environment has torch
 and what torch requires as hard links to the files of this one, which spares gigabytes; all else is installed by pip.
-The README's first example and the commands run there, in a folder from which the checkout cannot be imported.
+README's first example, its commands and what it does with their file run there, in a folder with a copy of the config, from
+which the checkout cannot be imported.
 """
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -36,7 +38,7 @@ import io
 import lightning.pytorch as pl
 import lightning_nm
 from lightning_nm.cli import main
-from lightning_nm.demo import HelpTopics, TinyTransformer
+from lightning_nm.demo import GPT, HelpTopics
 from lightning_nm.functional import is_nm
 from lightning_nm.kernels.cpu import library
 
@@ -51,7 +53,7 @@ class Short(pl.Trainer):
 
 
 pl.Trainer, Trainer = Short, pl.Trainer
-model, data = TinyTransformer(), HelpTopics()
+model, data = GPT(context=64, dim=64, heads=4), HelpTopics()
 {code}
 assert is_nm(model.blocks[0].qkv.weight, "2:4")
 trainer.save_checkpoint("model.ckpt")
@@ -192,11 +194,11 @@ def main():
 
     with tempfile.TemporaryDirectory() as away:
         readme = (ROOT / "README.md").read_text(encoding="utf-8")
-        code = next(
-            block
-            for block in re.findall(r"^```python\n(.*?)^```$", readme, re.M | re.S)
-            if "Trainer" in block
-        )
+        codes = re.findall(r"^```python\n(.*?)^```$", readme, re.M | re.S)
+        code = next(block for block in codes if "Trainer" in block)
+        served = next(block for block in codes if "load_packed" in block)
+        commands = re.findall(r"^lightning-nm (?:fit|export) .*$", readme, re.M)
+        assert len(commands) == 2, commands
         script = Path(away) / "example.py"
         script.write_text(
             EXAMPLE.format(version=version, place=str(site), library=compiled, code=code)
@@ -204,16 +206,27 @@ def main():
         run(python, script, cwd=away)
         run(*pip, f"lightning-nm[cli] @ {wheel.as_uri()}")
         run(python, "-m", "pip", "check")
-        config = ROOT / "configs" / "help-topics-bi-mask.yaml"
-        words = (
-            "--trainer.max_steps=2",
-            "--trainer.logger=false",
-            "--trainer.enable_progress_bar=false",
+        # The logger of the config needs tensorboard.
+        run(*pip, f"lightning-nm[tensorboard] @ {wheel.as_uri()}")
+        (Path(away) / "configs").mkdir()
+        shutil.copy(ROOT / "configs" / "speed-asp.yaml", Path(away) / "configs")
+        fit, export = (shlex.split(command, comments=True) for command in commands)
+        scripts = empty / "bin"
+        run(
+            scripts / fit[0],
+            *fit[1:],
+            "--trainer.max_steps=3",
+            "--trainer.val_check_interval=3",
+            cwd=away,
         )
-        run(empty / "bin" / "lightning-nm", "fit", "-c", config, *words, cwd=away)
+        expanded = [
+            found for word in export[1:] for found in sorted(Path(away).glob(word)) or [word]
+        ]
+        run(scripts / export[0], *expanded, cwd=away)
+        run(python, "-c", served, cwd=away)
     shutil.rmtree(empty)
     print(
-        "installed into an empty environment: the README's example, and the commands version, verify, doctor and fit"
+        "installed into an empty environment: README's examples, and the commands version, verify, doctor, fit and export"
     )
 
 

@@ -58,19 +58,16 @@ def mask_average(
 def _layer_names(model: nn.Module, layers: Mapping[str, NMLayer]) -> dict[str, str]:
     """The layer's name of each key of a masked weight; a module that the model holds twice has two keys."""
     # A holder is a module and the name of one of its parameters. Tied weights have several.
-    layer_of_holder = {}
-    for name, layer in layers.items():
-        for holder in layer.spec.holders:
-            layer_of_holder[holder] = name
-    names = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for parameter in module._parameters:
-            layer_name = layer_of_holder.get((module, parameter))
-            if layer_name is not None:
-                key = parameter_key(prefix, parameter)
-                # Without the prefixes of wrappers such as torch.compile's.
-                names[plain_name(key)] = layer_name
-    return names
+    layer_of_holder = {
+        holder: name for name, layer in layers.items() for holder in layer.spec.holders
+    }
+    return {
+        # Without the prefixes of wrappers such as torch.compile's.
+        plain_name(parameter_key(prefix, parameter)): layer_of_holder[module, parameter]
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        for parameter in module._parameters
+        if (module, parameter) in layer_of_holder
+    }
 
 
 def restore_average(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,21 +12,22 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_nm.callbacks.report.environment import environment, router_of
-from lightning_nm.callbacks.report.figures import can_draw
-from lightning_nm.callbacks.report.history import LayerHistory, layer_column
-from lightning_nm.callbacks.report.pictures import margin_histogram, merge
-from lightning_nm.callbacks.report.tables import PREFIX
+from lightning_nm.callbacks.report.heat_maps import (
+    MAPS,
+    LayerHistory,
+    can_draw,
+    heat_map,
+    layer_column,
+)
+from lightning_nm.callbacks.report.kernel_table import kernel_columns
+from lightning_nm.callbacks.report.tables import PREFIX, summary_rows
 from lightning_nm.callbacks.report.tensorboard import (
     TensorBoardWriter,
     custom_scalars_layout,
     draw_histogram,
-    draw_maps,
-    kernels_markdown,
     layers_markdown,
+    margin_histogram,
     markdown_table,
-    summary_markdown,
-    write_map_column,
-    write_map_rows,
 )
 from lightning_nm.sparsifier import NMSparsifier
 
@@ -94,7 +96,7 @@ class MaskMonitor(pl.Callback):
         custom_scalars: Write the layout. A log holds one; set this to ``False`` if the model writes its own.
         layer_table: Write the table of layers, the environment, the summary and the kernels as text.
         heat_maps: Compute the heat maps' statistics of every layer at every log, write them, and draw the maps. A run
-            that resumes goes on with its columns, which the callback's state keeps in at most 780 bytes for a layer.
+            that resumes goes on with its columns, which the callback's state keeps in 1536 bytes for a layer.
         progress_bar: Show density, flip rate and the method's ``headline`` statistic in the progress bar.
 
     Raises:
@@ -189,26 +191,18 @@ class MaskMonitor(pl.Callback):
         """
         # A dictionary keeps the order and has each name once.
         names = list(dict.fromkeys([*_statistic_names(sparsifier), *also]))
-        self._check_statistics(names, sparsifier)
+        # The methods of frozen layers, which may be masked later, may have a requested statistic.
+        if not sparsifier.selection.frozen:
+            for requested in self.statistics or ():
+                if requested not in names:
+                    raise ValueError(
+                        f"MaskMonitor: there is no statistic '{requested}' in this training, only {names}"
+                    )
         logged = [statistic for statistic in names if self._wanted(statistic)]
-        suffix = f"/{name}" if name else ""
-        watched = _Watched(logged, suffix)
+        watched = _Watched(logged, f"/{name}" if name else "")
         if history:
             watched.history = LayerHistory.from_state(history)
         self._watched[sparsifier] = watched
-
-    def _check_statistics(self, names: Sequence[str], sparsifier: NMSparsifier) -> None:
-        """Refuse a requested statistic that is not among the names of this training's."""
-        if self.statistics is None:
-            return
-        # The methods of frozen layers, which may be masked later, may have the statistic.
-        if sparsifier.selection.frozen:
-            return
-        for name in self.statistics:
-            if name not in names:
-                raise ValueError(
-                    f"MaskMonitor: there is no statistic '{name}' in this training, only {names}"
-                )
 
     def history(self, sparsifier: NMSparsifier) -> dict[str, Any]:
         """Return the heat maps' columns for a checkpoint; empty if there are none."""
@@ -238,8 +232,13 @@ class MaskMonitor(pl.Callback):
         automatic = pl_module.automatic_optimization
         count = trainer.global_step if automatic else trainer.fit_loop.total_batch_idx + 1
         step = count - 1
+        watched = self._watched[sparsifier]
         if stepped:
-            self._note_step(trainer, sparsifier, step)
+            watched.latest = step
+            # Not when fit starts: the kernels are known after the first step.
+            if not watched.introduced:
+                watched.introduced = True
+                self._introduce(trainer, sparsifier, step)
 
         # The rule of Lightning's logger connector: pl_module.log() would drop values at other steps.
         # The Trainer has the attribute, but no annotation of it.
@@ -257,17 +256,10 @@ class MaskMonitor(pl.Callback):
         self._record(trainer, sparsifier, step)
         if _passed(count, every, self.histograms_every):
             self._draw_margins(trainer, sparsifier, step)
-        if _passed(count, every, self.images_every) and self._maps_due(sparsifier, step):
+        drawn = watched.drawn_step
+        is_longer = drawn is None or step + 1 >= MAPS_GROWTH * (drawn + 1)
+        if is_longer and _passed(count, every, self.images_every):
             self._draw_maps(trainer, sparsifier, step)
-
-    def _note_step(self, trainer: pl.Trainer, sparsifier: NMSparsifier, step: int) -> None:
-        """Remember a step, and introduce the training after its first one."""
-        watched = self._watched[sparsifier]
-        watched.latest = step
-        # Not when fit starts: the kernels are known after the first step.
-        if not watched.introduced:
-            watched.introduced = True
-            self._introduce(trainer, sparsifier, step)
 
     def finish(self, trainer: pl.Trainer, sparsifier: NMSparsifier) -> None:
         """Write what is known at the end of a fit. All processes call it, before the masks are removed."""
@@ -303,7 +295,7 @@ class MaskMonitor(pl.Callback):
     def _summarize(self, trainer: pl.Trainer, sparsifier: NMSparsifier, watched: _Watched) -> None:
         """Write the summary, and the kernels that ran."""
         try:
-            summary = summary_markdown(sparsifier, dict(trainer.callback_metrics))
+            rows = list(summary_rows(sparsifier, dict(trainer.callback_metrics)))
         except ValueError as error:  # a weight holds NaN
             rank_zero_warn(f"MaskMonitor writes no summary: {error}")
             return
@@ -311,9 +303,11 @@ class MaskMonitor(pl.Callback):
         router = router_of(trainer)
 
         def draw(writer: Any) -> None:
+            summary = markdown_table(("statistic", "value", "meaning"), rows)
             writer.add_text(f"nm/summary{watched.suffix}", summary, watched.latest)
             if router is not None and router.used():
-                writer.add_text("nm/kernels", kernels_markdown(router), watched.latest)
+                kernels = markdown_table(*kernel_columns(router))
+                writer.add_text("nm/kernels", kernels, watched.latest)
 
         self._tensorboard.write(trainer, draw)
 
@@ -388,19 +382,19 @@ class MaskMonitor(pl.Callback):
 
     def _draw_margins(self, trainer: pl.Trainer, sparsifier: NMSparsifier, step: int) -> None:
         """Write the histogram of all margins, and with ``log_layers`` those of the layers."""
-        histograms = {}
-        for name, layer in sparsifier.layers.items():
-            histogram = margin_histogram(layer)
-            if histogram is not None:
-                histograms[name] = histogram
+        histograms = {
+            name: margin_histogram(layer)
+            for name, layer in sparsifier.layers.items()
+            if layer.forward_mask is not None
+        }
         if not histograms:
             return
 
         def draw(writer: Any) -> None:
-            draw_histogram(writer, "nm/margin", merge(list(histograms.values())), step)
+            draw_histogram(writer, "nm/margin", list(histograms.values()), step)
             if self.log_layers:
                 for name, histogram in histograms.items():
-                    draw_histogram(writer, f"nm/margin/{name}", histogram, step)
+                    draw_histogram(writer, f"nm/margin/{name}", [histogram], step)
 
         self._tensorboard.write(trainer, draw)
 
@@ -416,16 +410,14 @@ class MaskMonitor(pl.Callback):
 
         def draw(writer: Any) -> None:
             if watched.rows != names:  # layers have joined, or this is the first column
-                write_map_rows(writer, names, step, watched.suffix)
-            write_map_column(writer, column, step, watched.suffix)
+                # TensorBoard shows the text as Markdown, so the list is a block of code, with a line for each name.
+                listed = json.dumps(names, indent=0)
+                writer.add_text(f"nm/map_rows{watched.suffix}", f"```json\n{listed}\n```", step)
+            # As numbers, which TensorBoard's pages do not show.
+            writer.add_tensor(f"nm/maps{watched.suffix}", column.float(), step)
 
         self._tensorboard.write(trainer, draw)
         watched.rows = names
-
-    def _maps_due(self, sparsifier: NMSparsifier, step: int) -> bool:
-        """Whether the run is longer by :data:`MAPS_GROWTH` than in the last heat maps of this fit."""
-        drawn_step = self._watched[sparsifier].drawn_step
-        return drawn_step is None or step + 1 >= MAPS_GROWTH * (drawn_step + 1)
 
     def _draw_maps(self, trainer: pl.Trainer, sparsifier: NMSparsifier, step: int) -> None:
         """Write the heat maps of the run so far; one warning if matplotlib is missing."""
@@ -434,7 +426,15 @@ class MaskMonitor(pl.Callback):
             return
 
         def draw(writer: Any) -> None:
-            draw_maps(writer, watched.history, step, watched.suffix)
+            history = watched.history
+            for index, name in enumerate(MAPS):
+                title = f"{name.replace('_', ' ')} of layers over steps"
+                # Flip rates fall by orders of magnitude; by their square root the late ones still differ in colour.
+                root = name == "flip_rate"
+                values = history.values[:, index]  # [columns, layers]
+                figure = heat_map(title, history.layers, history.steps, values, root=root)
+                # pyplot does not know the figure, so there is nothing to close.
+                writer.add_figure(f"nm/{name}_map{watched.suffix}", figure, step, close=False)
 
         if can_draw():
             self._tensorboard.write(trainer, draw)

@@ -28,8 +28,7 @@ class RNGState(pl.Callback):
 
     The states are restored after the sanity check and before the first batch. A run that resumes with another number of
     processes or devices restores those that exist and warns. Not covered are the random numbers of worker processes,
-    and data loaders without a ``generator`` of their own, which draw from the global one when an epoch begins (those of
-    `lightning_nm.demo` have one).
+    and data loaders without a ``generator`` of their own, which draw from the global one when an epoch begins.
 
     Rank 0 gathers the states over a process group of this callback. If a process does not save, for example because it
     raised an exception, the others wait ``timeout`` seconds; the checkpoint is then written with a warning and only

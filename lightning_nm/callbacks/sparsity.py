@@ -27,7 +27,6 @@ from lightning_nm.callbacks.report.warnings import (
     warn_of_replaced,
     warn_of_resume,
 )
-from lightning_nm.callbacks.throughput import turn_off_mfu
 from lightning_nm.callbacks.training_length import is_scheduled, planned_steps
 from lightning_nm.config import SparsityConfig, chosen_config, refuse_unknown
 from lightning_nm.estimators import EstimatorName, GradientEstimator
@@ -273,7 +272,6 @@ class NMSparsityCallback(SavedSparsity):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Print the table of layers, and register optimizers that were replaced since fit started."""
         sparsifier = self._installed()
-        turn_off_mfu(trainer)
         sparsifier.follow(trainer.optimizers)
         # Not in on_fit_start: the Trainer loads the state of optimizers after it.
         sparsifier.check_optimizer_states()
@@ -285,9 +283,6 @@ class NMSparsityCallback(SavedSparsity):
         # Not earlier: some strategies load the state only after on_fit_start, and with it more layers may be masked.
         warn_at_start(sparsifier, continues=not self._lifecycle.is_new)
         warn_of_resume(trainer, self._lifecycle)
-        self._show_layers(sparsifier)
-
-    def _show_layers(self, sparsifier: NMSparsifier) -> None:
         if self.show_tables:
             rank_zero_only(print_layers)(sparsifier)
 

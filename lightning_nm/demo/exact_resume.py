@@ -1,5 +1,6 @@
 """ExactResume: the parts of an exact resume that Lightning's checkpoints do not hold."""
 
+from itertools import chain
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -74,7 +75,7 @@ def _parameters(trainer: Trainer, module: LightningModule) -> dict[str, Tensor]:
     found: dict[str, Tensor] = dict(module.named_parameters())
     known = {id(parameter) for parameter in found.values()}
     for number, optimizer in enumerate(trainer.optimizers):
-        members = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        members = chain.from_iterable(group["params"] for group in optimizer.param_groups)
         for place, parameter in enumerate(members):
             if id(parameter) not in known:
                 found[f"{place} of optimizer {number}"] = parameter

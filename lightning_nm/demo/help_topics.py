@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lightning_nm.demo.datamodule import ResumableDataModule, check_fraction, check_positive
+from lightning_nm.demo.data import ResumableDataModule, check_fraction, check_positive
 
 
 class Windows(Dataset[tuple[Tensor, Tensor]]):
@@ -18,10 +18,6 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
 
     def __len__(self) -> int:
         return len(self.windows)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        inputs, targets = self.__getitems__([index])
-        return inputs[0], targets[0]
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
         """A batch: inputs and targets, both int64 `[B, context]`."""

@@ -1,32 +1,27 @@
-"""Images in memory as bytes, and float batches of them."""
+"""Small images in memory: scikit-learn's handwritten digits, and Fashion-MNIST from local files."""
+
+import gzip
+from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 from torch.utils.data import Dataset
 
-from lightning_nm.demo.seeding import keyed_generator
+from lightning_nm.demo.data import (
+    ResumableDataModule,
+    check_fraction,
+    check_positive,
+    keyed_generator,
+)
 
-SHIFT = 2
-"""The largest shift of an augmented image, in pixels."""
+_TRAINING_IMAGES = 60_000  # of Fashion-MNIST
 
 
 class ImageArrays(Dataset[tuple[Tensor, Tensor]]):
-    """Images in bytes, uint8 `[N, C, H, W]`, with labels `[N]`; a batch is `(images / scale - mean) / std` and labels.
-
-    With `augment`, an image is shifted by up to 2 pixels each way (zeros come in) and flipped left to right with
-    probability 1/2. The draw is a pure function of (seed, epoch, index).
-    """
+    """Images in bytes, uint8 `[N, C, H, W]`, and labels `[N]`; a batch has `(images / scale - mean) / std`."""
 
     def __init__(
-        self,
-        images: Tensor,
-        labels: Tensor,
-        scale: float,
-        mean: float = 0.0,
-        std: float = 1.0,
-        augment: bool = False,
-        seed: int = 0,
+        self, images: Tensor, labels: Tensor, scale: float, mean: float = 0.0, std: float = 1.0
     ) -> None:
         if len(images) != len(labels):
             raise ValueError(f"{len(images)} images but {len(labels)} labels")
@@ -35,56 +30,164 @@ class ImageArrays(Dataset[tuple[Tensor, Tensor]]):
         self.scale = scale
         self.mean = mean
         self.std = std
-        self.augment = augment
-        self.seed = seed
-        self.set_epoch(0)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Draw the shifts and flips of this epoch."""
-        if not self.augment:
-            return
-        # For all images at once: which of them a process or a worker reads changes no draw.
-        generator = keyed_generator(self.seed, "augment", epoch)
-        self.shifts = torch.randint(0, 2 * SHIFT + 1, (len(self), 2), generator=generator)
-        self.flips = torch.rand(len(self), generator=generator, dtype=torch.float32) < 0.5
 
     def __len__(self) -> int:
         return len(self.images)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        images, labels = self.__getitems__([index])
-        return images[0], labels[0]
+    def pixels(self, indices: Tensor) -> Tensor:
+        """The bytes of a batch, uint8 `[B, C, H, W]`."""
+        return self.images[indices]
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
         """A batch: float32 `[B, C, H, W]` and int64 `[B]`."""
         chosen = torch.tensor(indices, dtype=torch.int64)
-        images = self.images[chosen]
-        if self.augment:
-            images = shift_and_flip(images, self.shifts[chosen], self.flips[chosen])
-        images = (images.float() / self.scale - self.mean) / self.std
+        images = (self.pixels(chosen).float() / self.scale - self.mean) / self.std
         return images, self.labels[chosen]
 
 
-def shift_and_flip(images: Tensor, shifts: Tensor, flips: Tensor) -> Tensor:
-    """Crop each zero-padded image, then flip some.
+class Digits(ResumableDataModule):
+    """1797 handwritten digits of 8x8 pixels, 10 classes, of scikit-learn. Trains in seconds.
+
+    Batches are images, float32 `[B, 1, 8, 8]` in [0, 1], and labels, int64 `[B]`. There is no separate test set: `test`
+    uses the validation images. The split is random but always the same, whatever the seed.
 
     Args:
-        images: `[B, C, H, W]`, as the result.
-        shifts: Row and column offset of the crop, int64 `[B, 2]` in `[0, 4]`; 2 is the middle.
-        flips: Images to flip left to right, bool `[B]`.
+        batch_size: Images in a batch, on each process.
+        val_fraction: Share of the images that are held out for validation and test.
+        seed: Seed of the training order.
+        num_workers: Worker processes of each loader.
+
+    Raises:
+        ValueError: If an argument is out of range.
     """
-    batch, channels, height, width = images.shape
-    padded = pad(images, (SHIFT, SHIFT, SHIFT, SHIFT))
 
-    # The row and the column of the padded image that each pixel of the result is read from: [B, H] and [B, W].
-    rows = torch.arange(height, dtype=torch.int64) + shifts[:, :1]
-    columns = torch.arange(width, dtype=torch.int64).expand(batch, width)
-    columns = torch.where(flips[:, None], width - 1 - columns, columns)
-    columns = columns + shifts[:, 1:]
+    def __init__(
+        self, batch_size: int = 64, val_fraction: float = 0.2, seed: int = 0, num_workers: int = 0
+    ) -> None:
+        super().__init__(batch_size, seed, num_workers)
+        check_fraction("val_fraction", val_fraction)
+        self.val_fraction = val_fraction
 
-    # One gather for the whole batch; the four indices broadcast to [B, C, H, W].
-    index_b = torch.arange(batch, dtype=torch.int64)[:, None, None, None]
-    index_c = torch.arange(channels, dtype=torch.int64)[None, :, None, None]
-    index_h = rows[:, None, :, None]
-    index_w = columns[:, None, None, :]
-    return padded[index_b, index_c, index_h, index_w]
+    def setup(self, stage: str) -> None:
+        """Load and split the images."""
+        from sklearn.datasets import load_digits
+
+        pixels, classes = load_digits(return_X_y=True)
+        images = torch.from_numpy(pixels).to(torch.uint8).reshape(-1, 1, 8, 8)
+        labels = torch.from_numpy(classes)
+
+        # Not from `seed`: runs that differ in their seeds are tested on the same images.
+        order = torch.randperm(len(images), generator=keyed_generator(0, "digits split"))
+        val_size = max(1, round(len(images) * self.val_fraction))
+        val, train = order.tensor_split([val_size])
+        self.train_set = ImageArrays(images[train], labels[train], scale=16)  # pixels are 0 to 16
+        self.val_set = self.test_set = ImageArrays(images[val], labels[val], scale=16)
+
+
+class FashionMNIST(ResumableDataModule):
+    """Images of clothing, 28x28 grey pixels, 10 classes (Xiao, Rasul and Vollgraf, arXiv:1708.07747).
+
+    The four IDX files must be in `data_dir`, gzipped or not; nothing is downloaded. On Debian and Ubuntu the package
+    `dataset-fashion-mnist` puts them in the default folder.
+
+    Batches are images, float32 `[B, 1, 28, 28]`, normalized by the training set's mean and standard deviation, and
+    labels, int64 `[B]`. Training uses the first `train_size` images of the training file, validation its last
+    `val_size`, test all 10,000 images of the test file. None of this depends on the seed.
+
+    Args:
+        data_dir: Folder of the IDX files.
+        batch_size: Images in a batch, on each process.
+        train_size: Number of training images; by default all that validation leaves.
+        val_size: Number of validation images.
+        seed: Seed of the training order.
+        num_workers: Worker processes of each loader.
+        tuning: Leave the test file alone and test on the validation images, to choose settings by images that a later
+            test does not use.
+
+    Raises:
+        ValueError: If an argument is out of range.
+        FileNotFoundError: In `setup`, if a file is missing.
+    """
+
+    def __init__(
+        self,
+        data_dir: str = "/usr/share/datasets/fashion-mnist",
+        batch_size: int = 64,
+        train_size: int | None = None,
+        val_size: int = 5_000,
+        seed: int = 0,
+        num_workers: int = 0,
+        tuning: bool = False,
+    ) -> None:
+        super().__init__(batch_size, seed, num_workers)
+        check_positive(train_size=train_size, val_size=val_size)
+        self.data_dir = data_dir
+        self.train_size = train_size
+        self.val_size = val_size
+        self.tuning = tuning
+        self._training_size(_TRAINING_IMAGES)
+
+    def setup(self, stage: str) -> None:
+        """Read the files that the stage needs."""
+        if (stage in ("fit", "validate") or self.tuning) and self.val_set is None:
+            images, labels = self._read("train")
+            size = self._training_size(len(images))
+            self.train_set = self.training_set(images[:size], labels[:size])
+            self.val_set = _normalized(images[-self.val_size :], labels[-self.val_size :])
+        if stage == "test" and self.test_set is None:
+            self.test_set = self.val_set if self.tuning else _normalized(*self._read("t10k"))
+
+    def training_set(self, images: Tensor, labels: Tensor) -> ImageArrays:
+        """The images as they are; a subclass may augment them."""
+        return _normalized(images, labels)
+
+    def _training_size(self, available: int) -> int:
+        size = max(1, available - self.val_size) if self.train_size is None else self.train_size
+        if size + self.val_size > available:
+            wanted = (
+                f"train_size={size} and val_size={self.val_size} need {size + self.val_size} images"
+            )
+            raise ValueError(f"{wanted}, but the training file has {available}")
+        return size
+
+    def _read(self, part: str) -> tuple[Tensor, Tensor]:
+        images = read_idx(self._find(f"{part}-images-idx3-ubyte"))
+        labels = read_idx(self._find(f"{part}-labels-idx1-ubyte"))
+        return images.unsqueeze(1), labels
+
+    def _find(self, name: str) -> Path:
+        folder = Path(self.data_dir)
+        for path in (folder / f"{name}.gz", folder / name):
+            if path.is_file():
+                return path
+        raise FileNotFoundError(
+            f"no {name}.gz in {folder}: pass the folder of Fashion-MNIST's four IDX files as data_dir, or run"
+            " `apt-get install dataset-fashion-mnist`, which puts them in /usr/share/datasets/fashion-mnist"
+        )
+
+
+def _normalized(images: Tensor, labels: Tensor) -> ImageArrays:
+    return ImageArrays(images, labels, scale=255, mean=0.2860, std=0.3530)
+
+
+def read_idx(path: str | Path) -> Tensor:
+    """Read an IDX file of unsigned bytes, gzipped or not, as a uint8 tensor of the shape that the file states.
+
+    The format is two zero bytes, a type code (8: unsigned byte), the number of dimensions, each dimension as a
+    big-endian 32-bit integer, then the values in row-major order.
+
+    Raises:
+        ValueError: If the file is not an IDX file of bytes, or holds fewer or more values than it states.
+    """
+    path = Path(path)
+    raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    if len(raw) < 4 or raw[:3] != b"\0\0\x08":
+        raise ValueError(f"{path} is not an IDX file of unsigned bytes")
+    header = 4 + 4 * raw[3]
+    shape = [int.from_bytes(raw[i : i + 4], "big") for i in range(4, header, 4)]
+    values = torch.tensor(shape, dtype=torch.int64).prod().item()
+    if len(raw) != header + values:
+        raise ValueError(
+            f"{path} states shape {shape}, {values} values, but holds {len(raw) - header}"
+        )
+    return torch.frombuffer(bytearray(raw), dtype=torch.uint8, offset=header).reshape(shape)

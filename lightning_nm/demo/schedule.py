@@ -29,8 +29,7 @@ def warmup_cosine(
     def factor(step: int) -> float:
         if step < rising:
             return (step + 1) / rising
-        if not math.isfinite(total_steps):
-            return 1.0
+        # 0 where total_steps are infinite.
         done = min(1.0, (step - rising) / max(1, total_steps - rising))
         return (1 + math.cos(math.pi * done)) / 2
 

@@ -35,7 +35,7 @@ from lightning_nm.nn.layer.names import key_of_layer, plain_name
 from lightning_nm.nn.layer.state import saved_stages
 from lightning_nm.nn.packed import EVERY_ENTRY, PackedTensor
 from lightning_nm.nn.packed.tensor import blocks_last
-from lightning_nm.nn.selection.ranges import expanded, grouped, quoted
+from lightning_nm.nn.selection.ranges import grouped, quoted
 
 _SHOWN = 8  # names of dense matrices in a message
 
@@ -440,14 +440,10 @@ def _problems(verdicts: Sequence[Verdict], include: Sequence[str]) -> list[str]:
     stages = {v.stage: None for v in verdicts if v.stage and v.verdict != "N:M"}
     problems += [f"the checkpoint was saved in {stage}" for stage in stages]
     for glob in include:
-        matched: list[set[str]] = [
-            {v.key for v in verdicts if _matches(v.key, each)} for each in expanded(glob)
-        ]
-        # Each alternative of a glob in braces must match a weight.
-        if not all(matched):
+        named = [v for v in verdicts if _matches(v.key, glob)]
+        if not named:
             problems.append(f"`include` '{glob}' matches no weight")
-        named = set().union(*matched)
-        dense = [v.key for v in verdicts if v.key in named and v.verdict == "dense"]
+        dense = [v.key for v in named if v.verdict == "dense"]
         problems += [f"{key} is named by `include` but is dense" for key in _grouped_keys(dense)]
     return problems
 

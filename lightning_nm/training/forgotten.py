@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -29,7 +30,9 @@ class ForgottenCalls:
     def __init__(self, in_plain_loop: bool = True) -> None:
         self.in_plain_loop = in_plain_loop
         self._given: set[str] = set()
-        self._steps: dict[int, int] = {}  # by the optimizer's id, since the last end of a batch
+        self._steps: Counter[int] = (
+            Counter()
+        )  # by the optimizer's id, since the last end of a batch
         self._unbaked = False  # whether an optimizer has stepped since the last bake()
 
     def optimizer_stepped(
@@ -40,14 +43,23 @@ class ForgottenCalls:
             return
         self._unbaked = True
         if not announced and "before_step" not in self._given:
-            self._warn_of_before_step(layers)
-        steps = self._steps.get(id(optimizer), 0) + 1
-        self._steps[id(optimizer)] = steps
-        if self.in_plain_loop and steps == STEPS_WITHOUT_END:
+            lost = {
+                layer.name: layer.spec.method.lost_without_before_step(layer) for layer in layers
+            }
+            name = next((name for name in lost if lost[name]), None)
+            if name is not None:
+                self._warn(
+                    "before_step",
+                    f"the optimizer stepped without sparsifier.before_step(optimizer), so {lost[name]} is missing at "
+                    f"layer '{name}': call it after the last backward pass of each step; with Lightning, step the "
+                    "optimizer of self.optimizers()",
+                )
+        self._steps[id(optimizer)] += 1
+        if self.in_plain_loop and self._steps[id(optimizer)] == STEPS_WITHOUT_END:
             self._warn(
                 "step",
-                f"the optimizer made {steps} steps without sparsifier.step(): masks stand still and no training step "
-                "is counted. Call sparsifier.step() after each optimizer.step()",
+                f"the optimizer made {STEPS_WITHOUT_END} steps without sparsifier.step(): masks stand still and no "
+                "training step is counted. Call sparsifier.step() after each optimizer.step()",
             )
 
     def batch_ended(self) -> None:
@@ -64,24 +76,12 @@ class ForgottenCalls:
             return
         latent = [layer.name for layer in layers if _holds_more(layer)]
         if latent:
-            which = f"{len(latent)} layers, such as '{latent[0]}'"
             self._warn(
                 "bake",
-                f"detach() without bake() after training gives back the latent weights of {which}: they are not N:M "
-                "sparse. Call sparsifier.bake() before detach() for the sparse weights",
+                f"detach() without bake() after training gives back the latent weights of {len(latent)} layers, such "
+                f"as '{latent[0]}': they are not N:M sparse. Call sparsifier.bake() before detach() for the sparse "
+                "weights",
             )
-
-    def _warn_of_before_step(self, layers: Sequence[NMLayer]) -> None:
-        for layer in layers:
-            lost = layer.spec.method.lost_without_before_step(layer)
-            if lost:
-                self._warn(
-                    "before_step",
-                    f"the optimizer stepped without sparsifier.before_step(optimizer), so {lost} is missing at layer "
-                    f"'{layer.name}': call it after the last backward pass of each step; with Lightning, step the "
-                    "optimizer of self.optimizers()",
-                )
-                return
 
     def _warn(self, call: str, message: str) -> None:
         if call not in self._given:

@@ -108,7 +108,7 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Setting]:
     for module, why in (("matplotlib", "the picture"), ("tensorboard", "the log")):
         if find_spec(module) is None:
             parser.error(
-                f"{module} is missing, for {why}: pip install -e '.[speed]' in a checkout of lightning_nm"
+                f"{module} is missing, for {why}: pip install -e '.[cli,tensorboard]' in a checkout of lightning_nm"
             )
     try:
         options.out.mkdir(parents=True, exist_ok=True)

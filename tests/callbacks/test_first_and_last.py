@@ -164,55 +164,6 @@ def printed(model, **options):
     return output.getvalue()
 
 
-class Bottleneck(Module):
-    """Narrow layers that feed others are no heads."""
-
-    def __init__(self):
-        super().__init__()
-        self.down, self.up = nn.Linear(64, 8), nn.Linear(8, 64)
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.query, self.key, self.out = nn.Linear(64, 64), nn.Linear(64, 16), nn.Linear(64, 64)
-
-
-class Encoder(Module):
-    """Every block has a layer with few outputs that fit no other layer."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.Sequential(Block(), Block())
-
-
-class LanguageModel(Encoder):
-    def __init__(self):
-        super().__init__()
-        self.head = nn.Linear(64, 256)
-
-
-def test_the_table_hints_at_a_head_that_is_not_last():
-    expected = "'body.3' is taken for the output layer because it is registered last. If that is 'head', give "
-    assert expected in printed(HeadFirst())
-    assert "taken for the output layer" not in printed(
-        HeadFirst(), skip_first_last="first", exclude="head"
-    )
-
-
-@pytest.mark.parametrize(
-    "model", [HeadLast, Bottleneck, Encoder, LanguageModel, ConvolutionsBackwards]
-)
-def test_there_is_no_hint_without_a_better_candidate(model):
-    assert "taken for the output layer" not in printed(model(), skip_first_last="last")
-
-
-def test_what_the_hint_says_works():
-    options = {"skip_first_last": "first", "exclude": "head"}
-    sparsifier = NMSparsifier(HeadFirst(), "2:4", "asp", **options).attach()
-    assert list(sparsifier.layers) == ["body.1", "body.3"]
-
-
 def test_frozen_layers_are_neither():
     student = nn.Sequential(nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1))
     teacher = nn.Sequential(nn.Conv2d(8, 8, 1), nn.Linear(8, 8))

@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_nm import NMSparsifier
 from lightning_nm.callbacks.report.tables import broken_name, print_layers, print_summary
-from lightning_nm.nn.selection.ranges import expanded, grouped
+from lightning_nm.nn.selection.ranges import grouped
 from lightning_nm.nn.selection.selection import NO_MATRICES
 
 NAMES = st.lists(
@@ -51,29 +51,11 @@ def test_groups_stand_for_the_rows_and_no_others(rows):
     assert sorted(found) == sorted(rows)
 
 
-@given(ROWS)
-def test_a_printed_name_is_read_as_the_names_that_it_stands_for(rows):
-    assert sorted(
-        (name, cell) for group, cell in grouped(rows) for name in expanded(group)
-    ) == sorted(rows)
-
-
-def test_names_in_braces_are_read_and_too_many_are_refused():
-    assert expanded("layers.{0..2}.{q,v}_proj") == tuple(
-        f"layers.{k}.{p}_proj" for k in range(3) for p in "qv"
-    )
-    assert expanded("{}.[!a]*x {a}") == ("{}.[!a]*x {a}",)
-    for text in ("a.{0..9999999999}", "{0..999}.{0..999}"):
-        with pytest.raises(ValueError, match=r"stands for more than 100000 names"):
-            expanded(text)
-
-
-@pytest.mark.parametrize("option", ["include", "exclude"])
-def test_a_printed_name_works_as_input(option):
+def test_a_range_is_no_glob():
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
-    sparsifier = NMSparsifier(model, skip_first_last=False, **{option: "{0,2} x2"})
-    sparsifier.attach()
-    assert list(sparsifier.layers) == (["0", "2"] if option == "include" else ["1", "3"])
+    with pytest.raises(ValueError, match=r"'\{0,2\}' matches no"):
+        NMSparsifier(model, include="{0,2}").attach()
+    assert list(NMSparsifier(model, include="[02]").attach().layers) == ["0", "2"]
 
 
 @pytest.mark.parametrize("option", ["include", "exclude"])

@@ -7,9 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_nm import ASP, NMSparsifier
-from lightning_nm.callbacks.report.pictures import EDGES, margin_histogram, merge
-from lightning_nm.callbacks.report.tensorboard import layers_markdown
+from lightning_nm import NMSparsifier
+from lightning_nm.callbacks.report.tensorboard import (
+    EDGES,
+    draw_histogram,
+    layers_markdown,
+    margin_histogram,
+)
 from lightning_nm.functional import mask_margin
 from lightning_nm.kernels import Router, SimulatedSparseKernel
 from lightning_nm.kernels.router.router import routing
@@ -20,19 +24,6 @@ def layer_of(module, method="bi-mask", pattern="2:4", **options):
     options = {"skip_first_last": False, **options}
     (layer,) = NMSparsifier(model, pattern, method, **options).attach().layers.values()
     return layer
-
-
-@pytest.mark.filterwarnings("ignore:the trained weights of these layers will be dense")
-def test_a_layer_of_one_column_has_no_margins():
-    layer = layer_of(nn.Linear(1, 8, bias=False))
-    assert layer.spec.forward_reason
-    assert margin_histogram(layer) is None
-
-
-@pytest.mark.parametrize("method", ["dense", ASP(start=5)])
-def test_without_masks_there_are_no_margins(method):
-    layer = layer_of(nn.Linear(8, 8), method)
-    assert margin_histogram(layer) is None
 
 
 @settings(max_examples=10, deadline=None)
@@ -50,22 +41,36 @@ def test_histograms_are_those_of_numpy(seed, method, values):
         layer.weight.data.zero_()
     margins = mask_margin(layer.weight, layer.forward_mask, "2:4").double().numpy().flatten()
     found = margin_histogram(layer)
-    assert found.counts == np.histogram(margins, EDGES.numpy())[0].tolist()
-    assert (found.low, found.high) == (margins.min(), margins.max())
-    np.testing.assert_allclose((found.total, found.squares), (margins.sum(), (margins**2).sum()))
-    twice = merge([found, found])
-    assert twice.counts == [2 * count for count in found.counts]
-    assert (twice.low, twice.high, twice.total) == (found.low, found.high, 2 * found.total)
+    assert found[4:].tolist() == np.histogram(margins, EDGES.numpy())[0].tolist()
+    assert found[:2].tolist() == [margins.min(), margins.max()]
+    np.testing.assert_allclose(found[2:4], (margins.sum(), (margins**2).sum()))
 
 
-def test_blocks_with_nan_are_left_out():
+class Writer(dict):
+    """Keeps what a writer is told."""
+
+    def add_histogram_raw(self, tag, **numbers):
+        self[tag] = numbers
+
+
+def test_histograms_of_layers_are_added_and_blocks_with_nan_left_out():
     layer = layer_of(nn.Linear(8, 8, bias=False), "sr-ste")
     layer.weight.data[0, 0] = torch.nan
     found = margin_histogram(layer)
-    assert sum(found.counts) == 15
-    assert np.isfinite([found.low, found.high, found.total, found.squares]).all()
+    writer = Writer()
+    draw_histogram(writer, "one", [found], 3)
+    draw_histogram(writer, "two", [found, found], 3)
+    assert writer["one"]["num"] == 15
+    assert writer["two"]["num"] == 30
+    assert writer["two"]["bucket_counts"] == [2 * n for n in writer["one"]["bucket_counts"]]
+    for part in ("min", "max"):
+        assert writer["two"][part] == writer["one"][part]
+    for part in ("sum", "sum_squares"):
+        assert writer["two"][part] == pytest.approx(2 * writer["one"][part])
+        assert np.isfinite(writer["one"][part])
     layer.weight.data.fill_(torch.nan)
-    assert margin_histogram(layer) is None
+    draw_histogram(writer, "none", [margin_histogram(layer)], 3)
+    assert "none" not in writer
 
 
 def test_the_table_names_the_kernels_that_ran():

@@ -4,9 +4,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_nm.demo import Digits, FashionMNIST, HelpTopics, PythonSource
-from lightning_nm.demo.fashion_mnist import read_idx
-from lightning_nm.demo.images import ImageArrays, shift_and_flip
+from lightning_nm.demo import Digits, FashionMNIST, HelpTopics
+from lightning_nm.demo.data import SeededSampler
+from lightning_nm.demo.images import ImageArrays, read_idx
 
 INSTALLED = Path("/usr/share/datasets/fashion-mnist")
 
@@ -35,6 +35,42 @@ def digits():
     data = Digits()
     data.setup("fit")
     return data
+
+
+def test_an_order_is_a_function_of_seed_and_epoch():
+    def order(seed, epoch):
+        sampler = SeededSampler(range(100), seed)
+        sampler.set_epoch(epoch)
+        return tuple(sampler)
+
+    before = torch.get_rng_state()
+    assert order(0, 0) == order(0, 0)
+    orders = {order(seed, epoch) for seed in range(4) for epoch in range(4)}
+    assert len(orders) == 16  # in particular (0, 1) and (1, 0) differ
+    assert all(sorted(o) == list(range(100)) for o in orders)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("start", [0, 1, 6, 10])
+def test_a_pass_leaves_out_its_start_once(start):
+    whole, resumed = SeededSampler(range(10), 3), SeededSampler(range(10), 3)
+    resumed.start = start
+    iterator = iter(resumed)
+    resumed.set_epoch(0)
+    assert list(iterator) == list(whole)[start:]
+    assert list(resumed) == list(whole)
+    resumed.start = start
+    resumed.set_epoch(1)  # another epoch has no start
+    assert len(list(resumed)) == len(resumed) == 10
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_processes_share_an_order(replicas):
+    """Each takes every R-th sample of one order, which begins again so that all get equally many."""
+    whole = list(SeededSampler(range(10), 3))
+    parts = [list(SeededSampler(range(10), 3, replicas, rank)) for rank in range(replicas)]
+    joined = [index for group in zip(*parts, strict=True) for index in group]
+    assert joined == (whole + whole)[: len(joined)]
 
 
 @pytest.mark.parametrize("name", ["a.gz", "a"])
@@ -137,34 +173,6 @@ def test_fashion_mnist_statistics():
     assert labels.unique().tolist() == list(range(10))
 
 
-def test_augmentation_is_a_function_of_seed_epoch_and_index():
-    images = torch.randint(0, 256, (50, 1, 8, 8), dtype=torch.uint8)
-
-    def draw(seed, epoch, indices):
-        data = ImageArrays(images, torch.zeros(50), scale=255, augment=True, seed=seed)
-        data.set_epoch(epoch)
-        return data.__getitems__(indices)[0]
-
-    everything = draw(0, 3, list(range(50)))
-    assert torch.equal(draw(0, 3, [7, 3]), everything[[7, 3]])
-    assert not torch.equal(draw(0, 4, list(range(50))), everything)
-    assert not torch.equal(draw(1, 3, list(range(50))), everything)
-
-
-def test_shift_and_flip_against_a_loop():
-    images = torch.randint(1, 256, (40, 2, 5, 6), dtype=torch.uint8)
-    shifts = torch.randint(0, 5, (40, 2))
-    flips = torch.rand(40) < 0.5
-    found = shift_and_flip(images, shifts, flips)
-    for image, (dy, dx), flip, result in zip(images, shifts.tolist(), flips, found, strict=True):
-        expected = torch.zeros_like(image)
-        for y in range(5):
-            for x in range(6):
-                if 0 <= y + dy - 2 < 5 and 0 <= x + dx - 2 < 6:
-                    expected[:, y, x] = image[:, y + dy - 2, x + dx - 2]
-        assert torch.equal(result, expected.flip(-1) if flip else expected)
-
-
 def test_help_topics():
     data = HelpTopics(context=16, batch_size=8)
     inputs, targets = next(iter(data.train_dataloader()))
@@ -178,7 +186,7 @@ def test_help_topics():
     assert validation not in text
     limited = HelpTopics(context=16, batch_size=8, train_size=24)
     assert len(limited.train_dataloader()) == 3
-    assert torch.equal(limited.train_set[5][0], train[5])
+    assert torch.equal(limited.train_set.__getitems__([5])[0][0], train[5])
 
 
 def test_help_topics_tunes_on_training_text():
@@ -202,64 +210,9 @@ def test_help_topics_tunes_on_training_text():
     assert len(test) == pytest.approx(0.2 * len(whole), abs=32)
 
 
-@pytest.fixture(scope="session")
-def python_source():
-    """Another package than the default one, which is an extra."""
-    data = PythonSource(["lightning-utilities"], context=16, val_fraction=0.1, val_size=50)
-    data.setup("fit")
-    return data
-
-
-def test_python_source(python_source):
-    inputs, targets = next(iter(python_source.train_dataloader()))
-    assert inputs.shape == targets.shape == (8, 16)
-    assert torch.equal(inputs[:, 1:], targets[:, :-1])
-    text = bytes(python_source.train_set.windows[:, :-1].flatten().tolist())
-    assert b"import" in text
-    assert len(python_source.val_set) == 50
-    held_out = [bytes(window) for window in python_source.val_set.windows.tolist()]
-    assert sum(window in text for window in held_out) < 10, "more than what all files begin with"
-
-
-def test_python_source_is_the_same_each_time(python_source):
-    again = PythonSource(("lightning-utilities",), context=16, val_fraction=0.1, val_size=10**9)
-    again.setup("fit")
-    assert torch.equal(again.train_set.windows, python_source.train_set.windows)
-    held_out = len(again.val_set)
-    assert held_out / (held_out + len(again.train_set)) == pytest.approx(
-        0.1, abs=0.08
-    )  # a file is a large part here
-
-
-def test_python_source_tunes_on_training_files(python_source):
-    tuning = PythonSource(
-        ["lightning-utilities"], context=16, val_fraction=0.1, val_size=10**9, tuning=True
-    )
-    tuning.setup("fit")
-    whole, train, held_out = (
-        bytes(part.windows[:, :-1].flatten().tolist())
-        for part in (python_source.train_set, tuning.train_set, tuning.val_set)
-    )
-    assert whole.startswith(train)
-    assert held_out[:400] in whole[len(train) - 16 :]
-
-
-def test_python_source_of_one_text_alone():
-    with pytest.raises(ValueError, match=r"has the SHA-256 [0-9a-f]{64}, not digest='0'") as error:
-        PythonSource(["lightning-utilities"], digest="0").setup("fit")
-    digest = str(error.value).split("SHA-256 ")[1][:64]
-    PythonSource(["lightning-utilities"], digest=digest).setup("fit")
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (
-            lambda: PythonSource(["no-such-package"]).setup("fit"),
-            "'no-such-package' is not installed: run `pip inst",
-        ),
-        (lambda: PythonSource(context=0), "context must be at least 1"),
-        (lambda: PythonSource(val_size=0), "val_size must be at least 1"),
         (lambda: Digits(batch_size=0), "batch_size must be at least 1, got 0"),
         (lambda: Digits(num_workers=-1), "num_workers must not be negative"),
         (lambda: Digits(val_fraction=1.0), r"val_fraction must lie between 0 and 1, got 1\.0"),

@@ -10,8 +10,9 @@ from lightning.pytorch.cli import LightningCLI
 from torch import nn
 
 import lightning_nm.demo
-from lightning_nm.demo import GPT, MLP, Digits, HelpTopics, MobileCNN, ResidualCNN, TinyTransformer
+from lightning_nm.demo import GPT, Digits, HelpTopics, ResidualCNN
 from lightning_nm.demo.schedule import warmup_cosine
+from studies.models import MLP, MobileCNN, TinyTransformer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
 

@@ -9,6 +9,7 @@ from torch import nn
 from lightning_nm.demo import Digits, ExactResume, ResidualCNN, ResumableDataModule
 from lightning_nm.demo.images import ImageArrays
 from lightning_nm.demo.schedule import warmup_cosine
+from studies.data.augmented import AugmentedArrays
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
 
@@ -21,9 +22,7 @@ class Numbered(ResumableDataModule):
 
     def setup(self, stage):
         images = torch.arange(22 * 16).remainder(251).to(torch.uint8).reshape(22, 1, 4, 4)
-        self.train_set = ImageArrays(
-            images, torch.arange(22), scale=255, augment=True, seed=self.seed
-        )
+        self.train_set = AugmentedArrays(images, torch.arange(22), seed=self.seed, scale=255)
         self.val_set = ImageArrays(images[:4], torch.arange(4), scale=255)
 
 

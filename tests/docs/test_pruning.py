@@ -9,8 +9,8 @@ import torch
 from lightning_nm import functional as nmf
 from lightning_nm import packed_summary
 from lightning_nm.cli import main
-from lightning_nm.demo import MLP
 from lightning_nm.export import PackedFile
+from studies.models import MLP
 from tests.docs.blocks import run_commands
 from tests.support.lightning_models import Data, Net
 from tests.support.packed_models import copied
@@ -69,7 +69,7 @@ def test_patterns_per_layer(monkeypatch, capsys):
 
 CONFIG = """
 seed_everything: 0
-model: {class_path: MLP, init_args: {pixels: 64, width: 32, depth: 2}}
+model: {class_path: studies.models.MLP, init_args: {pixels: 64, width: 32, depth: 2}}
 data: {class_path: Digits}
 trainer: {accelerator: cpu}
 """

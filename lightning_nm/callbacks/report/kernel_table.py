@@ -65,43 +65,33 @@ def kernel_rows(router: Router) -> list[KernelRow]:
     for used in router.used():
         uses_of_key.setdefault(used.product.key, []).append(used)
     names = _names(uses_of_key)
-    return [_row(router, names[key], key, uses) for key, uses in uses_of_key.items()]
-
-
-def _row(router: Router, name: str, key: GemmKey, uses: list[Used]) -> KernelRow:
-    """The row of the uses of one product: its last kernel, and how often another one ran it before."""
-    # Several layers may use the same product. A kernel may change during a fit, from the first batch, which is dense,
-    # to the measured one.
-    last = uses[-1]
-    reasons = []
-    calls_before = 0
-    kernels_before = []
-    for used in uses:
-        # Uses are by product and kernel, so one that changed its kernel has several.
-        if used.kernel == last.kernel:
-            reasons.append(_reason(used))
-        else:
-            calls_before += used.calls
-            kernels_before.append(used.kernel)
-    if kernels_before:
-        names_before = ", ".join(dict.fromkeys(kernels_before))
-        reasons.append(f"{calls_before} calls before that on {names_before}")
-    row = KernelRow(
-        product=name,
-        calls=sum(used.calls for used in uses),
-        kernel=last.kernel,
-        why="; ".join(dict.fromkeys(reasons)),  # equal reasons of several layers once
-    )
-    decision = last.decision
-    if decision is None:
-        return row
-    return replace(
-        row,
-        dense_ms=decision.dense_ms,
-        sparse_ms=decision.sparse_ms,
-        pack_ms=decision.pack_ms,
-        pack_uses=uses_of_pack(key, router.pack_reuse(key.device)),
-    )
+    rows = []
+    for key, uses in uses_of_key.items():
+        # Uses are by layer and kernel. A kernel may change during a fit, from the first batch, which is dense, to the
+        # measured one: the row is of the last one, and says how often others ran before.
+        last = uses[-1]
+        reasons = [_reason(used) for used in uses if used.kernel == last.kernel]
+        before = [used for used in uses if used.kernel != last.kernel]
+        if before:
+            others = ", ".join(dict.fromkeys(used.kernel for used in before))
+            calls = sum(used.calls for used in before)
+            reasons.append(f"{calls} calls before that on {others}")
+        row = KernelRow(
+            product=names[key],
+            calls=sum(used.calls for used in uses),
+            kernel=last.kernel,
+            why="; ".join(dict.fromkeys(reasons)),  # equal reasons of several layers once
+        )
+        if last.decision is not None:
+            row = replace(
+                row,
+                dense_ms=last.decision.dense_ms,
+                sparse_ms=last.decision.sparse_ms,
+                pack_ms=last.decision.pack_ms,
+                pack_uses=uses_of_pack(key, router.pack_reuse(key.device)),
+            )
+        rows.append(row)
+    return rows
 
 
 def _reason(used: Used) -> str:

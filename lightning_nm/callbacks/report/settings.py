@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.loggers import TensorBoardLogger
 
-from lightning_nm.functional.stages import Schedule
 from lightning_nm.sparsifier import NMSparsifier
 
 if TYPE_CHECKING:
@@ -51,21 +50,17 @@ def _rule_settings(rule: Rule, prefix: str) -> dict[str, Any]:
     found.update(_part_settings(rule.estimator, f"{prefix}/grad_estimator"))
     # Only where they are used: most trainings have none.
     if rule.schedule is not None:
-        for part in rule.schedule.parts:
-            found[f"{prefix}/schedule/{part}"] = _part_of_schedule(rule.schedule, part)
+        schedule = rule.schedule
+        for part in schedule.parts:
+            value = getattr(schedule, part)  # a moment as it is, the ramp as text
+            if part == "ramp":
+                value = ", ".join(map(str, schedule.ramp))
+                if schedule.ramp_ends is not None:
+                    value += f" until {', '.join(map(str, schedule.ramp_ends))}"
+            found[f"{prefix}/schedule/{part}"] = value
     if rule.dgrad is not None:
         found.update(_part_settings(rule.dgrad, f"{prefix}/dgrad"))
     return found
-
-
-def _part_of_schedule(schedule: Schedule, part: str) -> Any:
-    """A moment as it is; the ramp as text."""
-    if part != "ramp":
-        return getattr(schedule, part)
-    patterns = ", ".join(map(str, schedule.ramp))
-    if schedule.ramp_ends is None:
-        return patterns
-    return f"{patterns} until {', '.join(map(str, schedule.ramp_ends))}"
 
 
 def _part_settings(part: Method | GradientEstimator | None, key: str) -> dict[str, Any]:

@@ -154,16 +154,6 @@ def _row(sparsifier: NMSparsifier, layer: NMLayer) -> tuple[str, ...]:
     return _shape(layer.view.shape), pattern, method, *operands, "; ".join(reasons)
 
 
-def _without_matrices(sparsifier: NMSparsifier) -> str:
-    """A line about modules whose parameters need no rows, such as a class token; empty if there are none."""
-    names = []
-    for name, reason in sparsifier.skipped.items():
-        if reason == NO_MATRICES:
-            names.append((name or type(sparsifier.model).__name__,))
-    shown = ", ".join(name for (name,) in grouped(names))
-    return f"no rows for {shown}: {NO_MATRICES}" if names else ""
-
-
 def broken_name(name: str, width: int) -> str:
     """Break a name into lines at dots, so that no line is longer than a width if its parts allow that.
 
@@ -188,55 +178,46 @@ def _shape(shape: Sequence[int]) -> str:
 def phases(sparsifier: NMSparsifier) -> list[str]:
     """Return lines that describe the phases of methods and estimators, each once."""
     lines = []
+
+    def add(part: object, what: str, window: Sequence[int], after: str) -> None:
+        # The first step of a phase and, if it ends, the last one.
+        until = f" to {window[1]}{after}" if len(window) == 2 else ""
+        lines.append(f"{type(part).__name__}: {what} training step {window[0]}{until}")
+
     for layer in sparsifier.layers.values():
-        # A schedule has the first step of a phase and, if it ends, the last one.
         method = layer.spec.method
-        window = method.sparse_window(layer)
-        has_dense_phase = method.dense_start or method.dense_end
         stages = layer.progress.stages
         if stages:
-            ends_dense = stages[-1][1] == DENSE
-            end = "; the trained model is dense" if ends_dense else ""
+            end = "; the trained model is dense" if stages[-1][1] == DENSE else ""
             lines.append(f"schedule: {describe(stages, layer.spec.pattern)}{end}")
-        if window and has_dense_phase:
-            steps = _steps(window, "; the model is dense after that")
+        window = method.sparse_window(layer)
+        if window and (method.dense_start or method.dense_end):
             start = "masks at the latest from" if method.may_start_early else "masks from"
-            lines.append(f"{type(method).__name__}: {start} training step {steps}")
+            add(method, start, window, "; the model is dense after that")
         window = layer.progress.estimator_schedule
         if window:
-            steps = _steps(window, ", then wgrad is dense")
-            lines.append(f"{type(layer.spec.estimator).__name__}: from training step {steps}")
+            add(layer.spec.estimator, "from", window, ", then wgrad is dense")
     return list(dict.fromkeys(lines))
 
 
 def owned_parameters(sparsifier: NMSparsifier) -> list[str]:
     """Return a line for each method that owns parameters: how many, and the memory that they take."""
-    numbers: dict[str, list[int]] = {}  # by method: parameters, their bytes, entries of the weights
+    owners: dict[str, list[NMLayer]] = {}
     for layer in sparsifier.layers.values():
-        if not layer.parameters:
-            continue
-        sums = numbers.setdefault(type(layer.spec.method).__name__, [0, 0, 0])
-        for parameter in layer.parameters.values():
-            sums[0] += parameter.numel()
-            sums[1] += parameter.numel() * parameter.element_size()
-        sums[2] += layer.view.shape.numel()
-    return [
-        f"{method} trains {count:,} parameters of its own, {count / entries:.3g} for each masked weight: "
-        f"{_memory(size)}, and as much for their gradients and for each tensor of the optimizer's state"
-        for method, (count, size, entries) in numbers.items()
-    ]
-
-
-def _memory(size: int) -> str:
-    """So many bytes as text."""
-    return f"{size / 2**20:,.1f} MiB" if size >= 2**20 else f"{size / 2**10:.1f} KiB"
-
-
-def _steps(window: Sequence[int], after: str) -> str:
-    """The first step and, if there is one, the last step, after which something ends."""
-    if len(window) == 1:
-        return f"{window[0]}"
-    return f"{window[0]} to {window[1]}{after}"
+        if layer.parameters:
+            owners.setdefault(type(layer.spec.method).__name__, []).append(layer)
+    lines = []
+    for method, layers in owners.items():
+        parameters = [p for layer in layers for p in layer.parameters.values()]
+        count = sum(p.numel() for p in parameters)
+        entries = sum(layer.view.shape.numel() for layer in layers)
+        size = sum(p.nbytes for p in parameters)
+        memory = f"{size / 2**20:,.1f} MiB" if size >= 2**20 else f"{size / 2**10:.1f} KiB"
+        lines.append(
+            f"{method} trains {count:,} parameters of its own, {count / entries:.3g} for each masked weight: "
+            f"{memory}, and as much for their gradients and for each tensor of the optimizer's state"
+        )
+    return lines
 
 
 def _share(shares: dict[str, float]) -> str:
@@ -252,80 +233,60 @@ def print_note(console: Console, text: str) -> None:
     console.print(text, style="dim", soft_wrap=True, highlight=False, markup=False)
 
 
-def _scale_line(sparsifier: NMSparsifier) -> str:
-    """How learning rates and initial values are scaled."""
-    base_density = sparsifier.config.base_density
-    # Layers of different patterns have different factors.
-    rates = {base_density / layer.spec.pattern.density for layer in sparsifier.layers.values()}
-    line = f"scale={sparsifier.config.scale!r}: learning rates of masked weights {_times(rates)}"
-    if sparsifier.initial_factors:
-        return f"{line}, their initial values {_times(sparsifier.initial_factors.values())}"
-    return f"{line}, their values as they are"
-
-
 def _times(factors: Iterable[float]) -> str:
     """One factor, or the least and the largest."""
     texts = [f"{factor:.3g}" for factor in sorted(factors)]
     return f"x{texts[0]}" if texts[0] == texts[-1] else f"x{texts[0]} to x{texts[-1]}"
 
 
+def _notes(sparsifier: NMSparsifier) -> Iterator[str]:
+    """The lines below the table of layers."""
+    config = sparsifier.config
+    for reason, number in layer_reasons(sparsifier).items():
+        yield f"({number}) {reason}"
+    # Modules whose parameters need no rows, such as a class token.
+    names = [name for name, reason in sparsifier.skipped.items() if reason == NO_MATRICES]
+    if names:
+        shown = grouped((name or type(sparsifier.model).__name__,) for name in names)
+        yield f"no rows for {', '.join(name for (name,) in shown)}: {NO_MATRICES}"
+    if sparsifier.selection.first_last:
+        yield "skip_first_last=False masks the first and the last layer, too"
+    if config.scale is not None:
+        # Layers of different patterns have different factors.
+        rates = {
+            config.base_density / layer.spec.pattern.density for layer in sparsifier.layers.values()
+        }
+        initial = "their values as they are"
+        if sparsifier.initial_factors:
+            initial = f"their initial values {_times(sparsifier.initial_factors.values())}"
+        yield f"scale={config.scale!r}: learning rates of masked weights {_times(rates)}, {initial}"
+    for preset in sparsifier.settings.presets:
+        yield f"preset {config.preset}, {preset}"
+    yield from phases(sparsifier)
+    yield from owned_parameters(sparsifier)
+
+
 def print_layers(sparsifier: NMSparsifier, console: Console | None = None) -> None:
     """Print the table of layers and the masked share of the model; warn if it is small."""
     console = console or Console()
     console.print(Whole(layer_table(sparsifier, console.width)), crop=False, soft_wrap=True)
-    for reason, number in layer_reasons(sparsifier).items():
-        print_note(console, f"({number}) {reason}")
-    without_matrices = _without_matrices(sparsifier)
-    if without_matrices:
-        print_note(console, without_matrices)
-    if sparsifier.selection.first_last:
-        console.print("skip_first_last=False masks the first and the last layer, too", style="dim")
-    if sparsifier.selection.hint:
-        print_note(console, sparsifier.selection.hint)
-    if sparsifier.config.scale is not None:
-        print_note(console, _scale_line(sparsifier))
-    for preset in sparsifier.settings.presets:
-        print_note(console, f"preset {sparsifier.config.preset}, {preset}")
-    for phase in phases(sparsifier):
-        console.print(phase, style="dim")
-    for owned in owned_parameters(sparsifier):
-        print_note(console, owned)
+    for note in _notes(sparsifier):
+        print_note(console, note)
     masked = sparsifier.shares()
     if masked["parameters"]:
         console.print(f"masked: {_share(masked)}")
-        _warn_of_small_share(sparsifier, masked, console)
+        # No batch may have run yet. Embeddings take no products, so their parameters do not count.
+        part = "weight FLOPs" if "flops" in masked else "parameters outside of embeddings"
+        share = masked["flops"] if "flops" in masked else sparsifier.share_of_products()
+        if share < 0.5:
+            console.print(
+                f"[yellow]warning:[/] less than half of the model's {part} is masked, so little can be gained; the "
+                "last column gives the reasons",
+                soft_wrap=True,
+            )
     estimated = sparsifier.shares(gradients=True)
     if estimated["parameters"]:
         console.print(f"N:M gradients: {_share(estimated)}")
-
-
-def _warn_of_small_share(
-    sparsifier: NMSparsifier, masked: dict[str, float], console: Console
-) -> None:
-    """Warn if less than half of the model's work is masked; ``masked`` is what ``sparsifier.shares()`` returns."""
-    if "flops" in masked:
-        share = masked["flops"]
-        part = "weight FLOPs"
-    else:
-        # No batch has run yet. Embeddings take no products, so their parameters do not count.
-        share = sparsifier.share_of_products()
-        part = "parameters outside of embeddings"
-    if share < 0.5:
-        why = f"less than half of the model's {part} is masked, so little can be gained"
-        console.print(
-            f"[yellow]warning:[/] {why}; the last column gives the reasons", soft_wrap=True
-        )
-
-
-def summary_table(sparsifier: NMSparsifier, metrics: dict[str, Any]) -> Table:
-    """Return the table of the statistics of a finished fit; ``metrics`` holds those that the model logged."""
-    table = plain_table("N:M summary", show_header=False)
-    table.add_column("statistic")
-    table.add_column("value", justify="right")
-    table.add_column("meaning", style="dim", overflow="fold")
-    for row in summary_rows(sparsifier, metrics):
-        table.add_row(*row)
-    return table
 
 
 def summary_rows(
@@ -368,20 +329,34 @@ def print_summary(
 ) -> None:
     """Print the summary and the paths of the log and the checkpoint."""
     console = console or Console()
-    console.print(summary_table(sparsifier, dict(trainer.callback_metrics)))
-    layers = sparsifier.layers.values()
-    dense_count = sum(_is_unexpectedly_dense(layer) for layer in layers)
-    if dense_count:
+    table = plain_table("N:M summary", show_header=False)
+    table.add_column("statistic")
+    table.add_column("value", justify="right")
+    table.add_column("meaning", style="dim", overflow="fold")
+    for row in summary_rows(sparsifier, dict(trainer.callback_metrics)):
+        table.add_row(*row)
+    console.print(table)
+    total = len(sparsifier.layers)
+    able = [layer for layer in sparsifier.layers.values() if not layer.spec.forward_reason]
+    # Of methods that have masks at other times, but not now.
+    dense = [layer for layer in able if layer.forward_mask is None]
+    dense = [layer for layer in dense if isinstance(layer.spec.method, MaskMethod)]
+    if dense:
         console.print(
-            f"[yellow]warning:[/] the trained model is dense in {dense_count} of {len(layers)} layers: their "
-            "masks have not started yet, or have ended (dense_end)"
+            f"[yellow]warning:[/] the trained model is dense in {len(dense)} of {total} layers: their masks have not "
+            "started yet, or have ended (dense_end)"
         )
-    unfinished = [layer for layer in layers if _is_not_yet_nm(layer)]
+    # Of methods whose mask is still denser than the pattern.
+    unfinished = {
+        layer.name: type(layer.spec.method).__name__
+        for layer in able
+        if layer.masks.has_forward
+        and layer.spec.method.current_pattern(layer) != layer.spec.pattern
+    }
     if unfinished:
-        methods = sorted({type(layer.spec.method).__name__ for layer in unfinished})
         console.print(
-            f"[yellow]warning:[/] the trained model is not N:M in {len(unfinished)} of {len(layers)} layers: the masks "
-            f"of {', '.join(methods)} had not reached their pattern when the training ended"
+            f"[yellow]warning:[/] the trained model is not N:M in {len(unfinished)} of {total} layers: the masks of "
+            f"{', '.join(sorted({*unfinished.values()}))} had not reached their pattern when the training ended"
         )
     # Not every checkpoint callback has these attributes, and ModelCheckpoint's are empty until it has saved.
     checkpoint = trainer.checkpoint_callback
@@ -392,15 +367,3 @@ def print_summary(
         if logger.save_dir is not None:
             folder = getattr(logger, "log_dir", logger.save_dir)
             console.print(f"log ({type(logger).__name__}): {folder}", soft_wrap=True)
-
-
-def _is_not_yet_nm(layer: NMLayer) -> bool:
-    """Whether a layer has a mask that is still denser than its pattern."""
-    has_mask = layer.masks.has_forward and not layer.spec.forward_reason
-    return has_mask and layer.spec.method.current_pattern(layer) != layer.spec.pattern
-
-
-def _is_unexpectedly_dense(layer: NMLayer) -> bool:
-    """Whether a layer's method has a mask at other times, but not now."""
-    has_masks = isinstance(layer.spec.method, MaskMethod) and not layer.spec.forward_reason
-    return has_masks and layer.forward_mask is None

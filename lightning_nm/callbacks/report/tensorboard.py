@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from lightning_nm.callbacks.report.figures import HeatMapFigure
-from lightning_nm.callbacks.report.history import MAPS, LayerHistory
-from lightning_nm.callbacks.report.kernel_table import kernel_columns
-from lightning_nm.callbacks.report.pictures import EDGES, Histogram
-from lightning_nm.callbacks.report.tables import layer_rows, summary_rows
+from lightning_nm.callbacks.report.heat_maps import block_margins
+from lightning_nm.callbacks.report.tables import layer_rows
 from lightning_nm.kernels import Router
+from lightning_nm.nn.layer import NMLayer
 from lightning_nm.sparsifier import NMSparsifier
+
+# Between the bins of margins, which lie in [-1, 1]. One edge is exactly 0, the margin of equal weights.
+EDGES = torch.arange(-20, 21, dtype=torch.float64) / 20
 
 # Statistics that share a chart. Each other statistic has a chart of its own.
 CHARTS = {
@@ -50,7 +51,9 @@ class TensorBoardWriter:
         if not trainer.is_global_zero:
             return
         for logger in trainer.loggers:
-            if not isinstance(logger, TensorBoardLogger) or self._has_failed(logger):
+            # By identity: loggers may define what equal means.
+            has_failed = any(logger is failed for failed in self._failed)
+            if has_failed or not isinstance(logger, TensorBoardLogger):
                 continue
             try:
                 draw(logger.experiment)
@@ -62,42 +65,54 @@ class TensorBoardWriter:
                     f"histogram or a text ({type(error).__name__}: {error})"
                 )
 
-    def _has_failed(self, logger: Logger) -> bool:
-        # By identity: loggers may define what equal means.
-        return any(logger is failed for failed in self._failed)
 
+@torch.no_grad()
+def margin_histogram(layer: NMLayer) -> Tensor:
+    """Count the margins of all blocks of a layer with a forward mask, with one device synchronization.
 
-def draw_histogram(writer: Any, tag: str, histogram: Histogram, step: int) -> None:
-    """Write a histogram whose bins were counted already."""
-    writer.add_histogram_raw(
-        tag,
-        min=histogram.low,
-        max=histogram.high,
-        num=sum(histogram.counts),
-        sum=histogram.total,
-        sum_squares=histogram.squares,
-        bucket_limits=EDGES[1:].tolist(),
-        bucket_counts=histogram.counts,
-        global_step=step,
-    )
+    With sharded weights all processes must call it.
 
-
-def charts_of(names: Iterable[str]) -> dict[str, list[str]]:
-    """Return the statistics of each chart, by the chart's title.
+    Returns:
+        float64 ``[44]`` on the CPU: the least and the largest margin, their sum, the sum of their squares, and the
+        counts between :data:`EDGES`, where an edge belongs to the bin above it, and 1 to the last bin.
 
     Example:
-        >>> charts_of(["density", "flip_rate", "overlap"])
-        {'kept': ['density', 'overlap'], 'flip rate': ['flip_rate']}
+        >>> from torch import nn
+        >>> sparsifier = NMSparsifier(nn.Linear(8, 8), "2:4", "sr-ste", skip_first_last=False).attach()
+        >>> (layer,) = sparsifier.layers.values()
+        >>> margin_histogram(layer)[4:].sum()
+        tensor(16., dtype=torch.float64)
     """
-    chart_of = {}
-    for chart, members in CHARTS.items():
-        for name in members:
-            chart_of[name] = chart
-    charts: dict[str, list[str]] = {}
-    for name in names:
-        title = chart_of.get(name, name.replace("_", " "))
-        charts.setdefault(title, []).append(name)
-    return charts
+    with layer.full():
+        margins = block_margins(layer).double().flatten()
+    known = ~margins.isnan()
+    margins = torch.where(known, margins, 0)
+    # Blocks without a margin have a bin of their own, so that shapes do not depend on values.
+    bins = torch.bucketize(margins, EDGES[1:-1].to(margins.device), right=True)
+    counts = torch.bincount(bins.where(known, len(EDGES) - 1), minlength=len(EDGES))[:-1]
+    least = torch.where(known, margins, torch.inf).amin()
+    largest = torch.where(known, margins, -torch.inf).amax()
+    moments = torch.stack([least, largest, margins.sum(), margins.square().sum()])
+    return torch.cat([moments, counts.double()]).cpu()
+
+
+def draw_histogram(writer: Any, tag: str, histograms: Sequence[Tensor], step: int) -> None:
+    """Write the sum of results of :func:`margin_histogram`; nothing without a margin."""
+    together = torch.stack(list(histograms))
+    counts = together[:, 4:].sum(0)
+    if not counts.any():
+        return
+    writer.add_histogram_raw(
+        tag,
+        min=together[:, 0].min().item(),
+        max=together[:, 1].max().item(),
+        num=int(counts.sum()),
+        sum=together[:, 2].sum().item(),
+        sum_squares=together[:, 3].sum().item(),
+        bucket_limits=EDGES[1:].tolist(),
+        bucket_counts=counts.int().tolist(),
+        global_step=step,
+    )
 
 
 Layout = dict[str, dict[str, list[Any]]]
@@ -116,50 +131,17 @@ def custom_scalars_layout(names: Sequence[str], layers: bool) -> Layout:
         {'N:M masks': {'flip rate': ['Multiline', ['^(.+-)?nm/flip_rate$']]}}
     """
     # Tags are regular expressions that match from the start; a logger's prefix may come first.
+    shared = {name: chart for chart, members in CHARTS.items() for name in members}
     model_charts: dict[str, list[Any]] = {}
-    for title, members in charts_of(names).items():
-        tags = [f"^(.+-)?nm/{name}$" for name in members]
-        model_charts[title] = ["Multiline", tags]
-    if not layers:
-        return {"N:M masks": model_charts}
-
-    # One chart for each statistic, with a line for each layer.
+    # One chart for each statistic of layers, with a line for each layer.
     layer_charts: dict[str, list[Any]] = {}
     for name in names:
+        title = name.replace("_", " ")
+        chart = model_charts.setdefault(shared.get(name, title), ["Multiline", []])
+        chart[1].append(f"^(.+-)?nm/{name}$")
         if name not in MODEL_ONLY:
-            title = name.replace("_", " ")
-            tags = [f"^(.+-)?nm/{re.escape(name)}/"]
-            layer_charts[title] = ["Multiline", tags]
-    return {"N:M masks": model_charts, "N:M layers": layer_charts}
-
-
-def write_map_rows(writer: Any, layers: Sequence[str], step: int, suffix: str = "") -> None:
-    """Write the names of the layers of :func:`write_map_column` from this step on."""
-    # TensorBoard shows the text as Markdown, so the list is a block of code, with a line for each name.
-    names = json.dumps(list(layers), indent=0)
-    writer.add_text(f"nm/map_rows{suffix}", f"```json\n{names}\n```", step)
-
-
-def write_map_column(writer: Any, column: Tensor, step: int, suffix: str = "") -> None:
-    """Write a column of the heat maps as numbers, which TensorBoard's pages do not show."""
-    writer.add_tensor(f"nm/maps{suffix}", column.float(), step)
-
-
-def draw_maps(writer: Any, history: LayerHistory, step: int, suffix: str = "") -> None:
-    """Draw the heat map of each statistic.
-
-    Raises:
-        ImportError: Without matplotlib.
-    """
-    maps = HeatMapFigure(history.layers, history.steps)
-    for index, name in enumerate(MAPS):
-        # Flip rates fall by orders of magnitude; by their square root the late ones still differ in colour.
-        by_root = name == "flip_rate"
-        values = history.values[:, index]  # [columns, layers]
-        title = f"{name.replace('_', ' ')} of layers over steps"
-        figure = maps.show(title, values, root=by_root)
-        # pyplot does not know the figure, so there is nothing to close.
-        writer.add_figure(f"nm/{name}_map{suffix}", figure, step, close=False)
+            layer_charts[title] = ["Multiline", [f"^(.+-)?nm/{re.escape(name)}/"]]
+    return {"N:M masks": model_charts, **({"N:M layers": layer_charts} if layers else {})}
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -171,24 +153,12 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
         | --- | --- |
         | net\_1 | 8 x 8 |
     """
-    rule = ["---" for _ in head]
-    lines = [_markdown_line(head), _markdown_line(rule)]
-    for row in rows:
-        cells = [_markdown_cell(cell) for cell in row]
-        lines.append(_markdown_line(cells))
+    lines = []
+    for cells in (head, ["---" for _ in head], *rows):
+        # In one line, with Markdown's special characters escaped; an empty cell needs a space.
+        texts = [re.sub(r"([\\|*_])", r"\\\1", " ".join(cell.split())) or " " for cell in cells]
+        lines.append(f"| {' | '.join(texts)} |")
     return "\n".join(lines)
-
-
-def _markdown_line(cells: Sequence[str]) -> str:
-    joined = " | ".join(cells)
-    return f"| {joined} |"
-
-
-def _markdown_cell(text: str) -> str:
-    """The text in one line, with Markdown's special characters escaped."""
-    one_line = " ".join(text.split())
-    escaped = re.sub(r"([\\|*_])", r"\\\1", one_line)
-    return escaped or " "  # Markdown needs a space in an empty cell
 
 
 def layers_markdown(sparsifier: NMSparsifier, router: Router | None) -> str:
@@ -207,16 +177,4 @@ def layers_markdown(sparsifier: NMSparsifier, router: Router | None) -> str:
         # Products that no router has seen ran as torch computes them.
         rows.append((*row, text or "dense product"))
     head = ("layer", "shape", "pattern", "method", "fwd", "dgrad", "wgrad", "why", "kernel")
-    return markdown_table(head, rows)
-
-
-def summary_markdown(sparsifier: NMSparsifier, metrics: dict[str, Any]) -> str:
-    """Return the statistics of a finished fit in Markdown; ``metrics`` holds those that the model logged."""
-    head = ("statistic", "value", "meaning")
-    return markdown_table(head, summary_rows(sparsifier, metrics))
-
-
-def kernels_markdown(router: Router) -> str:
-    """Return the kernels that ran in Markdown."""
-    head, rows = kernel_columns(router)
     return markdown_table(head, rows)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import re
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal
 
 from torch import nn
 
-from lightning_nm.nn.layer.layout import row_sizes
 from lightning_nm.nn.selection.ties import Candidate
 
 SkipFirstLast = bool | Literal["first", "last"]
@@ -98,36 +95,6 @@ def _still_skipped(
     return found
 
 
-def head_hint(candidates: Sequence[Candidate], is_trained: Trained | None) -> str:
-    """Return a hint if an earlier linear layer looks more like the output layer than the last one; else "".
-
-    It does if the outputs of the last one fit the inputs of some layer, while the earlier one has fewer outputs, which
-    fit the inputs of none. Layers that blocks repeat are no output layers.
-    """
-    linears = _eligible(candidates, "linear", is_trained)
-    linears = [candidate for candidate in linears if _has_rows(candidate.weight)]
-    if not linears:
-        return ""
-    # (outputs, inputs) of each layer
-    sizes = [row_sizes(candidate.weight.shape, candidate.spec.layout) for candidate in linears]
-    all_inputs = {inputs for _, inputs in sizes}
-    last = linears[-1]
-    last_outputs, _ = sizes[-1]
-    # Outputs that no layer takes are those of the model, as they should be.
-    if last_outputs not in all_inputs:
-        return ""
-    # Layers of repeated blocks have equal names but for the numbers.
-    layers_of_kind = Counter(_without_numbers(candidate) for candidate in linears)
-    for candidate, (outputs, _) in zip(linears, sizes, strict=True):
-        feeds_none = outputs < last_outputs and outputs not in all_inputs
-        if feeds_none and layers_of_kind[_without_numbers(candidate)] == 1:
-            return (
-                f"'{last.module_name}' is taken for the output layer because it is registered last. If that is "
-                f"'{candidate.module_name}', give skip_first_last='first' and exclude='{candidate.module_name}'"
-            )
-    return ""
-
-
 def _eligible(
     candidates: Sequence[Candidate], role: str, is_trained: Trained | None
 ) -> list[Candidate]:
@@ -143,13 +110,3 @@ def _eligible(
     # Fine-tuning trains a new head behind frozen layers; where all are frozen, all count.
     trained = [candidate for candidate in found if is_trained(candidate.weight)]
     return trained or found
-
-
-def _has_rows(weight: nn.Parameter) -> bool:
-    """Whether a weight has a shape yet, and is no flat part of one, as FSDP1 keeps weights."""
-    return not nn.parameter.is_lazy(weight) and weight.dim() >= 2
-
-
-def _without_numbers(candidate: Candidate) -> str:
-    """Return the layer's kind of name, which the layers of repeated blocks share."""
-    return re.sub(r"\d+", "#", candidate.module_name)

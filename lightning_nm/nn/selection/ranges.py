@@ -1,20 +1,9 @@
-"""Names that differ in numbers alone: written as one name with ranges, and read again."""
+"""Names that differ in numbers alone, written as one name with ranges."""
 
 from __future__ import annotations
 
-import itertools
 import math
-import re
 from collections.abc import Iterable, Sequence
-
-# "{0,1,3}" or "{0..3}". The group makes re.split return what stands between the braces, too.
-_BRACES = re.compile(r"\{(\w+(?:,\w+)+|\d+\.\.\d+)\}")
-
-# " x3" at the end of a printed name: how many names it stands for.
-_COUNT = re.compile(r"\s+x\d+$")
-
-# A typing error such as "{0..10000000000}" must not fill the memory.
-_MOST_NAMES = 100_000
 
 
 def grouped(rows: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
@@ -100,40 +89,3 @@ def quoted(group: str) -> str:
     if separator and count.isdigit():
         return f"'{name}' ({count})"
     return f"'{group}'"
-
-
-def expanded(text: str) -> tuple[str, ...]:
-    """Read a name as :func:`grouped` writes it: the names that it stands for.
-
-    Raises:
-        ValueError: If it stands for more than 100,000 names.
-
-    Example:
-        >>> expanded("blocks.{0,1,3}.up x3")
-        ('blocks.0.up', 'blocks.1.up', 'blocks.3.up')
-        >>> expanded("blocks.{0..1}.*")
-        ('blocks.0.*', 'blocks.1.*')
-    """
-    if _BRACES.search(text):
-        text = _COUNT.sub("", text)
-    # Literals at even places, what stands between two braces at odd ones.
-    parts = _BRACES.split(text)
-    choices: list[Sequence[str]] = []
-    for place, part in enumerate(parts):
-        if place % 2 == 0:
-            choices.append([part])
-        else:
-            choices.append(_numbers_between(part))
-    if math.prod(len(choice) for choice in choices) > _MOST_NAMES:
-        raise ValueError(f"'{text}' stands for more than {_MOST_NAMES} names")
-    return tuple("".join(chosen) for chosen in itertools.product(*choices))
-
-
-def _numbers_between(braces: str) -> Sequence[str]:
-    """Return what the text between two braces lists, ``"0,1,3"`` or ``"0..3"``."""
-    first, dots, last = braces.partition("..")
-    if not dots:
-        return braces.split(",")
-    if int(last) - int(first) >= _MOST_NAMES:
-        raise ValueError(f"'{{{braces}}}' stands for more than {_MOST_NAMES} names")
-    return [str(number) for number in range(int(first), int(last) + 1)]

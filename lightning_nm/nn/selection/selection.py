@@ -24,9 +24,8 @@ from lightning_nm.nn.layer.layout import ConvLayout, known_size, misfit, row_siz
 from lightning_nm.nn.layer.names import layer_name, plain_name
 from lightning_nm.nn.layer.sharding import cuts_in_forward, gather
 from lightning_nm.nn.layer.spec import LayerSpec
-from lightning_nm.nn.selection.first_last import Trained, first_and_last, head_hint
+from lightning_nm.nn.selection.first_last import Trained, first_and_last
 from lightning_nm.nn.selection.low_rank import KeepsMask, is_low_rank
-from lightning_nm.nn.selection.ranges import expanded
 from lightning_nm.nn.selection.ties import Candidate, Ties
 from lightning_nm.nn.selection.unmaskable import matrices, quantised, unmaskable
 
@@ -73,7 +72,6 @@ class Selection:
         sizes: The size of every weight of a known kind, in the model's order.
         frozen: Layers that will be masked once an optimizer trains them.
         first_last: The first and the last layer by module name, with the reason to leave them dense.
-        hint: Says so if another layer looks more like the output layer than the last one; else empty.
 
     Example:
         >>> from lightning_nm.methods import ASP
@@ -88,7 +86,6 @@ class Selection:
     sizes: dict[str, int] = field(default_factory=dict)
     frozen: list[NMLayer] = field(default_factory=list)
     first_last: dict[str, str] = field(default_factory=dict)
-    hint: str = ""
 
     def unfreeze(self, layers: Collection[NMLayer]) -> None:
         """Move frozen layers, which are trained now, to the masked ones."""
@@ -170,8 +167,6 @@ def select(
         skip_first=skip_first,
         skip_last=skip_last,
     )
-    if skip_last and saved_first_last is None:
-        selection.hint = head_hint(candidates, is_trained)
 
     fsdp_modules = [
         (plain_name(name), module)
@@ -617,10 +612,7 @@ def _advice(selection: Selection) -> str:
 
 
 def as_globs(value: Any, option: str) -> tuple[str, ...] | None:
-    """Read ``None``, one glob or a list of globs; anything else is a ``TypeError``.
-
-    A name with ranges, as tables print it, is read as the names that it stands for.
-    """
+    """Read ``None``, one glob or a list of globs; anything else is a ``TypeError``."""
     if value is None:
         return None
     globs = tuple(value) if isinstance(value, (list, tuple, set)) else (value,)
@@ -628,7 +620,4 @@ def as_globs(value: Any, option: str) -> tuple[str, ...] | None:
         raise TypeError(
             f"`{option}` takes globs over module names, for example ['encoder.*'], not {value!r}"
         )
-    names: list[str] = []
-    for glob in globs:
-        names += [plain_name(name) for name in expanded(glob)]
-    return tuple(names)
+    return tuple(map(plain_name, globs))

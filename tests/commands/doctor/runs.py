@@ -6,7 +6,7 @@ from lightning_nm.cli import main
 
 SMALL = """
 seed_everything: 0
-model: {class_path: TinyTransformer, init_args: {dim: 32, depth: 1, context: 16}}
+model: {class_path: GPT, init_args: {dim: 32, heads: 4, depth: 1, context: 16}}
 data: {class_path: HelpTopics, init_args: {context: 16, batch_size: 8}}
 trainer:
   max_steps: 100

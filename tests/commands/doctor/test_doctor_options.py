@@ -89,9 +89,9 @@ def test_the_plugins_mode_holds(tmp_path):
 
 
 OWN = """
-from lightning_nm.demo import HelpTopics, TinyTransformer
+from lightning_nm.demo import GPT, HelpTopics
 
-class OwnNet(TinyTransformer):
+class OwnNet(GPT):
     pass
 
 class OwnData(HelpTopics):

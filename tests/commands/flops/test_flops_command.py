@@ -12,7 +12,7 @@ from lightning_nm.training.forwards import can_watch
 
 SMALL = """
 seed_everything: 0
-model: {class_path: TinyTransformer, init_args: {dim: 32, depth: 2, context: 16}}
+model: {class_path: GPT, init_args: {dim: 32, heads: 4, depth: 2, context: 16}}
 data: {class_path: HelpTopics, init_args: {context: 16, batch_size: 8}}
 trainer:
   max_steps: 50
@@ -87,7 +87,7 @@ def test_the_first_batch_and_the_whole_schedule(capsys, write):
 
     assert main(["flops", "-c", write(SMALL)]) == 0
     out = capsys.readouterr().out
-    assert "FLOPs of TinyTransformer" in out
+    assert "FLOPs of GPT" in out
     assert re.search(
         r"blocks\.\{0,1\}\.fc1 x2 +4\.1k +524\.3k +2:4 transposable MVUE +0\.500 +0\.500 +0\.600 +0\.533",
         out,
@@ -102,7 +102,7 @@ def test_several_patterns_and_other_steps(capsys, write):
     assert [report["masked_ratios"]["paper"]["forward"] for report in found] == [0.25, 0.0625]
     assert {report["planned_steps"] for report in found} == {1000}
     assert main(["flops", write(SMALL), "--pattern", "1:4"]) == 0
-    assert "FLOPs of TinyTransformer at 1:4" in capsys.readouterr().out
+    assert "FLOPs of GPT at 1:4" in capsys.readouterr().out
 
 
 def test_a_config_without_masks(capsys, write):
@@ -166,7 +166,7 @@ def test_data_are_read_only_for_schedules(capsys, write):
         (
             ("", ""),
             ("--input", "1,2,3,4"),
-            "TinyTransformer does not take an input of float32 [1, 2, 3, 4]",
+            "GPT does not take an input of float32 [1, 2, 3, 4]",
         ),
         (("max_steps: 50", "max_steps: 0"), (), "the training ended before its first batch"),
     ],

@@ -9,11 +9,12 @@ import torch
 
 from lightning_nm import sensitivity
 from lightning_nm.cli import main
-from lightning_nm.demo import MLP, Digits
+from lightning_nm.demo import Digits
+from studies.models import MLP
 
 CONFIG = """
 seed_everything: 0
-model: {class_path: MLP, init_args: {pixels: 64, width: 32, depth: 2}}
+model: {class_path: studies.models.MLP, init_args: {pixels: 64, width: 32, depth: 2}}
 data: {class_path: Digits, init_args: {batch_size: 32}}
 trainer:
   accelerator: cpu
@@ -69,7 +70,7 @@ def refused(capsys, *words):
     "words",
     [
         ("-c", "config.yaml"),
-        ("--model", "lightning_nm.demo.MLP", "--data", "lightning_nm.demo.Digits"),
+        ("--model", "studies.models.MLP", "--data", "lightning_nm.demo.Digits"),
     ],
 )
 def test_errors_are_those_of_the_function(capsys, words):

@@ -16,12 +16,12 @@ from lightning_nm.cli import main
 from lightning_nm.commands.study import pace, run
 from lightning_nm.commands.study.spec import Cell, read
 from lightning_nm.commands.study.trial import train
-from lightning_nm.demo import Digits, HelpTopics, ResidualCNN, TinyTransformer
+from lightning_nm.demo import GPT, Digits, HelpTopics, ResidualCNN
 
 FIXED = {"method": {"class_path": "lightning_nm.BAME", "init_args": {"start": 1.0, "stop": 1.0}}}
 CONFIG = {
     "seed_everything": 7,
-    "model": {"class_path": "TinyTransformer", "init_args": {"dim": 16, "depth": 1}},
+    "model": {"class_path": "GPT", "init_args": {"dim": 16, "heads": 4, "depth": 1}},
     "data": {
         "class_path": "HelpTopics",
         "init_args": {"batch_size": 4, "train_size": 64, "val_fraction": 0.01},
@@ -153,9 +153,9 @@ def test_an_estimator_depends_on_the_pattern_without_masks(study, monkeypatch):
 
 
 MODULE = """
-from lightning_nm.demo import HelpTopics, TinyTransformer
+from lightning_nm.demo import GPT, HelpTopics
 
-class Net(TinyTransformer):
+class Net(GPT):
     pass
 
 class Text(HelpTopics):
@@ -298,10 +298,8 @@ def test_a_step_is_timed_without_its_validations(study, monkeypatch):
         )
     )
     fits = []
-    monkeypatch.setattr(TinyTransformer, "on_validation_start", lambda self: time.sleep(0.2))
-    monkeypatch.setattr(
-        TinyTransformer, "on_train_end", lambda self: fits.append(self.trainer.global_step)
-    )
+    monkeypatch.setattr(GPT, "on_validation_start", lambda self: time.sleep(0.2))
+    monkeypatch.setattr(GPT, "on_train_end", lambda self: fits.append(self.trainer.global_step))
     (step_s,) = pace.measure(spec, list(spec.cells()))
     assert 0 < step_s < 0.2
     assert fits == [6] + [7] * pace.ROUNDS
@@ -341,7 +339,7 @@ def plain(model, data, method, pattern):
     return trainer.test(model, data, verbose=False)[0]
 
 
-@pytest.mark.parametrize(("data", "model"), [(HelpTopics, TinyTransformer), (Digits, ResidualCNN)])
+@pytest.mark.parametrize(("data", "model"), [(HelpTopics, GPT), (Digits, ResidualCNN)])
 @pytest.mark.parametrize("method", ["sr-ste", FIXED["method"]], ids=["sr-ste", "fixed"])
 @pytest.mark.filterwarnings("ignore:BAME never adapts")
 def test_a_trial_is_the_plain_training_of_its_seed(study, data, model, method):
@@ -353,7 +351,7 @@ def test_a_trial_is_the_plain_training_of_its_seed(study, data, model, method):
         "limit_test_batches": 3,
     }
     config = {"data": names[0], "model": names[1], "trainer": trainer, "seed_everything": 0}
-    metric = {TinyTransformer: "test_bits_per_byte", ResidualCNN: "test_loss"}[model]
+    metric = {GPT: "test_bits_per_byte", ResidualCNN: "test_loss"}[model]
     spec = read(study(config, variants={"it": {"method": method}}, baselines=[], metric=metric))
     found = train(spec.trial_config(Cell("it", {"pattern": "1:16"}), {}), 3, metric)
     pl.seed_everything(3, verbose=False)

@@ -95,7 +95,7 @@ def test_data_of_a_data_module():
     [
         ("missing.pt", "no such file"),
         ("torch.nn.Linear", "is no LightningDataModule"),
-        ("lightning_nm.demo.ImageNet", "lightning_nm.demo.ImageNet: "),
+        ("studies.data.ImageNet", "studies.data.ImageNet: "),
         ("NUMBER", "holds no tensors of samples"),
         ("NAMES", "a list with one for each input"),
     ],

@@ -8,7 +8,8 @@ from lightning.pytorch import Trainer
 from torch import nn
 
 from lightning_nm.commands.flops.forward import forward_of
-from lightning_nm.demo import ImageNet, ResNet50
+from studies.data import ImageNet
+from studies.models import ResNet50
 
 
 @pytest.fixture(scope="module")

@@ -1,14 +1,55 @@
-"""A small residual CNN for the demo image sets."""
+"""A small residual CNN for the demo image sets, and what models that classify images share."""
 
 from typing import ClassVar, cast
 
 import torch
+from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_nm.demo.classifier import Classifier
 from lightning_nm.demo.schedule import check_warmup, warmup_cosine
+
+Batch = tuple[Tensor, Tensor]
+"""Images, float32 `[B, C, H, W]`, and labels, int64 `[B]`."""
+
+
+class Classifier(LightningModule):
+    """Trains by cross entropy; logs `train_loss`, `val_loss`, `val_acc`, `test_loss` and `test_acc`.
+
+    Args:
+        num_classes: Number of classes.
+        label_smoothing: Share of the training label that is spread over all classes.
+    """
+
+    def __init__(self, num_classes: int, label_smoothing: float = 0.0) -> None:
+        super().__init__()
+        self.label_smoothing = label_smoothing
+        self.val_acc = MulticlassAccuracy(num_classes, average="micro")
+        self.test_acc = MulticlassAccuracy(num_classes, average="micro")
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Cross entropy of a batch with smoothed labels."""
+        images, labels = batch
+        loss = F.cross_entropy(self(images), labels, label_smoothing=self.label_smoothing)
+        self.log("train_loss", loss, prog_bar=True, batch_size=len(labels))
+        return loss
+
+    def validation_step(self, batch: Batch, batch_idx: int, stage: str = "val") -> None:
+        """Log `val_loss` and `val_acc`."""
+        images, labels = batch
+        logits = self(images)
+        loss = F.cross_entropy(logits, labels)
+        self.log(f"{stage}_loss", loss, batch_size=len(labels), sync_dist=True)
+        # Lightning computes and resets a metric object at the end of the epoch, over all processes.
+        accuracy = getattr(self, f"{stage}_acc")
+        accuracy.update(logits, labels)
+        self.log(f"{stage}_acc", accuracy, prog_bar=True, batch_size=len(labels))
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        """Log `test_loss` and `test_acc`."""
+        self.validation_step(batch, batch_idx, "test")
 
 
 class ResidualBlock(nn.Module):
@@ -32,22 +73,6 @@ class ResidualBlock(nn.Module):
         y = F.relu(self.norm1(self.conv1(x)))
         y = self.norm2(self.conv2(y))
         return F.relu(y + shortcut)
-
-
-class SeparableBlock(nn.Module):
-    """A depthwise 3x3 and a pointwise convolution, each with batch norm and a ReLU (MobileNet, arXiv 1704.04861)."""
-
-    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
-        super().__init__()
-        self.depthwise = nn.Conv2d(inputs, inputs, 3, stride, padding=1, groups=inputs, bias=False)
-        self.norm1 = nn.BatchNorm2d(inputs)
-        self.pointwise = nn.Conv2d(inputs, outputs, 1, bias=False)
-        self.norm2 = nn.BatchNorm2d(outputs)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """`[B, inputs, H, W]` to `[B, outputs, H/stride, W/stride]`."""
-        x = F.relu(self.norm1(self.depthwise(x)))
-        return F.relu(self.norm2(self.pointwise(x)))
 
 
 class ResidualCNN(Classifier):
@@ -131,17 +156,3 @@ class ResidualCNN(Classifier):
         )
         schedule = warmup_cosine(optimizer, self.trainer.estimated_stepping_batches, self.warmup)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-
-class MobileCNN(ResidualCNN):
-    """A :class:`ResidualCNN` whose stages are depthwise and pointwise convolutions, as MobileNet's (arXiv 1704.04861).
-
-    Pointwise convolutions, which hold nearly all weights, can be N:M. A depthwise one reads a single channel, and stays
-    dense. The arguments are those of :class:`ResidualCNN`; a block of `depth` has one convolution of each kind.
-
-    Example:
-        >>> MobileCNN(width=16)(torch.zeros(2, 1, 28, 28)).shape
-        torch.Size([2, 10])
-    """
-
-    block = SeparableBlock

@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, files
 import torch
 from torch import Tensor
 
-from lightning_nm.demo.datamodule import ResumableDataModule, check_fraction, check_positive
+from lightning_nm.demo.data import ResumableDataModule, check_fraction, check_positive
 from lightning_nm.demo.help_topics import Windows
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import lightning_nm.demo
-from lightning_nm.demo import ImageNet
-from lightning_nm.demo.imagenet import STD, ImageFiles, random_light
-from lightning_nm.demo.seeding import keyed_generator
+from lightning_nm.demo.data import keyed_generator
+from studies.data import ImageNet
+from studies.data.imagenet import STD, ImageFiles, random_light
 
 
 def test_random_images():

@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_nm.demo.classifier import Classifier
+from lightning_nm.demo.cnn import Classifier
 from lightning_nm.demo.schedule import warmup_cosine
 
 BLOCKS = (3, 4, 6, 3)

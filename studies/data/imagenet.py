@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lightning_nm.demo.datamodule import ResumableDataModule, check_positive
+from lightning_nm.demo.data import ResumableDataModule, check_positive, keyed_generator
 from lightning_nm.demo.images import ImageArrays
-from lightning_nm.demo.seeding import keyed_generator
 
 if TYPE_CHECKING:
     from collections.abc import Callable
