@@ -7,10 +7,10 @@ from functools import partial
 
 from benchmarks.tables.markdown import ROOT, Tables, read_csv
 from benchmarks.tables.markdown import table as markdown_table
+from lightning_nm.commands.study.analysis import Section, sections
+from lightning_nm.commands.study.analysis import Table as StudyTable
+from lightning_nm.commands.study.analysis import tables as study_tables
 from lightning_nm.commands.study.spec import Spec, read
-from lightning_nm.commands.study.tables import Section, sections
-from lightning_nm.commands.study.tables import Table as StudyTable
-from lightning_nm.commands.study.tables import tables as study_tables
 
 # The time of a fit, on whichever machine, says nothing; trainings are missing only where a table says so.
 LEFT_OUT = ("fit, s", "missing")
