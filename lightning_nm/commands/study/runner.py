@@ -364,8 +364,8 @@ def train(config: Mapping[str, Any], seed: int, metric: str, classes: Classes = 
     """Fit and test once; return everything that is known of it, as a row for a table.
 
     Raises:
-        UnknownMetric: If the test logs other metrics than `metric`, or none.
-        ValueError: If `metric` is no finite number.
+        UnknownMetric: If the test logs other metrics than `metric`.
+        ValueError: If it logs none, or `metric` is no finite number.
     """
     flops = _Flops()
     cli, seconds = fit(config, seed, classes, flops)
@@ -376,7 +376,8 @@ def train(config: Mapping[str, Any], seed: int, metric: str, classes: Classes = 
     if metric not in tested:
         names = ", ".join(tested) or "nothing"
         hint = did_you_mean(metric, tested)
-        raise UnknownMetric(f"metric: the test logs no {metric!r} but {names}{hint}")
+        kind = UnknownMetric if tested else ValueError
+        raise kind(f"metric: the test logs no {metric!r} but {names}{hint}")
     if not math.isfinite(tested[metric]):
         raise ValueError(f"the training diverged: {metric} is {tested[metric]}")
     return {

@@ -34,7 +34,7 @@ _WATCHERS = (
 )
 
 # The arguments of the Trainer that end a training, of which `seconds` takes the place.
-LENGTHS = ("max_steps", "max_epochs", "max_time", "min_steps", "min_epochs", "min_time")
+LENGTHS = ("max_steps", "max_epochs", "max_time", "min_steps", "min_epochs")
 
 
 class Cell(NamedTuple):
