@@ -7,9 +7,9 @@ from functools import partial
 
 from benchmarks.tables.markdown import ROOT, Tables, read_csv
 from benchmarks.tables.markdown import table as markdown_table
+from lightning_nm.commands.study import analysis
 from lightning_nm.commands.study.analysis import Section, sections
 from lightning_nm.commands.study.analysis import Table as StudyTable
-from lightning_nm.commands.study.analysis import tables as study_tables
 from lightning_nm.commands.study.spec import Spec, read
 
 # The time of a fit, on whichever machine, says nothing; trainings are missing only where a table says so.
@@ -25,15 +25,15 @@ def study(name: str) -> tuple[Spec, list[Section]]:
 def means(name: str) -> str:
     """The means of every variant."""
     spec, found = study(name)
-    return _joined(found, [next(iter(study_tables(spec, section))) for section in found])
+    return _joined(found, [analysis.means(spec, section) for section in found])
 
 
 def differences(name: str, *baselines: str, only: Sequence[str] = ()) -> str:
     """The paired differences to some baselines, by default all; or the named ones alone."""
-    spec, found = study(name)
+    _, found = study(name)
     shown = []
     for section in found:
-        table = list(study_tables(spec, section))[1]
+        table = analysis.differences(section)
         kept = [
             row for row in table.cells if not baselines or row[0].rpartition(" - ")[2] in baselines
         ]

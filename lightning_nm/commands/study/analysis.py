@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, Literal, NamedTuple
+
+from matplotlib.figure import Figure
+from scipy.special import nctdtrinc
+from scipy.stats import t
 
 from lightning_nm.commands.study.spec import Spec
 from lightning_nm.export.atomic_write import replacing
@@ -16,6 +20,7 @@ Row = Mapping[str, Any]
 Verdict = Literal["better", "worse", "undecided"]
 CONFIDENCE = 0.95  # of intervals, on both sides
 POWER = 0.8  # the fraction of repetitions in which the smallest detectable difference is seen
+STATES = ("complete", "failed", "missing")
 FACTS = ("torch", "lightning_nm", "threads", "device")
 COLOURS = {"better": "#1a7f37", "worse": "#cf222e", "undecided": "#6e7781"}
 
@@ -58,15 +63,11 @@ class Interval(NamedTuple):
         It solves :math:`P(T'_{n-1}(\delta \sqrt n / s) > t_{0.975, n-1}) = 0.8` for :math:`\delta`, where T' is the
         noncentral t distribution. The other tail, which would see it on the wrong side of zero, is below 1e-5 there.
         """
-        from scipy.special import nctdtrinc
-
         noncentrality = nctdtrinc(self.count - 1, 1 - POWER, _critical(self.count))
         return float(noncentrality * self.sd / math.sqrt(self.count))
 
 
 def _critical(count: int) -> float:
-    from scipy.stats import t
-
     return float(t.ppf((1 + CONFIDENCE) / 2, count - 1))
 
 
@@ -150,12 +151,12 @@ def by_seed(rows: Sequence[Row], metric: str, variant: str) -> dict[int, float]:
 
 def sections(spec: Spec, rows: Sequence[Row]) -> list[Section]:
     """Return the sections of a report, one for each grid point."""
-    minimize = spec.direction == "minimize"
     found = []
-    for values in {str(cell.values): cell.values for cell in spec.cells()}.values():
+    for values in spec.points():
         here = [row for row in rows if values.items() <= row.items()]
         if spec.search:
-            here = [row for name in spec.variants for row in _best(spec, here, name)]
+            here = [row for variant in spec.variants for row in _best(spec, here, variant)]
+        minimize = spec.direction == "minimize"
         comparisons = [
             compare(here, spec.metric, variant, baseline, minimize=minimize)
             for baseline in spec.baselines
@@ -168,48 +169,40 @@ def sections(spec: Spec, rows: Sequence[Row]) -> list[Section]:
 
 
 def _best(spec: Spec, rows: Sequence[Row], variant: str) -> list[Row]:
-    """The rows of the settings of a variant that have the best mean; settings with a missing seed are left out."""
-    trials: dict[Any, list[Row]] = {}
-    for row in rows:
-        if row["variant"] == variant and row["state"] == "complete":
-            trials.setdefault(row["trial"], []).append(row)
-    whole = [found for found in trials.values() if len(found) == len(spec.seeds)]
-    best = min if spec.direction == "minimize" else max
-    return best(whole, key=lambda found: fmean(row[spec.metric] for row in found), default=[])
+    """The rows of a variant's settings with the best mean; settings with a missing or failed seed are left out."""
+    best: list[Row] = []
+    sign = 1 if spec.direction == "minimize" else -1
+    for number in range(spec.trials or 0):
+        found = [row for row in rows if row["variant"] == variant and row["trial"] == number]
+        values = [by_seed(each, spec.metric, variant).values() for each in (found, best)]
+        if len(values[0]) == len(spec.seeds) and (
+            not best or sign * fmean(values[0]) < sign * fmean(values[1])
+        ):
+            best = found
+    return best
 
 
-def tables(spec: Spec, section: Section) -> Iterator[Table]:
-    """Yield the tables of a section: means, and differences to the baselines if there are some."""
-    yield _means(spec, section)
-    if section.comparisons:
-        yield _differences(section)
-
-
-def _means(spec: Spec, section: Section) -> Table:
-    """One row for each variant: its mean, its costs, and in a search its settings."""
-    columns = {
-        f"FLOPs, {key.removeprefix('flops_')}": (key, 3)
-        for key in sorted({key for row in section.rows for key in row})
-        if key.startswith("flops_")
-    }
+def means(spec: Spec, section: Section) -> Table:
+    """Return a row for each variant: its mean, its costs, and in a search its settings."""
+    flops = sorted({key for row in section.rows for key in row if key.startswith("flops_")})
+    columns = {f"FLOPs, {key.removeprefix('flops_')}": (key, 3) for key in flops}
     columns["fit, s"] = ("fit_seconds", 1)
     if spec.seconds is not None:
         columns |= {"steps": ("steps", 0), "step, ms": ("step_ms", 1)}
-    values = {name: by_seed(section.rows, spec.metric, name).values() for name in spec.variants}
-    intervals = {name: Interval.of(list(each)) for name, each in values.items() if each}
+    intervals = {}
+    for variant in spec.variants:
+        values = by_seed(section.rows, spec.metric, variant).values()
+        intervals[variant] = Interval.of(list(values)) if values else None
+    known = [each for each in intervals.values() if each]
     digits = decimals(
-        [
-            width
-            for each in intervals.values()
-            for width in (each.high - each.low, abs(each.mean) / 5)
-        ]
+        [width for each in known for width in (each.high - each.low, abs(each.mean) / 5)]
     )
     cells = []
-    for variant in spec.variants:
+    for variant, interval in intervals.items():
         rows = [row for row in section.rows if row["variant"] == variant]
         complete = [row for row in rows if row["state"] == "complete"]
         line = [variant, str(len(complete)), str(len(rows) - len(complete))]
-        line += _texts(intervals.get(variant), digits, "")
+        line += _texts(interval, digits, "")
         for key, places in columns.values():
             found = [row[key] for row in complete if key in row]
             line.append(f"{fmean(found):.{places}f}" if found else "-")
@@ -222,31 +215,33 @@ def _means(spec: Spec, section: Section) -> Table:
     return Table(f"{section.title}: {spec.metric}, {less} is better", header, cells)
 
 
-def _differences(section: Section) -> Table:
-    """One row for each comparison: the mean of its pairs, its interval and what that says."""
-    header = [
-        *("variant - baseline", "pairs", "mean", "95 % interval"),
-        *("smallest detectable", "verdict"),
-    ]
-    found = [each.difference for each in section.comparisons if each.difference]
-    digits = decimals([(each.high - each.low) / 2 for each in found])
+def differences(section: Section) -> Table:
+    """Return a row for each comparison: the mean of its pairs, its interval and what that says."""
+    names = (
+        "variant - baseline",
+        "pairs",
+        "mean",
+        "95 % interval",
+        "smallest detectable",
+        "verdict",
+    )
+    known = [each.difference for each in section.comparisons if each.difference]
+    digits = decimals([(each.high - each.low) / 2 for each in known])
     cells = []
-    for variant, baseline, differences, interval, verdict in section.comparisons:
+    for variant, baseline, pairs, interval, verdict in section.comparisons:
+        line = [f"{variant} - {baseline}", str(len(pairs)), *_texts(interval, digits, "+")]
         detectable = interval.detectable if interval else math.nan
         text = "-" if math.isnan(detectable) else f"{detectable:.{digits}f}"
-        names = [f"{variant} - {baseline}", str(len(differences))]
-        cells.append([*names, *_texts(interval, digits, "+"), text, verdict])
-    return Table(f"{section.title}: paired differences", header, cells)
+        cells.append([*line, text, verdict])
+    return Table(f"{section.title}: paired differences", list(names), cells)
 
 
-def _texts(interval: Interval | None, digits: int, sign: str) -> tuple[str, str]:
-    """The mean and the interval, or ``-`` where there is none."""
+def _texts(interval: Interval | None, digits: int, sign: str) -> list[str]:
+    """The mean and the bounds of an interval, or ``-`` where there is none."""
     if interval is None:
-        return "-", "-"
-    mean, low, high = (
-        f"{x:{sign}.{digits}f}" for x in (interval.mean, interval.low, interval.high)
-    )
-    return mean, "-" if math.isnan(interval.low) else f"[{low}, {high}]"
+        return ["-", "-"]
+    _, mean, _, low, high = (f"{number:{sign}.{digits}f}" for number in interval)
+    return [mean, "-" if math.isnan(interval.low) else f"[{low}, {high}]"]
 
 
 def decimals(widths: Sequence[float]) -> int:
@@ -265,48 +260,57 @@ def report(spec: Spec, rows: Sequence[Row], found: Sequence[Section]) -> str:
     """Return the report as Markdown, whose tables can be read as they are."""
     lines = [f"# {spec.name}"]
     for section in found:
-        for title, header, cells in tables(spec, section):
-            texts = [[text.replace("|", "\\|") for text in line] for line in (header, *cells)]
-            widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
-            texts.insert(1, ["-" * width for width in widths])
+        for title, header, cells in (means(spec, section), differences(section)):
+            if not cells:
+                continue
             lines += ["", f"## {title}", ""]
-            for line in texts:
-                padded = [text.ljust(width) for text, width in zip(line, widths, strict=True)]
+            widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
+            for texts in (header, ["-" * width for width in widths], *cells):
+                padded = [text.ljust(width) for text, width in zip(texts, widths, strict=True)]
                 lines.append(f"| {' | '.join(padded)} |")
     return "\n".join([*lines, "", *(f"- {note}" for note in _notes(spec, rows)), ""])
 
 
-def _notes(spec: Spec, rows: Sequence[Row]) -> Iterator[str]:
+def _notes(spec: Spec, rows: Sequence[Row]) -> list[str]:
     """What a reader of the tables must know."""
-    complete = [row for row in rows if row["state"] == "complete"]
-    failed = [row for row in rows if row["state"] == "failed"]
-    if missing := len(rows) - len(complete) - len(failed):
-        yield f"Not finished: {missing} of {len(rows)} trainings. Run the command again to go on."
-    for row in failed:
-        keys = ("variant", *spec.grid, *spec.search, "seed")
-        yield f"Failed: {', '.join(f'{key} {row.get(key)}' for key in keys)}: {row['error']}"
-    if complete:
-        facts = {fact: sorted({str(row[fact]) for row in complete}) for fact in FACTS}
-        mixed = any(len(values) > 1 for values in facts.values())
-        what = ", ".join(f"{fact} {' and '.join(values)}" for fact, values in facts.items())
-        yield f"Ran with {what}{'; mixed, so results may differ for that reason' if mixed else ''}."
-        yield "FLOPs are those of training, relative to dense training, and fit is the mean time of a training."
-    if spec.seconds is not None:
-        yield (
-            f"Every training has as many steps as take {spec.seconds:g} s, by the time of a step that was measured "
-            "before the first training; fit is what trainings took then, perhaps beside other work."
-        )
-    if spec.search:
-        yield (
+    states = {state: [row for row in rows if row["state"] == state] for state in STATES}
+    complete, failed, missing = states.values()
+    facts = {fact: sorted({str(row[fact]) for row in complete}) for fact in FACTS}
+    ran_with = ", ".join(f"{fact} {' and '.join(values)}" for fact, values in facts.items())
+    is_mixed = any(len(values) > 1 for values in facts.values())
+    notes = [
+        (
+            missing,
+            f"Not finished: {len(missing)} of {len(rows)} trainings. Run the command again to go on.",
+        ),
+        *(
+            (row, f"Failed: {', '.join(f'{key} {value}' for key, value in row.items())}")
+            for row in failed
+        ),
+        (complete, f"Ran with {ran_with}."),
+        (is_mixed, "Mixed: these differ between trainings, and results may for that reason."),
+        (
+            complete,
+            "FLOPs are those of training, relative to dense training, and fit is the mean time of a training.",
+        ),
+        (
+            spec.seconds,
+            f"Every training has as many steps as take {spec.seconds} s, by the time of a step that was measured "
+            "before the first training; fit is what trainings took then, perhaps beside other work.",
+        ),
+        (
+            spec.search,
             "Each variant has the best of its sampled settings, chosen by this metric on these seeds: the means are "
-            "optimistic. Repeat the comparison with these settings and other seeds."
-        )
-    if spec.baselines:
-        yield (
+            "optimistic. Repeat the comparison with these settings and other seeds.",
+        ),
+        (
+            spec.baselines,
             "Differences are paired by seed. Intervals are Student's t and hold for each row alone. "
             "Smallest detectable is the true difference that such a test sees in 80 % of repetitions, by the "
-            "paired standard deviation. Undecided: the interval contains zero, or there is none."
-        )
+            "paired standard deviation. Undecided: the interval contains zero, or there is none.",
+        ),
+    ]
+    return [note for is_said, note in notes if is_said]
 
 
 def write_csv(path: Path, rows: Sequence[Row]) -> None:
@@ -321,30 +325,21 @@ def write_csv(path: Path, rows: Sequence[Row]) -> None:
 
 
 def draw(path: Path, spec: Spec, found: Sequence[Section]) -> None:
-    """Draw a panel for each grid point and baseline: means with 95 % intervals, and below them the pairs."""
-    from matplotlib.figure import Figure
-
-    size = (1.5 + 5.2 * len(spec.baselines), 0.8 + len(found) * (1.2 + 0.42 * len(spec.variants)))
-    figure = Figure(size, layout="constrained")
-    panels = figure.subplots(len(found), len(spec.baselines), squeeze=False)
-    for section, of_section in zip(found, panels, strict=True):
-        for baseline, axes in zip(spec.baselines, of_section, strict=True):
-            shown = [each for each in section.comparisons if each.baseline == baseline]
-            axes.set_title(f"{section.title}: difference to {baseline}", loc="left", fontsize=10)
-            axes.axvline(0, color="black", linewidth=1)
-            axes.set_yticks(range(len(shown)), [each.variant for each in shown])
-            axes.set_ylim(len(shown) - 0.4, -0.7)
-            for row, (_, _, differences, interval, verdict) in enumerate(shown):
-                colour = COLOURS[verdict]
-                axes.plot(list(differences.values()), [row + 0.2] * len(differences), ".", c=colour)
-                if interval:
-                    half_width = (
-                        interval.high - interval.mean
-                    )  # NaN, which is not drawn, for one pair
-                    axes.errorbar(interval.mean, row, xerr=half_width, fmt="D", c=colour)
-                    axes.annotate(verdict, (interval.mean, row - 0.15), ha="center", color=colour)
-    better = "left" if spec.direction == "minimize" else "right"
-    caption = f"{spec.metric}, paired by seed; better is to the {better}; bars are 95 % intervals, dots are pairs"
-    figure.supxlabel(caption, fontsize=9)
+    """Draw every comparison: its mean and interval, and below them the pairs."""
+    shown = [(section.title, each) for section in found for each in section.comparisons]
+    figure = Figure((9, 1 + 0.5 * len(shown)), layout="constrained")
+    axes = figure.subplots()
+    axes.axvline(0, c="black")
+    names = []
+    for place, (title, (variant, baseline, pairs, interval, verdict)) in enumerate(shown):
+        names.append(f"{title}\n{variant} - {baseline}: {verdict}")
+        axes.plot(list(pairs.values()), [place + 0.2] * len(pairs), ".", c=COLOURS[verdict])
+        if interval:  # without bounds for one pair
+            half_width = interval.high - interval.mean
+            axes.errorbar(interval.mean, place, xerr=half_width, fmt="D", c=COLOURS[verdict])
+    axes.set_yticks(range(len(shown)), names, fontsize=8)
+    axes.invert_yaxis()
+    less = "less" if spec.direction == "minimize" else "more"
+    axes.set_xlabel(f"{spec.metric}, {less} is better; bars are 95 % intervals, dots pairs by seed")
     with replacing(path) as new:
         figure.savefig(new, dpi=130, format="png")

@@ -21,9 +21,8 @@ def main(args: Sequence[str]) -> int:
         0 if every training is complete; 1 if one failed or is missing; 2 if the study file or an option cannot be
         used, stderr says why; 130 after Ctrl-C.
     """
-    options = _parser().parse_args(list(args))
     try:
-        return _study(options)
+        return _study(_parser().parse_args(list(args)))
     except KeyboardInterrupt:
         print("lightning-nm study: stopped; the same command goes on from here", file=sys.stderr)
         return 130
@@ -50,7 +49,6 @@ def _study(options: argparse.Namespace) -> int:
         raise ValueError(
             f"{folder}: holds a study of lightning_nm 0.3, whose results are in results.csv; take another --output"
         )
-    ended = True
     if options.report_only:
         if not (folder / "study.db").exists():
             raise ValueError(f"{folder}: holds no study; run without --report-only first")
@@ -60,7 +58,7 @@ def _study(options: argparse.Namespace) -> int:
         if options.retry_failed:
             store.retry_failed()
         threads = options.threads or max(1, (os.cpu_count() or 1) // options.workers)
-        ended = run(spec, folder, options.workers, threads)
+        run(spec, folder, options.workers, threads)
     rows = Store(spec, folder).rows()
     found = sections(spec, rows)
     text = report(spec, rows, found)
@@ -70,16 +68,12 @@ def _study(options: argparse.Namespace) -> int:
     if spec.baselines:
         draw(folder / "report.png", spec, found)
     print(f"{text}\nWritten to {folder}: results.csv, report.md and, with baselines, report.png")
-    return 0 if ended and all(row["state"] == "complete" for row in rows) else 1
-
-
-def _count(text: str) -> int:
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
-    return int(text)
+    return 0 if all(row["state"] == "complete" for row in rows) else 1
 
 
 def _parser() -> argparse.ArgumentParser:
+    from jsonargparse.typing import PositiveInt
+
     parser = argparse.ArgumentParser(
         prog="lightning-nm study",
         description="Train every variant of a study file with every seed, and report paired differences with 95 % "
@@ -87,16 +81,14 @@ def _parser() -> argparse.ArgumentParser:
         "with the same output folder, they share the trainings. Exits with 0 if every training is complete, with 1 if "
         "one failed or is missing, with 2 if the study file or an option cannot be used.",
     )
-    parser.add_argument(
-        "study", metavar="STUDY.yaml", type=Path, help="the study file, see docs/studies.md"
-    )
+    parser.add_argument("study", type=Path, help="the study file, see docs/studies.md")
     add_classes(parser)
     output = "folder of the trainings and the report; runs/studies/NAME by default"
-    parser.add_argument("--output", metavar="FOLDER", type=Path, help=output)
+    parser.add_argument("--output", type=Path, help=output)
     workers = "processes that train; 1 by default"
-    parser.add_argument("--workers", metavar="N", type=_count, default=1, help=workers)
+    parser.add_argument("--workers", type=PositiveInt, default=1, help=workers)
     threads = "threads of each process; by default the cores divided by the processes"
-    parser.add_argument("--threads", metavar="N", type=_count, help=threads)
+    parser.add_argument("--threads", type=PositiveInt, help=threads)
     parser.add_argument(
         "--report-only", action="store_true", help="train nothing, report what is there"
     )

@@ -13,10 +13,11 @@ import math
 import multiprocessing
 import os
 import socket
-import sys
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from importlib.metadata import version
 from io import StringIO
@@ -28,6 +29,7 @@ import lightning.pytorch as pl
 import optuna
 import torch
 from filelock import FileLock, Timeout
+from lightning.pytorch.callbacks import LambdaCallback
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from lightning_nm.callbacks import NMSparsityCallback
@@ -117,15 +119,16 @@ class Store:
                         found = True
                         yield job
 
-    def add(self, job: Job, searched: Row, rows: list[Row], error: str | None) -> None:
-        """Write what a job found: a row for each seed, and the error if it failed."""
-        found = {"key": job.key, "rows": rows, "error": error}
+    def add(self, job: Job, searched: Row, rows: list[Row]) -> None:
+        """Write what a job found: a row for each seed, with its ``state``."""
+        values = [row[self.spec.metric] for row in rows if row["state"] == "complete"]
+        is_complete = len(values) == len(rows)
         trial = create_trial(
-            state=TrialState.FAIL if error else TrialState.COMPLETE,
-            value=None if error else fmean(row[self.spec.metric] for row in rows),
+            state=TrialState.COMPLETE if is_complete else TrialState.FAIL,
+            value=fmean(values) if is_complete else None,
             params=searched,
             distributions=self.spec.search,
-            user_attrs=found,
+            user_attrs={"key": job.key, "rows": rows},
         )
         with self.storage():
             self.study.add_trial(trial)
@@ -136,23 +139,17 @@ class Store:
         ``state`` is ``complete``, ``failed`` (with ``error``) or ``missing``.
         """
         trials = self.trials()
-        cells = list(self.spec.cells())
+        cells = self.spec.cells()
         rows = []
         for job in sorted(self.jobs, key=lambda job: cells.index(job.cell)):
-            trial = trials.get(job.key)
             what: Row = {"variant": job.cell.variant, **job.cell.values}
+            found = [{"seed": seed, "state": "missing"} for seed in job.seeds]
             if self.spec.search:
-                what |= {"trial": job.number, **(trial.params if trial else {})}
-            # A trial of a search may have failed after some of its seeds.
-            other = (
-                {"state": "failed", "error": trial.user_attrs["error"]}
-                if trial
-                else {"state": "missing"}
-            )
-            found = dict.fromkeys(job.seeds, other)
-            for row in trial.user_attrs["rows"] if trial else []:
-                found[row["seed"]] = {"state": "complete", **row}
-            rows += [{**what, "seed": seed, **found[seed]} for seed in job.seeds]
+                what["trial"] = job.number
+            if trial := trials.get(job.key):
+                what |= trial.params
+                found = trial.user_attrs["rows"]
+            rows += [what | row for row in found]
         return rows
 
 
@@ -184,41 +181,17 @@ def check(spec: Spec) -> None:
             raise ValueError(f"variant {cell.label}: {error}") from error
 
 
-def run(spec: Spec, folder: Path, workers: int, threads: int) -> bool:
-    """Train what is left to train, and return whether every process ended by itself.
-
-    Args:
-        spec: The study.
-        folder: The output folder.
-        workers: Processes.
-        threads: Threads of each.
-    """
-    if workers == 1:
-        work(spec, folder, threads)
-        return True
-    context = multiprocessing.get_context("spawn")
+def run(spec: Spec, folder: Path, workers: int, threads: int) -> None:
+    """:func:`work` in one process or several."""
     arguments = (spec, folder, threads)
-    processes = [context.Process(target=_work_alone, args=arguments) for _ in range(workers)]
-    try:
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join()
-    finally:
-        for process in processes:
-            process.terminate()
-            process.join()
-    return not any(process.exitcode for process in processes)
-
-
-def _work_alone(*arguments: Any) -> None:
-    """:func:`work` in a process of its own, whose errors are one sentence."""
-    try:
+    if workers == 1:
         work(*arguments)
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except (OSError, ValueError) as error:
-        sys.exit(f"lightning-nm study: {error}")
+    else:
+        context = multiprocessing.get_context("spawn")
+        # One may be killed, as where memory is short: what is missing is reported.
+        with suppress(BrokenProcessPool), ProcessPoolExecutor(workers, context) as pool:
+            for done in [pool.submit(work, *arguments) for _ in range(workers)]:
+                done.result()
 
 
 def work(spec: Spec, folder: Path, threads: int) -> None:
@@ -236,31 +209,29 @@ def work(spec: Spec, folder: Path, threads: int) -> None:
         trials = store.trials()
         of_cell = [other.key for other in store.jobs if other.cell == job.cell]
         searched = sample(spec, job.number, [trials[key] for key in of_cell if key in trials])
-        rows: list[Row] = []
-        error = None
-        try:
-            for seed in job.seeds:
-                config = spec.trial_config(job.cell, searched)
-                row: Row = {"seed": seed}
-                if spec.seconds is not None:
-                    step_s = paces[spec.fingerprint(job.cell)]
-                    row["step_ms"] = 1e3 * step_s
-                    set_steps(config, max(1, int(spec.seconds / step_s)))
-                rows.append(row | train(config, seed, spec.metric, spec.classes))
-        except SystemExit as stop:  # what Lightning makes of Ctrl-C
-            raise KeyboardInterrupt from stop
-        except Exception as fault:
-            is_first = not any(trial.values for trial in trials.values())
-            if isinstance(fault, UnknownMetric) and is_first:
-                raise
-            error = f"{type(fault).__name__}: {fault}"
-        store.add(job, searched, rows, error)
-        what = Cell(job.cell.label, searched or {"seed": job.number}).label
-        found = f"failed: {error}"
-        if not error:
-            mean = fmean(row[spec.metric] for row in rows)
-            found = f"{spec.metric} {mean:.5g}, {sum(row['fit_seconds'] for row in rows):.1f} s"
-        print(f"{what}: {found} (process {os.getpid()})", flush=True)
+        rows = []
+        for seed in job.seeds:
+            config = spec.trial_config(job.cell, searched)
+            row: Row = {"seed": seed, "state": "complete"}
+            if spec.seconds is not None:
+                step_s = paces[spec.fingerprint(job.cell)]
+                row["step_ms"] = 1e3 * step_s
+                set_steps(config, max(1, int(spec.seconds / step_s)))
+            try:
+                row |= train(config, seed, spec.metric, spec.classes)
+                found = f"{spec.metric} {row[spec.metric]:.5g}, {row['fit_seconds']:.1f} s"
+            except SystemExit as stop:  # what Lightning makes of Ctrl-C
+                raise KeyboardInterrupt from stop
+            except Exception as fault:
+                is_first = not any(trial.values for trial in trials.values())
+                if isinstance(fault, UnknownMetric) and is_first:
+                    raise
+                found = f"{type(fault).__name__}: {fault}"
+                row |= {"state": "failed", "error": found}
+            rows.append(row)
+            what = Cell(job.cell.label, {**searched, "seed": seed}).label
+            print(f"{what}: {found} (process {os.getpid()})", flush=True)
+        store.add(job, searched, rows)
 
 
 def step_seconds(store: Store) -> dict[str, float]:
@@ -302,18 +273,6 @@ def _fit_seconds(spec: Spec, cell: Cell, steps: int) -> float:
 def set_steps(config: dict[str, Any], steps: int) -> None:
     """Let a config's training end after so many optimizer steps, and by nothing else."""
     config["trainer"] |= {**dict.fromkeys(LENGTHS), "max_steps": steps, "max_epochs": -1}
-
-
-class _Flops(pl.Callback):
-    """Reads the FLOPs ratios of a run before the masks are taken off."""
-
-    def __init__(self) -> None:
-        self.ratios: dict[str, float] = {}
-
-    def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, NMSparsityCallback) and callback.sparsifier is not None:
-                self.ratios = callback.sparsifier.mean_flops_ratios()
 
 
 def build(config: Mapping[str, Any], seed: int, classes: Classes = _CONFIGS) -> LightningCLI:
@@ -367,8 +326,15 @@ def train(config: Mapping[str, Any], seed: int, metric: str, classes: Classes = 
         UnknownMetric: If the test logs other metrics than `metric`.
         ValueError: If it logs none, or `metric` is no finite number.
     """
-    flops = _Flops()
-    cli, seconds = fit(config, seed, classes, flops)
+    flops: dict[str, float] = {}
+
+    def read_flops(trainer: pl.Trainer, _: Any) -> None:  # before the masks are taken off
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, NMSparsityCallback) and callback.sparsifier is not None:
+                ratios = callback.sparsifier.mean_flops_ratios()
+                flops.update({f"flops_{kind}": ratio for kind, ratio in ratios.items()})
+
+    cli, seconds = fit(config, seed, classes, LambdaCallback(on_train_end=read_flops))
     steps = cli.trainer.global_step
     with silence():
         found = cli.trainer.test(cli.model, datamodule=cli.datamodule, verbose=False)
@@ -382,7 +348,7 @@ def train(config: Mapping[str, Any], seed: int, metric: str, classes: Classes = 
         raise ValueError(f"the training diverged: {metric} is {tested[metric]}")
     return {
         **tested,
-        **{f"flops_{kind}": ratio for kind, ratio in flops.ratios.items()},
+        **flops,
         "steps": steps,
         "fit_seconds": round(seconds, 3),
         "torch": torch.__version__,

@@ -115,11 +115,14 @@ class Spec:
         """The classes that the config does not name."""
         return Classes(self.model, self.data)
 
-    def cells(self) -> Iterator[Cell]:
+    def points(self) -> list[dict[str, Any]]:
+        """The points of the grid; a single one without keys if there is no grid."""
+        points = itertools.product(*self.grid.values())
+        return [dict(zip(self.grid, point, strict=True)) for point in points]
+
+    def cells(self) -> list[Cell]:
         """Every variant at every point of the grid."""
-        for point in itertools.product(*self.grid.values()):
-            for variant in self.variants:
-                yield Cell(variant, dict(zip(self.grid, point, strict=True)))
+        return [Cell(variant, point) for point in self.points() for variant in self.variants]
 
     def jobs(self) -> Iterator[Job]:
         """Everything to train; a grid comes seed by seed, so that an unfinished study has whole pairs."""
@@ -166,17 +169,27 @@ def read(path: Path) -> Spec:
         OSError: If it, or its config, cannot be read.
         ValueError: For each bad key or value, with the key, the value and what to write instead.
     """
-    given = read_yaml(path)
+    # A key without a value is None in YAML.
+    given = {key: value for key, value in read_yaml(path).items() if value is not None}
     try:
-        return _checked({"name": path.stem} | given, path.parent)
+        spec = _typed({"name": path.stem} | given, path.parent)
+        for name in spec.baselines:
+            fault = f"baselines: {name!r} is no variant; variants: {', '.join(spec.variants)}"
+            _require(name in spec.variants, fault)
+        if patterns := spec.grid.get("pattern"):
+            spec.grid["pattern"] = [str(NMPattern.parse(pattern)) for pattern in patterns]
+        for key, bounds in spec.search.items():
+            spec.search[key] = _distribution(f"search.{key}", bounds)
+        _check_together(spec)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+    return spec
 
 
-def _checked(given: dict[str, Any], folder: Path) -> Spec:
-    """The study of a file's content; each step relies on those before it."""
-    # A key without a value is None in YAML.
-    given = {key: value for key, value in given.items() if value is not None}
+def _typed(given: dict[str, Any], folder: Path) -> Spec:
+    """The study of a file's content, whose types are checked by the parser that reads configs."""
+    from jsonargparse import ArgumentError, ArgumentParser
+
     if isinstance(given.get("config"), str):
         given["config"] = read_yaml(folder / given["config"])
     if isinstance(variants := given.get("variants"), dict):
@@ -184,41 +197,25 @@ def _checked(given: dict[str, Any], folder: Path) -> Spec:
     if type(seeds := given.get("seeds")) is int:
         given["seeds"] = list(range(seeds))
     given["baselines"] = as_list(given.get("baselines", []))
-    _check_types(given)
-    spec = Spec(**given)
-    for name in spec.baselines:
-        fault = f"baselines: {name!r} is no variant; variants: {', '.join(spec.variants)}"
-        _require(name in spec.variants, fault)
-    _distinct("variants", list(spec.variants))
-    _distinct("seeds", spec.seeds)
-    for key, values in spec.grid.items():
-        spec.grid[key] = _distinct(f"grid.{key}", values)
-    for key, bounds in spec.search.items():
-        spec.search[key] = _distribution(f"search.{key}", bounds)
-    _check_together(spec)
-    return spec
-
-
-def _check_types(given: dict[str, Any]) -> None:
-    """By the parser that reads configs; its values are not taken: it makes numbers of texts such as "2:4"."""
-    from jsonargparse import ArgumentError, ArgumentParser
-
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(Spec)
     try:
+        # Not its values: it makes a number of a text such as "2:4".
         parser.parse_object(copy.deepcopy(given))
     except ArgumentError as error:
-        keys = list(Spec.__dataclass_fields__)
-        raise ValueError(f"{error}; the keys are {', '.join(keys)}") from error
+        raise ValueError(f"{error}; the keys are {', '.join(Spec.__dataclass_fields__)}") from error
+    return Spec(**given)
 
 
 def _check_together(spec: Spec) -> None:
+    for key, values in (("variants", spec.variants), ("seeds", spec.seeds), *spec.grid.items()):
+        is_set = len({str(value) for value in values}) == len(values) > 0
+        _require(is_set, f"{key}: {values!r} must hold one value at least, and none twice")
+    fault = (
+        "`search` and a number of `trials` go with `sampler: tpe` or `sampler: random`, and only so"
+    )
     searches = spec.sampler != "grid"
-    for key, value in (("search", spec.search), ("trials", max(0, spec.trials or 0))):
-        fault = (
-            f"{key}: {value!r}: `sampler: tpe` and `sampler: random` need it, and others have none"
-        )
-        _require(bool(value) == searches, fault)
+    _require(bool(spec.search) == ((spec.trials or 0) > 0) == searches, fault)
     given_once = [*spec.grid, *spec.search]
     if spec.seconds is not None:
         fault = f"seconds: {spec.seconds!r} must be positive, and goes with a grid, as a search may change the step"
@@ -232,20 +229,11 @@ def _check_together(spec: Spec) -> None:
             _require(key not in changes, fault)
 
 
-def _distinct(place: str, values: list[Any]) -> list[Any]:
-    """Values of which none is there twice; patterns as texts."""
-    if place.endswith(".pattern"):
-        values = [str(NMPattern.parse(value)) for value in values]
-    fault = f"{place}: {values!r} must hold one value at least, and none twice"
-    _require(values and len(set(values)) == len(values), fault)
-    return values
-
-
 def _distribution(place: str, bounds: Any) -> Any:
     from optuna import distributions
 
     if isinstance(bounds, list):
-        return distributions.CategoricalDistribution(_distinct(place, bounds))
+        return distributions.CategoricalDistribution(bounds)
     try:
         # YAML reads 1e-4 as a text. Integers are drawn where all numbers are integers.
         numbers = {

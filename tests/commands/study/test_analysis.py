@@ -122,7 +122,7 @@ def test_the_best_settings_are_those_of_the_best_mean_over_all_seeds(direction, 
     found += [row("a", seed, value, trial=1, lr=0.2) for seed, value in ((0, 1.0), (1, 4.0))]
     found += [row("a", 0, 0.0, trial=2, lr=0.3), row("a", 1, None, "failed", trial=2, lr=0.3)]
     (section,) = sections(
-        spec_of(search={"lr": [0.1]}, seeds=[0, 1], direction=direction, sampler="tpe"), found
+        spec_of(search={"lr": [0.1]}, seeds=[0, 1], direction=direction, sampler="tpe", trials=4), found
     )
     assert [each["lr"] for each in section.rows] == [lr, lr]
 
@@ -150,7 +150,7 @@ def test_a_report_says_what_a_reader_must_know():
     assert ["a - b", "2", "+1.20", "[+0.56, +1.84]", "0.82", "worse"] in cells
     assert ["a - b", "0", "-", "-", "-", "undecided"] in cells
     assert "Not finished: 1 of 7" in text
-    assert "Failed: variant b, pattern 2:4, seed 2: it|broke" in text
+    assert "Failed: variant b, pattern 2:4, seed 2, state failed, error it|broke" in text
     assert "threads 1 and 2, device cpu; mixed" in text
 
 

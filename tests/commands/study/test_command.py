@@ -98,7 +98,7 @@ def test_a_failed_trial_is_reported_and_stops_nothing(study, capsys):
     assert start(path) == 1
     out = capsys.readouterr().out
     assert (
-        "Failed: variant bad, pattern 1:16, seed 0: ValueError: metric: the test logs no 'test_bits_per_byte'"
+        "Failed: variant bad, pattern 1:16, seed 0, state failed, error ValueError: metric: the test logs no 'test_bits_per_byte'"
         in out
     )
     assert [row["state"] for row in results(path)] == ["failed", "complete", "complete"]

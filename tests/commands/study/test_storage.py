@@ -46,9 +46,10 @@ def work(folder, spec=SPEC, limit=None, fail=()):
     store, claimed = Store(spec, folder), []
     for job in store.claim():
         claimed.append(what(job))
-        error = "it failed" if claimed[-1] in fail else None
-        rows = [] if error else [{"seed": seed, "m": float(seed)} for seed in job.seeds]
-        store.add(job, sample(spec, job.number), rows, error)
+        rows = [{"seed": seed, "state": "complete", "m": float(seed)} for seed in job.seeds]
+        if claimed[-1] in fail:
+            rows[-1] = {"seed": job.seeds[-1], "state": "failed", "error": "it failed"}
+        store.add(job, sample(spec, job.number), rows)
         if len(claimed) == limit:
             break
     return claimed
@@ -164,14 +165,14 @@ def test_a_full_disk_loses_no_finished_training(tmp_path, monkeypatch):
     monkeypatch.setattr("time.sleep", lambda seconds: None)  # Optuna tries five times
     work(tmp_path, limit=3)
     before = Store(SPEC, tmp_path).rows()
-    long = {"seed": 1, "m": 1.0, "text": "x" * 100_000}
+    long = {"seed": 1, "state": "complete", "m": 1.0, "text": "x" * 100_000}
     store = Store(SPEC, tmp_path)
     job = next(store.claim())
     with (
         full_disk(os.path.getsize(tmp_path / "study.db")),
         pytest.raises(OSError, match=r"study\.db' cannot be read or written: .*disk") as error,
     ):
-        store.add(job, {}, [long], None)
+        store.add(job, {}, [long])
     assert len(str(error.value).splitlines()) == 1
     assert Store(SPEC, tmp_path).rows() == before
     assert len(work(tmp_path)) == 13
@@ -243,7 +244,8 @@ def test_tpe_learns_from_the_trials_of_its_cell(tmp_path):
     for job in store.claim():
         trials = store.trials()
         searched = sample(spec, job.number, list(trials.values()))
-        store.add(job, searched, [{"seed": 0, "m": (searched["lr"] - 0.7) ** 2}], None)
+        row = {"seed": 0, "state": "complete", "m": (searched["lr"] - 0.7) ** 2}
+        store.add(job, searched, [row])
     found = [row["lr"] for row in store.rows()]
     assert all(abs(lr - 0.7) < 0.25 for lr in found[-10:])
     assert not all(abs(lr - 0.7) < 0.25 for lr in found[:10])
