@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, Literal, NamedTuple
@@ -20,12 +21,12 @@ Row = Mapping[str, Any]
 Verdict = Literal["better", "worse", "undecided"]
 CONFIDENCE = 0.95  # of intervals, on both sides
 POWER = 0.8  # the fraction of repetitions in which the smallest detectable difference is seen
-STATES = ("complete", "failed", "missing")
 FACTS = ("torch", "lightning_nm", "threads", "device")
 COLOURS = {"better": "#1a7f37", "worse": "#cf222e", "undecided": "#6e7781"}
 
 
-class Interval(NamedTuple):
+@dataclass(frozen=True)
+class Interval:
     r"""A mean and its 95 % interval by Student's t, :math:`\bar x \pm t_{0.975, n-1}\, s / \sqrt n`.
 
     Attributes:
@@ -71,6 +72,16 @@ def _critical(count: int) -> float:
     return float(t.ppf((1 + CONFIDENCE) / 2, count - 1))
 
 
+NOTES = """- FLOPs are those of training, relative to dense training, and fit is the mean time of a training. In a study of equal
+  seconds, fit is what trainings took beside other work; their steps were set by the time of a step before the first.
+- Differences are paired by seed. Intervals are Student's t and hold for each row alone. Smallest detectable is the true
+  difference that such a test sees in 80 % of repetitions, by the paired standard deviation. Undecided: the interval
+  contains zero, or there is none.
+- In a search each variant has the best of its sampled settings, chosen by this metric on these seeds: the means are
+  optimistic. Repeat the comparison with these settings and other seeds.
+"""
+
+
 class Comparison(NamedTuple):
     """A variant against a baseline on the seeds that both have.
 
@@ -87,14 +98,6 @@ class Comparison(NamedTuple):
     differences: dict[int, float]
     difference: Interval | None
     verdict: Verdict
-
-
-class Table(NamedTuple):
-    """A table of texts."""
-
-    title: str
-    header: list[str]
-    cells: list[list[str]]
 
 
 class Section(NamedTuple):
@@ -182,8 +185,8 @@ def _best(spec: Spec, rows: Sequence[Row], variant: str) -> list[Row]:
     return best
 
 
-def means(spec: Spec, section: Section) -> Table:
-    """Return a row for each variant: its mean, its costs, and in a search its settings."""
+def means(spec: Spec, section: Section) -> list[list[str]]:
+    """Return a header, and a row for each variant: its mean, its costs, and in a search its settings."""
     flops = sorted({key for row in section.rows for key in row if key.startswith("flops_")})
     columns = {f"FLOPs, {key.removeprefix('flops_')}": (key, 3) for key in flops}
     columns["fit, s"] = ("fit_seconds", 1)
@@ -210,37 +213,31 @@ def means(spec: Spec, section: Section) -> Table:
             setting = complete[0][key] if complete else "-"
             line.append(f"{setting:.4g}" if isinstance(setting, float) else str(setting))
         cells.append(line)
-    less = "less" if spec.direction == "minimize" else "more"
     header = ["variant", "seeds", "missing", "mean", "95 % interval", *columns, *spec.search]
-    return Table(f"{section.title}: {spec.metric}, {less} is better", header, cells)
+    return [header, *cells]
 
 
-def differences(section: Section) -> Table:
-    """Return a row for each comparison: the mean of its pairs, its interval and what that says."""
-    names = (
-        "variant - baseline",
-        "pairs",
-        "mean",
-        "95 % interval",
-        "smallest detectable",
-        "verdict",
-    )
+def differences(section: Section) -> list[list[str]]:
+    """Return a header, and a row for each comparison: the mean of its pairs, its interval and what that says."""
     known = [each.difference for each in section.comparisons if each.difference]
     digits = decimals([(each.high - each.low) / 2 for each in known])
-    cells = []
+    cells = [
+        ["variant - baseline", "pairs", "mean", "95 % interval", "smallest detectable", "verdict"]
+    ]
     for variant, baseline, pairs, interval, verdict in section.comparisons:
         line = [f"{variant} - {baseline}", str(len(pairs)), *_texts(interval, digits, "+")]
         detectable = interval.detectable if interval else math.nan
         text = "-" if math.isnan(detectable) else f"{detectable:.{digits}f}"
         cells.append([*line, text, verdict])
-    return Table(f"{section.title}: paired differences", list(names), cells)
+    return cells
 
 
 def _texts(interval: Interval | None, digits: int, sign: str) -> list[str]:
     """The mean and the bounds of an interval, or ``-`` where there is none."""
     if interval is None:
         return ["-", "-"]
-    _, mean, _, low, high = (f"{number:{sign}.{digits}f}" for number in interval)
+    numbers = (interval.mean, interval.low, interval.high)
+    mean, low, high = (f"{number:{sign}.{digits}f}" for number in numbers)
     return [mean, "-" if math.isnan(interval.low) else f"[{low}, {high}]"]
 
 
@@ -258,73 +255,56 @@ def decimals(widths: Sequence[float]) -> int:
 
 def report(spec: Spec, rows: Sequence[Row], found: Sequence[Section]) -> str:
     """Return the report as Markdown, whose tables can be read as they are."""
-    lines = [f"# {spec.name}"]
+    text = f"# {spec.name}: {spec.metric}, {_better(spec)} is better\n"
     for section in found:
-        for title, header, cells in (means(spec, section), differences(section)):
-            if not cells:
-                continue
-            lines += ["", f"## {title}", ""]
-            widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
-            for texts in (header, ["-" * width for width in widths], *cells):
-                padded = [text.ljust(width) for text, width in zip(texts, widths, strict=True)]
-                lines.append(f"| {' | '.join(padded)} |")
-    return "\n".join([*lines, "", *(f"- {note}" for note in _notes(spec, rows)), ""])
+        text += f"\n## {section.title}\n"
+        for cells in (means(spec, section), differences(section)):
+            widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+            cells.insert(1, ["-" * width for width in widths])
+            # A table of differences has no rows without baselines.
+            for line in cells if len(cells) > 2 else []:
+                padded = [each.ljust(width) for each, width in zip(line, widths, strict=True)]
+                text += f"\n| {' | '.join(padded)} |"
+            text += "\n"
+    complete = [row for row in rows if row["state"] == "complete"]
+    failed = [row for row in rows if row["state"] == "failed"]
+    missing = len(rows) - len(complete) - len(failed)
+    if missing:
+        text += (
+            f"\n- Not finished: {missing} of {len(rows)} trainings. Run the command again to go on."
+        )
+    for row in failed:
+        text += f"\n- Failed: {', '.join(f'{key} {value}' for key, value in row.items())}"
+    for fact in FACTS:
+        values = sorted({str(row[fact]) for row in complete})
+        mixed = " (mixed: results may differ for that reason)" if len(values) > 1 else ""
+        text += f"\n- Ran with {fact} {' and '.join(values)}{mixed}."
+    return f"{text}\n{NOTES}"
 
 
-def _notes(spec: Spec, rows: Sequence[Row]) -> list[str]:
-    """What a reader of the tables must know."""
-    states = {state: [row for row in rows if row["state"] == state] for state in STATES}
-    complete, failed, missing = states.values()
-    facts = {fact: sorted({str(row[fact]) for row in complete}) for fact in FACTS}
-    ran_with = ", ".join(f"{fact} {' and '.join(values)}" for fact, values in facts.items())
-    is_mixed = any(len(values) > 1 for values in facts.values())
-    notes = [
-        (
-            missing,
-            f"Not finished: {len(missing)} of {len(rows)} trainings. Run the command again to go on.",
-        ),
-        *(
-            (row, f"Failed: {', '.join(f'{key} {value}' for key, value in row.items())}")
-            for row in failed
-        ),
-        (complete, f"Ran with {ran_with}."),
-        (is_mixed, "Mixed: these differ between trainings, and results may for that reason."),
-        (
-            complete,
-            "FLOPs are those of training, relative to dense training, and fit is the mean time of a training.",
-        ),
-        (
-            spec.seconds,
-            f"Every training has as many steps as take {spec.seconds} s, by the time of a step that was measured "
-            "before the first training; fit is what trainings took then, perhaps beside other work.",
-        ),
-        (
-            spec.search,
-            "Each variant has the best of its sampled settings, chosen by this metric on these seeds: the means are "
-            "optimistic. Repeat the comparison with these settings and other seeds.",
-        ),
-        (
-            spec.baselines,
-            "Differences are paired by seed. Intervals are Student's t and hold for each row alone. "
-            "Smallest detectable is the true difference that such a test sees in 80 % of repetitions, by the "
-            "paired standard deviation. Undecided: the interval contains zero, or there is none.",
-        ),
-    ]
-    return [note for is_said, note in notes if is_said]
+def _better(spec: Spec) -> str:
+    return "less" if spec.direction == "minimize" else "more"
 
 
-def write_csv(path: Path, rows: Sequence[Row]) -> None:
-    """Write one line for each training; a cell is empty where a training has no such value."""
-    names = dict.fromkeys(key for row in rows for key in row)
+def write(folder: Path, spec: Spec, rows: Sequence[Row]) -> str:
+    """Write ``results.csv``, ``report.md`` and, with baselines, ``report.png``; return the report."""
+    found = sections(spec, rows)
+    text = report(spec, rows, found)
     # Errors are long texts: the last column.
-    header = sorted(names, key="error".__eq__)
-    with replacing(path) as new, new.open("w", newline="") as file:
+    header = sorted(dict.fromkeys(key for row in rows for key in row), key="error".__eq__)
+    with replacing(folder / "results.csv") as new, new.open("w", newline="") as file:
         writer = csv.DictWriter(file, header)
         writer.writeheader()
         writer.writerows(rows)
+    with replacing(folder / "report.md") as new:
+        new.write_text(text)
+    if spec.baselines:
+        with replacing(folder / "report.png") as new:
+            draw(spec, found).savefig(new, dpi=130, format="png")
+    return text
 
 
-def draw(path: Path, spec: Spec, found: Sequence[Section]) -> None:
+def draw(spec: Spec, found: Sequence[Section]) -> Figure:
     """Draw every comparison: its mean and interval, and below them the pairs."""
     shown = [(section.title, each) for section in found for each in section.comparisons]
     figure = Figure((9, 1 + 0.5 * len(shown)), layout="constrained")
@@ -339,7 +319,7 @@ def draw(path: Path, spec: Spec, found: Sequence[Section]) -> None:
             axes.errorbar(interval.mean, place, xerr=half_width, fmt="D", c=COLOURS[verdict])
     axes.set_yticks(range(len(shown)), names, fontsize=8)
     axes.invert_yaxis()
-    less = "less" if spec.direction == "minimize" else "more"
-    axes.set_xlabel(f"{spec.metric}, {less} is better; bars are 95 % intervals, dots pairs by seed")
-    with replacing(path) as new:
-        figure.savefig(new, dpi=130, format="png")
+    axes.set_xlabel(
+        f"{spec.metric}, {_better(spec)} is better; bars are 95 % intervals, dots pairs by seed"
+    )
+    return figure

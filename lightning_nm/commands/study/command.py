@@ -37,10 +37,9 @@ def _study(options: argparse.Namespace) -> int:
     import optuna  # noqa: F401
     import scipy  # noqa: F401
 
-    from lightning_nm.commands.study.analysis import draw, report, sections, write_csv
+    from lightning_nm.commands.study.analysis import write
     from lightning_nm.commands.study.runner import Store, check, run
     from lightning_nm.commands.study.spec import read
-    from lightning_nm.export.atomic_write import replacing
 
     spec = read(options.study)
     spec = replace(spec, model=options.model or spec.model, data=options.data or spec.data)
@@ -60,14 +59,7 @@ def _study(options: argparse.Namespace) -> int:
         threads = options.threads or max(1, (os.cpu_count() or 1) // options.workers)
         run(spec, folder, options.workers, threads)
     rows = Store(spec, folder).rows()
-    found = sections(spec, rows)
-    text = report(spec, rows, found)
-    write_csv(folder / "results.csv", rows)
-    with replacing(folder / "report.md") as new:
-        new.write_text(text)
-    if spec.baselines:
-        draw(folder / "report.png", spec, found)
-    print(f"{text}\nWritten to {folder}: results.csv, report.md and, with baselines, report.png")
+    print(f"{write(folder, spec, rows)}\nWritten to {folder}")
     return 0 if all(row["state"] == "complete" for row in rows) else 1
 
 

@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from lightning_nm.commands.build import Classes
 from lightning_nm.functional.pattern import NMPattern
@@ -35,6 +35,9 @@ _WATCHERS = (
 
 # The arguments of the Trainer that end a training, of which `seconds` takes the place.
 LENGTHS = ("max_steps", "max_epochs", "max_time", "min_steps", "min_epochs")
+
+
+Plain = Any if TYPE_CHECKING else bool | int | float | str | None  # what a table can show
 
 
 class Cell(NamedTuple):
@@ -101,7 +104,7 @@ class Spec:
     direction: Literal["minimize", "maximize"] = "minimize"
     baselines: list[str] = field(default_factory=list)
     overrides: dict[str, Any] = field(default_factory=dict)
-    grid: dict[str, list[bool | int | float | str | None]] = field(default_factory=dict)
+    grid: dict[str, list[Plain]] = field(default_factory=dict)
     seeds: list[int] = field(default_factory=lambda: list(range(5)))
     sampler: Literal["grid", "tpe", "random"] = "grid"
     search: dict[str, Any] = field(default_factory=dict)
@@ -230,19 +233,22 @@ def _check_together(spec: Spec) -> None:
 
 
 def _distribution(place: str, bounds: Any) -> Any:
-    from optuna import distributions
+    from optuna.distributions import (
+        CategoricalDistribution,
+        FloatDistribution,
+        IntDistribution,
+    )
 
     if isinstance(bounds, list):
-        return distributions.CategoricalDistribution(bounds)
+        return CategoricalDistribution(bounds)
     try:
-        # YAML reads 1e-4 as a text. Integers are drawn where all numbers are integers.
-        numbers = {
+        # YAML reads 1e-4 as a text.
+        numbers: dict[str, Any] = {
             name: value if isinstance(value, int) else float(value)
             for name, value in bounds.items()
         }
-        is_integer = all(isinstance(value, int) for value in numbers.values())
-        kind = distributions.IntDistribution if is_integer else distributions.FloatDistribution
-        return kind(**numbers)
+        kinds = {type(value) for value in numbers.values()}
+        return (FloatDistribution if float in kinds else IntDistribution)(**numbers)
     except (AttributeError, TypeError, ValueError) as error:
         fault = f"{place}: {bounds!r} must be a list of choices, or {{low: ..., high: ..., log: true, step: ...}}"
         raise ValueError(f"{fault}: {error}") from error
@@ -276,7 +282,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: no YAML: {error}") from error
     fault = f"{path}: must hold a mapping of keys to values, not {content!r:.60}"
     _require(isinstance(content, dict), fault)
-    return content  # type: ignore[no-any-return]
+    return content
 
 
 def quiet(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -333,7 +339,7 @@ def _masks(config: dict[str, Any]) -> dict[str, Any]:
         masks = [{"class_path": f"lightning_nm.{_CALLBACK}", "init_args": dict(_QUIET_MASKS)}]
         callbacks += masks
     masks[0]["init_args"] = arguments = masks[0].get("init_args") or {}
-    return arguments  # type: ignore[no-any-return]
+    return arguments
 
 
 def callbacks_of(trainer: dict[str, Any]) -> list[dict[str, Any]]:

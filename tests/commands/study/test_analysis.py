@@ -13,10 +13,9 @@ from lightning_nm.commands.study.analysis import (
     Interval,
     by_seed,
     compare,
-    draw,
     report,
     sections,
-    write_csv,
+    write,
 )
 from lightning_nm.commands.study.spec import Spec
 
@@ -122,7 +121,8 @@ def test_the_best_settings_are_those_of_the_best_mean_over_all_seeds(direction, 
     found += [row("a", seed, value, trial=1, lr=0.2) for seed, value in ((0, 1.0), (1, 4.0))]
     found += [row("a", 0, 0.0, trial=2, lr=0.3), row("a", 1, None, "failed", trial=2, lr=0.3)]
     (section,) = sections(
-        spec_of(search={"lr": [0.1]}, seeds=[0, 1], direction=direction, sampler="tpe", trials=4), found
+        spec_of(search={"lr": [0.1]}, seeds=[0, 1], direction=direction, sampler="tpe", trials=4),
+        found,
     )
     assert [each["lr"] for each in section.rows] == [lr, lr]
 
@@ -151,18 +151,18 @@ def test_a_report_says_what_a_reader_must_know():
     assert ["a - b", "0", "-", "-", "-", "undecided"] in cells
     assert "Not finished: 1 of 7" in text
     assert "Failed: variant b, pattern 2:4, seed 2, state failed, error it|broke" in text
-    assert "threads 1 and 2, device cpu; mixed" in text
+    assert "- Ran with threads 1 and 2 (mixed" in text
 
 
 def test_files_of_a_report(tmp_path):
     spec = spec_of(baselines=["a", "b"], seeds=[0])
     found = [
-        row("a", 0, 1.0, **FACTS),
         {"variant": "b", "seed": 0, "state": "failed", "error": "e"},
+        row("a", 0, 1.0, **FACTS),
     ]
-    draw(tmp_path / "report.png", spec, sections(spec, found))
+    text = write(tmp_path, spec, found)
+    assert (tmp_path / "report.md").read_text() == text
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
-    write_csv(tmp_path / "results.csv", found[::-1])
     header, first, second = (tmp_path / "results.csv").read_text().splitlines()
     assert header == "variant,seed,state,m,torch,lightning_nm,threads,device,fit_seconds,error"
     assert first == "b,0,failed,,,,,,,e"
