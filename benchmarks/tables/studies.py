@@ -75,7 +75,6 @@ def gain_over(
         for each in section.comparisons
         if (each.variant, each.baseline) == (variant, baseline)
     )
-    assert difference is not None
     digits = 1 if unit == "points" else 3
     values = [scale * value for value in (difference.mean, difference.low, difference.high)]
     return "{:+.{d}f} [{:+.{d}f}, {:+.{d}f}] {unit}".format(*values, d=digits, unit=unit)

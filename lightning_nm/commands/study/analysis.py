@@ -31,9 +31,9 @@ class Interval:
 
     Attributes:
         count: Number n of values.
-        mean: Their mean.
-        sd: Their sample standard deviation s, NaN for a single value.
-        low: Lower bound of the interval, NaN for a single value.
+        mean: Their mean, NaN without values.
+        sd: Their sample standard deviation s, NaN for fewer than two values, as are the bounds.
+        low: Lower bound of the interval.
         high: Upper bound.
     """
 
@@ -52,9 +52,10 @@ class Interval:
             >>> f"{found.mean} [{found.low:.3f}, {found.high:.3f}], {found.detectable:.3f}"
             '2.0 [-0.484, 4.484], 3.265'
         """
-        count, mean = len(values), fmean(values)
+        count = len(values)
+        mean = fmean(values) if count else math.nan
         sd = stdev(values) if count > 1 else math.nan
-        half_width = _critical(count) * sd / math.sqrt(count)
+        half_width = _critical(count) * sd / math.sqrt(max(1, count))
         return cls(count, mean, sd, mean - half_width, mean + half_width)
 
     @property
@@ -72,8 +73,9 @@ def _critical(count: int) -> float:
     return float(t.ppf((1 + CONFIDENCE) / 2, count - 1))
 
 
-NOTES = """- FLOPs are those of training, relative to dense training, and fit is the mean time of a training. In a study of equal
-  seconds, fit is what trainings took beside other work; their steps were set by the time of a step before the first.
+NOTES = """
+- FLOPs are those of training, relative to dense training, and fit is the mean time of a training. In a study of equal
+  seconds, fit is what they took, perhaps beside other work; a step was timed before the first training.
 - Differences are paired by seed. Intervals are Student's t and hold for each row alone. Smallest detectable is the true
   difference that such a test sees in 80 % of repetitions, by the paired standard deviation. Undecided: the interval
   contains zero, or there is none.
@@ -89,14 +91,14 @@ class Comparison(NamedTuple):
         variant: Name of the variant.
         baseline: Name of the baseline.
         differences: Variant minus baseline, by seed.
-        difference: Their mean and interval; ``None`` without pairs.
+        difference: Their mean and interval.
         verdict: ``undecided`` unless the interval lies on one side of zero.
     """
 
     variant: str
     baseline: str
     differences: dict[int, float]
-    difference: Interval | None
+    difference: Interval
     verdict: Verdict
 
 
@@ -138,10 +140,10 @@ def compare(
     """
     own, other = (by_seed(rows, metric, name) for name in (variant, baseline))
     differences = {seed: own[seed] - other[seed] for seed in sorted(own.keys() & other.keys())}
-    difference = Interval.of(list(differences.values())) if differences else None
+    difference = Interval.of(list(differences.values()))
     verdict: Verdict = "undecided"
-    # The bounds of a single pair are NaN.
-    if difference and (difference.high < 0 or difference.low > 0):
+    # The bounds of fewer than two pairs are NaN.
+    if difference.high < 0 or difference.low > 0:
         verdict = "better" if (difference.high < 0) == minimize else "worse"
     return Comparison(variant, baseline, differences, difference, verdict)
 
@@ -192,14 +194,12 @@ def means(spec: Spec, section: Section) -> list[list[str]]:
     columns["fit, s"] = ("fit_seconds", 1)
     if spec.seconds is not None:
         columns |= {"steps": ("steps", 0), "step, ms": ("step_ms", 1)}
-    intervals = {}
-    for variant in spec.variants:
-        values = by_seed(section.rows, spec.metric, variant).values()
-        intervals[variant] = Interval.of(list(values)) if values else None
-    known = [each for each in intervals.values() if each]
-    digits = decimals(
-        [width for each in known for width in (each.high - each.low, abs(each.mean) / 5)]
-    )
+    intervals = {
+        variant: Interval.of(list(by_seed(section.rows, spec.metric, variant).values()))
+        for variant in spec.variants
+    }
+    widths = [(each.high - each.low, abs(each.mean) / 5) for each in intervals.values()]
+    digits = decimals([width for pair in widths for width in pair])
     cells = []
     for variant, interval in intervals.items():
         rows = [row for row in section.rows if row["variant"] == variant]
@@ -208,7 +208,7 @@ def means(spec: Spec, section: Section) -> list[list[str]]:
         line += _texts(interval, digits, "")
         for key, places in columns.values():
             found = [row[key] for row in complete if key in row]
-            line.append(f"{fmean(found):.{places}f}" if found else "-")
+            line.append(_text(fmean(found or [math.nan]), places))
         for key in spec.search:
             setting = complete[0][key] if complete else "-"
             line.append(f"{setting:.4g}" if isinstance(setting, float) else str(setting))
@@ -219,26 +219,28 @@ def means(spec: Spec, section: Section) -> list[list[str]]:
 
 def differences(section: Section) -> list[list[str]]:
     """Return a header, and a row for each comparison: the mean of its pairs, its interval and what that says."""
-    known = [each.difference for each in section.comparisons if each.difference]
-    digits = decimals([(each.high - each.low) / 2 for each in known])
+    widths = [(each.difference.high - each.difference.low) / 2 for each in section.comparisons]
+    digits = decimals(widths)
     cells = [
         ["variant - baseline", "pairs", "mean", "95 % interval", "smallest detectable", "verdict"]
     ]
     for variant, baseline, pairs, interval, verdict in section.comparisons:
-        line = [f"{variant} - {baseline}", str(len(pairs)), *_texts(interval, digits, "+")]
-        detectable = interval.detectable if interval else math.nan
-        text = "-" if math.isnan(detectable) else f"{detectable:.{digits}f}"
-        cells.append([*line, text, verdict])
+        names = [f"{variant} - {baseline}", str(len(pairs))]
+        detectable = _text(interval.detectable, digits)
+        cells.append([*names, *_texts(interval, digits, "+"), detectable, verdict])
     return cells
 
 
-def _texts(interval: Interval | None, digits: int, sign: str) -> list[str]:
-    """The mean and the bounds of an interval, or ``-`` where there is none."""
-    if interval is None:
-        return ["-", "-"]
-    numbers = (interval.mean, interval.low, interval.high)
-    mean, low, high = (f"{number:{sign}.{digits}f}" for number in numbers)
-    return [mean, "-" if math.isnan(interval.low) else f"[{low}, {high}]"]
+def _texts(interval: Interval, digits: int, sign: str) -> list[str]:
+    """The mean and the bounds of an interval."""
+    mean, low, high = (
+        _text(number, digits, sign) for number in (interval.mean, interval.low, interval.high)
+    )
+    return [mean, "-" if low == "-" else f"[{low}, {high}]"]
+
+
+def _text(number: float, digits: int, sign: str = "") -> str:
+    return "-" if math.isnan(number) else f"{number:{sign}.{digits}f}"
 
 
 def decimals(widths: Sequence[float]) -> int:
@@ -275,11 +277,11 @@ def report(spec: Spec, rows: Sequence[Row], found: Sequence[Section]) -> str:
         )
     for row in failed:
         text += f"\n- Failed: {', '.join(f'{key} {value}' for key, value in row.items())}"
-    for fact in FACTS:
+    for fact in FACTS if complete else ():
         values = sorted({str(row[fact]) for row in complete})
         mixed = " (mixed: results may differ for that reason)" if len(values) > 1 else ""
         text += f"\n- Ran with {fact} {' and '.join(values)}{mixed}."
-    return f"{text}\n{NOTES}"
+    return text + NOTES
 
 
 def _better(spec: Spec) -> str:
@@ -314,9 +316,8 @@ def draw(spec: Spec, found: Sequence[Section]) -> Figure:
     for place, (title, (variant, baseline, pairs, interval, verdict)) in enumerate(shown):
         names.append(f"{title}\n{variant} - {baseline}: {verdict}")
         axes.plot(list(pairs.values()), [place + 0.2] * len(pairs), ".", c=COLOURS[verdict])
-        if interval:  # without bounds for one pair
-            half_width = interval.high - interval.mean
-            axes.errorbar(interval.mean, place, xerr=half_width, fmt="D", c=COLOURS[verdict])
+        half_width = interval.high - interval.mean  # NaN is not drawn
+        axes.errorbar(interval.mean, place, xerr=half_width, fmt="D", c=COLOURS[verdict])
     axes.set_yticks(range(len(shown)), names, fontsize=8)
     axes.invert_yaxis()
     axes.set_xlabel(

@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)
 Row = dict[str, Any]
-_CONFIGS = Classes()  # those that the config names
 
 # For equal seconds, each cell is timed in trainings of SHORT and of LONG steps; the first of the ROUNDS does not count.
 SHORT, LONG, ROUNDS = 6, 26, 4
@@ -275,7 +274,7 @@ def set_steps(config: dict[str, Any], steps: int) -> None:
     config["trainer"] |= {**dict.fromkeys(LENGTHS), "max_steps": steps, "max_epochs": -1}
 
 
-def build(config: Mapping[str, Any], seed: int, classes: Classes = _CONFIGS) -> LightningCLI:
+def build(config: Mapping[str, Any], seed: int, classes: Classes) -> LightningCLI:
     """Create the Trainer, the model and the data of a trial.
 
     ``seed`` is that of ``seed_everything`` and, if the data module takes one, of the data, so all variants of a seed
@@ -319,7 +318,7 @@ def fit(
     return cli, time.perf_counter() - start
 
 
-def train(config: Mapping[str, Any], seed: int, metric: str, classes: Classes = _CONFIGS) -> Row:
+def train(config: Mapping[str, Any], seed: int, metric: str, classes: Classes) -> Row:
     """Fit and test once; return everything that is known of it, as a row for a table.
 
     Raises:

@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from lightning_nm.commands.build import Classes
 from lightning_nm.functional.pattern import NMPattern
@@ -35,9 +35,6 @@ _WATCHERS = (
 
 # The arguments of the Trainer that end a training, of which `seconds` takes the place.
 LENGTHS = ("max_steps", "max_epochs", "max_time", "min_steps", "min_epochs")
-
-
-Plain = Any if TYPE_CHECKING else bool | int | float | str | None  # what a table can show
 
 
 class Cell(NamedTuple):
@@ -104,7 +101,7 @@ class Spec:
     direction: Literal["minimize", "maximize"] = "minimize"
     baselines: list[str] = field(default_factory=list)
     overrides: dict[str, Any] = field(default_factory=dict)
-    grid: dict[str, list[Plain]] = field(default_factory=dict)
+    grid: dict[str, list[bool | int | float | str | None]] = field(default_factory=dict)
     seeds: list[int] = field(default_factory=lambda: list(range(5)))
     sampler: Literal["grid", "tpe", "random"] = "grid"
     search: dict[str, Any] = field(default_factory=dict)
@@ -180,7 +177,7 @@ def read(path: Path) -> Spec:
             fault = f"baselines: {name!r} is no variant; variants: {', '.join(spec.variants)}"
             _require(name in spec.variants, fault)
         if patterns := spec.grid.get("pattern"):
-            spec.grid["pattern"] = [str(NMPattern.parse(pattern)) for pattern in patterns]
+            spec.grid["pattern"] = [str(NMPattern.parse(each)) for each in patterns]  # type: ignore[arg-type]
         for key, bounds in spec.search.items():
             spec.search[key] = _distribution(f"search.{key}", bounds)
         _check_together(spec)
