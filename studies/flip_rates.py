@@ -21,8 +21,9 @@ import torch
 
 from lightning_nm import functional as nmf
 from lightning_nm.callbacks import NMSparsityCallback
-from lightning_nm.commands.study.config import last_part, override, quiet, read_yaml
-from lightning_nm.commands.study.trial import build, silence
+from lightning_nm.commands.build import Classes
+from lightning_nm.commands.study.runner import fit
+from lightning_nm.commands.study.spec import last_part, override, quiet, read_yaml
 from lightning_nm.nn.layer import NMLayer
 
 
@@ -95,11 +96,7 @@ def flip_rate(
     override(config, {"trainer.limit_val_batches": 0, "trainer.accelerator": "cpu"})
     override(config, {"method": "dense"} if decay is None else {"method.init_args.decay": decay})
     flips = Flips(every, last_part(method) == "TransposableMask")
-    with silence():
-        cli = build(config, seed)
-        cli.trainer.callbacks.append(flips)  # type: ignore[attr-defined]
-        cli.trainer.callbacks.append(_Stop(steps))  # type: ignore[attr-defined]
-        cli.trainer.fit(cli.model, datamodule=cli.datamodule)
+    fit(config, seed, Classes(), flips, _Stop(steps))
     return sum(flips.rates) / len(flips.rates)
 
 
@@ -139,7 +136,7 @@ def main(arguments: Sequence[str]) -> int:
         for decay in options.decays:
             rate = flip_rate(config, decay, options.steps, options.every, options.seed)
             print(f"| {decay:g} | {rate:.4f} | {rate / dense:.2f} |", flush=True)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         print(f"studies.flip_rates: {error}", file=sys.stderr)
         return 2
     return 0

@@ -10,8 +10,7 @@ import yaml
 from lightning_nm import NMPattern
 from lightning_nm import functional as nmf
 from lightning_nm.cli import main
-from lightning_nm.commands.study.config import last_part, read_yaml
-from lightning_nm.commands.study.spec import Cell, read
+from lightning_nm.commands.study.spec import Cell, last_part, read, read_yaml
 
 ROOT = Path(__file__).parent.parent
 RECIPES = sorted((ROOT / "configs" / "recipes").glob("*.yaml"))

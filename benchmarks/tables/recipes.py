@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.tables.markdown import RESULTS, ROOT, Tables, read_csv, table
 from lightning_nm.commands.study.analysis import Interval, compare
-from lightning_nm.commands.study.config import read_yaml
+from lightning_nm.commands.study.spec import read_yaml
 
 TASKS = {
     "help-topics": ("test_bits_per_byte", 1.0, 3, "bits"),
@@ -38,7 +38,7 @@ def best_dense(task: str) -> str:
     return (min if task == "help-topics" else max)(sorted(names), key=partial(_mean, task))
 
 
-def gain(task: str, variant: str) -> Interval | None:
+def gain(task: str, variant: str) -> Interval:
     """The paired difference to the best dense training."""
     metric, scale, _, _ = TASKS[task]
     rows = [row | {metric: scale * row[metric]} for row in _rows(task)]
@@ -48,7 +48,7 @@ def gain(task: str, variant: str) -> Interval | None:
 def gain_text(task: str, variant: str) -> str:
     """That difference, with its interval."""
     difference, (_, _, digits, _) = gain(task, variant), TASKS[task]
-    if difference is None:
+    if not difference.count:
         return "not measured"
     text = f"{difference.mean:+.{digits}f}"
     if difference.count > 1:
@@ -59,7 +59,7 @@ def gain_text(task: str, variant: str) -> str:
 def verdict(task: str, variant: str) -> str:
     """Whether the loss to dense training is within the aim: by its mean, and by its whole interval."""
     base, difference = variant.removesuffix("-ends-dense"), gain(task, variant)
-    if base not in AIMS or difference is None:
+    if base not in AIMS or not difference.count:
         return ""
     text = task == "help-topics"
     aim = AIMS[base][0 if text else 1]

@@ -7,10 +7,9 @@ from functools import partial
 
 from benchmarks.tables.markdown import ROOT, Tables, read_csv
 from benchmarks.tables.markdown import table as markdown_table
+from lightning_nm.commands.study import analysis
+from lightning_nm.commands.study.analysis import Section, sections
 from lightning_nm.commands.study.spec import Spec, read
-from lightning_nm.commands.study.tables import Section, sections
-from lightning_nm.commands.study.tables import Table as StudyTable
-from lightning_nm.commands.study.tables import tables as study_tables
 
 # The time of a fit, on whichever machine, says nothing; trainings are missing only where a table says so.
 LEFT_OUT = ("fit, s", "missing")
@@ -25,30 +24,28 @@ def study(name: str) -> tuple[Spec, list[Section]]:
 def means(name: str) -> str:
     """The means of every variant."""
     spec, found = study(name)
-    return _joined(found, [next(iter(study_tables(spec, section))) for section in found])
+    return _joined(found, [analysis.means(spec, section) for section in found])
 
 
 def differences(name: str, *baselines: str, only: Sequence[str] = ()) -> str:
     """The paired differences to some baselines, by default all; or the named ones alone."""
-    spec, found = study(name)
+    _, found = study(name)
     shown = []
     for section in found:
-        table = list(study_tables(spec, section))[1]
-        kept = [
-            row for row in table.cells if not baselines or row[0].rpartition(" - ")[2] in baselines
-        ]
-        kept = [row for row in kept if not only or row[0] in only]
-        shown.append(StudyTable(table.title, table.header, kept))
+        header, *kept = analysis.differences(section)
+        if baselines:
+            kept = [row for row in kept if row[0].rpartition(" - ")[2] in baselines]
+        shown.append([header, *(row for row in kept if not only or row[0] in only)])
     return _joined(found, shown)
 
 
-def _joined(found: Sequence[Section], shown: Sequence[StudyTable]) -> str:
+def _joined(found: Sequence[Section], shown: Sequence[list[list[str]]]) -> str:
     """The tables of all grid points as one, with the point in the first column if there are several."""
-    header, points = shown[0].header, len(found) > 1
+    header, points = shown[0][0], len(found) > 1
     missing = any(
-        "missing" in each.header and row[each.header.index("missing")] != "0"
-        for each in shown
-        for row in each.cells
+        dict(zip(header, row, strict=True)).get("missing", "0") != "0"
+        for _, *rows in shown
+        for row in rows
     )
     kept = [
         i
@@ -56,9 +53,9 @@ def _joined(found: Sequence[Section], shown: Sequence[StudyTable]) -> str:
         if name not in LEFT_OUT or (name == "missing" and missing)
     ]
     rows = []
-    for section, each in zip(found, shown, strict=True):
+    for section, (_, *cells) in zip(found, shown, strict=True):
         title = [section.title.removeprefix("pattern ")] * points
-        rows += [title + [row[i] for i in kept] for row in each.cells]
+        rows += [title + [row[i] for i in kept] for row in cells]
     return markdown_table(["N:M"] * points + [header[i] for i in kept], rows)
 
 
@@ -78,7 +75,6 @@ def gain_over(
         for each in section.comparisons
         if (each.variant, each.baseline) == (variant, baseline)
     )
-    assert difference is not None
     digits = 1 if unit == "points" else 3
     values = [scale * value for value in (difference.mean, difference.low, difference.high)]
     return "{:+.{d}f} [{:+.{d}f}, {:+.{d}f}] {unit}".format(*values, d=digits, unit=unit)

@@ -4,7 +4,6 @@ import os
 import resource
 import signal
 from contextlib import contextmanager
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -125,13 +124,17 @@ def test_other_errors_stay_as_they_are(tmp_path):
 
 
 def test_the_results_of_a_study_on_a_full_disk_leave_the_old_ones(tmp_path):
-    study_report = pytest.importorskip("lightning_nm.commands.study.tables")
-    spec = SimpleNamespace(grid={}, search=None)
+    pytest.importorskip("scipy")
+    from lightning_nm.commands.study.analysis import write
+    from lightning_nm.commands.study.spec import Spec
+
     path = tmp_path / "results.csv"
     path.write_text("old")
-    rows = [{"variant": "x" * 1000, "seed": seed, "state": "complete"} for seed in range(100)]
+    row = {"variant": "x" * 1000, "state": "missing"}
     with full_disk(), pytest.raises(OSError, match=r"results\.csv' was not written: "):
-        study_report.write_csv(path, spec, rows)
+        write(
+            tmp_path, Spec("s", {}, "m", {"a": {}}), [row | {"seed": seed} for seed in range(100)]
+        )
     assert path.read_text() == "old"
     assert os.listdir(tmp_path) == ["results.csv"]
 

@@ -1,26 +1,38 @@
-"""Paired differences between variants, with intervals. Pure functions of rows."""
+"""What a study found: paired differences with intervals, their tables, and the picture of them."""
 
 from __future__ import annotations
 
+import csv
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any, Literal, NamedTuple
 
+from matplotlib.figure import Figure
+from scipy.special import nctdtrinc
+from scipy.stats import t
+
+from lightning_nm.commands.study.spec import Spec
+from lightning_nm.export.atomic_write import replacing
+
+Row = Mapping[str, Any]
 Verdict = Literal["better", "worse", "undecided"]
 CONFIDENCE = 0.95  # of intervals, on both sides
-POWER = 0.8  # the share of repetitions in which the smallest detectable difference is seen
+POWER = 0.8  # the fraction of repetitions in which the smallest detectable difference is seen
+FACTS = ("torch", "lightning_nm", "threads", "device")
+COLOURS = {"better": "#1a7f37", "worse": "#cf222e", "undecided": "#6e7781"}
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean and its 95 % interval by Student's t; the bounds are NaN for a single value.
+    r"""A mean and its 95 % interval by Student's t, :math:`\bar x \pm t_{0.975, n-1}\, s / \sqrt n`.
 
     Attributes:
-        count: Number of values.
-        mean: Their mean.
-        sd: Their sample standard deviation, NaN for a single value.
+        count: Number n of values.
+        mean: Their mean, NaN without values.
+        sd: Their sample standard deviation s, NaN for fewer than two values, as are the bounds.
         low: Lower bound of the interval.
         high: Upper bound.
     """
@@ -33,55 +45,79 @@ class Interval:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Interval:
-        r"""The interval :math:`\bar x \pm t_{0.975, n-1}\, s / \sqrt n`.
+        """Return the interval of some values.
 
         Example:
             >>> found = Interval.of([1.0, 2.0, 3.0])
-            >>> f"{found.mean} [{found.low:.3f}, {found.high:.3f}]"
-            '2.0 [-0.484, 4.484]'
+            >>> f"{found.mean} [{found.low:.3f}, {found.high:.3f}], {found.detectable:.3f}"
+            '2.0 [-0.484, 4.484], 3.265'
         """
-        from scipy.stats import t
-
         count = len(values)
-        mean = statistics.fmean(values)
-        if count < 2:
-            return cls(count, mean, math.nan, math.nan, math.nan)
-        sd = statistics.stdev(values)
-        critical = float(t.ppf((1 + CONFIDENCE) / 2, count - 1))
-        half_width = critical * sd / math.sqrt(count)
+        mean = fmean(values) if count else math.nan
+        sd = stdev(values) if count > 1 else math.nan
+        half_width = _critical(count) * sd / math.sqrt(max(1, count))
         return cls(count, mean, sd, mean - half_width, mean + half_width)
 
+    @property
+    def detectable(self) -> float:
+        r"""The true mean that a two-sided t-test at 5 % tells from zero in 80 % of repetitions.
 
-@dataclass(frozen=True)
-class Comparison:
+        It solves :math:`P(T'_{n-1}(\delta \sqrt n / s) > t_{0.975, n-1}) = 0.8` for :math:`\delta`, where T' is the
+        noncentral t distribution. The other tail, which would see it on the wrong side of zero, is below 1e-5 there.
+        """
+        noncentrality = nctdtrinc(self.count - 1, 1 - POWER, _critical(self.count))
+        return float(noncentrality * self.sd / math.sqrt(self.count))
+
+
+def _critical(count: int) -> float:
+    return float(t.ppf((1 + CONFIDENCE) / 2, count - 1))
+
+
+NOTES = """
+- FLOPs are those of training, relative to dense training, and fit is the mean time of a training. In a study of equal
+  seconds, fit is what they took, perhaps beside other work; a step was timed before the first training.
+- Differences are paired by seed. Intervals are Student's t and hold for each row alone. Smallest detectable is the true
+  difference that such a test sees in 80 % of repetitions, by the paired standard deviation. Undecided: the interval
+  contains zero, or there is none.
+- In a search each variant has the best of its sampled settings, chosen by this metric on these seeds: the means are
+  optimistic. Repeat the comparison with these settings and other seeds.
+"""
+
+
+class Comparison(NamedTuple):
     """A variant against a baseline on the seeds that both have.
 
     Attributes:
         variant: Name of the variant.
         baseline: Name of the baseline.
-        seeds: The seeds that both finished.
-        differences: Variant minus baseline, for each of them.
-        difference: Their mean and interval; ``None`` without pairs.
-        detectable: The smallest true difference that would have been seen, see :func:`smallest_detectable`.
+        differences: Variant minus baseline, by seed.
+        difference: Their mean and interval.
         verdict: ``undecided`` unless the interval lies on one side of zero.
     """
 
     variant: str
     baseline: str
-    seeds: tuple[int, ...]
-    differences: tuple[float, ...]
-    difference: Interval | None
-    detectable: float
+    differences: dict[int, float]
+    difference: Interval
     verdict: Verdict
 
 
+class Section(NamedTuple):
+    """One grid point.
+
+    Attributes:
+        title: The grid values, or the study's name without a grid.
+        rows: Rows of this point; in a search those of each variant's best settings.
+        comparisons: Every variant against every baseline.
+    """
+
+    title: str
+    rows: list[Row]
+    comparisons: list[Comparison]
+
+
 def compare(
-    rows: Sequence[Mapping[str, Any]],
-    metric: str,
-    variant: str,
-    baseline: str,
-    *,
-    minimize: bool = True,
+    rows: Sequence[Row], metric: str, variant: str, baseline: str, *, minimize: bool = True
 ) -> Comparison:
     """Compare two variants by the complete rows of one grid point.
 
@@ -100,108 +136,191 @@ def compare(
         ... ]
         >>> found = compare(rows, "loss", "sparse", "dense")
         >>> found.differences, found.verdict
-        ((0.5, 0.5, 0.5), 'worse')
+        ({0: 0.5, 1: 0.5, 2: 0.5}, 'worse')
     """
-    of_variant = by_seed(rows, metric, variant)
-    of_baseline = by_seed(rows, metric, baseline)
-    seeds = tuple(sorted(of_variant.keys() & of_baseline.keys()))
-    differences = tuple(of_variant[seed] - of_baseline[seed] for seed in seeds)
-    interval = None
-    detectable = math.nan
-    if differences:
-        interval = Interval.of(differences)
-        detectable = smallest_detectable(interval.sd, interval.count)
-    return Comparison(
-        variant, baseline, seeds, differences, interval, detectable, verdict(interval, minimize)
-    )
+    own, other = (by_seed(rows, metric, name) for name in (variant, baseline))
+    differences = {seed: own[seed] - other[seed] for seed in sorted(own.keys() & other.keys())}
+    difference = Interval.of(list(differences.values()))
+    verdict: Verdict = "undecided"
+    # The bounds of fewer than two pairs are NaN.
+    if difference.high < 0 or difference.low > 0:
+        verdict = "better" if (difference.high < 0) == minimize else "worse"
+    return Comparison(variant, baseline, differences, difference, verdict)
 
 
-def by_seed(rows: Sequence[Mapping[str, Any]], metric: str, variant: str) -> dict[int, float]:
-    """Return the metric of a variant's complete rows, by seed.
+def by_seed(rows: Sequence[Row], metric: str, variant: str) -> dict[int, float]:
+    """Return the metric of a variant's complete rows, by seed."""
+    complete = [row for row in rows if row["variant"] == variant and row["state"] == "complete"]
+    return {row["seed"]: row[metric] for row in complete}
 
-    Example:
-        >>> by_seed([{"variant": "dense", "seed": 3, "state": "complete", "loss": 0.5}], "loss", "dense")
-        {3: 0.5}
-    """
-    found = {}
-    for row in rows:
-        if row["variant"] == variant and row["state"] == "complete":
-            found[row["seed"]] = row[metric]
+
+def sections(spec: Spec, rows: Sequence[Row]) -> list[Section]:
+    """Return the sections of a report, one for each grid point."""
+    found = []
+    for values in spec.points():
+        here = [row for row in rows if values.items() <= row.items()]
+        if spec.search:
+            here = [row for variant in spec.variants for row in _best(spec, here, variant)]
+        minimize = spec.direction == "minimize"
+        comparisons = [
+            compare(here, spec.metric, variant, baseline, minimize=minimize)
+            for baseline in spec.baselines
+            for variant in spec.variants
+            if variant != baseline
+        ]
+        title = ", ".join(f"{key} {value}" for key, value in values.items()) or spec.name
+        found.append(Section(title, here, comparisons))
     return found
 
 
-def verdict(difference: Interval | None, minimize: bool) -> Verdict:
-    """Judge a difference: ``undecided`` if the interval has zero in it, or there is none.
+def _best(spec: Spec, rows: Sequence[Row], variant: str) -> list[Row]:
+    """The rows of a variant's settings with the best mean; settings with a missing or failed seed are left out."""
+    best: list[Row] = []
+    sign = 1 if spec.direction == "minimize" else -1
+    for number in range(spec.trials or 0):
+        found = [row for row in rows if row["variant"] == variant and row["trial"] == number]
+        values = [by_seed(each, spec.metric, variant).values() for each in (found, best)]
+        if len(values[0]) == len(spec.seeds) and (
+            not best or sign * fmean(values[0]) < sign * fmean(values[1])
+        ):
+            best = found
+    return best
+
+
+def means(spec: Spec, section: Section) -> list[list[str]]:
+    """Return a header, and a row for each variant: its mean, its costs, and in a search its settings."""
+    flops = sorted({key for row in section.rows for key in row if key.startswith("flops_")})
+    columns = {f"FLOPs, {key.removeprefix('flops_')}": (key, 3) for key in flops}
+    columns["fit, s"] = ("fit_seconds", 1)
+    if spec.seconds is not None:
+        columns |= {"steps": ("steps", 0), "step, ms": ("step_ms", 1)}
+    intervals = {
+        variant: Interval.of(list(by_seed(section.rows, spec.metric, variant).values()))
+        for variant in spec.variants
+    }
+    widths = [(each.high - each.low, abs(each.mean) / 5) for each in intervals.values()]
+    digits = decimals([width for pair in widths for width in pair])
+    cells = []
+    for variant, interval in intervals.items():
+        rows = [row for row in section.rows if row["variant"] == variant]
+        complete = [row for row in rows if row["state"] == "complete"]
+        line = [variant, str(len(complete)), str(len(rows) - len(complete))]
+        line += _texts(interval, digits, "")
+        for key, places in columns.values():
+            found = [row[key] for row in complete if key in row]
+            line.append(_text(fmean(found or [math.nan]), places))
+        for key in spec.search:
+            setting = complete[0][key] if complete else "-"
+            line.append(f"{setting:.4g}" if isinstance(setting, float) else str(setting))
+        cells.append(line)
+    header = ["variant", "seeds", "missing", "mean", "95 % interval", *columns, *spec.search]
+    return [header, *cells]
+
+
+def differences(section: Section) -> list[list[str]]:
+    """Return a header, and a row for each comparison: the mean of its pairs, its interval and what that says."""
+    widths = [(each.difference.high - each.difference.low) / 2 for each in section.comparisons]
+    digits = decimals(widths)
+    cells = [
+        ["variant - baseline", "pairs", "mean", "95 % interval", "smallest detectable", "verdict"]
+    ]
+    for variant, baseline, pairs, interval, verdict in section.comparisons:
+        names = [f"{variant} - {baseline}", str(len(pairs))]
+        detectable = _text(interval.detectable, digits)
+        cells.append([*names, *_texts(interval, digits, "+"), detectable, verdict])
+    return cells
+
+
+def _texts(interval: Interval, digits: int, sign: str) -> list[str]:
+    """The mean and the bounds of an interval."""
+    mean, low, high = (
+        _text(number, digits, sign) for number in (interval.mean, interval.low, interval.high)
+    )
+    return [mean, "-" if low == "-" else f"[{low}, {high}]"]
+
+
+def _text(number: float, digits: int, sign: str = "") -> str:
+    return "-" if math.isnan(number) else f"{number:{sign}.{digits}f}"
+
+
+def decimals(widths: Sequence[float]) -> int:
+    """Return the decimals that show the narrowest of some widths to two digits; between 0 and 6.
 
     Example:
-        >>> verdict(Interval(6, mean=-1.0, sd=0.5, low=-1.5, high=-0.5), minimize=True)
-        'better'
+        >>> decimals([0.42, 0.037]), decimals([12.0]), decimals([])
+        (3, 0, 3)
     """
-    if difference is None:
-        return "undecided"
-    is_lower = difference.high < 0
-    is_higher = difference.low > 0
-    # The bounds of a single pair are NaN.
-    if not is_lower and not is_higher:
-        return "undecided"
-    return "better" if is_lower == minimize else "worse"
+    real = [width for width in widths if 0 < width < math.inf]
+    place_of_first_digit = math.floor(math.log10(min(real, default=0.01)))
+    return min(6, max(0, 1 - place_of_first_digit))
 
 
-def smallest_detectable(sd: float, count: int) -> float:
-    r"""The true mean difference that a two-sided paired t-test at 5 % sees in 80 % of repetitions.
+def report(spec: Spec, rows: Sequence[Row], found: Sequence[Section]) -> str:
+    """Return the report as Markdown, whose tables can be read as they are."""
+    text = f"# {spec.name}: {spec.metric}, {_better(spec)} is better\n"
+    for section in found:
+        text += f"\n## {section.title}\n"
+        for cells in (means(spec, section), differences(section)):
+            widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+            cells.insert(1, ["-" * width for width in widths])
+            # A table of differences has no rows without baselines.
+            for line in cells if len(cells) > 2 else []:
+                padded = [each.ljust(width) for each, width in zip(line, widths, strict=True)]
+                text += f"\n| {' | '.join(padded)} |"
+            text += "\n"
+    complete = [row for row in rows if row["state"] == "complete"]
+    failed = [row for row in rows if row["state"] == "failed"]
+    missing = len(rows) - len(complete) - len(failed)
+    if missing:
+        text += (
+            f"\n- Not finished: {missing} of {len(rows)} trainings. Run the command again to go on."
+        )
+    for row in failed:
+        text += f"\n- Failed: {', '.join(f'{key} {value}' for key, value in row.items())}"
+    for fact in FACTS if complete else ():
+        values = sorted({str(row[fact]) for row in complete})
+        mixed = " (mixed: results may differ for that reason)" if len(values) > 1 else ""
+        text += f"\n- Ran with {fact} {' and '.join(values)}{mixed}."
+    return text + NOTES
 
-    It solves :math:`P(T'_{n-1}(\delta \sqrt n / s) > t_{0.975, n-1}) = 0.8` for :math:`\delta`, where T' is the
-    noncentral t distribution and s the paired standard deviation. The other tail, which would see the difference on the
-    wrong side of zero, is below 1e-5 there. NaN if there is no standard deviation.
 
-    Args:
-        sd: Sample standard deviation s of the paired differences.
-        count: Number n of pairs.
-
-    Example:
-        >>> f"{smallest_detectable(1.0, 6):.3f}"
-        '1.435'
-    """
-    from scipy.special import nctdtrinc
-    from scipy.stats import t
-
-    if math.isnan(sd) or count < 2:
-        return math.nan
-    critical = t.ppf((1 + CONFIDENCE) / 2, count - 1)
-    noncentrality = float(nctdtrinc(count - 1, 1 - POWER, critical))
-    return noncentrality * sd / math.sqrt(count)
+def _better(spec: Spec) -> str:
+    return "less" if spec.direction == "minimize" else "more"
 
 
-def best_settings(
-    rows: Sequence[Mapping[str, Any]],
-    metric: str,
-    searched: Sequence[str],
-    *,
-    minimize: bool = True,
-) -> list[dict[str, Any]]:
-    """Return those rows of a search, at one grid point, that have their variant's best mean over all seeds.
+def write(folder: Path, spec: Spec, rows: Sequence[Row]) -> str:
+    """Write ``results.csv``, ``report.md`` and, with baselines, ``report.png``; return the report."""
+    found = sections(spec, rows)
+    text = report(spec, rows, found)
+    # Errors are long texts: the last column.
+    header = sorted(dict.fromkeys(key for row in rows for key in row), key="error".__eq__)
+    with replacing(folder / "results.csv") as new, new.open("w", newline="") as file:
+        writer = csv.DictWriter(file, header)
+        writer.writeheader()
+        writer.writerows(rows)
+    with replacing(folder / "report.md") as new:
+        new.write_text(text)
+    if spec.baselines:
+        with replacing(folder / "report.png") as new:
+            draw(spec, found).savefig(new, dpi=130, format="png")
+    return text
 
-    Settings of which a training is missing or failed are left out.
 
-    Example:
-        >>> rows = [
-        ...     {"variant": "sr-ste", "seed": 0, "state": "complete", "decay": decay, "loss": loss}
-        ...     for decay, loss in [(1e-4, 2.0), (2e-4, 1.0)]
-        ... ]
-        >>> [row["decay"] for row in best_settings(rows, "loss", ["decay"])]
-        [0.0002]
-    """
-    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for row in rows:
-        settings = [row.get(key) for key in searched]
-        groups.setdefault((row["variant"], row.get("trial"), *settings), []).append(dict(row))
-
-    best: dict[str, tuple[float, list[dict[str, Any]]]] = {}
-    for (variant, *_), group in groups.items():
-        if any(row["state"] != "complete" for row in group):
-            continue
-        mean = statistics.fmean(row[metric] for row in group)
-        cost = mean if minimize else -mean
-        if variant not in best or cost < best[variant][0]:
-            best[variant] = (cost, group)
-    return [row for _, group in best.values() for row in group]
+def draw(spec: Spec, found: Sequence[Section]) -> Figure:
+    """Draw every comparison: its mean and interval, and below them the pairs."""
+    shown = [(section.title, each) for section in found for each in section.comparisons]
+    figure = Figure((9, 1 + 0.5 * len(shown)), layout="constrained")
+    axes = figure.subplots()
+    axes.axvline(0, c="black")
+    names = []
+    for place, (title, (variant, baseline, pairs, interval, verdict)) in enumerate(shown):
+        names.append(f"{title}\n{variant} - {baseline}: {verdict}")
+        axes.plot(list(pairs.values()), [place + 0.2] * len(pairs), ".", c=COLOURS[verdict])
+        half_width = interval.high - interval.mean  # NaN is not drawn
+        axes.errorbar(interval.mean, place, xerr=half_width, fmt="D", c=COLOURS[verdict])
+    axes.set_yticks(range(len(shown)), names, fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel(
+        f"{spec.metric}, {_better(spec)} is better; bars are 95 % intervals, dots pairs by seed"
+    )
+    return figure

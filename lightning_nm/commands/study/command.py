@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from rich.console import Console
-
 from lightning_nm.commands.build import add_classes
 
 EXTRA = "Studies need the extra `study`: pip install -e '.[study]' in a checkout of lightning_nm"
@@ -23,9 +21,8 @@ def main(args: Sequence[str]) -> int:
         0 if every training is complete; 1 if one failed or is missing; 2 if the study file or an option cannot be
         used, stderr says why; 130 after Ctrl-C.
     """
-    options = _parser().parse_args(list(args))
     try:
-        return _study(options)
+        return _study(_parser().parse_args(list(args)))
     except KeyboardInterrupt:
         print("lightning-nm study: stopped; the same command goes on from here", file=sys.stderr)
         return 130
@@ -40,76 +37,52 @@ def _study(options: argparse.Namespace) -> int:
     import optuna  # noqa: F401
     import scipy  # noqa: F401
 
-    from lightning_nm.commands.study.plots import THEMES, draw
-    from lightning_nm.commands.study.run import check, pace, run
+    from lightning_nm.commands.study.analysis import write
+    from lightning_nm.commands.study.runner import Store, check, run
     from lightning_nm.commands.study.spec import read
-    from lightning_nm.commands.study.store import Store
-    from lightning_nm.commands.study.tables import markdown, sections, show, write_csv
-    from lightning_nm.export.atomic_write import replacing
 
-    for name in ("workers", "threads"):
-        if (value := getattr(options, name)) is not None and value < 1:
-            raise ValueError(f"--{name} {value} must be at least 1")
-    given = {
-        name: getattr(options, name)
-        for name in ("model", "data")
-        if getattr(options, name) is not None
-    }
-    spec = replace(read(options.study), **given)
+    spec = read(options.study)
+    spec = replace(spec, model=options.model or spec.model, data=options.data or spec.data)
     folder = options.output or Path("runs/studies") / spec.name
-    ended = True
+    if (folder / "journal.log").exists():
+        raise ValueError(
+            f"{folder}: holds a study of lightning_nm 0.3, whose results are in results.csv; take another --output"
+        )
     if options.report_only:
-        if not (folder / "journal.log").exists():
+        if not (folder / "study.db").exists():
             raise ValueError(f"{folder}: holds no study; run without --report-only first")
     else:
         check(spec)
-        Store(spec, folder).plan(options.retry_failed)
+        store = Store(spec, folder)
+        if options.retry_failed:
+            store.retry_failed()
         threads = options.threads or max(1, (os.cpu_count() or 1) // options.workers)
-        pace(spec, folder, threads)
-        ended = run(spec, folder, options.workers, threads)
+        run(spec, folder, options.workers, threads)
     rows = Store(spec, folder).rows()
-    found = sections(spec, rows)
-    write_csv(folder / "results.csv", spec, rows)
-    with replacing(folder / "report.md") as new:
-        new.write_text(markdown(spec, rows, found))
-    written = ["results.csv", "report.md"]
-    if spec.baselines:
-        for theme in THEMES:
-            draw(folder / f"report-{theme}.png", spec, found, theme)
-            written.append(f"report-{theme}.png")
-    console = Console()
-    if not console.is_terminal:
-        console.width = 120
-    show(spec, rows, found, console)
-    console.print(
-        f"Written to {folder}: {', '.join(written)}", highlight=False, markup=False, soft_wrap=True
-    )
-    return 0 if ended and all(row["state"] == "complete" for row in rows) else 1
+    print(f"{write(folder, spec, rows)}\nWritten to {folder}")
+    return 0 if all(row["state"] == "complete" for row in rows) else 1
 
 
 def _parser() -> argparse.ArgumentParser:
+    from jsonargparse.typing import PositiveInt
+
     parser = argparse.ArgumentParser(
         prog="lightning-nm study",
         description="Train every variant of a study file with every seed, and report paired differences with 95 % "
         "intervals. Started again, it goes on where it stopped; started in several processes or on several machines "
-        "with the same output folder, they share the trials. Exits with 0 if every training is complete, with 1 if "
+        "with the same output folder, they share the trainings. Exits with 0 if every training is complete, with 1 if "
         "one failed or is missing, with 2 if the study file or an option cannot be used.",
     )
-    parser.add_argument(
-        "study", metavar="STUDY.yaml", type=Path, help="the study file, see docs/studies.md"
-    )
+    parser.add_argument("study", type=Path, help="the study file, see docs/studies.md")
     add_classes(parser)
-    output = "folder of the journal and the report; runs/studies/NAME by default"
-    parser.add_argument("--output", metavar="FOLDER", type=Path, help=output)
-    parser.add_argument(
-        "--workers", metavar="N", type=int, default=1, help="processes that train; 1 by default"
-    )
+    output = "folder of the trainings and the report; runs/studies/NAME by default"
+    parser.add_argument("--output", type=Path, help=output)
+    workers = "processes that train; 1 by default"
+    parser.add_argument("--workers", type=PositiveInt, default=1, help=workers)
     threads = "threads of each process; by default the cores divided by the processes"
-    parser.add_argument("--threads", metavar="N", type=int, help=threads)
+    parser.add_argument("--threads", type=PositiveInt, help=threads)
     parser.add_argument(
         "--report-only", action="store_true", help="train nothing, report what is there"
     )
-    parser.add_argument(
-        "--retry-failed", action="store_true", help="train failed trials of a grid again"
-    )
+    parser.add_argument("--retry-failed", action="store_true", help="train failed trainings again")
     return parser

@@ -1,35 +1,40 @@
-"""What a study file says: read, checked, and turned into cells and configs of trials."""
+"""What a study file says: read, checked, and turned into trainings with their configs."""
 
 from __future__ import annotations
 
+import copy
+import hashlib
 import itertools
-import math
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 from lightning_nm.commands.build import Classes
-from lightning_nm.commands.study.config import (
-    as_list,
-    flat,
-    override,
-    quiet,
-    read_yaml,
-    trains_dense,
-)
 from lightning_nm.functional.pattern import NMPattern
-from lightning_nm.functional.spelling import did_you_mean
 
-Direction = Literal["minimize", "maximize"]
-Sampler = Literal["grid", "tpe", "random"]
+_CALLBACK = "NMSparsityCallback"
+_SHORT_KEYS = ("pattern", "method", "grad_estimator", "dgrad", "scale", "base_density")
 
-# The keys that end a training, of which `seconds` takes the place.
-_LENGTHS = (
-    *("trainer.max_steps", "trainer.max_epochs", "trainer.max_time"),
-    *("trainer.min_steps", "trainer.min_epochs", "trainer.min_time"),
+# A trial prints, logs and saves nothing of its own, unless the study's overrides say so.
+QUIET: dict[str, Any] = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "num_sanity_val_steps": 0,
+}
+_QUIET_MASKS = {"show_tables": False, "grad_snr_every": 0}
+
+# Callbacks that print, or need a logger or checkpoints, by the last part of their class path.
+_WATCHERS = (
+    *("ModelCheckpoint", "OnExceptionCheckpoint", "LearningRateMonitor", "DeviceStatsMonitor"),
+    *("ModelSummary", "RichModelSummary", "ProgressBar", "TQDMProgressBar", "RichProgressBar"),
 )
-_INTERVAL_KEYS = {"low", "high", "log", "step"}
+
+# The arguments of the Trainer that end a training, of which `seconds` takes the place.
+LENGTHS = ("max_steps", "max_epochs", "max_time", "min_steps", "min_epochs")
 
 
 class Cell(NamedTuple):
@@ -46,8 +51,23 @@ class Cell(NamedTuple):
     @property
     def label(self) -> str:
         """For messages, such as ``bame, pattern 1:16``."""
-        values = [f"{key} {value}" for key, value in self.values.items()]
-        return ", ".join([self.variant, *values])
+        return ", ".join([self.variant, *(f"{key} {value}" for key, value in self.values.items())])
+
+
+class Job(NamedTuple):
+    """What one process trains at a time, and the storage keeps as one trial.
+
+    Attributes:
+        cell: Variant and grid values.
+        number: The seed, or in a search the number of the sampled settings.
+        seeds: The seeds to train with: one, or in a search all.
+        key: A digest of everything that decides the outcome.
+    """
+
+    cell: Cell
+    number: int
+    seeds: list[int]
+    key: str
 
 
 @dataclass(frozen=True)
@@ -65,7 +85,7 @@ class Spec:
         grid: Values of dotted keys; every combination is trained with every variant.
         seeds: Seeds of every cell.
         sampler: ``grid``, or how `search` is sampled.
-        search: Ranges of dotted keys: ``{low, high, log, step}`` or a list of choices.
+        search: Optuna's distributions of dotted keys; in the file ``{low, high, log, step}`` or a list of choices.
         trials: Sampled settings for each cell.
         seconds: Of training, the same for every cell: each makes as many steps as take these seconds, by a measurement
             before the first training. ``None`` leaves the number of steps to the config.
@@ -78,12 +98,12 @@ class Spec:
     config: dict[str, Any]
     metric: str
     variants: dict[str, dict[str, Any]]
-    direction: Direction = "minimize"
-    baselines: tuple[str, ...] = ()
+    direction: Literal["minimize", "maximize"] = "minimize"
+    baselines: list[str] = field(default_factory=list)
     overrides: dict[str, Any] = field(default_factory=dict)
-    grid: dict[str, list[Any]] = field(default_factory=dict)
-    seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
-    sampler: Sampler = "grid"
+    grid: dict[str, list[bool | int | float | str | None]] = field(default_factory=dict)
+    seeds: list[int] = field(default_factory=lambda: list(range(5)))
+    sampler: Literal["grid", "tpe", "random"] = "grid"
     search: dict[str, Any] = field(default_factory=dict)
     trials: int | None = None
     seconds: float | None = None
@@ -95,23 +115,21 @@ class Spec:
         """The classes that the config does not name."""
         return Classes(self.model, self.data)
 
-    def cells(self) -> Iterator[Cell]:
-        """Every variant at every point of the grid."""
-        for point in itertools.product(*self.grid.values()):
-            for variant in self.variants:
-                yield Cell(variant, dict(zip(self.grid, point, strict=True)))
+    def points(self) -> list[dict[str, Any]]:
+        """The points of the grid; a single one without keys if there is no grid."""
+        points = itertools.product(*self.grid.values())
+        return [dict(zip(self.grid, point, strict=True)) for point in points]
 
-    def same_trainings(self, cell: Cell) -> list[Cell]:
-        """The cells whose trainings are those of `cell`, itself included: dense ones do not depend on the pattern."""
-        if "pattern" not in self.grid or not trains_dense(self.trial_config(cell, {})):
-            return [cell]
-        others = dict(cell.values)
-        del others["pattern"]
-        same = []
-        for each in self.cells():
-            if each.variant == cell.variant and others.items() <= each.values.items():
-                same.append(each)
-        return same
+    def cells(self) -> list[Cell]:
+        """Every variant at every point of the grid."""
+        return [Cell(variant, point) for point in self.points() for variant in self.variants]
+
+    def jobs(self) -> Iterator[Job]:
+        """Everything to train; a grid comes seed by seed, so that an unfinished study has whole pairs."""
+        for number in range(self.trials) if self.trials else self.seeds:
+            for cell in self.cells():
+                seeds = self.seeds if self.search else [number]
+                yield Job(cell, number, seeds, self.fingerprint(cell, number))
 
     def trial_config(self, cell: Cell, searched: Mapping[str, Any]) -> dict[str, Any]:
         """The LightningCLI config of a trial: the study's, quiet, then changed by overrides, variant, grid and search.
@@ -124,199 +142,217 @@ class Spec:
             override(config, changes)
         return config
 
+    def fingerprint(self, cell: Cell, number: int | None = None) -> str:
+        """A digest of everything that decides a training: what it has in common with no other, whatever its name.
+
+        So variants, seeds and grid values can be added to a study that has begun, and what is changed in its file or
+        its config is trained again.
+        """
+        config = self.trial_config(cell, {})
+        for entry in callbacks_of(config["trainer"]):
+            arguments = entry.get("init_args") or {}
+            # Dense training does not depend on the pattern, unless one of these names another method or an estimator.
+            keys = ("grad_estimator", "dgrad", "rules", "config", "preset")
+            others = {str(arguments.get(key)) for key in keys}
+            if arguments.get("method") == "dense" and others <= {"None", "dense"}:
+                arguments.pop("pattern", None)
+        length = [self.seconds, number, self.search and self.seeds]
+        decides = [config, self.metric, self.classes, self.sampler, self.search, *length]
+        text = json.dumps(decides, sort_keys=True, default=str)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
 
 def read(path: Path) -> Spec:
     """Read a study file.
 
     Raises:
-        ValueError: For a file that cannot be read and for each bad key or value, with the key, the value and what to
-            write instead.
+        OSError: If it, or its config, cannot be read.
+        ValueError: For each bad key or value, with the key, the value and what to write instead.
     """
-    given = read_yaml(path)
-    keys = list(Spec.__dataclass_fields__)
-    for key in given:
-        if key not in keys:
-            meant = did_you_mean(str(key), keys)
-            raise ValueError(f"{path}: unknown key {key!r}, the keys are {', '.join(keys)}{meant}")
-    for key in ("config", "metric", "variants"):
-        _require(given.get(key), f"{path}: the key {key!r} is missing")
+    # A key without a value is None in YAML.
+    given = {key: value for key, value in read_yaml(path).items() if value is not None}
     try:
-        return _checked({"name": path.stem} | given, path.parent)
+        spec = _typed({"name": path.stem} | given, path.parent)
+        for name in spec.baselines:
+            fault = f"baselines: {name!r} is no variant; variants: {', '.join(spec.variants)}"
+            _require(name in spec.variants, fault)
+        if patterns := spec.grid.get("pattern"):
+            spec.grid["pattern"] = [str(NMPattern.parse(each)) for each in patterns]  # type: ignore[arg-type]
+        for key, bounds in spec.search.items():
+            spec.search[key] = _distribution(f"search.{key}", bounds)
+        _check_together(spec)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-
-
-def _checked(given: dict[str, Any], folder: Path) -> Spec:
-    """The study of a file's content; each step relies on those before it."""
-    _check_texts(given)
-    given["config"] = read_yaml(folder / given["config"])
-    for key in ("variants", "overrides", "grid", "search"):
-        # A key without a value is None in YAML.
-        value = given.get(key) or {}
-        _require(isinstance(value, dict), f"{key}: {value!r} must be a mapping")
-        given[key] = value
-    given["variants"] = _variants(given["variants"])
-    given["grid"] = _grid(given["grid"])
-    given["baselines"] = _baselines(given.get("baselines") or [], list(given["variants"]))
-    given["seeds"] = _seeds(given.get("seeds", Spec.seeds))
-    given["search"] = _search(given["search"])
-    spec = Spec(**given)
-    _check_search(spec)
-    _check_seconds(spec)
-    _check_variants(spec)
     return spec
 
 
-def _check_texts(given: dict[str, Any]) -> None:
-    for key in ("name", "config", "metric"):
-        value = given[key]
-        _require(isinstance(value, str), f"{key}: {value!r} must be a text")
-    for key in ("model", "data"):
-        value = given.get(key, "")
-        _require(isinstance(value, str), f"{key}: {value!r} must be a class as module.Class")
-    name = given["name"]
-    _require("/" not in name and "\\" not in name, f"name: {name!r} must not hold a slash")
-    _check_choice("direction", given, get_args(Direction))
-    _check_choice("sampler", given, get_args(Sampler))
+def _typed(given: dict[str, Any], folder: Path) -> Spec:
+    """The study of a file's content, whose types are checked by the parser that reads configs."""
+    from jsonargparse import ArgumentError, ArgumentParser
+
+    if isinstance(given.get("config"), str):
+        given["config"] = read_yaml(folder / given["config"])
+    if isinstance(variants := given.get("variants"), dict):
+        given["variants"] = {str(name): changes or {} for name, changes in variants.items()}
+    if type(seeds := given.get("seeds")) is int:
+        given["seeds"] = list(range(seeds))
+    given["baselines"] = as_list(given.get("baselines", []))
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(Spec)
+    try:
+        # Not its values: it makes a number of a text such as "2:4".
+        parser.parse_object(copy.deepcopy(given))
+    except ArgumentError as error:
+        raise ValueError(f"{error}; the keys are {', '.join(Spec.__dataclass_fields__)}") from error
+    return Spec(**given)
 
 
-def _check_choice(key: str, given: dict[str, Any], options: Sequence[str]) -> None:
-    value = given.get(key, options[0])
-    _require(value in options, f"{key}: {value!r} must be {' or '.join(options)}")
-
-
-def _check_search(spec: Spec) -> None:
+def _check_together(spec: Spec) -> None:
+    for key, values in (("variants", spec.variants), ("seeds", spec.seeds), *spec.grid.items()):
+        is_set = len({str(value) for value in values}) == len(values) > 0
+        _require(is_set, f"{key}: {values!r} must hold one value at least, and none twice")
+    fault = (
+        "`search` and a number of `trials` go with `sampler: tpe` or `sampler: random`, and only so"
+    )
     searches = spec.sampler != "grid"
-    fault = "goes with `sampler: tpe` or `sampler: random`, and only so"
-    _require(bool(spec.search) == searches, f"search: {fault}")
-    trials = spec.trials
-    _require(bool(trials) == searches, f"trials: {fault}")
-    is_count = isinstance(trials, int) and trials > 0
-    _require(is_count or not searches, f"trials: {trials!r} must be a positive integer")
-    for key in spec.search:
-        _require(
-            key not in spec.grid, f"search.{key}: is in the grid, too; leave it out of one of them"
-        )
-
-
-def _check_variants(spec: Spec) -> None:
-    for name, changes in spec.variants.items():
-        for key in (*spec.grid, *spec.search):
-            _require(
-                key not in changes,
-                f"variants.{name}.{key}: is in the grid or the search, too; give it once",
+    _require(bool(spec.search) == ((spec.trials or 0) > 0) == searches, fault)
+    given_once = [*spec.grid, *spec.search]
+    if spec.seconds is not None:
+        fault = f"seconds: {spec.seconds!r} must be positive, and goes with a grid, as a search may change the step"
+        _require(spec.seconds > 0 and not searches, fault)
+        given_once += [f"trainer.{key}" for key in LENGTHS]
+    for place, changes in {**spec.variants, "overrides": spec.overrides}.items():
+        for key in given_once:
+            fault = (
+                f"{place}: {key} is given by the grid, the search or `seconds`, too; give it once"
             )
+            _require(key not in changes, fault)
 
 
-def _check_seconds(spec: Spec) -> None:
-    seconds = spec.seconds
-    if seconds is None:
-        return
-    is_number = _is_integer(seconds) or isinstance(seconds, float)
-    _require(
-        is_number and 0 < seconds < math.inf, f"seconds: {seconds!r} must be a positive number"
+def _distribution(place: str, bounds: Any) -> Any:
+    from optuna.distributions import (
+        CategoricalDistribution,
+        FloatDistribution,
+        IntDistribution,
     )
-    _require(
-        not spec.search,
-        "seconds: goes with a grid, not with a search, which may change the time of a step",
-    )
-    places = {"overrides": spec.overrides, "grid": spec.grid}
-    for name, changes in spec.variants.items():
-        places[f"variants.{name}"] = changes
-    for place, changes in places.items():
-        for key, _ in flat(changes):
-            _require(
-                key not in _LENGTHS,
-                f"{place}.{key}: `seconds` sets the number of steps; leave out one of them",
-            )
 
-
-def _variants(given: dict[Any, Any]) -> dict[str, dict[str, Any]]:
-    variants = {}
-    for name, changes in given.items():
-        fault = f"variants.{name}: {changes!r} must be a mapping of config keys, or {{}} for the config as it is"
-        _require(changes is None or isinstance(changes, dict), fault)
-        variants[str(name)] = dict(changes or {})
-    return variants
-
-
-def _baselines(given: Any, variants: list[str]) -> tuple[str, ...]:
-    names = as_list(given)
-    for name in names:
-        _require(
-            name in variants, f"baselines: {name!r} is no variant; variants: {', '.join(variants)}"
-        )
-    return tuple(dict.fromkeys(names))
-
-
-def _seeds(given: Any) -> tuple[int, ...]:
-    if _is_integer(given) and given > 0:
-        return tuple(range(given))
-    fault = f"seeds: {given!r} must be a positive number of seeds, or a list of integers from 0 on, each once"
-    _require(isinstance(given, (list, tuple)) and given, fault)
-    for seed in given:
-        _require(_is_integer(seed) and seed >= 0, fault)
-        _require(given.count(seed) == 1, fault)
-    return tuple(given)
-
-
-def _grid(given: dict[Any, Any]) -> dict[str, Any]:
-    return {str(key): _choices(f"grid.{key}", key, values) for key, values in given.items()}
-
-
-def _search(given: dict[Any, Any]) -> dict[str, Any]:
-    return {str(key): _range(f"search.{key}", key, bounds) for key, bounds in given.items()}
-
-
-def _choices(place: str, key: Any, values: Any) -> list[Any]:
-    _require(isinstance(values, list) and values, f"{place}: {values!r} must be a list of values")
-    values = [_plain(place, key, value) for value in values]
-    _require(
-        all(values.count(value) == 1 for value in values),
-        f"{place}: {values!r} holds a value twice",
-    )
-    return values
-
-
-def _plain(place: str, key: Any, value: Any) -> Any:
-    """A value that can be in a table, a pattern as text."""
-    if key == "pattern":
-        return str(NMPattern.parse(value))
-    advice = "must be a number, a text, a bool or null; give settings that are mappings as variants"
-    _require(
-        value is None or isinstance(value, (bool, int, float, str)), f"{place}: {value!r} {advice}"
-    )
-    return value
-
-
-def _range(place: str, key: Any, bounds: Any) -> Any:
     if isinstance(bounds, list):
-        return _choices(place, key, bounds)
-    fault = f"{place}: {bounds!r} must be a list of choices, or {{low: ..., high: ..., log: true, step: ...}}"
-    _require(isinstance(bounds, dict), fault)
-    _require({"low", "high"} <= bounds.keys() <= _INTERVAL_KEYS, fault)
-    numbers = dict(bounds)
-    log = numbers.pop("log", False)
-    for name, number in numbers.items():
-        # Optuna draws integers where both bounds are integers; YAML reads 1e-4 as a text.
-        if not _is_integer(number):
-            try:
-                numbers[name] = float(number)
-            except (TypeError, ValueError) as error:
-                raise ValueError(fault) from error
-    low = numbers["low"]
-    _require(isinstance(log, bool), f"{fault}, with low below high")
-    _require(low < numbers["high"], f"{fault}, with low below high")
-    if log:
-        _require(low > 0 and "step" not in numbers, f"{fault}; log needs low above 0 and no step")
-    return {**numbers, "log": log}
-
-
-def _is_integer(value: Any) -> bool:
-    """Whether a value of YAML is an integer: Python counts booleans among them."""
-    return isinstance(value, int) and not isinstance(value, bool)
+        return CategoricalDistribution(bounds)
+    try:
+        # YAML reads 1e-4 as a text.
+        numbers: dict[str, Any] = {
+            name: value if isinstance(value, int) else float(value)
+            for name, value in bounds.items()
+        }
+        kinds = {type(value) for value in numbers.values()}
+        return (FloatDistribution if float in kinds else IntDistribution)(**numbers)
+    except (AttributeError, TypeError, ValueError) as error:
+        fault = f"{place}: {bounds!r} must be a list of choices, or {{low: ..., high: ..., log: true, step: ...}}"
+        raise ValueError(f"{fault}: {error}") from error
 
 
 def _require(condition: Any, fault: str) -> None:
     if not condition:
         raise ValueError(fault)
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Read a file that holds one mapping.
+
+    Raises:
+        OSError: If there is no such file.
+        ValueError: If it is not YAML, holds something else or a key twice.
+    """
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            # PyYAML keeps the last of equal keys. A merge key, <<, may come several times.
+            keys = [key.value for key, _ in node.value if key.value != "<<"]
+            if len(set(keys)) < len(keys):
+                raise yaml.YAMLError(f"one of the keys {', '.join(keys)} is given twice")
+            return super().construct_mapping(node, deep)
+
+    try:
+        content = yaml.load(path.read_text(), Loader=Loader)
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"{path}: no YAML: {error}") from error
+    fault = f"{path}: must hold a mapping of keys to values, not {content!r:.60}"
+    _require(isinstance(content, dict), fault)
+    return content
+
+
+def quiet(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config without loggers, checkpoints, progress bars and tables."""
+    result = copy.deepcopy(dict(config))
+    for key in ("ckpt_path", "weights_only"):  # in the configs that `fit` saves
+        result.pop(key, None)
+    # A section that is empty in YAML is None.
+    result["trainer"] = trainer = {**(result.get("trainer") or {}), **QUIET}
+    entries = [entry for entry in callbacks_of(trainer) if last_part(entry) not in _WATCHERS]
+    for entry in entries:
+        if last_part(entry) == _CALLBACK:
+            entry["init_args"] = {**(entry.get("init_args") or {}), **_QUIET_MASKS}
+    trainer["callbacks"] = entries
+    return result
+
+
+def override(config: dict[str, Any], changes: Mapping[str, Any]) -> None:
+    """Apply changes in place: dotted keys or nested mappings; the short keys lead into the NMSparsityCallback.
+
+    A mapping joins the one that is there; one with a ``class_path`` replaces it, as do lists and plain values.
+
+    Raises:
+        ValueError: If a dotted key leads through something that is no mapping.
+    """
+    for name, value in changes.items():
+        is_short = str(name).partition(".")[0] in _SHORT_KEYS
+        _set(_masks(config) if is_short else config, str(name), value)
+
+
+def _set(place: dict[str, Any], key: str, value: Any) -> None:
+    first, _, rest = key.partition(".")
+    there = place.get(first)
+    if rest:
+        # A section that is empty in YAML is None.
+        place[first] = there = {} if there is None else there
+        fault = f"{key}: {first} is {there!r:.60}, which has no keys"
+        _require(isinstance(there, dict), fault)
+        _set(there, rest, value)
+    elif isinstance(value, dict) and isinstance(there, dict) and "class_path" not in value:
+        for inner, each in value.items():
+            _set(there, str(inner), each)
+    else:
+        place[first] = copy.deepcopy(value)
+
+
+def _masks(config: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of the config's NMSparsityCallback, which is added if there is none."""
+    callbacks = callbacks_of(config.setdefault("trainer", {}))
+    masks = [entry for entry in callbacks if last_part(entry) == _CALLBACK]
+    fault = "the config has several NMSparsityCallbacks: override trainer.callbacks instead"
+    _require(len(masks) < 2, fault)
+    if not masks:
+        masks = [{"class_path": f"lightning_nm.{_CALLBACK}", "init_args": dict(_QUIET_MASKS)}]
+        callbacks += masks
+    masks[0]["init_args"] = arguments = masks[0].get("init_args") or {}
+    return arguments
+
+
+def callbacks_of(trainer: dict[str, Any]) -> list[dict[str, Any]]:
+    """The callbacks of a section ``trainer``, in place, each as ``{class_path: ..., init_args: ...}``."""
+    given = as_list(trainer.get("callbacks") or [])
+    entries = [entry if isinstance(entry, dict) else {"class_path": entry} for entry in given]
+    trainer["callbacks"] = entries
+    return entries
+
+
+def last_part(entry: Any) -> str:
+    """The class name of an entry ``{class_path: ...}``, or of a class path."""
+    path = entry.get("class_path") if isinstance(entry, dict) else entry
+    return str(path).rpartition(".")[2]
+
+
+def as_list(given: Any) -> list[Any]:
+    """A list as it is, anything else as the only entry of one."""
+    return given if isinstance(given, list) else [given]

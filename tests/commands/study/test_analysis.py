@@ -11,11 +11,13 @@ from scipy import stats
 
 from lightning_nm.commands.study.analysis import (
     Interval,
-    best_settings,
     by_seed,
     compare,
-    smallest_detectable,
+    report,
+    sections,
+    write,
 )
+from lightning_nm.commands.study.spec import Spec
 
 VALUES = st.floats(-1e3, 1e3).map(lambda value: round(value, 3))
 
@@ -75,20 +77,24 @@ def test_pairs_are_the_seeds_that_both_completed(data):
         for s in range(9)
         if ("a", s) in complete and ("b", s) in complete
     }
-    assert dict(zip(found.seeds, found.differences, strict=True)) == expected
+    assert found.differences == expected
     back = compare(shuffled, "m", "b", "a")
-    assert back.differences == tuple(-difference for difference in found.differences)
-    assert back.detectable == pytest.approx(found.detectable, nan_ok=True)
+    assert back.differences == {seed: -each for seed, each in expected.items()}
+    if expected:
+        detectable = found.difference.detectable
+        assert back.difference.detectable == pytest.approx(detectable, nan_ok=True)
     if len(expected) < 2:
         assert found.verdict == "undecided"
-        assert math.isnan(found.detectable)
+    if len(expected) == 1:
+        assert math.isnan(found.difference.detectable)
 
 
 @pytest.mark.parametrize("count", [2, 3, 6, 20])
 @pytest.mark.parametrize("sd", [0.3, 2.0])
 def test_the_smallest_detectable_difference_is_seen_in_80_per_cent(count, sd):
     generator = np.random.default_rng(count)
-    differences = smallest_detectable(sd, count) + sd * generator.standard_normal((100_000, count))
+    detectable = Interval(count, 0.0, sd, 0.0, 0.0).detectable
+    differences = detectable + sd * generator.standard_normal((100_000, count))
     seen = stats.ttest_1samp(differences, 0, axis=1).pvalue < 0.05
     assert seen.mean() == pytest.approx(0.8, abs=0.006)  # 5 standard errors
 
@@ -96,8 +102,8 @@ def test_the_smallest_detectable_difference_is_seen_in_80_per_cent(count, sd):
 def test_one_pair_and_equal_pairs():
     assert compare(rows("a", [1.0]) + rows("b", [2.0]), "m", "a", "b").verdict == "undecided"
     equal = compare(rows("a", [1.0, 2.0]) + rows("b", [1.0, 2.0]), "m", "a", "b")
-    assert (equal.verdict, equal.detectable) == ("undecided", 0.0)
-    assert compare([], "m", "a", "b").difference is None
+    assert (equal.verdict, equal.difference.detectable) == ("undecided", 0.0)
+    assert math.isnan(compare([], "m", "a", "b").difference.mean)
 
 
 def test_failed_rows_have_no_values():
@@ -105,9 +111,59 @@ def test_failed_rows_have_no_values():
     assert found == {0: 1.0}
 
 
-def test_the_best_settings_are_those_of_the_best_mean_over_all_seeds():
+def spec_of(**changes):
+    return Spec("s", {}, "m", {"a": {}, "b": {"x": 1}}, **changes)
+
+
+@pytest.mark.parametrize(("direction", "lr"), [("minimize", 0.2), ("maximize", 0.1)])
+def test_the_best_settings_are_those_of_the_best_mean_over_all_seeds(direction, lr):
     found = [row("a", seed, 3.0, trial=0, lr=0.1) for seed in (0, 1)]
     found += [row("a", seed, value, trial=1, lr=0.2) for seed, value in ((0, 1.0), (1, 4.0))]
     found += [row("a", 0, 0.0, trial=2, lr=0.3), row("a", 1, None, "failed", trial=2, lr=0.3)]
-    assert {r["lr"] for r in best_settings(found, "m", ["lr"])} == {0.2}
-    assert {r["lr"] for r in best_settings(found, "m", ["lr"], minimize=False)} == {0.1}
+    (section,) = sections(
+        spec_of(search={"lr": [0.1]}, seeds=[0, 1], direction=direction, sampler="tpe", trials=4),
+        found,
+    )
+    assert [each["lr"] for each in section.rows] == [lr, lr]
+
+
+FACTS = {"torch": "2", "lightning_nm": "1", "threads": 1, "device": "cpu", "fit_seconds": 1.0}
+
+
+def test_a_report_says_what_a_reader_must_know():
+    spec = spec_of(baselines=["b"], grid={"pattern": ["1:4", "2:4"]}, seeds=[0, 1, 2])
+    found = [
+        row("a", seed, 1.25 + seed, pattern="2:4", flops_paper=0.5, **FACTS) for seed in range(3)
+    ]
+    found += [
+        row("b", seed, 1.1 * seed, pattern="2:4", **FACTS | {"threads": 2}) for seed in range(2)
+    ]
+    found.append(
+        {"variant": "b", "pattern": "2:4", "seed": 2, "state": "failed", "error": "it|broke"}
+    )
+    found.append({"variant": "a", "pattern": "1:4", "seed": 0, "state": "missing"})
+    text = report(spec, found, sections(spec, found))
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
+    assert ["a", "0", "1", "-", "-", "1.0"] not in cells
+    assert ["a", "3", "0", "2.25", "[-0.23, 4.73]", "0.500", "1.0"] in cells
+    assert ["b", "2", "1", "0.55", "[-6.44, 7.54]", "-", "1.0"] in cells
+    assert ["a - b", "2", "+1.20", "[+0.56, +1.84]", "0.82", "worse"] in cells
+    assert ["a - b", "0", "-", "-", "-", "undecided"] in cells
+    assert "Not finished: 1 of 7" in text
+    assert "Failed: variant b, pattern 2:4, seed 2, state failed, error it|broke" in text
+    assert "- Ran with threads 1 and 2 (mixed" in text
+
+
+def test_files_of_a_report(tmp_path):
+    spec = spec_of(baselines=["a", "b"], seeds=[0])
+    found = [
+        {"variant": "b", "seed": 0, "state": "failed", "error": "e"},
+        row("a", 0, 1.0, **FACTS),
+    ]
+    text = write(tmp_path, spec, found)
+    assert (tmp_path / "report.md").read_text() == text
+    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+    header, first, second = (tmp_path / "results.csv").read_text().splitlines()
+    assert header == "variant,seed,state,m,torch,lightning_nm,threads,device,fit_seconds,error"
+    assert first == "b,0,failed,,,,,,,e"
+    assert second == "a,0,complete,1.0,2,1,1,cpu,1.0,"

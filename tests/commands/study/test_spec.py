@@ -1,10 +1,11 @@
-"""Study files: what they mean, and which are refused."""
+"""Study files: what they mean, which are refused, and what they make of a config."""
 
 from pathlib import Path
 
 import pytest
+from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
-from lightning_nm.commands.study.spec import Cell, read
+from lightning_nm.commands.study.spec import QUIET, Cell, override, quiet, read, read_yaml
 
 STUDY = """
 config: config.yaml
@@ -16,7 +17,7 @@ grid: {pattern: [1:16, "2:4"], model.init_args.width: [16, 32]}
 seeds: 3
 """
 STUDIES = Path(__file__).parents[3] / "studies"
-SHIPPED = sorted([*STUDIES.glob("*.yaml"), *STUDIES.glob("cycles/*.yaml")])
+SHIPPED = sorted(STUDIES.rglob("*.yaml"))
 
 
 @pytest.fixture
@@ -34,8 +35,8 @@ def test_a_study(study):
     spec = read(study())
     assert (spec.name, spec.seeds, spec.baselines, spec.sampler) == (
         "mine",
-        (0, 1, 2),
-        ("dense",),
+        [0, 1, 2],
+        ["dense"],
         "grid",
     )
     assert spec.grid == {"pattern": ["1:16", "2:4"], "model.init_args.width": [16, 32]}
@@ -55,58 +56,58 @@ def test_ranges(study):
         "search: {lr: {low: 1e-4, high: 1e-1, log: true}, n: {low: 1, high: 9, step: 2}, c: [a, b]}"
     )
     spec = read(study(f"{STUDY}sampler: tpe\ntrials: 4\n{search}"))
-    assert spec.search["lr"] == {"low": 1e-4, "high": 1e-1, "log": True}
-    assert spec.search["n"] == {"low": 1, "high": 9, "step": 2, "log": False}
-    assert spec.search["c"] == ["a", "b"]
+    assert spec.search == {
+        "lr": FloatDistribution(1e-4, 1e-1, log=True),
+        "n": IntDistribution(1, 9, step=2),
+        "c": CategoricalDistribution(["a", "b"]),
+    }
+
+
+def test_texts_stay_texts_and_keys_without_a_value_are_empty(study):
+    changes = "variants: {dense: , masked: {pattern: '2:4', a.b: '3'}}"
+    lines = [line for line in STUDY.splitlines() if not line.startswith(("variants", "grid"))]
+    spec = read(study("\n".join([*lines, changes, "grid:", "overrides:"])))
+    assert spec.variants == {"dense": {}, "masked": {"pattern": "2:4", "a.b": "3"}}
+    assert (spec.grid, spec.overrides) == ({}, {})
 
 
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("sead: 3", ["unknown key 'sead'", "did you mean 'seeds'"]),
-        ("metric: 3", ["metric: 3", "text"]),
-        ("direction: down", ["direction: 'down'", "minimize or maximize"]),
-        ("sampler: bayes", ["sampler: 'bayes'", "grid or tpe or random"]),
+        ("sead: 3", ["'sead' is not accepted", "the keys are name, config", "seeds"]),
+        ("metric: 3", ["metric", "Got value: 3", "str"]),
+        ("metric:", ["are required: metric"]),
+        ("direction: down", ["direction", "down", "minimize", "maximize"]),
+        ("sampler: bayes", ["sampler", "bayes", "grid", "tpe", "random"]),
         ("baselines: [dens]", ["baselines: 'dens'", "variants: dense, masked"]),
-        ("seeds: 0", ["seeds: 0"]),
-        ("seeds: [1, 1]", ["seeds: [1, 1]", "each once"]),
-        ("seeds: [a]", ["seeds: ['a']"]),
-        ("seeds: true", ["seeds: True"]),
-        ("variants: [a]", ["variants: ['a']", "mapping"]),
-        ("variants: {}", ["'variants' is missing"]),
-        ("variants: {dense: sr-ste}", ["variants.dense: 'sr-ste'", "mapping"]),
-        ("grid: {pattern: 1:16}", ["grid.pattern: 76", "list"]),
+        ("seeds: 0", ["seeds: []"]),
+        ("seeds: [1, 1]", ["seeds: [1, 1]", "none twice"]),
+        ("seeds: [a]", ["seeds", "Got value: a"]),
+        ("seeds: true", ["seeds", "Got value: True"]),
+        ("variants: [a]", ["variants", "Got value: ['a']", "dict"]),
+        ("variants: {}", ["'dense' is no variant"]),
+        ("variants: {dense: sr-ste}", ["variants", "Got value: sr-ste", "dict"]),
+        ("grid: {pattern: 1:16}", ["grid", "Got value: 76", "list"]),
         ("grid: {pattern: [5:4]}", ["5:4"]),
-        ("grid: {a: [1, 1]}", ["grid.a: [1, 1]", "twice"]),
-        ("grid: {a: [{b: 1}]}", ["grid.a: {'b': 1}", "variants"]),
-        ("grid: {method: [sr-ste]}", ["variants.masked.method", "give it once"]),
-        ("trials: 3", ["trials: goes with"]),
-        ("sampler: tpe", ["search: goes with"]),
-        ("config: none.yaml", ["none.yaml", "cannot be read"]),
-        ("name: a/b", ["name: 'a/b'", "slash"]),
+        ("grid: {a: [1, 1]}", ["a: [1, 1]", "twice"]),
+        ("grid: {pattern: [1:16, '1:16']}", ["pattern: ['1:16', '1:16']", "twice"]),
+        ("grid: {a: [{b: 1}]}", ["grid", "{'b': 1}"]),
+        ("grid: {method: [sr-ste]}", ["masked: method", "give it once"]),
+        ("trials: 3", ["`trials`", "sampler: tpe"]),
+        ("sampler: tpe", ["`search`", "sampler: tpe"]),
+        ("sampler: tpe\nsearch: {a: [1]}\ntrials: 0", ["`trials`", "sampler: tpe"]),
+        ("sampler: tpe\nsearch: {method: [a]}\ntrials: 1", ["masked: method", "give it once"]),
         ("seconds: 0", ["seconds: 0", "positive"]),
-        ("seconds: fast", ["seconds: 'fast'", "positive"]),
-        ("seconds: true", ["seconds: True", "positive"]),
-        (
-            "seconds: 9\noverrides: {trainer.max_steps: 3}",
-            ["overrides.trainer.max_steps", "leave out one"],
-        ),
-        (
-            "seconds: 9\noverrides: {trainer: {max_epochs: 3}}",
-            ["overrides.trainer.max_epochs", "leave out one"],
-        ),
-        (
-            "seconds: 9\nsampler: random\ntrials: 3\nsearch: {lr: [1, 2]}",
-            ["seconds: goes with a grid"],
-        ),
+        ("seconds: fast", ["seconds", "fast", "float"]),
+        ("seconds: 9\noverrides: {trainer.max_steps: 3}", ["overrides: trainer.max_steps", "once"]),
+        ("seconds: 9\nsampler: random\ntrials: 3\nsearch: {lr: [1, 2]}", ["goes with a grid"]),
+        ("x: 1\nx: 2", ["x", "given twice"]),
     ],
 )
 def test_bad_values_are_named(study, line, words):
     key = line.split(":")[0]
-    text = (
-        "".join(f"{each}\n" for each in STUDY.splitlines() if not each.startswith(f"{key}:")) + line
-    )
-    path = study(text)
+    lines = [each for each in STUDY.splitlines() if not each.startswith(f"{key}:")]
+    path = study("\n".join([*lines, line]))
     with pytest.raises(ValueError, match=r"mine\.yaml") as error:
         read(path)
     for word in words:
@@ -115,7 +116,10 @@ def test_bad_values_are_named(study, line, words):
 
 @pytest.mark.parametrize(
     "bounds",
-    ["3", "{low: 1}", "{low: 2, high: 1}", "{low: 0, high: 1, log: true}", "{low: a, high: 1}"],
+    [
+        *("3", "{low: 1}", "{low: 2, high: 1}", "{low: 0, high: 1, log: true}"),
+        *("{low: a, high: 1}", "{low: 0, high: 1, lgo: true}"),
+    ],
 )
 def test_bad_ranges_are_named(study, bounds):
     path = study(f"{STUDY}sampler: random\ntrials: 3\nsearch: {{lr: {bounds}}}")
@@ -123,10 +127,102 @@ def test_bad_ranges_are_named(study, bounds):
         read(path)
 
 
-@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: str(path.relative_to(STUDIES)))
 def test_shipped_studies_can_be_read(path):
     spec = read(path)
-    folder = path.parent.name
-    assert spec.name == (path.stem if folder == "studies" else f"{folder}-{path.stem}")
+    if path.parent == STUDIES:
+        assert spec.name == path.stem
     for cell in spec.cells():
         assert "callbacks" in spec.trial_config(cell, {})["trainer"]
+
+
+MASKS = {
+    "class_path": "lightning_nm.NMSparsityCallback",
+    "init_args": {"pattern": "2:4", "method": "bi-mask"},
+}
+
+
+def changed(changes, **config):
+    override(config, changes)
+    return config
+
+
+def test_dotted_keys_and_nested_mappings_are_the_same():
+    config = {"trainer": {"max_epochs": 3, "devices": 1}}
+    dotted = changed(
+        {"trainer.max_epochs": 5, "data.init_args.seed": 2}, **{"trainer": dict(config["trainer"])}
+    )
+    nested = changed({"trainer": {"max_epochs": 5}, "data": {"init_args": {"seed": 2}}}, **config)
+    assert (
+        dotted
+        == nested
+        == {"trainer": {"max_epochs": 5, "devices": 1}, "data": {"init_args": {"seed": 2}}}
+    )
+
+
+def test_a_class_path_replaces():
+    new = {"class_path": "B", "init_args": {"b": 1}}
+    assert changed({"model": new}, model={"class_path": "A", "init_args": {"a": 1}})["model"] == new
+
+
+def test_short_keys_reach_the_callback():
+    other = {"class_path": "lightning.pytorch.callbacks.EarlyStopping"}
+    config = changed(
+        {"method": "sr-ste", "pattern": "1:16"}, trainer={"callbacks": [other, {**MASKS}]}
+    )
+    assert config["trainer"]["callbacks"][1]["init_args"] == {"pattern": "1:16", "method": "sr-ste"}
+    config = changed(
+        {"method.init_args.every": 5}, trainer={"callbacks": {"class_path": "NMSparsityCallback"}}
+    )
+    assert config["trainer"]["callbacks"][0]["init_args"]["method"] == {"init_args": {"every": 5}}
+
+
+@pytest.mark.parametrize("trainer", [None, {}, {"callbacks": None}, {"callbacks": []}])
+def test_a_missing_callback_is_added(trainer):
+    config = {} if trainer is None else {"trainer": trainer}
+    (entry,) = changed({"pattern": "1:4"}, **config)["trainer"]["callbacks"]
+    assert entry["class_path"] == "lightning_nm.NMSparsityCallback"
+    assert entry["init_args"]["pattern"] == "1:4"
+
+
+def test_nested_keys_are_no_short_keys():
+    assert changed({"model": {"method": 1}}, model={"method": 0}) == {"model": {"method": 1}}
+
+
+def test_several_callbacks_cannot_be_short():
+    with pytest.raises(ValueError, match="several NMSparsityCallbacks"):
+        changed({"pattern": "1:4"}, trainer={"callbacks": [MASKS, MASKS]})
+
+
+def test_keys_of_a_value_are_refused():
+    with pytest.raises(ValueError, match=r"max_epochs\.x: max_epochs is 3, which has no keys"):
+        changed({"trainer.max_epochs.x": 1}, trainer={"max_epochs": 3})
+
+
+def test_quiet_leaves_out_what_watches_and_changes_nothing_given():
+    watchers = [
+        {"class_path": f"lightning.pytorch.callbacks.{name}"}
+        for name in ("ModelCheckpoint", "ModelSummary")
+    ]
+    given = {
+        "ckpt_path": None,
+        "trainer": {"max_epochs": 2, "logger": True, "callbacks": [*watchers, MASKS]},
+    }
+    config = quiet(given)
+    (entry,) = config["trainer"].pop("callbacks")
+    assert config == {"trainer": {"max_epochs": 2, **QUIET}}
+    assert entry["init_args"] == {**MASKS["init_args"], "show_tables": False, "grad_snr_every": 0}
+    assert len(given["trainer"]["callbacks"]) == 3
+    assert "show_tables" not in MASKS["init_args"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("a: 1\na: 2", "a is given twice"), ("- 1", "must hold a mapping"), ("a: [", "no YAML")],
+)
+def test_files_that_cannot_be_read(tmp_path, text, message):
+    (tmp_path / "x.yaml").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        read_yaml(tmp_path / "x.yaml")
+    with pytest.raises(FileNotFoundError, match=r"y\.yaml"):
+        read_yaml(tmp_path / "y.yaml")

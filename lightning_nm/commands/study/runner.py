@@ -1,0 +1,371 @@
+"""The trainings of a study, in one process or several, and the storage of what they found.
+
+Optuna samples the settings of a search, and its SQLite storage keeps each finished training as a trial, in one
+transaction: a kill or a full disk loses the running trainings alone. A process that trains holds the operating system's
+lock of a file, which ends with the process however it ends. Optuna's heartbeats would notice a dead process after
+minutes, and never one that dies before its first; and two processes can take the same waiting trial out of SQLite.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import multiprocessing
+import os
+import socket
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from importlib.metadata import version
+from io import StringIO
+from pathlib import Path
+from statistics import fmean, median
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+import optuna
+import torch
+from filelock import FileLock, Timeout
+from lightning.pytorch.callbacks import LambdaCallback
+from optuna.trial import FrozenTrial, TrialState, create_trial
+
+from lightning_nm.callbacks import NMSparsityCallback
+from lightning_nm.commands.build import Classes, require_classes
+from lightning_nm.commands.lightning_cli import NMLightningCLI
+from lightning_nm.commands.study.spec import LENGTHS, Cell, Job, Spec
+from lightning_nm.functional.spelling import did_you_mean
+
+if TYPE_CHECKING:
+    from lightning.pytorch.cli import LightningCLI
+
+optuna.logging.set_verbosity(optuna.logging.ERROR)
+Row = dict[str, Any]
+
+# For equal seconds, each cell is timed in trainings of SHORT and of LONG steps; the first of the ROUNDS does not count.
+SHORT, LONG, ROUNDS = 6, 26, 4
+
+
+class UnknownMetric(ValueError):
+    """The test logs other metrics than the study's."""
+
+
+class Store:
+    """The finished trainings of a study.
+
+    Args:
+        spec: The study.
+        folder: The output folder, which is made.
+
+    Raises:
+        OSError: If the storage cannot be read or written; also from the methods. The message names the file.
+    """
+
+    def __init__(self, spec: Spec, folder: Path) -> None:
+        self.spec = spec
+        self.jobs = list(spec.jobs())
+        self.path = folder / "study.db"
+        self._locks = folder / "locks"
+        self._locks.mkdir(parents=True, exist_ok=True)
+        with self.storage():
+            self.study = optuna.create_study(
+                storage=optuna.storages.RDBStorage(f"sqlite:///{self.path}"),
+                # Optuna refuses other choices of a setting in the same study.
+                study_name=f"{spec.name} {spec.search or ''}",
+                direction=spec.direction,
+                load_if_exists=True,
+            )
+
+    def lock(self, name: str) -> FileLock:
+        """A lock that processes with the same output folder share."""
+        return FileLock(self._locks / f"{name}.lock")
+
+    @contextmanager
+    def storage(self) -> Iterator[None]:
+        """One process at a time, whose errors name the file."""
+        try:
+            with self.lock("storage"):
+                yield
+        except Exception as error:
+            # SQLAlchemy's errors are many lines, and have that of SQLite, which says what is wrong.
+            cause = error.__cause__ or error
+            reason = str(getattr(cause, "orig", cause)).partition("\n")[0]
+            raise OSError(f"'{self.path}' cannot be read or written: {reason}") from error
+
+    def trials(self) -> dict[str, FrozenTrial]:
+        """The finished trials by their job's key, without the failed ones that are to be trained again."""
+        with self.storage():
+            retried = self.study.user_attrs.get("retried", 0)
+            trials = self.study.get_trials(deepcopy=False)
+        kept = [trial for trial in trials if trial.values or trial.number >= retried]
+        return {trial.user_attrs["key"]: trial for trial in kept}
+
+    def retry_failed(self) -> None:
+        """Let failed trials be trained again."""
+        with self.storage():
+            self.study.set_user_attr("retried", len(self.study.trials))
+
+    def claim(self) -> Iterator[Job]:
+        """Yield each job that is left, while this process holds its lock, which ends with the process."""
+        found = True
+        while found:  # again: a process that held a lock may have been killed
+            found = False
+            for job in self.jobs:
+                with suppress(Timeout), self.lock(job.key).acquire(timeout=0):
+                    if job.key not in self.trials():
+                        found = True
+                        yield job
+
+    def add(self, job: Job, searched: Row, rows: list[Row]) -> None:
+        """Write what a job found: a row for each seed, with its ``state``."""
+        values = [row[self.spec.metric] for row in rows if row["state"] == "complete"]
+        is_complete = len(values) == len(rows)
+        trial = create_trial(
+            state=TrialState.COMPLETE if is_complete else TrialState.FAIL,
+            value=fmean(values) if is_complete else None,
+            params=searched,
+            distributions=self.spec.search,
+            user_attrs={"key": job.key, "rows": rows},
+        )
+        with self.storage():
+            self.study.add_trial(trial)
+
+    def rows(self) -> list[Row]:
+        """One row for each training of the study file's cells and seeds, in their order.
+
+        ``state`` is ``complete``, ``failed`` (with ``error``) or ``missing``.
+        """
+        trials = self.trials()
+        cells = self.spec.cells()
+        rows = []
+        for job in sorted(self.jobs, key=lambda job: cells.index(job.cell)):
+            what: Row = {"variant": job.cell.variant, **job.cell.values}
+            found = [{"seed": seed, "state": "missing"} for seed in job.seeds]
+            if self.spec.search:
+                what["trial"] = job.number
+            if trial := trials.get(job.key):
+                what |= trial.params
+                found = trial.user_attrs["rows"]
+            rows += [what | row for row in found]
+        return rows
+
+
+def sample(spec: Spec, number: int, before: Sequence[FrozenTrial] = ()) -> Row:
+    """The settings of a search's trial, by what trials of the same cell found before; nothing for a grid."""
+    if not spec.search:
+        return {}
+    samplers = {"tpe": optuna.samplers.TPESampler, "random": optuna.samplers.RandomSampler}
+    # A seed of its own: processes that sample at the same time would draw the same settings.
+    study = optuna.create_study(
+        direction=spec.direction, sampler=samplers[spec.sampler](seed=number)
+    )
+    study.add_trials(before)
+    return study.ask(spec.search).params
+
+
+def check(spec: Spec) -> None:
+    """Build the Trainer, the model and the data of every cell once, without training.
+
+    Raises:
+        ValueError: For the first config that cannot be built, with the variant, the grid values and the reason.
+    """
+    for cell in spec.cells():
+        try:
+            build(spec.trial_config(cell, sample(spec, 0)), spec.seeds[0], spec.classes)
+        except ImportError:
+            raise
+        except Exception as error:
+            raise ValueError(f"variant {cell.label}: {error}") from error
+
+
+def run(spec: Spec, folder: Path, workers: int, threads: int) -> None:
+    """:func:`work` in one process or several."""
+    arguments = (spec, folder, threads)
+    if workers == 1:
+        work(*arguments)
+    else:
+        context = multiprocessing.get_context("spawn")
+        # One may be killed, as where memory is short: what is missing is reported.
+        with suppress(BrokenProcessPool), ProcessPoolExecutor(workers, context) as pool:
+            for done in [pool.submit(work, *arguments) for _ in range(workers)]:
+                done.result()
+
+
+def work(spec: Spec, folder: Path, threads: int) -> None:
+    """Train until no training is left to start; one that fails does not stop the others.
+
+    Raises:
+        KeyboardInterrupt: On Ctrl-C. The running training starts again in the next process.
+        OSError: If the storage cannot be read or written.
+        UnknownMetric: After the first training, if the test does not log the study's metric: all would fail by it.
+    """
+    torch.set_num_threads(threads)
+    store = Store(spec, folder)
+    paces = step_seconds(store)
+    for job in store.claim():
+        trials = store.trials()
+        of_cell = [other.key for other in store.jobs if other.cell == job.cell]
+        searched = sample(spec, job.number, [trials[key] for key in of_cell if key in trials])
+        rows = []
+        for seed in job.seeds:
+            config = spec.trial_config(job.cell, searched)
+            row: Row = {"seed": seed, "state": "complete"}
+            if spec.seconds is not None:
+                step_s = paces[spec.fingerprint(job.cell)]
+                row["step_ms"] = 1e3 * step_s
+                set_steps(config, max(1, int(spec.seconds / step_s)))
+            try:
+                row |= train(config, seed, spec.metric, spec.classes)
+                found = f"{spec.metric} {row[spec.metric]:.5g}, {row['fit_seconds']:.1f} s"
+            except SystemExit as stop:  # what Lightning makes of Ctrl-C
+                raise KeyboardInterrupt from stop
+            except Exception as fault:
+                is_first = not any(trial.values for trial in trials.values())
+                if isinstance(fault, UnknownMetric) and is_first:
+                    raise
+                found = f"{type(fault).__name__}: {fault}"
+                row |= {"state": "failed", "error": found}
+            rows.append(row)
+            what = Cell(job.cell.label, {**searched, "seed": seed}).label
+            print(f"{what}: {found} (process {os.getpid()})", flush=True)
+        store.add(job, searched, rows)
+
+
+def step_seconds(store: Store) -> dict[str, float]:
+    """Seconds of an optimizer step by a cell's fingerprint, which the first process measures for a study of `seconds`.
+
+    Nothing else should run on the machine then. A short training has the same phases in the same proportions as a long
+    one, if a method's moments are fractions of the planned steps. What takes the same time in two trainings of
+    different length does not count. The cells take turns, so that a change of the machine's speed meets all of them.
+    """
+    spec = store.spec
+    with store.lock("pace"):
+        with store.storage():
+            paces: dict[str, float] = store.study.user_attrs.get("paces", {})
+        cells = {spec.fingerprint(cell): cell for cell in spec.cells()}
+        times: dict[str, list[float]] = {key: [] for key in cells if key not in paces}
+        if spec.seconds is None or not times:
+            return paces
+        print(f"Measuring the steps of {len(times)} settings", flush=True)
+        for _ in range(ROUNDS):
+            for key, found in times.items():
+                short, long = (_fit_seconds(spec, cells[key], steps) for steps in (SHORT, LONG))
+                found.append((long - short) / (LONG - SHORT))
+        # In the first round, precision plugins measure kernels.
+        paces |= {key: median(found[1:]) for key, found in times.items()}
+        with store.storage():
+            store.study.set_user_attr("paces", paces)
+    return paces
+
+
+def _fit_seconds(spec: Spec, cell: Cell, steps: int) -> float:
+    config = spec.trial_config(cell, {})
+    set_steps(config, steps)
+    # Callbacks and schedulers may need a validation; the time of a batch in it is part of the steps'.
+    if config["trainer"].get("limit_val_batches") != 0:
+        config["trainer"]["limit_val_batches"] = 1
+    return fit(config, spec.seeds[0], spec.classes)[1]
+
+
+def set_steps(config: dict[str, Any], steps: int) -> None:
+    """Let a config's training end after so many optimizer steps, and by nothing else."""
+    config["trainer"] |= {**dict.fromkeys(LENGTHS), "max_steps": steps, "max_epochs": -1}
+
+
+def build(config: Mapping[str, Any], seed: int, classes: Classes) -> LightningCLI:
+    """Create the Trainer, the model and the data of a trial.
+
+    ``seed`` is that of ``seed_everything`` and, if the data module takes one, of the data, so all variants of a seed
+    start from the same weights and see the same batches. ``classes`` are those of a config that does not name them.
+
+    Raises:
+        ValueError: If the config has an unknown key or a bad value, in jsonargparse's words, or a class cannot be
+            imported.
+    """
+
+    class CLI(NMLightningCLI):
+        def before_instantiate_classes(self) -> None:
+            data = self.config.get("data")
+            arguments = data.get("init_args") if data else None
+            if arguments is not None and "seed" in arguments:
+                arguments["seed"] = seed
+
+    require_classes([config], classes)
+    said = StringIO()
+    try:
+        with silence(), redirect_stderr(said), redirect_stdout(said):
+            options = {
+                "run": False,
+                "save_config_callback": None,
+                "args": {**config, "seed_everything": seed},
+            }
+            return CLI(**classes.imported(), **options)
+    except SystemExit as error:  # jsonargparse printed the usage and then the error
+        raise ValueError(said.getvalue().rpartition("error: ")[2].strip()) from error
+
+
+def fit(
+    config: Mapping[str, Any], seed: int, classes: Classes, *callbacks: pl.Callback
+) -> tuple[LightningCLI, float]:
+    """Build and fit once; return the Trainer's CLI, and the seconds of the fit."""
+    with silence():
+        cli = build(config, seed, classes)
+        cli.trainer.callbacks += callbacks  # type: ignore[attr-defined]
+        start = time.perf_counter()
+        cli.trainer.fit(cli.model, datamodule=cli.datamodule)
+    return cli, time.perf_counter() - start
+
+
+def train(config: Mapping[str, Any], seed: int, metric: str, classes: Classes) -> Row:
+    """Fit and test once; return everything that is known of it, as a row for a table.
+
+    Raises:
+        UnknownMetric: If the test logs other metrics than `metric`.
+        ValueError: If it logs none, or `metric` is no finite number.
+    """
+    flops: dict[str, float] = {}
+
+    def read_flops(trainer: pl.Trainer, _: Any) -> None:  # before the masks are taken off
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, NMSparsityCallback) and callback.sparsifier is not None:
+                ratios = callback.sparsifier.mean_flops_ratios()
+                flops.update({f"flops_{kind}": ratio for kind, ratio in ratios.items()})
+
+    cli, seconds = fit(config, seed, classes, LambdaCallback(on_train_end=read_flops))
+    steps = cli.trainer.global_step
+    with silence():
+        found = cli.trainer.test(cli.model, datamodule=cli.datamodule, verbose=False)
+    tested = {name: float(value) for each in found for name, value in each.items()}
+    if metric not in tested:
+        names = ", ".join(tested) or "nothing"
+        hint = did_you_mean(metric, tested)
+        kind = UnknownMetric if tested else ValueError
+        raise kind(f"metric: the test logs no {metric!r} but {names}{hint}")
+    if not math.isfinite(tested[metric]):
+        raise ValueError(f"the training diverged: {metric} is {tested[metric]}")
+    return {
+        **tested,
+        **flops,
+        "steps": steps,
+        "fit_seconds": round(seconds, 3),
+        "torch": torch.__version__,
+        "lightning_nm": version("lightning-nm"),
+        "threads": torch.get_num_threads(),
+        "device": str(cli.trainer.strategy.root_device),
+        "host": socket.gethostname(),
+    }
+
+
+@contextmanager
+def silence() -> Iterator[None]:
+    """Without log messages and warnings, which a small or short training gives rise to."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
