@@ -68,13 +68,12 @@ class Classes(NamedTuple):
         Raises:
             ValueError: If one cannot be imported, or is no such class.
         """
-        model_class = None
+        classes: dict[str, Any] = {}
         if self.model is not None:
-            model_class = import_class(self.model, "--model", pl.LightningModule)
-        data_class = None
+            classes["model_class"] = import_class(self.model, "--model", pl.LightningModule)
         if self.data is not None:
-            data_class = import_class(self.data, "--data", pl.LightningDataModule)
-        return {"model_class": model_class, "datamodule_class": data_class}
+            classes["datamodule_class"] = import_class(self.data, "--data", pl.LightningDataModule)
+        return classes
 
 
 def require_classes(configs: Sequence[Any], classes: Classes) -> None:
@@ -84,21 +83,16 @@ def require_classes(configs: Sequence[Any], classes: Classes) -> None:
         ValueError: With the option.
     """
     for option, given, example in (("model", classes.model, "Net"), ("data", classes.data, "Data")):
-        sections = []
-        for config in configs:
-            if isinstance(config, Mapping) and config.get(option):
-                sections.append(config[option])
-        is_named = given is not None or any(_names_class(section) for section in sections)
-        if sections and not is_named:
+        sections = [
+            each[option] for each in configs if isinstance(each, Mapping) and each.get(option)
+        ]
+        # `model: Net` is short for `model: {class_path: Net}`.
+        is_named = any(isinstance(each, str) or "class_path" in each for each in sections)
+        if sections and not is_named and given is None:
             raise ValueError(
                 f"`{option}:` of the config names no class: give it by --{option}, such as --{option} train.{example}, "
                 "or write `class_path` and `init_args` in the config"
             )
-
-
-def _names_class(section: Any) -> bool:
-    # `model: Net` is short for `model: {class_path: Net}`.
-    return isinstance(section, str) or "class_path" in section
 
 
 def _content(path: str) -> Any:
@@ -221,6 +215,21 @@ def fit_until_enough(cli: LightningCLI, watcher: pl.Callback) -> None:
         raise ValueError(
             "the training ended before its first batch: see its max_steps, limit_train_batches and data"
         )
+
+
+def add_training(parser: argparse.ArgumentParser, *, required: bool) -> None:
+    """Add the options of a command that takes what :func:`build` takes."""
+    config = "a YAML file as `lightning-nm fit -c` takes it; may be given several times, later ones override"
+    parser.add_argument(
+        "-c",
+        "--config",
+        metavar="FILE",
+        action="append",
+        default=[],
+        required=required,
+        help=config,
+    )
+    add_classes(parser)
 
 
 def add_classes(parser: argparse.ArgumentParser) -> None:

@@ -19,13 +19,13 @@ from rich.console import Console
 from lightning_nm.callbacks.report.kernel_table import kernel_rows, print_kernels
 from lightning_nm.commands.build import (
     Enough,
-    add_classes,
+    add_training,
     build,
     fit_until_enough,
     masking_callbacks,
 )
 from lightning_nm.commands.machine import examine, print_machine
-from lightning_nm.commands.output import add_json, columns_table, print_json, print_line
+from lightning_nm.commands.output import add_json, print_json, print_line
 from lightning_nm.kernels import KernelRegistry, Router
 from lightning_nm.kernels.router.registry import reason_or_error
 from lightning_nm.kernels.router.router import activate, routing
@@ -53,120 +53,102 @@ def main(args: Sequence[str]) -> int:
         with redirect_stdout(sys.stderr):
             machine = examine()
             if options.config:
-                training = _Training(options)
+                router, training = _train(options)
             elif options.model or options.data:
                 raise ValueError("--model and --data are about a training: give its --config")
     except (ImportError, ValueError) as error:
         print(f"lightning-nm doctor: {error}", file=sys.stderr)
         return 2
     if options.json:
-        content = None if training is None else training.to_dict()
-        print_json("doctor", machine=machine, training=content)
+        print_json("doctor", machine=machine, training=training)
     print_machine(machine, console)
     if training is not None:
-        training.show(console)
+        print_kernels(router, console)
+        _print_training(training, console)
     return 0
 
 
-class _Training:
-    """The kernels and the step times of a few training steps of a config, with masks and without.
+def _train(options: argparse.Namespace) -> tuple[Router, dict[str, Any]]:
+    """Train a few steps with masks and without; return the router of those with masks, and a report as primitives.
 
     Raises:
         ValueError: If the config has no NMSparsityCallback, or trains no batch.
     """
-
-    def __init__(self, options: argparse.Namespace) -> None:
-        cli = build(options.config, options.model, options.data)
-        callbacks = masking_callbacks(cli)
-        if not callbacks:
-            raise ValueError(
-                "there is no NMSparsityCallback among the Trainer's callbacks: add "
-                "`class_path: lightning_nm.NMSparsityCallback` under trainer.callbacks"
-            )
-        for callback in callbacks:
-            callback.show_tables = False  # of a training that ends after a few steps
-        plugin = cli.trainer.precision_plugin
-        clock = _StepClock(cli.trainer.accumulate_grad_batches)
-        if isinstance(plugin, KernelRouting):
-            self.router = plugin.router
-        else:
-            self.router = clock.router = Router(reuse=clock.batches_in_step)
-        self.device = cli.trainer.strategy.root_device
-        self.plain_ms = self._plain_ms(options)
-        with routing(None):
-            fit_until_enough(cli, clock)
-        self.step_ms = clock.step_ms()
-
-    def _plain_ms(self, options: argparse.Namespace) -> float | None:
-        """Milliseconds of a step without masks; ``None``, and why on stderr, if the training needs them."""
-        cli = build(options.config, options.model, options.data, masks=False)
-        clock = _StepClock(cli.trainer.accumulate_grad_batches)
-        try:
-            fit_until_enough(cli, clock)
-        except Exception as error:  # such as that of a user's callback that needs the masks
-            why = f"plain dense training was not measured: {error}"
-            print(f"lightning-nm doctor: {why}", file=sys.stderr)
-        return clock.step_ms()
-
-    @property
-    def speedup(self) -> float | None:
-        """How many times as fast as plain dense training a step is; ``None`` if a time is unknown."""
-        if self.plain_ms is None or self.step_ms is None:
-            return None
-        return self.plain_ms / self.step_ms
-
-    def could_run_on_gpu(self) -> dict[str, int] | None:
-        """How many products could run on a kernel for GPUs in a 16-bit dtype, of how many; ``None`` on a GPU."""
-        if self.device.type == "cuda":
-            return None
-        registry = KernelRegistry(
-            [each for each in KernelRegistry().backends if each.device_type == "cuda"]
+    cli = build(options.config, options.model, options.data)
+    callbacks = masking_callbacks(cli)
+    if not callbacks:
+        raise ValueError(
+            "there is no NMSparsityCallback among the Trainer's callbacks: add "
+            "`class_path: lightning_nm.NMSparsityCallback` under trainer.callbacks"
         )
-        count = 0
-        products = {used.product for used in self.router.used()}
-        for product in products:
-            key = replace(product.key, dtype=torch.bfloat16)
-            reasons = [
-                registry.sparsity_reason(kernel, key)
-                or reason_or_error(partial(kernel.static_reason, key))
-                for kernel in registry.backends
-            ]
-            count += not product.reason and not all(reasons)
-        return {"products": count, "of": len(products)}
+    for callback in callbacks:
+        callback.show_tables = False  # of a training that ends after a few steps
+    batches_in_step = cli.trainer.accumulate_grad_batches
+    plain_clock = _StepClock(batches_in_step)
+    try:
+        plain = build(options.config, options.model, options.data, masks=False)
+        fit_until_enough(plain, plain_clock)
+    except Exception as error:  # such as that of a user's callback that needs the masks
+        why = f"plain dense training was not measured: {error}"
+        print(f"lightning-nm doctor: {why}", file=sys.stderr)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the report as primitives, for JSON."""
-        rows = kernel_rows(self.router)
-        share, basis = self.router.sparse_share()
-        return {
-            "kernels": self.router.kernels,
-            "unavailable": self.router.unavailable_reason,
-            "products": [{**asdict(row), "gain": row.gain} for row in rows],
-            "sparse_share": share,
-            "sparse_share_by": basis,
-            "could_run_on_gpu": self.could_run_on_gpu(),
-            "plain_step_ms": self.plain_ms,
-            "step_ms": self.step_ms,
-            "speedup": self.speedup,
-        }
+    plugin = cli.trainer.precision_plugin
+    clock = _StepClock(batches_in_step)
+    if isinstance(plugin, KernelRouting):
+        router = plugin.router  # which the plugin activates
+    else:
+        router = clock.router = Router(reuse=batches_in_step)
+    with routing(None):
+        fit_until_enough(cli, clock)
+    plain_ms, step_ms = plain_clock.step_ms(), clock.step_ms()
+    share, basis = router.sparse_share()
+    # A router of a plugin that found no kernel at all has seen no product.
+    is_known = cli.trainer.strategy.root_device.type == "cpu" and router.used()
+    return router, {
+        "kernels": router.kernels,
+        "unavailable": router.unavailable_reason,
+        "products": [{**asdict(row), "gain": row.gain} for row in kernel_rows(router)],
+        "sparse_share": share,
+        "sparse_share_by": basis,
+        "could_run_on_gpu": _could_run_on_gpu(router) if is_known else None,
+        "plain_step_ms": plain_ms,
+        "step_ms": step_ms,
+        "speedup": plain_ms / step_ms if plain_ms and step_ms else None,
+    }
 
-    def show(self, console: Console) -> None:
-        """Print the kernel of each product, and the step times."""
-        print_kernels(self.router, console)
-        gpu = self.could_run_on_gpu()
-        if gpu is not None:
-            could = f"{gpu['products']} of {gpu['of']} products could run sparse in a 16-bit dtype"
-            print_line(console, f"on a GPU with sparse tensor cores, not measured here: {could}")
-        heads = ("training step, measured", "time", "speed")
-        table = columns_table("", heads, {}, right=heads[1:])
-        plain_speed = None if self.plain_ms is None else 1.0
-        for name, milliseconds, speed in (
-            ("plain dense training", self.plain_ms, plain_speed),
-            ("under masks, by the kernels above", self.step_ms, self.speedup),
-        ):
-            time = "unknown" if milliseconds is None else f"{milliseconds:.4g} ms"
-            table.add_row(name, time, "-" if speed is None else f"{speed:.3f}x")
-        console.print(table)
+
+def _could_run_on_gpu(router: Router) -> dict[str, int]:
+    """How many of the products that ran could run on a kernel for GPUs in a 16-bit dtype."""
+    kernels = [kernel for kernel in KernelRegistry().backends if kernel.device_type == "cuda"]
+    registry = KernelRegistry(kernels)
+    count = 0
+    products = {used.product for used in router.used()}
+    for product in products:
+        key = replace(product.key, dtype=torch.bfloat16)
+        reasons = [
+            product.reason
+            or registry.sparsity_reason(kernel, key)
+            or reason_or_error(partial(kernel.static_reason, key))
+            for kernel in kernels
+        ]
+        count += not all(reasons)
+    return {"products": count, "of": len(products)}
+
+
+def _print_training(training: dict[str, Any], console: Console) -> None:
+    gpu = training["could_run_on_gpu"]
+    if gpu is not None:
+        could = f"{gpu['products']} of {gpu['of']} products could run sparse in a 16-bit dtype"
+        print_line(console, f"on a GPU with sparse tensor cores, not measured here: {could}")
+    for key, name in (
+        ("plain_step_ms", "of plain dense training"),
+        ("step_ms", "under masks, by the kernels above"),
+    ):
+        time = "unknown" if training[key] is None else f"{training[key]:.4g} ms"
+        print_line(console, f"a training step {name}: {time}, measured")
+    if training["speedup"] is not None:
+        speed = f"{training['speedup']:.3f}x as fast as plain dense training"
+        print_line(console, f"a step under masks is {speed}", style="bold")
 
 
 class _StepClock(pl.Callback):
@@ -181,27 +163,16 @@ class _StepClock(pl.Callback):
         self.seconds: list[float] = []  # of each batch
         self._start = 0.0
 
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Any, pl_module: pl.LightningModule, *_: Any) -> None:
         """Read the clock, after the batch was loaded."""
         if self.router is not None:
             activate(self.router.active_or_none())
         self._start = _now(pl_module.device)
 
-    def on_train_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
+    def on_train_batch_end(self, trainer: Any, pl_module: pl.LightningModule, *_: Any) -> None:
         """Read the clock after the update of masks, which is part of a step; end the training when it is time."""
         self.seconds.append(_now(pl_module.device) - self._start)
-        is_step = len(self.seconds) % self.batches_in_step == 0
-        if self.router is not None and is_step:
-            self.router.measure_more()
+        if self.router is not None:
             self.router.deactivate_if_all_dense()
         if len(self.seconds) >= (_WARM_UP + _TIMED) * self.batches_in_step:
             raise Enough
@@ -242,8 +213,6 @@ def _parser() -> argparse.ArgumentParser:
         "its CPU if it has no GPU, and the times of the steps. Exits with 0, or with 2 if a config or an option cannot "
         "be used.",
     )
-    config = "a YAML file as `lightning-nm fit -c` takes it; may be given several times, later ones override"
-    parser.add_argument("-c", "--config", metavar="FILE", action="append", default=[], help=config)
-    add_classes(parser)
+    add_training(parser, required=False)
     add_json(parser)
     return parser

@@ -136,22 +136,22 @@ def _operators(result: ExecutorchExport) -> Table:
         {"operator": 10, "layer": 8, "why": 16},
         right=("cycles", "dense", "gain"),
     )
-    others: list[Operator] = []
-    for each in result.operators:
-        if not each.has_weight:
-            others.append(each)
-            continue
+
+    def add(kind: str, module: str, members: list[Operator], weight: str, why: str) -> None:
+        cycles = sum(each.cycles for each in members)
         dense, gain = "-", "-"
-        if each.dense_cycles is not None:
-            dense = str(each.dense_cycles)
-            gain = f"{each.dense_cycles / each.cycles:.2f}x" if each.cycles else "-"
-        weight, style = ("2:4", "green") if each.sparse else ("dense", None)
-        cells = (each.kind, each.module, str(each.cycles), dense, gain, weight, each.reason)
-        table.add_row(*cells, style=style)
-    if others:
-        cycles = str(sum(each.cycles for each in others))
-        dense = "-"
         if result.dense_cycles is not None:
-            dense = str(sum(each.dense_cycles or 0 for each in others))
-        table.add_row(f"{len(others)} others", "", cycles, dense, style="dim")
+            dense_cycles = sum(each.dense_cycles or 0 for each in members)
+            dense = str(dense_cycles)
+            gain = f"{dense_cycles / cycles:.2f}x" if weight and cycles else ""
+        style = {"2:4": "green", "": "dim"}.get(weight)
+        table.add_row(kind, module, str(cycles), dense, gain, weight, why, style=style)
+
+    for each in result.operators:
+        if each.has_weight:
+            weight = "2:4" if each.sparse else "dense"
+            add(each.kind, each.module, [each], weight, each.reason)
+    others = [each for each in result.operators if not each.has_weight]
+    if others:
+        add(f"{len(others)} others", "", others, "", "")
     return table

@@ -6,27 +6,27 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, get_args
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
 from rich.console import Console
 from torch import Tensor
-from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from lightning_nm.callbacks import NMSparsityCallback
-from lightning_nm.callbacks.report.tables import phases, print_layers
+from lightning_nm.callbacks.report.tables import print_layers
 from lightning_nm.callbacks.training_length import is_scheduled, planned_steps
 from lightning_nm.commands.build import (
     Enough,
-    add_classes,
+    add_training,
     build,
     fit_until_enough,
     masking_callbacks,
 )
 from lightning_nm.commands.output import add_json, columns_table, print_json, print_line
+from lightning_nm.export.graphs import example_of
 from lightning_nm.functional import FlopsKind, GemmDensity
 from lightning_nm.functional.pattern import NMPattern
 from lightning_nm.nn.layer.gemms import mean_densities
@@ -34,26 +34,20 @@ from lightning_nm.nn.layer.layout import known_size
 from lightning_nm.sparsifier import NMSparsifier
 from lightning_nm.training.macs import MacsCounter, forward_macs
 from lightning_nm.training.planned import charge_plan
+from lightning_nm.training.statistics import flops_ratios
 
 if TYPE_CHECKING:
     from lightning.pytorch.cli import LightningCLI
 
-_GEMMS = ("forward", "dgrad", "wgrad")
 _MEANINGS: Mapping[FlopsKind, str] = {
     "arithmetic": "nonzero operands, needed outputs",
     "paper": "as the N:M papers count",
     "eligible": "GEMMs that N:M hardware could skip",
 }
 
-
-@dataclass
-class _Dense:
-    """A dense forward pass, and what the Trainer knows of the training."""
-
-    macs: Mapping[str, int]  # multiply-adds by layer name, as MacsCounter counts them
-    inputs: list[str]  # dtype and shape of each tensor
-    steps: int | None
-    optimizers: Sequence[Optimizer] | None = None
+_NEEDS_STEPS = (
+    "a schedule of the config depends on the number of training steps: give it by --steps N"
+)
 
 
 def main(args: Sequence[str]) -> int:
@@ -68,7 +62,7 @@ def main(args: Sequence[str]) -> int:
         # Lightning and the model print, too; stdout is for the report alone.
         with redirect_stdout(sys.stderr):
             reports = _reports(options, console)
-    except (ImportError, OSError, ValueError) as error:
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
         print(f"lightning-nm flops: {error}", file=sys.stderr)
         return 2
     if options.json:
@@ -82,59 +76,42 @@ def _reports(options: argparse.Namespace, console: Console) -> list[dict[str, An
     patterns = [str(NMPattern.parse(pattern)) for pattern in options.pattern] or [None]
     if options.steps is not None and options.steps < 1:
         raise ValueError(f"--steps {options.steps} must be at least 1")
-    configs = [*options.files, *options.config]
-    if not configs:
-        raise ValueError("give the CONFIG of a training, such as configs/digits-bi-mask.yaml")
-    cli = build(configs, options.model, options.data, "lightning-nm flops", masks=False)
+    cli = build(options.config, options.model, options.data, "lightning-nm flops", masks=False)
     callbacks = masking_callbacks(cli)
     if options.pattern and not callbacks:
         given = " ".join(options.pattern)
         raise ValueError(f"--pattern {given}: the config has no NMSparsityCallback")
-    scheduled = any(map(_is_scheduled, callbacks))
-    dense = _observe(cli, options, scheduled)
-    if scheduled and dense.steps is None:
-        raise ValueError(
-            "a schedule of the config needs the number of training steps, which the Trainer does not know: an endless "
-            "training, data without a length, changing gradient accumulation or manual optimization. Give --steps N"
-        )
+    # A schedule changes the costs during training, so that its length matters.
+    rules = [rule for callback in callbacks for rule in callback.config.resolve().rules]
+    dense = _observe(cli, options, scheduled=any(map(is_scheduled, rules)))
     return [_report(cli.model, callbacks, dense, pattern, console) for pattern in patterns]
 
 
-def _is_scheduled(callback: NMSparsityCallback) -> bool:
-    """Whether the costs change during training, so that its length matters."""
-    # A sparsifier of no layer resolves the config into rules.
-    rules = NMSparsifier(torch.nn.Module(), config=callback.config).rules
-    return any(is_scheduled(rule) for rule in rules)
-
-
-def _observe(cli: LightningCLI, options: argparse.Namespace, scheduled: bool) -> _Dense:
+def _observe(cli: LightningCLI, options: argparse.Namespace, *, scheduled: bool) -> _FirstBatch:
     """Run a dense forward pass; data are read only where they are needed."""
     example = cli.model.example_input_array
-    if options.input is not None:
-        example = _zeros(options.input)
-    watcher = _FirstBatch(runs=example is None)
+    if options.input:
+        example = example_of(cli.model, options.input)
+    dense = _FirstBatch(runs=example is None)
     if example is None:
         # Only a batch says what the model takes.
-        fit_until_enough(cli, watcher)
+        fit_until_enough(cli, dense)
     else:
-        watcher.dense.inputs = _shapes(example)
-        try:
-            watcher.dense.macs = forward_macs(cli.model, example)
-        except Exception as error:
-            given = ", ".join(watcher.dense.inputs)
-            name = type(cli.model).__name__
-            raise ValueError(f"{name} does not take an input of {given}: {error}") from error
+        dense.inputs = example
+        dense.macs = forward_macs(cli.model, example)
         # Loading the data, to count its batches, may take long or be impossible here.
         if scheduled and options.steps is None:
             try:
-                fit_until_enough(cli, watcher)
+                fit_until_enough(cli, dense)
             except (ImportError, OSError, ValueError) as error:
-                raise ValueError(
-                    "a schedule of the config depends on the number of training steps, which takes its data, and "
-                    f"{error}\nor give the number: --steps N"
-                ) from error
-    watcher.dense.steps = options.steps or watcher.dense.steps
-    return watcher.dense
+                raise ValueError(f"{_NEEDS_STEPS}, or its data: {error}") from error
+    dense.steps = options.steps or dense.steps
+    if scheduled and dense.steps is None:
+        raise ValueError(
+            f"{_NEEDS_STEPS}: the Trainer does not know it in an endless training, of data without a length, with "
+            "changing gradient accumulation, and under manual optimization"
+        )
+    return dense
 
 
 class _FirstBatch(pl.Callback):
@@ -142,20 +119,23 @@ class _FirstBatch(pl.Callback):
 
     def __init__(self, *, runs: bool) -> None:
         self.runs = runs
-        self.dense = _Dense({}, [], None)
+        self.macs: Mapping[str, int] = {}  # by layer name, as MacsCounter counts them
+        self.inputs: Any = None
+        self.steps: int | None = None
+        self.optimizers: list[torch.optim.Optimizer] | None = None
 
     def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, *_: Any
     ) -> None:
         """Note the plan, which needs the Trainer's optimizers and data, and begin to count."""
-        self.dense.steps = planned_steps(trainer, pl_module)
-        self.dense.optimizers = trainer.optimizers
+        self.steps = planned_steps(trainer, pl_module)
+        self.optimizers = trainer.optimizers
         if not self.runs:
             raise Enough
-        self.dense.inputs = _shapes(batch)
+        self.inputs = batch
         self._counter = MacsCounter(pl_module)
-        self.dense.macs = self._counter.macs
         self._counter.watch_step()  # which may multiply by weights itself
+        self.macs = self._counter.macs
 
     def on_before_backward(self, *_: Any) -> None:
         """End the training: the forward pass is complete."""
@@ -169,15 +149,13 @@ class _FirstBatch(pl.Callback):
 def _report(
     model: pl.LightningModule,
     callbacks: Sequence[NMSparsityCallback],
-    dense: _Dense,
+    dense: _FirstBatch,
     pattern: str | None,
     console: Console,
 ) -> dict[str, Any]:
     """Charge the planned training to attached layers, print its costs, and return them as primitives."""
-    name = type(model).__name__ + (f" at {pattern}" if pattern else "")
-    print_line(console, f"FLOPs of {name}")
+    name = type(model).__name__
     densities: dict[str, Mapping[FlopsKind, GemmDensity]] = {}  # of masked layers, averaged
-    lines: dict[str, None] = {}  # in order, each once: callbacks may share a schedule
     sparsifiers: list[NMSparsifier] = []
     try:
         for callback in callbacks:
@@ -185,83 +163,50 @@ def _report(
             sparsifier = NMSparsifier(model, config=config, planned_steps=dense.steps)
             # With optimizers, weights that none of them trains stay dense, as in the training.
             sparsifiers.append(sparsifier.attach(optimizers=dense.optimizers))
+        print_line(console, f"FLOPs of {name} at {pattern}" if pattern else f"FLOPs of {name}")
+        if not callbacks:
+            print_line(console, "no NMSparsityCallback is in the config, so every GEMM is dense")
+        for sparsifier in sparsifiers:
             print_layers(sparsifier, console)
             charge_plan(list(sparsifier.layers.values()), dense.steps)
             densities |= {key: mean_densities(layer) for key, layer in sparsifier.layers.items()}
-            lines |= dict.fromkeys(phases(sparsifier))
     finally:
         # The model serves for the next pattern.
         for sparsifier in sparsifiers:
             sparsifier.detach()
     masked_macs = {key: count for key, count in dense.macs.items() if key in densities}
-    report = {
-        "model": type(model).__name__,
-        "pattern": pattern,
-        "inputs": dense.inputs,
-        "parameters": sum(map(known_size, model.parameters())),
-        "macs": sum(dense.macs.values()),
-        "masked_macs": sum(masked_macs.values()),
-        "planned_steps": dense.steps,
-        "phases": list(lines),
-        "ratios": _ratios(dense.macs, densities),
-        "masked_ratios": _ratios(masked_macs, densities),
-    }
-    _print(report, console)
-    return report
+    ratios = flops_ratios(densities, dense.macs)
+    masked_ratios = flops_ratios(densities, masked_macs) if masked_macs else None
 
-
-def _ratios(
-    macs: Mapping[str, int], densities: Mapping[str, Mapping[FlopsKind, GemmDensity]]
-) -> dict[str, dict[str, float] | None]:
-    """The training's multiply-adds over dense ones, of each GEMM and of all; ``None`` if there are none."""
-    total = sum(macs.values())
-    ratios: dict[str, dict[str, float] | None] = {}
-    for kind in get_args(FlopsKind):
-        if not total:
-            ratios[kind] = None
-            continue
-        # A dense dgrad and a dense wgrad have as many multiply-adds as the forward GEMM.
-        of_gemms = dict.fromkeys(_GEMMS, 0.0)
-        for key, count in macs.items():
-            density = densities[key][kind] if key in densities else GemmDensity()
-            for gemm in _GEMMS:
-                of_gemms[gemm] += count * getattr(density, gemm) / total
-        ratios[kind] = {**of_gemms, "all": sum(of_gemms.values()) / len(_GEMMS)}
-    return ratios
-
-
-def _print(report: Mapping[str, Any], console: Console) -> None:
-    heads = ("counted as", *_GEMMS, "all", "masked alone", "meaning")
+    heads = ("counted as", "all layers", "masked alone", "meaning")
     table = columns_table("training FLOPs, dense is 1", heads, {"meaning": 20}, right=heads[1:-1])
     for kind, meaning in _MEANINGS.items():
-        ratios, masked = report["ratios"][kind], report["masked_ratios"][kind]
-        cells = ["-"] * 4 if ratios is None else [f"{ratio:.4f}" for ratio in ratios.values()]
-        table.add_row(kind, *cells, f"{masked['all']:.4f}" if masked else "-", meaning)
+        alone = f"{masked_ratios[kind]:.4f}" if masked_ratios else "-"
+        table.add_row(kind, f"{ratios[kind]:.4f}", alone, meaning)
     console.print(table)
-    macs = report["macs"]
+    tensors = [leaf for leaf in tree_leaves(dense.inputs) if isinstance(leaf, Tensor)]
+    inputs = [f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for x in tensors]
+    parameters = sum(map(known_size, model.parameters()))
+    macs = sum(dense.macs.values())
     print_line(
         console,
-        f"{report['parameters']:,} parameters; dense forward pass of {', '.join(report['inputs']) or 'no tensor'}: "
-        f"{macs:,} multiply-adds ({2e-9 * macs:.4g} GFLOPs), of which {report['masked_macs']:,} in masked layers\n"
+        f"{parameters:,} parameters; dense forward pass of {', '.join(inputs)}: {macs:,} multiply-adds "
+        f"({2e-9 * macs:.4g} GFLOPs), of which {sum(masked_macs.values()):,} in masked layers\n"
         "products of two activations, as in attention, are not counted",
     )
-    if report["planned_steps"] is not None:
-        print_line(console, f"averaged over {report['planned_steps']:,} planned training steps")
-
-
-def _shapes(inputs: Any) -> list[str]:
-    """Dtype and shape of each tensor, such as ``float32 [2, 8]``."""
-    tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
-    return [f"{str(each.dtype).removeprefix('torch.')} {list(each.shape)}" for each in tensors]
-
-
-def _zeros(sizes: str) -> Tensor:
-    """An input of these sizes, which are separated by commas or by ``x``."""
-    try:
-        shape = [int(size) for size in sizes.replace("x", ",").split(",")]
-        return torch.zeros(shape, dtype=torch.float32)  # refuses negative sizes
-    except (ValueError, RuntimeError) as error:
-        raise ValueError(f"--input {sizes} is no shape: write it as 1,3,224,224") from error
+    if dense.steps is not None:
+        print_line(console, f"averaged over {dense.steps:,} planned training steps")
+    return {
+        "model": name,
+        "pattern": pattern,
+        "inputs": inputs,
+        "parameters": parameters,
+        "macs": macs,
+        "masked_macs": sum(masked_macs.values()),
+        "planned_steps": dense.steps,
+        "ratios": ratios,
+        "masked_ratios": masked_ratios,
+    }
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -271,17 +216,12 @@ def _parser() -> argparse.ArgumentParser:
         "to a dense one: of the forward, dgrad and wgrad GEMM, averaged over the planned steps, counted in three ways "
         "(docs/flops.md). Nothing is trained or timed. Exits with 0, or with 2 if something cannot be used.",
     )
-    files = "a YAML file as `lightning-nm fit -c` takes it; of several, later ones override"
-    parser.add_argument("files", metavar="CONFIG", nargs="*", default=[], help=files)
-    parser.add_argument(
-        "-c", "--config", metavar="FILE", action="append", default=[], help="the same"
+    add_training(parser, required=True)
+    shapes = (
+        "run the model on an input of this shape, such as 1x3x224x224 or 2x16:int64, once for each input; by default "
+        "on its example_input_array, or else on the first batch of the data"
     )
-    add_classes(parser)
-    shape = (
-        "run the model on zeros of this shape, such as 1,3,224,224; "
-        "by default on its example_input_array, or else on the first batch of the data"
-    )
-    parser.add_argument("--input", metavar="SHAPE", help=shape)
+    parser.add_argument("--input", metavar="SHAPE", action="append", default=[], help=shapes)
     parser.add_argument(
         "--steps",
         metavar="N",

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 from lightning.pytorch import Trainer
+from lightning_nm.commands.flops.forward import forward_of
 from torch import nn
 
-from lightning_nm.commands.flops.forward import forward_of
 from lightning_nm.demo import ImageNet, ResNet50
 
 

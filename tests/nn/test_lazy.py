@@ -6,6 +6,7 @@ import warnings
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning_nm.commands.flops.counts import layers_of
 from rich.console import Console
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -13,7 +14,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_nm import NMSparsifier, NMSparsityCallback, pack, prune
 from lightning_nm.callbacks.report.tables import layer_rows, print_layers
 from lightning_nm.callbacks.report.tensorboard import layers_markdown
-from lightning_nm.commands.flops.counts import layers_of
 from lightning_nm.export import verify
 from lightning_nm.nn import Adapter
 from lightning_nm.training.macs import forward_macs

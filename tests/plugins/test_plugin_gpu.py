@@ -12,11 +12,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.plugins import HalfPrecision, MixedPrecision
+from lightning_nm.commands.doctor.training import judge, watch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_nm import NMHalfPrecision, NMMixedPrecision, NMSparsityCallback
-from lightning_nm.commands.doctor.training import judge, watch
 from tests.support.lightning_models import Inspect, make_trainer
 from tests.support.places import PLACES, layers_of, make_place
 
