@@ -145,7 +145,7 @@ def _print_training(training: dict[str, Any], console: Console) -> None:
         ("step_ms", "under masks, by the kernels above"),
     ):
         time = "unknown" if training[key] is None else f"{training[key]:.4g} ms"
-        print_line(console, f"a training step {name}: {time}, measured")
+        print_line(console, f"a step {name}: {time}")
     if training["speedup"] is not None:
         speed = f"{training['speedup']:.3f}x as fast as plain dense training"
         print_line(console, f"a step under masks is {speed}", style="bold")

@@ -228,7 +228,7 @@ def test_a_transformer_on_a_cpu(tmp_path, write, capsys, kernels):
     out = capsys.readouterr().out
     for words in (
         *("N:M kernels", "cpu-csr", "GEMM time on sparse kernels", "x as fast as plain dense"),
-        "a training step under masks, by the kernels above:",
+        "a step under masks, by the kernels above:",
         "not measured here: 12 of 12 products could run sparse",
     ):
         assert words in out
