@@ -116,7 +116,7 @@ def test_patterns_in_yaml_mean_what_they_say_and_round_trip(tmp_path, capsys, wr
         ),
         (
             ["method: {class_path: lightning_nm.BiMsk}"],
-            ["lightning_nm has no BiMsk; did you mean 'BiMask'?"],
+            ["method, BiMsk: there is no 'BiMsk'; did you mean 'BiMask'?"],
         ),
         (["patern: 2:4"], ["NMSparsityCallback: there is no 'patern'; did you mean 'pattern'?"]),
         (

@@ -168,18 +168,17 @@ def build(
 def _for_this_machine(given: Any, masks: bool) -> dict[str, Any]:
     """Options of the Trainer that depend on those of the config and on the device."""
     unused = _WATCHERS if masks else (*_WATCHERS, NMSparsityCallback, MaskMonitor)
-    forced = {
-        "callbacks": [each for each in _listed(given.callbacks) if not isinstance(each, unused)]
-    }
-    plugins = _listed(given.plugins)
+    kept = [each for each in _listed(given.callbacks) if not isinstance(each, unused)]
+    forced: dict[str, Any] = {"callbacks": kept}
     unusable: tuple[type, ...] = () if masks else (KernelRouting,)
     if not torch.cuda.is_available():
         # The config may be for GPUs, as `strategy: fsdp` is.
         forced |= {"accelerator": "cpu", "strategy": "auto"}
         unusable += (NMFSDPPrecision,)
+    plugins = _listed(given.plugins)
     for plugin in plugins:
         if isinstance(plugin, unusable):
-            forced["precision"] = plugin.precision
+            forced["precision"] = plugin.precision  # type: ignore[attr-defined]
             forced["plugins"] = [each for each in plugins if each is not plugin]
     return forced
 

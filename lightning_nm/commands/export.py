@@ -153,9 +153,13 @@ def _write(source: Source, options: argparse.Namespace) -> Report:
         difference = export_onnx(model, example, output)
         return [f"wrote {output}; onnxruntime differs by {difference:.2g} of the largest output"]
     if options.to == "coreml":
-        precision = options.precision or "float32"
         written_package = export_coreml(
-            model, example, output, options.pattern, precision=precision, states=source.states
+            model,
+            example,
+            output,
+            options.pattern,
+            precision=options.precision or "float32",
+            states=source.states,
         )
         return coreml_report(written_package, output)
     patterns = None  # found for each weight

@@ -31,8 +31,8 @@ def packed_report(written: Sequence[Written], output: str, *, is_int8: bool) -> 
         if each.part:
             by_part.setdefault(each.part, []).append(each)
     size = sum(each.bytes for each in written)
-    heads = ("part", "tensors", "bytes", "of file", "of dense")
-    parts = columns_table("parts", heads, {}, right=heads[1:])
+    numbers = ("tensors", "bytes", "of file", "of dense")
+    parts = columns_table("parts", ("part", *numbers), {}, right=numbers)
     in_float = []
     # The largest part first.
     for part, members in sorted(by_part.items(), key=lambda item: -_bytes(item[1])):

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_nm.callbacks import NMSparsityCallback
-from lightning_nm.callbacks.report.tables import print_layers
+from lightning_nm.callbacks.report.tables import COUNTINGS, print_layers
 from lightning_nm.callbacks.training_length import is_scheduled, planned_steps
 from lightning_nm.commands.build import (
     Enough,
@@ -38,12 +38,6 @@ from lightning_nm.training.statistics import flops_ratios
 
 if TYPE_CHECKING:
     from lightning.pytorch.cli import LightningCLI
-
-_MEANINGS: Mapping[FlopsKind, str] = {
-    "arithmetic": "nonzero operands, needed outputs",
-    "paper": "as the N:M papers count",
-    "eligible": "GEMMs that N:M hardware could skip",
-}
 
 _NEEDS_STEPS = (
     "a schedule of the config depends on the number of training steps: give it by --steps N"
@@ -73,7 +67,7 @@ def main(args: Sequence[str]) -> int:
 def _reports(options: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
     """Count the model once, and its training once for each pattern."""
     # Refuse what can be refused before the model is built. None stands for the config's own patterns.
-    patterns = [str(NMPattern.parse(pattern)) for pattern in options.pattern] or [None]
+    patterns: list[str | None] = [str(NMPattern.parse(pattern)) for pattern in options.pattern]
     if options.steps is not None and options.steps < 1:
         raise ValueError(f"--steps {options.steps} must be at least 1")
     cli = build(options.config, options.model, options.data, "lightning-nm flops", masks=False)
@@ -84,7 +78,9 @@ def _reports(options: argparse.Namespace, console: Console) -> list[dict[str, An
     # A schedule changes the costs during training, so that its length matters.
     rules = [rule for callback in callbacks for rule in callback.config.resolve().rules]
     dense = _observe(cli, options, scheduled=any(map(is_scheduled, rules)))
-    return [_report(cli.model, callbacks, dense, pattern, console) for pattern in patterns]
+    return [
+        _report(cli.model, callbacks, dense, pattern, console) for pattern in patterns or [None]
+    ]
 
 
 def _observe(cli: LightningCLI, options: argparse.Namespace, *, scheduled: bool) -> _FirstBatch:
@@ -92,19 +88,18 @@ def _observe(cli: LightningCLI, options: argparse.Namespace, *, scheduled: bool)
     example = cli.model.example_input_array
     if options.input:
         example = example_of(cli.model, options.input)
-    dense = _FirstBatch(runs=example is None)
-    if example is None:
-        # Only a batch says what the model takes.
-        fit_until_enough(cli, dense)
-    else:
+    dense = _FirstBatch()
+    # Loading the data, to count its batches, may take long or be impossible here.
+    if example is None or (scheduled and options.steps is None):
+        try:
+            fit_until_enough(cli, dense)
+        except (ImportError, OSError, ValueError) as error:
+            if example is None:  # only a batch says what the model takes
+                raise
+            raise ValueError(f"{_NEEDS_STEPS}, or its data: {error}") from error
+    if example is not None:
         dense.inputs = example
         dense.macs = forward_macs(cli.model, example)
-        # Loading the data, to count its batches, may take long or be impossible here.
-        if scheduled and options.steps is None:
-            try:
-                fit_until_enough(cli, dense)
-            except (ImportError, OSError, ValueError) as error:
-                raise ValueError(f"{_NEEDS_STEPS}, or its data: {error}") from error
     dense.steps = options.steps or dense.steps
     if scheduled and dense.steps is None:
         raise ValueError(
@@ -115,10 +110,9 @@ def _observe(cli: LightningCLI, options: argparse.Namespace, *, scheduled: bool)
 
 
 class _FirstBatch(pl.Callback):
-    """Notes the plan of a training, and ends it before the first batch; if it `runs`, before its backward pass."""
+    """Notes the plan of a training and counts its first batch, and ends it before the backward pass."""
 
-    def __init__(self, *, runs: bool) -> None:
-        self.runs = runs
+    def __init__(self) -> None:
         self.macs: Mapping[str, int] = {}  # by layer name, as MacsCounter counts them
         self.inputs: Any = None
         self.steps: int | None = None
@@ -130,8 +124,6 @@ class _FirstBatch(pl.Callback):
         """Note the plan, which needs the Trainer's optimizers and data, and begin to count."""
         self.steps = planned_steps(trainer, pl_module)
         self.optimizers = trainer.optimizers
-        if not self.runs:
-            raise Enough
         self.inputs = batch
         self._counter = MacsCounter(pl_module)
         self._counter.watch_step()  # which may multiply by weights itself
@@ -143,7 +135,7 @@ class _FirstBatch(pl.Callback):
         raise Enough
 
     # Under manual optimization a training step need not call `manual_backward`.
-    on_train_batch_end = on_before_backward
+    on_train_batch_end = on_before_backward  # type: ignore[assignment]
 
 
 def _report(
@@ -179,8 +171,8 @@ def _report(
     masked_ratios = flops_ratios(densities, masked_macs) if masked_macs else None
 
     heads = ("counted as", "all layers", "masked alone", "meaning")
-    table = columns_table("training FLOPs, dense is 1", heads, {"meaning": 20}, right=heads[1:-1])
-    for kind, meaning in _MEANINGS.items():
+    table = columns_table("training FLOPs", heads, {"meaning": 20}, right=heads[1:-1])
+    for kind, meaning in COUNTINGS.items():
         alone = f"{masked_ratios[kind]:.4f}" if masked_ratios else "-"
         table.add_row(kind, f"{ratios[kind]:.4f}", alone, meaning)
     console.print(table)

@@ -122,13 +122,13 @@ def require_extra() -> None:
 # What jsonargparse writes of a mistake. A message lists every form that the value did not fit, so the order matters:
 # what is surely wrong comes first, and a name that is none of a Literal's last, since an object may have been meant.
 _MISTAKES = (
-    r"Option '(?P<option>[^'.]+)[^']*' is not accepted",
-    r"Unexpected keys: \{'(?P<key>[^']+)'",
-    r"module '(?P<module>\S+)' has no attribute '(?P<name>\S+)'",
+    r"Option '(?P<word>[^'.]+)[^']*' is not accepted",
+    r"(?P<keys>Unexpected keys): \{'(?P<word>[^']+)'",
+    r"module '(?P<module>\S+)' has no attribute '(?P<word>\S+)'",
     r"Not of type [^:\n]+: (?P<told>.+)",
     # An error that a class raised: an item of the list that does not begin as jsonargparse's own.
     r"^ *- (?P<told>(?!Expected |Problem with |Not a |Does not |Unexpected |a class path|a dict ).+)",
-    r"Expected a typing\.Literal(?P<literal>\[.*?\])[\s\S]*?G(?:ot|iven) value: (?P<value>.*)",
+    r"Expected a typing\.Literal(?P<literal>\[.*?\])[\s\S]*?G(?:ot|iven) value: (?P<word>.*)",
 )
 
 
@@ -170,15 +170,15 @@ def _explanation(mistake: dict[str, str], classes: Sequence[str]) -> str:
     """What is wrong, by the groups of :data:`_MISTAKES` and the classes around it."""
     if "told" in mistake:
         return mistake["told"]
+    word = mistake["word"]
+    text = f"there is no '{word}'"
+    known: list[str] = []
     if "literal" in mistake:
-        known = [str(name) for name in ast.literal_eval(mistake["literal"])]
-        value = mistake["value"]
-        return f"'{value}' is none of {', '.join(known)}{did_you_mean(value, known)}"
-    if "module" in mistake:
-        module, name = mistake["module"], mistake["name"]
-        return f"{module} has no {name}{did_you_mean(name, dir(importlib.import_module(module)))}"
-    known = []
-    if "key" in mistake:  # of a rule or a schedule
+        known += map(str, ast.literal_eval(mistake["literal"]))
+        text = f"'{word}' is none of {', '.join(known)}"
+    elif "module" in mistake:
+        known += dir(importlib.import_module(mistake["module"]))
+    elif "keys" in mistake:  # of a rule or a schedule
         known += [*RuleSpec.__annotations__, *ScheduleSpec.__annotations__]
     elif classes:
         module, _, name = classes[-1].rpartition(".")
@@ -187,5 +187,4 @@ def _explanation(mistake: dict[str, str], classes: Sequence[str]) -> str:
             return "no class is named: write `class_path: module.Class`, and its arguments under `init_args`"
         with suppress(ImportError, AttributeError, ValueError, TypeError):  # another mistake
             known += arguments_of(getattr(importlib.import_module(module), name))
-    word = mistake.get("key") or mistake["option"]
-    return f"there is no '{word}'{did_you_mean(word, known)}"
+    return text + did_you_mean(word, known)

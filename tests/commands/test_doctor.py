@@ -227,8 +227,8 @@ def test_a_transformer_on_a_cpu(tmp_path, write, capsys, kernels):
     assert main(["doctor", "-c", path]) == 0
     out = capsys.readouterr().out
     for words in (
-        *("N:M kernels", "cpu-csr", "GEMM time on sparse kernels", "x as fast as plain dense"),
-        "a step under masks, by the kernels above:",
+        *("N:M kernels", "cpu-csr", "GEMM time on sparse kernels", "ms in plain dense training: "),
+        "ms under masks by the kernels above",
         "not measured here: 12 of 12 products could run sparse",
     ):
         assert words in out
@@ -305,9 +305,12 @@ def test_a_config_that_fit_has_printed_and_one_that_overrides_it(write, capsys, 
 
 @pytest.mark.usefixtures("no_library")
 def test_a_short_training_has_no_step_time(write, capsys):
-    training = document(capsys, "-c", write(SMALL.replace("100", "2")))["training"]
+    path = write(SMALL.replace("100", "2"))
+    training = document(capsys, "-c", path)["training"]
     assert training["step_ms"] is training["speedup"] is None
     assert len(training["products"]) == 12
+    assert main(["doctor", "-c", path]) == 0
+    assert "a step: not measured with and without masks" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
