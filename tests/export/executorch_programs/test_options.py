@@ -39,7 +39,7 @@ COMPLETE = ["--model", "torch.nn.Linear", "--target", "cpu", "--calibration", "x
         (COMPLETE, "target 'cpu' needs executorch, torchao: pip install -e '.[ethos-u]'"),
         ([*COMPLETE, "--target", "ethos-u85-256"], "ethosu, tosa_serializer: pip install"),
         ([*COMPLETE, "-o", "model.pt2"], "writes .pte, not 'model.pt2'"),
-        (["--to", "pt2", "--target", "cpu"], "--model train.Net"),
+        (["--to", "pt2", "--target", "cpu"], "--target is for --to executorch, not pt2"),
         (["--to", "torch", "--target", "cpu"], "--target is for --to executorch, not torch"),
     ],
 )
