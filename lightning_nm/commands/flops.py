@@ -159,6 +159,7 @@ def _report(
         if not callbacks:
             print_line(console, "no NMSparsityCallback is in the config, so every GEMM is dense")
         for sparsifier in sparsifiers:
+            sparsifier.macs.update(dense.macs)  # as after a first batch
             print_layers(sparsifier, console)
             charge_plan(list(sparsifier.layers.values()), dense.steps)
             densities |= {key: mean_densities(layer) for key, layer in sparsifier.layers.items()}
