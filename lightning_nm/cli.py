@@ -6,13 +6,13 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 
-from lightning_nm.commands.doctor.command import main as doctor
-from lightning_nm.commands.export.command import main as export
-from lightning_nm.commands.flops.command import main as flops
+from lightning_nm.commands.doctor import main as doctor
+from lightning_nm.commands.export import main as export
+from lightning_nm.commands.flops import main as flops
 from lightning_nm.commands.lightning_cli import NMLightningCLI, require_extra
 from lightning_nm.commands.sensitivity.command import main as sensitivity
 from lightning_nm.commands.study.command import main as study
-from lightning_nm.commands.verify.command import main as verify
+from lightning_nm.commands.verify import main as verify
 from lightning_nm.export.classes import find_modules_here
 from lightning_nm.functional.spelling import did_you_mean
 

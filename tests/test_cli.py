@@ -116,7 +116,7 @@ def test_patterns_in_yaml_mean_what_they_say_and_round_trip(tmp_path, capsys, wr
         ),
         (
             ["method: {class_path: lightning_nm.BiMsk}"],
-            ["lightning_nm has no BiMsk; did you mean 'BiMask'?"],
+            ["method, BiMsk: there is no 'BiMsk'; did you mean 'BiMask'?"],
         ),
         (["patern: 2:4"], ["NMSparsityCallback: there is no 'patern'; did you mean 'pattern'?"]),
         (
@@ -308,7 +308,7 @@ def test_a_class_that_the_config_does_not_name(tmp_path, capsys):
         "hint: model, LightningModule: no class is named: write `class_path"
         in capsys.readouterr().err
     )
-    for command in (["doctor", "-c"], ["flops"]):
+    for command in (["doctor", "-c"], ["flops", "-c"]):
         assert main([*command, str(path)]) == 2
         assert (
             "`model:` of the config names no class: give it by --model, such as --model"
@@ -486,8 +486,10 @@ def test_verify_prints_json(tmp_path, capsys):
         {"a.weight": nmf.nm_prune(torch.randn(4, 8), "2:4"), "b.weight": torch.randn(4, 8)}, path
     )
     assert main(["verify", path, "--pattern", "2:4", "--include", "b", "--json"]) == 1
-    found = json.loads(capsys.readouterr().out)
-    assert (found["schema"], found["checkpoint"], found["ok"]) == (1, path, False)
+    document = json.loads(capsys.readouterr().out)
+    assert (document["schema"], document["command"], document["ok"]) == (1, "verify", False)
+    (found,) = document["checkpoints"]
+    assert (found["checkpoint"], found["ok"]) == (path, False)
     assert found["problems"] == ["'b.weight' is named by `include` but is dense"]
     assert [(w["key"], w["verdict"], w["blocks"]) for w in found["weights"]] == [
         ("a.weight", "N:M", 8),
@@ -495,7 +497,7 @@ def test_verify_prints_json(tmp_path, capsys):
     ]
     assert main(["verify", path, "--json"]) == 2
     out, err = capsys.readouterr()
-    assert not out
+    assert "give a pattern" in json.loads(out)["checkpoints"][0]["error"]
     assert "give a pattern" in err
 
 

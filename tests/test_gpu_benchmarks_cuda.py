@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks.gpu import correctness, costs, layers, prediction
+from benchmarks.gpu import correctness, costs, layers
 from benchmarks.gpu.setting import Setting, SoftwareOperators
 from benchmarks.train import Watch
 from lightning_nm.functional import transposable_mask
@@ -193,38 +193,3 @@ def test_a_training_is_watched_by_events(cuda, monkeypatch):
         assert batches == len(watch.losses) == 5
         assert watch.steps() == pytest.approx([3e-3, 3e-3])
         assert Clock.waited - before == 4  # for every step but the last
-
-
-def test_the_clock_of_predictions_reads_events_and_counts_what_the_device_did(cuda, monkeypatch):
-    def seen(key, device, ms, annotation=False):
-        return SimpleNamespace(
-            key=key,
-            device_type=SimpleNamespace(name=device),
-            is_user_annotation=annotation,
-            self_device_time_total=1e3 * ms,
-            self_cpu_time_total=5e3,
-        )
-
-    events = [
-        seen("gemm", "CUDA", 2.0),
-        seen("k" * 200 + "a", "CUDA", 0.5),
-        seen("k" * 200 + "b", "CUDA", 0.75),
-        seen("Optimizer.step", "CUDA", 9.0, annotation=True),
-        seen("aten::mm", "CPU", 2.0),
-    ]
-    profiler = SimpleNamespace(calls=[], key_averages=lambda: events)
-    profiler.start, profiler.stop = (
-        lambda name=name: profiler.calls.append(name) for name in ("start", "stop")
-    )
-    monkeypatch.setattr(prediction, "profile", lambda activities: profiler)
-    monkeypatch.setattr(
-        Event, "elapsed_time", lambda self, other: 3.0 * (self.recorded and other.recorded), False
-    )
-    clock, trainer = prediction.Clock(torch.device("cuda")), SimpleNamespace(should_stop=False)
-    while not trainer.should_stop:
-        clock.on_train_batch_start(trainer)
-        clock.on_train_batch_end(trainer)
-    assert (clock.batches, len(clock.waited), len(clock.ends)) == (14, 5, 6)
-    assert clock.unwatched() == 3.0
-    assert profiler.calls == ["start", "stop"]
-    assert clock.busy() == {"ms": 3.25, "longest": {"gemm": 2.0, "k" * 120: 1.25}}

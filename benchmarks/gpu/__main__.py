@@ -50,7 +50,6 @@ PARTS = {
     "layers": Part("benchmarks.gpu.layers", 70),
     "train": Part("benchmarks.train", 80),
     "preprocess": Part("benchmarks.gpu.preprocess", 30),
-    "prediction": Part("benchmarks.gpu.prediction", 30),
 }
 
 DRY = "A dry run: CPU, tiny sizes, a simulated kernel. It shows that the scripts work, and no figure has a meaning."

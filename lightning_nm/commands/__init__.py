@@ -1,1 +1,1 @@
-"""The commands of ``lightning-nm``, one folder each. Nothing of the library imports them."""
+"""The commands of ``lightning-nm``, one file each but for the study. Nothing of the library imports them."""

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch import callbacks
-from lightning.pytorch.plugins import FSDPPrecision, HalfPrecision, MixedPrecision, Precision
 
 from lightning_nm.callbacks import MaskMonitor, NMSparsityCallback
 from lightning_nm.commands.lightning_cli import NMLightningCLI
@@ -49,7 +48,6 @@ _WATCHERS: tuple[type, ...] = (
     callbacks.ProgressBar,
     callbacks.Timer,
 )
-_MASKING: tuple[type, ...] = (NMSparsityCallback, MaskMonitor)
 
 
 class Classes(NamedTuple):
@@ -70,13 +68,12 @@ class Classes(NamedTuple):
         Raises:
             ValueError: If one cannot be imported, or is no such class.
         """
-        model_class = None
+        classes: dict[str, Any] = {}
         if self.model is not None:
-            model_class = import_class(self.model, "--model", pl.LightningModule)
-        data_class = None
+            classes["model_class"] = import_class(self.model, "--model", pl.LightningModule)
         if self.data is not None:
-            data_class = import_class(self.data, "--data", pl.LightningDataModule)
-        return {"model_class": model_class, "datamodule_class": data_class}
+            classes["datamodule_class"] = import_class(self.data, "--data", pl.LightningDataModule)
+        return classes
 
 
 def require_classes(configs: Sequence[Any], classes: Classes) -> None:
@@ -86,21 +83,16 @@ def require_classes(configs: Sequence[Any], classes: Classes) -> None:
         ValueError: With the option.
     """
     for option, given, example in (("model", classes.model, "Net"), ("data", classes.data, "Data")):
-        sections = []
-        for config in configs:
-            if isinstance(config, Mapping) and config.get(option):
-                sections.append(config[option])
-        is_named = given is not None or any(_names_class(section) for section in sections)
-        if sections and not is_named:
+        sections = [
+            each[option] for each in configs if isinstance(each, Mapping) and each.get(option)
+        ]
+        # `model: Net` is short for `model: {class_path: Net}`.
+        is_named = any(isinstance(each, str) or "class_path" in each for each in sections)
+        if sections and not is_named and given is None:
             raise ValueError(
                 f"`{option}:` of the config names no class: give it by --{option}, such as --{option} train.{example}, "
                 "or write `class_path` and `init_args` in the config"
             )
-
-
-def _names_class(section: Any) -> bool:
-    # `model: Net` is short for `model: {class_path: Net}`.
-    return isinstance(section, str) or "class_path" in section
 
 
 def _content(path: str) -> Any:
@@ -119,7 +111,6 @@ def build(
     data: str | None = None,
     prog: str = "lightning-nm doctor",
     *,
-    kernels: bool = True,
     masks: bool = True,
 ) -> LightningCLI:
     """Create the Trainer, the model and the data on one device: a GPU if there is one, else the CPU.
@@ -128,10 +119,10 @@ def build(
         configs: YAML files as ``lightning-nm fit -c`` takes them, or as a ``LightningCLI(Model, Data)`` of one's own
             does; later ones override.
         model: For such files the import path of the model's class, such as ``train.Net``.
-        data: Likewise of the data module.
+        data: The same of the data module.
         prog: What the messages of usage errors begin with.
-        kernels: Keep the precision plugins that choose kernels; they refuse a model without masks.
-        masks: Keep the callbacks that mask; without them plugins that choose kernels become Lightning's own.
+        masks: Keep the callbacks that mask, and the precision plugins that choose kernels for masked layers. Without
+            them Lightning's own precision is the same.
 
     Raises:
         ImportError: If jsonargparse is missing.
@@ -144,23 +135,6 @@ def build(
     arguments = []
     for path in configs:
         arguments += ["--config", str(path)]
-    with warnings.catch_warnings():
-        # LightningCLI warns of `args` while the process has arguments, too.
-        warnings.filterwarnings(
-            "ignore", message="LightningCLI's args parameter is intended to run from within Python"
-        )
-        cli_class = _cli_class(kernels=kernels, masks=masks)
-        return cli_class(
-            **class_arguments,
-            run=False,
-            save_config_callback=None,
-            parser_kwargs={"prog": prog},
-            args=arguments,
-        )
-
-
-def _cli_class(*, kernels: bool, masks: bool) -> type[NMLightningCLI]:
-    """Return a LightningCLI that creates the Trainer as :func:`build` says."""
 
     class CLI(NMLightningCLI):
         def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -173,41 +147,88 @@ def _cli_class(*, kernels: bool, masks: bool) -> type[NMLightningCLI]:
             self.config.trainer.logger = False
 
         def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
-            has_gpu = torch.cuda.is_available()
             given = self.config_init.trainer
-            unused = _WATCHERS if masks else (*_WATCHERS, *_MASKING)
-            forced = {**_FORCED, "callbacks": _without(given.callbacks, unused)}
-            if not has_gpu:
-                # The config may be for GPUs, as `strategy: fsdp` is.
-                forced["accelerator"] = "cpu"
-                forced["strategy"] = "auto"
-            plugins = _without(given.plugins, ())
-            if not kernels:
-                plugins = _without(plugins, KernelRouting)
-            elif not has_gpu:
-                plugins = _without(plugins, NMFSDPPrecision)
-            if not masks:
-                plugins = [_without_routing(plugin) for plugin in plugins]
-            # Else the option stays as the config has it, which may be none.
-            if not kernels or not has_gpu or not masks:
-                forced["plugins"] = plugins
+            forced = {**_FORCED, **_for_this_machine(given, masks)}
             return super().instantiate_trainer(**forced, **kwargs)
 
-    return CLI
+    with warnings.catch_warnings():
+        # LightningCLI warns of `args` while the process has arguments, too.
+        warnings.filterwarnings(
+            "ignore", message="LightningCLI's args parameter is intended to run from within Python"
+        )
+        return CLI(
+            **class_arguments,
+            run=False,
+            save_config_callback=None,
+            parser_kwargs={"prog": prog},
+            args=arguments,
+        )
 
 
-def _without_routing(plugin: Any) -> Any:
-    """Lightning's own plugin of the same precision in place of one that chooses kernels."""
-    # The package's plugins derive from Lightning's, whose classes say the precision.
-    if not isinstance(plugin, KernelRouting):
-        return plugin
-    if isinstance(plugin, MixedPrecision):
-        return MixedPrecision(plugin.precision, plugin.device, plugin.scaler)  # type: ignore[arg-type]
-    if isinstance(plugin, HalfPrecision):
-        return HalfPrecision(plugin.precision)
-    if isinstance(plugin, FSDPPrecision):
-        return FSDPPrecision(plugin.precision)  # type: ignore[arg-type]
-    return Precision()
+def _for_this_machine(given: Any, masks: bool) -> dict[str, Any]:
+    """Options of the Trainer that depend on those of the config and on the device."""
+    unused = _WATCHERS if masks else (*_WATCHERS, NMSparsityCallback, MaskMonitor)
+    kept = [each for each in _listed(given.callbacks) if not isinstance(each, unused)]
+    forced: dict[str, Any] = {"callbacks": kept}
+    unusable: tuple[type, ...] = () if masks else (KernelRouting,)
+    if not torch.cuda.is_available():
+        # The config may be for GPUs, as `strategy: fsdp` is.
+        forced |= {"accelerator": "cpu", "strategy": "auto"}
+        unusable += (NMFSDPPrecision,)
+    plugins = _listed(given.plugins)
+    for plugin in plugins:
+        if isinstance(plugin, unusable):
+            forced["precision"] = plugin.precision  # type: ignore[attr-defined]
+            forced["plugins"] = [each for each in plugins if each is not plugin]
+    return forced
+
+
+def masking_callbacks(cli: LightningCLI) -> list[NMSparsityCallback]:
+    """Return the callbacks of the config that mask, also if the Trainer was built without them."""
+    callbacks = _listed(cli.config_init.trainer.callbacks)
+    return [each for each in callbacks if isinstance(each, NMSparsityCallback)]
+
+
+def _listed(given: Any) -> list[Any]:
+    """The entries of an option of the Trainer: a list, a single object or none."""
+    entries = given if isinstance(given, list) else [given]
+    return [entry for entry in entries if entry is not None]
+
+
+class Enough(Exception):
+    """Ends a training; an exception, so that the hooks for the end of an epoch or a fit do not run."""
+
+
+def fit_until_enough(cli: LightningCLI, watcher: pl.Callback) -> None:
+    """Train until a callback, which comes after all others, raises :exc:`Enough`, or to the end.
+
+    Raises:
+        ValueError: If no batch was trained.
+    """
+    cli.trainer.callbacks.append(watcher)  # type: ignore[attr-defined]  # missing in its annotations
+    try:
+        cli.trainer.fit(cli.model, datamodule=cli.datamodule)
+    except Enough:
+        return
+    if not cli.trainer.global_step:
+        raise ValueError(
+            "the training ended before its first batch: see its max_steps, limit_train_batches and data"
+        )
+
+
+def add_training(parser: argparse.ArgumentParser, *, required: bool) -> None:
+    """Add the options of a command that takes what :func:`build` takes."""
+    config = "a YAML file as `lightning-nm fit -c` takes it; may be given several times, later ones override"
+    parser.add_argument(
+        "-c",
+        "--config",
+        metavar="FILE",
+        action="append",
+        default=[],
+        required=required,
+        help=config,
+    )
+    add_classes(parser)
 
 
 def add_classes(parser: argparse.ArgumentParser) -> None:
@@ -218,9 +239,3 @@ def add_classes(parser: argparse.ArgumentParser) -> None:
             f"its class, such as train.{example}"
         )
         parser.add_argument(f"--{option}", metavar="CLASS", help=own)
-
-
-def _without(given: Any, kinds: type | tuple[type, ...]) -> list[Any]:
-    """The entries of an option of the Trainer, a list or a single object, except those of some classes."""
-    entries = given if isinstance(given, list) else [given]
-    return [entry for entry in entries if entry is not None and not isinstance(entry, kinds)]

@@ -1,7 +1,7 @@
 """NMLightningCLI: a LightningCLI that knows the demo's classes, and says what is wrong with an argument.
 
-jsonargparse explains a mistake in YAML by all forms that a value might have, over many lines. :func:`hint` reads that
-message, and says before it which key is wrong, and what was probably meant.
+jsonargparse explains a mistake in YAML by all forms that a value might have, over many lines. :func:`hint` finds in its
+message which key is wrong, and what was probably meant, to say it in one line before the message.
 """
 
 from __future__ import annotations
@@ -12,13 +12,16 @@ import os
 import re
 import warnings
 from collections.abc import Sequence
-from typing import Any, NamedTuple, NoReturn
+from contextlib import suppress
+from typing import Any, NoReturn
 
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from lightning_nm.config import arguments_of
+from lightning_nm.config.rules import RuleSpec
 from lightning_nm.functional.spelling import did_you_mean
+from lightning_nm.functional.stages import ScheduleSpec
 
 EXTRA = (
     "The command line needs the extra `cli`: pip install -e '.[cli]' in a checkout of lightning_nm"
@@ -116,6 +119,19 @@ def require_extra() -> None:
             raise ImportError(f"{EXTRA} ({error})") from error
 
 
+# What jsonargparse writes of a mistake. A message lists every form that the value did not fit, so the order matters:
+# what is surely wrong comes first, and a name that is none of a Literal's last, since an object may have been meant.
+_MISTAKES = (
+    r"Option '(?P<word>[^'.]+)[^']*' is not accepted",
+    r"(?P<keys>Unexpected keys): \{'(?P<word>[^']+)'",
+    r"module '(?P<module>\S+)' has no attribute '(?P<word>\S+)'",
+    r"Not of type [^:\n]+: (?P<told>.+)",
+    # An error that a class raised: an item of the list that does not begin as jsonargparse's own.
+    r"^ *- (?P<told>(?!Expected |Problem with |Not a |Does not |Unexpected |a class path|a dict ).+)",
+    r"Expected a typing\.Literal(?P<literal>\[.*?\])[\s\S]*?G(?:ot|iven) value: (?P<word>.*)",
+)
+
+
 def hint(message: str) -> str:
     """Return which key of a message of jsonargparse is wrong, why, and what was probably meant; empty if unknown.
 
@@ -125,167 +141,50 @@ def hint(message: str) -> str:
         ...     Option 'batchsize' is not accepted'''))
         data, Digits: there is no 'batchsize'; did you mean 'batch_size'?
     """
-    lines = message.splitlines()
-    # The order matters: a message lists every form that the value did not fit, and the first hint found is given.
-    for find in (_unknown_key, _unknown_class, _message_of_class, _none_of_literal):
-        for number, line in enumerate(lines):
-            after = lines[number:]
-            text = find(line, after, _places(lines[: number + 1]))
-            if text:
-                # The fault is named by what encloses its line, without the line itself.
-                where = ", ".join(place.short_name for place in _places(lines[:number]))
-                return f"{where}: {text}" if where else text
+    for mistake in _MISTAKES:
+        found = re.search(mistake, message, re.MULTILINE)
+        if found is not None:
+            places = _places(message[: found.start(1)].split("\n"))
+            where = ", ".join(short_name for short_name, _ in places)
+            text = _explanation(found.groupdict(), [path for _, path in places if path])
+            return f"{where}: {text}" if where else text
     return ""
 
 
-class _Place(NamedTuple):
-    """A key of the YAML, or a class, that encloses a line of a message."""
-
-    name: str
-    is_class: bool
-
-    @property
-    def short_name(self) -> str:
-        return self.name.rpartition(".")[2] if self.is_class else self.name
-
-
-def _places(lines: Sequence[str]) -> list[_Place]:
-    """The keys and the classes that enclose the last of some lines, from the outside."""
-    if not lines:
-        return []
-    inside_out: list[_Place] = []
-    # The last line counts as its own place, so the search begins one deeper than it.
-    depth = _indent(lines[-1]) + 1
+def _places(lines: Sequence[str]) -> list[tuple[str, str]]:
+    """The keys and classes that enclose the last of some lines, from the outside, and the classes' import paths."""
+    places: list[tuple[str, str]] = []
+    depth = len(lines[-1])
     for line in reversed(lines):
-        text = line.strip(" -")
-        indent = _indent(line)
-        is_blank = not line.strip()
-        if is_blank or indent >= depth:
-            continue
-        depth = indent
-        key = re.match(r"(?:error: )?Parser key \"(.*)\":", text)
-        class_path = re.match(r"Problem with given class_path '(.*)':", text)
-        if key is not None:
-            inside_out.append(_Place(key[1], is_class=False))
-        elif class_path is not None:
-            inside_out.append(_Place(class_path[1], is_class=True))
-    return inside_out[::-1]
+        # The dash of a list's item counts as indent, so the item is deeper than the line above it.
+        indent = len(line) - len(line.lstrip(" -"))
+        if line.strip(" -") and indent < depth:
+            depth = indent
+            place = re.search(r"Parser key \"(.*)\":|class_path '((?:.*\.)?(.*))':", line)
+            if place is not None:
+                places.insert(0, (place[1] or place[3], place[2] or ""))
+    return places
 
 
-def _indent(line: str) -> int:
-    # The dash of a list's item counts as indent, so the item is deeper than the line above it.
-    return len(line) - len(line.lstrip(" -"))
-
-
-# Each of the following finds one kind of mistake in a line: it returns a text about it, or an empty one. `after` are
-# the lines from this one on, `places` what encloses it.
-
-
-def _unknown_key(line: str, after: Sequence[str], places: Sequence[_Place]) -> str:
-    """An argument that a class does not have, or a key that a rule does not have."""
-    option = re.search(r"Option '([^']*)' is not accepted", line)
-    if option is not None:
-        return _unknown_argument(option[1], places)
-    keys = re.search(r"Unexpected keys: \{(.*?)\}", line)
-    if keys is None:
-        return ""
-    from lightning_nm.config.rules import RuleSpec
-    from lightning_nm.functional.stages import ScheduleSpec
-
-    first = keys[1].split(",")[0].strip(" '")
-    # The keys of other mappings are not known here.
-    specs: dict[str, Any] = {"rules": RuleSpec, "schedule": ScheduleSpec}
-    place = places[-1] if places else None
-    known = []
-    if place is not None and not place.is_class and place.name in specs:
-        in_rule = place.name == "rules" and _is_value_of("schedule", after)
-        known = list(specs["schedule" if in_rule else place.name].__annotations__)
-    return f"there is no '{first}'{_meant(first, known)}"
-
-
-def _is_value_of(key: str, after: Sequence[str]) -> bool:
-    """Whether the value that does not fit, the first of these lines that has one, is that of a key of a mapping."""
-    value = _value(after)
-    # The values that enclose it follow.
-    return value is not None and any(f"'{key}': {value}" in line for line in after)
-
-
-def _unknown_argument(option: str, places: Sequence[_Place]) -> str:
-    classes = [place.name for place in places if place.is_class]
-    class_path = classes[-1] if classes else ""
-    # The base classes take nothing: the user wrote arguments, and no class for them.
-    if class_path.endswith((".LightningModule", ".LightningDataModule")):
-        return "no class is named: write `class_path: module.Class`, and its arguments under `init_args`"
-    # Where the value of an unknown argument is a mapping, its keys come after the argument.
-    option = option.partition(".")[0]
-    return f"there is no '{option}'{_meant(option, _parameters(class_path))}"
-
-
-def _unknown_class(line: str, after: Sequence[str], places: Sequence[_Place]) -> str:
-    """A class that its module does not have."""
-    found = re.search(r"module '(\S+)' has no attribute '(\S+)'", line)
-    if found is None:
-        return ""
-    module, name = found.groups()
-    known = dir(importlib.import_module(module))
-    return f"{module} has no {name}{_meant(name, known)}"
-
-
-def _message_of_class(line: str, after: Sequence[str], places: Sequence[_Place]) -> str:
-    """The message of an error that a class raised about its arguments."""
-    text = line.strip()
-    if text.startswith("Not of type "):
-        _, _, message = text.partition(": ")
-        return message
-    # The other items of a message are jsonargparse's own.
-    of_jsonargparse = (
-        "Expected ",
-        "Problem with ",
-        "Not a valid ",
-        "Does not ",
-        "Unexpected ",
-        "a class path",
-        "a dict ",
-    )
-    is_item = text.startswith("- ")
-    message = text.removeprefix("- ")
-    if not is_item or message.startswith(of_jsonargparse):
-        return ""
-    return message
-
-
-def _none_of_literal(line: str, after: Sequence[str], places: Sequence[_Place]) -> str:
-    """A value that is none of the allowed ones."""
-    literal = re.search(r"Expected a typing\.Literal(\[.*?\])", line)
-    value = _value(after)
-    if literal is None or value is None:
-        return ""
-    known = [str(name) for name in ast.literal_eval(literal[1])]
-    return f"'{value}' is none of {', '.join(known)}{_meant(value, known)}"
-
-
-def _value(lines: Sequence[str]) -> str | None:
-    """The value that the first of some lines complains about."""
-    for line in lines:
-        found = re.search(r"Got value: (.*)|Given value: (.*)", line)
-        if found is not None:
-            return found[1] or found[2]
-    return None
-
-
-def _parameters(class_path: str) -> list[str]:
-    """The arguments of a class; none if it cannot be imported, which is another mistake."""
-    module, _, name = class_path.rpartition(".")
-    try:
-        return arguments_of(getattr(importlib.import_module(module), name))
-    except (ImportError, AttributeError, ValueError, TypeError):
-        return []
-
-
-def _meant(word: str, known: Sequence[str]) -> str:
-    """The rest of a hint: the known name that is close to a word, or all if they are few."""
-    suggestion = did_you_mean(word, known)
-    if suggestion:
-        return suggestion
-    is_short = 0 < len(known) < 12
-    return f"; there are {', '.join(known)}" if is_short else ""
+def _explanation(mistake: dict[str, str], classes: Sequence[str]) -> str:
+    """What is wrong, by the groups of :data:`_MISTAKES` and the classes around it."""
+    if "told" in mistake:
+        return mistake["told"]
+    word = mistake["word"]
+    text = f"there is no '{word}'"
+    known: list[str] = []
+    if "literal" in mistake:
+        known += map(str, ast.literal_eval(mistake["literal"]))
+        text = f"'{word}' is none of {', '.join(known)}"
+    elif "module" in mistake:
+        known += dir(importlib.import_module(mistake["module"]))
+    elif "keys" in mistake:  # of a rule or a schedule
+        known += [*RuleSpec.__annotations__, *ScheduleSpec.__annotations__]
+    elif classes:
+        module, _, name = classes[-1].rpartition(".")
+        # The base classes take nothing: the user wrote arguments, and no class for them.
+        if name in ("LightningModule", "LightningDataModule"):
+            return "no class is named: write `class_path: module.Class`, and its arguments under `init_args`"
+        with suppress(ImportError, AttributeError, ValueError, TypeError):  # another mistake
+            known += arguments_of(getattr(importlib.import_module(module), name))
+    return text + did_you_mean(word, known)

@@ -15,7 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from lightning_nm import BAME, BiMask, NMSparsifier, NMSparsityCallback, TransposableMask
 from lightning_nm import functional as nmf
-from lightning_nm.commands.verify.command import main as verify
+from lightning_nm.commands.verify import main as verify
 from lightning_nm.demo import ExactResume
 from tests.support.lightning_models import Data, Net, SaveAt, assert_equal_models, make_trainer
 from tests.support.outside import ScaledMask

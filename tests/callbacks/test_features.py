@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 
 from lightning_nm import NMSparsifier, NMSparsityCallback
 from lightning_nm import functional as nmf
-from lightning_nm.commands.verify.command import main as verify
+from lightning_nm.commands.verify import main as verify
 from lightning_nm.nn.adapters import Adapter
 from tests.support.features import ends_sparse, fit, methods, sparse
 from tests.support.lightning_models import (

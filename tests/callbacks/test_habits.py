@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from lightning_nm import NMSparsityCallback
 from lightning_nm import functional as nmf
-from lightning_nm.commands.verify.command import main as verify
+from lightning_nm.commands.verify import main as verify
 from lightning_nm.demo import ExactResume
 from tests.support.features import ends_sparse, fit, methods, sparse
 from tests.support.lightning_models import (

@@ -25,7 +25,6 @@ PUBLIC = (
     "nn",
     "metrics",
     "export",
-    "commands.doctor",
     "plugins",
     "integrations",
     "callbacks",

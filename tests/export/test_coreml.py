@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_nm import NMSparsifier, pack
 from lightning_nm.cli import main
-from lightning_nm.commands.export.coreml import coreml_table, coreml_text
+from lightning_nm.commands.export_reports import coreml_report
 from lightning_nm.export import CoreMLPackage, CoreMLReport, CoreMLWritten, export_coreml, verify
 from lightning_nm.functional import is_nm, nm_prune
 from tests.support.experts import Experts
@@ -121,11 +121,11 @@ def test_what_is_printed():
     ]
     report = CoreMLReport(600, 1000, written)
     assert report.operators == {"linear": 2, "conv": 1}
-    text = coreml_text(report, "a.mlpackage")
+    table, *sentences = coreml_report(report, "a.mlpackage")
+    text = " ".join(sentences)
     assert "2 of 4 N:M weights as nonzeros and a bit mask (2 linear, 1 conv)" in text
     assert "600 bytes, 0.600 of the dense package's 1000" in text
     assert "not run: that needs macOS, and no speed is claimed" in text
-    table = coreml_table(report)
     cells = list(table.columns[5].cells)
     assert cells == ["p_a", "p_b", "dense: p_c", "not in the program"]
     assert list(table.columns[4].cells) == ["0.600", "0.300", "1.000", ""]
@@ -325,7 +325,7 @@ class TestCommand:
         assert said.err == ""
         assert sorted(os.listdir(tmp_path)) == ["a.ckpt", "a.mlpackage"]
         assert main(["verify", str(output), "--json"]) == 0
-        found = json.loads(capsys.readouterr().out)
+        (found,) = json.loads(capsys.readouterr().out)["checkpoints"]
         assert {each["key"] for each in found["weights"]} == {"net.3.weight", "net.6.weight"}
         assert {each["pattern"] for each in found["weights"]} == {"2:4"}
         assert main(["verify", str(output), "--pattern", "1:4", "--allow-dense"]) == 1

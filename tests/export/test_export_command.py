@@ -166,7 +166,7 @@ def test_nothing_sparse(checkpoint, tmp_path, capsys):
             ("in.pt", "--to", "pt2", "-o", "a.x", "--model", "torch.nn.Linear"),
             "--to pt2 writes .pt2",
         ),
-        (("in.pt", "--model", "x.Y", "-o", "a.safetensors"), "--model and --input are for"),
+        (("in.pt", "--model", "x.Y", "-o", "a.safetensors"), "--model is for --to onnx, pt2"),
         (
             ("in.pt", "--prefix", "x.", "-o", "a.safetensors"),
             "no key of 'in.pt' begins with 'x.': they are '0.weight'",

@@ -15,8 +15,8 @@ from lightning_nm import (
     save_packed,
     unpacked_state_dict,
 )
-from lightning_nm.commands.export.command import main as export
-from lightning_nm.commands.verify import command as verify
+from lightning_nm.commands import verify
+from lightning_nm.commands.export import main as export
 from lightning_nm.export import PackedFile
 from lightning_nm.export.packed_file import write_packed
 from lightning_nm.export.sources import read_source

@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from lightning_nm import functional as nmf
-from lightning_nm.commands.verify.command import main
+from lightning_nm.commands.verify import main
 from lightning_nm.export import verify
 from lightning_nm.export.checkpoint import read_checkpoint
 

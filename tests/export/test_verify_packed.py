@@ -91,7 +91,7 @@ def test_weights_that_are_all_zero(tmp_path, capsys):
     assert [result.problems for result in results] == [[], ["every weight that is N:M is all zero"]]
     assert [v.note for v in results[0].verdicts] == ["packed, plain, all zero", "packed, plain"]
     assert main(["verify", str(path), "--json"]) == 1
-    assert json.loads(capsys.readouterr().out)["warnings"] == warnings[-1]
+    assert json.loads(capsys.readouterr().out)["checkpoints"][0]["warnings"] == warnings[-1]
 
 
 def test_tied_weights(tmp_path):
@@ -152,7 +152,7 @@ def test_the_command(saved, capsys):
         "3 of 4 matrices are N:M, with 99.8% of all entries; 1 is dense" in capsys.readouterr().out
     )
     assert main(["verify", str(saved), "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
+    (document,) = json.loads(capsys.readouterr().out)["checkpoints"]
     assert (document["ok"], document["matrices"]) == (True, {"N:M": 3, "dense": 1, "broken": 0})
     assert document["weights"][1] == {
         **{"key": "4.weight", "verdict": "N:M", "pattern": "1:16", "blocks": 2048, "violations": 0},

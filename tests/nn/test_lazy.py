@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_nm import NMSparsifier, NMSparsityCallback, pack, prune
 from lightning_nm.callbacks.report.tables import layer_rows, print_layers
 from lightning_nm.callbacks.report.tensorboard import layers_markdown
-from lightning_nm.commands.flops.counts import layers_of
 from lightning_nm.export import verify
 from lightning_nm.nn import Adapter
 from lightning_nm.training.macs import forward_macs
@@ -71,10 +70,6 @@ def test_other_ways_leave_it_dense_too(calibrated):
     assert result.skipped["0"].startswith(REASON)
     if calibrated:  # an inference model has weights: packing comes after a batch
         pack(model, kernels="reference")
-    before = layers_of(linears(), {"0": 0, "2": 0, "3": 0})
-    assert [(row.name, row.shape, row.parameters) for row in before[:3]] == [
-        ("0", (), 0), ("2", (16, 16), 256), ("3", (8, 16), 128),
-    ]  # fmt: skip
     assert forward_macs(linears(), torch.randn(8, 12)) == {"0": 1536, "2": 2048, "3": 1024}
 
 

@@ -16,7 +16,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_nm import NMHalfPrecision, NMMixedPrecision, NMSparsityCallback
-from lightning_nm.commands.doctor.training import judge, watch
 from tests.support.lightning_models import Inspect, make_trainer
 from tests.support.places import PLACES, layers_of, make_place
 
@@ -200,26 +199,3 @@ def test_packs_go_with_the_fit(place, tmp_path, monkeypatch):
     assert set(alive) == {3}, "forward of two layers and dgrad of one"
     count()
     assert alive[-1] == 0
-
-
-@pytest.mark.parametrize("kernels", ["auto", "sparse"])
-def test_the_doctor_watches_and_judges(place, tmp_path, kernels):
-    plugin = routed(place, NMMixedPrecision, "bf16-mixed", kernels)
-    seen = watch(
-        prepare(place, tmp_path, plugin, max_epochs=10, num_sanity_val_steps=0), model(), Blobs()
-    )
-    assert seen.step_ms > 0
-    assert {product.key.device for product in seen.counts} == {str(place.device)}
-    (found,) = judge(seen.router, seen)
-    rows = {(row.product.layer, row.product.key.gemm): row for row in found.rows}
-    assert set(rows) == SPARSE
-    for row in rows.values():
-        assert row.eligible
-        assert min(row.dense_ms, row.sparse_ms, row.pack_ms) > 0
-        assert row.kernel == place.kernel.name or kernels == "auto"
-    assert found.predicted_step_ms == pytest.approx(
-        found.step_ms - (found.dense_ms - found.chosen_ms)
-    )
-    assert found.verdict
-    trainer = fit(place, tmp_path, plugin)
-    assert trainer.callback_metrics["val_loss"] < 1.5

@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch import Trainer
 from torch import nn
 
-from lightning_nm.commands.flops.forward import forward_of
+from lightning_nm.training.macs import forward_macs
 from studies.data import ImageNet
 from studies.models import ResNet50
 
@@ -34,7 +34,7 @@ def test_parameters_are_those_of_torchvision(model):
 
 def test_multiply_adds_at_224_pixels(model):
     """4.09e9, as torchvision documents; by hand: each convolution once for each of its output positions."""
-    macs = forward_of(model, torch.zeros(1, 3, 224, 224)).macs
+    macs = forward_macs(model, torch.zeros(1, 3, 224, 224, device="meta"))
     expected, side, inputs = {"conv1": 112**2 * 64 * 3 * 49}, 56, 64
     for stage, blocks in enumerate((3, 4, 6, 3), 1):
         width = 32 * 2**stage

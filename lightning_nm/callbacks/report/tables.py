@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 # Ways of counting the FLOPs of a training step, and what each counts.
-_COUNTINGS = {
+COUNTINGS = {
     "arithmetic": "nonzero operands and needed outputs; dense is 1",
     "paper": "as the N:M papers count; dense is 1",
     "eligible": "GEMMs that N:M hardware could skip; not a time",
@@ -320,7 +320,7 @@ def summary_rows(
             "norm of dW over the norm of its estimate's error",
         )
     ratios = sparsifier.mean_flops_ratios()
-    for kind, meaning in _COUNTINGS.items():
+    for kind, meaning in COUNTINGS.items():
         yield f"training FLOPs, {kind}", f"{ratios[kind]:.3f}x", meaning
 
 

@@ -38,20 +38,15 @@ ethos-u85-1024, ethos-u85-2048; did you mean 'ethos-u85-256'?
     raise ValueError(f"there is no target '{target}', only {known}{hint}")
 
 
-def missing_packages(target: str) -> list[str]:
-    """The packages that an export to a target needs and that are not installed."""
-    needed = ["executorch", "torchao"]
-    if target != "cpu":
-        needed += ["ethosu", "tosa_serializer"]  # of ethos-u-vela and tosa-tools
-    return [name for name in needed if find_spec(name) is None]
-
-
 def require_packages(target: str) -> None:
     """Refuse an export that no installed package can make.
 
     Raises:
         ImportError: With the packages and the extra that installs them.
     """
-    missing = missing_packages(target)
+    needed = ["executorch", "torchao"]
+    if target != "cpu":
+        needed += ["ethosu", "tosa_serializer"]  # of ethos-u-vela and tosa-tools
+    missing = [name for name in needed if find_spec(name) is None]
     if missing:
         raise ImportError(f"target '{target}' needs {', '.join(missing)}: {EXTRA}")

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from lightning_nm.commands.export.calibration import calibration_data
+from lightning_nm.commands.export import calibration_data
 from lightning_nm.export.executorch.calibration import calibration_inputs, check_varied
 from lightning_nm.export.executorch.quantized import constant_inputs, layers_of_graph, trace
 from tests.export.executorch_programs.nets import images, sparse_conv_net

@@ -1,6 +1,5 @@
-"""Exports for CPUs: the program runs in ExecuTorch's runtime, and computes what torch computes. And both commands."""
+"""Exports for CPUs: the program runs in ExecuTorch's runtime, and computes what torch computes. And the command."""
 
-import json
 import os
 
 import pytest
@@ -13,9 +12,7 @@ from lightning_nm.cli import main
 from lightning_nm.export import export_executorch
 from lightning_nm.export.executorch import program
 from lightning_nm.export.executorch.lowering import outputs_of
-from tests.commands.doctor.runs import write
 from tests.export.executorch_programs.nets import images, sparse_conv_net
-from tests.export.executorch_programs.test_options import CONFIG
 from tests.support.lightning_models import Data, callback, make_trainer, new_model
 
 # ExecuTorch and torchao warn of each other's deprecated names.
@@ -119,15 +116,3 @@ def test_the_patterns_of_a_lightning_checkpoint(tmp_path, capsys):
     words += ["--input", "1x1x8x8", "--target", "cpu", "--calibration", str(tmp_path / "images.pt")]
     assert main(["export", str(tmp_path / "a.ckpt"), *words, "-o", str(tmp_path / "a.pte")]) == 0
     assert "2 of 4 weights are N:M as int8" in capsys.readouterr().out
-
-
-def test_the_doctor_has_the_estimates(tmp_path, capsys):
-    pytest.importorskip("ethosu", reason="ethos-u-vela is not installed: make ethos")
-    config = write(tmp_path, CONFIG)
-    assert main(["doctor", "--json", "--target", "ethos-u85-256", "-c", config]) == 0
-    found = json.loads(capsys.readouterr().out)["target"]
-    assert found["not_compiled"] == ""
-    assert 0 < found["cycles"] < found["dense_cycles"]
-    rows = {row["layer"]: row for row in found["rows"]}
-    assert rows["stages.2.0.conv2"]["cycles"] < rows["stages.2.0.conv2"]["dense_cycles"]
-    assert rows["head"]["cycles"] == rows["head"]["dense_cycles"]

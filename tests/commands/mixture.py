@@ -1,4 +1,4 @@
-"""A model of experts, as a config names it."""
+"""Models as a config names them: one of experts, and one that reads a weight."""
 
 import lightning.pytorch as pl
 import torch
@@ -32,3 +32,22 @@ class Mixture(pl.LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), 0.1)
+
+
+class Reads(pl.LightningModule):
+    """Multiplies by a layer's weight in its training step, outside of the calls of all modules."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.masked, self.read = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.last = nn.Linear(8, 4)
+
+    def training_step(self, batch):
+        hidden = nn.functional.linear(self.masked(self.first(batch).relu()), self.read.weight)
+        return self.last(hidden).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(torch.ones(4, 8), batch_size=2)

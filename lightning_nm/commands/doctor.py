@@ -1,0 +1,218 @@
+"""``lightning-nm doctor``: which kernels work on this machine, and how fast a training is on them."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from dataclasses import asdict, replace
+from functools import partial
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from rich.console import Console
+
+from lightning_nm.callbacks.report.kernel_table import kernel_rows, print_kernels
+from lightning_nm.commands.build import (
+    Enough,
+    add_training,
+    build,
+    fit_until_enough,
+    masking_callbacks,
+)
+from lightning_nm.commands.machine import examine, print_machine
+from lightning_nm.commands.output import add_json, print_json, print_line
+from lightning_nm.kernels import KernelRegistry, Router
+from lightning_nm.kernels.router.registry import reason_or_error
+from lightning_nm.kernels.router.router import activate, routing
+from lightning_nm.plugins.routing import KernelRouting
+
+# Optimizer steps. Kernels are chosen in the first; the others before the timed ones run them, unmeasured.
+_WARM_UP = 3
+_TIMED = 5
+
+_NOISY = 2.0
+"""The longest of some equal steps over the shortest, from which on the machine is called busy."""
+
+
+def main(args: Sequence[str]) -> int:
+    """Run ``lightning-nm doctor``.
+
+    Returns:
+        0, or 2 if a config or an option cannot be used; stderr says why.
+    """
+    options = _parser().parse_args(list(args))
+    console = Console(file=sys.stdout, quiet=options.json)
+    training = None
+    try:
+        # Lightning and the model print, too; stdout is for the report alone.
+        with redirect_stdout(sys.stderr):
+            machine = examine()
+            if options.config:
+                router, training = _train(options)
+            elif options.model or options.data:
+                raise ValueError("--model and --data are about a training: give its --config")
+    except (ImportError, ValueError) as error:
+        print(f"lightning-nm doctor: {error}", file=sys.stderr)
+        return 2
+    if options.json:
+        print_json("doctor", machine=machine, training=training)
+    print_machine(machine, console)
+    if training is not None:
+        print_kernels(router, console)
+        _print_training(training, console)
+    return 0
+
+
+def _train(options: argparse.Namespace) -> tuple[Router, dict[str, Any]]:
+    """Train a few steps with masks and without; return the router of those with masks, and a report as primitives.
+
+    Raises:
+        ValueError: If the config has no NMSparsityCallback, or trains no batch.
+    """
+    cli = build(options.config, options.model, options.data)
+    callbacks = masking_callbacks(cli)
+    if not callbacks:
+        raise ValueError(
+            "there is no NMSparsityCallback among the Trainer's callbacks: add "
+            "`class_path: lightning_nm.NMSparsityCallback` under trainer.callbacks"
+        )
+    for callback in callbacks:
+        callback.show_tables = False  # of a training that ends after a few steps
+    batches_in_step = cli.trainer.accumulate_grad_batches
+    plain_clock = _StepClock(batches_in_step)
+    try:
+        plain = build(options.config, options.model, options.data, masks=False)
+        fit_until_enough(plain, plain_clock)
+    except Exception as error:  # such as that of a user's callback that needs the masks
+        why = f"plain dense training was not measured: {error}"
+        print(f"lightning-nm doctor: {why}", file=sys.stderr)
+
+    plugin = cli.trainer.precision_plugin
+    clock = _StepClock(batches_in_step)
+    if isinstance(plugin, KernelRouting):
+        router = plugin.router  # which the plugin activates
+    else:
+        router = clock.router = Router(reuse=batches_in_step)
+    with routing(None):
+        fit_until_enough(cli, clock)
+    plain_ms, step_ms = plain_clock.step_ms(), clock.step_ms()
+    share, basis = router.sparse_share()
+    # A router of a plugin that found no kernel at all has seen no product.
+    is_known = cli.trainer.strategy.root_device.type == "cpu" and router.used()
+    return router, {
+        "kernels": router.kernels,
+        "unavailable": router.unavailable_reason,
+        "products": [{**asdict(row), "gain": row.gain} for row in kernel_rows(router)],
+        "sparse_share": share,
+        "sparse_share_by": basis,
+        "could_run_on_gpu": _could_run_on_gpu(router) if is_known else None,
+        "plain_step_ms": plain_ms,
+        "step_ms": step_ms,
+        "speedup": plain_ms / step_ms if plain_ms and step_ms else None,
+    }
+
+
+def _could_run_on_gpu(router: Router) -> dict[str, int]:
+    """How many of the products that ran could run on a kernel for GPUs in a 16-bit dtype."""
+    kernels = [kernel for kernel in KernelRegistry().backends if kernel.device_type == "cuda"]
+    registry = KernelRegistry(kernels)
+    count = 0
+    products = {used.product for used in router.used()}
+    for product in products:
+        key = replace(product.key, dtype=torch.bfloat16)
+        reasons = [
+            product.reason
+            or registry.sparsity_reason(kernel, key)
+            or reason_or_error(partial(kernel.static_reason, key))
+            for kernel in kernels
+        ]
+        count += not all(reasons)
+    return {"products": count, "of": len(products)}
+
+
+def _print_training(training: dict[str, Any], console: Console) -> None:
+    gpu = training["could_run_on_gpu"]
+    if gpu is not None:
+        could = f"{gpu['products']} of {gpu['of']} products could run sparse in a 16-bit dtype"
+        print_line(console, f"on a GPU with sparse tensor cores, not measured here: {could}")
+    if training["speedup"] is None:
+        least = _WARM_UP + 1
+        speed = f"not measured with and without masks: the training has less than {least} steps, or needs its masks"
+    else:
+        speed = (
+            f"{training['step_ms']:.4g} ms under masks by the kernels above, {training['plain_step_ms']:.4g} ms in "
+            f"plain dense training: {training['speedup']:.3f}x as fast"
+        )
+    print_line(console, f"a step: {speed}", style="bold")
+
+
+class _StepClock(pl.Callback):
+    """Measures some steps after the first ones, and ends the training; makes a router the one that layers use.
+
+    A precision plugin that chooses kernels activates its own router.
+    """
+
+    def __init__(self, batches_in_step: int) -> None:
+        self.batches_in_step = batches_in_step
+        self.router: Router | None = None
+        self.seconds: list[float] = []  # of each batch
+        self._start = 0.0
+
+    def on_train_batch_start(self, trainer: Any, pl_module: pl.LightningModule, *_: Any) -> None:
+        """Read the clock, after the batch was loaded."""
+        if self.router is not None:
+            activate(self.router.active_or_none())
+        self._start = _now(pl_module.device)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: pl.LightningModule, *_: Any) -> None:
+        """Read the clock after the update of masks, which is part of a step; end the training when it is time."""
+        self.seconds.append(_now(pl_module.device) - self._start)
+        if self.router is not None:
+            self.router.deactivate_if_all_dense()
+        if len(self.seconds) >= (_WARM_UP + _TIMED) * self.batches_in_step:
+            raise Enough
+
+    def step_ms(self) -> float | None:
+        """Return the median milliseconds of the measured optimizer steps; ``None`` if there is none.
+
+        On stderr it tells if they differ so much that other work on the machine must have disturbed them.
+        """
+        size = self.batches_in_step
+        # A fit that ended early may leave a step without all of its batches: it is left out.
+        starts = range(_WARM_UP * size, len(self.seconds) - size + 1, size)
+        steps = [1e3 * sum(self.seconds[start : start + size]) for start in starts]
+        if not steps:
+            return None
+        shortest, longest = min(steps), max(steps)
+        if longest > _NOISY * shortest:
+            print(
+                f"lightning-nm doctor: equal steps took {shortest:.1f} to {longest:.1f} ms, so other work disturbs the "
+                "measurement, and none of the times and gains can be relied on: run it again on an idle machine",
+                file=sys.stderr,
+            )
+        return median(steps)
+
+
+def _now(device: torch.device) -> float:
+    # CUDA runs kernels asynchronously: without waiting for them only their launch is measured.
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return perf_counter()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lightning-nm doctor",
+        description="Report which kernels work on this machine. With --config, train a few steps with masks and "
+        "without, and report the kernel of each product of the masked layers, as measured on this machine's GPU, or on "
+        "its CPU if it has no GPU, and the times of the steps. Exits with 0, or with 2 if a config or an option cannot "
+        "be used.",
+    )
+    add_training(parser, required=False)
+    add_json(parser)
+    return parser

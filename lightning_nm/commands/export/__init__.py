@@ -1,1 +1,0 @@
-"""``lightning-nm export``."""
