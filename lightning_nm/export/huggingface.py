@@ -134,7 +134,7 @@ def _read_weights(folder: Path) -> Mapping[str, Any]:
         )
     names = ", ".join(f"{name}, {name}.index.json" for name in _FILES)
     raise ValueError(
-        f"the folder '{folder}' holds neither a sharded checkpoint nor a model: expected one of {names}"
+        f"the folder '{folder}' holds no model: expected one of {names}"
     )
 
 

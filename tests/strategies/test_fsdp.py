@@ -27,7 +27,7 @@ from lightning_nm import (
     NMSparsifier,
     NMSparsityCallback,
 )
-from lightning_nm.export.checkpoint import read_checkpoint
+from lightning_nm.export.sources import read_checkpoint
 from lightning_nm.export.verification import verify_state
 from lightning_nm.functional import is_nm, magnitude_mask, unpack_mask
 from lightning_nm.kernels import SimulatedSparseKernel
