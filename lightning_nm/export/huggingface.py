@@ -133,9 +133,7 @@ def _read_weights(folder: Path) -> Mapping[str, Any]:
             f"'{folder}' holds an adapter, whose matrices are not the model's: {advice}"
         )
     names = ", ".join(f"{name}, {name}.index.json" for name in _FILES)
-    raise ValueError(
-        f"the folder '{folder}' holds no model: expected one of {names}"
-    )
+    raise ValueError(f"the folder '{folder}' holds no model: expected one of {names}")
 
 
 def _read_parts(folder: Path, index: Path) -> dict[str, Any]:

@@ -111,7 +111,10 @@ def export_packed(
         if int8 and own_pattern is not None:
             fault = int8_fault(weight)
             # The scales of experts are [experts, out].
-            if role == "experts" and len(scale_shapes(tuple(weight.shape), own_pattern, layout)) < 2:
+            if (
+                role == "experts"
+                and len(scale_shapes(tuple(weight.shape), own_pattern, layout)) < 2
+            ):
                 fault = f"its blocks lie across rows, so that it is no weight of experts in {own_pattern}"
             if fault:
                 raise ValueError(f"'{keys[0]}' of '{source.path}' has no int8 form: {fault}")

@@ -85,14 +85,14 @@ HOSTILE = {
         lambda h, p: h.update({"4.weight": h.pop("6.weight")}),
         "'4.weight' is both dense and packed",
     ),
-    "data offsets": (lambda h, p: h["6.bias"].update(data_offsets=[0, 12]), "damaged: .*offset"),
+    "data offsets": (lambda h, p: h["6.bias"].update(data_offsets=[0, 12]), "is damaged"),
     "claimed data": (
         lambda h, p: h["6.bias"].update(data_offsets=[0, 10**10], shape=[10**10 // 4]),
-        "damaged: .*offset",
+        "is damaged",
     ),
     "overflow": (
         lambda h, p: h["6.bias"].update(shape=[1 << 47, 1 << 47]),
-        "damaged: .*verflow",
+        "is damaged",
     ),
     "axes": (lambda h, p: p["4.weight"].update(shape=[1] * 10**6), "is of shape"),
     "tensor dtype": (lambda h, p: h["6.bias"].update(dtype="F4"), "is damaged"),
@@ -102,7 +102,7 @@ HOSTILE = {
         "is of version '4', and this lightning_nm reads '1', '2' and '3': update it",
     ),
     "format": (lambda h, p: h["__metadata__"].pop("format"), "holds no packed model: make one by"),
-    "metadata": (lambda h, p: h["__metadata__"].update(x=1), "damaged: .*expected a string"),
+    "metadata": (lambda h, p: h["__metadata__"].update(x=1), "is damaged"),
     "aliases": (
         lambda h, p: h["__metadata__"].update(aliases='{"a": "b"}'),
         "'a' is an alias of 'b'",
