@@ -27,6 +27,9 @@ METADATA = "lightning_nm"
 SCHEMA = 1
 """Version of that JSON."""
 
+SPARSE = "constexpr_sparse_to_dense"
+"""The operator that holds the nonzeros of a weight and a bit mask."""
+
 
 class CoreMLWeight(NamedTuple):
     """A floating-point constant of two or more dimensions in a package.
@@ -49,7 +52,7 @@ class CoreMLWeight(NamedTuple):
     @property
     def is_sparse(self) -> bool:
         """Whether the package holds the nonzeros alone."""
-        return self.storage == "constexpr_sparse_to_dense"
+        return self.storage == SPARSE
 
     @property
     def bytes(self) -> int:
@@ -104,9 +107,10 @@ class CoreMLPackage:
     def _add(self, constant: Any) -> None:
         (output,) = constant.outputs
         shape = tuple(getattr(output, "shape", None) or ())
-        # The program also holds strides, text, and vectors.
-        if len(shape) > 1 and output.dtype.__name__.startswith("fp"):
-            users = tuple(sorted({each.op_type for each in output.child_ops}))
+        users = tuple(sorted({each.op_type for each in output.child_ops}))
+        # The program also holds strides, text, vectors, and the parts of compressed weights.
+        is_part = any(each.startswith("constexpr_") for each in users)
+        if len(shape) > 1 and output.dtype.__name__.startswith("fp") and not is_part:
             weight = CoreMLWeight(output.name, shape, constant.op_type, users, constant)
             self.weights[output.name] = weight
 

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from lightning_nm.export.coreml_package import CoreMLPackage, is_package
+from lightning_nm.export.coreml_package import SPARSE, CoreMLPackage, is_package
 from lightning_nm.export.files import ONNX, PROGRAM, kind_of_graph
 from lightning_nm.export.foreign import decoded
 from lightning_nm.export.graph_weights import onnx_weights, program_weights
@@ -312,7 +312,7 @@ def _verify_coreml(
             verdict = judge(key, rows, own_pattern, -1, layout, masked=True)
         else:
             continue
-        held = "nonzeros and bit mask" if weight.is_sparse else "dense"
+        held = {"const": "dense", SPARSE: "nonzeros and bit mask"}.get(weight.storage, weight.storage)
         notes = [verdict.note, held, *weight.operators]
         verdicts.append(replace(verdict, note=", ".join(filter(None, notes))))
     return verdicts, sizes

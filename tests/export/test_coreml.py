@@ -556,8 +556,10 @@ class TestRead:
 
     def test_later_forms_are_read(self, coremltools, tmp_path):
         from coremltools.optimize.coreml import (
+            OpLinearQuantizerConfig,
             OpThresholdPrunerConfig,
             OptimizationConfig,
+            linear_quantize_weights,
             prune_weights,
         )
 
@@ -566,8 +568,16 @@ class TestRead:
         model = coremltools.convert(
             program.run_decompositions({}), minimum_deployment_target=target, skip_model_load=True
         )
-        config = OpThresholdPrunerConfig(threshold=0.0, minimum_sparsity_percentile=0.1)
-        prune_weights(model, OptimizationConfig(config)).save(str(tmp_path / "a.mlpackage"))
-        assert [(v.verdict, v.note) for v in verify(tmp_path / "a.mlpackage", "2:4").verdicts] == [
-            ("N:M", "along dim 1, nonzeros and bit mask, linear")
-        ]
+        exact = OpThresholdPrunerConfig(threshold=0.0, minimum_sparsity_percentile=0.1)
+        rounded = OpLinearQuantizerConfig(mode="linear_symmetric", weight_threshold=0)
+        for changed, held in (
+            (prune_weights(model, OptimizationConfig(exact)), "nonzeros and bit mask"),
+            (
+                linear_quantize_weights(model, OptimizationConfig(rounded)),
+                "constexpr_blockwise_shift_scale",
+            ),
+        ):
+            shutil.rmtree(tmp_path / "a.mlpackage", ignore_errors=True)
+            changed.save(str(tmp_path / "a.mlpackage"))
+            (verdict,) = verify(tmp_path / "a.mlpackage", "2:4").verdicts
+            assert (verdict.verdict, verdict.note) == ("N:M", f"along dim 1, {held}, linear")
