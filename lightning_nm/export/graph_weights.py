@@ -5,9 +5,10 @@ from __future__ import annotations
 import io
 import json
 import zipfile
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,30 +67,32 @@ def _stored(archive: zipfile.ZipFile, name: str) -> Iterator[tuple[str, Tensor]]
     """The tensors that a record holds, or whose places it names."""
     folder, _, last = name.rpartition("/")
     in_folder = folder.endswith(_FOLDERS)
+    found: dict[str, Any] = {}
     if in_folder and last.endswith("_config.json"):
         for key, entry in json.loads(_record(archive, name))["config"].items():
-            yield key, _tensor(archive, key, entry, folder)
+            content = _record(archive, f"{folder}/{entry['path_name']}")
+            is_pickled = entry["use_pickle"]
+            found[key] = (
+                load_tensors(io.BytesIO(content)) if is_pickled else _tensor(content, entry)
+            )
     elif last in _PICKLED or (in_folder and last.endswith(".pt")):
-        for key, value in load_tensors(io.BytesIO(_record(archive, name))).items():
-            if not isinstance(value, Tensor):
-                raise ValueError(f"'{key}' is a {type(value).__name__}, not a tensor")
-            yield key, value
-
-
-def _tensor(archive: zipfile.ZipFile, key: str, entry: Mapping[str, Any], folder: str) -> Tensor:
-    content = _record(archive, f"{folder}/{entry['path_name']}")
-    meta = entry["tensor_meta"]
-    if entry["use_pickle"]:
-        value = load_tensors(io.BytesIO(content))
+        found = load_tensors(io.BytesIO(_record(archive, name)))
+    for key, value in found.items():
         if not isinstance(value, Tensor):
-            raise ValueError(f"'{key}' is a {type(value).__name__}, not a tensor")
-        return value
+            raise ValueError(f"'{key}' is a {type(value).__name__}, not a tensor of a known dtype")
+        yield key, value
+
+
+def _tensor(content: bytes, entry: Mapping[str, Any]) -> Tensor | None:
+    """A tensor in its storage, as the program describes it."""
+    meta = entry["tensor_meta"]
     if meta is None or meta["dtype"] not in _DTYPES:
-        raise ValueError(f"'{key}' is no tensor of a known dtype")
+        return None
+    dtype = _DTYPES[meta["dtype"]]
     sizes, strides = ([each["as_int"] for each in meta[part]] for part in ("sizes", "strides"))
     if not content:
-        return torch.empty(sizes, dtype=_DTYPES[meta["dtype"]])
-    storage = torch.frombuffer(bytearray(content), dtype=_DTYPES[meta["dtype"]])
+        return torch.empty(sizes, dtype=dtype)
+    storage = torch.frombuffer(bytearray(content), dtype=dtype)
     # torch refuses a view that does not lie in its storage.
     return storage.as_strided(sizes, strides, meta["storage_offset"]["as_int"])
 
@@ -99,20 +102,6 @@ def _record(archive: zipfile.ZipFile, name: str) -> bytes:
     if archive.getinfo(name).compress_type != zipfile.ZIP_STORED:
         raise ValueError(f"its record '{name}' is compressed, as torch writes none")
     return archive.read(name)
-
-
-class _Zero(NamedTuple):
-    """Which value of an integer weight of ONNX stands for zero.
-
-    Args:
-        name: The tensor of zero points; empty if it is 0.
-        axis: The axis along which several zero points lie.
-        block: How many entries along the axis share one, if the tensor has as many axes as the weight.
-    """
-
-    name: str
-    axis: int = 0
-    block: int = 0
 
 
 def onnx_weights(path: Path) -> dict[str, Tensor]:
@@ -126,15 +115,15 @@ def onnx_weights(path: Path) -> dict[str, Tensor]:
     except ImportError as error:
         advice = "pip install -e '.[onnx]' in a checkout of lightning_nm"
         raise ValueError(f"reading '{path}' needs the package `onnx`: {advice}") from error
-    found: dict[str, Tensor] = {}
     try:
         model = onnx.load(path, load_external_data=False)
-        for prefix, graph in [("", model.graph), *((f"{f.name}/", f) for f in model.functions)]:
-            for name, tensor in _matrices(graph, str(path.parent)):
-                found[f"{prefix}{name}"] = tensor
+        return {
+            f"{prefix}{name}": tensor
+            for prefix, graph in [("", model.graph), *((f"{f.name}/", f) for f in model.functions)]
+            for name, tensor in _matrices(graph, str(path.parent))
+        }
     except Exception as error:
         raise ValueError(f"cannot read '{path}' as ONNX: {error}") from error
-    return found
 
 
 def _matrices(graph: Any, folder: str) -> Iterator[tuple[str, Tensor]]:
@@ -145,7 +134,14 @@ def _matrices(graph: Any, folder: str) -> Iterator[tuple[str, Tensor]]:
             continue
         array = _array(name, constant, folder)
         if name in zeros:
-            points = _points(name, array.shape, zeros[name], constants, folder)
+            zero, axis = zeros[name]
+            points = _array(zero, constants[zero], folder).astype("int32") if zero else 0
+            if zero and points.size > 1:
+                if points.ndim > 1:
+                    raise ValueError(f"'{name}' has zero points of blocks, which are not read")
+                points = points.reshape(
+                    [-1 if i == axis % array.ndim else 1 for i in range(array.ndim)]
+                )
             array = (array.astype("int32") - points).astype("float32")
         # Types that numpy itself does not have, such as bfloat16 and integers of four bits.
         elif array.dtype.isbuiltin != 1:
@@ -160,35 +156,36 @@ def _matrices(graph: Any, folder: str) -> Iterator[tuple[str, Tensor]]:
 def _contents(graph: Any) -> tuple[list[Any], dict[str, Any]]:
     """The operators and constants of a graph and of the graphs in it, in which a name is defined once."""
     nodes = []
-    constants: dict[str, Any] = {}
-
-    def add(name: str, constant: Any) -> None:
-        if name in constants:
-            raise ValueError(f"'{name}' is defined twice")
-        constants[name] = constant
-
+    named: list[tuple[str, Any]] = []
     waiting = [graph]
     while waiting:
         graph = waiting.pop()
         # A function has no initialisers.
-        for constant in getattr(graph, "initializer", ()):
-            add(constant.name, constant)
-        for constant in getattr(graph, "sparse_initializer", ()):
-            add(constant.values.name, constant)
+        named += [(each.name, each) for each in getattr(graph, "initializer", ())]
+        if getattr(graph, "sparse_initializer", ()):
+            raise ValueError("it has sparse initialisers, which are not read")
         for node in graph.node:
             nodes.append(node)
             for attribute in node.attribute:
                 waiting += [*attribute.graphs, *([attribute.g] if attribute.HasField("g") else [])]
-                for field in ("t", "sparse_tensor"):
-                    if attribute.HasField(field) and node.op_type == "Constant":
-                        add(node.output[0], getattr(attribute, field))
+                if node.op_type == "Constant" and attribute.HasField("sparse_tensor"):
+                    raise ValueError(f"'{node.output[0]}' is a sparse constant, which is not read")
+                if node.op_type == "Constant" and attribute.HasField("t"):
+                    named.append((node.output[0], attribute.t))
+    constants = dict(named)
+    if len(constants) < len(named):
+        (name, _), *_ = Counter(name for name, _ in named).most_common(1)
+        raise ValueError(f"'{name}' is defined twice")
     return nodes, constants
 
 
-def _zero_points(nodes: list[Any], constants: Mapping[str, Any]) -> dict[str, _Zero]:
-    """The zero points of the constants that are read as quantised weights."""
+def _zero_points(nodes: list[Any], constants: Mapping[str, Any]) -> dict[str, tuple[str, int]]:
+    """The names of the zero points of constants that are read as quantised weights, and the axis of several.
+
+    A zero point without a name is 0.
+    """
     origins = {node.output[0]: node.input[0] for node in nodes if node.op_type in _MOVERS}
-    zeros: dict[str, _Zero] = {}
+    zeros: dict[str, tuple[str, int]] = {}
     for node in nodes:
         if node.op_type in _PACKERS:
             raise ValueError(f"the operator {node.op_type} packs its weight, which is not read")
@@ -200,55 +197,23 @@ def _zero_points(nodes: list[Any], constants: Mapping[str, Any]) -> dict[str, _Z
                 name = origins[name]
             if name not in constants:
                 continue
-            zero = _Zero(node.input[zero_place] if len(node.input) > zero_place else "")
-            if zero.name and zero.name not in constants:
-                raise ValueError(f"the zero point '{zero.name}' of '{name}' is computed")
-            several = zero.name and any(size > 1 for size in constants[zero.name].dims)
+            zero = node.input[zero_place] if len(node.input) > zero_place else ""
+            if zero and zero not in constants:
+                raise ValueError(f"the zero point '{zero}' of '{name}' is computed")
+            several = bool(zero) and any(size > 1 for size in constants[zero].dims)
             if several:
-                numbers = {attribute.name: attribute.i for attribute in node.attribute}
-                zero = _Zero(zero.name, numbers.get("axis", axis), numbers.get("block_size", 0))
+                axis = {each.name: each.i for each in node.attribute}.get("axis", axis)
             # Of an embedding rows are taken, and axes change.
-            if zeros.setdefault(name, zero) != zero or (passed and several):
+            found = (zero, axis) if several else (zero, 0)
+            if zeros.setdefault(name, found) != found or (passed and several):
                 raise ValueError(f"'{name}' has several zero points")
     return zeros
 
 
-def _points(
-    name: str, shape: tuple[int, ...], zero: _Zero, constants: Mapping[str, Any], folder: str
-) -> Any:
-    """The zero points of a weight, in a shape that fits it."""
-    import numpy as np
-
-    if not zero.name:
-        return 0
-    points = _array(zero.name, constants[zero.name], folder).astype("int32")
-    if points.size == 1:
-        return points.reshape(())
-    if points.ndim == 1:
-        spread = [1] * len(shape)
-        spread[zero.axis] = -1
-        return points.reshape(spread)
-    if zero.block:
-        axis = range(len(shape))[zero.axis]
-        points = np.repeat(points, zero.block, axis).take(range(shape[axis]), axis)
-    return points
-
-
 def _array(name: str, constant: Any, folder: str) -> Any:
-    """A constant as an array; one that is stored sparse has its zeros."""
-    import numpy as np
     from onnx import numpy_helper
 
     try:
-        if not hasattr(constant, "indices"):
-            return numpy_helper.to_array(constant, folder)
-        values = numpy_helper.to_array(constant.values, folder)
-        indices = numpy_helper.to_array(constant.indices, folder)
-        array = np.zeros(tuple(constant.dims), values.dtype)
-        if indices.ndim == 2:
-            array[tuple(indices.T)] = values
-        else:
-            array.reshape(-1)[indices] = values
+        return numpy_helper.to_array(constant, folder)
     except Exception as error:
         raise ValueError(f"'{name}': {error}") from error
-    return array

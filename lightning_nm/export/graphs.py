@@ -89,7 +89,7 @@ def export_onnx(
         names = [each.name for each in session.get_inputs()]
         feeds = {name: x.numpy() for name, x in zip(names, inputs, strict=True)}
         found = [torch.from_numpy(array) for array in session.run(None, feeds)]
-        worst = max(_difference(a, b) for a, b in zip(found, expected, strict=True))
+        worst = max(difference(a, b) for a, b in zip(found, expected, strict=True))
         if not worst < TOLERANCE:
             raise RuntimeError(
                 f"onnxruntime differs from torch by {worst:.2g} of the largest output: nothing is written"
@@ -166,13 +166,15 @@ def _example_input(text: str) -> Tensor:
 @contextmanager
 def evaluation(model: nn.Module) -> Iterator[None]:
     """Evaluation mode, without gradients; afterwards the model's mode is as before."""
-    training = model.training
+    # Submodules may be in different modes.
+    modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
         with torch.no_grad():
             yield
     finally:
-        model.train(training)
+        for module, mode in modes.items():
+            module.training = mode
 
 
 def _first_axis_varies(example: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -181,7 +183,7 @@ def _first_axis_varies(example: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(free if isinstance(x, Tensor) and x.dim() else None for x in example)
 
 
-def _difference(found: Tensor, expected: Tensor) -> float:
+def difference(found: Tensor, expected: Tensor) -> float:
     """The largest difference, relative to the largest expected value."""
     if not expected.numel():
         return 0.0

@@ -312,7 +312,9 @@ def _verify_coreml(
             verdict = judge(key, rows, own_pattern, -1, layout, masked=True)
         else:
             continue
-        held = {"const": "dense", SPARSE: "nonzeros and bit mask"}.get(weight.storage, weight.storage)
+        held = {"const": "dense", SPARSE: "nonzeros and bit mask"}.get(
+            weight.storage, weight.storage
+        )
         notes = [verdict.note, held, *weight.operators]
         verdicts.append(replace(verdict, note=", ".join(filter(None, notes))))
     return verdicts, sizes

@@ -71,8 +71,7 @@ def summary(result: ExecutorchExport, output: str) -> list[str]:
     ]
     for each in result.on_cpu:
         where = f" of '{each.module}'" if each.module else ""
-        why = f": {each.reason}" if each.reason else ""
-        lines.append(f"on the host's CPU: {each.operator}{where}{why}")
+        lines.append(f"on the host's CPU: {each.operator}{where}")
     if result.difference is not None:
         lines.append(
             f"ExecuTorch's runtime differs from torch by {result.difference:.2g} of the largest output"

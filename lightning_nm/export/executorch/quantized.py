@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule, Interpreter, Node
+from torch.fx import GraphModule, Node
 
+from lightning_nm.export.graphs import evaluation
 from lightning_nm.export.patterns import Found, pattern_of
 from lightning_nm.functional import count_violations
 from lightning_nm.nn.packed.tensor import blocks_last
@@ -32,8 +32,7 @@ _WEIGHT_ARGUMENT = {
 }
 
 
-@dataclass(frozen=True)
-class Layer:
+class Layer(NamedTuple):
     """A product of an exported program with a weight.
 
     Args:
@@ -41,18 +40,15 @@ class Layer:
         operator: Such as ``conv2d``.
         module: The name of the module that called it.
         key: The weight's key in the model's state dict.
-        groups: Of a convolution.
     """
 
     node: str
     operator: str
     module: str
     key: str
-    groups: int = 1
 
 
-@dataclass(frozen=True)
-class QuantizedLayer:
+class QuantizedLayer(NamedTuple):
     """A weight after quantisation.
 
     Args:
@@ -78,19 +74,15 @@ def trace(model: nn.Module, example: tuple[Tensor, ...]) -> GraphModule:
     Raises:
         ValueError: If ``torch.export`` cannot trace it, with the first line of its error.
     """
-    # Submodules may be in different modes.
-    was_training = {module: module.training for module in model.modules()}
-    model.eval()
     try:
-        program = torch.export.export(model, example)
+        with evaluation(model):
+            program = torch.export.export(model, example)
     except Exception as error:  # of many classes: what a model's forward raises comes through, too
         name = type(model).__name__
+        shapes = ", ".join(f"{x.dtype} {list(x.shape)}".removeprefix("torch.") for x in example)
         raise ValueError(
-            f"torch.export cannot trace {name} for inputs {_shapes(example)}: {first_cause(error)}"
+            f"torch.export cannot trace {name} for inputs {shapes}: {first_cause(error)}"
         ) from error
-    finally:
-        for module, mode in was_training.items():
-            module.training = mode
     graph = program.module(check_guards=False)
     assert isinstance(graph, GraphModule)
     return graph
@@ -107,9 +99,7 @@ def layers_of_graph(graph: GraphModule) -> list[Layer]:
         if not isinstance(weight, Node) or weight.op != "get_attr":
             continue  # of two activations, as in attention
         operator = _operator(node).removeprefix("aten::")
-        layers.append(
-            Layer(node.name, operator, module_of(node), str(weight.target), _groups(node, operator))
-        )
+        layers.append(Layer(node.name, operator, module_of(node), str(weight.target)))
     return layers
 
 
@@ -122,46 +112,6 @@ def always_in_float(graph: GraphModule) -> dict[str, str]:
             name = operator.removeprefix("aten::")
             found[module_of(node)] = f"there is no int8 form of {name}"
     return found
-
-
-class _Ranges(Interpreter):
-    """Runs a graph, and notes the least and the largest value that products read."""
-
-    def __init__(self, graph: GraphModule, layers: Iterable[Layer]) -> None:
-        super().__init__(graph)
-        self.names = {layer.node for layer in layers}
-        self.ranges: dict[str, tuple[float, float]] = {}
-
-    def run_node(self, node: Node) -> Any:
-        """Run a node, and look at the input of a product."""
-        if node.name in self.names:
-            position = 1 if "addmm" in _operator(node) else 0
-            x = self.map_nodes_to_values(node.args[position], node)
-            if isinstance(x, Tensor) and x.numel():
-                low, high = float(x.min()), float(x.max())
-                least, most = self.ranges.get(node.name, (low, high))
-                self.ranges[node.name] = min(low, least), max(high, most)
-        return super().run_node(node)
-
-
-@torch.no_grad()
-def constant_inputs(
-    graph: GraphModule, layers: Sequence[Layer], inputs: Iterable[tuple[Tensor, ...]]
-) -> dict[str, float]:
-    """The layers that read one value alone in a whole calibration, by module name, with the value.
-
-    An int8 scale of such a range is arbitrary: other values of real data are lost.
-
-    Args:
-        graph: From :func:`trace`, not yet quantised.
-        layers: From :func:`layers_of_graph`.
-        inputs: For calibration.
-    """
-    interpreter = _Ranges(graph, layers)
-    for each in inputs:
-        interpreter.run(*each)
-    names = {layer.node: layer.module for layer in layers}
-    return {names[node]: low for node, (low, high) in interpreter.ranges.items() if low == high}
 
 
 def quantize(
@@ -331,16 +281,6 @@ def _operator(node: Node) -> str:
     return "" if schema is None else str(schema.name)
 
 
-def _groups(node: Node, operator: str) -> int:
-    """The groups of a convolution, which is the seventh argument of each kind."""
-    is_convolution = operator.startswith("conv")
-    if not is_convolution or len(node.args) <= 6:
-        return 1
-    groups = node.args[6]
-    assert isinstance(groups, int)
-    return groups
-
-
 def _constant(node: Any) -> tuple[str, bool]:
     """The attribute that an argument comes from, and whether it is dequantised from integers on the way."""
     is_int8 = False
@@ -350,7 +290,3 @@ def _constant(node: Any) -> tuple[str, bool]:
     if not isinstance(node, Node) or node.op != "get_attr":
         return "", False
     return str(node.target), is_int8
-
-
-def _shapes(example: Sequence[Tensor]) -> str:
-    return ", ".join(f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for x in example)
