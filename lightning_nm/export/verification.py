@@ -6,11 +6,9 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, cast
 
-import torch
 from torch import Tensor
 
 from lightning_nm.export.coreml_package import SPARSE, CoreMLPackage, is_package
@@ -19,12 +17,12 @@ from lightning_nm.export.foreign import decoded
 from lightning_nm.export.graph_weights import onnx_weights, program_weights
 from lightning_nm.export.huggingface import named_as_in_model
 from lightning_nm.export.packed_file import PackedFile, is_packed, no_checksums
+from lightning_nm.export.packed_model import matches
 from lightning_nm.export.sources import read_checkpoint
 from lightning_nm.export.verdicts import (
     Verdict,
     classify,
     comparable,
-    count_nonfinite,
     is_matrix,
     judge,
 )
@@ -33,7 +31,7 @@ from lightning_nm.functional.stages import DENSE, FINAL
 from lightning_nm.nn.layer.layout import Layout, misfit, row_sizes, rows_of
 from lightning_nm.nn.layer.names import key_of_layer, plain_name
 from lightning_nm.nn.layer.state import saved_stages
-from lightning_nm.nn.packed import EVERY_ENTRY, PackedTensor
+from lightning_nm.nn.packed import EVERY_ENTRY
 from lightning_nm.nn.packed.tensor import blocks_last
 from lightning_nm.nn.selection.ranges import expanded, grouped, quoted
 
@@ -138,12 +136,11 @@ def verify(
         raise ValueError(
             f"the base '{base}' is compared with a pattern: give one, for example --pattern 2:4"
         )
-    verdicts, sizes = _verify_file(checkpoint, parsed)
+    verdicts, sizes, notes = _verify_file(checkpoint, parsed)
     globs = [include] if isinstance(include, str) else include
     problems = _problems(verdicts, globs)
     if base is not None:
-        verdicts_of_base, _ = _verify_file(base, parsed)
-        problems += _lost(verdicts, verdicts_of_base, base)
+        problems += _lost(verdicts, _verify_file(base, parsed)[0], base)
     elif parsed is not None and min_share is None and not allow_dense and not problems:
         problems += _dense(verdicts)
     share = _share(verdicts, sizes)
@@ -151,25 +148,20 @@ def verify(
         problems.append(
             f"only {share:.1%} of the matrices' entries are in N:M matrices, less than {min_share:.1%}"
         )
-    return Verification(verdicts, problems, sizes, _notes(checkpoint))
+    return Verification(verdicts, problems, sizes, notes)
 
 
 def _verify_file(
     checkpoint: str | Path, pattern: NMPattern | None
-) -> tuple[list[Verdict], dict[str, int]]:
-    """The verdicts of a file, and the number of entries of every matrix."""
+) -> tuple[list[Verdict], dict[str, int], list[str]]:
+    """The verdicts of a file, the number of entries of every matrix, and what is said of the file as a whole."""
     if is_packed(checkpoint):
-        return _verify_packed(PackedFile(checkpoint), pattern)
+        file = PackedFile(checkpoint)
+        notes = [no_checksums(checkpoint)] if file.checksums is None else []
+        return (*_verify_packed(file, pattern), notes)
     if is_package(checkpoint):
-        return _verify_coreml(CoreMLPackage(checkpoint), pattern)
-    return _verify_dense(Path(checkpoint), pattern)
-
-
-def _notes(checkpoint: str | Path) -> list[str]:
-    """What is said of a file as a whole."""
-    if is_packed(checkpoint) and PackedFile(checkpoint).checksums is None:
-        return [no_checksums(checkpoint)]
-    return []
+        return (*_verify_coreml(CoreMLPackage(checkpoint), pattern), [])
+    return (*_verify_dense(Path(checkpoint), pattern), [])
 
 
 def _lost(verdicts: Sequence[Verdict], of_base: Sequence[Verdict], base: str | Path) -> list[str]:
@@ -202,31 +194,34 @@ def _dense(verdicts: Sequence[Verdict]) -> list[str]:
     if not dense:
         return []
     names = _grouped_keys(dense)
-    shown = ", ".join(names[:_SHOWN])
-    if len(names) > _SHOWN:
-        shown += f" and {len(names) - _SHOWN} more"
-    advice = "allow that by --allow-dense (allow_dense=True), or say how much must be N:M by --min-share (min_share)"
-    return [f"{len(dense)} of {len(verdicts)} matrices are dense: {shown}; {advice}"]
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return [
+        f"{len(dense)} of {len(verdicts)} matrices are dense: {', '.join(names[:_SHOWN])}{more}; allow that by "
+        "--allow-dense (allow_dense=True), or say how much must be N:M by --min-share (min_share)"
+    ]
 
 
 def _verify_dense(
     checkpoint: Path, pattern: NMPattern | None
 ) -> tuple[list[Verdict], dict[str, int]]:
     """The verdicts of a file of dense tensors, and the number of entries of every matrix."""
-    weights, states = _read(checkpoint)
+    states: list[dict[str, Any]] = []
+    kind = kind_of_graph(checkpoint) if checkpoint.is_file() else ""
+    if kind == ONNX:
+        weights = onnx_weights(checkpoint)
+    elif kind == PROGRAM:
+        weights = decoded(program_weights(checkpoint), checkpoint)
+    else:
+        weights, states = read_checkpoint(checkpoint, nested=True)
     if pattern is None and states:
         weights = named_as_in_model(weights, states, checkpoint)
-    matrices = {}
-    for key, weight in weights.items():
-        if is_matrix(weight.dtype, weight.dim()):
-            matrices[key] = weight
-    verdicts = []
+    matrices = {
+        key: weight for key, weight in weights.items() if is_matrix(weight.dtype, weight.dim())
+    }
     if pattern is not None:
-        for key, weight in matrices.items():
-            verdicts.append(classify(key, weight, pattern))
+        verdicts = [classify(key, weight, pattern) for key, weight in matrices.items()]
     elif states:
-        for state in states:
-            verdicts += verify_state(weights, state)
+        verdicts = [verdict for state in states for verdict in verify_state(weights, state)]
     else:
         raise ValueError(
             f"'{checkpoint}' has no sparsifier state that names its masked layers: give a pattern, for example "
@@ -234,16 +229,6 @@ def _verify_dense(
         )
     verdicts = [_with_adapter(verdict, weights) for verdict in verdicts]
     return verdicts, {key: matrix.numel() for key, matrix in matrices.items()}
-
-
-def _read(path: Path) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
-    """The weights of a file of dense tensors, and its sparsifier states."""
-    kind = kind_of_graph(path) if path.is_file() else ""
-    if kind == ONNX:
-        return onnx_weights(path), []
-    if kind == PROGRAM:
-        return decoded(program_weights(path), path), []
-    return read_checkpoint(path, nested=True)
 
 
 def _verify_packed(
@@ -277,10 +262,16 @@ def _verify_packed(
             note += ", int8"
         if own_name != name:
             note += f", the same tensor as '{own_name}'"
-        if pattern is None or pattern == packed.pattern:
-            verdicts.append(_packed_verdict(name, packed, note))
+        checked = pattern or packed.pattern
+        rows = blocks_last(packed.unpack(), packed.layout)
+        if checked != packed.pattern:
+            note += f" as {packed.pattern}"
+        if rows.shape[-1] % checked.m:
+            verdict = Verdict(name, "dense", str(checked), note=f"{note}; no axis of blocks")
         else:
-            verdicts.append(_judge_packed(name, packed, pattern, note))
+            verdict = judge(name, rows, checked, -1, note, masked=checked == packed.pattern)
+        own_pattern = "" if verdict.verdict == "N:M" else str(packed.pattern)
+        verdicts.append(replace(verdict, own_pattern=own_pattern))
     return verdicts, sizes
 
 
@@ -318,27 +309,6 @@ def _verify_coreml(
         notes = [verdict.note, held, *weight.operators]
         verdicts.append(replace(verdict, note=", ".join(filter(None, notes))))
     return verdicts, sizes
-
-
-def _packed_verdict(name: str, packed: PackedTensor, note: str) -> Verdict:
-    """The verdict for a packed weight and its own pattern: only the positions could break it, and they are checked."""
-    blocks = packed.values.numel() // packed.pattern.n
-    density = int(torch.count_nonzero(packed.values)) / math.prod(packed.shape)
-    if not density:
-        note += ", all zero"
-    nonfinite = count_nonfinite(packed.values)
-    return Verdict(name, "N:M", str(packed.pattern), blocks, 0, density, note, nonfinite=nonfinite)
-
-
-def _judge_packed(name: str, packed: PackedTensor, pattern: NMPattern, note: str) -> Verdict:
-    """The verdict for a packed weight against another pattern than its own, along its own axis."""
-    rows = blocks_last(packed.unpack(), packed.layout)
-    if rows.shape[-1] % pattern.m:
-        return Verdict(
-            name, "dense", str(pattern), note=f"{note} as {packed.pattern}; no axis of blocks"
-        )
-    verdict = judge(name, rows, pattern, -1, f"{note} as {packed.pattern}", masked=False)
-    return replace(verdict, own_pattern="" if verdict.verdict == "N:M" else str(packed.pattern))
 
 
 def _with_adapter(verdict: Verdict, weights: Mapping[str, Tensor]) -> Verdict:
@@ -443,7 +413,7 @@ def _problems(verdicts: Sequence[Verdict], include: Sequence[str]) -> list[str]:
     problems += [f"the checkpoint was saved in {stage}" for stage in stages]
     for glob in include:
         matched: list[set[str]] = [
-            {v.key for v in verdicts if _matches(v.key, each)} for each in expanded(glob)
+            {v.key for v in verdicts if matches(v.key, each)} for each in expanded(glob)
         ]
         # Each alternative of a glob in braces must match a weight.
         if not all(matched):
@@ -452,8 +422,3 @@ def _problems(verdicts: Sequence[Verdict], include: Sequence[str]) -> list[str]:
         dense = [v.key for v in verdicts if v.key in named and v.verdict == "dense"]
         problems += [f"{key} is named by `include` but is dense" for key in _grouped_keys(dense)]
     return problems
-
-
-def _matches(key: str, glob: str) -> bool:
-    """Whether a glob over keys or names of modules matches a weight."""
-    return fnmatchcase(key, glob) or fnmatchcase(key.rpartition(".")[0], glob)
