@@ -215,6 +215,11 @@ class PackedFile:
         key = self.aliases.get(key, key)
         return self.read_packed(key) if key in self.packed else self.read_stored(key)
 
+    def read_dense(self, key: str) -> Tensor:
+        """Read one tensor, with zeros if it is packed."""
+        found = self.read(key)
+        return found.unpack() if isinstance(found, PackedTensor) else found
+
     def check(self, name: str) -> None:
         """Compare a tensor of the file with its checksum, if the file has checksums.
 

@@ -242,9 +242,14 @@ def refuse_empty(found: Mapping[str, Any], reasons: Mapping[str, str], what: str
     """Refuse that nothing is found, by a ``ValueError`` with the reasons."""
     if found:
         return
-    shown = [f"'{key}': {reason}" for key, reason in list(reasons.items())[:_SHOWN]]
-    more = f"; and {len(reasons) - _SHOWN} more" if len(reasons) > _SHOWN else ""
-    raise ValueError(f"{what}: {'; '.join(shown)}{more}")
+    shown = listed([f"'{key}': {reason}" for key, reason in reasons.items()], "; ")
+    raise ValueError(f"{what}: {shown}")
+
+
+def listed(texts: Sequence[str], separator: str = ", ") -> str:
+    """The first texts, and how many more there are."""
+    more = f"{separator}and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
+    return separator.join(texts[:_SHOWN]) + more
 
 
 def check_kernels(kernels: str) -> None:

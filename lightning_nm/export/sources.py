@@ -13,7 +13,6 @@ from lightning_nm.export.files import read_file, tensors_in
 from lightning_nm.export.foreign import decoded
 from lightning_nm.export.huggingface import read_folder
 from lightning_nm.export.packed_file import PackedFile, is_packed
-from lightning_nm.nn.packed import PackedTensor
 from lightning_nm.training.checkpoint import check_schema
 
 # What transformers and its relatives call files of weights.
@@ -143,23 +142,15 @@ def _without(layers: dict[str, Any], prefix: str) -> dict[str, Any]:
 
 def _read(path: Path) -> Source:
     if is_packed(path):
-        return Source(path, _unpacked(PackedFile(path)), [])
+        file = PackedFile(path)
+        unpacked = {key: file.read_dense(key) for key in (*file.dense, *file.packed)}
+        # Aliases share their tensor.
+        return Source(
+            path, unpacked | {key: unpacked[own] for key, own in file.aliases.items()}, []
+        )
     weights, states = read_checkpoint(path)
     folder = path if (path / "config.json").is_file() else None
     return Source(path, weights, states, folder)
-
-
-def _unpacked(file: PackedFile) -> dict[str, Tensor]:
-    """The dense state dict of a packed model; aliases share their tensor."""
-    weights: dict[str, Tensor] = {}
-    # Aliases come last.
-    for key in file.names():
-        if key in file.aliases:
-            weights[key] = weights[file.aliases[key]]
-            continue
-        tensor = file.read(key)
-        weights[key] = tensor.unpack() if isinstance(tensor, PackedTensor) else tensor
-    return weights
 
 
 def hyperparameters(path: Path) -> dict[str, Any]:

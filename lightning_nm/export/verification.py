@@ -17,7 +17,7 @@ from lightning_nm.export.foreign import decoded
 from lightning_nm.export.graph_weights import onnx_weights, program_weights
 from lightning_nm.export.huggingface import named_as_in_model
 from lightning_nm.export.packed_file import PackedFile, is_packed, no_checksums
-from lightning_nm.export.packed_model import matches
+from lightning_nm.export.packed_model import listed, matches
 from lightning_nm.export.sources import read_checkpoint
 from lightning_nm.export.verdicts import (
     Verdict,
@@ -34,8 +34,6 @@ from lightning_nm.nn.layer.state import saved_stages
 from lightning_nm.nn.packed import EVERY_ENTRY
 from lightning_nm.nn.packed.tensor import blocks_last
 from lightning_nm.nn.selection.ranges import expanded, grouped, quoted
-
-_SHOWN = 8  # names of dense matrices in a message
 
 
 @dataclass(frozen=True)
@@ -193,10 +191,8 @@ def _dense(verdicts: Sequence[Verdict]) -> list[str]:
     dense = [v.key for v in verdicts if v.verdict == "dense"]
     if not dense:
         return []
-    names = _grouped_keys(dense)
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return [
-        f"{len(dense)} of {len(verdicts)} matrices are dense: {', '.join(names[:_SHOWN])}{more}; allow that by "
+        f"{len(dense)} of {len(verdicts)} matrices are dense: {listed(_grouped_keys(dense))}; allow that by "
         "--allow-dense (allow_dense=True), or say how much must be N:M by --min-share (min_share)"
     ]
 
