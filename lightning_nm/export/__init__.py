@@ -6,12 +6,11 @@ from lightning_nm.export.executorch import ExecutorchExport, export_executorch
 from lightning_nm.export.files import check_archive
 from lightning_nm.export.packed_file import PackedFile
 from lightning_nm.export.packed_loading import load_packed
-from lightning_nm.export.packed_model import pack, save_packed, unpacked_state_dict
+from lightning_nm.export.packed_model import pack, save_packed, unpacked_state_dict, warm_up
 from lightning_nm.export.packed_summary import packed_summary
 from lightning_nm.export.sources import read_checkpoint
 from lightning_nm.export.verdicts import Verdict
 from lightning_nm.export.verification import Verification, verify
-from lightning_nm.export.warm_up import warm_up
 
 __all__ = [
     "CoreMLPackage",

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import codecs
 import re
 import zipfile
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -160,10 +158,7 @@ def kind_of_graph(path: Path) -> str:
 
 def _text(start: bytes) -> str:
     """The first line, if a file begins with printable text."""
-    with suppress(UnicodeDecodeError):
-        # Incrementally, because the last character may be cut off.
-        decoder = codecs.getincrementaldecoder("utf-8")()
-        text = decoder.decode(start)
-        if all(character.isprintable() or character.isspace() for character in text):
-            return text.strip().split("\n")[0]
-    return ""
+    # The last character may be cut off.
+    text = start.decode("utf-8", "replace").rstrip("\ufffd")
+    is_text = all(each.isprintable() or each.isspace() for each in text) and "\ufffd" not in text
+    return text.strip().split("\n")[0] if is_text else ""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import zipfile
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,16 +24,11 @@ _DTYPES = {
 }
 _FOLDERS = ("data/weights", "data/constants")
 _PICKLED = ("serialized_state_dict.pt", "serialized_constants.pt")  # of torch 2.6
-# ONNX operators that read integers: inputs that may be a weight, the input of its zero point, and the axis of several.
-_READERS = {
-    "DequantizeLinear": ((0, 2, 1),),
-    "QLinearConv": ((0, 2, 0), (3, 5, 0)),
-    "ConvInteger": ((0, 2, 0), (1, 3, 0)),
-    "QLinearMatMul": ((0, 2, -2), (3, 5, -1)),
-    "MatMulInteger": ((0, 2, -2), (1, 3, -1)),
-}
-_MOVERS = ("Gather", "Identity", "Reshape", "Transpose")
-_PACKERS = ("MatMulNBits", "MatMulBnb4", "GatherBlockQuantized")  # several values in a byte
+# ONNX operators that read integers, whose zero points may lie anywhere, or several values in a byte.
+_QUANTISED = (
+    *("DequantizeLinear", "QLinearConv", "ConvInteger", "QLinearMatMul", "MatMulInteger"),
+    *("MatMulNBits", "MatMulBnb4", "GatherBlockQuantized"),
+)
 
 
 def program_weights(path: Path) -> dict[str, Tensor]:
@@ -105,7 +99,7 @@ def _record(archive: zipfile.ZipFile, name: str) -> bytes:
 
 
 def onnx_weights(path: Path) -> dict[str, Tensor]:
-    """The constant matrices of an ONNX file; of integers, the zero point is subtracted where the graph tells it.
+    """The constant matrices of an ONNX file, whose weights are not quantised.
 
     Raises:
         ValueError: If the file is damaged, a weight is in a form that is not read, or the package ``onnx`` is missing.
@@ -115,36 +109,32 @@ def onnx_weights(path: Path) -> dict[str, Tensor]:
     except ImportError as error:
         advice = "pip install -e '.[onnx]' in a checkout of lightning_nm"
         raise ValueError(f"reading '{path}' needs the package `onnx`: {advice}") from error
+    found: dict[str, Tensor] = {}
     try:
         model = onnx.load(path, load_external_data=False)
-        return {
-            f"{prefix}{name}": tensor
-            for prefix, graph in [("", model.graph), *((f"{f.name}/", f) for f in model.functions)]
-            for name, tensor in _matrices(graph, str(path.parent))
-        }
+        for prefix, graph in [("", model.graph), *((f"{f.name}/", f) for f in model.functions)]:
+            for name, tensor in _matrices(graph, str(path.parent)):
+                if f"{prefix}{name}" in found:
+                    raise ValueError(f"'{prefix}{name}' is defined twice")
+                found[f"{prefix}{name}"] = tensor
     except Exception as error:
         raise ValueError(f"cannot read '{path}' as ONNX: {error}") from error
+    return found
 
 
 def _matrices(graph: Any, folder: str) -> Iterator[tuple[str, Tensor]]:
-    nodes, constants = _contents(graph)
-    zeros = _zero_points(nodes, constants)
-    for name, constant in constants.items():
+    """The constant matrices of a graph and of the graphs in it."""
+    from onnx import numpy_helper
+
+    for name, constant in _constants(graph):
         if len(constant.dims) < 2:
             continue
-        array = _array(name, constant, folder)
-        if name in zeros:
-            zero, axis = zeros[name]
-            points = _array(zero, constants[zero], folder).astype("int32") if zero else 0
-            if zero and points.size > 1:
-                if points.ndim > 1:
-                    raise ValueError(f"'{name}' has zero points of blocks, which are not read")
-                points = points.reshape(
-                    [-1 if i == axis % array.ndim else 1 for i in range(array.ndim)]
-                )
-            array = (array.astype("int32") - points).astype("float32")
+        try:
+            array = numpy_helper.to_array(constant, folder)
+        except Exception as error:
+            raise ValueError(f"'{name}': {error}") from error
         # Types that numpy itself does not have, such as bfloat16 and integers of four bits.
-        elif array.dtype.isbuiltin != 1:
+        if array.dtype.isbuiltin != 1:
             type_name = array.dtype.name
             array = array.astype(type_name.rstrip("24") + "8" if "int" in type_name else "float32")
         elif array.dtype.kind in "iu" and array.dtype.itemsize > 1:
@@ -153,67 +143,21 @@ def _matrices(graph: Any, folder: str) -> Iterator[tuple[str, Tensor]]:
             yield name, torch.from_numpy(array.copy())
 
 
-def _contents(graph: Any) -> tuple[list[Any], dict[str, Any]]:
-    """The operators and constants of a graph and of the graphs in it, in which a name is defined once."""
-    nodes = []
-    named: list[tuple[str, Any]] = []
-    waiting = [graph]
-    while waiting:
-        graph = waiting.pop()
-        # A function has no initialisers.
-        named += [(each.name, each) for each in getattr(graph, "initializer", ())]
-        if getattr(graph, "sparse_initializer", ()):
-            raise ValueError("it has sparse initialisers, which are not read")
-        for node in graph.node:
-            nodes.append(node)
-            for attribute in node.attribute:
-                waiting += [*attribute.graphs, *([attribute.g] if attribute.HasField("g") else [])]
-                if node.op_type == "Constant" and attribute.HasField("sparse_tensor"):
-                    raise ValueError(f"'{node.output[0]}' is a sparse constant, which is not read")
-                if node.op_type == "Constant" and attribute.HasField("t"):
-                    named.append((node.output[0], attribute.t))
-    constants = dict(named)
-    if len(constants) < len(named):
-        (name, _), *_ = Counter(name for name, _ in named).most_common(1)
-        raise ValueError(f"'{name}' is defined twice")
-    return nodes, constants
-
-
-def _zero_points(nodes: list[Any], constants: Mapping[str, Any]) -> dict[str, tuple[str, int]]:
-    """The names of the zero points of constants that are read as quantised weights, and the axis of several.
-
-    A zero point without a name is 0.
-    """
-    origins = {node.output[0]: node.input[0] for node in nodes if node.op_type in _MOVERS}
-    zeros: dict[str, tuple[str, int]] = {}
-    for node in nodes:
-        if node.op_type in _PACKERS:
-            raise ValueError(f"the operator {node.op_type} packs its weight, which is not read")
-        for place, zero_place, axis in _READERS.get(node.op_type, ()):
-            name = node.input[place]
-            passed = set()  # a damaged graph may have a circle
-            while name not in constants and name in origins and name not in passed:
-                passed.add(name)
-                name = origins[name]
-            if name not in constants:
-                continue
-            zero = node.input[zero_place] if len(node.input) > zero_place else ""
-            if zero and zero not in constants:
-                raise ValueError(f"the zero point '{zero}' of '{name}' is computed")
-            several = bool(zero) and any(size > 1 for size in constants[zero].dims)
-            if several:
-                axis = {each.name: each.i for each in node.attribute}.get("axis", axis)
-            # Of an embedding rows are taken, and axes change.
-            found = (zero, axis) if several else (zero, 0)
-            if zeros.setdefault(name, found) != found or (passed and several):
-                raise ValueError(f"'{name}' has several zero points")
-    return zeros
-
-
-def _array(name: str, constant: Any, folder: str) -> Any:
-    from onnx import numpy_helper
-
-    try:
-        return numpy_helper.to_array(constant, folder)
-    except Exception as error:
-        raise ValueError(f"'{name}': {error}") from error
+def _constants(graph: Any) -> Iterator[tuple[str, Any]]:
+    # A function has no initialisers.
+    yield from ((each.name, each) for each in getattr(graph, "initializer", ()))
+    if getattr(graph, "sparse_initializer", ()):
+        raise ValueError("it has sparse initialisers, which are not read")
+    for node in graph.node:
+        if node.op_type in _QUANTISED:
+            raise ValueError(
+                f"the operator {node.op_type} reads a quantised weight, which is not read: check the checkpoint that "
+                "it was made from"
+            )
+        for attribute in node.attribute:
+            if node.op_type == "Constant" and attribute.HasField("sparse_tensor"):
+                raise ValueError(f"'{node.output[0]}' is a sparse constant, which is not read")
+            if node.op_type == "Constant" and attribute.HasField("t"):
+                yield node.output[0], attribute.t
+            for inner in [*attribute.graphs, *([attribute.g] if attribute.HasField("g") else [])]:
+                yield from _constants(inner)

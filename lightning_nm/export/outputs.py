@@ -13,8 +13,11 @@ import torch
 from torch import Tensor
 
 from lightning_nm.export.atomic_write import check_folder, replacing
-from lightning_nm.export.foreign import config_without_bitmasks, holds_bitmasks
-from lightning_nm.export.huggingface import named_as_in_model
+from lightning_nm.export.huggingface import (
+    config_without_bitmasks,
+    holds_bitmasks,
+    named_as_in_model,
+)
 from lightning_nm.export.packed_file import write_packed
 from lightning_nm.export.packed_model import matches, refuse_empty
 from lightning_nm.export.patterns import patterns_in

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_nm.export.files import read_file, tensors_in
-from lightning_nm.export.foreign import decoded
-from lightning_nm.export.huggingface import read_folder
+from lightning_nm.export.huggingface import decoded, read_folder
 from lightning_nm.export.packed_file import PackedFile, is_packed
 from lightning_nm.training.checkpoint import check_schema
 

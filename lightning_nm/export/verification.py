@@ -13,9 +13,8 @@ from torch import Tensor
 
 from lightning_nm.export.coreml_package import SPARSE, CoreMLPackage, is_package
 from lightning_nm.export.files import ONNX, PROGRAM, kind_of_graph
-from lightning_nm.export.foreign import decoded
 from lightning_nm.export.graph_weights import onnx_weights, program_weights
-from lightning_nm.export.huggingface import named_as_in_model
+from lightning_nm.export.huggingface import decoded, named_as_in_model
 from lightning_nm.export.packed_file import PackedFile, is_packed, no_checksums
 from lightning_nm.export.packed_model import listed, matches
 from lightning_nm.export.sources import read_checkpoint

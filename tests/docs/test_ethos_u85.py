@@ -8,7 +8,7 @@ import pytest
 
 from lightning_nm.cli import main
 from lightning_nm.export.executorch import targets
-from lightning_nm.export.executorch.rules import fits_two_of_four
+from lightning_nm.export.executorch.targets import fits_two_of_four
 from lightning_nm.functional.pattern import NMPattern
 from tests.docs.blocks import ROOT, blocks, execute, read
 

@@ -294,7 +294,9 @@ def test_a_model_in_another_dtype_than_the_file(tmp_path, values):
     save_packed(pack(small("1:16"), dtype=values, kernels="reference"), path)
     model = small("1:16", torch.bfloat16)
     before = clones(model)
-    with pytest.raises(ValueError, match=r"'0.bias' is torch.bfloat16 in .* torch.float32 in .*to\(torch.fl"):
+    with pytest.raises(
+        ValueError, match=r"'0.bias' is torch.bfloat16 in .* torch.float32 in .*to\(torch.fl"
+    ):
         load_packed(model, path)
     assert_equal_states(clones(model), before)
     # As the message says.

@@ -21,8 +21,12 @@ from lightning_nm.callbacks import NMSparsityCallback
 from lightning_nm.commands.build import build
 from lightning_nm.config import SparsityConfig
 from lightning_nm.export.executorch import Operator, export_executorch
-from lightning_nm.export.executorch.rules import reason_of_layer
-from lightning_nm.export.executorch.targets import EXTRA, check_target, missing_packages
+from lightning_nm.export.executorch.targets import (
+    EXTRA,
+    check_target,
+    missing_packages,
+    reason_of_layer,
+)
 from lightning_nm.functional import nm_prune
 from lightning_nm.nn.layer.layer import NMLayer
 from lightning_nm.nn.layer.layout import from_rows, known_shape, rows_of

@@ -10,8 +10,8 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from lightning_nm.export.classes import import_class
 from lightning_nm.export.files import read_file
+from lightning_nm.export.graphs import import_class
 
 _SUFFIXES = (".pt", ".pth", ".safetensors", ".npy")
 _ROWS = 32  # rows of a file that make a batch

@@ -18,8 +18,8 @@ from lightning_nm.commands.export import executorch
 from lightning_nm.commands.export.coreml import coreml_table, coreml_text
 from lightning_nm.export.atomic_write import check_folder
 from lightning_nm.export.coreml import CoreMLReport, check_output, export_coreml
-from lightning_nm.export.foreign import holds_bitmasks
 from lightning_nm.export.graphs import build_model, example_of, export_onnx, export_pt2
+from lightning_nm.export.huggingface import holds_bitmasks
 from lightning_nm.export.outputs import Written, export_packed, export_torch
 from lightning_nm.export.sources import Source, read_source
 from lightning_nm.export.verdicts import classify, is_matrix

@@ -16,7 +16,6 @@ from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
 
 from lightning_nm.export.atomic_write import check_folder, replacing
-from lightning_nm.export.executorch.calibration import calibration_inputs
 from lightning_nm.export.executorch.lowering import (
     Operator,
     Undelegated,
@@ -27,14 +26,19 @@ from lightning_nm.export.executorch.lowering import (
 from lightning_nm.export.executorch.quantized import (
     QuantizedLayer,
     always_in_float,
+    calibration_inputs,
     fill_zeros,
     layers_of_graph,
     quantize,
     quantized_layers,
     trace,
 )
-from lightning_nm.export.executorch.rules import is_depthwise, reason_of_weight
-from lightning_nm.export.executorch.targets import check_target, require_packages
+from lightning_nm.export.executorch.targets import (
+    check_target,
+    is_depthwise,
+    reason_of_weight,
+    require_packages,
+)
 from lightning_nm.export.graphs import difference
 from lightning_nm.export.patterns import Found
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from lightning_nm.commands.export.calibration import calibration_data
-from lightning_nm.export.executorch.calibration import calibration_inputs
+from lightning_nm.export.executorch.quantized import calibration_inputs
 
 EXAMPLE = (torch.zeros(2, 3),)
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_nm.export.executorch.rules import (
+from lightning_nm.export.executorch.targets import (
     fits_two_of_four,
     is_depthwise,
     reason_of_layer,
