@@ -62,7 +62,9 @@ class Verification:
     @property
     def share(self) -> float:
         """The share of the matrices' entries that is in N:M matrices."""
-        return _share(self.verdicts, self.matrices)
+        sparse = sum(self.matrices.get(v.key, 0) for v in self.verdicts if v.verdict == "N:M")
+        # A file without matrices has no share.
+        return sparse / sum(self.matrices.values()) if sparse else 0.0
 
     @property
     def warnings(self) -> list[str]:
@@ -140,12 +142,12 @@ def verify(
         problems += _lost(verdicts, _verify_file(base, parsed)[0], base)
     elif parsed is not None and min_share is None and not allow_dense and not problems:
         problems += _dense(verdicts)
-    share = _share(verdicts, sizes)
-    if min_share is not None and share < min_share:
+    result = Verification(verdicts, problems, sizes, notes)
+    if min_share is not None and result.share < min_share:
         problems.append(
-            f"only {share:.1%} of the matrices' entries are in N:M matrices, less than {min_share:.1%}"
+            f"only {result.share:.1%} of the matrices' entries are in N:M matrices, less than {min_share:.1%}"
         )
-    return Verification(verdicts, problems, sizes, notes)
+    return result
 
 
 def _verify_file(
@@ -171,18 +173,16 @@ def _lost(verdicts: Sequence[Verdict], of_base: Sequence[Verdict], base: str | P
     if not wanted:
         raise ValueError(f"no matrix of the base '{base}' is N:M in this pattern")
     found = {plain_name(v.key): v.verdict for v in verdicts}
-    rows = []
-    for key in sorted(wanted):
-        verdict = found.get(key)
-        if verdict != "N:M":
-            rows.append((key, f"{verdict} here" if verdict else "not in the file"))
-    if not rows:
-        return []
-    kept = len(wanted) - len(rows)
-    problems = [f"only {kept} of the base's {len(wanted)} N:M matrices are N:M"]
-    for key, fate in grouped(rows):
-        problems.append(f"{quoted(key)} is N:M in the base, but {fate}")
-    return problems
+    rows = [
+        (key, f"{found[key]} here" if key in found else "not in the file")
+        for key in sorted(wanted)
+        if found.get(key) != "N:M"
+    ]
+    lost = [f"{quoted(key)} is N:M in the base, but {fate}" for key, fate in grouped(rows)]
+    if lost:
+        kept = len(wanted) - len(rows)
+        lost.insert(0, f"only {kept} of the base's {len(wanted)} N:M matrices are N:M")
+    return lost
 
 
 def _dense(verdicts: Sequence[Verdict]) -> list[str]:
@@ -237,36 +237,27 @@ def _verify_packed(
     verdicts = []
     sizes: dict[str, int] = {}
     for name in file.names():
-        shape = file.shape(name)
         own_name = file.aliases.get(name, name)
-        has_blocks = is_matrix(file.dtype(name), len(shape))
-        if has_blocks:
-            sizes[name] = math.prod(shape)
-        if own_name not in file.packed:
+        if is_matrix(file.dtype(name), len(file.shape(name))):
+            sizes[name] = math.prod(file.shape(name))
+        entry = file.packed.get(own_name)
+        if entry is None:
             # Without a pattern a dense tensor has no verdict: it is compared with its checksum alone.
-            if has_blocks and pattern is not None:
-                verdicts.append(classify(name, file.read_stored(own_name), pattern))
-            else:
+            if pattern is None or name not in sizes:
                 file.check(own_name)
+            else:
+                verdicts.append(classify(name, file.read_stored(own_name), pattern))
             continue
-        packed = file.read_packed(own_name)
-        if pattern is None and packed.pattern == EVERY_ENTRY:
+        weight = file.read_dense(own_name)
+        if pattern is None and entry.pattern == EVERY_ENTRY:
             continue
-        note = f"packed, {packed.layout}"
-        if packed.scales is not None:
-            note += ", int8"
+        verdict = _judge_stored(name, weight, entry.pattern, entry.layout, pattern)
+        notes = ["packed", verdict.note, "int8" if entry.int8 else ""]
+        if verdict.pattern != str(entry.pattern):
+            notes.append(f"stored as {entry.pattern}")
         if own_name != name:
-            note += f", the same tensor as '{own_name}'"
-        checked = pattern or packed.pattern
-        rows = blocks_last(packed.unpack(), packed.layout)
-        if checked != packed.pattern:
-            note += f" as {packed.pattern}"
-        if rows.shape[-1] % checked.m:
-            verdict = Verdict(name, "dense", str(checked), note=f"{note}; no axis of blocks")
-        else:
-            verdict = judge(name, rows, checked, -1, note, masked=checked == packed.pattern)
-        own_pattern = "" if verdict.verdict == "N:M" else str(packed.pattern)
-        verdicts.append(replace(verdict, own_pattern=own_pattern))
+            notes.append(f"the same tensor as '{own_name}'")
+        verdicts.append(replace(verdict, note=", ".join(filter(None, notes))))
     return verdicts, sizes
 
 
@@ -289,21 +280,28 @@ def _verify_coreml(
         noted = package.exported.get(name)
         key = name if noted is None else noted["key"]
         sizes[key] = math.prod(weight.shape)
-        if pattern is not None:
-            verdict = classify(key, package.read(name), pattern)
-        elif noted is not None:
-            layout = cast(Layout, noted["layout"])
+        if noted is not None:
             own_pattern = NMPattern.parse(noted["pattern"])
-            rows = blocks_last(package.read(name), layout)
-            verdict = judge(key, rows, own_pattern, -1, layout, masked=True)
+            layout = cast(Layout, noted["layout"])
+            verdict = _judge_stored(key, package.read(name), own_pattern, layout, pattern)
+        elif pattern is not None:
+            verdict = classify(key, package.read(name), pattern)
         else:
             continue
-        held = {"const": "dense", SPARSE: "nonzeros and bit mask"}.get(
-            weight.storage, weight.storage
-        )
-        notes = [verdict.note, held, *weight.operators]
+        forms = {"const": "dense", SPARSE: "nonzeros and bit mask"}
+        notes = [verdict.note, forms.get(weight.storage, weight.storage), *weight.operators]
         verdicts.append(replace(verdict, note=", ".join(filter(None, notes))))
     return verdicts, sizes
+
+
+def _judge_stored(
+    key: str, weight: Tensor, own: NMPattern, layout: Layout, pattern: NMPattern | None
+) -> Verdict:
+    """The verdict for a weight whose pattern the file tells, against that or another one."""
+    if pattern in (None, own):
+        return judge(key, blocks_last(weight, layout), own, -1, layout, masked=True)
+    assert pattern is not None
+    return classify(key, weight, pattern)
 
 
 def _with_adapter(verdict: Verdict, weights: Mapping[str, Tensor]) -> Verdict:
@@ -314,9 +312,7 @@ def _with_adapter(verdict: Verdict, weights: Mapping[str, Tensor]) -> Verdict:
     if not any(key.startswith(f"{module}.lora_") for key in weights):
         return verdict
     note = "a low-rank adapter lies on it; merged, it is N:M only if mask_adapters() masked the adapter"
-    if verdict.note:
-        note = f"{verdict.note}; {note}"
-    return replace(verdict, note=note)
+    return replace(verdict, note="; ".join(filter(None, (verdict.note, note))))
 
 
 def verify_state(weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> list[Verdict]:
@@ -338,19 +334,15 @@ def verify_state(weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> lis
             rows = rows_of(comparable(key, weights[key]), layout)
             verdict = judge(key, rows, pattern, 1, layout, masked=True)
         else:
-            note = _why_not_masked(layer, weights[key], pattern)
+            # Whether the layer ever has a forward mask.
+            _, inputs = row_sizes(weights[key].shape, layer["layout"])
+            reason = misfit("in", inputs, pattern.m)
+            note = f"trained dense: {reason}, so only GEMMs of the backward pass were N:M"
+            if not reason:
+                note = "forward weight not masked"
             verdict = Verdict(key, "dense", str(pattern), note=note)
         verdicts.append(replace(verdict, stage=_other_stage(layer, state["clock"])))
     return verdicts
-
-
-def _why_not_masked(layer: Mapping[str, Any], weight: Tensor, pattern: NMPattern) -> str:
-    """What is said of a weight whose layer had no forward mask: whether it ever has one."""
-    _, inputs = row_sizes(weight.shape, layer["layout"])
-    reason = misfit("in", inputs, pattern.m)
-    if not reason:
-        return "forward weight not masked"
-    return f"trained dense: {reason}, so only GEMMs of the backward pass were N:M"
 
 
 def _other_stage(layer: Mapping[str, Any], clock: int) -> str:
@@ -368,12 +360,6 @@ def _other_stage(layer: Mapping[str, Any], clock: int) -> str:
         )
     part = "the dense start" if stage == DENSE else f"the stage {stage}"
     return f"{part} of its schedule: weights are {pattern} from training step {begins[FINAL]}"
-
-
-def _share(verdicts: Sequence[Verdict], sizes: Mapping[str, int]) -> float:
-    sparse = sum(sizes.get(v.key, 0) for v in verdicts if v.verdict == "N:M")
-    # A file without matrices has no share.
-    return sparse / sum(sizes.values()) if sparse else 0.0
 
 
 def _is_sparse(verdict: Verdict) -> bool:
