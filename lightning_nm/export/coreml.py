@@ -249,7 +249,7 @@ def _traced(model: nn.Module, example: tuple[Any, ...]) -> Any:
             )
     inputs = tuple(x.float().cpu() if x.is_floating_point() else x.cpu() for x in example)
     # Decoders of transformers return a cache of keys and values, which is an object and no tensor.
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     use_cache = getattr(config, "use_cache", None)
     try:
         if use_cache:
@@ -283,7 +283,8 @@ def _converted(coremltools: Any, program: Any, kind: str, precision: Precision) 
         "skip_model_load": True,  # only macOS can
     }
     # Operators stay whole where possible, because coremltools recognises more of the whole ones.
-    for apart in ({}, None):
+    whole: dict[Any, Any] = {}
+    for apart in (whole, None):
         try:
             with quiet():
                 lowered = _without_aliases(program.run_decompositions(apart))

@@ -152,9 +152,9 @@ class CoreMLPackage:
                 raise self._damaged(f"it has no weight '{name}', which its metadata names")
             shape = self.weights[name].shape
             try:
-                layout = LAYOUTS[[*LAYOUTS].index(entry["layout"])]
+                layout = {str(each): each for each in LAYOUTS}[entry["layout"]]
                 rest = shape_of_blocks(shape, layout)[-1] % NMPattern.parse(entry["pattern"]).m
-            except ValueError:
+            except (KeyError, ValueError):
                 rest = 1
             if rest:
                 raise self._damaged(

@@ -231,13 +231,14 @@ def _refuse_other_model(
         )
     for plain, key in names.items():
         tensor = owners[plain].tensor
-        own, dtype = tensor.dtype, file.dtype(key)
+        own_dtype, dtype = tensor.dtype, file.dtype(key)
         # A model in torch's default dtype takes the file's; inputs of one that was converted would have the wrong one.
-        is_chosen = own.is_floating_point and own != torch.get_default_dtype()
-        if is_chosen and own != dtype and not tensor.is_meta:
+        is_chosen = own_dtype.is_floating_point and own_dtype != torch.get_default_dtype()
+        if is_chosen and own_dtype != dtype and not tensor.is_meta:
             raise ValueError(
-                f"'{plain}' is {own} in the model {type(model).__name__} and {dtype} in '{path}', and a loaded model "
-                f"has the dtypes of its file: load into model.to({dtype}), and convert the packed model by .to({own})"
+                f"'{plain}' is {own_dtype} in the model {type(model).__name__} and {dtype} in '{path}', and a loaded "
+                f"model has the dtypes of its file: load into model.to({dtype}), and convert the packed model by "
+                f".to({own_dtype})"
             )
     empty = [
         f"{name}.{buffer}".lstrip(".")

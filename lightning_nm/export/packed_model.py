@@ -268,9 +268,6 @@ def for_inference(model: Model) -> Model:
     return model.eval().requires_grad_(False)
 
 
-Model = TypeVar("Model", bound=nn.Module)
-
-
 def warm_up(
     model: Model,
     batch: Sequence[int] = (1,),
