@@ -88,7 +88,7 @@ def test_readers_are_those_of_the_security_policy():
     }
     known = {
         "export/files.py",
-        "export/shards.py",
+        "export/safetensors_file.py",
         "export/sources.py",
         "commands/study/spec.py",
     }

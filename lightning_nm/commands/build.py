@@ -14,7 +14,7 @@ from lightning.pytorch import callbacks
 
 from lightning_nm.callbacks import MaskMonitor, NMSparsityCallback
 from lightning_nm.commands.lightning_cli import NMLightningCLI
-from lightning_nm.export.classes import import_class
+from lightning_nm.export.graphs import import_class
 from lightning_nm.plugins import NMFSDPPrecision
 from lightning_nm.plugins.routing import KernelRouting
 

@@ -24,12 +24,17 @@ from lightning_nm.commands.export_reports import (
 )
 from lightning_nm.commands.output import print_line
 from lightning_nm.export.atomic_write import check_folder
-from lightning_nm.export.classes import import_class
 from lightning_nm.export.coreml import check_output, export_coreml
 from lightning_nm.export.executorch import export_executorch
 from lightning_nm.export.executorch.targets import check_target, require_packages
 from lightning_nm.export.files import read_file
-from lightning_nm.export.graphs import build_model, example_of, export_onnx, export_pt2
+from lightning_nm.export.graphs import (
+    build_model,
+    example_of,
+    export_onnx,
+    export_pt2,
+    import_class,
+)
 from lightning_nm.export.outputs import export_packed, export_torch
 from lightning_nm.export.patterns import patterns_in
 from lightning_nm.export.sources import Source, read_source

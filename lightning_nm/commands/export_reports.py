@@ -107,8 +107,7 @@ def executorch_report(result: ExecutorchExport, output: str) -> Report:
     ]
     for each in result.on_cpu:
         where = f" of '{each.module}'" if each.module else ""
-        why = f": {each.reason}" if each.reason else ""
-        report.append(f"on the host's CPU: {each.operator}{where}{why}")
+        report.append(f"on the host's CPU: {each.operator}{where}")
     if result.difference is not None:
         report.append(
             f"ExecuTorch's runtime differs from torch by {result.difference:.2g} of the largest output"

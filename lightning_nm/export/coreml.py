@@ -6,12 +6,10 @@ import copy
 import json
 import os
 import re
-import shutil
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal, NamedTuple
-from uuid import uuid4
 
 import torch
 from torch import Tensor, nn
@@ -91,15 +89,6 @@ class CoreMLReport(NamedTuple):
         return counts
 
 
-class _Match(NamedTuple):
-    """Where a weight of the model is in a package, and how its blocks lie there."""
-
-    key: str
-    name: str
-    pattern: NMPattern
-    layout: Layout
-
-
 def export_coreml(
     model: nn.Module,
     example: tuple[Any, ...],
@@ -160,14 +149,17 @@ def export_coreml(
     given = None if pattern is None else NMPattern.parse(pattern)
     # What is sparse in training is known as for packed files, so that both hold the same weights as sparse.
     found = patterns_in(weights, states, given)
-    sparse = {key: each for key, each in found.items() if each.pattern is not None}
-    sparse = _once(sparse, weights)
+    sparse: dict[str, Found] = {}
+    held = set()  # a tied weight has further keys, and the program holds it once
+    for key, each in found.items():
+        if each.pattern is not None and memory_of(weights[key]) not in held:
+            held.add(memory_of(weights[key]))
+            sparse[key] = each
     # Vectors are never sparse: their reasons tell nothing.
     matrices = {key: each.reason for key, each in found.items() if weights[key].dim() >= 2}
     refuse_empty(sparse, matrices, f"no weight of {kind} is {given or 'N:M'} sparse")
 
-    with evaluation(model), _without_cache(model):
-        program = _traced(model, example)
+    program = _traced(model, example)
     # Constants keep the names of the program's inputs, with a suffix where they were rounded.
     rounded = "_to_fp16" if precision == "float16" else ""
     names = {
@@ -175,20 +167,42 @@ def export_coreml(
         for name, key in program.graph_signature.inputs_to_parameters.items()
     }
     converted = _converted(coremltools, program, kind, precision)
-    with _new_folder(Path(output)) as folder:
-        # The dense twin is needed for its size, and tells where the converter has put each weight.
-        dense = _saved(converted, folder / f"dense{SUFFIX}")
-        matches = _matches(weights, sparse, names, dense)
-        chosen = _to_compress(matches, dense)
-        compressed = _compressed(converted, chosen)
-        there = {match.key: _renamed(match, chosen) for match in matches}
-        # verify() reads these patterns, as it reads the header of a packed file.
-        compressed.user_defined_metadata[METADATA] = _metadata(there.values())
-        package = _saved(compressed, folder / f"sparse{SUFFIX}")
-        written = _read_back(sparse, there, package, dense)
-        report = CoreMLReport(_size(package.path), _size(dense.path), written)
-        # The package appears under its name when it is complete and checked.
-        package.path.rename(output)
+    # With dense weights: it tells where the converter has put each weight, and how large the file would be.
+    dense = CoreMLPackage(converted.package_path)
+    places = _places(weights, sparse, names, dense)
+    # A weight that is all zero has no nonzeros to list, and stays dense.
+    chosen = {name for name, _ in places.values() if torch.count_nonzero(dense.read(name))}
+    compressed = _compressed(converted, chosen)
+    stored = {
+        name: f"{name}{_SPARSIFIED}" if name in chosen else name for name, _ in places.values()
+    }
+    # verify() reads these patterns, as it reads the header of a packed file.
+    noted = {
+        stored[name]: {"key": key, "pattern": str(sparse[key].pattern), "layout": layout}
+        for key, (name, layout) in places.items()
+    }
+    metadata = json.dumps({"schema": SCHEMA, "weights": noted})
+    compressed.user_defined_metadata[METADATA] = metadata
+    path = Path(output)
+    try:
+        # On the same file system, so that the package can be renamed when it is complete and checked.
+        with TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
+            new = Path(folder) / path.name
+            with quiet():
+                compressed.save(str(new))
+            package = CoreMLPackage(new)
+            written = []
+            for key, each in sparse.items():
+                # Such as the head of a model whose forward does not use it.
+                row = CoreMLWritten(key, str(each.pattern))
+                if key in places:
+                    name, layout = places[key]
+                    row = _read_back(row, package, stored[name], layout, dense.weights[name].bytes)
+                written.append(row)
+            report = CoreMLReport(_size(new), _size(dense.path), written)
+            new.rename(path)
+    except OSError as error:
+        raise type(error)(f"'{output}' was not written: {error.strerror or error}") from error
     return report
 
 
@@ -207,14 +221,6 @@ def check_output(output: str | os.PathLike[str]) -> None:
     check_folder(path)
 
 
-def _once(sparse: Mapping[str, Found], weights: Mapping[str, Tensor]) -> dict[str, Found]:
-    """The weights without further keys of a weight that is tied, which the program holds once."""
-    first_key: dict[Any, str] = {}
-    for key in sparse:
-        first_key.setdefault(memory_of(weights[key]), key)
-    return {key: sparse[key] for key in first_key.values()}
-
-
 def _in_float32(model: nn.Module) -> nn.Module:
     """The model, or a copy of it in float32, the one dtype of floating-point numbers that coremltools converts."""
     tensors = [*model.parameters(), *model.buffers()]
@@ -227,21 +233,6 @@ def _in_float32(model: nn.Module) -> nn.Module:
         return model
     # bfloat16 and float16 are exact in float32; the user's model stays as it is.
     return copy.deepcopy(model).float().cpu()
-
-
-@contextmanager
-def _without_cache(model: nn.Module) -> Iterator[None]:
-    """Let a decoder of ``transformers`` return no cache of keys and values, which is an object and no tensor."""
-    config = getattr(model, "config", None)
-    use_cache = getattr(config, "use_cache", None)
-    if config is None or use_cache is None:
-        yield
-        return
-    config.use_cache = False
-    try:
-        yield
-    finally:
-        config.use_cache = use_cache
 
 
 def _traced(model: nn.Module, example: tuple[Any, ...]) -> Any:
@@ -257,11 +248,19 @@ def _traced(model: nn.Module, example: tuple[Any, ...]) -> Any:
                 f"input {position} is {each!r}: Core ML takes tensors, so give it to {kind} in its constructor"
             )
     inputs = tuple(x.float().cpu() if x.is_floating_point() else x.cpu() for x in example)
+    # Decoders of transformers return a cache of keys and values, which is an object and no tensor.
+    config: Any = getattr(model, "config", None)
+    use_cache = getattr(config, "use_cache", None)
     try:
-        with quiet():
+        if use_cache:
+            config.use_cache = False
+        with quiet(), evaluation(model):
             program = torch.export.export(model, inputs)
     except Exception as error:
         raise ValueError(f"torch.export cannot trace {kind}: {_first_line(error)}") from error
+    finally:
+        if use_cache:
+            config.use_cache = use_cache
     # Sizes that torch could not compute from the example have names and bounds.
     if program.range_constraints:
         sizes = ", ".join(map(str, program.range_constraints))
@@ -284,25 +283,23 @@ def _converted(coremltools: Any, program: Any, kind: str, precision: Precision) 
         "skip_model_load": True,  # only macOS can
     }
     # Operators stay whole where possible, because coremltools recognises more of the whole ones.
-    taken_apart: dict[Any, Any] = {}
-    while True:
+    whole: dict[Any, Any] = {}
+    for apart in (whole, None):
         try:
             with quiet():
-                lowered = _without_aliases(program.run_decompositions(dict(taken_apart)))
+                lowered = _without_aliases(program.run_decompositions(apart))
                 return coremltools.convert(lowered, **options)
         except NotImplementedError as error:
             # "Unsupported fx node lstm, kind lstm.input": the name before the overload.
             unknown = re.search(r"kind (\w+)", str(error))
-            more = _decompositions(unknown[1]) if unknown else {}
-            if not more.keys() - taken_apart.keys():
-                operator = f"the operator '{unknown[1]}'" if unknown else _first_line(error)
-                raise ValueError(f"coremltools cannot convert {operator} of {kind}") from error
-            # The parts may be unknown in turn: each round takes apart at least one more operator.
-            taken_apart |= more
+            operator = f"the operator '{unknown[1]}'" if unknown else _first_line(error)
+            failed = ValueError(f"coremltools cannot convert {operator} of {kind}")
+            failed.__cause__ = error
         except Exception as error:
             raise ValueError(
                 f"coremltools cannot convert {kind}: {type(error).__name__}: {_first_line(error)}"
             ) from error
+    raise failed
 
 
 def _without_aliases(program: Any) -> Any:
@@ -317,60 +314,42 @@ def _without_aliases(program: Any) -> Any:
     return program
 
 
-def _decompositions(operator: str) -> dict[Any, Any]:
-    """How torch takes an operator apart, such as ``lstm``, in all its overloads."""
-    table = torch.export.default_decompositions()
-    # The name of an overload is "aten.lstm.input".
-    return {each: rule for each, rule in table.items() if str(each).split(".")[1] == operator}
-
-
-def _matches(
+def _places(
     weights: Mapping[str, Tensor],
     sparse: Mapping[str, Found],
     names: Mapping[str, str],
     package: CoreMLPackage,
-) -> list[_Match]:
-    """Where the model's N:M weights are in the package.
+) -> dict[str, tuple[str, Layout]]:
+    """The constant of each N:M weight in the package, and how its blocks lie there.
 
     The converter gives new names to constants that it computes, such as a convolution's with a batch norm in it. Their
     zeros tell which weight they are.
     """
-    matches = []
-    free = dict.fromkeys(package.weights)
+    places: dict[str, tuple[str, Layout]] = {}
+    free = {name: each for name, each in package.weights.items() if each.storage == "const"}
+    # Products of a matrix on the right become linear operators, whose weights are [out, in].
+    turned: dict[Layout, Layout] = {"plain": "transposed", "transposed": "plain"}
     # Names first, so that weights without one choose among the rest.
     for key in sorted(sparse, key=lambda key: names.get(key) not in free):
-        pattern, layout, _ = sparse[key]
-        assert pattern is not None
+        layout = sparse[key].layout
         # Zeros stay where they are in every precision; values may be rounded or scaled.
-        is_nonzero = weights[key] != 0
+        forms = [(weights[key] != 0, layout)]
+        if weights[key].dim() == 2 and layout in turned:
+            forms.append((forms[0][0].t(), turned[layout]))
         own_name = names.get(key)
-        candidates = [own_name] if own_name in free else list(free)
-        for name in candidates:
-            assert name is not None
-            layout_there = _layout_there(is_nonzero, layout, name, package)
-            if layout_there is not None:
+        for name in [own_name] if own_name in free else list(free):
+            found = [
+                layout_there
+                for is_nonzero, layout_there in forms
+                if free[name].shape == tuple(is_nonzero.shape)
+                and _same_nonzeros(package.read(name), is_nonzero)
+            ]
+            if found:
                 # Two weights with the same zeros have two constants.
-                matches.append(_Match(key, name, pattern, layout_there))
+                places[key] = name, found[0]
                 del free[name]
                 break
-    return matches
-
-
-def _layout_there(
-    is_nonzero: Tensor, layout: Layout, name: str, package: CoreMLPackage
-) -> Layout | None:
-    """How the blocks of a weight lie in a constant of the package; ``None`` if that is another weight."""
-    shape = package.weights[name].shape
-    if package.weights[name].storage != "const":
-        return None
-    if shape == tuple(is_nonzero.shape) and _same_nonzeros(package.read(name), is_nonzero):
-        return layout
-    # Products of a matrix on the right become linear operators, whose weights are [out, in].
-    turned: dict[str, Layout] = {"plain": "transposed", "transposed": "plain"}
-    is_matrix = is_nonzero.dim() == 2 and layout in turned
-    if is_matrix and shape == tuple(is_nonzero.t().shape):
-        return turned[layout] if _same_nonzeros(package.read(name), is_nonzero.t()) else None
-    return None
+    return places
 
 
 def _same_nonzeros(found: Tensor, is_nonzero: Tensor) -> bool:
@@ -379,11 +358,6 @@ def _same_nonzeros(found: Tensor, is_nonzero: Tensor) -> bool:
     if bool((is_found & ~is_nonzero).any()):
         return False
     return int(is_found.sum()) >= _SAME_NONZEROS * int(is_nonzero.sum())
-
-
-def _to_compress(matches: Iterable[_Match], dense: CoreMLPackage) -> set[str]:
-    """The constants to store as sparse; one that is all zero has no nonzeros to list, and stays dense."""
-    return {match.name for match in matches if torch.count_nonzero(dense.read(match.name))}
 
 
 def _compressed(converted: Any, names: Iterable[str]) -> Any:
@@ -403,77 +377,27 @@ def _compressed(converted: Any, names: Iterable[str]) -> Any:
         return prune_weights(converted, config)
 
 
-def _renamed(match: _Match, compressed: Container[str]) -> _Match:
-    """A match by the name that the constant has after the compression."""
-    return match._replace(name=f"{match.name}{_SPARSIFIED}") if match.name in compressed else match
-
-
-def _saved(converted: Any, path: Path) -> CoreMLPackage:
-    with quiet():
-        converted.save(str(path))
-    return CoreMLPackage(path)
-
-
-def _metadata(matches: Iterable[_Match]) -> str:
-    entries = {
-        match.name: {"key": match.key, "pattern": str(match.pattern), "layout": match.layout}
-        for match in matches
-    }
-    return json.dumps({"schema": SCHEMA, "weights": entries})
-
-
 def _read_back(
-    sparse: Mapping[str, Found],
-    matches: Mapping[str, _Match],
-    package: CoreMLPackage,
-    dense: CoreMLPackage,
-) -> list[CoreMLWritten]:
-    """What the package holds of each N:M weight.
+    row: CoreMLWritten, package: CoreMLPackage, name: str, layout: Layout, dense_bytes: int
+) -> CoreMLWritten:
+    """What the package holds of an N:M weight.
 
     Raises:
-        ValueError: If one is not N:M there.
+        ValueError: If it is not N:M there.
     """
-    written = []
-    for key, each in sparse.items():
-        # Such as the head of a model whose forward does not use it.
-        if key not in matches:
-            written.append(CoreMLWritten(key, str(each.pattern)))
-            continue
-        _, name, pattern, layout = matches[key]
-        weight = package.weights[name]
-        values = package.read(name)
-        verdict = judge(key, blocks_last(values, layout), pattern, -1, "", masked=True)
-        if verdict.verdict != "N:M":
-            raise ValueError(f"'{key}' is not {pattern} in the file: nothing is written")
-        # The dense twin has the constant under its own name.
-        dense_name = name.removesuffix(_SPARSIFIED) if weight.is_sparse else name
-        written.append(
-            CoreMLWritten(
-                key=key,
-                pattern=str(pattern),
-                name=name,
-                operators=weight.operators,
-                is_sparse=weight.is_sparse,
-                density=verdict.density,
-                bytes=package.stored_bytes(name),
-                dense_bytes=dense.stored_bytes(dense_name),
-            )
-        )
-    return written
-
-
-@contextmanager
-def _new_folder(output: Path) -> Iterator[Path]:
-    """A temporary folder beside the output, which is removed."""
-    # On the same file system, so that a package can be renamed into place.
-    folder = output.with_name(f".{output.name}.{uuid4().hex}")
-    folder.mkdir()
-    try:
-        yield folder
-    except OSError as error:
-        raise type(error)(f"'{output}' was not written: {error.strerror or error}") from error
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    weight = package.weights[name]
+    rows = blocks_last(package.read(name), layout)
+    verdict = judge(row.key, rows, NMPattern.parse(row.pattern), -1, "", masked=True)
+    if verdict.verdict != "N:M":
+        raise ValueError(f"'{row.key}' is not {row.pattern} in the file: nothing is written")
+    return row._replace(
+        name=name,
+        operators=weight.operators,
+        is_sparse=weight.is_sparse,
+        density=verdict.density,
+        bytes=weight.bytes,
+        dense_bytes=dense_bytes,
+    )
 
 
 def _size(package: Path) -> int:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import codecs
-import json
 import re
 import zipfile
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 
 _ARCHIVE = b"PK\x03\x04"  # the first bytes of a file of torch.save
@@ -52,7 +51,14 @@ def read_file(path: Path) -> Any:
     fault = file_fault(path)
     if fault:
         raise ValueError(f"cannot read '{path}': {fault}")
-    return _read_safetensors(path) if path.suffix == ".safetensors" else _read_torch(path)
+    if path.suffix != ".safetensors":
+        return _read_torch(path)
+    try:
+        return load_file(path)
+    except (SafetensorError, KeyError) as error:
+        raise ValueError(
+            f"cannot read '{path}' as safetensors, it is damaged or truncated: {error}"
+        ) from error
 
 
 def tensors_in(content: Mapping[Any, Any], path: Path, *, nested: bool) -> dict[str, Tensor]:
@@ -81,18 +87,6 @@ def tensors_in(content: Mapping[Any, Any], path: Path, *, nested: bool) -> dict[
             seen.add(id(value))
             waiting += reversed([(f"{key}.{name}", each) for name, each in _inner(value)])
     return found
-
-
-def _read_safetensors(path: Path) -> dict[str, Tensor]:
-    try:
-        from safetensors.torch import load_file
-    except ImportError:
-        advice = "pip install -e '.[cli]' in a checkout of lightning_nm"
-        raise ValueError(f"reading safetensors needs the package `safetensors`: {advice}") from None
-    try:
-        return load_file(path)
-    except Exception as error:
-        raise ValueError(f"cannot read '{path}' as safetensors: {error}") from error
 
 
 def _inner(value: Any) -> Iterable[tuple[Any, Any]]:
@@ -141,11 +135,7 @@ def file_fault(path: Path) -> str:
     if text:
         shown = text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
         return f"it is text, not a checkpoint, and begins with {shown!r}"
-    if path.suffix == ".safetensors":
-        needed = _safetensors_size(path, size)
-        if needed > size:
-            return f"it is truncated: {size} bytes of at least {needed} are there"
-    elif archive and not zipfile.is_zipfile(path):
+    if archive and not zipfile.is_zipfile(path):
         return f"it is truncated: the {size} bytes that are there are the beginning of an archive of torch.save"
     return ""
 
@@ -168,27 +158,7 @@ def kind_of_graph(path: Path) -> str:
 
 def _text(start: bytes) -> str:
     """The first line, if a file begins with printable text."""
-    with suppress(UnicodeDecodeError):
-        # Incrementally, because the last character may be cut off.
-        decoder = codecs.getincrementaldecoder("utf-8")()
-        text = decoder.decode(start)
-        if all(character.isprintable() or character.isspace() for character in text):
-            return text.strip().split("\n")[0]
-    return ""
-
-
-def _safetensors_size(path: Path, size: int) -> int:
-    """The bytes that a safetensors file needs by its header; 0 if the header is none."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or 8 + length > size:
-            return 8 + length
-        with suppress(ValueError, KeyError, TypeError, AttributeError, IndexError):
-            entries = json.loads(file.read(length))
-            ends = (
-                entry["data_offsets"][1]
-                for name, entry in entries.items()
-                if name != "__metadata__"
-            )
-            return 8 + length + max(ends, default=0)
-    return 0
+    # The last character may be cut off.
+    text = start.decode("utf-8", "replace").rstrip("\ufffd")
+    is_text = all(each.isprintable() or each.isspace() for each in text) and "\ufffd" not in text
+    return text.strip().split("\n")[0] if is_text else ""

@@ -7,7 +7,7 @@ import json
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,16 +24,11 @@ _DTYPES = {
 }
 _FOLDERS = ("data/weights", "data/constants")
 _PICKLED = ("serialized_state_dict.pt", "serialized_constants.pt")  # of torch 2.6
-# ONNX operators that read integers: inputs that may be a weight, the input of its zero point, and the axis of several.
-_READERS = {
-    "DequantizeLinear": ((0, 2, 1),),
-    "QLinearConv": ((0, 2, 0), (3, 5, 0)),
-    "ConvInteger": ((0, 2, 0), (1, 3, 0)),
-    "QLinearMatMul": ((0, 2, -2), (3, 5, -1)),
-    "MatMulInteger": ((0, 2, -2), (1, 3, -1)),
-}
-_MOVERS = ("Gather", "Identity", "Reshape", "Transpose")
-_PACKERS = ("MatMulNBits", "MatMulBnb4", "GatherBlockQuantized")  # several values in a byte
+# ONNX operators that read integers, whose zero points may lie anywhere, or several values in a byte.
+_QUANTISED = (
+    *("DequantizeLinear", "QLinearConv", "ConvInteger", "QLinearMatMul", "MatMulInteger"),
+    *("MatMulNBits", "MatMulBnb4", "GatherBlockQuantized"),
+)
 
 
 def program_weights(path: Path) -> dict[str, Tensor]:
@@ -66,30 +61,32 @@ def _stored(archive: zipfile.ZipFile, name: str) -> Iterator[tuple[str, Tensor]]
     """The tensors that a record holds, or whose places it names."""
     folder, _, last = name.rpartition("/")
     in_folder = folder.endswith(_FOLDERS)
+    found: dict[str, Any] = {}
     if in_folder and last.endswith("_config.json"):
         for key, entry in json.loads(_record(archive, name))["config"].items():
-            yield key, _tensor(archive, key, entry, folder)
+            content = _record(archive, f"{folder}/{entry['path_name']}")
+            is_pickled = entry["use_pickle"]
+            found[key] = (
+                load_tensors(io.BytesIO(content)) if is_pickled else _tensor(content, entry)
+            )
     elif last in _PICKLED or (in_folder and last.endswith(".pt")):
-        for key, value in load_tensors(io.BytesIO(_record(archive, name))).items():
-            if not isinstance(value, Tensor):
-                raise ValueError(f"'{key}' is a {type(value).__name__}, not a tensor")
-            yield key, value
-
-
-def _tensor(archive: zipfile.ZipFile, key: str, entry: Mapping[str, Any], folder: str) -> Tensor:
-    content = _record(archive, f"{folder}/{entry['path_name']}")
-    meta = entry["tensor_meta"]
-    if entry["use_pickle"]:
-        value = load_tensors(io.BytesIO(content))
+        found = load_tensors(io.BytesIO(_record(archive, name)))
+    for key, value in found.items():
         if not isinstance(value, Tensor):
-            raise ValueError(f"'{key}' is a {type(value).__name__}, not a tensor")
-        return value
+            raise ValueError(f"'{key}' is a {type(value).__name__}, not a tensor of a known dtype")
+        yield key, value
+
+
+def _tensor(content: bytes, entry: Mapping[str, Any]) -> Tensor | None:
+    """A tensor in its storage, as the program describes it."""
+    meta = entry["tensor_meta"]
     if meta is None or meta["dtype"] not in _DTYPES:
-        raise ValueError(f"'{key}' is no tensor of a known dtype")
+        return None
+    dtype = _DTYPES[meta["dtype"]]
     sizes, strides = ([each["as_int"] for each in meta[part]] for part in ("sizes", "strides"))
     if not content:
-        return torch.empty(sizes, dtype=_DTYPES[meta["dtype"]])
-    storage = torch.frombuffer(bytearray(content), dtype=_DTYPES[meta["dtype"]])
+        return torch.empty(sizes, dtype=dtype)
+    storage = torch.frombuffer(bytearray(content), dtype=dtype)
     # torch refuses a view that does not lie in its storage.
     return storage.as_strided(sizes, strides, meta["storage_offset"]["as_int"])
 
@@ -101,22 +98,8 @@ def _record(archive: zipfile.ZipFile, name: str) -> bytes:
     return archive.read(name)
 
 
-class _Zero(NamedTuple):
-    """Which value of an integer weight of ONNX stands for zero.
-
-    Args:
-        name: The tensor of zero points; empty if it is 0.
-        axis: The axis along which several zero points lie.
-        block: How many entries along the axis share one, if the tensor has as many axes as the weight.
-    """
-
-    name: str
-    axis: int = 0
-    block: int = 0
-
-
 def onnx_weights(path: Path) -> dict[str, Tensor]:
-    """The constant matrices of an ONNX file; of integers, the zero point is subtracted where the graph tells it.
+    """The constant matrices of an ONNX file, whose weights are not quantised.
 
     Raises:
         ValueError: If the file is damaged, a weight is in a form that is not read, or the package ``onnx`` is missing.
@@ -131,6 +114,8 @@ def onnx_weights(path: Path) -> dict[str, Tensor]:
         model = onnx.load(path, load_external_data=False)
         for prefix, graph in [("", model.graph), *((f"{f.name}/", f) for f in model.functions)]:
             for name, tensor in _matrices(graph, str(path.parent)):
+                if f"{prefix}{name}" in found:
+                    raise ValueError(f"'{prefix}{name}' is defined twice")
                 found[f"{prefix}{name}"] = tensor
     except Exception as error:
         raise ValueError(f"cannot read '{path}' as ONNX: {error}") from error
@@ -138,17 +123,18 @@ def onnx_weights(path: Path) -> dict[str, Tensor]:
 
 
 def _matrices(graph: Any, folder: str) -> Iterator[tuple[str, Tensor]]:
-    nodes, constants = _contents(graph)
-    zeros = _zero_points(nodes, constants)
-    for name, constant in constants.items():
+    """The constant matrices of a graph and of the graphs in it."""
+    from onnx import numpy_helper
+
+    for name, constant in _constants(graph):
         if len(constant.dims) < 2:
             continue
-        array = _array(name, constant, folder)
-        if name in zeros:
-            points = _points(name, array.shape, zeros[name], constants, folder)
-            array = (array.astype("int32") - points).astype("float32")
+        try:
+            array = numpy_helper.to_array(constant, folder)
+        except Exception as error:
+            raise ValueError(f"'{name}': {error}") from error
         # Types that numpy itself does not have, such as bfloat16 and integers of four bits.
-        elif array.dtype.isbuiltin != 1:
+        if array.dtype.isbuiltin != 1:
             type_name = array.dtype.name
             array = array.astype(type_name.rstrip("24") + "8" if "int" in type_name else "float32")
         elif array.dtype.kind in "iu" and array.dtype.itemsize > 1:
@@ -157,98 +143,21 @@ def _matrices(graph: Any, folder: str) -> Iterator[tuple[str, Tensor]]:
             yield name, torch.from_numpy(array.copy())
 
 
-def _contents(graph: Any) -> tuple[list[Any], dict[str, Any]]:
-    """The operators and constants of a graph and of the graphs in it, in which a name is defined once."""
-    nodes = []
-    constants: dict[str, Any] = {}
-
-    def add(name: str, constant: Any) -> None:
-        if name in constants:
-            raise ValueError(f"'{name}' is defined twice")
-        constants[name] = constant
-
-    waiting = [graph]
-    while waiting:
-        graph = waiting.pop()
-        # A function has no initialisers.
-        for constant in getattr(graph, "initializer", ()):
-            add(constant.name, constant)
-        for constant in getattr(graph, "sparse_initializer", ()):
-            add(constant.values.name, constant)
-        for node in graph.node:
-            nodes.append(node)
-            for attribute in node.attribute:
-                waiting += [*attribute.graphs, *([attribute.g] if attribute.HasField("g") else [])]
-                for field in ("t", "sparse_tensor"):
-                    if attribute.HasField(field) and node.op_type == "Constant":
-                        add(node.output[0], getattr(attribute, field))
-    return nodes, constants
-
-
-def _zero_points(nodes: list[Any], constants: Mapping[str, Any]) -> dict[str, _Zero]:
-    """The zero points of the constants that are read as quantised weights."""
-    origins = {node.output[0]: node.input[0] for node in nodes if node.op_type in _MOVERS}
-    zeros: dict[str, _Zero] = {}
-    for node in nodes:
-        if node.op_type in _PACKERS:
-            raise ValueError(f"the operator {node.op_type} packs its weight, which is not read")
-        for place, zero_place, axis in _READERS.get(node.op_type, ()):
-            name = node.input[place]
-            passed = set()  # a damaged graph may have a circle
-            while name not in constants and name in origins and name not in passed:
-                passed.add(name)
-                name = origins[name]
-            if name not in constants:
-                continue
-            zero = _Zero(node.input[zero_place] if len(node.input) > zero_place else "")
-            if zero.name and zero.name not in constants:
-                raise ValueError(f"the zero point '{zero.name}' of '{name}' is computed")
-            several = zero.name and any(size > 1 for size in constants[zero.name].dims)
-            if several:
-                numbers = {attribute.name: attribute.i for attribute in node.attribute}
-                zero = _Zero(zero.name, numbers.get("axis", axis), numbers.get("block_size", 0))
-            # Of an embedding rows are taken, and axes change.
-            if zeros.setdefault(name, zero) != zero or (passed and several):
-                raise ValueError(f"'{name}' has several zero points")
-    return zeros
-
-
-def _points(
-    name: str, shape: tuple[int, ...], zero: _Zero, constants: Mapping[str, Any], folder: str
-) -> Any:
-    """The zero points of a weight, in a shape that fits it."""
-    import numpy as np
-
-    if not zero.name:
-        return 0
-    points = _array(zero.name, constants[zero.name], folder).astype("int32")
-    if points.size == 1:
-        return points.reshape(())
-    if points.ndim == 1:
-        spread = [1] * len(shape)
-        spread[zero.axis] = -1
-        return points.reshape(spread)
-    if zero.block:
-        axis = range(len(shape))[zero.axis]
-        points = np.repeat(points, zero.block, axis).take(range(shape[axis]), axis)
-    return points
-
-
-def _array(name: str, constant: Any, folder: str) -> Any:
-    """A constant as an array; one that is stored sparse has its zeros."""
-    import numpy as np
-    from onnx import numpy_helper
-
-    try:
-        if not hasattr(constant, "indices"):
-            return numpy_helper.to_array(constant, folder)
-        values = numpy_helper.to_array(constant.values, folder)
-        indices = numpy_helper.to_array(constant.indices, folder)
-        array = np.zeros(tuple(constant.dims), values.dtype)
-        if indices.ndim == 2:
-            array[tuple(indices.T)] = values
-        else:
-            array.reshape(-1)[indices] = values
-    except Exception as error:
-        raise ValueError(f"'{name}': {error}") from error
-    return array
+def _constants(graph: Any) -> Iterator[tuple[str, Any]]:
+    # A function has no initialisers.
+    yield from ((each.name, each) for each in getattr(graph, "initializer", ()))
+    if getattr(graph, "sparse_initializer", ()):
+        raise ValueError("it has sparse initialisers, which are not read")
+    for node in graph.node:
+        if node.op_type in _QUANTISED:
+            raise ValueError(
+                f"the operator {node.op_type} reads a quantised weight, which is not read: check the checkpoint that "
+                "it was made from"
+            )
+        for attribute in node.attribute:
+            if node.op_type == "Constant" and attribute.HasField("sparse_tensor"):
+                raise ValueError(f"'{node.output[0]}' is a sparse constant, which is not read")
+            if node.op_type == "Constant" and attribute.HasField("t"):
+                yield node.output[0], attribute.t
+            for inner in [*attribute.graphs, *([attribute.g] if attribute.HasField("g") else [])]:
+                yield from _constants(inner)

@@ -1,10 +1,12 @@
-"""Graphs of a model: ``torch.export`` programs and ONNX files."""
+"""Models by the paths of their classes, and their graphs: ``torch.export`` programs and ONNX files."""
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import io
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +17,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_nm.export.atomic_write import replacing
-from lightning_nm.export.classes import import_class
 from lightning_nm.export.huggingface import check_loadable
 from lightning_nm.export.sources import Source, hyperparameters
 
@@ -89,7 +90,7 @@ def export_onnx(
         names = [each.name for each in session.get_inputs()]
         feeds = {name: x.numpy() for name, x in zip(names, inputs, strict=True)}
         found = [torch.from_numpy(array) for array in session.run(None, feeds)]
-        worst = max(_difference(a, b) for a, b in zip(found, expected, strict=True))
+        worst = max(difference(a, b) for a, b in zip(found, expected, strict=True))
         if not worst < TOLERANCE:
             raise RuntimeError(
                 f"onnxruntime differs from torch by {worst:.2g} of the largest output: nothing is written"
@@ -166,13 +167,15 @@ def _example_input(text: str) -> Tensor:
 @contextmanager
 def evaluation(model: nn.Module) -> Iterator[None]:
     """Evaluation mode, without gradients; afterwards the model's mode is as before."""
-    training = model.training
+    # Submodules may be in different modes.
+    modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
         with torch.no_grad():
             yield
     finally:
-        model.train(training)
+        for module, mode in modes.items():
+            module.training = mode
 
 
 def _first_axis_varies(example: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -181,10 +184,40 @@ def _first_axis_varies(example: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(free if isinstance(x, Tensor) and x.dim() else None for x in example)
 
 
-def _difference(found: Tensor, expected: Tensor) -> float:
+def difference(found: Tensor, expected: Tensor) -> float:
     """The largest difference, relative to the largest expected value."""
     if not expected.numel():
         return 0.0
     expected = expected.double()
     largest = expected.abs().max().clamp_min(1e-30)
     return float((found.double() - expected).abs().max() / largest)
+
+
+def find_modules_here() -> None:
+    """Let modules of the current folder be imported, as ``python -m`` does."""
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+
+
+def import_class(path: str, option: str, kind: type) -> Any:
+    """Import a class by its path; modules in the working folder can be imported, too.
+
+    Args:
+        path: Such as ``train.Net``.
+        option: Of the command line, for messages.
+        kind: What the class must be derived from.
+
+    Raises:
+        ValueError: If it cannot be imported, or is no such class.
+    """
+    module, _, name = path.rpartition(".")
+    find_modules_here()
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"{option} {path}: {error}; give a class as module.Class, from this folder"
+        ) from error
+    if not (isinstance(found, type) and issubclass(found, kind)):
+        raise ValueError(f"{option} {path}: is no {kind.__name__}")
+    return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 from uuid import uuid4
@@ -13,15 +13,18 @@ import torch
 from torch import Tensor
 
 from lightning_nm.export.atomic_write import check_folder, replacing
-from lightning_nm.export.foreign import config_without_bitmasks, holds_bitmasks
-from lightning_nm.export.huggingface import named_as_in_model
-from lightning_nm.export.packed_file import ToPack, write_packed
+from lightning_nm.export.huggingface import (
+    config_without_bitmasks,
+    holds_bitmasks,
+    named_as_in_model,
+)
+from lightning_nm.export.packed_file import write_packed
 from lightning_nm.export.packed_model import matches, refuse_empty
 from lightning_nm.export.patterns import patterns_in
 from lightning_nm.export.safetensors_file import memory_of, write_safetensors
 from lightning_nm.export.sources import Source, other_files
 from lightning_nm.functional.pattern import NMPattern, PatternLike
-from lightning_nm.nn.packed import EVERY_ENTRY, int8_fault
+from lightning_nm.nn.packed import EVERY_ENTRY, PackedTensor, Role, int8_fault, scale_shapes
 
 
 class Written(NamedTuple):
@@ -89,37 +92,54 @@ def export_packed(
     packed = {key: each for key, each in found.items() if each.pattern is not None}
     matrices = {key: each.reason for key, each in found.items() if weights[key].dim() >= 2}
     refuse_empty(packed, matrices, f"no weight of '{source.path}' is {given or 'N:M'} sparse")
-    tensors: dict[str, Tensor | ToPack] = {}
+    tensors: dict[str, Tensor | PackedTensor] = {}
     written = []
+    named: dict[str, list[str]] = {"--int8-experts": [], "--int8-embeddings": []}
     shared: dict[object, list[str]] = {}  # the keys of each tensor: tied weights have several
     for key, weight in weights.items():
         shared.setdefault(memory_of(weight) if weight.numel() else key, []).append(key)
     for keys in shared.values():
         weight = weights[keys[0]]
         own_pattern, layout, reason = found[keys[0]]
-        is_expert = own_pattern is not None and weight.dim() == 3 and _named(keys, experts)
         # A weight of three axes may be of a convolution or of experts, whose scales differ.
-        int8 = own_pattern is not None and dtype == "int8" and (weight.dim() != 3 or is_expert)
-        if own_pattern is None and weight.dim() == 2 and _named(keys, embeddings):
+        int8 = own_pattern is not None and dtype == "int8" and weight.dim() != 3
+        role: Role = "linear"
+        if own_pattern is not None and weight.dim() == 3 and _named(keys, experts):
+            int8, role = dtype == "int8", "experts"
+            named["--int8-experts"] += keys
+        elif own_pattern is None and weight.dim() == 2 and _named(keys, embeddings):
             own_pattern, int8, reason = EVERY_ENTRY, True, ""
-        tensor: Tensor | ToPack = weight
-        if own_pattern is not None:
-            tensor = ToPack(weight, own_pattern, layout, int8, "experts" if is_expert else "linear")
-        if isinstance(tensor, ToPack) and int8:
-            fault = int8_fault(weight) or tensor.scale_fault
+            named["--int8-embeddings"] += keys
+        tensor: Tensor | PackedTensor = weight
+        if int8 and own_pattern is not None:
+            fault = int8_fault(weight)
+            # The scales of experts are [experts, out].
+            if (
+                role == "experts"
+                and len(scale_shapes(tuple(weight.shape), own_pattern, layout)) < 2
+            ):
+                fault = f"its blocks lie across rows, so that it is no weight of experts in {own_pattern}"
             if fault:
                 raise ValueError(f"'{keys[0]}' of '{source.path}' has no int8 form: {fault}")
+            tensor = PackedTensor.of_int8(weight, own_pattern, layout, role=role)
+        elif own_pattern is not None:
+            tensor = PackedTensor.of(weight, own_pattern, layout)
         tensors |= dict.fromkeys(keys, tensor)
-        size = tensor.nbytes
         text = "" if own_pattern is None else str(own_pattern)
         stored = "int8" if int8 else ""
         part = _part(weight, own_pattern, int8)
-        row = Written(keys[0], text, layout, weight.nbytes, size, reason, stored, part)
+        row = Written(keys[0], text, layout, weight.nbytes, tensor.nbytes, reason, stored, part)
         written.append(row)
         for key in keys[1:]:
             same = f"the same tensor as '{keys[0]}'"
             written.append(row._replace(key=key, dense_bytes=0, bytes=0, reason=same, part=""))
-    _refuse_unmatched(tensors, experts, embeddings)
+    for option, globs, expected in (
+        ("--int8-experts", experts, "N:M weight of three axes"),
+        ("--int8-embeddings", embeddings, "matrix that is not N:M"),
+    ):
+        for glob in globs:
+            if not _named(named[option], [glob]):
+                raise ValueError(f"{option} '{glob}' matches no {expected}")
     write_packed(output, tensors)
     return written
 
@@ -127,25 +147,6 @@ def export_packed(
 def _named(keys: Sequence[str], globs: Sequence[str]) -> bool:
     """Whether a glob matches a key of a tensor, or its module."""
     return any(matches(key, glob) for key in keys for glob in globs)
-
-
-def _refuse_unmatched(
-    tensors: Mapping[str, Tensor | ToPack], experts: Sequence[str], embeddings: Sequence[str]
-) -> None:
-    """Refuse globs that name no weight."""
-    packed = {key: each for key, each in tensors.items() if isinstance(each, ToPack)}
-    names = {
-        "--int8-experts": [key for key, each in packed.items() if each.role == "experts"],
-        "--int8-embeddings": [key for key, each in packed.items() if each.pattern == EVERY_ENTRY],
-    }
-    expected = {
-        "--int8-experts": "N:M weight of three axes",
-        "--int8-embeddings": "matrix that is not N:M",
-    }
-    for option, globs in (("--int8-experts", experts), ("--int8-embeddings", embeddings)):
-        for glob in globs:
-            if not _named(names[option], [glob]):
-                raise ValueError(f"{option} '{glob}' matches no {expected[option]}")
 
 
 def _part(weight: Tensor, pattern: NMPattern | None, int8: bool) -> str:
@@ -180,8 +181,7 @@ def export_torch(source: Source, output: str | os.PathLike[str]) -> None:
 
 def _write_dense(weights: dict[str, Tensor], path: Path) -> None:
     if path.suffix == ".safetensors":
-        entries = {key: (weight.dtype, tuple(weight.shape)) for key, weight in weights.items()}
-        write_safetensors(path, entries, weights.items(), {"format": "pt"})
+        write_safetensors(path, weights, {"format": "pt"})
     else:
         with replacing(path) as new:
             torch.save(weights, new)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -19,7 +18,6 @@ from lightning_nm.export.safetensors_file import (
     Entry,
     SafetensorsFile,
     crc32,
-    is_shape,
     memory_of,
     read_json,
     write_safetensors,
@@ -29,11 +27,9 @@ from lightning_nm.functional.pattern import NMPattern
 from lightning_nm.nn.layer.layout import Layout
 from lightning_nm.nn.packed.tensor import (
     EVERY_ENTRY,
-    EXPERTS,
     INT8_DTYPES,
     LAYOUTS,
     PackedTensor,
-    Role,
     packed_shapes,
     scale_shapes,
 )
@@ -54,46 +50,7 @@ to change a file on purpose can change the checksum, too.
 
 _FIELDS = {"pattern", "layout", "shape", "dtype"}
 _INT8_FIELDS = {*_FIELDS, "values"}
-
-
-class ToPack(NamedTuple):
-    """A dense weight that is packed when it is written, so that one weight at a time is in memory twice."""
-
-    weight: Tensor
-    pattern: NMPattern
-    layout: Layout
-    int8: bool = False
-    role: Role = "linear"
-
-    def packed(self) -> PackedTensor:
-        """The packed weight."""
-        if self.int8:
-            return PackedTensor.of_int8(self.weight, self.pattern, self.layout, role=self.role)
-        return PackedTensor.of(self.weight, self.pattern, self.layout)
-
-    @property
-    def scale_shape(self) -> tuple[int, ...]:
-        """The shape of the scales of int8 values."""
-        shapes = scale_shapes(tuple(self.weight.shape), self.pattern, self.layout)
-        return shapes[-1 if self.role in EXPERTS else 0]
-
-    @property
-    def scale_fault(self) -> str:
-        """Why int8 values have no scales for the weight's role; empty if they have."""
-        if self.role in EXPERTS and len(self.scale_shape) == 1:
-            return (
-                f"its blocks lie across rows, so that it is no weight of experts in {self.pattern}"
-            )
-        return ""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the packed tensors."""
-        shapes = packed_shapes(tuple(self.weight.shape), self.pattern, self.layout)
-        values, positions = map(math.prod, shapes)
-        if not self.int8:
-            return values * self.weight.itemsize + positions
-        return values + positions + math.prod(self.scale_shape) * 4
+_MOST_AXES = 32
 
 
 class PackedEntry(NamedTuple):
@@ -189,7 +146,7 @@ class PackedFile:
             self._refuse(
                 f"'{key}' has the layout {fields['layout']!r}, none of {', '.join(LAYOUTS)}"
             )
-        if not is_shape(fields["shape"]) or 0 in fields["shape"]:
+        if not _is_shape(fields["shape"]):
             self._refuse(f"'{key}' is of shape {fields['shape']!r}")
         try:
             if not isinstance(fields["pattern"], str):
@@ -258,39 +215,36 @@ class PackedFile:
         key = self.aliases.get(key, key)
         return self.read_packed(key) if key in self.packed else self.read_stored(key)
 
-    def check(self, key: str) -> None:
-        """Compare a tensor with its checksum, if the file has checksums, without holding it as a whole.
+    def read_dense(self, key: str) -> Tensor:
+        """Read one tensor, with zeros if it is packed."""
+        found = self.read(key)
+        return found.unpack() if isinstance(found, PackedTensor) else found
+
+    def check(self, name: str) -> None:
+        """Compare a tensor of the file with its checksum, if the file has checksums.
 
         Raises:
             ValueError: If it is damaged.
         """
-        key = self.aliases.get(key, key)
-        names = parts_of(key, int8=self.packed[key].int8) if key in self.packed else [key]
-        for name in names:
-            if self.checksums is not None and name not in self._intact:
-                self._compare(name, self.file.checksum(name))
+        if self.checksums is not None:
+            self.read_stored(name)
 
     def read_stored(self, name: str) -> Tensor:
-        """Read a tensor of the file, by its own name.
+        """Read a tensor of the file, by its own name, and compare it with its checksum the first time.
 
         Raises:
             ValueError: If it is damaged.
         """
         tensor = self.file.read(name)
         if self.checksums is not None and name not in self._intact:
-            self._compare(name, crc32(tensor))
+            found, expected = crc32(tensor), self.checksums[name]
+            if found != expected:
+                raise ValueError(
+                    f"'{self.file.path}' is damaged: the bytes of '{name}' have the CRC-32 {found}, and were written "
+                    f"with {expected}: copy the file again, or make it again from its checkpoint"
+                )
+            self._intact.add(name)
         return tensor
-
-    def _compare(self, name: str, found: str) -> None:
-        """Refuse a tensor whose bytes are not those that were written."""
-        assert self.checksums is not None
-        expected = self.checksums[name]
-        if found != expected:
-            raise ValueError(
-                f"'{self.file.path}' is damaged: the bytes of '{name}' have the CRC-32 {found}, and were written with "
-                f"{expected}: copy the file again, or make it again from its checkpoint"
-            )
-        self._intact.add(name)
 
     def read_packed(self, key: str) -> PackedTensor:
         """Read one packed weight, by its own key.
@@ -335,8 +289,17 @@ def parts_of(key: str, *, int8: bool) -> list[str]:
     return [f"{key}.{part}" for part in parts]
 
 
+def _is_shape(value: Any) -> bool:
+    """Whether a value of JSON is a list of sizes, none of them 0."""
+    return (
+        isinstance(value, list)
+        and len(value) <= _MOST_AXES
+        and all(type(size) is int and 0 < size < 1 << 48 for size in value)
+    )
+
+
 def write_packed(
-    path: str | os.PathLike[str], tensors: Mapping[str, Tensor | PackedTensor | ToPack]
+    path: str | os.PathLike[str], tensors: Mapping[str, Tensor | PackedTensor]
 ) -> None:
     """Write a packed model: a temporary file, which takes the place of `path` when it is complete.
 
@@ -344,90 +307,50 @@ def write_packed(
 
     Args:
         path: The file.
-        tensors: By key of the dense state dict. Weights to pack are packed one at a time.
+        tensors: By key of the dense state dict.
 
     Raises:
-        ValueError: If a key is taken, a weight is not of its pattern, or the format lacks a dtype.
+        ValueError: If a key is taken, or the format lacks a dtype.
         OSError: If the file cannot be written; an older one stays as it was.
     """
-    aliases = _aliases(tensors)
-    own = {key: tensor for key, tensor in tensors.items() if key not in aliases}
-    entries: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    first: dict[Any, str] = {}  # the key of each tensor that is written
+    aliases: dict[str, str] = {}
+    stored: dict[str, Tensor] = {}
     header: dict[str, dict[str, Any]] = {}
-    for key, tensor in own.items():
-        if isinstance(tensor, Tensor):
-            entries[key] = tensor.dtype, tuple(tensor.shape)
+    version = VERSION
+    for key, tensor in tensors.items():
+        values = tensor.values if isinstance(tensor, PackedTensor) else tensor
+        # All empty tensors have the address 0.
+        same = first.setdefault(memory_of(values), key) if values.numel() else key
+        if same != key:
+            aliases[key] = same
             continue
-        dtype = tensor.weight.dtype if isinstance(tensor, ToPack) else tensor.dtype
-        shape = tuple(tensor.weight.shape) if isinstance(tensor, ToPack) else tensor.shape
-        values_shape, positions_shape = packed_shapes(shape, tensor.pattern, tensor.layout)
-        int8 = _is_int8(tensor)
-        values_name, positions_name, *scales_name = parts_of(key, int8=int8)
-        entries[values_name] = torch.int8 if int8 else dtype, values_shape
-        entries[positions_name] = torch.uint8, positions_shape
+        if isinstance(tensor, Tensor):
+            stored[key] = tensor
+            continue
         header[key] = {
             "pattern": str(tensor.pattern),
             "layout": tensor.layout,
-            "shape": list(shape),
-            "dtype": NAMES[dtype],
+            "shape": list(tensor.shape),
+            "dtype": NAMES[tensor.dtype],
         }
-        for name in scales_name:
-            if isinstance(tensor, ToPack):
-                entries[name] = torch.float32, tensor.scale_shape
-            elif tensor.scales is not None:
-                entries[name] = torch.float32, tuple(tensor.scales.shape)
+        parts = [tensor.values, tensor.positions]
+        if tensor.scales is not None:
             header[key]["values"] = NAMES[torch.int8]
-    parts = [name for key in header for name in parts_of(key, int8="values" in header[key])]
-    # Every part and every dense tensor has an entry of its own, unless a name was taken.
-    if len(entries) < len(own) - len(header) + len(parts) or not set(entries).isdisjoint(
-        {*header, *aliases}
-    ):
-        names = [name for name in parts if name in tensors]
-        raise ValueError(f"a packed weight needs the name {names[0]!r}, which another tensor has")
-    version = VERSION_INT8 if len(parts) > 2 * len(header) else VERSION
-    if any(each["pattern"] == str(EVERY_ENTRY) for each in header.values()):
-        version = VERSION_DENSE
+            is_dense = tensor.pattern == EVERY_ENTRY
+            version = max(version, VERSION_DENSE if is_dense else VERSION_INT8)
+            parts.append(tensor.scales)
+        for name, part in zip(parts_of(key, int8=len(parts) > 2), parts, strict=True):
+            if name in tensors:
+                raise ValueError(
+                    f"a packed weight needs the name '{name}', which another tensor has"
+                )
+            stored[name] = part
     metadata = {
         "format": FORMAT,
         "version": version,
         "packed": json.dumps(header),
         "aliases": json.dumps(aliases),
+        CHECKSUMS: json.dumps({name: crc32(tensor) for name, tensor in stored.items()}),
     }
-    write_safetensors(path, entries, _parts(own), metadata, CHECKSUMS)
-
-
-def _parts(tensors: Mapping[str, Tensor | PackedTensor | ToPack]) -> Iterator[tuple[str, Tensor]]:
-    for key, tensor in tensors.items():
-        if isinstance(tensor, Tensor):
-            yield key, tensor
-        else:
-            found = tensor.packed() if isinstance(tensor, ToPack) else tensor
-            tensors_of_weight = [found.values, found.positions]
-            if found.scales is not None:
-                tensors_of_weight.append(found.scales)
-            yield from zip(parts_of(key, int8=_is_int8(found)), tensors_of_weight, strict=True)
-
-
-def _aliases(tensors: Mapping[str, Tensor | PackedTensor | ToPack]) -> dict[str, str]:
-    """Keys whose tensor is in the same memory as that of an earlier key, and the earlier key."""
-    first: dict[Any, str] = {}
-    aliases: dict[str, str] = {}
-    for key, tensor in tensors.items():
-        stored = _stored(tensor)
-        # All empty tensors have the address 0.
-        if stored.numel():
-            other = first.setdefault(memory_of(stored), key)
-            if other != key:
-                aliases[key] = other
-    return aliases
-
-
-def _is_int8(tensor: PackedTensor | ToPack) -> bool:
-    return tensor.int8 if isinstance(tensor, ToPack) else tensor.scales is not None
-
-
-def _stored(tensor: Tensor | PackedTensor | ToPack) -> Tensor:
-    """The tensor whose memory stands for a weight."""
-    if isinstance(tensor, ToPack):
-        return tensor.weight
-    return tensor.values if isinstance(tensor, PackedTensor) else tensor
+    write_safetensors(path, stored, metadata)

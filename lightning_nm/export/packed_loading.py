@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_nm.export.packed_file import PackedFile, no_checksums
-from lightning_nm.export.packed_model import Model, check_kernels, for_inference
+from lightning_nm.export.packed_model import Model, check_kernels, for_inference, listed
+from lightning_nm.export.safetensors_file import bytes_of
 from lightning_nm.export.verdicts import count_nonfinite
 from lightning_nm.nn.layer.names import plain_name
 from lightning_nm.nn.packed import (
@@ -28,8 +29,6 @@ from lightning_nm.nn.packed import (
     places_of,
     put,
 )
-
-_SHOWN = 8
 
 
 def load_packed(
@@ -84,7 +83,7 @@ def load_packed(
     with torch.no_grad():
         while waiting:
             owner = waiting.pop(0)
-            key = _key_in_file(names, owner)
+            key = next(names[plain] for plain in owner.keys if plain in names)
             found = file.read(key)
             values = found.values if isinstance(found, PackedTensor) else found
             # A buffer may be a mask of -inf.
@@ -97,18 +96,18 @@ def load_packed(
             name_and_place = fitting.get(id(owner.tensor))
             if isinstance(found, PackedTensor) and name_and_place is not None:
                 name, place = name_and_place
-                device = _device(owner.tensor)
-                del owner
+                tensor = owner.tensor
+                device = torch.device("cpu") if tensor.is_meta else tensor.device
+                del owner, tensor
                 put(place, packed_weight(found.to(device), name, place.role, kernels, budget))
             else:
                 _set(owner, found.unpack() if isinstance(found, PackedTensor) else found)
     for_inference(model)
     shown = [f"'{key}' ({count})" for key, count in nonfinite.items() if count]
     if shown:
-        more = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
         warnings.warn(
             f"tensors of '{path}' have entries that are NaN or infinite, so outputs of the model may be NaN: "
-            f"{', '.join(shown[:_SHOWN])}{more}",
+            f"{listed(shown)}",
             stacklevel=2,
         )
     return model
@@ -168,15 +167,8 @@ def _owners(model: nn.Module) -> dict[str, _Owner]:
     return found
 
 
-def _key_in_file(names: Mapping[str, str], owner: _Owner) -> str:
-    """A key under which the file has a tensor of the model."""
-    return next(names[plain] for plain in owner.keys if plain in names)
-
-
 def _refuse_different_values(
-    file: PackedFile,
-    names: Mapping[str, str],
-    owners: Mapping[str, _Owner],
+    file: PackedFile, names: Mapping[str, str], owners: Mapping[str, _Owner]
 ) -> None:
     """Refuse a file that has different values for keys that are one tensor in the model."""
     for owner in dict.fromkeys(owners.values()):
@@ -187,26 +179,18 @@ def _refuse_different_values(
                 given.setdefault(file.aliases.get(key, key), plain)
         if len(given) < 2:
             continue
-        (first, first_name), *others = given.items()
-        expected = _dense_values(file, first)
-        for other, other_name in others:
-            values = _dense_values(file, other)
-            if values.dtype != expected.dtype or not _same_bits(values, expected):
+        first, *others = given
+        expected = file.read_dense(first)
+        for other in others:
+            values = file.read_dense(other)
+            # By bits: NaN is equal to itself.
+            if values.dtype != expected.dtype or not torch.equal(
+                bytes_of(values), bytes_of(expected)
+            ):
                 raise ValueError(
-                    f"'{first_name}' and '{other_name}' are one tensor in the model, and different ones in "
+                    f"'{given[first]}' and '{given[other]}' are one tensor in the model, and different ones in "
                     f"'{file.file.path}': load the file into a model that does not share them"
                 )
-
-
-def _dense_values(file: PackedFile, key: str) -> Tensor:
-    """A tensor of the file, with zeros if it is packed there."""
-    found = file.read(key)
-    return found.unpack() if isinstance(found, PackedTensor) else found
-
-
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of one shape and dtype have equal bits; NaN is equal to itself."""
-    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 
 
 def _set(owner: _Owner, value: Tensor) -> None:
@@ -223,35 +207,6 @@ def _set(owner: _Owner, value: Tensor) -> None:
             module._buffers[name] = value
 
 
-def _device(tensor: Tensor) -> torch.device:
-    return torch.device("cpu") if tensor.is_meta else tensor.device
-
-
-def _refuse_other_dtype(
-    model: nn.Module,
-    file: PackedFile,
-    names: Mapping[str, str],
-    owners: Mapping[str, _Owner],
-    path: str | os.PathLike[str],
-) -> None:
-    """Refuse a model that was converted to another dtype than the file's: its inputs would have the wrong one.
-
-    A model in torch's default dtype takes the file's.
-    """
-    for plain, key in names.items():
-        tensor = owners[plain].tensor
-        own, given = tensor.dtype, file.dtype(key)
-        is_chosen = own.is_floating_point and own != torch.get_default_dtype()
-        if tensor.is_meta or not is_chosen or own == given:
-            continue
-        own_name, given_name = (str(dtype).removeprefix("torch.") for dtype in (own, given))
-        raise ValueError(
-            f"'{plain}' is {own_name} in the model {type(model).__name__} and {given_name} in '{path}', and a loaded "
-            f"model has the dtypes of its file: load into model.to(torch.{given_name}), and convert the packed model "
-            f"by .to(torch.{own_name})"
-        )
-
-
 def _refuse_other_model(
     model: nn.Module,
     file: PackedFile,
@@ -265,16 +220,26 @@ def _refuse_other_model(
     faults = []
     for what, keys in (("the file lacks", missing), ("the model lacks", others)):
         if keys:
-            more = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
-            faults.append(f"{what} {', '.join(map(repr, keys[:_SHOWN]))}{more}")
+            faults.append(f"{what} {listed([*map(repr, keys)])}")
     for plain, key in names.items():
         if plain in owners and tuple(owners[plain].tensor.shape) != file.shape(key):
             own = tuple(owners[plain].tensor.shape)
             faults.append(f"'{plain}' is {own} in the model and {file.shape(key)} in the file")
     if faults:
-        shown = "; ".join(faults[:_SHOWN])
-        raise ValueError(f"the model {type(model).__name__} does not fit '{path}': {shown}")
-    _refuse_other_dtype(model, file, names, owners, path)
+        raise ValueError(
+            f"the model {type(model).__name__} does not fit '{path}': {listed(faults, '; ')}"
+        )
+    for plain, key in names.items():
+        tensor = owners[plain].tensor
+        own_dtype, dtype = tensor.dtype, file.dtype(key)
+        # A model in torch's default dtype takes the file's; inputs of one that was converted would have the wrong one.
+        is_chosen = own_dtype.is_floating_point and own_dtype != torch.get_default_dtype()
+        if is_chosen and own_dtype != dtype and not tensor.is_meta:
+            raise ValueError(
+                f"'{plain}' is {own_dtype} in the model {type(model).__name__} and {dtype} in '{path}', and a loaded "
+                f"model has the dtypes of its file: load into model.to({dtype}), and convert the packed model by "
+                f".to({own_dtype})"
+            )
     empty = [
         f"{name}.{buffer}".lstrip(".")
         for name, module in model.named_modules()
@@ -283,6 +248,6 @@ def _refuse_other_model(
     ]
     if empty:
         raise ValueError(
-            f"{', '.join(map(repr, empty[:_SHOWN]))} of {type(model).__name__} on the meta device has no values, and "
+            f"{listed([*map(repr, empty)])} of {type(model).__name__} on the meta device has no values, and "
             "no state dict holds it: build the model on the CPU, or under accelerate.init_empty_weights()"
         )

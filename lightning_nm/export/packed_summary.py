@@ -71,17 +71,14 @@ class PackedSummary:
 
     def __str__(self) -> str:
         total = HeldWeight(f"{len(self.weights)} weights", "", "", self.bytes, self.dense_bytes)
-        head = ("weight", "pattern", "held as", "bytes", "of dense")
-        rows = [
-            head,
-            *((*each[:3], f"{each.bytes}", _share(each)) for each in (*self.weights, total)),
-        ]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        texts = (
-            [f"{cell:{'>' if i > 2 else '<'}{widths[i]}}" for i, cell in enumerate(row)]
+        rows = [("weight", "pattern", "held as", "bytes", "of dense")]
+        for each in (*self.weights, total):
+            rows.append((*each[:3], f"{each.bytes}", f"{each.bytes / each.dense_bytes:.3f}"))
+        left = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            "  ".join([*map(str.ljust, row[:3], left), *map(str.rjust, row[3:], left[3:])]).rstrip()
             for row in rows
-        )
-        lines = ["  ".join(text).rstrip() for text in texts]
+        ]
         lines += [f"{name}  not int8: {reason}" for name, reason in self.not_int8]
         lines += [f"{name}  not packed: {reason}" for name, reason in self.not_packed]
         return "\n".join(lines)
@@ -107,29 +104,23 @@ def packed_summary(model: nn.Module) -> PackedSummary:
         0.weight   1:16     packed     576     0.070
         1 weights                      576     0.070
     """
-    found = tuple(
-        HeldWeight(
-            plain_name(name), str(weight.pattern), weight.form, weight.nbytes, weight.dense_nbytes
-        )
-        for name, weight in packed_weights(model)
-    )
-    if not found:
+    held = {plain_name(name): weight for name, weight in packed_weights(model)}
+    if not held:
         raise ValueError(
             f"{type(model).__name__} has no packed layer: call lightning_nm.pack(model) first"
         )
-    return PackedSummary(found, tuple(_not_packed(model)), tuple(_not_int8(model)))
-
-
-def _not_int8(model: nn.Module) -> Iterator[NotPacked]:
-    """The packed weights that keep their values while others are int8."""
-    weights = dict(packed_weights(model))
-    if not any(weight.is_int8 for weight in weights.values()):
-        return
-    for name, weight in weights.items():
-        if weight.is_int8:
-            continue
-        reason = f"it was packed in {str(weight.dtype).removeprefix('torch.')}"
-        yield NotPacked(plain_name(name), reason)
+    rows = tuple(
+        HeldWeight(name, str(weight.pattern), weight.form, weight.nbytes, weight.dense_nbytes)
+        for name, weight in held.items()
+    )
+    # Those that keep their values while others are int8.
+    some_int8 = any(weight.is_int8 for weight in held.values())
+    not_int8 = tuple(
+        NotPacked(name, f"it was packed in {str(weight.dtype).removeprefix('torch.')}")
+        for name, weight in held.items()
+        if some_int8 and not weight.is_int8
+    )
+    return PackedSummary(rows, tuple(_not_packed(model)), not_int8)
 
 
 def _not_packed(model: nn.Module) -> Iterator[NotPacked]:
@@ -166,7 +157,3 @@ def _why_dense(weight: nn.Parameter, layouts: list[Layout]) -> str:
     if found.pattern is None:
         return found.reason
     return f"it is {found.pattern}, but was left dense by `exclude` or `pattern`, or is dense in the file"
-
-
-def _share(weight: HeldWeight) -> str:
-    return f"{weight.bytes / weight.dense_bytes:.3f}"

@@ -1,16 +1,18 @@
-"""What ``lightning-nm export`` reads: checkpoints, state dicts, packed models and folders of ``transformers``."""
+"""Read weights and sparsifier states from checkpoints, state dicts, packed models and folders of ``transformers``."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_nm.export.checkpoint import read_checkpoint
+from lightning_nm.export.files import read_file, tensors_in
+from lightning_nm.export.huggingface import decoded, read_folder
 from lightning_nm.export.packed_file import PackedFile, is_packed
-from lightning_nm.nn.packed import PackedTensor
+from lightning_nm.training.checkpoint import check_schema
 
 # What transformers and its relatives call files of weights.
 _WEIGHTS = (
@@ -35,11 +37,78 @@ class Source(NamedTuple):
     folder: Path | None = None
 
 
+def read_checkpoint(
+    path: str | Path, *, nested: bool = False
+) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+    """Read the weights and the sparsifier states of a checkpoint.
+
+    Args:
+        path: A Lightning checkpoint, a saved state dict or a safetensors file; or the folder of a transformers model.
+        nested: Also read the tensors in dictionaries and lists within the state dict, under names with dots.
+
+    Returns:
+        The state dict, and the sparsifier states; a plain state dict has none.
+
+    Raises:
+        ValueError: If the file cannot be read, is damaged or holds no weights, or holds them in a form that is not
+            read, such as packed integers of other libraries.
+    """
+    path = Path(path)
+    if (path / ".metadata").is_file():
+        # Lightning keeps the callbacks' states, the sparsifier's among them, in a file of their own.
+        command = (
+            f"lightning.pytorch.utilities.consolidate_checkpoint {path} --output_file NEW.ckpt"
+            if (path / "meta.pt").is_file()
+            else f"torch.distributed.checkpoint.format_utils dcp_to_torch {path} NEW.pt"
+        )
+        raise ValueError(
+            f"'{path}' is a sharded checkpoint, whose index is a pickle, and no pickle is read: if you trust it, make "
+            f"one file of it by `python -m {command}`"
+        )
+    if path.is_dir():
+        return read_folder(path, nested=nested)
+    if not path.is_file():
+        raise ValueError(f"'{path}' is neither a file nor a folder")
+    return _find_weights_and_states(read_file(path), path, nested)
+
+
+def _find_weights_and_states(
+    content: Any, path: Path, nested: bool
+) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+    if nested and isinstance(content, list | tuple):
+        content = dict(enumerate(content))
+    if not isinstance(content, Mapping):
+        content = {}
+    state_dict = content
+    # Lightning's key, and those that many training loops use.
+    for key in ("state_dict", "model_state_dict", "model"):
+        if isinstance(content.get(key), Mapping):
+            state_dict = content[key]
+            break
+    # A file may also hold the state of a sparsifier itself.
+    is_state = "schema" in content and isinstance(content.get("layers"), Mapping)
+    weights = decoded(tensors_in(state_dict, path, nested=nested and not is_state), path)
+    if not weights:
+        raise ValueError(
+            f"'{path}' holds no state dict: expected tensors by name, or a checkpoint with 'state_dict'"
+        )
+    states = []
+    callbacks = content.get("callbacks")
+    for name, state in callbacks.items() if isinstance(callbacks, Mapping) else ():
+        if str(name).startswith("NMSparsityCallback") and isinstance(state, Mapping) and state:
+            states.append(dict(state))
+    if is_state:
+        states.append(dict(content))
+    for state in states:
+        check_schema(state)
+    return weights, states
+
+
 def read_source(path: str | Path, prefix: str = "") -> Source:
     """Read a checkpoint; nothing is unpickled but tensors and primitives.
 
     Args:
-        path: A Lightning checkpoint, sharded or not, a state dict (``.pt``, ``.safetensors``), a packed model, or a
+        path: A Lightning checkpoint, a state dict (``.pt``, ``.safetensors``), a packed model, or a
             folder that ``save_pretrained`` of ``transformers`` wrote.
         prefix: Take only the keys that begin with it, and remove it.
 
@@ -72,23 +141,15 @@ def _without(layers: dict[str, Any], prefix: str) -> dict[str, Any]:
 
 def _read(path: Path) -> Source:
     if is_packed(path):
-        return Source(path, _unpacked(PackedFile(path)), [])
+        file = PackedFile(path)
+        unpacked = {key: file.read_dense(key) for key in (*file.dense, *file.packed)}
+        # Aliases share their tensor.
+        return Source(
+            path, unpacked | {key: unpacked[own] for key, own in file.aliases.items()}, []
+        )
     weights, states = read_checkpoint(path)
     folder = path if (path / "config.json").is_file() else None
     return Source(path, weights, states, folder)
-
-
-def _unpacked(file: PackedFile) -> dict[str, Tensor]:
-    """The dense state dict of a packed model; aliases share their tensor."""
-    weights: dict[str, Tensor] = {}
-    # Aliases come last.
-    for key in file.names():
-        if key in file.aliases:
-            weights[key] = weights[file.aliases[key]]
-            continue
-        tensor = file.read(key)
-        weights[key] = tensor.unpack() if isinstance(tensor, PackedTensor) else tensor
-    return weights
 
 
 def hyperparameters(path: Path) -> dict[str, Any]:

@@ -141,7 +141,7 @@ def judge(key: str, rows: Tensor, pattern: NMPattern, dim: int, note: str, maske
     if not violations:
         # A weight that is all zero is N:M in every pattern.
         verdict = "N:M" if masked or density else "dense"
-        note = note if density else "all zero"
+        note = note if density else f"{note}, all zero".removeprefix(", ")
     else:
         verdict = "broken" if masked or violations < _DENSE_FROM * blocks else "dense"
     nonfinite = count_nonfinite(rows)

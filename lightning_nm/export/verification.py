@@ -6,25 +6,22 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, cast
 
-import torch
 from torch import Tensor
 
-from lightning_nm.export.checkpoint import read_checkpoint
-from lightning_nm.export.coreml_package import CoreMLPackage, is_package
+from lightning_nm.export.coreml_package import SPARSE, CoreMLPackage, is_package
 from lightning_nm.export.files import ONNX, PROGRAM, kind_of_graph
-from lightning_nm.export.foreign import decoded
 from lightning_nm.export.graph_weights import onnx_weights, program_weights
-from lightning_nm.export.huggingface import named_as_in_model
+from lightning_nm.export.huggingface import decoded, named_as_in_model
 from lightning_nm.export.packed_file import PackedFile, is_packed, no_checksums
+from lightning_nm.export.packed_model import listed, matches
+from lightning_nm.export.sources import read_checkpoint
 from lightning_nm.export.verdicts import (
     Verdict,
     classify,
     comparable,
-    count_nonfinite,
     is_matrix,
     judge,
 )
@@ -33,11 +30,9 @@ from lightning_nm.functional.stages import DENSE, FINAL
 from lightning_nm.nn.layer.layout import Layout, misfit, row_sizes, rows_of
 from lightning_nm.nn.layer.names import key_of_layer, plain_name
 from lightning_nm.nn.layer.state import saved_stages
-from lightning_nm.nn.packed import EVERY_ENTRY, PackedTensor
+from lightning_nm.nn.packed import EVERY_ENTRY
 from lightning_nm.nn.packed.tensor import blocks_last
 from lightning_nm.nn.selection.ranges import grouped, quoted
-
-_SHOWN = 8  # names of dense matrices in a message
 
 
 @dataclass(frozen=True)
@@ -67,7 +62,9 @@ class Verification:
     @property
     def share(self) -> float:
         """The share of the matrices' entries that is in N:M matrices."""
-        return _share(self.verdicts, self.matrices)
+        sparse = sum(self.matrices.get(v.key, 0) for v in self.verdicts if v.verdict == "N:M")
+        # A file without matrices has no share.
+        return sparse / sum(self.matrices.values()) if sparse else 0.0
 
     @property
     def warnings(self) -> list[str]:
@@ -138,38 +135,32 @@ def verify(
         raise ValueError(
             f"the base '{base}' is compared with a pattern: give one, for example --pattern 2:4"
         )
-    verdicts, sizes = _verify_file(checkpoint, parsed)
+    verdicts, sizes, notes = _verify_file(checkpoint, parsed)
     globs = [include] if isinstance(include, str) else include
     problems = _problems(verdicts, globs)
     if base is not None:
-        verdicts_of_base, _ = _verify_file(base, parsed)
-        problems += _lost(verdicts, verdicts_of_base, base)
+        problems += _lost(verdicts, _verify_file(base, parsed)[0], base)
     elif parsed is not None and min_share is None and not allow_dense and not problems:
         problems += _dense(verdicts)
-    share = _share(verdicts, sizes)
-    if min_share is not None and share < min_share:
+    result = Verification(verdicts, problems, sizes, notes)
+    if min_share is not None and result.share < min_share:
         problems.append(
-            f"only {share:.1%} of the matrices' entries are in N:M matrices, less than {min_share:.1%}"
+            f"only {result.share:.1%} of the matrices' entries are in N:M matrices, less than {min_share:.1%}"
         )
-    return Verification(verdicts, problems, sizes, _notes(checkpoint))
+    return result
 
 
 def _verify_file(
     checkpoint: str | Path, pattern: NMPattern | None
-) -> tuple[list[Verdict], dict[str, int]]:
-    """The verdicts of a file, and the number of entries of every matrix."""
+) -> tuple[list[Verdict], dict[str, int], list[str]]:
+    """The verdicts of a file, the number of entries of every matrix, and what is said of the file as a whole."""
     if is_packed(checkpoint):
-        return _verify_packed(PackedFile(checkpoint), pattern)
+        file = PackedFile(checkpoint)
+        notes = [no_checksums(checkpoint)] if file.checksums is None else []
+        return (*_verify_packed(file, pattern), notes)
     if is_package(checkpoint):
-        return _verify_coreml(CoreMLPackage(checkpoint), pattern)
-    return _verify_dense(Path(checkpoint), pattern)
-
-
-def _notes(checkpoint: str | Path) -> list[str]:
-    """What is said of a file as a whole."""
-    if is_packed(checkpoint) and PackedFile(checkpoint).checksums is None:
-        return [no_checksums(checkpoint)]
-    return []
+        return (*_verify_coreml(CoreMLPackage(checkpoint), pattern), [])
+    return (*_verify_dense(Path(checkpoint), pattern), [])
 
 
 def _lost(verdicts: Sequence[Verdict], of_base: Sequence[Verdict], base: str | Path) -> list[str]:
@@ -182,18 +173,16 @@ def _lost(verdicts: Sequence[Verdict], of_base: Sequence[Verdict], base: str | P
     if not wanted:
         raise ValueError(f"no matrix of the base '{base}' is N:M in this pattern")
     found = {plain_name(v.key): v.verdict for v in verdicts}
-    rows = []
-    for key in sorted(wanted):
-        verdict = found.get(key)
-        if verdict != "N:M":
-            rows.append((key, f"{verdict} here" if verdict else "not in the file"))
-    if not rows:
-        return []
-    kept = len(wanted) - len(rows)
-    problems = [f"only {kept} of the base's {len(wanted)} N:M matrices are N:M"]
-    for key, fate in grouped(rows):
-        problems.append(f"{quoted(key)} is N:M in the base, but {fate}")
-    return problems
+    rows = [
+        (key, f"{found[key]} here" if key in found else "not in the file")
+        for key in sorted(wanted)
+        if found.get(key) != "N:M"
+    ]
+    lost = [f"{quoted(key)} is N:M in the base, but {fate}" for key, fate in grouped(rows)]
+    if lost:
+        kept = len(wanted) - len(rows)
+        lost.insert(0, f"only {kept} of the base's {len(wanted)} N:M matrices are N:M")
+    return lost
 
 
 def _dense(verdicts: Sequence[Verdict]) -> list[str]:
@@ -201,32 +190,33 @@ def _dense(verdicts: Sequence[Verdict]) -> list[str]:
     dense = [v.key for v in verdicts if v.verdict == "dense"]
     if not dense:
         return []
-    names = _grouped_keys(dense)
-    shown = ", ".join(names[:_SHOWN])
-    if len(names) > _SHOWN:
-        shown += f" and {len(names) - _SHOWN} more"
-    advice = "allow that by --allow-dense (allow_dense=True), or say how much must be N:M by --min-share (min_share)"
-    return [f"{len(dense)} of {len(verdicts)} matrices are dense: {shown}; {advice}"]
+    return [
+        f"{len(dense)} of {len(verdicts)} matrices are dense: {listed(_grouped_keys(dense))}; allow that by "
+        "--allow-dense (allow_dense=True), or say how much must be N:M by --min-share (min_share)"
+    ]
 
 
 def _verify_dense(
     checkpoint: Path, pattern: NMPattern | None
 ) -> tuple[list[Verdict], dict[str, int]]:
     """The verdicts of a file of dense tensors, and the number of entries of every matrix."""
-    weights, states = _read(checkpoint)
+    states: list[dict[str, Any]] = []
+    kind = kind_of_graph(checkpoint) if checkpoint.is_file() else ""
+    if kind == ONNX:
+        weights = onnx_weights(checkpoint)
+    elif kind == PROGRAM:
+        weights = decoded(program_weights(checkpoint), checkpoint)
+    else:
+        weights, states = read_checkpoint(checkpoint, nested=True)
     if pattern is None and states:
         weights = named_as_in_model(weights, states, checkpoint)
-    matrices = {}
-    for key, weight in weights.items():
-        if is_matrix(weight.dtype, weight.dim()):
-            matrices[key] = weight
-    verdicts = []
+    matrices = {
+        key: weight for key, weight in weights.items() if is_matrix(weight.dtype, weight.dim())
+    }
     if pattern is not None:
-        for key, weight in matrices.items():
-            verdicts.append(classify(key, weight, pattern))
+        verdicts = [classify(key, weight, pattern) for key, weight in matrices.items()]
     elif states:
-        for state in states:
-            verdicts += verify_state(weights, state)
+        verdicts = [verdict for state in states for verdict in verify_state(weights, state)]
     else:
         raise ValueError(
             f"'{checkpoint}' has no sparsifier state that names its masked layers: give a pattern, for example "
@@ -234,16 +224,6 @@ def _verify_dense(
         )
     verdicts = [_with_adapter(verdict, weights) for verdict in verdicts]
     return verdicts, {key: matrix.numel() for key, matrix in matrices.items()}
-
-
-def _read(path: Path) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
-    """The weights of a file of dense tensors, and its sparsifier states."""
-    kind = kind_of_graph(path) if path.is_file() else ""
-    if kind == ONNX:
-        return onnx_weights(path), []
-    if kind == PROGRAM:
-        return decoded(program_weights(path), path), []
-    return read_checkpoint(path, nested=True)
 
 
 def _verify_packed(
@@ -257,30 +237,27 @@ def _verify_packed(
     verdicts = []
     sizes: dict[str, int] = {}
     for name in file.names():
-        shape = file.shape(name)
         own_name = file.aliases.get(name, name)
-        has_blocks = is_matrix(file.dtype(name), len(shape))
-        if has_blocks:
-            sizes[name] = math.prod(shape)
-        if own_name not in file.packed:
+        if is_matrix(file.dtype(name), len(file.shape(name))):
+            sizes[name] = math.prod(file.shape(name))
+        entry = file.packed.get(own_name)
+        if entry is None:
             # Without a pattern a dense tensor has no verdict: it is compared with its checksum alone.
-            if has_blocks and pattern is not None:
-                verdicts.append(classify(name, file.read_stored(own_name), pattern))
-            else:
+            if pattern is None or name not in sizes:
                 file.check(own_name)
+            else:
+                verdicts.append(classify(name, file.read_stored(own_name), pattern))
             continue
-        packed = file.read_packed(own_name)
-        if pattern is None and packed.pattern == EVERY_ENTRY:
+        weight = file.read_dense(own_name)
+        if pattern is None and entry.pattern == EVERY_ENTRY:
             continue
-        note = f"packed, {packed.layout}"
-        if packed.scales is not None:
-            note += ", int8"
+        verdict = _judge_stored(name, weight, entry.pattern, entry.layout, pattern)
+        notes = ["packed", verdict.note, "int8" if entry.int8 else ""]
+        if verdict.pattern != str(entry.pattern):
+            notes.append(f"stored as {entry.pattern}")
         if own_name != name:
-            note += f", the same tensor as '{own_name}'"
-        if pattern is None or pattern == packed.pattern:
-            verdicts.append(_packed_verdict(name, packed, note))
-        else:
-            verdicts.append(_judge_packed(name, packed, pattern, note))
+            notes.append(f"the same tensor as '{own_name}'")
+        verdicts.append(replace(verdict, note=", ".join(filter(None, notes))))
     return verdicts, sizes
 
 
@@ -303,40 +280,28 @@ def _verify_coreml(
         noted = package.exported.get(name)
         key = name if noted is None else noted["key"]
         sizes[key] = math.prod(weight.shape)
-        if pattern is not None:
-            verdict = classify(key, package.read(name), pattern)
-        elif noted is not None:
-            layout = cast(Layout, noted["layout"])
+        if noted is not None:
             own_pattern = NMPattern.parse(noted["pattern"])
-            rows = blocks_last(package.read(name), layout)
-            verdict = judge(key, rows, own_pattern, -1, layout, masked=True)
+            layout = cast(Layout, noted["layout"])
+            verdict = _judge_stored(key, package.read(name), own_pattern, layout, pattern)
+        elif pattern is not None:
+            verdict = classify(key, package.read(name), pattern)
         else:
             continue
-        held = "nonzeros and bit mask" if weight.is_sparse else "dense"
-        notes = [verdict.note, held, *weight.operators]
+        forms = {"const": "dense", SPARSE: "nonzeros and bit mask"}
+        notes = [verdict.note, forms.get(weight.storage, weight.storage), *weight.operators]
         verdicts.append(replace(verdict, note=", ".join(filter(None, notes))))
     return verdicts, sizes
 
 
-def _packed_verdict(name: str, packed: PackedTensor, note: str) -> Verdict:
-    """The verdict for a packed weight and its own pattern: only the positions could break it, and they are checked."""
-    blocks = packed.values.numel() // packed.pattern.n
-    density = int(torch.count_nonzero(packed.values)) / math.prod(packed.shape)
-    if not density:
-        note += ", all zero"
-    nonfinite = count_nonfinite(packed.values)
-    return Verdict(name, "N:M", str(packed.pattern), blocks, 0, density, note, nonfinite=nonfinite)
-
-
-def _judge_packed(name: str, packed: PackedTensor, pattern: NMPattern, note: str) -> Verdict:
-    """The verdict for a packed weight against another pattern than its own, along its own axis."""
-    rows = blocks_last(packed.unpack(), packed.layout)
-    if rows.shape[-1] % pattern.m:
-        return Verdict(
-            name, "dense", str(pattern), note=f"{note} as {packed.pattern}; no axis of blocks"
-        )
-    verdict = judge(name, rows, pattern, -1, f"{note} as {packed.pattern}", masked=False)
-    return replace(verdict, own_pattern="" if verdict.verdict == "N:M" else str(packed.pattern))
+def _judge_stored(
+    key: str, weight: Tensor, own: NMPattern, layout: Layout, pattern: NMPattern | None
+) -> Verdict:
+    """The verdict for a weight whose pattern the file tells, against that or another one."""
+    if pattern in (None, own):
+        return judge(key, blocks_last(weight, layout), own, -1, layout, masked=True)
+    assert pattern is not None
+    return classify(key, weight, pattern)
 
 
 def _with_adapter(verdict: Verdict, weights: Mapping[str, Tensor]) -> Verdict:
@@ -347,9 +312,7 @@ def _with_adapter(verdict: Verdict, weights: Mapping[str, Tensor]) -> Verdict:
     if not any(key.startswith(f"{module}.lora_") for key in weights):
         return verdict
     note = "a low-rank adapter lies on it; merged, it is N:M only if mask_adapters() masked the adapter"
-    if verdict.note:
-        note = f"{verdict.note}; {note}"
-    return replace(verdict, note=note)
+    return replace(verdict, note="; ".join(filter(None, (verdict.note, note))))
 
 
 def verify_state(weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> list[Verdict]:
@@ -371,19 +334,15 @@ def verify_state(weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> lis
             rows = rows_of(comparable(key, weights[key]), layout)
             verdict = judge(key, rows, pattern, 1, layout, masked=True)
         else:
-            note = _why_not_masked(layer, weights[key], pattern)
+            # Whether the layer ever has a forward mask.
+            _, inputs = row_sizes(weights[key].shape, layer["layout"])
+            reason = misfit("in", inputs, pattern.m)
+            note = f"trained dense: {reason}, so only GEMMs of the backward pass were N:M"
+            if not reason:
+                note = "forward weight not masked"
             verdict = Verdict(key, "dense", str(pattern), note=note)
         verdicts.append(replace(verdict, stage=_other_stage(layer, state["clock"])))
     return verdicts
-
-
-def _why_not_masked(layer: Mapping[str, Any], weight: Tensor, pattern: NMPattern) -> str:
-    """What is said of a weight whose layer had no forward mask: whether it ever has one."""
-    _, inputs = row_sizes(weight.shape, layer["layout"])
-    reason = misfit("in", inputs, pattern.m)
-    if not reason:
-        return "forward weight not masked"
-    return f"trained dense: {reason}, so only GEMMs of the backward pass were N:M"
 
 
 def _other_stage(layer: Mapping[str, Any], clock: int) -> str:
@@ -401,12 +360,6 @@ def _other_stage(layer: Mapping[str, Any], clock: int) -> str:
         )
     part = "the dense start" if stage == DENSE else f"the stage {stage}"
     return f"{part} of its schedule: weights are {pattern} from training step {begins[FINAL]}"
-
-
-def _share(verdicts: Sequence[Verdict], sizes: Mapping[str, int]) -> float:
-    sparse = sum(sizes.get(v.key, 0) for v in verdicts if v.verdict == "N:M")
-    # A file without matrices has no share.
-    return sparse / sum(sizes.values()) if sparse else 0.0
 
 
 def _is_sparse(verdict: Verdict) -> bool:
@@ -440,14 +393,9 @@ def _problems(verdicts: Sequence[Verdict], include: Sequence[str]) -> list[str]:
     stages = {v.stage: None for v in verdicts if v.stage and v.verdict != "N:M"}
     problems += [f"the checkpoint was saved in {stage}" for stage in stages]
     for glob in include:
-        named = [v for v in verdicts if _matches(v.key, glob)]
+        named = [v for v in verdicts if matches(v.key, glob)]
         if not named:
             problems.append(f"`include` '{glob}' matches no weight")
         dense = [v.key for v in named if v.verdict == "dense"]
         problems += [f"{key} is named by `include` but is dense" for key in _grouped_keys(dense)]
     return problems
-
-
-def _matches(key: str, glob: str) -> bool:
-    """Whether a glob over keys or names of modules matches a weight."""
-    return fnmatchcase(key, glob) or fnmatchcase(key.rpartition(".")[0], glob)

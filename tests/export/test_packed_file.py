@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from lightning_nm import load_packed, pack, save_packed, unpacked_state_dict
-from lightning_nm.export import PackedFile, packed_file
-from lightning_nm.export.packed_file import ToPack, write_packed
+from lightning_nm.export import PackedFile, safetensors_file
+from lightning_nm.export.packed_file import write_packed
 from lightning_nm.export.safetensors_file import DTYPES, SafetensorsFile, write_safetensors
 from lightning_nm.functional import nm_prune
 from lightning_nm.functional.pattern import NMPattern
@@ -114,8 +114,7 @@ def test_files_are_those_of_the_package(tmp_path):
         "scalar": torch.tensor(3),
         "view": torch.randn(4, 6).t()[1:],
     }
-    entries = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-    write_safetensors(tmp_path / "a", entries, tensors.items(), {"x": "é"})
+    write_safetensors(tmp_path / "a", tensors, {"x": "é"})
     found = safetensors.load_file(tmp_path / "a")
     safetensors.save_file(
         {key: tensor.contiguous() for key, tensor in tensors.items()}, tmp_path / "b", {"x": "é"}
@@ -130,10 +129,7 @@ def test_files_are_those_of_the_package(tmp_path):
 
 def test_shared_tensors_are_written_once(tmp_path):
     weight = nm_prune(torch.randn(32, 64), "1:4")
-    tensors = {
-        "a": ToPack(weight, NMPattern(1, 4), "plain"),
-        "b": ToPack(weight, NMPattern(1, 4), "plain"),
-    }
+    tensors = dict.fromkeys("ab", PackedTensor.of(weight, NMPattern(1, 4)))
     dense = torch.randn(3)
     write_packed(tmp_path / "a", {**tensors, "c": dense, "d": dense})
     file = PackedFile(tmp_path / "a")
@@ -166,7 +162,7 @@ def test_a_tied_weight_loads(tmp_path):
     state["head.weight"] = nm_prune(state["head.weight"], "1:8")
     del state["embedding.weight"]
     tensors = {
-        key: ToPack(value, NMPattern(1, 8), "plain") if value.dim() > 1 else value
+        key: PackedTensor.of(value, NMPattern(1, 8)) if value.dim() > 1 else value
         for key, value in state.items()
     }
     write_packed(tmp_path / "b", tensors)
@@ -242,10 +238,9 @@ def test_what_is_not_written(tmp_path):
     target = tmp_path / "a"
     target.write_text("old")
     for tensors, message in (
-        ({"a": ToPack(torch.ones(4, 8), NMPattern(2, 4), "plain")}, "8 or more of 8 blocks"),
         ({"a": torch.zeros(2, dtype=torch.complex128)}, "hold no torch.complex128"),
         (
-            {"a": ToPack(weight, NMPattern(2, 4), "plain"), "a.values": torch.zeros(2)},
+            {"a": PackedTensor.of(weight, NMPattern(2, 4)), "a.values": torch.zeros(2)},
             "'a.values', which another",
         ),
     ):
@@ -276,11 +271,14 @@ def test_an_interrupted_export_leaves_the_old_file(tmp_path, monkeypatch):
     target = tmp_path / "a.safetensors"
     target.write_text("old")
 
-    def parts(tensors):
-        yield "a", tensors["a"]
-        os.kill(os.getpid(), signal.SIGKILL)
+    own = safetensors_file.bytes_of
 
-    monkeypatch.setattr(packed_file, "_parts", parts)
+    def killed(tensor):
+        if any(name.startswith(".") for name in os.listdir(tmp_path)):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return own(tensor)
+
+    monkeypatch.setattr(safetensors_file, "bytes_of", killed)
     child = os.fork()
     if not child:
         write_packed(target, {"a": torch.zeros(1000), "b": torch.zeros(1000)})
@@ -296,7 +294,9 @@ def test_a_model_in_another_dtype_than_the_file(tmp_path, values):
     save_packed(pack(small("1:16"), dtype=values, kernels="reference"), path)
     model = small("1:16", torch.bfloat16)
     before = clones(model)
-    with pytest.raises(ValueError, match=r"'0.bias' is bfloat16 in .* float32 in .*to\(torch.fl"):
+    with pytest.raises(
+        ValueError, match=r"'0.bias' is torch.bfloat16 in .* torch.float32 in .*to\(torch.fl"
+    ):
         load_packed(model, path)
     assert_equal_states(clones(model), before)
     # As the message says.

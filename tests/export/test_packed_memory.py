@@ -54,8 +54,7 @@ def test_resident_memory(tmp_path):
     for layer in model:
         layer.weight.data = nm_prune(layer.weight.data, "1:16")
     state = model.state_dict()
-    entries = {key: (value.dtype, tuple(value.shape)) for key, value in state.items()}
-    write_safetensors(tmp_path / "dense", entries, state.items(), {})
+    write_safetensors(tmp_path / "dense", state, {})
     save_packed(pack(model), tmp_path / "packed")
     dense = sum(value.nbytes for value in state.values())
     words = [sys.executable, "-c", CHILD, str(tmp_path / "dense"), str(tmp_path / "packed")]

@@ -51,7 +51,9 @@ def test_another_pattern(saved):
         "5.weight": "dense",
         "6.weight": "dense",
     }
-    assert verdicts["0.weight"].note == "packed, plain as 1:16; no axis of blocks"
+    assert verdicts["0.weight"].note == (
+        "packed, shape (32, 16, 3, 3) has no axis of blocks, stored as 1:16"
+    )
     assert verdicts["4.weight"].violations == verdicts["4.weight"].blocks == 64 * 16
     assert verdicts["4.weight"].note == "packed, plain as 1:16"
     assert [v.key for v in verify(saved, "1:16").verdicts if v.verdict == "N:M"] == [

@@ -9,7 +9,7 @@ import torch
 
 from lightning_nm import NMSparsityCallback, load_packed, unpacked_state_dict
 from lightning_nm.export import PackedFile, verify
-from lightning_nm.export.checkpoint import read_checkpoint
+from lightning_nm.export.sources import read_checkpoint
 from lightning_nm.export.verification import verify_state
 from lightning_nm.functional import is_nm
 from lightning_nm.nn.layer.state import layer_state

@@ -1,7 +1,10 @@
 """Weights that processes shard by FSDP2 train, are saved and resumed as those of one process."""
 
+import runpy
+import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
@@ -27,7 +30,7 @@ from lightning_nm import (
     NMSparsifier,
     NMSparsityCallback,
 )
-from lightning_nm.export.checkpoint import read_checkpoint
+from lightning_nm.export.sources import read_checkpoint
 from lightning_nm.export.verification import verify_state
 from lightning_nm.functional import is_nm, magnitude_mask, unpack_mask
 from lightning_nm.kernels import SimulatedSparseKernel
@@ -222,7 +225,7 @@ def test_sharded_runs_resume_bit_for_bit(tmp_path):
     runs.append(("step", "adamw", True, None))
     everyone = in_processes(2, tmp_path / "run", resumed_runs, runs, str(tmp_path), 2)
     for k, run in enumerate(runs):
-        weights, states = read_checkpoint(tmp_path / f"{k}.ckpt")
+        weights, states = read_checkpoint(one_file(tmp_path / f"{k}.ckpt"))
         assert all(verdict.verdict == "N:M" for verdict in verify_state(weights, states[0])), run
         for found in everyone:
             straight, resumed = found[k]
@@ -230,6 +233,16 @@ def test_sharded_runs_resume_bit_for_bit(tmp_path):
                 assert_equal(resumed, straight, tolerance=0)
             except AssertionError as error:
                 raise AssertionError(f"{run}: {error}") from error
+
+
+def one_file(path):
+    """A checkpoint as one file, by the command that `verify` names for a sharded one."""
+    if path.is_file():
+        return path
+    module = "lightning.pytorch.utilities.consolidate_checkpoint"
+    with mock.patch.object(sys, "argv", [module, str(path)]):
+        runpy.run_module(module, run_name="__main__")
+    return path.with_name(f"{path.name}.consolidated")
 
 
 def continued(folder):

@@ -11,54 +11,38 @@ class Program:
 
     def __init__(self, path):
         import coremltools  # an extra, without which this module is imported, too
+        from coremltools.converters.mil.frontend.milproto.load import load
 
         self.package = CoreMLPackage(path)
-        spec = coremltools.models.utils.load_spec(str(path))
-        (function,) = spec.mlProgram.functions.values()
-        (self.block,) = function.block_specializations.values()
-        (self.input,) = [each.name for each in spec.description.input]
+        model = coremltools.models.MLModel(str(path), skip_model_load=True)
+        spec = model.get_spec()
+        program = load(spec, spec.specificationVersion, model.weights_dir)
+        (self.block,) = program.functions.values()
+        (self.input,) = self.block.inputs
 
     def __call__(self, x):
         values = {self.input: x}
         for operation in self.block.operations:
             (output,) = operation.outputs
-            if operation.type in ("const", "constexpr_sparse_to_dense"):
-                values[output.name] = self.constant(output.name, operation)
-            else:
-                arguments = {
-                    name: self.argument(each.arguments[0], values)
-                    for name, each in operation.inputs.items()
-                }
-                values[output.name] = OPERATORS[operation.type](**arguments)
+            if output.name in self.package.weights:
+                values[output.name] = self.package.read(output.name)
+            elif operation.op_type == "const":
+                value = output.val
+                is_float = getattr(value, "dtype", None) == "float32"
+                values[output.name] = torch.tensor(value) if is_float else value
+            elif not operation.op_type.startswith("constexpr"):
+                arguments = {name: values[each.name] for name, each in operation.inputs.items()}
+                values[output.name] = OPERATORS[operation.op_type](**arguments)
         (result,) = self.block.outputs
-        return values[result]
-
-    def constant(self, name, operation):
-        if name in self.package.weights:
-            return self.package.read(name)
-        return self.value(operation.attributes["val"])
-
-    def argument(self, binding, values):
-        is_name = binding.WhichOneof("binding") == "name"
-        return values[binding.name] if is_name else self.value(binding.value)
-
-    def value(self, value):
-        """A vector of weights, or the plain value of an option."""
-        if value.HasField("blobFileValue"):
-            return self.package._tensor(value)
-        tensor = value.immediateValue.tensor
-        content = list(getattr(tensor, tensor.WhichOneof("value")).values)
-        if tensor.HasField("floats"):
-            return torch.tensor(content)
-        # A scalar has no dimensions.
-        return content if value.type.tensorType.rank else content[0]
+        return values[result.name]
 
 
 def conv(x, weight, bias, strides, pad_type, pad, dilations, groups):
     assert pad_type == "custom"
-    top, bottom, left, right = pad
+    top, bottom, left, right = map(int, pad)
     assert (top, left) == (bottom, right)
-    return F.conv2d(x, weight, bias, strides, (top, left), dilations, groups)
+    strides, dilations = (tuple(map(int, each)) for each in (strides, dilations))
+    return F.conv2d(x, weight, bias, strides, (top, left), dilations, int(groups))
 
 
 OPERATORS = {
@@ -68,5 +52,5 @@ OPERATORS = {
         x.mT if transpose_x else x, y.mT if transpose_y else y
     ),
     "relu": lambda x: F.relu(x),
-    "reshape": lambda x, shape: x.reshape(shape),
+    "reshape": lambda x, shape: x.reshape(tuple(map(int, shape))),
 }

@@ -17,8 +17,7 @@ from torch import nn
 
 from lightning_nm.commands.build import add_classes, build
 from lightning_nm.commands.sensitivity.tables import print_choices, print_sensitivity
-from lightning_nm.export.classes import import_class
-from lightning_nm.export.graphs import build_model
+from lightning_nm.export.graphs import build_model, import_class
 from lightning_nm.export.sources import Source, read_source
 from lightning_nm.functional.allocation import retained_magnitudes
 from lightning_nm.functional.budget import Choice, Counted, all_patterns

@@ -2,47 +2,74 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass
-from io import StringIO
+import csv
+import io
+import json
+from collections.abc import Mapping
+from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from xml.etree import ElementTree
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
 
 from lightning_nm.export.executorch.quantized import first_cause, module_of
-from lightning_nm.export.executorch.vela import Operator, read_operators
-
-_REPORTER = (
-    "executorch.backends.arm.tosa.partitioner"  # the logger with the reasons of the partitioner
-)
 
 # Operators at the edges of delegated parts, which are no work of their own.
 _EDGES = ("quantize_per_tensor", "dequantize_per_tensor", "executorch_call_delegate", "getitem")
 
 
-@dataclass(frozen=True)
-class Undelegated:
+# Files that ExecuTorch and Vela write next to each program.
+_DATABASE = "output/out_debug.xml"  # of Vela's --enable-debug-db
+_NODES = "debug.json"  # of ExecuTorch: the module of each operator
+
+_SPARSE = "Sparse2_4"  # in Vela's weight formats, such as "Fast|Sparse2_4"
+
+
+class Undelegated(NamedTuple):
     """An operator that runs on the host's CPU, in ExecuTorch's portable kernels.
 
     Args:
         operator: Such as ``"aten.native_layer_norm.default"``.
         module: The module that calls it.
-        reason: Of the partitioner; empty where it gives none.
     """
 
     operator: str
     module: str
-    reason: str
 
 
-@dataclass(frozen=True)
-class Lowered:
+class Operator(NamedTuple):
+    """An operator of the compiled program.
+
+    The cycles are the estimates of the compiler's model of the NPU and its memories. No chip is measured.
+
+    Args:
+        name: In the program.
+        kind: Such as ``"Conv2D"``.
+        module: The module of the model that it computes; empty where ExecuTorch does not say.
+        cycles: The compiler's estimate: the larger one of arithmetic and memory accesses.
+        macs: Multiply-adds that the NPU makes; half of them in a sparse product.
+        has_weight: Whether it has a constant weight.
+        sparse: Whether its weight is stored as 2:4.
+        reason: Why not, if it has a weight.
+        dense_cycles: Of the same operator with a dense weight; ``None`` if that was not compiled.
+    """
+
+    name: str
+    kind: str
+    module: str
+    cycles: int
+    macs: int
+    has_weight: bool
+    sparse: bool
+    reason: str = ""
+    dense_cycles: int | None = None
+
+
+class Lowered(NamedTuple):
     """A program that can be written.
 
     Args:
@@ -89,7 +116,7 @@ def lower(
         graph: Quantised by the quantizer of the target.
         example: Inputs.
         target: Of :data:`~lightning_nm.export.executorch.targets.TARGETS`.
-        folder: An empty folder for files of the compiler.
+        folder: A folder for files of the compiler, which is made.
         memory: ``system_config`` and ``memory_mode`` of Vela; ``None`` for ExecuTorch's choice.
 
     Raises:
@@ -97,15 +124,22 @@ def lower(
     """
     from executorch.exir import to_edge_transform_and_lower
 
+    folder.mkdir()
     program = torch.export.export(graph, example)
     partitioner = _partitioner(target, folder, memory)
     # Vela prints a summary, and ends the process where it fails.
-    printed = StringIO()
+    printed = io.StringIO()
     try:
-        with redirect_stdout(printed), _rejections() as reasons:
+        with redirect_stdout(printed):
             edge = to_edge_transform_and_lower(program, partitioner=[partitioner])
             # Before the planning of memory, which adds operators and renames others.
-            on_cpu = tuple(_undelegated(edge.exported_program().graph.nodes, reasons))
+            on_cpu = tuple(
+                Undelegated(name, module_of(node))
+                for node in edge.exported_program().graph.nodes
+                if node.op == "call_function"
+                and (name := getattr(node.target, "__name__", str(node.target)))
+                and not any(edge_name in name for edge_name in _EDGES)
+            )
             content = bytes(edge.to_executorch().buffer)
     except (Exception, SystemExit) as error:
         said = printed.getvalue().strip().splitlines()
@@ -153,67 +187,44 @@ def _partitioner(target: str, folder: Path, memory: Mapping[str, str | None]) ->
     return partitioner
 
 
-def _undelegated(nodes: Iterable[Node], reasons: Mapping[str, str]) -> Iterator[Undelegated]:
-    for node in nodes:
-        name = getattr(node.target, "__name__", str(node.target))
-        is_edge = any(edge in name for edge in _EDGES)
-        if node.op != "call_function" or is_edge:
-            continue
-        yield Undelegated(name, module_of(node), reasons.get(node.name, ""))
+def read_operators(folder: Path) -> list[Operator]:
+    """The operators of one compiled program, in the order in which they run.
 
+    Args:
+        folder: Where ExecuTorch and Vela left their files.
 
-@contextmanager
-def _rejections() -> Iterator[dict[str, str]]:
-    """The partitioner's reasons by operator, which it only logs: a table of name, target, function and reason."""
-    reasons: dict[str, str] = {}
-
-    class Handler(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            reasons.update(read_rejections(record.getMessage()))
-
-    logger = logging.getLogger(_REPORTER)
-    handler = Handler(logging.INFO)
-    level, propagates = logger.level, logger.propagate
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
-    try:
-        yield reasons
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
-        logger.propagate = propagates
-
-
-def read_rejections(table: str) -> dict[str, str]:
-    r"""The reasons in the partitioner's table, by operator; empty for another text.
-
-    Example:
-        >>> read_rejections("│ Node name │ Target │ Torch func │ Reason │\n╞══╡\n"
-        ...     "│ conv_1 │ aten.conv │ f │ kernel is │\n│ │ │ │ too large │")
-        {'conv_1': 'kernel is too large'}
+    Raises:
+        RuntimeError: If a file is missing or of another form, as after a change of Vela.
     """
-    reasons: dict[str, str] = {}
-    name = ""
-    in_body = False
-    for line in table.splitlines():
-        if not line.startswith("│"):
-            in_body = in_body or line.startswith("╞")
-            # The next row begins below a rule.
-            name = ""
-            continue
-        cells = [cell.strip() for cell in line.strip("│").split("│")]
-        if not in_body or len(cells) != 4:
-            continue
-        # Long names and reasons go on in the rows below.
-        if not name:
-            name = cells[0]
-            reasons[name] = cells[3]
-        else:
-            long_name = name + cells[0]
-            reasons[long_name] = f"{reasons.pop(name)} {cells[3]}".strip()
-            name = long_name
-    return reasons
+    try:
+        # CSV texts in an XML file.
+        tables = {
+            table.attrib["name"]: list(csv.DictReader(io.StringIO((table.text or "").strip())))
+            for table in ElementTree.parse(folder / _DATABASE).getroot().iter("table")
+        }
+        modules = {}
+        for event in json.loads((folder / _NODES).read_text()):
+            stack = event["torch_info"]["nn_module_stack"]
+            if isinstance(stack, Mapping) and stack:
+                modules[event["aten_info"]["node_name"]] = str([*stack.values()][-1][0])
+        formats = {row["id"]: row["weight_format"] for row in tables["perf_debug"]}
+        return [
+            Operator(
+                name=row["name"],
+                kind=row["operator"],
+                module=modules.get(row["name"], ""),
+                cycles=int(row["op_cycles"]),
+                macs=int(row["mac_count"]),
+                has_weight=bool(formats[row["id"]]),
+                sparse=_SPARSE in formats[row["id"]],
+            )
+            for row in tables["perf"]
+        ]
+    except (OSError, KeyError, ValueError, ElementTree.ParseError) as error:
+        raise RuntimeError(
+            f"the report of Vela cannot be read ({type(error).__name__}: {error}): this package knows that of "
+            "ethos-u-vela 5.1"
+        ) from error
 
 
 def outputs_of(content: bytes, inputs: tuple[Tensor, ...]) -> list[Tensor]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +16,8 @@ from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
 
 from lightning_nm.export.atomic_write import check_folder, replacing
-from lightning_nm.export.executorch.calibration import calibration_inputs, check_varied
 from lightning_nm.export.executorch.lowering import (
-    Lowered,
+    Operator,
     Undelegated,
     lower,
     make_quantizer,
@@ -28,17 +26,24 @@ from lightning_nm.export.executorch.lowering import (
 from lightning_nm.export.executorch.quantized import (
     QuantizedLayer,
     always_in_float,
-    constant_inputs,
+    calibration_inputs,
     fill_zeros,
     layers_of_graph,
     quantize,
     quantized_layers,
     trace,
 )
-from lightning_nm.export.executorch.rules import reason_of_weight
-from lightning_nm.export.executorch.targets import check_target, require_packages
-from lightning_nm.export.executorch.vela import Operator, explained, with_dense
+from lightning_nm.export.executorch.targets import (
+    check_target,
+    is_depthwise,
+    reason_of_weight,
+    require_packages,
+)
+from lightning_nm.export.graphs import difference
 from lightning_nm.export.patterns import Found
+
+# In the names of operators that may have a weight.
+_PRODUCTS = ("convolution", "linear", "addmm", "mm", "matmul")
 
 TOLERANCE = 0.05
 """Largest difference of an output of ExecuTorch's runtime and of the quantised model in torch, relative to the largest
@@ -127,8 +132,8 @@ def export_executorch(
     Raises:
         ImportError: If a package is missing: ``pip install -e '.[ethos-u]'``.
         ValueError: If the target is unknown, there is no data for calibration, it does not fit or holds one value
-            alone, ``torch.export``
-            cannot trace the model, no weight is N:M, quantisation loses a pattern, or layers are left in float.
+            alone, ``torch.export`` cannot trace the model, no weight is N:M, quantisation loses a pattern, or layers
+            are left in float.
         RuntimeError: If the quantizer or the compiler fails, or the runtime computes something else than torch.
         OSError: If the file cannot be written. Nothing is written on any of these.
     """
@@ -148,9 +153,7 @@ def export_executorch(
     _require_int8(in_float_anyway, target, allow_float)
     layers = layers_of_graph(graph)
     weights = model.state_dict()
-    inputs = list(calibration_inputs(calibration, example_inputs, calibration_batches))
-    check_varied(inputs)
-    _warn_of_constants(constant_inputs(graph, layers, inputs), len(inputs))
+    inputs = calibration_inputs(calibration, example_inputs, calibration_batches)
     quantized_graph = quantize(graph, make_quantizer(target), inputs)
     quantized, in_float = quantized_layers(quantized_graph, layers, weights, patterns)
     in_float |= in_float_anyway
@@ -158,30 +161,22 @@ def export_executorch(
     _require_int8(in_float, target, allow_float)
 
     memory = {"system_config": system_config, "memory_mode": memory_mode}
+    worst = dense_bytes = None
     with TemporaryDirectory() as folder:
-        lowered = _lower(quantized_graph, example_inputs, target, Path(folder, "sparse"), memory)
-        in_float |= _weights_on_cpu(quantized, lowered)
+        lowered = lower(quantized_graph, example_inputs, target, Path(folder, "sparse"), memory)
+        modules = {each.layer.module for each in quantized}
+        for operator, module in lowered.on_cpu:
+            if module in modules and any(name in operator for name in _PRODUCTS):
+                in_float[module] = f"the partitioner does not take {operator}"
         _require_int8(in_float, target, allow_float)
+        reasons = {each.layer.module: _why_dense(each, model) for each in quantized}
+        operators = [explained(each, reasons) for each in lowered.operators]
         if target == "cpu":
-            difference = _difference(quantized_graph, lowered, inputs[0])
-            with replacing(Path(path)) as new:
-                new.write_bytes(lowered.content)
-            return ExecutorchExport(
-                target,
-                len(lowered.content),
-                tuple(quantized),
-                lowered.on_cpu,
-                in_float,
-                difference=difference,
-                calibrated_with=len(inputs),
-            )
-        reasons = {each.layer.module: _reason(each) for each in quantized}
-        operators = explained(lowered.operators, reasons)
-        dense_bytes = None
-        if compare_dense:
+            worst = _difference(quantized_graph, lowered.content, inputs[0])
+        elif compare_dense:
             twin = deepcopy(quantized_graph)
             fill_zeros(twin, [each for each in quantized if each.pattern])
-            dense = _lower(twin, example_inputs, target, Path(folder, "dense"), memory)
+            dense = lower(twin, example_inputs, target, Path(folder, "dense"), memory)
             operators = with_dense(operators, dense.operators)
             dense_bytes = len(dense.content)
     with replacing(Path(path)) as new:
@@ -194,46 +189,45 @@ def export_executorch(
         in_float,
         tuple(operators),
         dense_bytes,
-        calibrated_with=len(inputs),
+        worst,
+        len(inputs),
     )
 
 
-def _warn_of_constants(found: Mapping[str, float], count: int) -> None:
-    """Warn of layers that read one value alone: dead units, or data that are not real."""
-    if found:
-        named = ", ".join(f"'{name}' ({value:g})" for name, value in found.items())
-        warnings.warn(
-            f"these layers read one value alone in all {count} inputs of the calibration, so that their int8 scales "
-            f"mean nothing: {named}. Give more, or more varied, data, or look why the layers before them are dead",
-            UserWarning,
-            stacklevel=3,
+def with_dense(operators: Sequence[Operator], dense: Sequence[Operator]) -> list[Operator]:
+    """Operators with the cycles of their dense twins, which have the same names in the same order.
+
+    Raises:
+        RuntimeError: If the compiler made another program of the dense weights.
+    """
+    if [each.name for each in operators] != [each.name for each in dense]:
+        raise RuntimeError(
+            "Vela compiled the model with dense weights to other operators, so they cannot be compared"
         )
+    pairs = zip(operators, dense, strict=True)
+    return [each._replace(dense_cycles=twin.cycles) for each, twin in pairs]
 
 
-def _lower(
-    graph: GraphModule,
-    example: tuple[Tensor, ...],
-    target: str,
-    folder: Path,
-    memory: Mapping[str, str | None],
-) -> Lowered:
-    folder.mkdir()
-    return lower(graph, example, target, folder, memory)
+def explained(operator: Operator, reasons: Mapping[str, str]) -> Operator:
+    """An operator with the reason why its weight is not sparse; `reasons` by module are empty where it could be."""
+    if operator.sparse or not operator.has_weight:
+        return operator
+    reason = reasons.get(operator.module, "the compiler does not name its layer")
+    # The compiler compares both forms, and takes the one that its model says is faster.
+    return operator._replace(reason=reason or "by the compiler's estimate it is not faster")
 
 
-def _require_patterns(layers: Iterable[QuantizedLayer], name: str) -> None:
+def _require_patterns(layers: Sequence[QuantizedLayer], name: str) -> None:
     """Refuse a model without N:M weights.
 
     Raises:
         ValueError: With the reason for each weight.
     """
-    layers = list(layers)
-    if any(each.pattern for each in layers):
-        return
-    reasons = "; ".join(f"'{each.layer.key}': {each.reason}" for each in layers)
-    raise ValueError(
-        f"no weight of {name} is N:M sparse: {reasons or 'it has no products with weights'}"
-    )
+    if not any(each.pattern for each in layers):
+        reasons = "; ".join(f"'{each.layer.key}': {each.reason}" for each in layers)
+        raise ValueError(
+            f"no weight of {name} is N:M sparse: {reasons or 'it has no products with weights'}"
+        )
 
 
 def _require_int8(in_float: Mapping[str, str], target: str, allow_float: bool) -> None:
@@ -251,22 +245,9 @@ def _require_int8(in_float: Mapping[str, str], target: str, allow_float: bool) -
     )
 
 
-def _weights_on_cpu(layers: Iterable[QuantizedLayer], lowered: Lowered) -> dict[str, str]:
-    """The layers with weights that the partitioner did not take, with its reasons."""
-    modules = {each.layer.module for each in layers}
-    products = ("convolution", "linear", "addmm", "mm", "matmul")
-    found = {}
-    for each in lowered.on_cpu:
-        is_product = any(name in each.operator for name in products)
-        if is_product and each.module in modules:
-            found[each.module] = each.reason or f"the partitioner does not take {each.operator}"
-    return found
-
-
-def _reason(layer: QuantizedLayer) -> str:
+def _why_dense(layer: QuantizedLayer, model: nn.Module) -> str:
     """Why a weight is not stored as 2:4; empty if the rules allow it."""
-    is_depthwise = layer.layer.groups > 1 and layer.weight.shape[1] == 1
-    if is_depthwise:
+    if is_depthwise(model.get_submodule(layer.layer.module)):
         return "depthwise convolution: these have no sparse weights on Ethos-U85"
     weight = layer.weight
     if layer.layer.operator.startswith("conv_transpose"):
@@ -277,7 +258,7 @@ def _reason(layer: QuantizedLayer) -> str:
     return reason
 
 
-def _difference(graph: GraphModule, lowered: Lowered, inputs: tuple[Tensor, ...]) -> float:
+def _difference(graph: GraphModule, content: bytes, inputs: tuple[Tensor, ...]) -> float:
     """The largest difference of the runtime's outputs and those of the quantised model in torch.
 
     Raises:
@@ -286,12 +267,9 @@ def _difference(graph: GraphModule, lowered: Lowered, inputs: tuple[Tensor, ...]
     with torch.no_grad():
         outputs = graph(*inputs)
     expected = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
-    found = outputs_of(lowered.content, inputs)
-    worst = 0.0
-    for one, other in zip(found, expected, strict=True):
-        largest = other.double().abs().max().clamp_min(1e-30)
-        difference = (one.double() - other.double()).abs().max() / largest
-        worst = max(worst, float(difference))
+    found = outputs_of(content, inputs)
+    pairs = zip(found, expected, strict=True)
+    worst = max((difference(one, other) for one, other in pairs), default=0.0)
     if not worst < TOLERANCE:
         raise RuntimeError(
             f"ExecuTorch's runtime differs from torch by {worst:.2g} of the largest output: nothing is written"

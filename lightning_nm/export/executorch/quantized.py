@@ -1,18 +1,17 @@
-"""Quantise a model to int8 by PT2E, and check that N:M weights stay N:M."""
+"""Quantise a model to int8 by PT2E on data in the shapes of its inputs, and check that N:M weights stay N:M."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule, Interpreter, Node
+from torch.fx import GraphModule, Node
 
+from lightning_nm.export.graphs import evaluation
 from lightning_nm.export.patterns import Found, pattern_of
-from lightning_nm.functional import count_violations
-from lightning_nm.nn.packed.tensor import blocks_last
 
 # With weights that the quantizers leave in float.
 _ALWAYS_FLOAT = ("aten::lstm", "aten::gru", "aten::rnn_tanh", "aten::rnn_relu", "aten::bilinear")
@@ -32,8 +31,7 @@ _WEIGHT_ARGUMENT = {
 }
 
 
-@dataclass(frozen=True)
-class Layer:
+class Layer(NamedTuple):
     """A product of an exported program with a weight.
 
     Args:
@@ -41,18 +39,15 @@ class Layer:
         operator: Such as ``conv2d``.
         module: The name of the module that called it.
         key: The weight's key in the model's state dict.
-        groups: Of a convolution.
     """
 
     node: str
     operator: str
     module: str
     key: str
-    groups: int = 1
 
 
-@dataclass(frozen=True)
-class QuantizedLayer:
+class QuantizedLayer(NamedTuple):
     """A weight after quantisation.
 
     Args:
@@ -78,19 +73,15 @@ def trace(model: nn.Module, example: tuple[Tensor, ...]) -> GraphModule:
     Raises:
         ValueError: If ``torch.export`` cannot trace it, with the first line of its error.
     """
-    # Submodules may be in different modes.
-    was_training = {module: module.training for module in model.modules()}
-    model.eval()
     try:
-        program = torch.export.export(model, example)
+        with evaluation(model):
+            program = torch.export.export(model, example)
     except Exception as error:  # of many classes: what a model's forward raises comes through, too
         name = type(model).__name__
+        shapes = ", ".join(f"{x.dtype} {list(x.shape)}".removeprefix("torch.") for x in example)
         raise ValueError(
-            f"torch.export cannot trace {name} for inputs {_shapes(example)}: {first_cause(error)}"
+            f"torch.export cannot trace {name} for inputs {shapes}: {first_cause(error)}"
         ) from error
-    finally:
-        for module, mode in was_training.items():
-            module.training = mode
     graph = program.module(check_guards=False)
     assert isinstance(graph, GraphModule)
     return graph
@@ -107,9 +98,7 @@ def layers_of_graph(graph: GraphModule) -> list[Layer]:
         if not isinstance(weight, Node) or weight.op != "get_attr":
             continue  # of two activations, as in attention
         operator = _operator(node).removeprefix("aten::")
-        layers.append(
-            Layer(node.name, operator, module_of(node), str(weight.target), _groups(node, operator))
-        )
+        layers.append(Layer(node.name, operator, module_of(node), str(weight.target)))
     return layers
 
 
@@ -122,46 +111,6 @@ def always_in_float(graph: GraphModule) -> dict[str, str]:
             name = operator.removeprefix("aten::")
             found[module_of(node)] = f"there is no int8 form of {name}"
     return found
-
-
-class _Ranges(Interpreter):
-    """Runs a graph, and notes the least and the largest value that products read."""
-
-    def __init__(self, graph: GraphModule, layers: Iterable[Layer]) -> None:
-        super().__init__(graph)
-        self.names = {layer.node for layer in layers}
-        self.ranges: dict[str, tuple[float, float]] = {}
-
-    def run_node(self, node: Node) -> Any:
-        """Run a node, and look at the input of a product."""
-        if node.name in self.names:
-            position = 1 if "addmm" in _operator(node) else 0
-            x = self.map_nodes_to_values(node.args[position], node)
-            if isinstance(x, Tensor) and x.numel():
-                low, high = float(x.min()), float(x.max())
-                least, most = self.ranges.get(node.name, (low, high))
-                self.ranges[node.name] = min(low, least), max(high, most)
-        return super().run_node(node)
-
-
-@torch.no_grad()
-def constant_inputs(
-    graph: GraphModule, layers: Sequence[Layer], inputs: Iterable[tuple[Tensor, ...]]
-) -> dict[str, float]:
-    """The layers that read one value alone in a whole calibration, by module name, with the value.
-
-    An int8 scale of such a range is arbitrary: other values of real data are lost.
-
-    Args:
-        graph: From :func:`trace`, not yet quantised.
-        layers: From :func:`layers_of_graph`.
-        inputs: For calibration.
-    """
-    interpreter = _Ranges(graph, layers)
-    for each in inputs:
-        interpreter.run(*each)
-    names = {layer.node: layer.module for layer in layers}
-    return {names[node]: low for node, (low, high) in interpreter.ranges.items() if low == high}
 
 
 def quantize(
@@ -256,7 +205,7 @@ def check_kept(
 ) -> Found:
     """Check that a quantised weight has every zero of the float one, and its N:M pattern.
 
-    ``w == 0 => q == 0``, and at most N nonzeros in each block of M of q.
+    ``w == 0 => q == 0``, so that at most N entries in each block of M of q are nonzero.
 
     Args:
         key: The weight's key, for messages.
@@ -265,7 +214,7 @@ def check_kept(
         expected: Its pattern; by default the one in which the float weight takes the least memory.
 
     Raises:
-        ValueError: With the number of entries or blocks that break it.
+        ValueError: With the number of entries that break it.
 
     Example:
         >>> weight = torch.tensor([[0.5, 0.0, 0.0, -1.0]])
@@ -292,13 +241,7 @@ def check_kept(
         found = pattern_of(float_weight.detach(), expected.pattern, [expected.layout])
         if found.pattern is None:
             raise ValueError(f"'{key}' is not {expected.pattern}: {found.reason}")
-    if found.pattern is None:
-        return found
-    # It follows from the zeros; counted all the same, because it is what the file promises.
-    rows = blocks_last(int8_weight, found.layout)
-    violations = int(count_violations(rows, found.pattern))
-    if violations:
-        raise ValueError(f"{violations} blocks of '{key}' are not {found.pattern} as int8")
+    # The pattern follows from the zeros.
     return found
 
 
@@ -331,16 +274,6 @@ def _operator(node: Node) -> str:
     return "" if schema is None else str(schema.name)
 
 
-def _groups(node: Node, operator: str) -> int:
-    """The groups of a convolution, which is the seventh argument of each kind."""
-    is_convolution = operator.startswith("conv")
-    if not is_convolution or len(node.args) <= 6:
-        return 1
-    groups = node.args[6]
-    assert isinstance(groups, int)
-    return groups
-
-
 def _constant(node: Any) -> tuple[str, bool]:
     """The attribute that an argument comes from, and whether it is dequantised from integers on the way."""
     is_int8 = False
@@ -352,5 +285,61 @@ def _constant(node: Any) -> tuple[str, bool]:
     return str(node.target), is_int8
 
 
-def _shapes(example: Sequence[Tensor]) -> str:
-    return ", ".join(f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for x in example)
+def calibration_inputs(
+    data: Iterable[Any], example: Sequence[Tensor], batches: int = 4
+) -> list[tuple[Tensor, ...]]:
+    """The first batches of data, cut into inputs of the shapes of an example.
+
+    A batch of ``B`` rows becomes ``B // b`` inputs of ``b`` rows, as the example has; the rest is left out.
+
+    Args:
+        data: Batches: a tensor, or a tuple or list that begins with the model's inputs, such as ``(images, labels)``.
+        example: The inputs that the program is exported with; all but the first axis must agree.
+        batches: How many to take.
+
+    Raises:
+        ValueError: If there is no batch, a batch does not fit, with its shape, or all inputs hold one value: the
+            activations of such a calibration tell nothing of those of real data.
+
+    Example:
+        >>> [x.shape for (x,) in calibration_inputs([torch.arange(15.0).view(5, 3)], [torch.zeros(2, 3)])]
+        [torch.Size([2, 3]), torch.Size([2, 3])]
+    """
+    found: list[tuple[Tensor, ...]] = []
+    for position, batch in enumerate(islice(data, batches)):
+        parts = batch if isinstance(batch, tuple | list) else (batch,)
+        inputs = tuple(parts[: len(example)])
+        if len(inputs) < len(example) or not all(isinstance(each, Tensor) for each in inputs):
+            kinds = ", ".join(type(each).__name__ for each in parts)
+            raise ValueError(
+                f"calibration batch {position} is ({kinds}), but the model takes {len(example)} tensors: give tensors, "
+                "or tuples that begin with the model's inputs"
+            )
+        pairs = list(zip(inputs, example, strict=True))
+        for index, (given, expected) in enumerate(pairs):
+            what = f"calibration batch {position}, input {index}"
+            if given.dim() != expected.dim() or given.shape[1:] != expected.shape[1:]:
+                raise ValueError(
+                    f"{what} has shape {list(given.shape)}, but the program takes {list(expected.shape)}, or more rows"
+                )
+            if given.is_floating_point() != expected.is_floating_point():
+                raise ValueError(f"{what} is {given.dtype}, but the program takes {expected.dtype}")
+            if not bool(torch.isfinite(given).all()):
+                # An infinite range would make every int8 value of an activation 0.
+                raise ValueError(f"{what} has values that are not finite")
+        counts = [len(x) // max(len(like), 1) for x, like in pairs if like.dim()]
+        for step in range(min(counts, default=1)):
+            rows = [x[step * len(e) : (step + 1) * len(e)] if e.dim() else x for x, e in pairs]
+            found.append(tuple(x.to(e.dtype) for x, e in zip(rows, example, strict=True)))
+    if not found:
+        raise ValueError(
+            "the calibration data has no batch of enough rows: int8 scales cannot be chosen without data; give a "
+            f"loader whose batches have at least {len(example[0]) if example[0].dim() else 1} rows"
+        )
+    values = [torch.cat([x.flatten() for x in tensors]) for tensors in zip(*found, strict=True)]
+    if all(bool((each == each[:1]).all()) for each in values):
+        raise ValueError(
+            f"all {len(found)} inputs of the calibration hold one value alone, from which no int8 scales can be "
+            "chosen: give calibration= a few batches of real inputs"
+        )
+    return found

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_nm.export.executorch.rules import reason_of_weight
+from lightning_nm.export.executorch.targets import reason_of_weight
 
 
 @given(st.data())

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from lightning_nm.export.executorch.lowering import read_rejections
-from lightning_nm.export.executorch.vela import explained, read_operators, with_dense
+from lightning_nm.export.executorch.lowering import read_operators
+from lightning_nm.export.executorch.program import explained, with_dense
 
 PERF = """"id","source_id","optimised_id","operator","name","staging_usage","op_cycles","npu_cycles","mac_count"
 7,1,2,"Conv2D","rescale_1",10,25234,25234,1769472
@@ -57,12 +57,10 @@ def test_operators_with_their_layers_and_formats(tmp_path):
 
 def test_reasons_are_for_dense_weights_alone(tmp_path):
     operators = read_operators(write(tmp_path))
-    reasons = [each.reason for each in explained(operators, {"stem.conv": "too few zeros"})]
+    reasons = [explained(each, {"stem.conv": "too few zeros"}).reason for each in operators]
     assert reasons == ["too few zeros", "", ""]
-    (unknown, *_) = explained(operators, {})
-    assert "does not name its layer" in unknown.reason
-    (undecided, *_) = explained(operators, {"stem.conv": ""})
-    assert "estimate" in undecided.reason
+    assert "does not name its layer" in explained(operators[0], {}).reason
+    assert "estimate" in explained(operators[0], {"stem.conv": ""}).reason
 
 
 def test_the_dense_twin_by_name(tmp_path):
@@ -85,22 +83,3 @@ def test_another_form_of_the_report(tmp_path, changes):
 def test_no_report(tmp_path):
     with pytest.raises(RuntimeError, match=r"FileNotFoundError.*ethos-u-vela 5\.1"):
         read_operators(tmp_path)
-
-
-def test_the_partitioners_table():
-    table = """
-╒═════════╤═════════╤═════════════╤════════════════╕
-│ Node    │ Target  │ Torch func  │ Reason         │
-│ name    │         │             │                │
-╞═════════╪═════════╪═════════════╪════════════════╡
-│ aten_co │ aten.co │ ('conv2d_1' │ kernel_y must  │
-│ nv_1    │ nv      │ , 'f')      │ be <= 64       │
-├─────────┼─────────┼─────────────┼────────────────┤
-│ aten_mm │ aten.mm │ -           │ fp dtype       │
-╘═════════╧═════════╧═════════════╧════════════════╛
-"""
-    assert read_rejections(table) == {
-        "aten_conv_1": "kernel_y must be <= 64",
-        "aten_mm": "fp dtype",
-    }
-    assert read_rejections("No nodes rejected.") == {}
