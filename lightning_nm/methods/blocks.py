@@ -263,7 +263,7 @@ class Memory:
         """The number of the present batch."""
         self.block_of: dict[nn.Module, nn.Module] = {}
         """By module, the block that it is a part of."""
-        self.ready = ready
+        self._ready = ready
         self._names = {module: name for name, module in model.named_modules()}
         self._layers = trace.layers
         self._entries: dict[nn.Module, _Remembered] = {}
@@ -299,7 +299,7 @@ class Memory:
         """Let what is finished after so many layers answer from memory while the context is open."""
         with ExitStack() as stack:
             for entry in self._entries.values():
-                if self.ready[entry.module] > done:
+                if self._ready[entry.module] > done:
                     continue
                 attributes = entry.module.__dict__
                 own = {key: attributes[key] for key in ("forward",) if key in attributes}
@@ -329,34 +329,29 @@ class Memory:
         Whenever a block, a part of one or another layer is called, the model runs to the same place once more with
         answers from memory: the inputs have to be equal, bit for bit. Empty if all are.
         """
-        reasons: list[str] = []
         seen: set[nn.Module] = set()
-        place: tuple[nn.Module, Any] | None = None  # where the inner run ends, and the inputs there
+        inner: list[tuple[nn.Module, Any]] = []  # where the inner run ends, and the inputs there
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-            nonlocal place
-            if place is not None:
-                if module is place[0]:
-                    difference = _difference(place[1], (args, kwargs))
-                    if difference:
-                        reasons.append(difference)
-                    raise Reached
+            if inner:
+                end, inputs = inner[0]
+                if module is end:
+                    raise Reached(_difference(inputs, (args, kwargs)))
                 return
-            if reasons or module in seen or not any(e.answers for e in self._entries.values()):
+            if module in seen:
                 return
             seen.add(module)
-            place = module, (args, kwargs)
+            inner.append((module, (args, kwargs)))
+            reason = "it is not called"
             try:
                 run()
-                reasons.append("it is not called")
-            except Reached:
-                pass
+            except Reached as reached:
+                reason = str(reached)
             except Exception as error:  # of the model, which lacks what a block leaves behind
-                reasons.append(f"{type(error).__name__}: {error}")
-            finally:
-                place = None
-            if reasons:
-                reasons[0] = f"at '{self._names[module]}': {reasons[0]}"
+                reason = f"{type(error).__name__}: {error}"
+            inner.clear()
+            if reason:
+                raise _Different(f"at '{self._names[module]}': {reason}")
 
         outside = [layer for layer in self._layers if layer not in self.block_of]
         self.batch = 0
@@ -366,13 +361,19 @@ class Memory:
                     handle = module.register_forward_pre_hook(enter, with_kwargs=True)
                     stack.callback(handle.remove)
                 run()
+        except _Different as different:
+            return str(different)
         finally:
             self.forget()
-        return reasons[0] if reasons else ""
+        return ""
 
 
 class Reached(Exception):
     """The model ran as far as is needed."""
+
+
+class _Different(Exception):
+    """Answers from memory change what the model computes."""
 
 
 def _has_matrices(module: nn.Module) -> bool:
@@ -428,8 +429,6 @@ def _difference(first: Any, second: Any) -> str:
 
 
 def _equal(first: Tensor, second: Tensor) -> bool:
-    if first.layout != torch.strided or first.is_nested:
-        return first is second
     if first.dtype != second.dtype or first.shape != second.shape:
         return False
     # As bits, so that a value that is not a number equals itself.

@@ -112,8 +112,6 @@ class Calibration:
         self.layers = sorted(layers, key=lambda layer: trace.order.index(layer.spec.module))
         self.blocks = blocks
         self._lists = lists
-        # By module, how many layers have to be done until its output does not change any more.
-        self._ready: dict[nn.Module | None, int] = {}
 
     def batches(self) -> Iterator[Any]:
         """The batches, on the model's device."""
@@ -131,9 +129,12 @@ class Calibration:
         chosen, reason = self.trace.choose_lists(named=self.blocks is not None)
         if chosen:
             last = {layer.spec.module: number for number, layer in enumerate(self.layers, start=1)}
-            for module, needs in self.trace.needs.items():
-                self._ready[module] = max((last[need] for need in needs), default=0)
-            self.memory = Memory(self.model, self.trace, chosen, self._ready)
+            # By module, how many layers have to be done until its output does not change any more.
+            ready = {
+                module: max((last[need] for need in needs), default=0)
+                for module, needs in self.trace.needs.items()
+            }
+            self.memory = Memory(self.model, self.trace, chosen, ready)
             batch = next(self.batches())
             fault = self.memory.fault(lambda: self.call(self.model, batch))
             if fault:
@@ -148,105 +149,86 @@ class Calibration:
                 stacklevel=5,
             )
 
-    def moments(self, *, changes: bool) -> Iterator[tuple[NMLayer, Moments]]:
-        """The layers in the order of their calls, each with its moments.
-
-        Args:
-            changes: Whether the weight of a layer is changed before the next one is asked for.
-        """
+    def moments(self) -> Iterator[tuple[NMLayer, Moments]]:
+        """The layers in the order of their calls, each with its moments; its weight may be changed then."""
         if self._lists:
             self._lists = []
             self._find_blocks()
         if self.memory is not None:
             self.memory.forget()
+        done = 0
         with progress_bar(len(self.layers), self.progress) as advance:
-            start = 0
-            while start < len(self.layers):
-                stage = range(start, self._end_of_stage(start, changes=changes))
-                summed: dict[NMLayer, Tensor] = {}
-                for number in stage:
-                    layer = self.layers[number]
-                    yield layer, partial(self._moments, layer, stage, summed, changes)
-                    advance()
-                is_tied = any(self.layers[number].spec.tied for number in stage)
-                if self.memory is not None and changes and is_tied:
+            while done < len(self.layers):
+                first = self.layers[done]
+                if has_experts(first):
+                    stage = [first]
+                    yield first, partial(self._some_at_a_time, first, done)
+                else:
+                    stage = self._with_one_input(done)
+                    every = {layer: range(layer.spec.groups) for layer in stage}
+                    summed = self._sum(every, done)
+                    for layer in stage:
+                        yield layer, partial(zip, [every[layer]], [summed[layer]])
+                done += len(stage)
+                advance(len(stage))
+                if self.memory is not None and any(layer.spec.tied for layer in stage):
                     # Modules that are finished hold the weight, too.
                     self.memory.forget()
-                start = stage.stop
 
-    def _end_of_stage(self, start: int, *, changes: bool) -> int:
-        """The end of the layers, from this one on, whose inputs do not depend on each other's weights."""
-        for end in range(start + 1, len(self.layers)):
-            previous, layer = self.layers[end - 1 : end + 1]
-            if changes:
-                follows = self._shares_input(previous, layer)
-            else:
-                block = self._block(layer)
-                follows = block is not None and block is self._block(previous)
-            if not follows or has_experts(previous) or has_experts(layer):
-                return end
-        return len(self.layers)
+    def _with_one_input(self, start: int) -> list[NMLayer]:
+        """The layers from this one on each of whose calls follows one of the layer before, with the same input."""
+        stage = [self.layers[start]]
+        for layer in self.layers[start + 1 :]:
+            last = stage[-1].spec.module
+            module = layer.spec.module
+            counts = self.trace.counts[module]
+            is_shared = self.trace.shared[module] == {last} and not has_experts(layer)
+            if not is_shared or len(counts) > 1 or counts != self.trace.counts[last]:
+                break
+            stage.append(layer)
+        return stage
 
-    def _block(self, layer: NMLayer) -> nn.Module | None:
-        return None if self.memory is None else self.memory.block_of.get(layer.spec.module)
+    def _some_at_a_time(self, layer: NMLayer, done: int) -> Iterator[tuple[range, Tensor]]:
+        """The moments of as many experts at a time as take no more memory than the weight, at least of one."""
+        at_a_time = max(layer.param.nbytes // (8 * len(_columns(layer)) ** 2), 1)
+        for first in range(0, layer.spec.groups, at_a_time):
+            groups = range(first, min(first + at_a_time, layer.spec.groups))
+            yield groups, self._sum({layer: groups}, done)[layer]
 
-    def _shares_input(self, first: NMLayer, second: NMLayer) -> bool:
-        """Whether each call of the second layer follows one of the first, with the same input."""
-        one = first.spec.module
-        two = second.spec.module
-        counts = self.trace.counts
-        follows = self.trace.shared[two] == {one}
-        return follows and len(counts[one]) == 1 and counts[one] == counts[two]
+    def _sum(self, wanted: Mapping[NMLayer, range], done: int) -> dict[NMLayer, Tensor]:
+        """Run all batches as far as layers with one input, and sum the moments of these groups of them.
 
-    def _moments(
-        self, layer: NMLayer, stage: range, summed: dict[NMLayer, Tensor], changes: bool
-    ) -> Iterator[tuple[range, Tensor]]:
-        """The moments of a layer, which are summed with those of its stage, or of some experts at a time."""
-        groups = layer.spec.groups
-        if has_experts(layer):
-            # As many as take no more memory than the weight, at least one.
-            at_a_time = max(layer.param.nbytes // (8 * len(_columns(layer)) ** 2), 1)
-            for first in range(0, groups, at_a_time):
-                some = range(first, min(first + at_a_time, groups))
-                yield some, self._sum({layer: some}, stage, is_last=False)[layer]
-            return
-        if not summed:
-            layers = [self.layers[number] for number in stage]
-            wanted = {each: range(each.spec.groups) for each in layers}
-            # Where no weight changes, this pass runs the layers for the last time.
-            summed.update(self._sum(wanted, stage, is_last=not changes))
-        yield range(groups), summed[layer]
-
-    def _sum(
-        self, wanted: Mapping[NMLayer, range], stage: range, *, is_last: bool
-    ) -> dict[NMLayer, Tensor]:
-        """Run all batches as far as the layers of a stage, and sum the moments of these groups of them.
-
-        After the last pass the block answers from memory if no other of its layers is to come.
+        Args:
+            wanted: The layers and their groups.
+            done: How many layers come before them.
         """
         columns = {layer: _columns(layer) for layer in wanted}
         summed = {}
         for layer, groups in wanted.items():
             shape = (len(groups), len(columns[layer]), len(columns[layer]))
             summed[layer] = torch.zeros(shape, dtype=torch.float64, device=layer.param.device)
-        # By module, the layers that have its inputs.
-        layers_of: dict[nn.Module, list[NMLayer]] = {}
-        for number in stage:
-            layer = self.layers[number]
-            if number == stage.start or not self._shares_input(self.layers[number - 1], layer):
-                source = layer.spec.module
-            layers_of.setdefault(source, []).append(layer)
+        first = next(iter(wanted))
+        module = first.spec.module
+        counts = self.trace.counts[module]
+        # The pass of a batch ends with the last call. If their number varies, it ends with that of the block.
+        calls = sum(counts) if len(counts) == 1 else 0
+        left = 0
 
-        until: nn.Module | None = None
-        counts = [self.trace.counts[module] for module in layers_of]
-        # How many calls of these modules end the pass of a batch; -1 where they vary.
-        calls = sum(map(sum, counts)) if all(len(each) == 1 for each in counts) else -1
-        block = self._block(self.layers[stage.start])
-        is_finished = is_last and self._ready.get(block, 0) <= stage.stop
-        if block is not None and (calls < 0 or is_finished):
-            until = block
-            calls = -1
-        left = calls
+        def add(layer: NMLayer, group: int, inputs: Tensor) -> None:
+            groups = wanted[layer]
+            if group in groups:
+                summed[layer][group - groups.start] += _gram(inputs, columns[layer])
+
+        def collect(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            last = gram = None
+            for layer in wanted:
+                for group, inputs in enumerate(_inputs(layer, args, kwargs)):
+                    # Inputs that are the same memory have the same moments.
+                    if last is None or not _is_same(last, (inputs, columns[layer])):
+                        last = inputs, columns[layer]
+                        gram = _gram(*last)
+                    summed[layer][group] += gram
+            called()
 
         def called(*_: Any) -> None:
             nonlocal left
@@ -257,38 +239,21 @@ class Calibration:
         def ended(*_: Any) -> None:
             raise Reached
 
-        def collect(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            last: tuple[Tensor, Tensor] | None = None
-            for layer in layers_of[module]:
-                for group, inputs in enumerate(_inputs(layer, args, kwargs)):
-                    # Layers with the same input share its moments.
-                    if last is None or not _is_same(last, (inputs, columns[layer])):
-                        last = inputs, columns[layer]
-                        gram = _gram(*last)
-                    summed[layer][group].add_(gram)
-            called()
-
-        def add(layer: NMLayer, group: int, inputs: Tensor) -> None:
-            groups = wanted[layer]
-            if group in groups:
-                summed[layer][group - groups.start].add_(_gram(inputs, columns[layer]))
-
         with ExitStack() as stack:
             if self.memory is not None:
-                done = stage.stop if is_last else stage.start
                 stack.enter_context(self.memory.answering(done))
-            if until is not None:
-                stack.callback(until.register_forward_hook(ended).remove)
-            for module, (layer, *_) in layers_of.items():
-                if has_experts(layer):
-                    # Each call adds what it multiplies while it runs.
-                    stack.callback(module.register_forward_hook(called).remove)
-                    install(self.model, [layer])
-                    stack.callback(uninstall, self.model, [layer])
-                    stack.enter_context(watching(layer, partial(add, layer)))
-                else:
-                    handle = module.register_forward_pre_hook(collect, with_kwargs=True)
-                    stack.callback(handle.remove)
+                block = self.memory.block_of.get(module)
+                if block is not None and not calls:
+                    stack.callback(block.register_forward_hook(ended).remove)
+            if has_experts(first):
+                # Each call adds what it multiplies while it runs.
+                stack.callback(module.register_forward_hook(called).remove)
+                install(self.model, [first])
+                stack.callback(uninstall, self.model, [first])
+                stack.enter_context(watching(first, partial(add, first)))
+            else:
+                handle = module.register_forward_pre_hook(collect, with_kwargs=True)
+                stack.callback(handle.remove)
             for batch in self.batches():
                 left = calls
                 with suppress(Reached):
@@ -359,8 +324,8 @@ def evaluation(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def progress_bar(number: int, shown: bool | None) -> Iterator[Callable[[], None]]:
-    """Show on stderr how many of the layers are done, by default in a terminal alone; the value counts one more."""
+def progress_bar(number: int, shown: bool | None) -> Iterator[Callable[[int], None]]:
+    """Show on stderr how many of the layers are done, by default in a terminal alone; the value counts more."""
     from rich.console import Console
     from rich.progress import MofNCompleteColumn, Progress
 
@@ -368,7 +333,7 @@ def progress_bar(number: int, shown: bool | None) -> Iterator[Callable[[], None]
     columns = (*Progress.get_default_columns(), MofNCompleteColumn())
     is_shown = console.is_terminal if shown is None else shown
     if not is_shown:
-        yield lambda: None
+        yield lambda _: None
         return
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("calibrating layers", total=number)

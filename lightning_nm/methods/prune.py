@@ -17,6 +17,7 @@ from lightning_nm.functional.allocation import allocate, retained_magnitudes
 from lightning_nm.functional.calibrated import sparsegpt, wanda_mask
 from lightning_nm.functional.pattern import NMPattern, PatternLike
 from lightning_nm.functional.select import masked
+from lightning_nm.methods.base import check_number, check_option
 from lightning_nm.methods.calibration import (
     Calibration,
     call_model,
@@ -149,8 +150,8 @@ def prune(
     be blocks and is none, a warning says why.
 
     With ``budget`` or ``max_error`` each layer gets a pattern of its own among ``candidates``, or stays dense. A budget
-    is met with the least sum of squared output errors, which :func:`sensitivity` measures in the dense model before;
-    without data with the least sum of lost shares of magnitude. See :meth:`Sensitivity.choose`. With ``max_error`` each
+    is met with the least sum of squared output errors, which are measured in the dense model before; without data with
+    the least sum of lost shares of magnitude. Every layer counts alike, whatever its size. With ``max_error`` each
     layer gets the sparsest candidate that keeps the bound with the inputs that the pruned layers before give it.
 
     Args:
@@ -159,8 +160,8 @@ def prune(
         score: ``"magnitude"``: keep the largest entries. ``"wanda"``: keep the largest products with the norm of the
             input feature (arXiv 2306.11695). ``"sparsegpt"``: also change the kept entries so that the output changes
             least (arXiv 2301.00774). Magnitudes need no data.
-        data: Calibration batches: a DataLoader or a list. A few hundred examples are usual. They are read once and kept
-            if the model has blocks, else once for every layer.
+        data: Calibration batches: a DataLoader or a list. A few hundred examples are usual. They are read once, and
+            kept.
         budget: The share of the entries of all weights that may be kept. Weights that stay dense count whole;
             embeddings, biases and norms do not count.
         max_error: The largest relative output error of a layer.
@@ -183,7 +184,7 @@ def prune(
         ValueError: If the selection fails, data are missing or empty, a layer is not called by them, its inputs hold
             values that are not finite, the weights are sharded, options contradict each other, the budget cannot be
             reached, or ``blocks`` names no blocks. Layers that were pruned before stay pruned.
-        TypeError: If ``data`` can be read only once.
+        TypeError: If ``budget`` or ``max_error`` is no number.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8))
@@ -200,7 +201,10 @@ def prune(
     result = Pruned(skipped=found.skipped)
     if data is None:
         if budget is not None:
-            values = {layer.name: _lost_magnitudes(layer, found) for layer in found.layers}
+            values = {
+                layer.name: _lost_magnitudes(layer, found.patterns[layer.name])
+                for layer in found.layers
+            }
             result.choices = _choose(values, found.sizes, budget, 1, counted)
         for layer in found.layers:
             own = _pattern_of(layer, patterns, result)
@@ -219,14 +223,16 @@ def prune(
         if budget is not None:
             # All layers are measured before the first one is pruned: they share the budget.
             values = {}
-            for layer, moments in calibration.moments(changes=False):
+            for layer, moments in calibration.moments():
                 own_patterns = found.patterns[layer.name]
                 trial = _try(layer, moments(), own_patterns, score, damping)
-                # Every layer needs an error to be compared with the others.
-                values[layer.name] = trial.errors or _errors_of_weight(layer, found)
+                if not trial.errors:
+                    # To be compared with the others: for inputs of equal size that are not correlated.
+                    trial = _try(layer, _identities(layer), own_patterns, "magnitude", damping)
+                values[layer.name] = trial.errors
             costs = found.sizes if counter is None else counter.macs
             result.choices = _choose(values, costs, budget, 2, counted)
-        for layer, moments in calibration.moments(changes=True):
+        for layer, moments in calibration.moments():
             if max_error is not None:
                 # With the inputs that the layers pruned before give it.
                 own_patterns = found.patterns[layer.name]
@@ -255,16 +261,15 @@ def _check_options(
     blocks: object,
     *,
     has_data: bool,
-) -> tuple[NMPattern, ...]:
+) -> list[NMPattern]:
     """The patterns to choose from, each once, the sparsest one first; one for all layers without a choice.
 
     Raises:
+        TypeError: If ``budget`` or ``max_error`` is no number.
         ValueError: For impossible options, and those that contradict each other.
     """
-    for name, value, kind in (("score", score, Score), ("counted", counted, Counted)):
-        if value not in get_args(kind):
-            known = ", ".join(map(repr, get_args(kind)))
-            raise ValueError(f"{name}={value!r} is unknown: use {known}")
+    check_option("score", score, *get_args(Score))
+    check_option("counted", counted, *get_args(Counted))
     needing_data = {
         f"score={score!r}": score != "magnitude",
         f"blocks={blocks!r}": blocks is not None,
@@ -274,51 +279,46 @@ def _check_options(
     for option, is_given in needing_data.items():
         if is_given and not has_data:
             raise ValueError(f"{option} needs calibration batches: data=loader")
+    if counted != "parameters" and budget is None:
+        raise ValueError(f"counted={counted!r} is for a budget: give one, for example budget=0.5")
+    if budget is None and max_error is None:
+        if candidates is not None:
+            # They would have no effect, which the user does not expect.
+            raise ValueError(
+                f"candidates={candidates!r} are for a budget, or max_error: give one, for example budget=0.5"
+            )
+        return [NMPattern.parse("2:4" if pattern is None else pattern)]
     if budget is not None and max_error is not None:
         raise ValueError(
             f"both budget={budget} and max_error={max_error} are given: layers can be chosen by one of them"
         )
-    if budget is None and max_error is None:
-        # Without a budget they would have no effect, which the user does not expect.
-        for name, is_given in (("candidates", candidates), ("counted", counted != "parameters")):
-            if is_given:
-                raise ValueError(
-                    f"{name} is for a budget, or max_error: give one, for example budget=0.5"
-                )
-        return (NMPattern.parse("2:4" if pattern is None else pattern),)
     if pattern is not None:
         raise ValueError(
             f"pattern={pattern!r} is for all layers, and budget and max_error choose one for each: give the patterns "
             "to choose from as candidates=[...]"
         )
-    if budget is not None and not (_is_number(budget) and 0 < budget <= 1):
-        raise ValueError(
-            f"budget={budget!r} must be the share of the model's weights that is kept: more than 0 and at most 1, for "
-            "example 0.5"
-        )
-    if max_error is not None and not (_is_number(max_error) and 0 <= max_error < 1):
-        raise ValueError(
-            f"max_error={max_error!r} must be the largest relative output error of a layer: 0 or more and less than 1, "
-            "for example 0.1"
-        )
-    if max_error is not None and counted != "parameters":
-        raise ValueError(f"counted={counted!r} is for a budget, not for max_error")
+    if budget is not None:
+        check_number("budget", budget)
+        if not 0 < budget <= 1:
+            raise ValueError(
+                f"budget={budget} must be the share of the model's weights that is kept: more than 0 and at most 1, "
+                "for example 0.5"
+            )
+    if max_error is not None:
+        check_number("max_error", max_error)
+        if not 0 <= max_error < 1:
+            raise ValueError(
+                f"max_error={max_error} must be the largest relative output error of a layer: 0 or more and less than "
+                "1, for example 0.1"
+            )
     if candidates is None:
         candidates = [NMPattern(n, 16) for n in range(1, 16)]
     elif isinstance(candidates, (str, NMPattern, Mapping)):
         candidates = [candidates]  # one alone
-    parsed = {NMPattern.parse(each) for each in candidates}
-    if not parsed:
+    if not candidates:
         raise ValueError("there is no candidate pattern: give some, for example ['4:16', '8:16']")
-    return tuple(sorted(parsed, key=_sparsest_first))
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _sparsest_first(pattern: NMPattern) -> tuple[float, int]:
-    return pattern.density, pattern.m
+    parsed = set(map(NMPattern.parse, candidates))
+    return sorted(parsed, key=lambda each: (each.density, each.m))
 
 
 # ------------------------------------------------------------------------------------------------------------ selection
@@ -342,7 +342,7 @@ class _Selected(NamedTuple):
 
 def _select(
     model: nn.Module,
-    patterns: Sequence[NMPattern],
+    patterns: list[NMPattern],
     include: str | Sequence[str] | None,
     exclude: str | Sequence[str] | None,
     skip_first_last: SkipFirstLast,
@@ -356,26 +356,25 @@ def _select(
     first, last = parse_skip_first_last(skip_first_last)
     globs = as_globs(include, "include")
     excluded = as_globs(exclude, "exclude") or ()
+    found = _Selected([], {}, {}, {})
     layers: dict[str, NMLayer] = {}
-    own_patterns: dict[str, list[NMPattern]] = {}
-    reasons: dict[str, str] = {}
-    sizes: dict[str, int] = {}
     # Whether a weight can be masked depends on the length of the blocks, not on N.
     for m in dict.fromkeys(pattern.m for pattern in patterns):
-        fitting = [pattern for pattern in patterns if pattern.m == m]
         # Any method that keeps N of M will do: it is only asked which layers it can mask.
-        rule = Rule(globs, fitting[0], STE(), None, conv_layout)
+        rule = Rule(globs, NMPattern(1, m), STE(), None, conv_layout)
         selection = select(model, [rule], excluded, skip_first=first, skip_last=last)
-        sizes |= selection.sizes
-        reasons |= selection.skipped
+        found.sizes.update(selection.sizes)
+        found.skipped.update(selection.skipped)
         for layer in selection.layers:
             layers.setdefault(layer.name, layer)
-            own_patterns.setdefault(layer.name, []).extend(fitting)
-    for own in own_patterns.values():
-        own.sort(key=_sparsest_first)
-    in_order = [layers[name] for name in sizes if name in layers]
-    skipped = {name: reason for name, reason in reasons.items() if name not in layers}
-    return _Selected(in_order, own_patterns, skipped, sizes)
+            fitting = found.patterns.setdefault(layer.name, [])
+            fitting += [pattern for pattern in patterns if pattern.m == m]
+    for name in found.sizes:
+        if name in layers:
+            found.layers.append(layers[name])
+            found.skipped.pop(name, None)
+            found.patterns[name].sort(key=patterns.index)
+    return found
 
 
 def _refuse_layer(layer: NMLayer, *, calibrated: bool) -> None:
@@ -462,22 +461,17 @@ def _pruned_matrix(
     return masked(weight, magnitude_mask(weight, pattern, dim=1))
 
 
-def _lost_magnitudes(layer: NMLayer, found: _Selected, power: int = 1) -> dict[str, float]:
-    """By pattern, the share of the sum of ``|W|^power`` that the largest entries of the blocks do not hold."""
+def _identities(layer: NMLayer) -> list[tuple[range, Tensor]]:
+    groups, _, columns = matrices_of(layer).shape
+    identity = torch.eye(columns, dtype=torch.float64, device=layer.param.device)
+    return [(range(groups), identity.expand(groups, columns, columns))]
+
+
+def _lost_magnitudes(layer: NMLayer, patterns: Sequence[NMPattern]) -> dict[str, float]:
+    """By pattern, the share of the magnitude that the largest entries of the blocks do not hold."""
     weight = matrices_of(layer)
-    if power != 1:
-        weight = weight.double() ** power
-    lost = {}
-    for m in {pattern.m for pattern in found.patterns[layer.name]}:
-        lost[m] = [1 - kept for kept in retained_magnitudes(weight, m).tolist()]
-    return {str(pattern): lost[pattern.m][pattern.n - 1] for pattern in found.patterns[layer.name]}
-
-
-def _errors_of_weight(layer: NMLayer, found: _Selected) -> dict[str, float]:
-    """``|W - W_F| / |W|`` of each pattern in the Frobenius norm: the error for inputs that are not correlated."""
-    # The largest squares are those of the largest magnitudes.
-    lost = _lost_magnitudes(layer, found, power=2)
-    return {pattern: max(share, 0.0) ** 0.5 for pattern, share in lost.items()}
+    kept = {m: retained_magnitudes(weight, m).tolist() for m in {each.m for each in patterns}}
+    return {str(each): 1 - kept[each.m][each.n - 1] for each in patterns}
 
 
 # --------------------------------------------------------------------------------------------------------------- choice
