@@ -298,19 +298,11 @@ def _check_options(
             "to choose from as candidates=[...]"
         )
     if budget is not None:
-        check_number("budget", budget)
-        if not 0 < budget <= 1:
-            raise ValueError(
-                f"budget={budget} must be the share of the model's weights that is kept: more than 0 and at most 1, "
-                "for example 0.5"
-            )
+        why = "the share of the model's weights that is kept, for example 0.5"
+        check_number("budget", budget, why, most=1)
     if max_error is not None:
-        check_number("max_error", max_error)
-        if not 0 <= max_error < 1:
-            raise ValueError(
-                f"max_error={max_error} must be the largest relative output error of a layer: 0 or more and less than "
-                "1, for example 0.1"
-            )
+        why = "the largest relative output error of a layer, for example 0.1"
+        check_number("max_error", max_error, why, zero=True, most=1)
     if candidates is None:
         candidates = [NMPattern(n, 16) for n in range(1, 16)]
     elif isinstance(candidates, (str, NMPattern, Mapping)):

@@ -291,9 +291,9 @@ def test_the_table_says_what_was_chosen():
         ({"pattern": "2:4", "budget": 0.5}, "pattern='2:4' is for all layers"),
         ({"candidates": ["2:4"]}, "candidates=.* are for a budget, or max_error"),
         ({"counted": "flops"}, "counted='flops' is for a budget"),
-        ({"budget": -0.1}, "budget=-0.1 must be the share"),
-        ({"budget": 0}, "budget=0 must be the share of the model's weights that is kept"),
-        ({"budget": 1.5}, "budget=1.5 must be the share"),
+        ({"budget": -0.1}, "budget=-0.1 must be a positive number of at most 1: the share"),
+        ({"budget": 0}, "budget=0 must be a positive number"),
+        ({"budget": 1.5}, "budget=1.5 must be a positive number of at most 1"),
         ({"budget": 0.5, "counted": "bytes"}, "counted='bytes' is unknown"),
         ({"budget": 0.5, "candidates": []}, "there is no candidate pattern"),
         ({"budget": 0.5, "candidates": ["5:4"]}, "prunes nothing"),
@@ -302,8 +302,8 @@ def test_the_table_says_what_was_chosen():
         ({"budget": 0.5, "counted": "flops", "data": None}, "counted='flops' needs calibration"),
         ({"max_error": 0.1, "data": None}, r"max_error=0.1 needs calibration batches"),
         ({"max_error": 0.1, "counted": "flops"}, "counted='flops' is for a budget"),
-        ({"max_error": 1}, "max_error=1 must be the largest"),
-        ({"max_error": -1}, "max_error=-1 must be the largest relative output error"),
+        ({"max_error": 1.5}, "max_error=1.5 must be 0 or a positive number of at most 1"),
+        ({"max_error": -1}, "max_error=-1 must be 0 or a positive number of at most 1: the largest"),
     ],
 )
 def test_what_is_refused_leaves_the_model_as_it_was(options, message):
