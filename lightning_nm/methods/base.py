@@ -57,7 +57,7 @@ def check_number(
         most: The largest number that is allowed; infinity allows any finite one.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name}={value!r} must be a number, not {type(value).__name__}")
+        raise TypeError(f"{name}={value!r} must be a number, not {type(value).__name__}: {why}")
     if not 0 <= value <= most or value == math.inf or (value == 0 and not zero):
         kind = "0 or a positive number" if zero else "a positive number"
         limit = "" if most == math.inf else f" of at most {most:g}"

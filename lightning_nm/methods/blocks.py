@@ -67,16 +67,11 @@ def find_lists(
             "or a list of such names"
         )
     for name in names:
-        if name not in lists:
+        if name not in lists or holding(name) < 2:
             known = ", ".join(map(str, possible)) or "none"
             raise ValueError(
-                f"blocks={name!r} names no module of {type(model).__name__}. Its lists of modules of one class: {known}"
-            )
-        if holding(name) < 2:
-            kind = type(model.get_submodule(name)).__name__
-            raise ValueError(
-                f"blocks={name!r} names a {kind} of which {holding(name)} modules hold layers to prune: name the "
-                "module that holds the blocks themselves, for example 'model.layers'"
+                f"blocks={name!r} names no module of {type(model).__name__} of which two modules or more hold layers "
+                f"to prune: name the one that holds the blocks themselves. Its lists of modules of one class: {known}"
             )
     return [lists[name] for name in names]
 

@@ -26,10 +26,13 @@ def has_experts(layer: NMLayer) -> bool:
 
 def has_inputs(layer: NMLayer) -> bool:
     """Whether it can be known what the layer multiplies by the weight."""
-    if has_experts(layer):
-        return True
+    return has_experts(layer) or _adapter(layer).inputs.__func__ is not Adapter.inputs.__func__  # type: ignore[attr-defined]
+
+
+def _adapter(layer: NMLayer) -> type[Adapter]:
     found = adapter_of(layer.name, layer.spec.module, [layer.name])
-    return found is not None and found[0].inputs.__func__ is not Adapter.inputs.__func__  # type: ignore[attr-defined]
+    assert found is not None
+    return found[0]
 
 
 def squared_output(matrix: Tensor, moment: Tensor) -> float:
@@ -220,14 +223,16 @@ class Calibration:
                 summed[layer][group - groups.start] += _gram(inputs, columns[layer])
 
         def collect(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            last = gram = None
+            last: tuple[Tensor, Tensor, Tensor] | None = None
             for layer in wanted:
-                for group, inputs in enumerate(_inputs(layer, args, kwargs)):
+                spec = layer.spec
+                order = columns[layer]
+                inputs = _adapter(layer).inputs(spec.module, spec.parameter, args, kwargs)
+                for group, x in enumerate(inputs):
                     # Inputs that are the same memory have the same moments.
-                    if last is None or not _is_same(last, (inputs, columns[layer])):
-                        last = inputs, columns[layer]
-                        gram = _gram(*last)
-                    summed[layer][group] += gram
+                    if last is None or not last[0].is_set_to(x) or not torch.equal(last[1], order):
+                        last = x, order, _gram(x, order)
+                    summed[layer][group] += last[2]
             called()
 
         def called(*_: Any) -> None:
@@ -259,31 +264,6 @@ class Calibration:
                 with suppress(Reached):
                     self.call(self.model, batch)
         return summed
-
-
-def _inputs(layer: NMLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """What a call of the layer's module multiplies by the weight, for each group."""
-    module = layer.spec.module
-    found = adapter_of(layer.name, module, [layer.name])
-    assert found is not None
-    try:
-        return found[0].inputs(module, layer.spec.parameter, args, kwargs)
-    except NotImplementedError as error:
-        raise ValueError(
-            f"layer '{layer.name}' cannot be calibrated: {error}; name it in `exclude`"
-        ) from error
-
-
-def _is_same(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> bool:
-    """Whether two inputs, of which both are alive, are the same memory, and their columns have the same order."""
-    (one, columns), (two, others) = first, second
-    return (
-        one.data_ptr() == two.data_ptr()
-        and one.dtype == two.dtype
-        and one.shape == two.shape
-        and one.stride() == two.stride()
-        and torch.equal(columns, others)
-    )
 
 
 def _gram(inputs: Tensor, columns: Tensor) -> Tensor:
@@ -324,7 +304,7 @@ def evaluation(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def progress_bar(number: int, shown: bool | None) -> Iterator[Callable[[int], None]]:
+def progress_bar(number: int, shown: bool | None) -> Iterator[Callable[[float], None]]:
     """Show on stderr how many of the layers are done, by default in a terminal alone; the value counts more."""
     from rich.console import Console
     from rich.progress import MofNCompleteColumn, Progress
@@ -332,9 +312,5 @@ def progress_bar(number: int, shown: bool | None) -> Iterator[Callable[[int], No
     console = Console(stderr=True)
     columns = (*Progress.get_default_columns(), MofNCompleteColumn())
     is_shown = console.is_terminal if shown is None else shown
-    if not is_shown:
-        yield lambda _: None
-        return
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task("calibrating layers", total=number)
-        yield partial(progress.advance, task)
+    with Progress(*columns, console=console, disable=not is_shown) as progress:
+        yield partial(progress.advance, progress.add_task("calibrating layers", total=number))

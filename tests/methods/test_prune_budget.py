@@ -303,7 +303,10 @@ def test_the_table_says_what_was_chosen():
         ({"max_error": 0.1, "data": None}, r"max_error=0.1 needs calibration batches"),
         ({"max_error": 0.1, "counted": "flops"}, "counted='flops' is for a budget"),
         ({"max_error": 1.5}, "max_error=1.5 must be 0 or a positive number of at most 1"),
-        ({"max_error": -1}, "max_error=-1 must be 0 or a positive number of at most 1: the largest"),
+        (
+            {"max_error": -1},
+            "max_error=-1 must be 0 or a positive number of at most 1: the largest",
+        ),
     ],
 )
 def test_what_is_refused_leaves_the_model_as_it_was(options, message):
