@@ -40,8 +40,7 @@ from lightning_nm.methods import (
     SLoPe,
     TransposableMask,
 )
-from lightning_nm.methods.one_shot import prune
-from lightning_nm.methods.sensitivity import sensitivity
+from lightning_nm.methods.prune import prune
 from lightning_nm.plugins import (
     NMDDPStrategy,
     NMFSDPPrecision,
@@ -102,7 +101,6 @@ __all__ = [
     "prune",
     "rename_layers",
     "save_packed",
-    "sensitivity",
     "unpacked_state_dict",
     "warm_up",
 ]

@@ -10,7 +10,6 @@ from lightning_nm.commands.doctor import main as doctor
 from lightning_nm.commands.export import main as export
 from lightning_nm.commands.flops import main as flops
 from lightning_nm.commands.lightning_cli import NMLightningCLI, require_extra
-from lightning_nm.commands.sensitivity.command import main as sensitivity
 from lightning_nm.commands.study.command import main as study
 from lightning_nm.commands.verify import main as verify
 from lightning_nm.export.graphs import find_modules_here
@@ -21,13 +20,12 @@ _OWN: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "doctor": (doctor, "list the kernels that work on this machine, and the gain of a training"),
     "export": (export, "make a packed model of a sparse checkpoint, or a file for another runtime"),
     "flops": (flops, "count the multiply-adds of a model and of its planned training"),
-    "sensitivity": (sensitivity, "measure what each pattern would do to each layer of a model"),
     "study": (study, "train variants on paired seeds, and report their differences with intervals"),
     "verify": (verify, "check that a checkpoint's weights are N:M sparse"),
 }
 
 _LIGHTNING = ("fit", "validate", "test", "predict")
-_BUILD_TRAININGS = ("doctor", "flops", "sensitivity", "study")
+_BUILD_TRAININGS = ("doctor", "flops", "study")
 """Own subcommands that build a training from YAML files."""
 
 

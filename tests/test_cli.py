@@ -247,7 +247,7 @@ def test_an_unknown_subcommand_lists_all(capsys, word, hint):
     assert re.search(
         r"no subcommand '"
         + word
-        + "', only fit, validate, test, predict, doctor, export, flops, sensitivity, study, verify",
+        + "', only fit, validate, test, predict, doctor, export, flops, study, verify",
         said,
     )
     assert re.search(hint, said)

@@ -1,6 +1,6 @@
 """Functions of their arguments alone, most of them tensor to tensor: no module state, no Lightning."""
 
-from lightning_nm.functional.allocation import Allocation, allocate, retained_magnitudes
+from lightning_nm.functional.allocation import allocate, retained_magnitudes
 from lightning_nm.functional.flops import FlopsKind, GemmDensity, train_flops, train_flops_ratio
 from lightning_nm.functional.int8 import (
     dequantise_weight,
@@ -37,7 +37,6 @@ from lightning_nm.functional.transposable import transposable_mask
 from lightning_nm.functional.unbiased import approx_mvue, mvue, mvue_probabilities
 
 __all__ = [
-    "Allocation",
     "FlopsKind",
     "GemmDensity",
     "allocate",

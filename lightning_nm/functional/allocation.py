@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,30 +57,9 @@ def retained_magnitudes(weight: Tensor, m: int, dim: int = -1) -> Tensor:
     return torch.where(total == 0, torch.ones_like(kept), kept / total)
 
 
-@dataclass(frozen=True)
-class Allocation:
-    """The result of :func:`allocate`.
-
-    Args:
-        choices: By layer, the index of the chosen candidate.
-        loss: The sum of the chosen losses.
-        cost: The sum of the chosen costs.
-        bound: No choice within the budget has a smaller loss than this; equal to ``loss`` if it is proved the least.
-
-    Example:
-        >>> Allocation(choices=(1, 0), loss=0.25, cost=6.0, bound=0.25).bound
-        0.25
-    """
-
-    choices: tuple[int, ...]
-    loss: float
-    cost: float
-    bound: float
-
-
 def allocate(
     losses: Sequence[Sequence[float]], costs: Sequence[Sequence[float]], budget: float
-) -> Allocation:
+) -> tuple[int, ...]:
     r"""Choose one candidate for each layer, so that the sum of losses is least and the sum of costs within a budget.
 
     This is the multiple-choice knapsack problem. Two steps solve it:
@@ -95,215 +74,143 @@ def allocate(
        is a lower bound of every choice's loss (Sinha and Zoltners, Operations Research 27(3), 1979).
     2. *Search for the rest.* Layer by layer, the partial choices that no other one beats in both cost and loss are
        extended by every candidate. One whose bound by :math:`L(\lambda)` is not below the best known loss is dropped.
-       The result is optimal unless more than 20,000 partial choices are left at some layer; then the
-       least promising are dropped, and ``bound`` tells how far the result can be from the optimum.
+       The result is optimal unless more than 20,000 partial choices are left at some layer; then the least promising
+       are dropped.
 
     Args:
         losses: By layer, the loss of each candidate. They need not fall as costs grow.
         costs: By layer, the cost of each candidate, 0 or more.
         budget: The largest sum of costs.
 
+    Returns:
+        By layer, the index of the chosen candidate.
+
     Raises:
-        ValueError: If the numbers do not fit together, one is not finite, or the cheapest candidates exceed the budget.
+        ValueError: If a layer has not one loss and one cost for each candidate, one is not finite, or the cheapest
+            candidates exceed the budget.
 
     Example:
         >>> losses = [[0.5, 0.2, 0.0], [0.5, 0.1, 0.0]]
         >>> costs = [[1, 2, 4], [10, 20, 40]]
-        >>> allocate(losses, costs, budget=24).choices
+        >>> allocate(losses, costs, budget=24)
         (2, 1)
     """
-    _check(losses, costs, budget)
+    layers = [
+        list(zip(layer_losses, layer_costs, strict=True))
+        for layer_losses, layer_costs in zip(losses, costs, strict=True)
+    ]
+    for number, layer in enumerate(layers):
+        if not layer or not all(map(math.isfinite, itertools.chain(*layer))):
+            raise ValueError(
+                f"layer {number} has no candidate, or a loss or a cost that is not finite"
+            )
     # Sums of costs that are equal on paper may exceed the budget by a rounding error.
     limit = budget + _ROUNDING * max(abs(budget), 1.0)
-    hulls = [_hull(*layer) for layer in zip(losses, costs, strict=True)]
-    greedy, multiplier = _greedy(hulls, losses, costs, limit)
-    # The least of loss + lambda * cost of each layer: what the layers that are still to come add to the bound.
-    reduced = []
-    for layer_losses, layer_costs in zip(losses, costs, strict=True):
-        priced = zip(layer_losses, layer_costs, strict=True)
-        reduced.append(min(loss + multiplier * cost for loss, cost in priced))
-    lower_bound = sum(reduced) - multiplier * limit
-
-    choices = greedy
-    loss, cost = _sums(greedy, losses, costs)
-    found, least_dropped = _search(losses, costs, limit, reduced, multiplier, loss)
-    if found is not None:
-        found_loss, found_cost = _sums(found, losses, costs)
-        # Of equal losses the smaller cost.
-        if (found_loss, found_cost) < (loss, cost):
-            choices = found
-            loss = found_loss
-            cost = found_cost
-    # What was not searched has no smaller loss than its bound; everything else has no smaller loss than the result.
-    bound = max(lower_bound, min(loss, least_dropped))
-    return Allocation(tuple(choices), loss, cost, min(bound, loss))
-
-
-def _check(
-    losses: Sequence[Sequence[float]], costs: Sequence[Sequence[float]], budget: float
-) -> None:
-    """Refuse what is no problem, or one without a solution, by a ``ValueError``."""
-    if len(losses) != len(costs):
-        raise ValueError(f"losses of {len(losses)} layers, but costs of {len(costs)}")
-    for layer, (layer_losses, layer_costs) in enumerate(zip(losses, costs, strict=True)):
-        if not layer_losses or len(layer_losses) != len(layer_costs):
-            raise ValueError(
-                f"layer {layer} has {len(layer_losses)} losses and {len(layer_costs)} costs: give one of each for "
-                "every candidate, at least one"
-            )
-        for value in (*layer_losses, *layer_costs):
-            if not math.isfinite(value):
-                raise ValueError(f"layer {layer} has a loss or a cost that is {value}")
-        if min(layer_costs) < 0:
-            raise ValueError(f"layer {layer} has the negative cost {min(layer_costs)}")
-    if not math.isfinite(budget):
-        raise ValueError(f"budget={budget} is not finite")
-    least = sum(min(layer_costs) for layer_costs in costs)
-    if least > budget + _ROUNDING * max(abs(budget), 1.0):
+    least = sum(map(min, costs))
+    if least > limit:
         raise ValueError(
             f"budget={budget:g} cannot be reached: the cheapest candidates cost {least:g}"
         )
+    greedy, multiplier = _greedy(layers, limit)
+    found = _search(layers, limit, multiplier, _sums(layers, greedy)[0])
+    # Of equal losses the smaller cost.
+    return min([greedy, *found], key=lambda choice: _sums(layers, choice))
 
 
-def _hull(layer_losses: Sequence[float], layer_costs: Sequence[float]) -> list[int]:
+_Layer = Sequence[tuple[float, float]]
+"""The loss and the cost of each candidate."""
+
+
+def _sums(layers: Sequence[_Layer], choice: Sequence[int]) -> tuple[float, float]:
+    """The loss and the cost of a choice, independent of the order of the layers."""
+    chosen = [layer[j] for layer, j in zip(layers, choice, strict=True)]
+    return math.fsum(loss for loss, _ in chosen), math.fsum(cost for _, cost in chosen)
+
+
+def _gain(layer: _Layer, cheaper: int, dearer: int) -> float:
+    """The loss that a step from one candidate to another saves for each unit of cost."""
+    return (layer[cheaper][0] - layer[dearer][0]) / (layer[dearer][1] - layer[cheaper][1])
+
+
+def _hull(layer: _Layer) -> list[int]:
     """The indices of the candidates on the lower convex hull of (cost, loss), from the cheapest one on.
 
     Costs grow strictly along it, losses fall strictly, and each step gains less per cost than the one before.
     """
-    # Of candidates with the same cost the best one comes first, and the others are skipped.
-    order = sorted(range(len(layer_costs)), key=lambda j: (layer_costs[j], layer_losses[j]))
     hull: list[int] = []
-    for j in order:
-        if hull and layer_losses[j] >= layer_losses[hull[-1]]:
+    # Of candidates with the same cost the best one comes first, and the others are skipped.
+    for j in sorted(range(len(layer)), key=lambda j: (layer[j][1], layer[j][0])):
+        if hull and layer[j][0] >= layer[hull[-1]][0]:
             continue  # a cheaper candidate loses no more
-        while len(hull) > 1:
-            gain_before = _gain(layer_losses, layer_costs, hull[-2], hull[-1])
-            gain_now = _gain(layer_losses, layer_costs, hull[-1], j)
-            if gain_now < gain_before:
-                break
-            hull.pop()  # it lies on or above the line between its neighbours
+        # A candidate on or above the line between its neighbours goes.
+        while len(hull) > 1 and _gain(layer, hull[-1], j) >= _gain(layer, hull[-2], hull[-1]):
+            hull.pop()
         hull.append(j)
     return hull
 
 
-def _gain(
-    layer_losses: Sequence[float], layer_costs: Sequence[float], cheaper: int, dearer: int
-) -> float:
-    """The loss that a step from one candidate to another saves for each unit of cost."""
-    saved = layer_losses[cheaper] - layer_losses[dearer]
-    extra = layer_costs[dearer] - layer_costs[cheaper]
-    return saved / extra
-
-
-def _greedy(
-    hulls: Sequence[Sequence[int]],
-    losses: Sequence[Sequence[float]],
-    costs: Sequence[Sequence[float]],
-    limit: float,
-) -> tuple[list[int], float]:
+def _greedy(layers: Sequence[_Layer], limit: float) -> tuple[tuple[int, ...], float]:
     """A choice within the limit, and the gain of the first step that does not fit; 0 if all fit."""
-    # The first candidate of a hull is the cheapest one of its layer.
+    hulls = [_hull(layer) for layer in layers]
     choice = [hull[0] for hull in hulls]
-    spent = sum(layer_costs[j] for layer_costs, j in zip(costs, choice, strict=True))
-    steps = []
-    for layer, hull in enumerate(hulls):
-        for cheaper, dearer in itertools.pairwise(hull):
-            gain = _gain(losses[layer], costs[layer], cheaper, dearer)
-            # The layer and the candidates make the order, and so the choice, the same everywhere where gains are equal.
-            steps.append((-gain, layer, cheaper, dearer))
+    spent = sum(layer[j][1] for layer, j in zip(layers, choice, strict=True))
+    # The layer and the candidates make the order, and so the choice, the same everywhere where gains are equal.
+    steps = [
+        (-_gain(layers[number], cheaper, dearer), number, cheaper, dearer)
+        for number, hull in enumerate(hulls)
+        for cheaper, dearer in itertools.pairwise(hull)
+    ]
     multiplier = 0.0
     # Within a layer the gains fall, so its steps come in their order.
-    for negative_gain, layer, cheaper, dearer in sorted(steps):
-        extra = costs[layer][dearer] - costs[layer][cheaper]
-        follows = choice[layer] == cheaper  # not if an earlier step of this layer did not fit
+    for negative_gain, number, cheaper, dearer in sorted(steps):
+        extra = layers[number][dearer][1] - layers[number][cheaper][1]
+        follows = choice[number] == cheaper  # not if an earlier step of this layer did not fit
         if follows and spent + extra <= limit:
-            choice[layer] = dearer
+            choice[number] = dearer
             spent += extra
         elif not multiplier:
             multiplier = -negative_gain
-    return choice, multiplier
-
-
-def _sums(
-    choice: Sequence[int], losses: Sequence[Sequence[float]], costs: Sequence[Sequence[float]]
-) -> tuple[float, float]:
-    """The loss and the cost of a choice, in float64 and independent of the order of the layers."""
-    loss = math.fsum(losses[layer][j] for layer, j in enumerate(choice))
-    cost = math.fsum(costs[layer][j] for layer, j in enumerate(choice))
-    return loss, cost
+    return tuple(choice), multiplier
 
 
 def _search(
-    losses: Sequence[Sequence[float]],
-    costs: Sequence[Sequence[float]],
-    limit: float,
-    reduced: Sequence[float],
-    multiplier: float,
-    best_loss: float,
-) -> tuple[list[int] | None, float]:
-    """Return the best choice that beats or equals a known loss, and the least bound of what was left out.
+    layers: Sequence[_Layer], limit: float, multiplier: float, best_loss: float
+) -> list[tuple[int, ...]]:
+    """The best choice that beats or equals a known loss, if there is one.
 
-    A state is a choice for the first layers, of which only the sums of loss and cost matter for the others.
+    A state is a choice for the first layers, of which only the sums of cost and loss matter for the others.
     """
-    wide = torch.float64
-    # The one state before the first layer.
-    state_loss = torch.zeros(1, dtype=wide)
-    state_cost = torch.zeros(1, dtype=wide)
-    # By layer: which candidate made each state, and of which state of the layer before.
-    trace: list[tuple[Tensor, Tensor]] = []
-    least_dropped = math.inf
-    # What the layers that are still to come add at least, to the bound and to the cost.
-    rest = sum(reduced)
-    cheapest_rest = sum(min(layer_costs) for layer_costs in costs)
+    # The least of loss + multiplier * cost of each layer: what the layers that are still to come add to the bound.
+    reduced = [min(loss + multiplier * cost for loss, cost in layer) for layer in layers]
+    cheapest = [min(cost for _, cost in layer) for layer in layers]
     # States that are as good as the known choice by all but a rounding error stay.
-    size_of_terms = sum(map(abs, reduced)) + multiplier * limit
-    slack = _ROUNDING * size_of_terms
-    for layer_losses, layer_costs, own in zip(losses, costs, reduced, strict=True):
-        rest -= own
-        cheapest_rest -= min(layer_costs)
-        number = len(layer_losses)
-        # Every state with every candidate: [states, candidates], flat.
-        own_loss = torch.tensor(layer_losses, dtype=wide)
-        own_cost = torch.tensor(layer_costs, dtype=wide)
-        new_loss = (state_loss[:, None] + own_loss).flatten()
-        new_cost = (state_cost[:, None] + own_cost).flatten()
-        bound = new_loss + rest + multiplier * (new_cost - limit)
-        can_end_within = new_cost + cheapest_rest <= limit
-        can_be_better = bound <= best_loss + slack
-        kept = (can_end_within & can_be_better).nonzero()[:, 0]
-        kept = kept[_not_dominated(new_loss[kept], new_cost[kept])]
-        if len(kept) > _MOST_STATES:
-            by_bound = kept[bound[kept].argsort(stable=True)]
-            least_dropped = min(least_dropped, float(bound[by_bound[_MOST_STATES]]))
-            kept = by_bound[:_MOST_STATES].sort().values
-        # Nothing beats the known choice.
-        if not len(kept):
-            return None, least_dropped
-        state_loss = new_loss[kept]
-        state_cost = new_cost[kept]
-        candidate = kept % number
-        parent = kept // number
-        trace.append((candidate, parent))
-    if not trace:
-        return [], least_dropped  # there is no layer
-    # Of equal losses the cheapest: states that are dominated are gone.
-    place = int(state_loss.argmin())
-    choice = []
-    for candidates, parents in reversed(trace):
-        choice.append(int(candidates[place]))
-        place = int(parents[place])
-    return choice[::-1], least_dropped
-
-
-def _not_dominated(loss: Tensor, cost: Tensor) -> Tensor:
-    """The places of the states that no other one equals or beats in both, in the order of cost."""
-    if not len(loss):
-        return torch.empty(0, dtype=torch.int64)
-    # Sorted by cost, and by loss where costs are equal.
-    by_loss = loss.argsort(stable=True)
-    order = by_loss[cost[by_loss].argsort(stable=True)]
-    # Whatever comes before costs no more: it must have lost more.
-    ordered = loss[order]
-    least_before = ordered.cummin(0).values.roll(1)
-    least_before[0] = math.inf
-    return order[ordered < least_before]
+    most = best_loss + multiplier * limit
+    most += _ROUNDING * (sum(map(abs, reduced)) + multiplier * limit)
+    states: list[tuple[float, float, Any]] = [(0.0, 0.0, None)]
+    for number, layer in enumerate(layers):
+        rest = sum(reduced[number + 1 :])
+        most_cost = limit - sum(cheapest[number + 1 :])
+        extended = []
+        for cost, loss, chosen in states:
+            for j, (own_loss, own_cost) in enumerate(layer):
+                state = (cost + own_cost, loss + own_loss, (j, chosen))
+                bound = state[1] + multiplier * state[0] + rest
+                if state[0] <= most_cost and bound <= most:
+                    extended.append(state)
+        states = []
+        for state in sorted(extended, key=lambda state: state[:2]):
+            # Whatever comes before costs no more: this one must lose less.
+            if not states or state[1] < states[-1][1]:
+                states.append(state)
+        if len(states) > _MOST_STATES:
+            by_bound = sorted(states, key=lambda state: state[1] + multiplier * state[0])
+            states = sorted(by_bound[:_MOST_STATES], key=lambda state: state[:2])
+    choices = []
+    # Losses fall as costs grow.
+    for _, _, chosen in states[-1:]:
+        choice = []
+        while chosen is not None:
+            j, chosen = chosen
+            choice.append(j)
+        choices.append(tuple(reversed(choice)))
+    return choices

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
-from collections.abc import Iterator
 from typing import Any, Literal, get_args
 
 from lightning_nm.functional.spelling import did_you_mean, not_given
@@ -68,16 +65,11 @@ MethodName = Literal[
 """The short names; each is the ``short_name`` of a class in this package."""
 
 
-def _by_short_name(base: type[Method] = Method) -> Iterator[tuple[str, type[Method]]]:
-    for cls in base.__subclasses__():
-        if "short_name" in vars(cls) and cls.__module__.startswith(f"{__name__}."):
-            yield cls.short_name, cls
-        yield from _by_short_name(cls)
-
-
-for _module in pkgutil.iter_modules(__path__, f"{__name__}."):
-    importlib.import_module(_module.name)
-_BY_NAME: dict[str, type[Method]] = dict(_by_short_name())
+_BY_NAME: dict[str, type[Method]] = {
+    value.short_name: value
+    for value in list(globals().values())
+    if isinstance(value, type) and issubclass(value, Method) and value.short_name
+}
 assert sorted(_BY_NAME) == sorted(get_args(MethodName)), (
     "MethodName and the classes' short names differ"
 )

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_nm.functional import is_nm, magnitude_mask
+from lightning_nm.functional import is_nm
 from lightning_nm.functional.schedule import Moment, check_moment, resolve_moment
 from lightning_nm.functional.select import mask_
-from lightning_nm.methods.base import MaskMethod, check_option
+from lightning_nm.methods.base import MaskMethod, check_option, largest_entries
 from lightning_nm.nn.layer import NMLayer
 
 
@@ -70,11 +70,8 @@ class ASP(MaskMethod):
 
     def check(self, planned_steps: int | None) -> None:
         """Warn of a start that the training does not reach."""
-        schedule = self.schedule(planned_steps)
-        if planned_steps is None or not schedule:
-            return
-        start = schedule[0]
-        if start >= planned_steps:
+        start = sum(self.schedule(planned_steps))
+        if start and planned_steps is not None and start >= planned_steps:
             warnings.warn(
                 f"ASP never prunes: start={self.start} is step {start} of {planned_steps}, so the model stays dense; "
                 "use a smaller `start`",
@@ -82,9 +79,8 @@ class ASP(MaskMethod):
             )
 
     def _begun(self, layer: NMLayer) -> bool:
-        if layer.progress.schedule:
-            return layer.progress.clock >= layer.progress.schedule[0]
-        return True  # start=0 needs no schedule
+        # start=0 needs no schedule.
+        return layer.progress.clock >= sum(layer.progress.schedule)
 
     def init_masks(self, layer: NMLayer) -> None:
         """Choose the mask if training has begun to prune.
@@ -120,7 +116,7 @@ class ASP(MaskMethod):
                 )
             mask = weight != 0
         else:
-            mask = layer.view.by_rows(lambda rows: magnitude_mask(rows, layer.pattern, dim=1))
+            mask = largest_entries(layer)
         layer.set_masks(mask)
 
     def gradient_at_pruned(self, layer: NMLayer) -> bool:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_nm.functional.masks import magnitude_mask
 from lightning_nm.functional.pattern import NMPattern
 from lightning_nm.functional.schedule import Moment
 from lightning_nm.functional.select import masked
@@ -41,16 +43,44 @@ def check_option(name: str, value: str, *options: str) -> None:
         raise ValueError(f"{name}={value!r} is unknown: use {' or '.join(map(repr, options))}")
 
 
-def check_number(name: str, value: float) -> None:
-    """Raise ``TypeError`` for a setting that is not a number."""
+def check_number(
+    name: str, value: float, why: str, *, zero: bool = False, most: float = math.inf
+) -> None:
+    """Raise ``TypeError`` for a setting that is not a number, ``ValueError`` for one that is out of its range.
+
+    Args:
+        name: Of the setting.
+        value: Of the setting.
+        why: What the number is, or what to do: the end of the message.
+        zero: Whether 0 is allowed; negative numbers are not.
+        most: The largest number that is allowed; infinity allows any finite one.
+    """
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name}={value!r} must be a number, not {type(value).__name__}")
+        raise TypeError(f"{name}={value!r} must be a number, not {type(value).__name__}: {why}")
+    if not 0 <= value <= most or value == math.inf or (value == 0 and not zero):
+        kind = "0 or a positive number" if zero else "a positive number"
+        limit = "" if most == math.inf else f" of at most {most:g}"
+        raise ValueError(f"{name}={value} must be {kind}{limit}: {why}")
 
 
 def check_count(name: str, value: int, least: int) -> None:
     """Raise ``ValueError`` for a setting that is not an integer, or is below its least value."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{name}={value!r} must be an integer of at least {least}")
+
+
+def largest_entries(layer: NMLayer, pattern: NMPattern | None = None) -> Tensor:
+    """The mask of the largest magnitudes of a layer's weight, by its own pattern or another one."""
+    return layer.view.by_rows(lambda rows: magnitude_mask(rows, pattern or layer.pattern, dim=1))
+
+
+def set_parameter(layer: NMLayer, name: str, values: Tensor) -> None:
+    """Give a layer a parameter of the method's, or set the values of the one that it has."""
+    if name in layer.parameters:
+        # The optimizer may hold this object.
+        layer.parameters[name].data.copy_(values)
+    else:
+        layer.parameters[name] = nn.Parameter(values)
 
 
 def warn_of_late_stop(

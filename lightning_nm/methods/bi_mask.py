@@ -12,7 +12,7 @@ from lightning_nm.functional.masks import checked_permutation
 from lightning_nm.functional.permutation import Criterion, Search
 from lightning_nm.functional.schedule import Moment
 from lightning_nm.kernels.cpu import evolution
-from lightning_nm.methods.base import check_option
+from lightning_nm.methods.base import check_count, check_option
 from lightning_nm.methods.ste import SRSTE, DecayAt
 from lightning_nm.nn.layer import NMLayer
 
@@ -72,13 +72,9 @@ class BiMask(SRSTE):
         decay_at: DecayAt = "before-clipping",
     ) -> None:
         super().__init__(decay, dense_start, dense_end, decay_scale, decay_at)
-        for name, value, least in (
-            ("permute_every", permute_every, 1),
-            ("candidates", candidates, 1),
-            ("first_search", first_search, 0),
-        ):
-            if value < least:
-                raise ValueError(f"{name}={value} must be at least {least}")
+        check_count("permute_every", permute_every, 1)
+        check_count("candidates", candidates, 1)
+        check_count("first_search", first_search, 0)
         check_option("search", search, *get_args(Search))
         check_option("criterion", criterion, *get_args(Criterion))
         self.permute_every = permute_every

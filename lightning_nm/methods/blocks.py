@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -34,59 +34,50 @@ class BlockList(NamedTuple):
         return f"'{self.name}' ({len(self.blocks)} {type(self.blocks[0]).__name__})"
 
 
-def lists_of_one_class(model: nn.Module, layers: set[nn.Module]) -> list[BlockList]:
-    """The ``ModuleList``, ``Sequential`` and similar modules that may hold blocks, the longest first.
-
-    All their modules are of one class, and at least two hold some of the layers.
-    """
-    found = []
-    for name, module in model.named_modules():
-        children = dict(module.named_children())  # each once
-        numbered = all(child.isdecimal() for child in children)
-        if not numbered or len({type(child) for child in children.values()}) != 1:
-            continue
-        blocks = list(children.values())
-        if sum(any(part in layers for part in block.modules()) for block in blocks) > 1:
-            found.append(BlockList(name, blocks))
-    return sorted(found, key=lambda each: -len(each.blocks))
-
-
-def named_lists(
-    model: nn.Module, names: str | Sequence[str], layers: set[nn.Module]
+def find_lists(
+    model: nn.Module, names: str | Sequence[str] | None, layers: set[nn.Module]
 ) -> list[BlockList]:
-    """The lists that a user names.
+    """The lists of blocks that a user names, else all modules that may be some, the longest first.
+
+    These are ``ModuleList``, ``Sequential`` and similar modules of modules of one class.
 
     Raises:
-        TypeError: If these are no names.
-        ValueError: If a module does not exist, or holds no blocks with layers to calibrate.
+        TypeError: If ``names`` are no names.
+        ValueError: If a named module does not exist, or does not hold two blocks with layers.
     """
+    lists = {name: BlockList(name, list(part.children())) for name, part in model.named_modules()}
+
+    def holding(name: str) -> int:
+        blocks = lists[name].blocks
+        return sum(not layers.isdisjoint(block.modules()) for block in blocks)
+
+    possible = []
+    for name, module in model.named_modules():
+        numbered = all(child.isdecimal() for child, _ in module.named_children())
+        kinds = {type(block) for block in lists[name].blocks}
+        if numbered and len(kinds) == 1 and holding(name) > 1:
+            possible.append(lists[name])
+    possible.sort(key=lambda each: -len(each.blocks))
+    if names is None:
+        return possible
     names = [names] if isinstance(names, str) else names
     if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
         raise TypeError(
             f"blocks={names!r} must be the name of the module that holds the blocks, for example 'model.layers', "
             "or a list of such names"
         )
-    modules = dict(model.named_modules())
-    found = []
     for name in names:
-        if name not in modules:
-            lists = ", ".join(map(str, lists_of_one_class(model, layers))) or "none"
+        if name not in lists or holding(name) < 2:
+            known = ", ".join(map(str, possible)) or "none"
             raise ValueError(
-                f"blocks={name!r} names no module of {type(model).__name__}. Its lists of modules of one class: {lists}"
+                f"blocks={name!r} names no module of {type(model).__name__} of which two modules or more hold layers "
+                f"to prune: name the one that holds the blocks themselves. Its lists of modules of one class: {known}"
             )
-        blocks = list(modules[name].children())
-        held = [block for block in blocks if any(part in layers for part in block.modules())]
-        if len(held) < 2:
-            raise ValueError(
-                f"blocks={name!r} names a {type(modules[name]).__name__} of which {len(held)} modules hold layers to "
-                "prune: name the module that holds the blocks themselves, for example 'model.layers'"
-            )
-        found.append(BlockList(name, blocks))
-    return found
+    return [lists[name] for name in names]
 
 
 class Trace:
-    """What a pass over the data shows of the calls of a model's modules.
+    """What a pass over the data shows of the calls of a model's modules, of all with matrices.
 
     Args:
         model: The model.
@@ -95,10 +86,14 @@ class Trace:
     """
 
     def __init__(
-        self, model: nn.Module, layers: Collection[nn.Module], lists: Sequence[BlockList]
+        self, model: nn.Module, layers: set[nn.Module], lists: Sequence[BlockList]
     ) -> None:
-        self.layers = set(layers)
-        self.counts: dict[nn.Module, set[int]] = {module: set() for module in layers}
+        self.layers = layers
+        self.order: list[nn.Module] = []
+        """The layers that were called, in the order of their calls."""
+        watched = {module for module in model.modules() if _has_matrices(module)}
+        watched |= {block for each in lists for block in each.blocks}
+        self.counts: dict[nn.Module, set[int]] = {module: set() for module in watched}
         """How often a batch calls a module."""
         self.shared: dict[nn.Module, set[nn.Module | None]] = {module: set() for module in layers}
         """By layer, the layer that was called right before each of its calls with the same one input, or ``None``."""
@@ -106,22 +101,13 @@ class Trace:
         """By module, the layers that were called before it returned: its output may depend on them."""
         self.sizes: dict[nn.Module, int] = {}
         """The entries of the largest output of a module."""
-        self.orders: dict[str, set[tuple[nn.Module, ...]]] = {each.name: set() for each in lists}
+        self.block_orders: dict[str, set[tuple[nn.Module, ...]]] = {
+            each.name: set() for each in lists
+        }
         """By list, the orders in which batches call its modules."""
         self.unchained: set[str] = set()
         """Lists with a module that is given no tensor which the module called before it returned."""
-        self.parts: dict[nn.Module | str, list[nn.Module]] = {}
-        """The parts of each block, and by list those that are called before its blocks."""
         self._lists = lists
-        self._lists_of: dict[nn.Module, list[BlockList]] = {}
-        for each in lists:
-            self.parts[each.name] = _parts_around(model, each)
-            for block in each.blocks:
-                self.parts[block] = _parts(block)
-                self._lists_of.setdefault(block, []).append(each)
-        for module in (*self.parts, *(part for parts in self.parts.values() for part in parts)):
-            if isinstance(module, nn.Module):
-                self.counts.setdefault(module, set())
         self._called: list[nn.Module] = []  # in the present batch
         self._returned: dict[str, list[Tensor]] = {}  # by list, of its module called last
         self._last: tuple[nn.Module, Tensor, int] | None = None  # call of a layer with one input
@@ -139,13 +125,9 @@ class Trace:
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._called.append(module)
         inputs = _tensors((args, kwargs))
-        for each in self._lists_of.get(module, ()):
-            if each.name not in self._returned:
-                # The first one: what was called before it is no part of what follows.
-                called = set(self._called)
-                parts = [part for part in self.parts[each.name] if part in called]
-                self.parts[each.name] = parts
-            elif not any(x is y for x in inputs for y in self._returned[each.name]):
+        for each in self._lists:
+            returned = self._returned.get(each.name) if module in each.blocks else None
+            if returned is not None and not any(x is y for x in inputs for y in returned):
                 self.unchained.add(each.name)
         if module not in self.layers:
             return
@@ -163,73 +145,77 @@ class Trace:
         outputs = _tensors(output)
         size = sum(x.numel() for x in outputs)
         self.sizes[module] = max(size, self.sizes.get(module, 0))
-        for each in self._lists_of.get(module, ()):
-            self._returned[each.name] = outputs
+        for each in self._lists:
+            if module in each.blocks:
+                self._returned[each.name] = outputs
 
-    def end_batch(self) -> list[nn.Module]:
-        """Take note of the end of a batch, and return the layers that it called, in their order."""
+    def end_batch(self) -> None:
+        """Take note of the end of a batch."""
         times = Counter(self._called)
         for module, counts in self.counts.items():
             counts.add(times[module])
         for each in self._lists:
-            blocks = set(each.blocks)
-            order = tuple(module for module in self._called if module in blocks)
-            self.orders[each.name].add(order)
-        layers = [module for module in self._called if module in self.layers]
+            order = tuple(module for module in self._called if module in each.blocks)
+            self.block_orders[each.name].add(order)
+        # A layer that the batches before did not call, as some experts, stands before the one that follows it here.
+        place = len(self.order)
+        for module in reversed(list(dict.fromkeys(self._called))):
+            if module in self.layers:
+                if module not in self.order:
+                    self.order.insert(place, module)
+                place = self.order.index(module)
         self._called = []
         self._returned = {}
         self._last = None
-        return layers
 
     def fault(self, each: BlockList) -> str:
         """Why the modules of a list cannot answer from memory; empty if they can."""
-        for number, block in enumerate(each.blocks):
-            counts = self.counts[block]
-            holds_layers = not self.layers.isdisjoint(block.modules())
-            if counts != {1} and (holds_layers or counts != {0}):
-                times = " or ".join(map(str, sorted(counts)))
-                return f"a batch calls module {number} of it {times} times, not once"
-        if len(self.orders[each.name]) > 1:
+        if len(self.block_orders[each.name]) > 1:
             return "batches call its modules in different orders"
+        (order,) = self.block_orders[each.name]
+        for number, block in enumerate(each.blocks):
+            times = order.count(block)
+            holds_layers = not self.layers.isdisjoint(block.modules())
+            if times > 1 or (holds_layers and not times):
+                return f"a batch calls module {number} of it {times} times, not once"
         return ""
 
+    def choose_lists(self, *, named: bool) -> tuple[list[BlockList], str]:
+        """The lists whose modules can answer from memory, with these in the order of their calls.
 
-def choose_lists(
-    trace: Trace, lists: Sequence[BlockList], *, named: bool
-) -> tuple[list[BlockList], str]:
-    """The lists whose modules can answer from memory, in the order of their calls, and why the longest one cannot.
+        Of lists within others, the longest one is taken.
 
-    Of lists within others, the longest one is taken.
+        Returns:
+            The lists, and why the longest one cannot.
 
-    Raises:
-        ValueError: If a list that the user named cannot, or lies within another one.
-    """
-    chosen: list[BlockList] = []
-    held: set[nn.Module] = set()
-    reason = ""
-    for each in lists:
-        fault = trace.fault(each)
-        inside = {module for block in each.blocks for module in block.modules()}
-        if named:
-            if fault:
+        Raises:
+            ValueError: If a list that the user named cannot, or lies within another one.
+        """
+        chosen: list[BlockList] = []
+        held: set[nn.Module] = set()
+        reason = ""
+        for each in self._lists:
+            fault = self.fault(each)
+            inside = {module for block in each.blocks for module in block.modules()}
+            if named and not fault and not inside.isdisjoint(held):
+                fault = "overlaps with other named blocks"
+            if named and fault:
                 raise ValueError(f"blocks={each.name!r}: {fault}")
-            if not inside.isdisjoint(held):
-                raise ValueError(f"blocks={each.name!r} overlaps with other named blocks")
-        elif not fault and each.name in trace.unchained:
-            # As experts, each of which gets tokens of its own.
-            fault = (
-                "they do not hand a tensor from one to the next. Name the blocks if each needs no more of those before "
-                "it than what the last one returned"
-            )
-        if fault:
-            is_depth = 2 * len(trace.layers & inside) >= len(trace.layers)
-            if not reason and is_depth and len(each.blocks) >= _WORTH_A_WARNING:
-                reason = f"the modules of {each} cannot be calibrated block by block: {fault}"
-        elif inside.isdisjoint(held):
-            held |= inside
-            (order,) = trace.orders[each.name]
-            chosen.append(each._replace(blocks=list(order)))
-    return chosen, reason
+            if not named and not fault and each.name in self.unchained:
+                # As experts, each of which gets tokens of its own.
+                fault = (
+                    "they do not hand a tensor from one to the next. Name the blocks if each needs no more of those "
+                    "before it than what the last one returned"
+                )
+            if fault:
+                is_depth = 2 * len(self.layers & inside) >= len(self.layers)
+                if not reason and is_depth and len(each.blocks) >= _WORTH_A_WARNING:
+                    reason = f"the modules of {each} cannot be calibrated block by block: {fault}"
+            elif inside.isdisjoint(held):
+                held |= inside
+                (order,) = self.block_orders[each.name]
+                chosen.append(each._replace(blocks=list(order)))
+        return chosen, reason
 
 
 @dataclass(eq=False)
@@ -241,13 +227,9 @@ class _Remembered:
     """
 
     module: nn.Module
-    needs: set[nn.Module]
     answers: dict[int, tuple[int, Any]] = field(default_factory=dict)
     index: int = 0
     parts: list[_Remembered] = field(default_factory=list)
-
-    def knows(self, batch: int) -> bool:
-        return batch in self.answers and self.answers[batch][0] >= self.index
 
 
 class Memory:
@@ -256,43 +238,51 @@ class Memory:
     A part is finished when all layers that its output depends on are. It runs once more for each batch, and then
     answers from memory. Of a list of blocks only the last finished one is remembered: the blocks before it return the
     same, on which nothing that follows may depend, see :meth:`fault`. Parts of the next block that return no more
-    entries than the block does are remembered while it is being finished, and what runs before the first block.
+    entries than the block does are remembered while it is being finished, and what runs before a list of blocks.
 
     Args:
         model: The model.
         trace: Of a pass over all batches.
         lists: Blocks in the order of their calls.
+        ready: By module, how many layers have to be done until it is finished.
     """
 
-    def __init__(self, model: nn.Module, trace: Trace, lists: Sequence[BlockList]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        trace: Trace,
+        lists: Sequence[BlockList],
+        ready: Mapping[nn.Module, int],
+    ) -> None:
         self.batch = 0
         """The number of the present batch."""
-        self.needs = trace.needs
         self.block_of: dict[nn.Module, nn.Module] = {}
         """By module, the block that it is a part of."""
+        self._ready = ready
         self._names = {module: name for name, module in model.named_modules()}
         self._layers = trace.layers
         self._entries: dict[nn.Module, _Remembered] = {}
 
-        def remembered(parts: Iterable[nn.Module], most: float) -> list[_Remembered]:
-            return [
-                _Remembered(part, trace.needs[part])
-                for part in parts
-                if trace.counts[part] == {1} and trace.sizes[part] <= most
-            ]
+        def remember(part: nn.Module, most: float) -> list[_Remembered]:
+            if trace.counts[part] != {1} or trace.sizes[part] > most:
+                return []
+            self._entries[part] = _Remembered(part)
+            return [self._entries[part]]
 
-        held = {module for each in lists for block in each.blocks for module in block.modules()}
+        last_ready = max(ready[each.blocks[-1]] for each in lists)
+        for part in _parts(model, {block for each in lists for block in each.blocks}):
+            if ready.get(part, last_ready) < last_ready:
+                remember(part, float("inf"))
         for each in lists:
-            around = [part for part in trace.parts[each.name] if held.isdisjoint(part.modules())]
-            for part in remembered(around, float("inf")):
-                self._entries.setdefault(part.module, part)
             answers: dict[int, tuple[int, Any]] = {}
             for index, block in enumerate(each.blocks):
                 self.block_of.update(dict.fromkeys(block.modules(), block))
-                parts = remembered(trace.parts[block], trace.sizes[block])
-                self._entries.update((part.module, part) for part in parts)
-                needs = trace.needs[block]
-                self._entries[block] = _Remembered(block, needs, answers, index, parts)
+                parts = [
+                    entry
+                    for part in _parts(block, set())
+                    for entry in remember(part, trace.sizes[block])
+                ]
+                self._entries[block] = _Remembered(block, answers, index, parts)
 
     def forget(self) -> None:
         """Forget all answers."""
@@ -300,29 +290,31 @@ class Memory:
             entry.answers.clear()
 
     @contextmanager
-    def answering(self, done: Collection[nn.Module] | None = None) -> Iterator[None]:
-        """Let what is finished once these layers are, or all that can, answer from memory while the context is open."""
+    def answering(self, done: float) -> Iterator[None]:
+        """Let what is finished after so many layers answer from memory while the context is open."""
         with ExitStack() as stack:
             for entry in self._entries.values():
-                if done is not None and not entry.needs.issubset(done):
+                if self._ready[entry.module] > done:
                     continue
                 attributes = entry.module.__dict__
-                own = attributes.get("forward")  # of the instance, as accelerate sets it
+                own = {key: attributes[key] for key in ("forward",) if key in attributes}
                 attributes["forward"] = partial(self._answer, entry, entry.module.forward)
-                stack.callback(_restore, attributes, own)
+                # The instance may have a forward of its own, as accelerate sets it.
+                stack.callback(attributes.update, own)
+                stack.callback(attributes.pop, "forward")
             yield
 
     def _answer(
         self, entry: _Remembered, forward: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        if not entry.knows(self.batch):
+        index, answer = entry.answers.get(self.batch, (-1, None))
+        if index < entry.index:
             output = forward(*args, **kwargs)
             # What follows may change its input in place.
             entry.answers[self.batch] = entry.index, tree_map(_copied, output)
             for part in entry.parts:
                 part.answers.pop(self.batch, None)
             return output
-        index, answer = entry.answers[self.batch]
         # The answers of blocks before the last finished one are not read.
         return tree_map(_copied, answer) if index == entry.index else answer
 
@@ -332,83 +324,72 @@ class Memory:
         Whenever a block, a part of one or another layer is called, the model runs to the same place once more with
         answers from memory: the inputs have to be equal, bit for bit. Empty if all are.
         """
-        reasons: list[str] = []
         seen: set[nn.Module] = set()
-        place: tuple[nn.Module, Any] | None = None  # where the inner run ends, and the inputs there
+        inner: list[tuple[nn.Module, Any]] = []  # where the inner run ends, and the inputs there
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-            nonlocal place
-            if place is not None:
-                if module is place[0]:
-                    difference = _difference(place[1], (args, kwargs))
-                    if difference:
-                        reasons.append(difference)
-                    raise Reached
+            if inner:
+                end, inputs = inner[0]
+                if module is end:
+                    raise Reached(_difference(inputs, (args, kwargs)))
                 return
-            if reasons or module in seen or not any(e.answers for e in self._entries.values()):
+            if module in seen:
                 return
             seen.add(module)
-            place = module, (args, kwargs)
+            inner.append((module, (args, kwargs)))
+            reason = "it is not called"
             try:
                 run()
-                reasons.append("it is not called")
-            except Reached:
-                pass
+            except Reached as reached:
+                reason = str(reached)
             except Exception as error:  # of the model, which lacks what a block leaves behind
-                reasons.append(f"{type(error).__name__}: {error}")
-            finally:
-                place = None
-            if reasons:
-                reasons[0] = f"at '{self._names[module]}': {reasons[0]}"
+                reason = f"{type(error).__name__}: {error}"
+            inner.clear()
+            if reason:
+                raise _Different(f"at '{self._names[module]}': {reason}")
 
         outside = [layer for layer in self._layers if layer not in self.block_of]
         self.batch = 0
         try:
-            with self.answering(), ExitStack() as stack:
+            with self.answering(float("inf")), ExitStack() as stack:
                 for module in dict.fromkeys([*self._entries, *outside]):
                     handle = module.register_forward_pre_hook(enter, with_kwargs=True)
                     stack.callback(handle.remove)
                 run()
+        except _Different as different:
+            return str(different)
         finally:
             self.forget()
-        return reasons[0] if reasons else ""
+        return ""
 
 
 class Reached(Exception):
     """The model ran as far as is needed."""
 
 
-def _parts(module: nn.Module) -> list[nn.Module]:
-    """The children of a module that hold matrices; those of a list in its place, because nobody calls a list."""
-    found = []
+class _Different(Exception):
+    """Answers from memory change what the model computes."""
+
+
+def _has_matrices(module: nn.Module) -> bool:
+    return any(
+        parameter.dim() > 1 and not isinstance(part, nn.Embedding)
+        for part in module.modules()
+        for parameter in part.parameters(recurse=False)
+    )
+
+
+def _parts(module: nn.Module, blocks: set[nn.Module]) -> Iterator[nn.Module]:
+    """The children with matrices that are no blocks; in the place of a list, or of what holds blocks, its children."""
     for child in module.children():
-        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
-            found += _parts(child)
-        elif any(
-            parameter.dim() > 1 and not isinstance(part, nn.Embedding)
-            for part in child.modules()
-            for parameter in part.parameters(recurse=False)
-        ):
-            found.append(child)
-    return found
-
-
-def _parts_around(model: nn.Module, each: BlockList) -> list[nn.Module]:
-    """The parts of the modules that hold a list, but for those with its blocks."""
-    holders = [model]
-    for name in each.name.split(".")[:-1]:
-        holders.append(getattr(holders[-1], name))
-    blocks = set(each.blocks)
-    return [
-        part for holder in holders for part in _parts(holder) if blocks.isdisjoint(part.modules())
-    ]
-
-
-def _restore(attributes: dict[str, Any], forward: Any) -> None:
-    if forward is None:
-        del attributes["forward"]
-    else:
-        attributes["forward"] = forward
+        if child in blocks:
+            continue
+        # Nobody calls a list.
+        is_list = isinstance(child, (nn.ModuleList, nn.ModuleDict))
+        if is_list or not blocks.isdisjoint(child.modules()):
+            yield from _parts(child, blocks)
+        elif _has_matrices(child):
+            yield child
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -419,33 +400,30 @@ def _copied(leaf: Any) -> Any:
     return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
 
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, Enum)
+
+
 def _difference(first: Any, second: Any) -> str:
     """How the inputs of two calls differ; empty if they are equal."""
     leaves, spec = tree_flatten(first)
     others, other_spec = tree_flatten(second)
+    where = "are others when the modules before it answer from memory"
     if spec != other_spec:
-        return "its arguments are others when the modules before it answer from memory"
+        return f"its arguments {where}"
     for leaf, other in zip(leaves, others, strict=True):
         if isinstance(leaf, Tensor) and isinstance(other, Tensor):
             if not _equal(leaf, other):
-                return "its inputs are others when the modules before it answer from memory"
+                return f"its inputs {where}"
         elif leaf is other and callable(leaf):
             continue  # a function, or a module
         elif not isinstance(leaf, _PLAIN):
             return f"its arguments hold a {type(leaf).__name__}, which blocks may change"
         elif type(leaf) is not type(other) or leaf != other:
-            return (
-                f"its argument {leaf!r} is {other!r} when the modules before it answer from memory"
-            )
+            return f"its arguments {where}"
     return ""
 
 
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, Enum)
-
-
 def _equal(first: Tensor, second: Tensor) -> bool:
-    if first.layout != torch.strided or first.is_nested:
-        return first is second
     if first.dtype != second.dtype or first.shape != second.shape:
         return False
     # As bits, so that a value that is not a number equals itself.

@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from lightning_nm.methods.blocks import (
-    Memory,
-    Reached,
-    Trace,
-    choose_lists,
-    lists_of_one_class,
-    named_lists,
-)
+from lightning_nm.methods.blocks import Memory, Reached, Trace, find_lists
 from lightning_nm.nn.adapters import Adapter, adapter_of
 from lightning_nm.nn.adapters.experts.products import watching
 from lightning_nm.nn.layer import NMLayer
@@ -34,10 +26,13 @@ def has_experts(layer: NMLayer) -> bool:
 
 def has_inputs(layer: NMLayer) -> bool:
     """Whether it can be known what the layer multiplies by the weight."""
-    if has_experts(layer):
-        return True
+    return has_experts(layer) or _adapter(layer).inputs.__func__ is not Adapter.inputs.__func__  # type: ignore[attr-defined]
+
+
+def _adapter(layer: NMLayer) -> type[Adapter]:
     found = adapter_of(layer.name, layer.spec.module, [layer.name])
-    return found is not None and found[0].inputs.__func__ is not Adapter.inputs.__func__  # type: ignore[attr-defined]
+    assert found is not None
+    return found[0]
 
 
 def squared_output(matrix: Tensor, moment: Tensor) -> float:
@@ -69,38 +64,19 @@ def set_matrices(layer: NMLayer, matrices: Tensor) -> None:
     layer.param.detach().copy_(layer.view.unrows(new.view(rows.shape)))
 
 
-def check_data(data: Iterable[Any]) -> None:
-    """Refuse data that can be read only once, by a ``TypeError``."""
-    if iter(data) is data:
-        raise TypeError(
-            "`data` can be read only once, but every layer reads it: pass a DataLoader or a list"
-        )
-
-
 Moments = Callable[[], Iterable[tuple[range, Tensor]]]
 """Gives ``X^T X`` over all batches, float64 ``[groups, in, in]``, for all groups or in turn for some of the experts."""
-
-
-class _Stage(NamedTuple):
-    """Layers whose moments are summed in one pass over the data.
-
-    Attributes:
-        layers: The layers, and the module whose inputs are those of the layer.
-        until: What ends the pass of a batch: so many calls of the layers, or that of a block; ``None`` runs all.
-    """
-
-    layers: dict[NMLayer, nn.Module]
-    until: nn.Module | int | None
 
 
 class Calibration:
     """Runs calibration batches through a model in evaluation mode.
 
-    Where a model has blocks, those that are finished answer from memory, and the batches are kept.
+    Where a model has blocks, those that are finished answer from memory.
 
     Args:
         model: The model.
-        data: The batches, which are read several times if there are no blocks.
+        layers: The layers to calibrate.
+        data: The batches, which are kept.
         call: ``call(model, batch)`` runs the model.
         blocks: Names of lists of blocks; by default the longest lists of modules of one class.
         progress: Whether a progress bar is shown; by default in a terminal.
@@ -109,92 +85,66 @@ class Calibration:
     def __init__(
         self,
         model: nn.Module,
+        layers: Sequence[NMLayer],
         data: Iterable[Any],
         call: Callable[[nn.Module, Any], Any],
-        blocks: str | Sequence[str] | None = None,
-        progress: bool | None = None,
+        blocks: str | Sequence[str] | None,
+        progress: bool | None,
     ) -> None:
         self.model = model
-        self.data = data
         self.call = call
-        self.blocks = blocks
         self.progress = progress
-        self.number: int | None = None  # of batches, once they were read
         self.memory: Memory | None = None
-        devices = [parameter.device for parameter in model.parameters()]
-        self.device = devices[0] if devices else torch.device("cpu")
-
-    def batches(self) -> Iterator[Any]:
-        """The batches, on the model's device; as many as the first time."""
-
-        def moved(leaf: Any) -> Any:
-            return leaf.to(self.device) if isinstance(leaf, Tensor) else leaf
-
-        number = 0
-        for batch in self.data:
-            if self.memory is not None:
-                self.memory.batch = number
-            number += 1
-            yield tree_map(moved, batch)
-        if self.number not in (None, number):
-            raise TypeError(
-                f"`data` gave {self.number} batches when it was read first and {number} now, but every layer reads it: "
-                "pass a DataLoader or a list"
-            )
-        self.number = number
-
-    def order(self, layers: Sequence[NMLayer]) -> None:
-        """Find the order in which the layers are called.
-
-        A layer that the first batches do not call, as some experts, stands before the one that follows it in its batch.
-        """
-        modules = list(dict.fromkeys(layer.spec.module for layer in layers))
-        if self.blocks is None:
-            lists = lists_of_one_class(self.model, set(modules))
-        else:
-            lists = named_lists(self.model, self.blocks, set(modules))
-        self._given = self.data
-        if lists:
-            # What a block returned belongs to its batch: a loader that shuffles would give others later.
-            self.data = list(self.data)
-        trace = Trace(self.model, modules, lists)
-        order: list[nn.Module] = []
+        self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        modules = {layer.spec.module for layer in layers}
+        lists = find_lists(model, blocks, modules)
+        # What a block returned belongs to its batch: a loader that shuffles would give others later.
+        self.data = list(data)
+        if not self.data:
+            raise ValueError("`data` holds no batch")
+        trace = self.trace = Trace(model, modules, lists)
         with trace.watching():
             for batch in self.batches():
-                self.call(self.model, batch)
-                # From the last module to the first: one that is new goes right before the one that it precedes.
-                place = len(order)
-                for module in reversed(list(dict.fromkeys(trace.end_batch()))):
-                    if module not in order:
-                        order.insert(place, module)
-                    place = order.index(module)
-        if not self.number:
-            raise ValueError("`data` holds no batch")
-        never = [layer.name for layer in layers if layer.spec.module not in order]
+                call(model, batch)
+                trace.end_batch()
+        never = [layer.name for layer in layers if layer.spec.module not in trace.order]
         if never:
             raise ValueError(
                 f"the calibration data do not call the layers {never}: name them in `exclude`"
             )
-        self._trace = trace
-        self._order = sorted(layers, key=lambda layer: order.index(layer.spec.module))
+        self.layers = sorted(layers, key=lambda layer: trace.order.index(layer.spec.module))
+        self.blocks = blocks
         self._lists = lists
+
+    def batches(self) -> Iterator[Any]:
+        """The batches, on the model's device."""
+
+        def moved(leaf: Any) -> Any:
+            return leaf.to(self.device) if isinstance(leaf, Tensor) else leaf
+
+        for number, batch in enumerate(self.data):
+            if self.memory is not None:
+                self.memory.batch = number
+            yield tree_map(moved, batch)
 
     def _find_blocks(self) -> None:
         """Let blocks answer from memory, if the model has some and this changes nothing."""
-        named = self.blocks is not None
-        chosen, reason = choose_lists(self._trace, self._lists, named=named)
+        chosen, reason = self.trace.choose_lists(named=self.blocks is not None)
         if chosen:
-            self.memory = Memory(self.model, self._trace, chosen)
+            last = {layer.spec.module: number for number, layer in enumerate(self.layers, start=1)}
+            # By module, how many layers have to be done until its output does not change any more.
+            ready = {
+                module: max((last[need] for need in needs), default=0)
+                for module, needs in self.trace.needs.items()
+            }
+            self.memory = Memory(self.model, self.trace, chosen, ready)
             batch = next(self.batches())
             fault = self.memory.fault(lambda: self.call(self.model, batch))
             if fault:
                 self.memory = None
                 reason = f"the modules of {chosen[0]} cannot be calibrated block by block: {fault}"
-            if fault and named:
+            if fault and self.blocks is not None:
                 raise ValueError(f"blocks={self.blocks!r}: {fault}")
-        self._lists = []
-        if self.memory is None:
-            self.data = self._given
         if reason:
             warnings.warn(
                 f"{reason}. For each layer the whole model runs up to it, which takes a time that grows with the "
@@ -202,147 +152,94 @@ class Calibration:
                 stacklevel=5,
             )
 
-    def layers(self, *, changes: bool) -> Iterator[tuple[NMLayer, Moments]]:
-        """The layers of :meth:`order` in this order, each with its moments.
-
-        Args:
-            changes: Whether the weight of a layer is changed before the next one is asked for.
-        """
+    def moments(self) -> Iterator[tuple[NMLayer, Moments]]:
+        """The layers in the order of their calls, each with its moments; its weight may be changed then."""
         if self._lists:
+            self._lists = []
             self._find_blocks()
         if self.memory is not None:
             self.memory.forget()
-        left = Counter(layer.spec.module for layer in self._order)
-        with progress_bar(len(self._order), self.progress) as advance:
-            for stage in self._stages(changes=changes):
-                own = Counter(layer.spec.module for layer in stage.layers)
-                done = {module for module, number in left.items() if not number}
-                if not changes and not any(map(has_experts, stage.layers)):
-                    # The pass that sums the moments runs them for the last time.
-                    done.update(module for module in own if own[module] == left[module])
-                summed: dict[NMLayer, Tensor] = {}
-                for layer in stage.layers:
-                    if has_experts(layer):
-                        yield layer, partial(self._of_experts, stage, done, layer)
-                    else:
-                        yield layer, partial(self._of_layer, stage, done, summed, layer)
-                    advance()
-                left.subtract(own)
-                is_tied = any(layer.spec.tied for layer in stage.layers)
-                if self.memory is not None and changes and is_tied:
+        done = 0
+        with progress_bar(len(self.layers), self.progress) as advance:
+            while done < len(self.layers):
+                first = self.layers[done]
+                if has_experts(first):
+                    stage = [first]
+                    yield first, partial(self._some_at_a_time, first, done)
+                else:
+                    stage = self._with_one_input(done)
+                    every = {layer: range(layer.spec.groups) for layer in stage}
+                    summed = self._sum(every, done)
+                    for layer in stage:
+                        yield layer, partial(zip, [every[layer]], [summed[layer]])
+                done += len(stage)
+                advance(len(stage))
+                if self.memory is not None and any(layer.spec.tied for layer in stage):
                     # Modules that are finished hold the weight, too.
                     self.memory.forget()
 
-    def _stages(self, *, changes: bool) -> Iterator[_Stage]:
-        order = self._order
-        while order:
-            # Layers whose inputs do not depend on each other's weights.
-            first = last = order[0]
-            block = self._block(first)
-            layers = {first: first.spec.module}
-            for layer in order[1:]:
-                if changes:
-                    follows = self._shares_input(last, layer)
-                else:
-                    follows = block is not None and self._block(layer) is block
-                if not follows or has_experts(first) or has_experts(layer):
-                    break
-                # Where the inputs are the same, the pass ends with those of the first.
-                layers[layer] = first.spec.module if changes else layer.spec.module
-                last = layer
-            order = order[len(layers) :]
-            calls = [self._calls(layer) for layer in layers]
-            until: nn.Module | int | None = None if None in calls else sum(filter(None, calls))
-            if block is not None and self.memory is not None:
-                after = {layer.spec.module for layer in order}
-                is_last = self.memory.needs[block].isdisjoint(after)
-                if until is None or (is_last and not changes and not has_experts(first)):
-                    until = block
-            yield _Stage(layers, until)
+    def _with_one_input(self, start: int) -> list[NMLayer]:
+        """The layers from this one on each of whose calls follows one of the layer before, with the same input."""
+        stage = [self.layers[start]]
+        for layer in self.layers[start + 1 :]:
+            last = stage[-1].spec.module
+            module = layer.spec.module
+            counts = self.trace.counts[module]
+            is_shared = self.trace.shared[module] == {last} and not has_experts(layer)
+            if not is_shared or len(counts) > 1 or counts != self.trace.counts[last]:
+                break
+            stage.append(layer)
+        return stage
 
-    def _block(self, layer: NMLayer) -> nn.Module | None:
-        return None if self.memory is None else self.memory.block_of.get(layer.spec.module)
-
-    def _calls(self, layer: NMLayer) -> int | None:
-        """How often a batch calls a layer; ``None`` if that varies."""
-        counts = self._trace.counts[layer.spec.module]
-        return next(iter(counts)) if len(counts) == 1 else None
-
-    def _shares_input(self, first: NMLayer, second: NMLayer) -> bool:
-        """Whether each call of the second layer follows one of the first, with the same input."""
-        if self._trace.shared[second.spec.module] != {first.spec.module}:
-            return False
-        calls = self._calls(first)
-        return calls is not None and calls == self._calls(second)
-
-    def _of_layer(
-        self, stage: _Stage, done: set[nn.Module], summed: dict[NMLayer, Tensor], layer: NMLayer
-    ) -> list[tuple[range, Tensor]]:
-        """The moments of a layer, which are summed with those of its stage."""
-        if layer not in summed:
-            gram = _Gram()
-            columns = {each: _columns(each) for each in stage.layers}
-            for each in stage.layers:
-                summed[each] = _zeros(each, each.spec.groups)
-
-            def add(layer: NMLayer, group: int, matrix: Tensor) -> None:
-                gram.add(summed[layer][group], matrix, columns[layer])
-
-            self._run(stage, done, add)
-        return [(range(layer.spec.groups), summed[layer])]
-
-    def _of_experts(
-        self, stage: _Stage, done: set[nn.Module], layer: NMLayer
-    ) -> Iterator[tuple[range, Tensor]]:
+    def _some_at_a_time(self, layer: NMLayer, done: int) -> Iterator[tuple[range, Tensor]]:
         """The moments of as many experts at a time as take no more memory than the weight, at least of one."""
-        columns = _columns(layer)
-        bytes_of_moment = 8 * len(columns) ** 2
-        at_a_time = max(layer.param.nbytes // bytes_of_moment, 1)
+        at_a_time = max(layer.param.nbytes // (8 * len(_columns(layer)) ** 2), 1)
         for first in range(0, layer.spec.groups, at_a_time):
             groups = range(first, min(first + at_a_time, layer.spec.groups))
-            total = _zeros(layer, len(groups))
+            yield groups, self._sum({layer: groups}, done)[layer]
 
-            def add(
-                _: NMLayer,
-                group: int,
-                matrix: Tensor,
-                groups: range = groups,
-                total: Tensor = total,
-            ) -> None:
-                if group in groups:
-                    _Gram().add(total[group - groups.start], matrix, columns)
+    def _sum(self, wanted: Mapping[NMLayer, range], done: int) -> dict[NMLayer, Tensor]:
+        """Run all batches as far as layers with one input, and sum the moments of these groups of them.
 
-            self._run(stage, done, add)
-            yield groups, total
+        Args:
+            wanted: The layers and their groups.
+            done: How many layers come before them.
+        """
+        columns = {layer: _columns(layer) for layer in wanted}
+        summed = {}
+        for layer, groups in wanted.items():
+            shape = (len(groups), len(columns[layer]), len(columns[layer]))
+            summed[layer] = torch.zeros(shape, dtype=torch.float64, device=layer.param.device)
+        first = next(iter(wanted))
+        module = first.spec.module
+        counts = self.trace.counts[module]
+        # The pass of a batch ends with the last call. If their number varies, it ends with that of the block.
+        calls = sum(counts) if len(counts) == 1 else 0
+        left = 0
 
-    def _run(
-        self, stage: _Stage, done: set[nn.Module], add: Callable[[NMLayer, int, Tensor], None]
-    ) -> None:
-        """Run all batches up to the stage's end, and add the inputs of each group of its layers."""
-        left: int | None = None  # calls in the present batch
+        def add(layer: NMLayer, group: int, inputs: Tensor) -> None:
+            groups = wanted[layer]
+            if group in groups:
+                summed[layer][group - groups.start] += _gram(inputs, columns[layer])
 
-        def before(
-            layer: NMLayer, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-        ) -> None:
-            module = layer.spec.module
-            found = adapter_of(layer.name, module, [layer.name])
-            assert found is not None
-            try:
-                inputs = found[0].inputs(module, layer.spec.parameter, args, kwargs)
-            except NotImplementedError as error:
-                raise ValueError(
-                    f"layer '{layer.name}' cannot be calibrated: {error}; name it in `exclude`"
-                ) from error
-            for group, matrix in enumerate(inputs):
-                add(layer, group, matrix)
+        def collect(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            last: tuple[Tensor, Tensor, Tensor] | None = None
+            for layer in wanted:
+                spec = layer.spec
+                order = columns[layer]
+                inputs = _adapter(layer).inputs(spec.module, spec.parameter, args, kwargs)
+                for group, x in enumerate(inputs):
+                    # Inputs that are the same memory have the same moments.
+                    if last is None or not last[0].is_set_to(x) or not torch.equal(last[1], order):
+                        last = x, order, _gram(x, order)
+                    summed[layer][group] += last[2]
             called()
 
         def called(*_: Any) -> None:
             nonlocal left
-            if left is not None:
-                left -= 1
-                if not left:
-                    raise Reached
+            left -= 1
+            if not left:
+                raise Reached
 
         def ended(*_: Any) -> None:
             raise Reached
@@ -350,64 +247,32 @@ class Calibration:
         with ExitStack() as stack:
             if self.memory is not None:
                 stack.enter_context(self.memory.answering(done))
-            if isinstance(stage.until, nn.Module):
-                stack.callback(stage.until.register_forward_hook(ended).remove)
-            for layer, module in stage.layers.items():
-                if has_experts(layer):
-                    # Each call adds what it multiplies while it runs.
-                    stack.callback(module.register_forward_hook(called).remove)
-                    install(self.model, [layer])
-                    stack.callback(uninstall, self.model, [layer])
-                    stack.enter_context(watching(layer, partial(add, layer)))
-                else:
-                    handle = module.register_forward_pre_hook(
-                        partial(before, layer), with_kwargs=True
-                    )
-                    stack.callback(handle.remove)
+                block = self.memory.block_of.get(module)
+                if block is not None and not calls:
+                    stack.callback(block.register_forward_hook(ended).remove)
+            if has_experts(first):
+                # Each call adds what it multiplies while it runs.
+                stack.callback(module.register_forward_hook(called).remove)
+                install(self.model, [first])
+                stack.callback(uninstall, self.model, [first])
+                stack.enter_context(watching(first, partial(add, first)))
+            else:
+                handle = module.register_forward_pre_hook(collect, with_kwargs=True)
+                stack.callback(handle.remove)
             for batch in self.batches():
-                left = stage.until if isinstance(stage.until, int) else None
+                left = calls
                 with suppress(Reached):
                     self.call(self.model, batch)
+        return summed
 
 
-class _Gram:
-    """Adds ``X^T X``, which layers with the same input share."""
-
-    def __init__(self) -> None:
-        self.inputs: Tensor | None = None
-        self.columns: Tensor | None = None
-        self.gram: Tensor | None = None
-
-    def add(self, total: Tensor, inputs: Tensor, columns: Tensor) -> None:
-        """Add that of ``inputs [..., in]``, with the columns in this order."""
-        if not self._is_last(inputs, columns):
-            self.inputs = inputs
-            self.columns = columns
-            matrix = inputs.reshape(-1, inputs.shape[-1])[:, columns]
-            matrix = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
-            # The model may run under autocast, which would make this product in half precision, too.
-            with torch.autocast(matrix.device.type, enabled=False):
-                self.gram = matrix.t() @ matrix
-        assert self.gram is not None
-        total += self.gram
-
-    def _is_last(self, inputs: Tensor, columns: Tensor) -> bool:
-        """Whether these are the inputs of the last call, which are kept so that no other tensor takes their memory."""
-        if self.inputs is None or self.columns is None or inputs.is_inference():
-            return False
-        return (
-            inputs.data_ptr() == self.inputs.data_ptr()
-            and inputs._version == self.inputs._version
-            and inputs.dtype == self.inputs.dtype
-            and inputs.shape == self.inputs.shape
-            and inputs.stride() == self.inputs.stride()
-            and torch.equal(columns, self.columns)
-        )
-
-
-def _zeros(layer: NMLayer, groups: int) -> Tensor:
-    size = len(_columns(layer))
-    return torch.zeros(groups, size, size, dtype=torch.float64, device=layer.param.device)
+def _gram(inputs: Tensor, columns: Tensor) -> Tensor:
+    """``X^T X`` of ``inputs [..., in]``, with the columns in this order."""
+    matrix = inputs.reshape(-1, inputs.shape[-1])[:, columns]
+    matrix = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
+    # The model may run under autocast, which would make this product in half precision, too.
+    with torch.autocast(matrix.device.type, enabled=False):
+        return matrix.t() @ matrix
 
 
 def call_model(model: nn.Module, batch: Any) -> Any:
@@ -439,17 +304,13 @@ def evaluation(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def progress_bar(number: int, shown: bool | None) -> Iterator[Callable[[], None]]:
-    """Show on stderr how many of the layers are done, by default in a terminal alone; the value counts one more."""
+def progress_bar(number: int, shown: bool | None) -> Iterator[Callable[[float], None]]:
+    """Show on stderr how many of the layers are done, by default in a terminal alone; the value counts more."""
     from rich.console import Console
     from rich.progress import MofNCompleteColumn, Progress
 
     console = Console(stderr=True)
     columns = (*Progress.get_default_columns(), MofNCompleteColumn())
     is_shown = console.is_terminal if shown is None else shown
-    if not is_shown:
-        yield lambda: None
-        return
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task("calibrating layers", total=number)
-        yield partial(progress.advance, task)
+    with Progress(*columns, console=console, disable=not is_shown) as progress:
+        yield partial(progress.advance, progress.add_task("calibrating layers", total=number))

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 
-from lightning_nm.functional import magnitude_mask, pack_mask, unpack_mask
+from lightning_nm.functional import pack_mask, unpack_mask
 from lightning_nm.functional.decay import decayed_moment
 from lightning_nm.functional.schedule import Moment, check_moment, resolve_moment
 from lightning_nm.functional.select import mask_, masked
-from lightning_nm.methods.bame.optimizer_state import group_of
-from lightning_nm.methods.base import MaskMethod, check_count, check_number
+from lightning_nm.methods.bame.optimizer_state import coupled_decay, group_of, will_be_skipped
+from lightning_nm.methods.base import (
+    MaskMethod,
+    check_count,
+    check_number,
+    largest_entries,
+    refuse_tensor_parallel,
+    set_parameter,
+)
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.layer.sharding import local_values
 
@@ -106,9 +112,7 @@ class CAST(MaskMethod):
         scale_groups: int = 2,
         end: Moment = 1.0,
     ) -> None:
-        check_number("decay", decay)
-        if not 0 <= decay < math.inf:
-            raise ValueError(f"decay={decay} must be a number from 0: it pulls entries to zero")
+        check_number("decay", decay, "it pulls entries to zero", zero=True)
         check_count("refresh_every", refresh_every, 1)
         check_count("scale_groups", scale_groups, 0)
         check_moment("end", end)
@@ -149,8 +153,7 @@ class CAST(MaskMethod):
                 f"(layer '{layer.name}'): use one of them, or another method"
             )
         group = group_of(optimizer, layer.optimizer_param)
-        is_decoupled = isinstance(optimizer, AdamW) or group.get("decoupled_weight_decay", False)
-        if group["weight_decay"] and not is_decoupled:
+        if coupled_decay(optimizer, group):
             raise ValueError(
                 f"{name} adds weight_decay={group['weight_decay']} to the gradient of layer '{layer.name}', which "
                 "CAST's step has no place for: use AdamW, or weight_decay=0"
@@ -182,31 +185,20 @@ class CAST(MaskMethod):
             self._find_kept(layer)
 
     def _init_scale(self, layer: NMLayer) -> None:
-        if layer.spec.tensor_parallel:
-            raise ValueError(
-                f"tensor parallelism cuts the weight of layer '{layer.name}', and CAST's scale is not cut with it: use "
-                "scale_groups=0"
-            )
+        refuse_tensor_parallel(layer, "a scale that is not cut with it, unless scale_groups=0")
         out, columns, *_ = layer.view.rows(layer.weight.detach()).shape
         groups = 1 if columns % self.scale_groups else self.scale_groups
         ones = torch.ones(out, groups, dtype=layer.weight.dtype, device=layer.weight.device)
-        if SCALE in layer.parameters:
-            # An optimizer may hold this object.
-            layer.parameters[SCALE].copy_(ones)
-        else:
-            layer.parameters[SCALE] = nn.Parameter(ones)
-
-    def _largest(self, layer: NMLayer) -> Tensor:
-        return layer.view.by_rows(lambda rows: magnitude_mask(rows, layer.pattern, dim=1))
+        set_parameter(layer, SCALE, ones)
 
     def _find_kept(self, layer: NMLayer) -> None:
         """Find the entries that are not decayed."""
-        layer.buffers[KEPT] = pack_mask(self._largest(layer))
+        layer.buffers[KEPT] = pack_mask(largest_entries(layer))
 
     def _choose_mask(self, layer: NMLayer) -> None:
         """Keep the largest entries from now on."""
         layer.buffers.clear()
-        layer.set_masks(self._largest(layer))
+        layer.set_masks(largest_entries(layer))
 
     def _project(self, layer: NMLayer) -> None:
         """Set the smaller entries to zero, for good."""
@@ -277,7 +269,7 @@ class CAST(MaskMethod):
         Both are the decayed moment. The step's new moment is then that moment again, and its mean square is added to V.
         """
         grad = layer.view.local_grad
-        if grad is None or layer.spec.forward_reason or _will_be_skipped(optimizer):
+        if grad is None or layer.spec.forward_reason or will_be_skipped(optimizer):
             return
         parameter = layer.optimizer_param
         group = group_of(optimizer, parameter)
@@ -330,7 +322,7 @@ class CAST(MaskMethod):
             with layer.full(), torch.no_grad():
                 magnitude = layer.weight.detach().abs().double()
                 total += float(magnitude.sum())
-                decayed += float(magnitude[~self._largest(layer)].sum())
+                decayed += float(magnitude[~largest_entries(layer)].sum())
         return {"decayed_magnitude": decayed / total if total else 0.0}
 
 
@@ -338,12 +330,6 @@ def _add_gradient(moment: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
     """Add a gradient to the running mean, as Adam does."""
     beta = group["betas"][0]
     moment.lerp_(grad.to(moment.dtype), 1 - beta)
-
-
-def _will_be_skipped(optimizer: Optimizer) -> bool:
-    """Whether a fused optimizer is about to skip a step with infinite gradients, which runs its hooks all the same."""
-    found_inf = getattr(optimizer, "found_inf", None)
-    return found_inf is not None and bool(found_inf)
 
 
 def _start(state: dict[str, Any], parameter: Tensor, group: dict[str, Any]) -> None:

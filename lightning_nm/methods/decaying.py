@@ -110,11 +110,7 @@ class DecayingMask(STE):
         check_option("decay", decay, *get_args(Decay))
         if stop is not None:
             check_moment("stop", stop)
-        check_number("rate", rate)
-        if not 0 < rate < math.inf:
-            raise ValueError(
-                f"rate={rate} must be a positive number: it is how fast pruned entries fade"
-            )
+        check_number("rate", rate, "it is how fast pruned entries fade")
         self.decay: Decay = decay
         self.stop = stop
         self.rate = rate

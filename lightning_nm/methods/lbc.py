@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from types import MappingProxyType
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_nm.functional import pack_mask, unpack_mask
@@ -16,7 +16,12 @@ from lightning_nm.functional.evolution import as_blocks, from_blocks
 from lightning_nm.functional.pattern import NMPattern
 from lightning_nm.functional.schedule import Moment, check_moment, resolve_moment
 from lightning_nm.functional.select import mask_, masked
-from lightning_nm.methods.base import MaskMethod, refuse_tensor_parallel, warn_of_late_stop
+from lightning_nm.methods.base import (
+    MaskMethod,
+    refuse_tensor_parallel,
+    set_parameter,
+    warn_of_late_stop,
+)
 from lightning_nm.nn.layer import NMLayer
 
 SCORES = "scores"
@@ -108,11 +113,7 @@ class LBC(MaskMethod):
         dtype = torch.promote_types(layer.weight.dtype, torch.float32)
         # Three dimensions: Muon takes those of two for matrices of a layer.
         scores = torch.full((rows[0], blocks // rows[0], count), score, dtype=dtype, device=device)
-        if SCORES in layer.parameters:
-            # The optimizer may hold this object.
-            layer.parameters[SCORES].data.copy_(scores)
-        else:
-            layer.parameters[SCORES] = nn.Parameter(scores)
+        set_parameter(layer, SCORES, scores)
         layer.buffers[PATTERNS] = patterns.to(device, torch.uint8)
         layer.buffers[REMOVED] = torch.zeros(
             (scores.numel() + 7) // 8, dtype=torch.uint8, device=device

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_nm.functional import fold_seed, is_nm, magnitude_mask, pack_mask, unpack_mask
+from lightning_nm.functional import fold_seed, is_nm, pack_mask, unpack_mask
 from lightning_nm.functional.block_patterns import patterns_of_layer
 from lightning_nm.functional.evolution import as_blocks, from_blocks
 from lightning_nm.functional.gumbel import (
@@ -25,7 +25,9 @@ from lightning_nm.functional.schedule import Moment, check_moment, resolve_momen
 from lightning_nm.methods.base import (
     MaskMethod,
     check_number,
+    largest_entries,
     refuse_tensor_parallel,
+    set_parameter,
     warn_of_late_stop,
 )
 from lightning_nm.nn.layer import NMLayer
@@ -109,9 +111,7 @@ class MaskLogits(MaskMethod):
         for name, pair in (("temperature", temperature), ("scale", scale)):
             _check_pair(name, pair)
         for name, value in (("prior_strength", prior_strength), ("weight_reg", weight_reg)):
-            check_number(name, value)
-            if not 0 <= value < float("inf"):
-                raise ValueError(f"{name}={value} must be 0 or a positive number")
+            check_number(name, value, "0 leaves it out", zero=True)
         check_moment("stop", stop)
         self.temperature = tuple(temperature)
         self.scale = tuple(scale)
@@ -170,11 +170,7 @@ class MaskLogits(MaskMethod):
             shared = prior.to(dtype) @ patterns.to(dtype).t()  # [blocks, C]
             # The constant changes no choice.
             logits += self.prior_strength * _SPREAD * (shared.view(shape) - 1)
-        if LOGITS in layer.parameters:
-            # The optimizer may hold this object.
-            layer.parameters[LOGITS].data.copy_(logits)
-        else:
-            layer.parameters[LOGITS] = nn.Parameter(logits)
+        set_parameter(layer, LOGITS, logits)
         layer.buffers[PATTERNS] = patterns.to(torch.uint8)
         layer.buffers[WORDS] = torch.zeros(4, dtype=torch.int64, device=weight.device)
         layer.buffers[ANNEALED] = torch.zeros(2, dtype=dtype, device=weight.device)
@@ -183,8 +179,7 @@ class MaskLogits(MaskMethod):
     def _prior_of(self, layer: NMLayer) -> Tensor:
         """The prior mask, bool of the weight's shape."""
         if self._prior is None:
-            rows = layer.view.rows(layer.weight.detach())
-            return layer.view.unrows(magnitude_mask(rows, layer.pattern, dim=1))
+            return largest_entries(layer)
         key = key_of_layer(layer.name, layer.spec.parameter)
         if key not in self._prior:
             raise ValueError(

@@ -93,11 +93,7 @@ class MaxQ(SRSTE):
         if isinstance(start, float) == isinstance(stop, float) and stop < start:
             raise ValueError(f"stop={stop} lies before start={start}: give a later `stop`, too")
         check_option("ramp", ramp, *get_args(Ramp))
-        check_number("temperature", temperature)
-        if not 0 < temperature < float("inf"):
-            raise ValueError(
-                f"temperature={temperature} must be a positive number; the default is 0.01"
-            )
+        check_number("temperature", temperature, "the default is 0.01")
         self.start = start
         self.stop = stop
         self.ramp: Ramp = ramp

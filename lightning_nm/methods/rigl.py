@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_nm.functional import magnitude_mask
 from lightning_nm.functional.evolution import as_blocks, block_index, drop_and_grow
 from lightning_nm.functional.schedule import Moment, check_moment, resolve_moment
 from lightning_nm.methods.bame.exchange import (
@@ -19,7 +18,13 @@ from lightning_nm.methods.bame.exchange import (
     gradient_of_window,
 )
 from lightning_nm.methods.bame.optimizer_state import check_optimizer
-from lightning_nm.methods.base import MaskMethod, check_count, check_moving_masks, check_number
+from lightning_nm.methods.base import (
+    MaskMethod,
+    check_count,
+    check_moving_masks,
+    check_number,
+    largest_entries,
+)
 from lightning_nm.nn.layer import NMLayer
 
 
@@ -67,11 +72,7 @@ class RigL(MaskMethod):
     def __init__(self, every: int = 100, stop: Moment = 0.75, drop: float = 0.3) -> None:
         check_count("every", every, 1)
         check_moment("stop", stop)
-        check_number("drop", drop)
-        if not 0 < drop <= 1:
-            raise ValueError(
-                f"drop={drop} is not a share of the kept entries: it must lie in (0, 1]"
-            )
+        check_number("drop", drop, "it is a share of the kept entries", most=1)
         self.every = every
         self.stop = stop
         self.drop = drop
@@ -124,8 +125,7 @@ class RigL(MaskMethod):
         if layer.spec.forward_reason:
             layer.set_masks(None)
             return
-        mask = layer.view.by_rows(lambda rows: magnitude_mask(rows, layer.pattern, dim=1))
-        layer.set_masks(mask)
+        layer.set_masks(largest_entries(layer))
 
     def weight_gradient(
         self, layer: NMLayer, weight: Tensor, grad: Tensor

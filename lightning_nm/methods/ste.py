@@ -8,12 +8,11 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from lightning_nm.functional import magnitude_mask
 from lightning_nm.functional.pattern import NMPattern
 from lightning_nm.functional.schedule import Moment, check_window, resolve_window, within
 from lightning_nm.functional.select import masked
 from lightning_nm.kernels.cpu import evolution
-from lightning_nm.methods.base import MaskMethod, check_option
+from lightning_nm.methods.base import MaskMethod, check_number, check_option, largest_entries
 from lightning_nm.nn.layer import NMLayer
 
 
@@ -74,8 +73,7 @@ class STE(MaskMethod):
         assert pattern is not None  # the masks of this class always hold to one
         if layer.spec.forward_reason or keep_largest(layer, pattern):
             return
-        mask = layer.view.by_rows(lambda rows: magnitude_mask(rows, pattern, dim=1))
-        layer.set_masks(mask)
+        layer.set_masks(largest_entries(layer, pattern))
 
 
 @torch.no_grad()
@@ -137,15 +135,9 @@ class SRSTE(STE):
         decay_at: DecayAt = "before-clipping",
     ) -> None:
         super().__init__(dense_start, dense_end)
-        if decay < 0:
-            raise ValueError(
-                f"decay={decay} must not be negative: it pulls pruned weights to zero; 0 is plain 'ste'"
-            )
-        is_factor = isinstance(decay_scale, (int, float)) and decay_scale >= 0
-        if decay_scale != "world-size" and not is_factor:
-            raise ValueError(
-                f"decay_scale={decay_scale!r} must be a factor of the decay, 0 or more, or 'world-size'"
-            )
+        check_number("decay", decay, "it pulls pruned weights to zero; 0 is 'ste'", zero=True)
+        if decay_scale != "world-size":
+            check_number("decay_scale", decay_scale, "a factor, or 'world-size'", zero=True)
         check_option("decay_at", decay_at, *get_args(DecayAt))
         self.decay = decay
         self.decay_scale = decay_scale

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from lightning_nm.functional.schedule import (
     resolve_moment,
     resolve_window,
 )
-from lightning_nm.methods.bame.optimizer_state import group_of
+from lightning_nm.methods.bame.optimizer_state import coupled_decay, group_of, will_be_skipped
 from lightning_nm.methods.base import check_number, check_option
 from lightning_nm.methods.ste import STE
 from lightning_nm.nn.layer import NMLayer
@@ -138,12 +138,8 @@ class STEP(STE):
         check_moment("latest", latest)
         check_option("mean", mean, *get_args(Mean))
         if threshold is not None:
-            check_number("threshold", threshold)
-        if threshold is not None and not threshold > 0:
-            raise ValueError(
-                f"threshold={threshold} must be positive: the second moment never stands still; None takes the "
-                "optimizer's epsilon"
-            )
+            why = "the second moment never stands still; None takes the optimizer's epsilon"
+            check_number("threshold", threshold, why)
         self.latest = latest
         self.threshold = threshold
         self.mean: Mean = mean
@@ -255,9 +251,8 @@ class STEP(STE):
     @torch.no_grad()
     def after_clipping(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Before the switch measure the change of the second moment; after it prepare a step that leaves it alone."""
-        found_inf = getattr(optimizer, "found_inf", None)
-        if found_inf is not None and bool(found_inf):
-            return  # a fused optimizer skips this step by itself
+        if will_be_skipped(optimizer):
+            return
         parameter = layer.optimizer_param
         state = optimizer.state.get(parameter, {})
         last = self._pending(layer)
@@ -334,7 +329,7 @@ class STEP(STE):
         torch.maximum(second, smallest, out=second)
 
         gradient.zero_()
-        decay = _coupled_decay(optimizer, group)
+        decay = coupled_decay(optimizer, group)
         if decay:
             # What Adam is about to add to the gradient is in the first moment already.
             sign = 1 if group.get("maximize") else -1
@@ -375,13 +370,6 @@ class STEP(STE):
         return layer.pending or _Pending()
 
 
-def _coupled_decay(optimizer: Optimizer, group: dict[str, Any]) -> float:
-    """The weight decay that Adam adds to the gradient; AdamW's is apart from it."""
-    if isinstance(optimizer, AdamW) or group.get("decoupled_weight_decay"):
-        return 0.0
-    return float(group["weight_decay"])
-
-
 def _adams_gradient(optimizer: Optimizer, parameter: Tensor) -> Tensor:
     """The gradient that enters both moments: with Adam's weight decay, and of the sign of its descent."""
     assert parameter.grad is not None
@@ -389,5 +377,5 @@ def _adams_gradient(optimizer: Optimizer, parameter: Tensor) -> Tensor:
     gradient = local_values(parameter.grad)
     if group.get("maximize"):
         gradient = -gradient
-    decay = _coupled_decay(optimizer, group)
+    decay = coupled_decay(optimizer, group)
     return gradient.add(local_values(parameter), alpha=decay) if decay else gradient

@@ -8,6 +8,7 @@ import torch
 
 from lightning_nm.functional import transposable_mask
 from lightning_nm.functional.schedule import Moment
+from lightning_nm.methods.base import check_count
 from lightning_nm.methods.ste import SRSTE, DecayAt
 from lightning_nm.nn.layer import NMLayer
 
@@ -52,8 +53,8 @@ class TransposableMask(SRSTE):
     ) -> None:
         super().__init__(decay, dense_start, dense_end, decay_scale, decay_at)
         for name, value in (("update_every", update_every), ("first_update", first_update)):
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
+            if value is not None:
+                check_count(name, value, 1)
         self.update_every = update_every
         self.first_update = first_update
 

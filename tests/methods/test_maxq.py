@@ -201,7 +201,7 @@ def test_weights_that_tensor_parallelism_cuts_are_refused(method):
         ({"temperature": 0}, "temperature=0 must be a positive number"),
         ({"start": 5, "stop": 4}, "stop=4 lies before start=5"),
         ({"stop": 1.5}, r"stop=1\.5"),
-        ({"decay": -1}, "decay=-1 must not be negative"),
+        ({"decay": -1}, "decay=-1 must be 0 or a positive number"),
     ],
 )
 def test_bad_settings_are_named(settings, message):

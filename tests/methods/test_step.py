@@ -401,7 +401,7 @@ def test_optimizers_that_it_refuses(optimizer, why):
         ({"dense_start": 0.6, "latest": 0.5}, "its earliest step, 12 by dense_start=0.6, comes"),
         ({"dense_end": 0.7}, "latest=0.5 ends at step 10 and dense_end=0.7"),
         ({"latest": 1.5}, "latest=1.5 is not a share"),
-        ({"threshold": 0.0}, "threshold=0.0 must be positive"),
+        ({"threshold": 0.0}, "threshold=0.0 must be a positive number"),
         ({"mean": "median"}, "mean='median' is unknown"),
     ],
 )

@@ -110,6 +110,19 @@ def group_of(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
     )
 
 
+def coupled_decay(optimizer: Optimizer, group: Mapping[str, Any]) -> float:
+    """The weight decay that Adam adds to the gradient; AdamW's is apart from it."""
+    if isinstance(optimizer, torch.optim.AdamW) or group.get("decoupled_weight_decay"):
+        return 0.0
+    return float(group["weight_decay"])
+
+
+def will_be_skipped(optimizer: Optimizer) -> bool:
+    """Whether a fused optimizer is about to skip a step with infinite gradients, which runs its hooks all the same."""
+    found_inf = getattr(optimizer, "found_inf", None)
+    return found_inf is not None and bool(found_inf)
+
+
 def moment_correction(optimizer: Optimizer, parameter: Tensor) -> float:
     r"""What corrects Adam's second moment after its steps so far: :math:`1 - \beta_2^t`, or 1 before the first."""
     steps = float(optimizer.state.get(parameter, {}).get("step", 0))
