@@ -21,8 +21,8 @@ from lightning_nm.methods.blocks import (
     lists_of_one_class,
     named_lists,
 )
-from lightning_nm.nn.adapters import Adapter, adapter_of
-from lightning_nm.nn.adapters.experts.products import watching
+from lightning_nm.nn.adapters import Adapter, find_adapter
+from lightning_nm.nn.adapters.experts import INPUT_HOOKS
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.selection.install import install, uninstall
 
@@ -36,7 +36,7 @@ def has_inputs(layer: NMLayer) -> bool:
     """Whether it can be known what the layer multiplies by the weight."""
     if has_experts(layer):
         return True
-    found = adapter_of(layer.name, layer.spec.module, [layer.name])
+    found = find_adapter(type(layer.spec.module))
     return found is not None and found[0].inputs.__func__ is not Adapter.inputs.__func__  # type: ignore[attr-defined]
 
 
@@ -325,7 +325,7 @@ class Calibration:
             layer: NMLayer, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> None:
             module = layer.spec.module
-            found = adapter_of(layer.name, module, [layer.name])
+            found = find_adapter(type(module))
             assert found is not None
             try:
                 inputs = found[0].inputs(module, layer.spec.parameter, args, kwargs)
@@ -358,7 +358,8 @@ class Calibration:
                     stack.callback(module.register_forward_hook(called).remove)
                     install(self.model, [layer])
                     stack.callback(uninstall, self.model, [layer])
-                    stack.enter_context(watching(layer, partial(add, layer)))
+                    INPUT_HOOKS[layer] = partial(add, layer)
+                    stack.callback(INPUT_HOOKS.pop, layer)
                 else:
                     handle = module.register_forward_pre_hook(
                         partial(before, layer), with_kwargs=True
