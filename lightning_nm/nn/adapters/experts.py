@@ -310,8 +310,8 @@ class NMTransformersExperts(NMExperts):
         if top_k_weights.shape[1] != k:
             top_k_weights = top_k_weights.gather(1, top_k_index)
         number = module.down_proj.shape[0]
-        # Stable, so that equal routing gives equal sums, bit for bit.
-        experts, order = top_k_index.flatten().sort(stable=True)
+        # As the interface's own sort: the order of an expert's tokens decides what an estimator draws of them.
+        experts, order = top_k_index.flatten().sort()
         offs = experts.bincount(minlength=number)[:number].cumsum(0)
 
         def product(x: Tensor, name: str) -> Tensor:
