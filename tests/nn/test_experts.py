@@ -40,6 +40,8 @@ METHODS = {
     "maxq": lambda: MaxQ(stop=0),
     "soft-threshold": SoftThreshold,
 }
+
+
 @pytest.fixture
 def alike(monkeypatch):
     """Random choices that do not depend on the layer: the twin's layers have other names."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeGuard, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +29,7 @@ INPUT_HOOKS: dict[NMLayer, Callable[[int, Tensor], None]] = {}
 
 @torch.compiler.disable
 def nm_grouped_linear(x: Tensor, module: nn.Module, parameter: str, offs: Tensor) -> Tensor:
-    r"""Return :math:`X_e W_e^T` of each expert e, by its masks while the weight is masked; else it is the dense product.
+    r"""Return :math:`X_e W_e^T` of each expert e, masked while the weight is, and dense otherwise.
 
     Args:
         x: ``[tokens, in]``: the tokens of expert 0, then those of expert 1, and so on.
@@ -208,7 +208,7 @@ class _Routed(torch.autograd.Function):
 
 
 class NMExperts(Adapter):
-    """A module whose forward multiplies its weights, ``[experts, out, in]`` or transposed, by :func:`nm_grouped_linear`.
+    """A module whose forward multiplies weights ``[experts, out, in]``, or transposed, by :func:`nm_grouped_linear`.
 
     :func:`register_experts` makes a subclass for a class.
     """
@@ -315,7 +315,10 @@ class NMTransformersExperts(NMExperts):
         offs = experts.bincount(minlength=number)[:number].cumsum(0)
 
         def product(x: Tensor, name: str) -> Tensor:
-            made = nm_grouped_linear(x.to(getattr(module, name).dtype), module, name, offs)
+            x = x.to(getattr(module, name).dtype)
+            # As those of transformers' own default, which autocast does not know.
+            with torch.autocast(x.device.type, enabled=False):
+                made = nm_grouped_linear(x, module, name, offs)
             if module.has_bias:
                 bias = getattr(module, f"{name}_bias")[experts.clamp(max=number - 1)]
                 made = (made + bias).to(made.dtype)
@@ -372,7 +375,7 @@ def register_experts(
     return kind
 
 
-def holds_matrices(parameter: nn.Parameter | None) -> bool:
+def holds_matrices(parameter: nn.Parameter | None) -> TypeGuard[nn.Parameter]:
     """Whether a parameter of three dimensions holds matrices of floating-point values."""
     if parameter is None or nn.parameter.is_lazy(parameter) or parameter.dim() != 3:
         return False

@@ -351,9 +351,7 @@ def _named_but_dense(candidate: Candidate, rule: Rule, reason: str) -> str:
     return message
 
 
-def candidates_of(
-    model: nn.Module, selection: Selection, conv_layout: str
-) -> Iterator[Candidate]:
+def candidates_of(model: nn.Module, selection: Selection, conv_layout: str) -> Iterator[Candidate]:
     """Yield every weight of a known layer kind; other modules that own a matrix become skipped layers."""
     # Start of the names of its parts -> module with low-rank adapters.
     low_rank: dict[str, nn.Module] = {}
