@@ -13,7 +13,6 @@ from torch.utils._pytree import tree_leaves
 from lightning_nm import NMSparsifier, TransposableMask
 from lightning_nm import functional as nmf
 from lightning_nm.nn.adapters import Adapter
-from lightning_nm.nn.adapters.experts.expert import expert_of
 from lightning_nm.nn.layer.names import key_of_layer
 from lightning_nm.nn.products import estimates
 from tests.support.contract import (
@@ -176,7 +175,7 @@ def used_backward_weight(layer):
 
     if layer.spec.layout.startswith("experts"):
         # Each expert has products, and so draws, of its own.
-        drawn = torch.stack([draw(expert_of(layer, k), weight[k]) for k in range(len(weight))])
+        drawn = torch.stack([draw(*each) for each in zip(layer.experts, weight, strict=True)])
     else:
         drawn = draw(layer, weight)
     rows = layer.view.rows(drawn)

@@ -63,14 +63,15 @@ def test_hugging_face(tmp_path, monkeypatch, capsys):
     assert nmf.is_nm(loaded.transformer.h[1].mlp.c_fc.weight, "2:4", dim=0)
 
 
-@pytest.mark.skipif(not hasattr(torch, "_grouped_mm"), reason="the page uses the grouped product")
 def test_mixtures_of_experts(monkeypatch, capsys):
     monkeypatch.setattr(adapters, "_ADAPTERS", list(adapters._ADAPTERS))
     monkeypatch.setattr(adapters, "_CLASSES", {})
-    hugging_face, own = blocks("python", read("moe.md"))
+    hugging_face, own_forward, own = blocks("python", read("moe.md"))
     exec(own, {})
     pytest.importorskip("transformers")
-    exec(hugging_face, {})
+    names = {}
+    exec(hugging_face, names)
+    exec(own_forward, names)
     assert re.search(
         r"^\d\d% of the weight FLOPs are masked, 0 blocks are not 2:4$", capsys.readouterr().out
     )

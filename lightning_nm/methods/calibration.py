@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from lightning_nm.methods.blocks import Memory, Reached, Trace, find_lists
-from lightning_nm.nn.adapters import Adapter, adapter_of
-from lightning_nm.nn.adapters.experts.products import watching
+from lightning_nm.nn.adapters import Adapter, find_adapter
+from lightning_nm.nn.adapters.experts import INPUT_HOOKS
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.selection.install import install, uninstall
 
@@ -30,7 +30,7 @@ def has_inputs(layer: NMLayer) -> bool:
 
 
 def _adapter(layer: NMLayer) -> type[Adapter]:
-    found = adapter_of(layer.name, layer.spec.module, [layer.name])
+    found = find_adapter(type(layer.spec.module))
     assert found is not None
     return found[0]
 
@@ -255,7 +255,8 @@ class Calibration:
                 stack.callback(module.register_forward_hook(called).remove)
                 install(self.model, [first])
                 stack.callback(uninstall, self.model, [first])
-                stack.enter_context(watching(first, partial(add, first)))
+                INPUT_HOOKS[first] = partial(add, first)
+                stack.callback(INPUT_HOOKS.pop, first)
             else:
                 handle = module.register_forward_pre_hook(collect, with_kwargs=True)
                 stack.callback(handle.remove)

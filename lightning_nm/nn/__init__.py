@@ -11,6 +11,7 @@ from lightning_nm.nn.adapters import (
     NMMultiheadAttention,
     NMTransposedLinear,
     WeightSpec,
+    nm_grouped_linear,
     register_adapter,
     register_experts,
 )
@@ -30,6 +31,7 @@ __all__ = [
     "NMTransposedLinear",
     "WeightSpec",
     "nm_conv",
+    "nm_grouped_linear",
     "nm_linear",
     "register_adapter",
     "register_experts",

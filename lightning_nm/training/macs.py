@@ -14,7 +14,7 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from lightning_nm.nn.adapters import Adapter, adapter_of
+from lightning_nm.nn.adapters import Adapter, find_adapter
 from lightning_nm.nn.layer.names import layer_name, plain_name
 from lightning_nm.training.forwards import (
     OutermostCalls,
@@ -56,7 +56,7 @@ class MacsCounter:
         self._keys: dict[tuple[int, int], Callable[[], str]] = {}
         for wrapped_name, module in model.named_modules():
             name = plain_name(wrapped_name)
-            found = adapter_of(name, module)
+            found = find_adapter(type(module))
             if found is None:
                 continue
             adapter, handled = found

@@ -81,7 +81,7 @@ def test_the_forward_pass_is_that_of_the_export(kind, dtype):
 @pytest.mark.parametrize("kind", [Experts, TransposedExperts])
 def test_each_expert_has_scales_of_its_own(kind):
     torch.manual_seed(0)
-    model = kind("loop")
+    model = kind()
     sparsifier = sparse(model)
     x, experts = torch.randn(7, 16), torch.arange(7) % 4
     with Int8Rounding().within(sparsifier.layers.values()), torch.no_grad():

@@ -11,7 +11,6 @@ from lightning_nm import ASP, NMSparsifier, prune
 from lightning_nm import functional as nmf
 from tests.methods.test_one_shot_experts import Mixture, matrices
 from tests.methods.test_one_shot_experts import batches as expert_batches
-from tests.support.experts import WAYS
 
 
 def net(*sizes, seed=0):
@@ -239,10 +238,9 @@ def test_a_bound_that_nothing_keeps_leaves_the_model_dense():
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_experts_share_a_pattern_within_the_bound(way):
+def test_experts_share_a_pattern_within_the_bound():
     torch.manual_seed(0)
-    model = Mixture(way)
+    model = Mixture()
     result = prune(model, data=expert_batches(), max_error=0.5, candidates=["1:4", "2:4", "3:4"])
     assert set(result.choices) == {"experts.up", "experts.down"}
     assert result.patterns

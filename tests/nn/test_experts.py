@@ -12,16 +12,17 @@ from lightning_nm import BAME, LBC, MVUE, MaxQ, NMSparsifier, TransposableMask
 from lightning_nm import functional as nmf
 from lightning_nm.kernels import Router, SimulatedSparseKernel, routing
 from lightning_nm.kernels.cpu import CpuCsrKernel, CpuPermuteKernel
+from lightning_nm.nn import nm_grouped_linear, register_experts
+from lightning_nm.nn.adapters import base
 from lightning_nm.nn.layer.noise import LayerNoise
 from tests.support.cpu_products import needs_library
 from tests.support.experts import (
     EXPERTS,
-    GROUPED,
-    SPARSE_WAYS,
-    WAYS,
     WIDTH,
     Experts,
+    LinearExperts,
     TransposedExperts,
+    TransposedLinearExperts,
     Twin,
     matrices,
 )
@@ -39,19 +40,6 @@ METHODS = {
     "maxq": lambda: MaxQ(stop=0),
     "soft-threshold": SoftThreshold,
 }
-CASES = [
-    pytest.param(
-        kind,
-        WAYS[(row + column) % len(WAYS)],
-        method,
-        estimator,
-        id=f"{kind.__name__}-{method}-{estimator}",
-    )
-    for column, method in enumerate(METHODS)
-    for row, (kind, estimator) in enumerate(
-        [(Experts, None), (TransposedExperts, None), (Experts, "mvue"), (TransposedExperts, "mvue")]
-    )
-]
 
 
 @pytest.fixture
@@ -102,12 +90,12 @@ def train(
     return sparsifier, figures
 
 
-@pytest.mark.parametrize(("kind", "way", "method", "estimator"), CASES)
-def test_experts_train_as_linear_layers(alike, kind, way, method, estimator):
-    if estimator and way not in SPARSE_WAYS:
-        way = "grouped"  # the estimate of a batch with other tokens is another one
+@pytest.mark.parametrize("estimator", [None, "mvue"])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("kind", [Experts, TransposedExperts])
+def test_experts_train_as_linear_layers(alike, kind, method, estimator):
     torch.manual_seed(0)
-    experts = kind(way)
+    experts = kind()
     twin = Twin(experts)
     found, figures = train(experts, METHODS[method](), estimator)
     expected, other_figures = train(twin, METHODS[method](), estimator)
@@ -135,20 +123,9 @@ def test_experts_train_as_linear_layers(alike, kind, way, method, estimator):
         assert found.violations() == 0
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", [Experts, TransposedExperts])
-def test_every_way_of_using_experts_is_the_same(kind, way):
-    torch.manual_seed(0)
-    model = kind()
-    other = copy.deepcopy(model)
-    other.way = way
-    expected, found = (train(each, "bi-mask", None)[1] for each in (model, other))
-    torch.testing.assert_close(found, expected)
-
-
 def test_a_method_with_a_parameter_routes_the_gradient_of_all_experts_once():
     torch.manual_seed(0)
-    model = Experts("grouped").double()
+    model = Experts().double()
     sparsifier = NMSparsifier(model, "2:4", ScaledMask()).attach()
     x, experts = torch.randn(9, WIDTH).double(), torch.arange(9) % EXPERTS
     model(x, experts).square().mean().backward()
@@ -167,10 +144,9 @@ def test_a_method_with_a_parameter_routes_the_gradient_of_all_experts_once():
         torch.testing.assert_close(layer.parameters["scale"].grad, scale.grad)
 
 
-@pytest.mark.parametrize("way", ["loop", "index", "grouped"])
-def test_estimates_differ_for_each_expert_and_call_and_repeat_with_the_draw(way):
+def test_estimates_differ_for_each_expert_and_call_and_repeat_with_the_draw():
     torch.manual_seed(0)
-    model = Experts(way)
+    model = Experts()
     model.up.data[:], model.down.data[:] = model.up[0].detach(), model.down[0].detach()
     sparsifier = NMSparsifier(model, "2:4", "dense", MVUE()).attach()
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
@@ -194,47 +170,38 @@ def test_estimates_differ_for_each_expert_and_call_and_repeat_with_the_draw(way)
     assert all(not torch.equal(first[0], other) for other in (*first[1:], second[0], later[0]))
 
 
-def test_products_without_any_token():
-    for way in ("loop", "index", "grouped", "all", "einsum"):
-        model = Experts(way)
-        sparsifier = NMSparsifier(model, "2:4", "sr-ste").attach()
-        x = torch.zeros(0, WIDTH, requires_grad=True)
-        y = model(x, torch.zeros(0, dtype=torch.int64))
-        assert y.shape == (0, WIDTH)
-        if way != "loop":  # which calls nothing
-            y.sum().backward()
-            assert not model.up.grad.any()
-        sparsifier.detach()
-
-
-@pytest.mark.skipif(not GROUPED, reason="this torch has no grouped product")
-def test_tokens_beyond_the_last_offset_give_zeros():
+@pytest.mark.parametrize("method", [None, "sr-ste"])
+def test_products_without_any_token(method):
     model = Experts()
-    NMSparsifier(model, "2:4", "sr-ste").attach()
+    if method:
+        NMSparsifier(model, "2:4", method).attach()
+    x = torch.zeros(0, WIDTH, requires_grad=True)
+    y = model(x, torch.zeros(0, dtype=torch.int64))
+    assert y.shape == (0, WIDTH)
+    y.sum().backward()
+    assert not model.up.grad.any()
 
-    def forward(x, ends):
-        return torch._grouped_mm(x, model.up.mT, offs=ends)
 
-    model.by_loop = forward
+@pytest.mark.parametrize("method", [None, "sr-ste"])
+def test_tokens_beyond_the_last_offset_give_zeros(method):
+    model = LinearExperts()
+    if method:
+        NMSparsifier(model, "2:4", method, skip_first_last=False).attach()
     x = torch.randn(10, WIDTH)
-    y = model(x, torch.tensor([2, 2, 5, 7], dtype=torch.int32))
+    y = nm_grouped_linear(x, model, "weight", torch.tensor([3, 7], dtype=torch.int32))
     assert y.shape == (10, 32)
     assert not y[7:].any()
     assert y[:7].ne(0).any(1).all()
 
 
-@pytest.mark.parametrize("way", ["loop", "index", "grouped"])
 @pytest.mark.parametrize("estimator", [None, "mvue"])
-def test_bf16_autocast_is_that_of_the_twin(alike, way, estimator):
+def test_bf16_autocast_is_that_of_the_twin(alike, estimator):
     torch.manual_seed(0)
-    experts = Experts(way)
+    experts = Experts()
     twin = Twin(experts)
     options = {"dtype": torch.float32, "optimizer": torch.optim.SGD}
-    with torch.autocast(
-        "cpu", torch.bfloat16, enabled=way != "grouped" or not GROUPED
-    ):  # autocast does not know grouped products
-        expected = train(twin, "bi-mask", estimator, **options)[1]
     with torch.autocast("cpu", torch.bfloat16):
+        expected = train(twin, "bi-mask", estimator, **options)[1]
         found = train(experts, "bi-mask", estimator, **options)[1]
     torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-4)
 
@@ -246,7 +213,7 @@ def test_bf16_autocast_is_that_of_the_twin(alike, way, estimator):
 def test_the_cpu_kernels_take_every_expert(kind, method, estimator):
     def run(router):
         torch.manual_seed(0)
-        return train(kind("grouped"), METHODS[method](), estimator, router, dtype=torch.float32)[1]
+        return train(kind(), METHODS[method](), estimator, router, dtype=torch.float32)[1]
 
     router = Router("sparse", [CpuPermuteKernel(), CpuCsrKernel()])
     torch.testing.assert_close(run(router), run(None), rtol=1e-4, atol=1e-5)
@@ -259,16 +226,16 @@ def test_packs_are_kept_for_each_expert():
     kernel = SimulatedSparseKernel()
     router = Router("sparse", [kernel], reuse=2)
     torch.manual_seed(0)
-    model = Experts("grouped")
+    model = Experts()
     sparsifier = NMSparsifier(model, "2:4", "sr-ste").attach()
     x, experts = torch.randn(32, WIDTH), torch.arange(32) % EXPERTS
     with routing(router):
         first = model(x, experts)
-        held = dict(sparsifier.layers["up"].experts)
+        held = list(sparsifier.layers["up"].experts)
         second = model(x, experts)
     assert torch.equal(first, second)
-    assert sorted(held) == list(range(EXPERTS))
-    assert all(sparsifier.layers["up"].experts[k] is layer for k, layer in held.items())
+    assert len(held) == EXPERTS
+    assert all(a is b for a, b in zip(sparsifier.layers["up"].experts, held, strict=True))
     with torch.no_grad():  # masks that moved are seen
         model.up.copy_(model.up.flip(-1))
     sparsifier.layers["up"].spec.method.init_masks(sparsifier.layers["up"])
@@ -280,7 +247,7 @@ def test_packs_are_kept_for_each_expert():
 
 def test_the_module_stays_what_it_was():
     torch.manual_seed(0)
-    model = Experts("grouped")
+    model = Experts()
     parameters, keys = dict(model.named_parameters()), list(model.state_dict())
     sparsifier = NMSparsifier(model, "2:4", "sr-ste").attach()
     assert all(
@@ -302,21 +269,69 @@ def test_the_module_stays_what_it_was():
         torch.load(buffer, weights_only=False),
     ):
         torch.testing.assert_close(twin(x, experts), y)
-    plain = Experts("loop")
+    plain = Experts()
     plain.load_state_dict(state)
     torch.testing.assert_close(plain(x, experts), y)
     sparsifier.bake()
     sparsifier.detach()
     assert type(model) is Experts
-    assert not {"nm_layers", "nm_in_use"} & set(vars(model))
-    if hasattr(torch, "_grouped_mm"):
-        torch.testing.assert_close(model(x, experts), y)
+    assert "nm_layers" not in vars(model)
+    torch.testing.assert_close(model(x, experts), y)
 
 
-def test_an_error_in_forward_leaves_the_parameters_readable():
-    model = Experts()
-    NMSparsifier(model, "2:4", "sr-ste").attach()
-    model.by_loop = lambda *_: model.up @ torch.randn(3)
-    with pytest.raises(RuntimeError, match="takes an input of 16 features"):
-        model(torch.randn(2, WIDTH), torch.zeros(2))
-    assert isinstance(model.up, nn.Parameter)
+class Loop(nn.Module):
+    """Experts as they are often written, which masks do not reach."""
+
+    def __init__(self):
+        super().__init__()
+        self.position = nn.Parameter(torch.randn(1, 16, WIDTH))
+        self.table = nn.Parameter(torch.randn(EXPERTS, 16, WIDTH))
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.linear(x) @ self.table[0].t() + x @ self.position[0].t()
+
+
+def test_weights_that_masks_do_not_reach_are_left_out_or_refused_with_the_way_out():
+    model = nn.Sequential(Loop())
+    sparsifier = NMSparsifier(model, "2:4", "sr-ste", skip_first_last=False).attach()
+    assert list(sparsifier.layers) == ["0.linear"]
+    assert "nm_grouped_linear, and call register_experts" in sparsifier.skipped["0"]
+    sparsifier.detach()
+    for include in ("0.table", "0"):
+        message = f"'{include}' is named by `include` but cannot be masked: .*nm_grouped_linear"
+        with pytest.raises(ValueError, match=message):
+            NMSparsifier(model, "2:4", "sr-ste", include=[include]).attach()
+    with pytest.raises(TypeError, match=r"call lightning_nm.nn.register_experts\(Loop\)"):
+        nm_grouped_linear(torch.randn(3, WIDTH), model[0], "table", torch.tensor([3, 3, 3, 3]))
+
+
+@pytest.fixture
+def adapters(monkeypatch):
+    """Registrations of one test."""
+    monkeypatch.setattr(base, "_ADAPTERS", list(base._ADAPTERS))
+    monkeypatch.setattr(base, "_CLASSES", {})
+
+
+def test_a_registered_class_that_multiplies_in_another_way_is_refused(adapters):
+    register_experts(Loop, parameters=["table"])
+    model = Loop()
+    sparsifier = NMSparsifier(model, "2:4", "sr-ste", include=["table", "linear"]).attach()
+    message = "forward of Loop did not multiply by 'table' with .*nm_grouped_linear, .*`exclude`"
+    with pytest.raises(RuntimeError, match=message):
+        model(torch.randn(3, WIDTH))
+    sparsifier.detach()
+    sparsifier = NMSparsifier(model, "2:4", "sr-ste", exclude=["table"], skip_first_last=False)
+    assert list(sparsifier.attach().layers) == ["linear"]
+    model(torch.randn(3, WIDTH))
+
+
+def test_a_product_over_the_other_axis_tells_the_way_out():
+    for model in (LinearExperts(), TransposedLinearExperts()):
+        message = f"registered as .*transposed={not isinstance(model, TransposedLinearExperts)}"
+        with pytest.raises(ValueError, match=message):
+            nm_grouped_linear(torch.randn(4, 32), model, "weight", torch.tensor([2, 4]))
+        with pytest.raises(ValueError, match="which 3 ends"):
+            nm_grouped_linear(torch.randn(4, WIDTH), model, "weight", torch.tensor([2, 4, 4]))
+    with pytest.raises(TypeError, match="takes a module class"):
+        register_experts(3)

@@ -249,7 +249,7 @@ def test_no_two_states_of_masks_have_one_number():
 def test_experts_hear_that_the_backward_mask_went():
     """The bits are written in place, so the views of single experts stay what they are."""
     torch.manual_seed(0)
-    model = Experts("grouped")
+    model = Experts()
     sparsifier = NMSparsifier(model, "2:4", "bi-mask").attach()
     x, experts = torch.randn(32, WIDTH), torch.arange(32) % EXPERTS
 

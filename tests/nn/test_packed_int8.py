@@ -269,7 +269,7 @@ def test_convolutions_of_other_weights_are_refused():
 @pytest.mark.parametrize("kernels", ["auto", "sparse", "reference"])
 def test_experts(tmp_path, kind, kernels):
     torch.manual_seed(0)
-    dense = kind("loop").eval()
+    dense = kind().eval()
     axis = 1 if dense.transposed else 2
     with torch.no_grad():
         for name in ("up", "down"):
@@ -289,7 +289,7 @@ def test_experts(tmp_path, kind, kernels):
         unpacked = getattr(model, name).unpack().movedim(axis, 2).flatten(0, 1)
         assert torch.equal(unpacked, exact)
     save_packed(model, tmp_path / "a.safetensors")
-    loaded = load_packed(kind("loop"), tmp_path / "a.safetensors", kernels=kernels)
+    loaded = load_packed(kind(), tmp_path / "a.safetensors", kernels=kernels)
     assert_equal_states(clones(loaded), clones(model))
     for other in (copied(model), pickle.loads(pickle.dumps(model))):
         assert_equal_states(clones(other), clones(model))

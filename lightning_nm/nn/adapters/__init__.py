@@ -6,14 +6,12 @@ from lightning_nm.nn.adapters.base import (
     WeightSpec,
     _new,
     adapted_class,
-    adapter_of,
-    adapters_by_parameters,
     find_adapter,
     register_adapter,
 )
 from lightning_nm.nn.adapters.conv import NMConv1d, NMConv2d, NMConv3d
 from lightning_nm.nn.adapters.embedding import NMEmbedding
-from lightning_nm.nn.adapters.experts.adapter import NMExperts, register_experts
+from lightning_nm.nn.adapters.experts import NMExperts, nm_grouped_linear, register_experts
 from lightning_nm.nn.adapters.linear import NMLinear, NMTransposedLinear
 
 __all__ = [
@@ -30,9 +28,8 @@ __all__ = [
     "WeightSpec",
     "_new",
     "adapted_class",
-    "adapter_of",
-    "adapters_by_parameters",
     "find_adapter",
+    "nm_grouped_linear",
     "register_adapter",
     "register_experts",
 ]

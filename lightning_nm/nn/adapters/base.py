@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from torch import Tensor, nn
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.layer.layer import init_masks
 from lightning_nm.nn.layer.layout import Layout
-from lightning_nm.nn.layer.names import layer_name
 from lightning_nm.nn.layer.sharding import as_sharded
 from lightning_nm.nn.layer.state import fits, layer_state, restore_weights
 
@@ -56,11 +55,8 @@ class Adapter(nn.Module):
     reads_children: ClassVar[tuple[str, ...]] = ()
     """Children whose weights the handled class reads without calling them."""
 
-    by_parameters: ClassVar[bool] = False
-    """Whether the adapter fits any class, if the parameters of a module do; it is asked after all others."""
-
     wraps_forward: ClassVar[bool] = False
-    """Whether the module's own forward runs; :meth:`macs` then knows only the products of masked weights."""
+    """Whether the class's own forward runs; :meth:`macs` then knows only the products of masked weights."""
 
     nm_base: ClassVar[type[nn.Module]]
     """The class that the module had before the swap."""
@@ -116,16 +112,6 @@ class Adapter(nn.Module):
         ``rows.flatten(1)``; the arguments are those of :meth:`macs`.
         """
         raise NotImplementedError(f"{cls.__name__} defines no inputs(), which calibration needs")
-
-    @classmethod
-    def recognizes(cls, name: str, module: nn.Module, parameter: str) -> bool:
-        """Whether a weight of :meth:`specs` is masked though no `include` names it; `name` is the module's."""
-        return True
-
-    @classmethod
-    def wrapping(cls) -> dict[str, Any]:
-        """Return attributes of adapted classes, which come before those of the class that a module had."""
-        return {}
 
     @classmethod
     def needed_around(cls, module: Any) -> bool:
@@ -257,37 +243,10 @@ def find_adapter(kind: type[nn.Module]) -> tuple[type[Adapter], type[nn.Module]]
     if issubclass(kind, Adapter):
         kind = kind.nm_base
     for adapter in _ADAPTERS:
-        if adapter.by_parameters:
-            continue  # a class alone does not tell whether it fits
         handled = adapter.handled(kind)
         if handled is not None:
             return adapter, handled
     return None
-
-
-def adapter_of(
-    name: str, module: nn.Module, named: Collection[str] = ()
-) -> tuple[type[Adapter], type[nn.Module]] | None:
-    """Return the adapter for a module, and the class it handles.
-
-    It is the one that :func:`find_adapter` finds, or one for parameters that it recognizes or that are in `named`.
-    """
-    kind = original_class(module)
-    found = find_adapter(kind)
-    if found is not None:
-        return found
-    for adapter in adapters_by_parameters():
-        for spec in adapter.specs(module, "channels"):
-            is_named = name in named or layer_name(name, spec.parameter) in named
-            is_adapted = isinstance(module, adapter)
-            if is_named or is_adapted or adapter.recognizes(name, module, spec.parameter):
-                return adapter, kind
-    return None
-
-
-def adapters_by_parameters() -> list[type[Adapter]]:
-    """Return the adapters for modules of any class."""
-    return [adapter for adapter in _ADAPTERS if adapter.by_parameters]
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
@@ -306,12 +265,9 @@ def adapted_class(base: type[nn.Module]) -> type[nn.Module]:
     if base in _CLASSES:
         return _CLASSES[base]
     found = find_adapter(base)
-    # Only a module whose parameters fit is adapted without an adapter for its class.
-    adapter = adapters_by_parameters()[0] if found is None else found[0]
-    # The names of a class whose forward stays must not be hidden by an adapter's.
-    bases = (base, adapter) if adapter.wraps_forward else (adapter, base)
-    attributes = {**adapter.wrapping(), "nm_base": base, "__module__": __name__}
-    made = type(f"NM{base.__name__}", bases, attributes)
+    assert found is not None
+    attributes = {"nm_base": base, "__module__": __name__}
+    made = type(f"NM{base.__name__}", (found[0], base), attributes)
     _CLASSES[base] = made
     return made
 

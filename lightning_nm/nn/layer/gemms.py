@@ -218,7 +218,7 @@ class LayerCosts:
             tuple[list[float], list[float]]
         ] = []  # in each counting: sums, and what a step adds
         self.last_call: int | None = None
-        """Multiply-adds of the module's last call, where its products count themselves."""
+        """Multiply-adds of the module's last call, where its products count themselves; ``None`` if there were none."""
 
     def set_step_cost(self, cost_key: tuple[Any, ...], gemms: Gemms) -> None:
         """Keep what one step costs, until something in ``cost_key`` changes."""
@@ -241,10 +241,6 @@ class LayerCosts:
             for k, gemm in enumerate(gemms):
                 sums[k] += steps * getattr(gemm, kind)
         self.counted += steps
-
-    def record_call(self, macs: int) -> None:
-        """Set the multiply-adds of a call that ended."""
-        self.last_call = macs
 
     def mean(self) -> dict[FlopsKind, GemmDensity] | None:
         """The average over the steps; ``None`` if there were none."""

@@ -67,16 +67,16 @@ class NMLayer(HasHandle):
             self.handle, 0, dtype=torch.float32, device=self.param.device
         )
         """An empty tensor whose size is the layer's handle."""
-        self.experts: dict[int, NMLayer] = {}
-        """The layers of single experts that products have used.
+        self.experts: list[NMLayer] = []
+        """A layer for each expert of a weight of several, made by their first product."""
 
-        Made by :func:`~lightning_nm.nn.adapters.experts.expert.expert_of`.
-        """
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy makes its own.
+        return {**vars(self), "experts": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.view = WeightView(self)  # a copy's view is of the copy
-        self.experts = {}
         self.handle_tensor = self.handle_tensor.new_empty(self.handle, 0)
 
     def __repr__(self) -> str:
@@ -100,7 +100,6 @@ class NMLayer(HasHandle):
     @property
     def param(self) -> nn.Parameter:
         """The latent parameter as the module holds it, for its identity: its values may be sharded."""
-        # Not by getattr: while a module of experts runs, its attribute is an ExpertWeight.
         parameter = self.spec.module._parameters[self.spec.parameter]
         assert parameter is not None
         return parameter

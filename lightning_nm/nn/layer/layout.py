@@ -106,10 +106,3 @@ def locate(index: tuple[Tensor, ...], layout: Layout, shape: Sequence[int]) -> t
         return row // rows_of_expert, row % rows_of_expert, column
     rows_of_expert = shape[2]
     return row // rows_of_expert, column, row % rows_of_expert
-
-
-def of_one_expert(layout: Layout) -> Layout:
-    """The layout of one expert's matrix."""
-    if layout == "experts-transposed":
-        return "transposed"
-    return "plain"

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_nm.nn.adapters.experts.products import ExpertsInUse
 from lightning_nm.nn.layer.layout import Layout
 from lightning_nm.nn.packed.kernel_choice import Budget, Kernels
-from lightning_nm.nn.packed.ops import packed_linear
 from lightning_nm.nn.packed.tensor import EXPERTS, PackedTensor, Role
 from lightning_nm.nn.packed.weight import PackedWeight
 
@@ -88,45 +85,8 @@ class PackedExperts(PackedWeight):
             part.train(mode)
         return self
 
-    def in_use(self) -> PackedExpertsInUse:
-        """The weight for one forward pass of its module."""
-        return PackedExpertsInUse(self)
-
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "parts": ()}
-
-
-class PackedExpertsInUse(ExpertsInUse):
-    """Packed experts in one forward pass of their module."""
-
-    def __init__(self, weight: PackedExperts) -> None:
-        self._packed = weight
-        self.layer: Any = SimpleNamespace(  # what is asked of a masked layer
-            name=weight.name,
-            module=weight,
-            spec=SimpleNamespace(layout=weight.role),
-            estimator=None,
-            masks=SimpleNamespace(has_backward=False),
-            method=SimpleNamespace(has_own_backward_weight=False),
-        )
-        self.weight = torch.empty((), dtype=weight.dtype, device=weight.device).expand(weight.shape)
-        self._forward_weight: Tensor | None = None
-
-    def product(
-        self, expert: int, x: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None
-    ) -> Tensor:
-        """``x W[expert]^T + bias``."""
-        return packed_linear(x, self._packed.parts[expert], bias)
-
-    def forward_weight(self) -> Tensor:
-        """The dense weight of all experts, for operators that are no products."""
-        if self._forward_weight is None:
-            self._forward_weight = self._packed.unpack()
-        return self._forward_weight
-
-    def close(self) -> None:
-        """Free the dense weight."""
-        self._forward_weight = None
 
 
 def packed_weight(

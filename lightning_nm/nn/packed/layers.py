@@ -19,7 +19,6 @@ from lightning_nm.nn.adapters import (
 )
 from lightning_nm.nn.adapters.attention import AttentionForward
 from lightning_nm.nn.adapters.conv import padded_input
-from lightning_nm.nn.adapters.experts import NMExperts
 from lightning_nm.nn.packed.ops import packed_conv, packed_embedding, packed_linear, training_error
 from lightning_nm.nn.packed.tensor import Role
 from lightning_nm.nn.packed.weight import PackedWeight
@@ -38,7 +37,7 @@ class PackedLayer(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The class has no importable name: pickle and deepcopy make it again from the class it was made of.
         reduced: Any = super().__reduce_ex__(protocol)
-        return _new, (type(self).nm_base, isinstance(self, PackedExpertsLayer)), *reduced[2:]
+        return _new, (type(self).nm_base,), *reduced[2:]
 
 
 class PackedLinear(PackedLayer):
@@ -116,19 +115,6 @@ class PackedAdapted(PackedLayer):
     _apply = nn.Module._apply
 
 
-class PackedExpertsLayer(PackedLayer):
-    """A module of experts, whose forward stays its own, and which reads packed weights while it runs."""
-
-    @property
-    def nm_layers(self) -> dict[str, PackedWeight]:
-        """The packed weights by the names of their parameters."""
-        return {
-            name: module
-            for name, module in self._modules.items()
-            if isinstance(module, PackedWeight)
-        }
-
-
 class PackedLightningModule(nn.Module):
     """Mixed into the class of a LightningModule whose layers are packed, so that fitting it is refused at once.
 
@@ -183,15 +169,12 @@ _CLASSES: dict[tuple[type[nn.Module], ...], type[nn.Module]] = {}  # by the base
 
 
 def packed_kind(kind: type[nn.Module]) -> type[PackedLayer] | None:
-    """The packed layer for a module class; ``None`` if there is none, or it has a forward of its own.
-
-    Of experts, which need no class of their own, nothing is known by the class: see :func:`packed_class`.
-    """
+    """The packed layer for a module class; ``None`` if there is none, or it has a forward of its own."""
     found = find_adapter(kind)
     if found is None or kind.forward is not found[1].forward:
         return None
     adapter, _ = found
-    if adapter.wraps_forward or adapter.role == "embedding":
+    if adapter.role == "embedding":
         return None
     return _KINDS.get(adapter, PackedAdapted)
 
@@ -201,15 +184,10 @@ def holds_embedding(kind: type[nn.Module]) -> bool:
     return issubclass(kind, nn.Embedding) and kind.forward is nn.Embedding.forward
 
 
-def packed_class(base: type[nn.Module], *, experts: bool = False) -> type[nn.Module]:
-    """The class that mixes the packed layer into ``base``, and a registered adapter; made at first use, and once.
-
-    Args:
-        base: The class that a module had.
-        experts: Whether it holds the weights of experts.
-    """
+def packed_class(base: type[nn.Module]) -> type[nn.Module]:
+    """The class that mixes the packed layer into ``base``, and a registered adapter; made at first use, and once."""
     attributes: dict[str, Any] = {"nm_base": base, "__module__": __name__}
-    kind = PackedExpertsLayer if experts else packed_kind(base)
+    kind = packed_kind(base)
     if holds_embedding(base):
         kind = PackedEmbedding
     if kind is None:
@@ -219,14 +197,12 @@ def packed_class(base: type[nn.Module], *, experts: bool = False) -> type[nn.Mod
         found = find_adapter(base)
         assert found is not None
         bases = (kind, found[0], base)
-    if experts:
-        attributes |= NMExperts.wrapping()
     if bases not in _CLASSES:
         _CLASSES[bases] = type(f"Packed{base.__name__}", bases, attributes)
     return _CLASSES[bases]
 
 
-def _new(base: type[nn.Module], experts: bool = False) -> nn.Module:
-    """An empty module of the packed class, for pickle and deepcopy to fill."""
-    cls = packed_class(base, experts=experts)
+def _new(base: type[nn.Module], *_: bool) -> nn.Module:
+    """An empty module of the packed class, for pickle and deepcopy to fill; pickles of 0.3 have a second argument."""
+    cls = packed_class(base)
     return cls.__new__(cls)

@@ -12,10 +12,8 @@ from lightning_nm.functional.nm_format import PACKED_DTYPES
 from lightning_nm.nn.adapters import FUSED_PATHS, Adapter, find_adapter
 from lightning_nm.nn.layer.layout import Layout
 from lightning_nm.nn.layer.names import parameter_key, plain_name
-from lightning_nm.nn.packed.experts import PackedExperts
 from lightning_nm.nn.packed.layers import (
     PackedAdapted,
-    PackedExpertsLayer,
     PackedLayer,
     holds_embedding,
     packed_class,
@@ -74,8 +72,7 @@ def places_and_reasons(model: nn.Module) -> tuple[dict[str, Place], dict[str, st
     for candidate in candidates_of(model, selection, "channels"):
         module, parameter = candidate.module, candidate.spec.parameter
         key = parameter_key(candidate.module_name, parameter)
-        of_experts = candidate.spec.layout in SAME_BLOCKS
-        kind = PackedExpertsLayer if of_experts else packed_kind(type(module))
+        kind = packed_kind(type(module))
         weight = module._parameters.get(parameter)
         if _is_masked(module):
             reasons[key] = "masked by a sparsifier"
@@ -92,7 +89,7 @@ def places_and_reasons(model: nn.Module) -> tuple[dict[str, Place], dict[str, st
         else:
             layout = SAME_BLOCKS.get(candidate.spec.layout, candidate.spec.layout)
             role = kind.packed_role
-            if of_experts:
+            if candidate.spec.layout in SAME_BLOCKS:
                 role = candidate.spec.layout  # type: ignore[assignment]
             elif kind is PackedAdapted:
                 role = _role_of(weight, layout)
@@ -146,7 +143,7 @@ def put(place: Place, weight: PackedWeight) -> None:
     module = place.module
     weight.train(module.training)
     if not isinstance(module, PackedLayer):
-        module.__class__ = packed_class(type(module), experts=isinstance(weight, PackedExperts))
+        module.__class__ = packed_class(type(module))
     del module._parameters[place.parameter]
     setattr(module, place.parameter, weight)
 

@@ -17,8 +17,9 @@ from torch.nn.utils import parametrize
 
 from lightning_nm.functional.pattern import NMPattern
 from lightning_nm.functional.stages import Schedule
-from lightning_nm.nn.adapters import Adapter, WeightSpec, adapter_of, adapters_by_parameters
+from lightning_nm.nn.adapters import Adapter, WeightSpec, find_adapter
 from lightning_nm.nn.adapters.base import original_class
+from lightning_nm.nn.adapters.experts import holds_matrices
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.layer.layout import ConvLayout, known_size, misfit, row_sizes
 from lightning_nm.nn.layer.names import layer_name, plain_name
@@ -152,7 +153,7 @@ def select(
     """
     selection = Selection()
     named = _names_in(rules)
-    candidates = list(candidates_of(model, selection, "channels", named))
+    candidates = list(candidates_of(model, selection, "channels"))
     ties = Ties(model, candidates, named)
     if is_trained is not None and is_held is not None:
         is_trained = _by_method(candidates, rules, ties, is_trained, is_held)
@@ -345,9 +346,7 @@ def _named_but_dense(candidate: Candidate, rule: Rule, reason: str) -> str:
     return message
 
 
-def candidates_of(
-    model: nn.Module, selection: Selection, conv_layout: str, named: Collection[str] = ()
-) -> Iterator[Candidate]:
+def candidates_of(model: nn.Module, selection: Selection, conv_layout: str) -> Iterator[Candidate]:
     """Yield every weight of a known layer kind; other modules that own a matrix become skipped layers."""
     # Start of the names of its parts -> module with low-rank adapters.
     low_rank: dict[str, nn.Module] = {}
@@ -360,9 +359,8 @@ def candidates_of(
         kind = original_class(module)
         known_reason = unmaskable(kind)
         quantised_reason = quantised(module)
-        found = adapter_of(name, module, named)
-        # An adapter for any class would also take, say, a bilinear layer for experts.
-        if found is None or (known_reason and found[0].by_parameters):
+        found = find_adapter(kind)
+        if found is None:
             if isinstance(module, parametrize.ParametrizationList):
                 continue  # the module that it belongs to has the reason
             if quantised_reason or matrices(module):
@@ -386,12 +384,7 @@ def candidates_of(
                 read_by[f"{name}.{child}".lstrip(".")] = kind.__name__
             continue
         for spec in adapter.specs(module, conv_layout):
-            weight_name = layer_name(name, spec.parameter)
-            is_named = name in named or weight_name in named
-            if is_named or adapter.recognizes(name, module, spec.parameter):
-                yield Candidate(weight_name, name, module, adapter, spec)
-            else:
-                selection.skipped[weight_name] = f"no adapter for it{_hint(module)}"
+            yield Candidate(layer_name(name, spec.parameter), name, module, adapter, spec)
 
 
 def _fault_of_module(
@@ -429,16 +422,12 @@ def _is_matrix(parameter: Tensor) -> bool:
     return len(parameter) > 1 and parameter.numel() > max(parameter.shape)
 
 
-_HINT = "; if it holds experts' weights, name it in `include` or see register_experts"
-
-
 def _hint(module: nn.Module) -> str:
     """Return what to do about a module without an adapter that may hold experts; empty if it holds none."""
-    for adapter in adapters_by_parameters():
-        for spec in adapter.specs(module, "channels"):
-            # A parameter [1, ...] is one position or the like, not one expert.
-            if len(getattr(module, spec.parameter)) > 1:
-                return _HINT
+    for parameter in module._parameters.values():
+        # A parameter [1, ...] is one position or the like, not one expert.
+        if holds_matrices(parameter) and len(parameter) > 1:
+            return "; if it holds experts' weights, multiply by them with nm_grouped_linear, and call register_experts"
     return ""
 
 
@@ -559,8 +548,10 @@ def _no_match(
     skipped: Mapping[str, str],
 ) -> str:
     """Return the message for a glob that matches no layer: the likeliest mistake first."""
-    if glob in skipped:
-        return f"layer '{glob}' is named by {option} but cannot be masked: {skipped[glob]}"
+    # Of a module without an adapter, its name has the reason for all of its weights.
+    for name in (glob, glob.rpartition(".")[0]):
+        if name in skipped:
+            return f"layer '{glob}' is named by {option} but cannot be masked: {skipped[name]}"
     matched = [f"'{name}': {why}" for name, why in skipped.items() if fnmatchcase(name, glob)]
     if matched:
         shown = "; ".join(matched[:5])
