@@ -98,7 +98,7 @@ class OwnData(HelpTopics):
     pass
 """
 OWN_CONFIG = """
-model: {dim: 32, depth: 1, context: 16}
+model: {dim: 32, heads: 4, depth: 1, context: 16}
 data: {context: 16, batch_size: 8}
 trainer:
   max_steps: 100
