@@ -189,8 +189,13 @@ def run(spec: Spec, folder: Path, workers: int, threads: int) -> None:
         context = multiprocessing.get_context("spawn")
         # One may be killed, as where memory is short: what is missing is reported.
         with suppress(BrokenProcessPool), ProcessPoolExecutor(workers, context) as pool:
-            for done in [pool.submit(work, *arguments) for _ in range(workers)]:
-                done.result()
+            try:
+                for done in [pool.submit(work, *arguments) for _ in range(workers)]:
+                    done.result()
+            except KeyboardInterrupt:  # which the other processes may not have seen
+                for process in multiprocessing.active_children():
+                    process.terminate()
+                raise
 
 
 def work(spec: Spec, folder: Path, threads: int) -> None:
