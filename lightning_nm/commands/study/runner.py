@@ -130,6 +130,8 @@ class Store:
             user_attrs={"key": job.key, "rows": rows},
         )
         with self.storage():
+            # Optuna 4.3 would never read what others added since this process last looked.
+            self.study.get_trials(deepcopy=False)
             self.study.add_trial(trial)
 
     def rows(self) -> list[Row]:
