@@ -130,6 +130,8 @@ class Store:
             user_attrs={"key": job.key, "rows": rows},
         )
         with self.storage():
+            # Optuna 4.3 would never read what others added since this process last looked.
+            self.study.get_trials(deepcopy=False)
             self.study.add_trial(trial)
 
     def rows(self) -> list[Row]:
@@ -189,8 +191,13 @@ def run(spec: Spec, folder: Path, workers: int, threads: int) -> None:
         context = multiprocessing.get_context("spawn")
         # One may be killed, as where memory is short: what is missing is reported.
         with suppress(BrokenProcessPool), ProcessPoolExecutor(workers, context) as pool:
-            for done in [pool.submit(work, *arguments) for _ in range(workers)]:
-                done.result()
+            try:
+                for done in [pool.submit(work, *arguments) for _ in range(workers)]:
+                    done.result()
+            except KeyboardInterrupt:  # which the other processes may not have seen
+                for process in multiprocessing.active_children():
+                    process.terminate()
+                raise
 
 
 def work(spec: Spec, folder: Path, threads: int) -> None:
