@@ -112,6 +112,14 @@ def test_layers_that_join_later_keep_the_models_order():
     assert torch.equal(again.values.nan_to_num(-1), history.values.nan_to_num(-1))
 
 
+def test_columns_of_version_0_3_are_continued():
+    """They were float16, with the mean of the last column beside them."""
+    state = {"layers": ["a"], "steps": [3], "values": torch.full((1, 3, 1), 0.5).half()}
+    history = LayerHistory.from_state(state | {"stride": 2, "filled": 1, "mean": torch.rand(3, 1)})
+    history.add(5, ["a"], torch.full((3, 1), 1.0))
+    assert (history.steps, history.values.flatten().tolist()) == ([5], [0.75] * 3)
+
+
 # ------------------------------------------------------------------------------------------------------- the picture
 
 
