@@ -202,7 +202,7 @@ def prune(
     if data is None:
         if budget is not None:
             values = {
-                layer.name: _lost_magnitudes(layer, found.patterns[layer.name])
+                layer.name: _lost_magnitudes(matrices_of(layer), found.patterns[layer.name])
                 for layer in found.layers
             }
             result.choices = _choose(values, found.sizes, budget, 1, counted)
@@ -225,11 +225,8 @@ def prune(
             values = {}
             for layer, moments in calibration.moments():
                 own_patterns = found.patterns[layer.name]
-                trial = _try(layer, moments(), own_patterns, score, damping)
-                if not trial.errors:
-                    # To be compared with the others: for inputs of equal size that are not correlated.
-                    trial = _try(layer, _identities(layer), own_patterns, "magnitude", damping)
-                values[layer.name] = trial.errors
+                errors = _try(layer, moments(), own_patterns, score, damping).errors
+                values[layer.name] = errors or _errors_of_weight(layer, own_patterns)
             costs = found.sizes if counter is None else counter.macs
             result.choices = _choose(values, costs, budget, 2, counted)
         for layer, moments in calibration.moments():
@@ -453,17 +450,20 @@ def _pruned_matrix(
     return masked(weight, magnitude_mask(weight, pattern, dim=1))
 
 
-def _identities(layer: NMLayer) -> list[tuple[range, Tensor]]:
-    groups, _, columns = matrices_of(layer).shape
-    identity = torch.eye(columns, dtype=torch.float64, device=layer.param.device)
-    return [(range(groups), identity.expand(groups, columns, columns))]
-
-
-def _lost_magnitudes(layer: NMLayer, patterns: Sequence[NMPattern]) -> dict[str, float]:
-    """By pattern, the share of the magnitude that the largest entries of the blocks do not hold."""
-    weight = matrices_of(layer)
+def _lost_magnitudes(weight: Tensor, patterns: Sequence[NMPattern]) -> dict[str, float]:
+    """By pattern, the share of the sum of ``|W|`` that the largest entries of the blocks do not hold."""
     kept = {m: retained_magnitudes(weight, m).tolist() for m in {each.m for each in patterns}}
     return {str(each): 1 - kept[each.m][each.n - 1] for each in patterns}
+
+
+def _errors_of_weight(layer: NMLayer, patterns: Sequence[NMPattern]) -> dict[str, float]:
+    """``|W - W_F| / |W|`` of each pattern in the Frobenius norm: the error for inputs that are not correlated.
+
+    Under a budget, a layer that no calibration token reaches is compared with the others by it.
+    """
+    # The largest squares are those of the largest magnitudes.
+    lost = _lost_magnitudes(matrices_of(layer).double().square(), patterns)
+    return {pattern: max(share, 0.0) ** 0.5 for pattern, share in lost.items()}
 
 
 # --------------------------------------------------------------------------------------------------------------- choice

@@ -123,10 +123,7 @@ RAISED = {
     "the sparsifier is not attached: ": lambda path: NMSparsifier(model()).state_dict(),
     "layer '...' is masked already: ": lambda path: NMSparsifier(attached().model, "2:4").attach(),
     "layer '...' is masked by a sparsifier: ": lambda path: pack(attached().model),
-    "score=... needs calibration batches: ": lambda path: prune(model(), score="wanda"),
-    "`data` can be read only once, but every layer reads it: ": lambda path: prune(
-        model(), data=iter([])
-    ),
+    "... needs calibration batches: ": lambda path: prune(model(), score="wanda"),
     "kernels=... is unknown: ": lambda path: NMPrecision(kernels="fast"),
     "'...' has no sparsifier state that names its masked layers: ": lambda path: verify(
         saved(path, model().state_dict())
