@@ -57,7 +57,7 @@ def read_checkpoint(
     if (path / ".metadata").is_file():
         # Lightning keeps the callbacks' states, the sparsifier's among them, in a file of their own.
         command = (
-            f"lightning.pytorch.utilities.consolidate_checkpoint {path} --output_file NEW.ckpt"
+            f"lightning.fabric.utilities.consolidate_checkpoint {path} --output_file NEW.ckpt"
             if (path / "meta.pt").is_file()
             else f"torch.distributed.checkpoint.format_utils dcp_to_torch {path} NEW.pt"
         )

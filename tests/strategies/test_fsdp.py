@@ -239,7 +239,7 @@ def one_file(path):
     """A checkpoint as one file, by the command that `verify` names for a sharded one."""
     if path.is_file():
         return path
-    module = "lightning.pytorch.utilities.consolidate_checkpoint"
+    module = "lightning.fabric.utilities.consolidate_checkpoint"
     with mock.patch.object(sys, "argv", [module, str(path)]):
         runpy.run_module(module, run_name="__main__")
     return path.with_name(f"{path.name}.consolidated")
