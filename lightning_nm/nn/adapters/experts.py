@@ -86,15 +86,15 @@ def _product(
         method: Any = layer.spec.method
         if not method.selects_entries:
             method = _OfAllExperts(layer)
-        layer.experts = [ExpertLayer(layer, expert, method) for expert in range(len(weight))]
+        layer.experts.extend(ExpertLayer(layer, number, method) for number in range(len(weight)))
     _forget(layer)
     matrices = _Routed.apply(layer, weight, *layer.parameters.values()).unbind()
-    layer.costs.last_call = layer.costs.last_call or 0
+    layer.costs.record_product(0)  # the weight is multiplied by, even if no expert has tokens
 
     def masked(expert: int, x: Tensor) -> Tensor:
         if layer in INPUT_HOOKS:
             INPUT_HOOKS[layer](expert, x)
-        layer.costs.last_call += len(x) * matrices[expert].numel()
+        layer.costs.record_product(len(x) * matrices[expert].numel())
         return nm_linear(x, matrices[expert], None, layer.experts[expert])
 
     return masked
@@ -254,7 +254,7 @@ class NMExperts(Adapter):
         """
         layers = [layer for layer in self.nm_layers.values() if isinstance(layer, NMLayer)]
         for layer in layers:
-            layer.costs.last_call = None
+            layer.costs.begin_call()
         output = type(self).nm_base.forward(self, *args, **kwargs)
         for layer in layers:
             if layer.costs.last_call is None:

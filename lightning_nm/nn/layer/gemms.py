@@ -242,6 +242,14 @@ class LayerCosts:
                 sums[k] += steps * getattr(gemm, kind)
         self.counted += steps
 
+    def begin_call(self) -> None:
+        """Forget the products of the last call."""
+        self.last_call = None
+
+    def record_product(self, macs: int) -> None:
+        """Add the multiply-adds of a product to the present call."""
+        self.last_call = (self.last_call or 0) + macs
+
     def mean(self) -> dict[FlopsKind, GemmDensity] | None:
         """The average over the steps; ``None`` if there were none."""
         if not self.counted:
