@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_nm.functional.int8 import MOST_TERMS, check_quantised, dequantise_weight
 from lightning_nm.functional.pattern import NMPattern
-from lightning_nm.kernels.cpu.library import Int8Operand
+from lightning_nm.kernels.cpu.library import address, ffi
 
 # As csrc/nm.h has them.
 ROWS = 16
@@ -134,17 +135,17 @@ class Int8Layout:
         )
         return dequantise_weight(integers, self.scale, dtype)
 
-    def operand(self, values: Tensor | None = None) -> Int8Operand:
+    def operand(self, values: Tensor | None = None) -> Any:
         """Return the matrix as the library takes it; the tensors must outlive the call."""
-        return Int8Operand(
-            None if values is None else values.data_ptr(),
-            self.positions.data_ptr(),
-            self.scale.data_ptr(),
-            self.offset.data_ptr(),
-            self.pattern.n,
-            self.pattern.m,
-            position_width(self.pattern),
-        )
+        operand = ffi.new("nm_int8 *")
+        operand.values = address(values)
+        operand.positions = address(self.positions)
+        operand.scale = address(self.scale)
+        operand.offset = address(self.offset)
+        operand.n = self.pattern.n
+        operand.m = self.pattern.m
+        operand.bits = position_width(self.pattern)
+        return operand
 
 
 def int8_matrix(

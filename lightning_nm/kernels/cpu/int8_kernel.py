@@ -15,7 +15,7 @@ from lightning_nm.kernels.api import Convolution, GemmKernel, GemmKey, MaskedMat
 from lightning_nm.kernels.cpu import library
 from lightning_nm.kernels.cpu.int8 import ROWS, Int8Layout
 from lightning_nm.kernels.cpu.kernels import Packed
-from lightning_nm.kernels.cpu.library import DTYPES, LINEAR
+from lightning_nm.kernels.cpu.library import DTYPES
 
 INSTRUCTIONS = ("baseline", "AVX2", "AVX-512 with VBMI and VNNI")
 """What the library has int8 products for, by its numbers."""
@@ -82,7 +82,7 @@ class CpuInt8Kernel(GemmKernel):
             library.check_operand(bias, (layout.rows,), x.dtype)
         y = x.new_empty(tokens, layout.rows)
         dense = library.operands(layout.rows, layout.depth, tokens, x, y, bias)
-        library.run(library.load().nm_int8_product, LINEAR, dense, layout.operand(values))
+        library.run("nm_int8_product", "NM_LINEAR", dense, layout.operand(values))
         return y
 
     def conv(

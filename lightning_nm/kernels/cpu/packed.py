@@ -49,16 +49,16 @@ def collect(blocks_bm: Tensor, positions: Tensor) -> Tensor | None:
 def _move(values: Tensor, positions: Tensor, dense_bm: Tensor, *, spreads: bool) -> None:
     blocks, m = dense_bm.shape
     library.load().nm_packed_move(
-        library.parallel(),
+        library.parallel() or library.ffi.NULL,
         library.threads(),
         spreads,
         values.element_size(),
-        positions.data_ptr(),
+        library.address(positions),
         blocks,
         positions.shape[-1],
         m,
-        values.data_ptr(),
-        dense_bm.data_ptr(),
+        library.address(values),
+        library.address(dense_bm),
     )
 
 

@@ -1,7 +1,7 @@
 /* Blocks of m entries, and the n of each that are stored: positions are bytes [blocks, n], values [blocks, n]. */
 #include <string.h>
 
-#include "nm.h"
+#include "shared.h"
 
 enum { BLOCKS = 4096 }; /* of a unit of work */
 
