@@ -152,5 +152,5 @@ def test_replacements_among_the_kernels_exist(owner):
     assert any(owner in names for names in found)
     if owner == "Router":
         made = Router("reference")
-        names = "kernels active_or_none unavailable_reason record initialize pick_fastest tune_if_single"
+        names = "kernels active_or_none unavailable_reason record initialize tune_if_single"
         assert all(hasattr(made, name) for name in names.split())

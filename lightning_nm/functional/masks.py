@@ -18,7 +18,8 @@ from torch import Tensor
 from lightning_nm.functional.pattern import NMPattern, PatternLike
 from lightning_nm.functional.select import masked
 
-_MAX_UNROLLED_M = 8  # beyond, an expression of all pairs takes long to compile, and a sort is faster where nothing fuses it
+# Beyond, unrolled pairs take long to compile, and a sort is faster where nothing fuses them.
+_MAX_UNROLLED_M = 8
 _MAX_PAIRWISE_M = 64  # beyond, a sort is faster than all pairs
 
 
@@ -27,8 +28,8 @@ def _no_library(blocks_bmi: Tensor, n: int, magnitude: bool) -> Tensor | None:
 
 
 by_library: Callable[[Tensor, int, bool], Tensor | None] = _no_library
-"""The mask of blocks ``[B, M, I]`` by the library of CPU kernels, which sets this when it is imported; ``None`` where it
-cannot be used."""
+"""The mask of blocks ``[B, M, I]`` by the library of CPU kernels, which sets this when it is imported; it returns ``None``
+where it cannot be used."""
 
 
 def nm_mask(scores: Tensor, pattern: PatternLike, dim: int = -1) -> Tensor:

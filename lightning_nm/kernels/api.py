@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,7 +41,6 @@ class Convolution(NamedTuple):
     groups: int = 1
 
     def __str__(self) -> str:
-        # Keys in files of decisions are written so, without spaces, and read by `parse`.
         height, width = self.size
         parts = [f"{self.inputs}>{self.outputs}@{height}x{width}"]
         for name in ("kernel", "stride", "padding", "dilation"):
@@ -50,15 +48,6 @@ class Convolution(NamedTuple):
             parts.append(f"{name}{along_height}x{along_width}")
         parts.append(f"groups{self.groups}")
         return ",".join(parts)
-
-    @classmethod
-    def parse(cls, text: str) -> Convolution:
-        """Read what ``str`` wrote."""
-        # The numbers alone, in the order of the fields: those between the first two and the last are pairs.
-        numbers = [int(digits) for digits in re.findall(r"\d+", text)]
-        inputs, outputs, *flat, groups = numbers
-        size, kernel, stride, padding, dilation = zip(flat[::2], flat[1::2], strict=True)
-        return cls(inputs, outputs, size, kernel, stride, padding, dilation, groups)
 
     @property
     def positions(self) -> tuple[int, int]:
@@ -110,7 +99,6 @@ class GemmKey:
 
     def __str__(self) -> str:
         """``gemm rowsxdepthxcolumns dtype pattern device``, then ``permuted``, ``drawn``, sparsity and geometry."""
-        # Files of decisions hold this text; `parse_key` reads it.
         dtype = str(self.dtype).removeprefix("torch.")
         sizes = f"{self.rows}x{self.depth}x{self.columns}"
         parts = [self.gemm, sizes, dtype, str(self.pattern), self.device]
@@ -356,44 +344,6 @@ def uses_of_pack(key: GemmKey, reuse: int) -> int:
     if key.gemm == "wgrad" or key.drawn:
         return 1
     return reuse
-
-
-_KEY = re.compile(
-    r"(?P<gemm>forward|dgrad|wgrad) "
-    r"(?P<rows>\d+)x(?P<depth>\d+)x(?P<columns>\d+) "
-    r"(?P<dtype>\w+) (?P<pattern>\d+:\d+) (?P<device>\S+)"
-    r"( (?P<permuted>permuted))?"
-    r"( (?P<drawn>drawn))?"
-    r"( (?P<sparsity>masked|outputs))?"
-    r"( (?P<conv>\d+>\S+))?"
-)
-
-
-def parse_key(text: str) -> GemmKey:
-    """Read what ``str(key)`` wrote; raise a ValueError for other texts."""
-    match = _KEY.fullmatch(text)
-    dtype = None if match is None else getattr(torch, match["dtype"], None)
-    # Any name of torch matches the expression: "load", for example, is not a dtype.
-    if match is None or not isinstance(dtype, torch.dtype):
-        raise ValueError(
-            f"cannot read {text!r} as a key: it is written 'forward 4096x1024x8192 bfloat16 2:4 cuda'"
-        )
-    gemm = cast("GemmName", match["gemm"])
-    sparsity = cast("Sparsity", match["sparsity"] or "n:m")
-    conv = match["conv"]
-    return GemmKey(
-        gemm=gemm,
-        rows=int(match["rows"]),
-        depth=int(match["depth"]),
-        columns=int(match["columns"]),
-        dtype=dtype,
-        pattern=NMPattern.parse(match["pattern"]),
-        device=match["device"],
-        permuted=match["permuted"] is not None,
-        drawn=match["drawn"] is not None,
-        sparsity=sparsity,
-        conv=None if conv is None else Convolution.parse(conv),
-    )
 
 
 def check_mode(kernels: object) -> None:

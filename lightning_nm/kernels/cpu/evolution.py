@@ -57,15 +57,10 @@ def is_row_major(tensor: Tensor, device_type: str = "cpu") -> bool:
 
 def _job(bits: Tensor, weight: Tensor | None = None, grad: Tensor | None = None) -> Any:
     """Describe a weight, its gradient and its masks to the library."""
-    job = library.structure("nm_evolution *")
-    job.entries = bits.numel()
-    job.bits = address(bits)
-    job.weight = address(weight)
-    job.grad = address(grad)
-    for tensor in (weight, grad):
-        if tensor is not None:
-            job.dtype = DTYPES[tensor.dtype]
-    return job
+    fields = bits.numel(), address(bits), address(weight), address(grad)
+    given = weight if grad is None else grad
+    dtype = 0 if given is None else DTYPES[given.dtype]
+    return library.structure("nm_evolution *", *fields, dtype)
 
 
 def _run(name: str, job: Any) -> None:
@@ -117,15 +112,8 @@ def top_n_mask(blocks_bmi: Tensor, n: int, magnitude: bool) -> Tensor | None:
         return None
     scores = blocks_bmi.contiguous()
     mask_bmi = torch.empty_like(scores, dtype=torch.bool)
-    top = library.structure("nm_top *")
-    top.scores = address(scores)
-    top.kept = address(mask_bmi)
-    top.blocks = blocks * inner
-    top.inner = inner
-    top.n = n
-    top.m = m
-    top.dtype = _SCORES[scores.dtype]
-    top.magnitude = magnitude
+    fields = address(scores), address(mask_bmi), blocks * inner, inner, n, m, _SCORES[scores.dtype]
+    top = library.structure("nm_top *", *fields, magnitude)
     library.load().nm_top_mask(library.level(), top)
     return mask_bmi
 

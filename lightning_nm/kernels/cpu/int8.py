@@ -137,15 +137,10 @@ class Int8Layout:
 
     def operand(self, values: Tensor | None = None) -> Any:
         """Return the matrix as the library takes it; the tensors must outlive the call."""
-        operand = ffi.new("nm_int8 *")
-        operand.values = address(values)
-        operand.positions = address(self.positions)
-        operand.scale = address(self.scale)
-        operand.offset = address(self.offset)
-        operand.n = self.pattern.n
-        operand.m = self.pattern.m
-        operand.bits = position_width(self.pattern)
-        return operand
+        tensors = values, self.positions, self.scale, self.offset
+        n, m = self.pattern.n, self.pattern.m
+        fields = (*map(address, tensors), n, m, position_width(self.pattern))
+        return ffi.new("nm_int8 *", fields)
 
 
 def int8_matrix(

@@ -168,12 +168,8 @@ class PermuteLayout:
 
     def operand(self, values: Tensor | None = None) -> Any:
         """Return the matrix as the library takes it; the tensors must outlive the call."""
-        operand = ffi.new("nm_permute *")
-        operand.index = address(self.inputs)
-        operand.values = address(values)
-        operand.slots = self.slots
-        operand.paired = self.paired
-        return operand
+        fields = address(self.inputs), address(values), self.slots, self.paired
+        return ffi.new("nm_permute *", fields)
 
 
 @dataclass(frozen=True, eq=False)
@@ -308,11 +304,7 @@ class CsrLayout:
 
     def operand(self, values: Tensor | None = None) -> Any:
         """Return the matrix as the library takes it; the tensors must outlive the call."""
-        operand = ffi.new("nm_csr *")
-        operand.start = address(self.start)
-        operand.offset = address(self.offset)
-        operand.values = address(values)
-        return operand
+        return ffi.new("nm_csr *", (address(self.start), address(self.offset), address(values)))
 
 
 def _divide_up(size: int, part: int) -> int:
@@ -352,15 +344,9 @@ def _mask(matrix: MaskedMatrix) -> tuple[Any, Tensor, Tensor]:
             raise ValueError(
                 f"the order of a depth of {depth} is {order.dtype} of shape {tuple(order.shape)}"
             )
-    mask = structure("nm_mask *")
-    mask.bits = address(bits)
-    mask.bit = matrix.bit.bit_length() - 1  # its number
-    mask.rows = rows
-    mask.depth = depth
-    mask.row_stride = row_stride
-    mask.depth_stride = depth_stride
-    mask.order = address(order)
-    return mask, weight, bits
+    bit = matrix.bit.bit_length() - 1  # its number
+    fields = address(bits), bit, rows, depth, row_stride, depth_stride, address(order)
+    return structure("nm_mask *", *fields), weight, bits
 
 
 def _check_shape(matrix: MaskedMatrix, rows: int, depth: int) -> None:

@@ -21,7 +21,7 @@ from lightning_nm.kernels.api import (
     multiply_adds,
     uses_of_pack,
 )
-from lightning_nm.kernels.router.cache import Decision, Decisions, Source, stored_key
+from lightning_nm.kernels.router.cache import Decision, Decisions, Source
 from lightning_nm.kernels.router.checks import (
     check,
     check_bias,
@@ -91,8 +91,6 @@ class Tuner:
         self.decisions = decisions if kernels == "auto" else Decisions(decisions.environment)
         self.timer = timer
         self.reuse = reuse
-        # By the bucket of a postponed product: the size at which it is measured, one that occurred.
-        self._sizes: dict[GemmKey, GemmKey] = {}
         deciders = {"auto": self._measured, "sparse": self._forced, "reference": self._dense}
         self._decide = deciders[kernels]
 
@@ -117,9 +115,8 @@ class Tuner:
         """Decide for many products within a budget of time, in ``"auto"`` in descending order of cost.
 
         The cost is the multiply-adds, times how often a product is among the keys. When the budget is used up, the rest
-        is postponed: dense until :meth:`measure_next` or a later call measures it. The last measurement may exceed the
-        budget. With several processes one tunes, and all :meth:`take_over` what
-        :func:`~lightning_nm.kernels.router.cache.share` returns.
+        is postponed: dense until a later call measures it. The last measurement may exceed the budget. With several
+        processes one tunes, and all :meth:`take_over` what :func:`~lightning_nm.kernels.router.cache.share` returns.
         """
         counts: Counter[GemmKey] = Counter()
         sizes: dict[GemmKey, GemmKey] = {}  # a bucket is measured at a size that occurs
@@ -141,8 +138,7 @@ class Tuner:
                     self._remember(bucket, self._measured(key))
                 else:
                     reason = f"not measured yet: the budget of {budget_s:g} s is used up"
-                    self._remember(bucket, _postponed(reason))
-                    self._sizes[stored_key(bucket)] = key
+                    self._remember(bucket, _unmeasured("reference", reason, "postponed"))
             # Other modes decide here; in "auto" this asks whether the kernel supports the size.
             self.decide(key)
 
@@ -151,17 +147,6 @@ class Tuner:
         for key, decision in self.decisions.items():
             decisions.setdefault(key, decision)
         self.decisions = decisions
-
-    def measure_next(self) -> bool:
-        """Measure the first postponed product, the one of the highest cost; return whether there was one."""
-        postponed = self.decisions.postponed()
-        if not postponed:
-            return False
-        bucket = postponed[0]  # they were postponed in descending order of cost
-        # A decision from another process came without the size: the bucket's own stands in.
-        key = self._sizes.pop(bucket, bucket)
-        self._remember(bucket, self._measured(key))
-        return True
 
     def legal(self, key: GemmKey, notes: list[str]) -> Iterator[GemmKernel]:
         """Yield the sparse kernels that compute a product right; each is checked when the iterator reaches it.
@@ -281,10 +266,6 @@ class Tuner:
 def _default(notes: Sequence[str]) -> Decision:
     reason = "; ".join(notes) or "there is no sparse kernel"
     return _unmeasured("reference", reason, "default")
-
-
-def _postponed(reason: str) -> Decision:
-    return _unmeasured("reference", reason, "postponed")
 
 
 def _unmeasured(kernel: str, reason: str, source: Source) -> Decision:
