@@ -190,7 +190,7 @@ def _unknown_key(line: str, after: Sequence[str], places: Sequence[_Place]) -> s
     if keys is None:
         return ""
     from lightning_nm.config.rules import RuleSpec
-    from lightning_nm.functional.stages import ScheduleSpec
+    from lightning_nm.functional.schedule import ScheduleSpec
 
     first = keys[1].split(",")[0].strip(" '")
     # The keys of other mappings are not known here.

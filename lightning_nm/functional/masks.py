@@ -28,8 +28,8 @@ def _no_library(blocks_bmi: Tensor, n: int, magnitude: bool) -> Tensor | None:
 
 
 by_library: Callable[[Tensor, int, bool], Tensor | None] = _no_library
-"""The mask of blocks ``[B, M, I]`` by the library of CPU kernels, which sets this when it is imported; it returns ``None``
-where it cannot be used."""
+"""The mask of blocks ``[B, M, I]`` by the library of CPU kernels, which sets this when it is imported; ``None`` where
+it cannot be used."""
 
 
 def nm_mask(scores: Tensor, pattern: PatternLike, dim: int = -1) -> Tensor:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import count
 from typing import Any, Literal, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -148,7 +150,7 @@ class MaskedMatrix(NamedTuple):
     Args:
         values: ``[rows, depth]``, any strides and floating dtype; values outside of the mask are not used.
         bits: uint8 of that shape; `bit` is set at entries of the mask.
-        bit: Of ``bits``, see :mod:`lightning_nm.functional.mask_bits`.
+        bit: Of ``bits``, see :mod:`lightning_nm.functional.mask_storage`.
         pattern: The N:M pattern of the mask; ``None`` if it has none.
         dtype: Of the products.
         order: int64 ``[depth]``: the mask is N:M along the depth in this order.
@@ -356,3 +358,54 @@ def check_mode(kernels: object) -> None:
             f"kernels={kernels!r} is the mode, {modes}: pass a list of kernels as backends="
         )
     raise ValueError(f"kernels={kernels!r} is unknown: use {modes}")
+
+
+# ------------------------------------------------------------------------------------------------------ handles
+
+# Operators of compiled graphs take tensors and integers, so other objects go by number.
+_numbers = count(1)
+# Weak: a number keeps no object alive, and a graph that outlives its router is refused by `lookup`.
+_objects: WeakValueDictionary[int, HasHandle] = WeakValueDictionary()
+
+
+class HasHandle:
+    """An object with an integer handle, by which :func:`lookup` returns it; a copy has a handle of its own.
+
+    Example::
+
+        >>> class Scale(HasHandle):
+        ...     pass
+        >>> scale = Scale()
+        >>> lookup(scale.handle) is scale
+        True
+    """
+
+    handle: int
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make an object and register it."""
+        # Not in __init__: copying and unpickling do not call that, and would share the handle.
+        made = super().__new__(cls)
+        made.handle = next(_numbers)
+        _objects[made.handle] = made
+        return made
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take another object's state, but not its handle."""
+        for name, value in state.items():
+            if name != "handle":
+                self.__dict__[name] = value
+
+
+def lookup(handle: int) -> Any:
+    """Return the object with this handle.
+
+    Raises:
+        RuntimeError: If it no longer exists.
+    """
+    try:
+        return _objects[handle]
+    except KeyError:
+        raise RuntimeError(
+            f"object {handle} of a compiled graph is gone: keep model and router until the backward pass is over"
+        ) from None

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
 from lightning_nm.functional import magnitude_mask, pack_mask, unpack_mask
-from lightning_nm.functional.decay import decayed_moment
 from lightning_nm.functional.schedule import Moment, check_moment, resolve_moment
 from lightning_nm.functional.select import mask_, masked
+from lightning_nm.functional.soft import decayed_moment
 from lightning_nm.methods.bame.optimizer_state import group_of
 from lightning_nm.methods.base import MaskMethod, check_count, check_number
 from lightning_nm.nn.layer import NMLayer

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_nm import MVUE, NMPattern, NMSparsifier
-from lightning_nm.kernels import Router
 from lightning_nm.kernels.api import GemmKey
 from lightning_nm.nn.products.estimates import estimated
 from lightning_nm.nn.products.operands import forward_operand, packable_backward, packable_forward

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.loggers import TensorBoardLogger
 
-from lightning_nm.functional.stages import Schedule
+from lightning_nm.functional.schedule import Schedule
 from lightning_nm.sparsifier import NMSparsifier
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_nm.functional import masks
-from lightning_nm.functional.mask_bits import BACKWARD_BIT, FORWARD_BIT
+from lightning_nm.functional.mask_storage import BACKWARD_BIT, FORWARD_BIT
 from lightning_nm.kernels.blocks import (
     LONGEST_BLOCK,
     BlockGrid,

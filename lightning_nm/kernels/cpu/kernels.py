@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
 from lightning_nm.functional import nm_mask
-from lightning_nm.functional.mask_bits import FORWARD_BIT
+from lightning_nm.functional.mask_storage import FORWARD_BIT
 from lightning_nm.functional.pattern import NMPattern
 from lightning_nm.kernels.api import Convolution, GemmKernel, GemmKey, KeptEntries, MaskedMatrix
 from lightning_nm.kernels.cpu import library
-from lightning_nm.kernels.cpu.int8 import Int8Layout
-from lightning_nm.kernels.cpu.layouts import CsrLayout, PermuteLayout
+from lightning_nm.kernels.cpu.layouts import CsrLayout, Packed, PermuteLayout
 from lightning_nm.kernels.cpu.library import DTYPES
 
-_Layout: TypeAlias = PermuteLayout | CsrLayout | Int8Layout
-
-
-class Packed(NamedTuple):
-    """A sparse matrix: where its entries are, and their values."""
-
-    layout: _Layout
-    values: Tensor | None  # None where the product needs the layout alone
+_Layout: TypeAlias = PermuteLayout | CsrLayout
 
 
 class _CpuKernel(GemmKernel):

@@ -7,7 +7,7 @@ whenever the weight changed.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +27,13 @@ from lightning_nm.kernels.cpu.library import (
     structure,
     threads,
 )
+
+
+class Packed(NamedTuple):
+    """A sparse matrix: where its entries are, and their values."""
+
+    layout: Any  # of the kernel that made it
+    values: Tensor | None  # None where the product needs the layout alone
 
 
 @dataclass(frozen=True, eq=False)

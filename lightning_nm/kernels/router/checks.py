@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lightning_nm.functional import nm_mask, nm_prune
-from lightning_nm.functional.mask_bits import FORWARD_BIT
+from lightning_nm.functional.mask_storage import FORWARD_BIT
 from lightning_nm.kernels.api import (
     Algorithm,
     Convolution,

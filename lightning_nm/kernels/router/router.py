@@ -16,6 +16,7 @@ import torch.distributed as dist
 from lightning_nm.kernels.api import (
     GemmKernel,
     GemmKey,
+    HasHandle,
     Sparsity,
     bucketed,
     check_mode,
@@ -29,7 +30,6 @@ from lightning_nm.kernels.router.cache import (
     environment_of,
     share,
 )
-from lightning_nm.kernels.router.handles import HasHandle
 from lightning_nm.kernels.router.registry import KernelRegistry, describe_error
 from lightning_nm.kernels.router.timing import DeviceTimer, Timer
 from lightning_nm.kernels.router.tuner import Tuner

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_nm.functional.evolution import as_blocks, from_blocks
-from lightning_nm.functional.mask_bits import FORWARD_BIT
+from lightning_nm.functional.mask_storage import FORWARD_BIT
 from lightning_nm.functional.nm_format import MAX_M
 from lightning_nm.kernels.cpu import packed as one_pass
 from lightning_nm.nn.layer.factors import GradientFactors

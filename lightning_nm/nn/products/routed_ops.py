@@ -25,10 +25,10 @@ from lightning_nm.kernels.api import (
     GemmName,
     MaskedMatrix,
     Sparsity,
+    lookup,
 )
 from lightning_nm.kernels.gpu.two_four import ALIGNMENT
 from lightning_nm.kernels.operands import in_one_pass, permuted_columns
-from lightning_nm.kernels.router.handles import lookup
 from lightning_nm.kernels.router.router import Product, Router
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.layer.gemms import LAYER_GEMMS, GemmKind
