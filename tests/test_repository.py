@@ -146,8 +146,8 @@ def test_replacements_in_the_upgrade_notes_exist():
 @pytest.mark.parametrize("owner", ["Tuner", "HasHandle", "lookup", "Router"])
 def test_replacements_among_the_kernels_exist(owner):
     found = [
-        vars(importlib.import_module(f"lightning_nm.kernels.router.{name}"))
-        for name in ("tuner", "handles", "router")
+        vars(importlib.import_module(f"lightning_nm.kernels.{name}"))
+        for name in ("router.tuner", "api", "router.router")
     ]
     assert any(owner in names for names in found)
     if owner == "Router":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import count
@@ -172,17 +172,6 @@ class MaskedMatrix(NamedTuple):
         return rows, depth
 
 
-class Algorithm(NamedTuple):
-    """The configuration of a library's product, in cuSPARSELt's terms."""
-
-    id: int = 0  # the library's default
-    split_k: int = 1  # parts into which the contraction is split
-    split_k_mode: int = -1  # how they are added, an enumeration of the library; -1 leaves it open
-
-    def __str__(self) -> str:
-        return f"algorithm {self.id}, split-k {self.split_k}, mode {self.split_k_mode}"
-
-
 class KeptEntries(NamedTuple):
     """The entries of a weight that its mask keeps, for a matrix whose other entries are not stored.
 
@@ -241,14 +230,6 @@ class GemmKernel:
     def static_reason(self, key: GemmKey) -> str:
         """Return why no device can execute a product, by its dtype, pattern and sizes; empty if one might."""
         return ""
-
-    def algorithms(self, gemm: GemmName, packed: Tensor, dense: Tensor) -> Sequence[Algorithm]:
-        """Return algorithms to try besides the kernel's own, of :meth:`matmul` for ``"wgrad"`` or of :meth:`linear`."""
-        return ()
-
-    def with_algorithm(self, algorithm: Algorithm) -> GemmKernel:
-        """Return this kernel with another algorithm; packed operands are the same."""
-        return self
 
     def pack(self, matrix: Tensor) -> Any:
         """Pack ``A [rows, depth]``, contiguous and N:M along `depth`, into the form that the products take."""

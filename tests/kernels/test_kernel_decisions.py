@@ -13,7 +13,7 @@ from torch.utils import collect_env
 
 from lightning_nm import NMMixedPrecision
 from lightning_nm.kernels import Router
-from lightning_nm.kernels.api import Algorithm, Convolution
+from lightning_nm.kernels.api import Convolution
 from lightning_nm.kernels.cpu.library import cpu_name
 from lightning_nm.kernels.router import cache
 from lightning_nm.kernels.router.cache import Decision, Decisions, Environment, environment_of
@@ -31,7 +31,6 @@ DECISIONS = st.builds(
     st.text(),
     st.sampled_from(["measured", "forced"]),
     st.text(),
-    st.none() | st.builds(Algorithm, st.integers(0, 99), st.integers(-1, 8), st.integers(-1, 6)),
 )
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.utils import collect_env
 
 from lightning_nm.functional.pattern import NMPattern
-from lightning_nm.kernels.api import Algorithm, Convolution, GemmKey, bucketed
+from lightning_nm.kernels.api import Convolution, GemmKey, bucketed
 from lightning_nm.kernels.cpu.library import (
     LEVELS,
     compiled_from,
@@ -103,7 +103,6 @@ class Decision:
     source: Source
     # When it holds: available kernels, uses of a pack, margin, whether products must be deterministic.
     terms: str = ""
-    algorithm: Algorithm | None = None  # the fastest of the kernel's library; None for its own
 
     @classmethod
     def from_dict(cls, entry: dict[str, Any]) -> Decision:
@@ -112,11 +111,7 @@ class Decision:
         Raises:
             TypeError: If it is none.
         """
-        values = dict(entry)
-        # JSON turned the named tuple into a list.
-        if values.get("algorithm") is not None:
-            values["algorithm"] = Algorithm(*values["algorithm"])
-        decision = cls(**values)
+        decision = cls(**entry)
         # Dataclasses check no types, and a file may have been edited.
         texts = (decision.kernel, decision.reason, decision.source, decision.terms)
         times = (decision.dense_ms, decision.sparse_ms, decision.pack_ms)

@@ -207,8 +207,6 @@ class Router(HasHandle):
         if lasting and not product.reason:
             decision = self.initialize(torch.device(product.key.device)).decide(product.key)
             kernel = self.registry.kernels[decision.kernel]
-            if decision.algorithm is not None:
-                kernel = kernel.with_algorithm(decision.algorithm)
         bucket = product._replace(key=bucketed(product.key))
         uses = self._uses.setdefault((bucket, kernel.name), _Uses())
         uses.decision = decision

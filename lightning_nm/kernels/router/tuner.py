@@ -13,7 +13,6 @@ from typing import ClassVar, NamedTuple
 import torch
 
 from lightning_nm.kernels.api import (
-    Algorithm,
     GemmKernel,
     GemmKey,
     bucketed,
@@ -24,11 +23,8 @@ from lightning_nm.kernels.api import (
 from lightning_nm.kernels.router.cache import Decision, Decisions, Source
 from lightning_nm.kernels.router.checks import (
     check,
-    check_bias,
     dense_ms,
-    proposed_algorithms,
     sparse_ms,
-    time_product,
 )
 from lightning_nm.kernels.router.registry import KernelRegistry, describe_error, reason_or_error
 from lightning_nm.kernels.router.timing import Timer
@@ -41,14 +37,8 @@ class _Candidate(NamedTuple):
     """A kernel that computes a product right, and its milliseconds."""
 
     kernel: GemmKernel
-    algorithm: Algorithm | None  # None for the kernel's own
     product_ms: float
     pack_ms: float  # of packing the operand once
-
-    def __str__(self) -> str:
-        if self.algorithm is None:
-            return self.kernel.name
-        return f"{self.kernel.name} ({self.algorithm})"
 
 
 class Tuner:
@@ -62,8 +52,7 @@ class Tuner:
 
     Args:
         kernels: ``"auto"`` takes the fastest as measured, a sparse kernel only if ``dense / (sparse + pack / reuse)``
-            is at least 1.03; the algorithms that a kernel proposes are tried, too. ``"sparse"`` takes the first kernel
-            that is right, ``"reference"`` none.
+            is at least 1.03. ``"sparse"`` takes the first kernel that is right, ``"reference"`` none.
         registry: The kernels, the sparse ones in order of preference.
         decisions: Known decisions, to which ``"auto"`` adds; other modes take only the environment from them.
         timer: Measures times for ``"auto"``.
@@ -195,15 +184,9 @@ class Tuner:
                 # Before and after each kernel: a GPU at its power limit slows down while it works.
                 if not dense_times:
                     dense_times.append(self._dense_ms(key))
-                product_ms, pack_ms = self._sparse_ms(kernel, key)
-                candidates.append(_Candidate(kernel, None, product_ms, pack_ms))
-                for algorithm, other in _proposed(kernel, key, notes):
-                    # The packed form does not depend on the algorithm, so neither does its time.
-                    product_ms = time_product(other, key, self.timer)
-                    candidates.append(_Candidate(other, algorithm, product_ms, pack_ms))
+                candidates.append(_Candidate(kernel, *self._sparse_ms(kernel, key)))
                 dense_times.append(self._dense_ms(key))
             except Exception as error:
-                # What was timed of this kernel before the error stays a candidate.
                 notes.append(f"{kernel.name}: {describe_error(error)}")
         if not candidates:
             return _default(notes)
@@ -228,15 +211,13 @@ class Tuner:
         for candidate in candidates:
             gain = speedup(dense_ms, candidate.product_ms, candidate.pack_ms, uses)
             gains.append(gain)
-            measured.append(f"{candidate} {gain:.3f}x")
+            measured.append(f"{candidate.kernel.name} {gain:.3f}x")
         best_gain = max(gains)
         # Of equally fast ones the first: the kernels are in order of preference.
         best = candidates[gains.index(best_gain)]
         name = self.registry.reference.name
-        algorithm = None
         if best_gain >= least_gain:
             name = best.kernel.name
-            algorithm = best.algorithm
         reason = f"measured {', '.join(measured)}; sparse from {least_gain:g}x"
         return Decision(
             kernel=name,
@@ -245,7 +226,6 @@ class Tuner:
             pack_ms=best.pack_ms,
             reason="; ".join([reason, *notes]),
             source="measured",
-            algorithm=algorithm,
         )
 
     def _forced(self, key: GemmKey) -> Decision:
@@ -275,24 +255,3 @@ def _unmeasured(kernel: str, reason: str, source: Source) -> Decision:
 def speedup(dense_ms: float, sparse_ms: float, pack_ms: float, reuse: int) -> float:
     """Compute ``dense / (sparse + pack / reuse)`` for a pack that `reuse` products share."""
     return dense_ms / (sparse_ms + pack_ms / reuse)
-
-
-def _proposed(
-    kernel: GemmKernel, key: GemmKey, notes: list[str]
-) -> Iterator[tuple[Algorithm, GemmKernel]]:
-    """Yield the proposed algorithms that compute a product right; faults of the others are appended to `notes`."""
-    try:
-        algorithms = proposed_algorithms(kernel, key)
-    except Exception as error:
-        notes.append(f"{kernel.name}: the search for algorithms failed, {describe_error(error)}")
-        return
-    for algorithm in algorithms:
-        other = kernel.with_algorithm(algorithm)
-        reason = reason_or_error(partial(check, other, key))
-        # The device's probe checked a bias, but with the kernel's own algorithm.
-        if not reason and key.gemm == "forward":
-            reason = reason_or_error(partial(check_bias, other, key))
-        if reason:
-            notes.append(f"{kernel.name} ({algorithm}): {reason}")
-        else:
-            yield algorithm, other
