@@ -270,13 +270,12 @@ def _read_key(text: str) -> GemmKey:
     dtype = getattr(torch, values["dtype"])
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{values['dtype']} is no dtype")
-    # JSON turned tuples into lists, which cannot be part of a key.
-    conv = values["conv"] and Convolution(
-        *(tuple(part) if isinstance(part, list) else part for part in values["conv"])
-    )
-    return GemmKey(
-        **{**values, "dtype": dtype, "pattern": NMPattern.parse(values["pattern"]), "conv": conv}
-    )
+    conv = values["conv"]
+    if conv is not None:
+        # JSON turned tuples into lists, which cannot be part of a key.
+        conv = Convolution._make(tuple(x) if isinstance(x, list) else x for x in conv)
+    pattern = NMPattern.parse(values["pattern"])
+    return GemmKey(**{**values, "dtype": dtype, "pattern": pattern, "conv": conv})
 
 
 @lru_cache(maxsize=1 << 14)
