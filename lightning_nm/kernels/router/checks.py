@@ -80,6 +80,18 @@ def check(kernel: GemmKernel, key: GemmKey) -> str:
     return ""
 
 
+def check_bias(kernel: GemmKernel, key: GemmKey) -> str:
+    """Compare a kernel's product with a bias with the dense one, in a test of a kernel; return what is wrong."""
+    with _no_autocast():
+        generator = _generator(key)
+        matrix, dense = _operands(key, generator)
+        # Large, so that a bias that is left out exceeds the tolerance.
+        bias = 10 * _random(key, (key.rows,), generator)
+        result = kernel.linear(_packed(kernel, key, matrix), dense, bias)
+        expected = GemmKernel().linear(matrix, dense, bias)
+        return _difference(result, expected, kernel.tolerance)
+
+
 def _difference(result: Tensor, expected: Tensor, most: float | None) -> str:
     """Return why a product is wrong, from its relative Frobenius difference; empty if it is right."""
     # Norms of 16-bit tensors would overflow float16, and lose their small terms in bfloat16.
