@@ -92,11 +92,11 @@ def misaligned(products):
     layout = kernel.layout(case.matrix)
     values = torch.zeros(len(layout.offset) + 1)
     sparse = layout.operand(values)
-    sparse.values += 1
+    library = products.library
+    address = int(library.ffi.cast("uintptr_t", sparse.values))
+    sparse.values = library.ffi.cast("float *", address + 1)
     y = torch.empty(4, 8)
-    library.run(
-        library.load().nm_csr_product, library.LINEAR, library.operands(8, 16, 4, case.x, y), sparse
-    )
+    library.run("nm_csr_product", "NM_LINEAR", library.operands(8, 16, 4, case.x, y), sparse)
 
 
 def fuzz(products):

@@ -146,11 +146,11 @@ def test_replacements_in_the_upgrade_notes_exist():
 @pytest.mark.parametrize("owner", ["Tuner", "HasHandle", "lookup", "Router"])
 def test_replacements_among_the_kernels_exist(owner):
     found = [
-        vars(importlib.import_module(f"lightning_nm.kernels.router.{name}"))
-        for name in ("tuner", "handles", "router")
+        vars(importlib.import_module(f"lightning_nm.kernels.{name}"))
+        for name in ("router.tuner", "api", "router.router")
     ]
     assert any(owner in names for names in found)
     if owner == "Router":
         made = Router("reference")
-        names = "kernels active_or_none unavailable_reason record initialize pick_fastest tune_if_single"
+        names = "kernels active_or_none unavailable_reason record initialize tune_if_single"
         assert all(hasattr(made, name) for name in names.split())

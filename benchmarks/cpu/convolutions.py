@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from benchmarks.timing import interleaved
 from lightning_nm.functional import nm_mask
-from lightning_nm.functional.mask_bits import FORWARD_BIT
+from lightning_nm.functional.mask_storage import FORWARD_BIT
 from lightning_nm.functional.pattern import NMPattern
 from lightning_nm.kernels.api import Convolution, MaskedMatrix
 from lightning_nm.kernels.cpu import CpuCsrKernel

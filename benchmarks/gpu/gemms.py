@@ -7,7 +7,7 @@ W_F; transpose and pack W_B and E(dY). Masking and drawing E(dY) are the preproc
 and sparse take turns; times are medians, of random operands that rotate past the L2 cache.
 
 `auto` is what ``Tuner("auto")`` takes, from timings of its own; `auto x` is its gain by the timings of the table, and
-should be 0.98 or more. The table times each kernel's own algorithm; `auto algorithm` is the one that the search found.
+should be 0.98 or more.
 """
 
 from __future__ import annotations
@@ -134,7 +134,6 @@ class Table:
             },
             "notes": notes,
             "auto": decision.kernel,
-            "auto algorithm": decision.algorithm and str(decision.algorithm),
             "auto because": decision.reason,
             "auto ms": dense / gains[decision.kernel],
             "auto x": gains[decision.kernel],

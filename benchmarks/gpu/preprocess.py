@@ -31,7 +31,7 @@ from benchmarks.gpu.setting import NotAsked, Setting
 from benchmarks.timing import interleaved
 from lightning_nm.functional import fold_seed, nm_mask
 from lightning_nm.functional.evolution import as_blocks, best_swaps, evidence_scores
-from lightning_nm.functional.mask_bits import BACKWARD_BIT, FORWARD_BIT
+from lightning_nm.functional.mask_storage import BACKWARD_BIT, FORWARD_BIT
 from lightning_nm.functional.pattern import NMPattern
 from lightning_nm.functional.select import mask_
 from lightning_nm.kernels.blocks import BlockGrid, EvidenceStep

@@ -19,7 +19,7 @@ from lightning_nm.estimators import (
     resolve_estimator,
 )
 from lightning_nm.functional.pattern import NMPattern, PatternLike
-from lightning_nm.functional.stages import Schedule, ScheduleSpec
+from lightning_nm.functional.schedule import Schedule, ScheduleSpec
 from lightning_nm.methods import Method, MethodName, resolve_method
 from lightning_nm.nn.layer.layout import ConvLayout
 from lightning_nm.nn.selection.first_last import SkipFirstLast, parse_skip_first_last

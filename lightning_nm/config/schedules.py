@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from lightning_nm.estimators import GradientEstimator
-from lightning_nm.functional.stages import Schedule, check_narrower
+from lightning_nm.functional.schedule import Schedule, check_narrower
 from lightning_nm.methods import Method
 from lightning_nm.nn.selection.selection import Rule
 

@@ -12,8 +12,8 @@ from lightning_nm.config.presets import PresetName
 from lightning_nm.config.rules import ResolvedRules, RuleSpec, resolve_rules
 from lightning_nm.estimators import DgradName, EstimatorName, GradientEstimator
 from lightning_nm.functional.pattern import NMPattern, PatternLike
+from lightning_nm.functional.schedule import ScheduleSpec
 from lightning_nm.functional.spelling import did_you_mean, not_given
-from lightning_nm.functional.stages import ScheduleSpec
 from lightning_nm.methods import Method, MethodName
 from lightning_nm.nn.layer.layout import ConvLayout
 from lightning_nm.nn.selection.first_last import SkipFirstLast

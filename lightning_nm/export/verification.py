@@ -26,7 +26,7 @@ from lightning_nm.export.verdicts import (
     judge,
 )
 from lightning_nm.functional.pattern import NMPattern, PatternLike
-from lightning_nm.functional.stages import DENSE, FINAL
+from lightning_nm.functional.schedule import DENSE, FINAL
 from lightning_nm.nn.layer.layout import Layout, misfit, row_sizes, rows_of
 from lightning_nm.nn.layer.names import key_of_layer, plain_name
 from lightning_nm.nn.layer.state import saved_stages

@@ -23,7 +23,7 @@ from lightning_nm.functional.masks import (
 from lightning_nm.functional.nm_format import pack_nm, unpack_nm
 from lightning_nm.functional.permutation import permutation_score, search_permutation
 from lightning_nm.functional.random import counter_uniform, fold_seed
-from lightning_nm.functional.soft_threshold import soft_threshold_nm
+from lightning_nm.functional.soft import soft_threshold_nm
 from lightning_nm.functional.statistics import (
     gradient_snr,
     kept_magnitude,

@@ -252,13 +252,7 @@ def drop_and_grow(weight: Tensor, grad: Tensor, mask: Tensor, drops: int) -> Ten
 
 def _smallest_kept(magnitude: Tensor, mask: Tensor, count: int) -> Tensor:
     """Whether each entry is one of the ``count`` kept ones of least magnitude; the first of equal ones, bool."""
-    if count == 0:
-        return torch.zeros_like(mask)
     kept = magnitude[mask]  # in the order of the entries
-    threshold = kept.kthvalue(count).values
-    smallest = kept < threshold
-    # Which of equal values a selection returns is not defined: the first ones fill up the number.
-    ties = (kept == threshold).nonzero().squeeze(1)
-    missing = count - int(smallest.sum())
-    smallest[ties[:missing]] = True
+    smallest = torch.zeros_like(kept, dtype=torch.bool)
+    smallest[kept.argsort(stable=True)[:count]] = True
     return torch.zeros_like(mask).masked_scatter(mask, smallest)

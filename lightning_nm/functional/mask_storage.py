@@ -8,6 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+# A layer has both of its masks in one uint8 tensor of the weight's shape: these bits of each byte.
+FORWARD_BIT = 1  # set where the forward mask keeps the entry: W_F[i] = W[i]
+BACKWARD_BIT = 2  # the same of W_B, in layers with a backward mask
+
 
 def pack_mask(mask: Tensor) -> Tensor:
     """Pack a bool mask into bytes, eight entries each, in row-major order with the first entry in the lowest bit.

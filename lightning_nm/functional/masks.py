@@ -1,18 +1,16 @@
 """N:M masks by magnitude or any other score, and checks that a tensor is N:M.
 
 One rule: an entry is kept if fewer than N entries of its block beat it. The larger score beats the smaller one,
-the lower index wins a tie, and a NaN loses to every number. Comparing all pairs of a block needs no sort: for a
-distance ``d`` one elementwise comparison ranks the pairs ``(j, j + d)`` of all blocks at once.
+the lower index wins a tie, and a NaN loses to every number.
 
-Shapes in comments: B blocks of M entries, and I entries inside, between two neighbours of a block in memory (I is 1
-where a block is consecutive). P is the number of pairs of a block, ``M (M - 1) / 2``.
+On CPUs the C library ranks the entries. A compiler gets all pairs of a block as one expression, which it fuses. What is
+left, tensors on other devices and CPUs without the library, takes the same expression for short blocks, and a sort.
 """
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
 from itertools import combinations
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,22 +18,18 @@ from torch import Tensor
 from lightning_nm.functional.pattern import NMPattern, PatternLike
 from lightning_nm.functional.select import masked
 
-# Up to this M, comparing each pair where it lies in memory beats gathering the entries first.
-_MAX_STRIDED_M = 8
+# Beyond, unrolled pairs take long to compile, and a sort is faster where nothing fuses them.
+_MAX_UNROLLED_M = 8
 _MAX_PAIRWISE_M = 64  # beyond, a sort is faster than all pairs
 
-# Up to so many pairs on a CPU, ranks by a matrix product take a third of the calls of comparing distance by distance.
-# Where blocks lie in consecutive memory, gathering the pairs pays for fewer.
-_FEW_PAIRS = 1 << 18
-_FEW_CONSECUTIVE_PAIRS = 1 << 16
 
-# Largest M of the ranks by a matrix product, which multiplies P times for every entry.
-_MAX_PRODUCT_M = 8
+def _no_library(blocks_bmi: Tensor, n: int, magnitude: bool) -> Tensor | None:
+    return None
 
-# Entries handled at a time: on a CPU, per thread, the temporaries fit its cache; elsewhere it only bounds them.
-_STRIDED_CHUNK = 1 << 18
-_GATHERED_CHUNK = 1 << 17
-_DEVICE_CHUNK = 1 << 25
+
+by_library: Callable[[Tensor, int, bool], Tensor | None] = _no_library
+"""The mask of blocks ``[B, M, I]`` by the library of CPU kernels, which sets this when it is imported; ``None`` where
+it cannot be used."""
 
 
 def nm_mask(scores: Tensor, pattern: PatternLike, dim: int = -1) -> Tensor:
@@ -274,67 +268,41 @@ def _comparable(scores: Tensor) -> Tensor:
     return scores
 
 
+def memory_order(x: Tensor) -> tuple[list[int], list[int]]:
+    """Return the axes in the order in which they lie in memory, the outermost first, and the way back.
+
+    A transposed or channels-last tensor is dense in that order: there, nothing needs to be copied.
+    """
+    order = sorted(range(x.dim()), key=x.stride().__getitem__, reverse=True)
+    return order, [order.index(axis) for axis in range(x.dim())]
+
+
 def _top_n_mask(scores: Tensor, pattern: PatternLike, dim: int, magnitude: bool) -> Tensor:
-    """Choose how to compute :func:`nm_mask`: eager in chunks, traced as one expression, or by a sort if M is large."""
+    """Choose how to compute :func:`nm_mask`: traced as one expression, else by the library, all pairs or a sort."""
     pattern = _parse(pattern)
     dim = _check_blocks(scores, pattern, dim)
     scores = _comparable(scores.detach())
     if scores.numel() == 0:
         return torch.empty_like(scores, dtype=torch.bool)
-    by_sort = pattern.m > _MAX_PAIRWISE_M
-    if not by_sort and not torch.compiler.is_compiling():
-        return _chunked_mask(scores, pattern, dim, magnitude)
-    if magnitude:
-        scores = scores.abs()
-    if by_sort:
-        return sorted_mask(scores, pattern, dim)
-    if pattern.m <= _MAX_STRIDED_M:
-        return unrolled_mask(scores, pattern, dim)
-    # Unrolled, the pairs of a long block would make a graph that takes long to compile.
-    return broadcast_mask(scores, pattern, dim)
-
-
-def _chunked_mask(scores: Tensor, pattern: NMPattern, dim: int, magnitude: bool) -> Tensor:
-    """Run the all-pairs comparison over chunks of whole blocks, in the memory order of ``scores``."""
-    # A transposed or channels-last tensor is dense in another order of its axes: there, nothing needs to be copied.
-    strides = scores.stride()
-    order = sorted(range(scores.dim()), key=strides.__getitem__, reverse=True)
-    inverse_order = [order.index(axis) for axis in range(scores.dim())]
+    if torch.compiler.is_compiling():
+        if magnitude:
+            scores = scores.abs()
+        if pattern.m <= _MAX_UNROLLED_M:
+            return unrolled_mask(scores, pattern, dim)
+        by_pairs = pattern.m <= _MAX_PAIRWISE_M
+        return (broadcast_mask if by_pairs else sorted_mask)(scores, pattern, dim)
+    order, inverse_order = memory_order(scores)
     dense = scores.permute(order)
+    # I entries lie inside, between two neighbours of a block in memory.
     inner = dense.shape[order.index(dim) + 1 :].numel()
     blocks_bmi = dense.reshape(-1, pattern.m, inner)
-    mask_bmi = None
-    if _are_few(blocks_bmi, pattern):
-        mask_bmi = _ranked_at_once(blocks_bmi.abs() if magnitude else blocks_bmi, pattern)
+    mask_bmi = by_library(blocks_bmi, pattern.n, magnitude)
     if mask_bmi is None:
-        mask_bmi = _ranked_in_chunks(blocks_bmi, pattern, magnitude)
+        if magnitude:
+            blocks_bmi = blocks_bmi.abs()
+        rank = unrolled_mask if pattern.m <= _MAX_UNROLLED_M else sorted_mask
+        mask_bmi = rank(blocks_bmi, pattern, 1).contiguous()
     return mask_bmi.view(dense.shape).permute(inverse_order)
-
-
-def _ranked_in_chunks(blocks_bmi: Tensor, pattern: NMPattern, magnitude: bool) -> Tensor:
-    """Return the mask of blocks ``[B, M, I]``, of some blocks after the other."""
-    inner = blocks_bmi.shape[2]
-    strided = inner == 1 and pattern.m <= _MAX_STRIDED_M
-    if blocks_bmi.device.type == "cpu":
-        per_thread = _STRIDED_CHUNK if strided else _GATHERED_CHUNK
-        chunk = per_thread * torch.get_num_threads()
-    else:
-        chunk = _DEVICE_CHUNK
-    step = max(1, chunk // (pattern.m * inner))
-    mask_bmi = torch.empty(blocks_bmi.shape, dtype=torch.bool, device=blocks_bmi.device)
-    # The same memory as uint8, the dtype in which the chunks are ranked: a copy need not convert.
-    bytes_bmi = mask_bmi.view(torch.uint8)
-    kind = _Strided if strided else _Gathered
-    keep_top_n: _Strided | _Gathered | None = None
-    for part_bmi, kept_bmi in zip(blocks_bmi.split(step), bytes_bmi.split(step), strict=True):
-        # The temporaries serve all chunks but a shorter last one.
-        if keep_top_n is None or keep_top_n.size != len(part_bmi):
-            keep_top_n = kind(part_bmi, pattern)
-        # The magnitudes have no name: they are freed, and their memory is used for the next chunk.
-        found_mbi = keep_top_n(part_bmi.abs() if magnitude else part_bmi)
-        for kept_bi, found_bi in zip(kept_bmi.unbind(1), found_mbi.unbind(0), strict=True):
-            kept_bi.copy_(found_bi)
-    return mask_bmi
 
 
 def unrolled_mask(scores: Tensor, pattern: NMPattern, dim: int) -> Tensor:
@@ -380,193 +348,3 @@ def sorted_mask(scores: Tensor, pattern: NMPattern, dim: int) -> Tensor:
     mask = torch.zeros(blocks.shape, dtype=torch.bool, device=scores.device)
     mask.scatter_(-1, first_n, True)
     return mask.flatten(-2).movedim(-1, dim)
-
-
-def _are_few(blocks_bmi: Tensor, pattern: NMPattern) -> bool:
-    """Whether blocks ``[B, M, I]`` are so small that the number of calls decides how long their ranks take."""
-    consecutive = blocks_bmi.shape[2] == 1
-    limit = _FEW_CONSECUTIVE_PAIRS if consecutive else _FEW_PAIRS
-    pairs = blocks_bmi.numel() * (pattern.m - 1) // 2
-    plain = type(blocks_bmi) is Tensor and blocks_bmi.device.type == "cpu"
-    return (
-        plain
-        and blocks_bmi.is_floating_point()
-        and blocks_bmi.itemsize <= 4
-        and pattern.m <= _MAX_PRODUCT_M
-        and pairs <= limit
-    )
-
-
-def _ranked_at_once(blocks_bmi: Tensor, pattern: NMPattern) -> Tensor | None:
-    """Return the mask of blocks ``[B, M, I]``: one call compares all pairs, and a matrix product sums the ranks.
-
-    ``rank = start + signs @ won`` holds small integers, which every precision of a product represents exactly. Returns
-    ``None`` where there may be a NaN.
-    """
-    first_p, second_p, signs_mp, start_m1 = _pairs(pattern.m)
-    size, m, inner = blocks_bmi.shape
-    # [M, R] with R = B I: a row holds one entry of every block.
-    scores_mr = _wide(blocks_bmi).transpose(0, 1).reshape(m, -1)
-    # A sum shows it in one pass; inf - inf is NaN too, and only costs the slower path.
-    if scores_mr.sum().isnan():
-        return None
-    won_pr = scores_mr.index_select(0, first_p)
-    # On a CPU a comparison into its own dtype is several times faster than one into bool.
-    torch.ge(won_pr, scores_mr.index_select(0, second_p), out=won_pr)
-    ranks_mr = torch.addmm(start_m1, signs_mp, won_pr)
-    kept_mr = ranks_mr.lt(pattern.n)
-    kept_mbi = kept_mr.view(m, size, inner)
-    return kept_mbi.transpose(0, 1).contiguous()
-
-
-class _Pairs(NamedTuple):
-    first: Tensor  # [P], the earlier place of every pair
-    second: Tensor  # [P], the later one
-    signs: (
-        Tensor  # [M, P], how the rank of every place changes with a pair that its first entry wins
-    )
-    start: Tensor  # [M, 1], the ranks as long as no first entry wins
-
-
-@cache
-def _pairs(m: int) -> _Pairs:
-    """Return all pairs of places in a block, and how they make up the ranks.
-
-    As long as no pair is won, each entry loses to all that follow it. A pair that is won takes one from the rank of its
-    first entry and adds one to that of its second.
-    """
-    pairs = list(combinations(range(m), 2))
-    # The tables outlive the call: made in inference mode, they could not be used outside of it.
-    with torch.inference_mode(False):
-        first, second = torch.tensor(pairs, dtype=torch.int64, device="cpu").unbind(1)
-        places_m1 = torch.arange(m, dtype=torch.int64, device="cpu").unsqueeze(1)
-        gains = (places_m1 == second).float()
-        losses = (places_m1 == first).float()
-        start = (m - 1 - places_m1).float()
-        return _Pairs(first, second, gains - losses, start)
-
-
-class _Strided:
-    """Compares the entries of blocks ``[B, M, I]`` pair by pair, where they lie; holds the temporaries of one size."""
-
-    def __init__(self, blocks_bmi: Tensor, pattern: NMPattern) -> None:
-        self.pattern = pattern
-        self.size = len(blocks_bmi)
-        self.start_m11, self.ranks_mbi = _start_ranks(blocks_bmi)
-        self.won_bi = torch.empty_like(self.ranks_mbi[0], dtype=torch.bool)
-
-    def __call__(self, blocks_bmi: Tensor) -> Tensor:
-        """Return the mask, as uint8 ``[M, B, I]``; the next call overwrites it."""
-        blocks_bmi = _wide(blocks_bmi)
-        nan_bmi = _find_nan(blocks_bmi)
-        entries = blocks_bmi.unbind(1)
-        ranks = self.ranks_mbi.copy_(self.start_m11).unbind(0)
-        won_bi = self.won_bi
-        won_bytes_bi = won_bi.view(torch.uint8)
-        for i, j in combinations(range(self.pattern.m), 2):
-            # The earlier entry wins a tie, and against NaN.
-            torch.ge(entries[i], entries[j], out=won_bi)
-            if nan_bmi is not None:
-                won_bi |= nan_bmi[:, j]
-            ranks[i].sub_(won_bytes_bi)
-            ranks[j].add_(won_bytes_bi)
-        return self.ranks_mbi.lt_(self.pattern.n)
-
-
-class _Distance(NamedTuple):
-    """Views of the temporaries of :class:`_Gathered` for all pairs of rows at a distance d, ``[M - d, B, I]`` each."""
-
-    first: Tensor  # scores of rows 0, 1, ...
-    second: Tensor  # scores of rows d, d + 1, ...
-    verdict: Tensor  # the result of the comparison, in the dtype of the scores
-    won: Tensor  # the same as uint8
-    first_rank: Tensor
-    second_rank: Tensor
-
-
-class _Gathered:
-    """Gathers the M entries of blocks ``[B, M, I]`` into M rows, and compares all rows at a distance d at once."""
-
-    def __init__(self, blocks_bmi: Tensor, pattern: NMPattern) -> None:
-        self.pattern = pattern
-        self.size = len(blocks_bmi)
-        self.start_m11, self.ranks_mbi = _start_ranks(blocks_bmi)
-        dtype = _wide(blocks_bmi[:0]).dtype
-        self.scores_mbi = torch.empty_like(self.ranks_mbi, dtype=dtype)
-        # On a CPU a comparison into its own dtype and a narrowing copy are several times faster than one into bool.
-        verdict_mbi = torch.empty_like(self.scores_mbi)
-        won_mbi = torch.empty_like(self.ranks_mbi)
-        # Many views of small tensors: making them once for all chunks is worth it.
-        self.distances = []
-        for d in range(1, pattern.m):
-            views = _Distance(
-                first=self.scores_mbi[:-d],
-                second=self.scores_mbi[d:],
-                verdict=verdict_mbi[d:],
-                won=won_mbi[d:],
-                first_rank=self.ranks_mbi[:-d],
-                second_rank=self.ranks_mbi[d:],
-            )
-            self.distances.append(views)
-
-    def __call__(self, blocks_bmi: Tensor) -> Tensor:
-        """Return the mask, as uint8 ``[M, B, I]``; the next call overwrites it."""
-        torch.stack(blocks_bmi.unbind(1), out=self.scores_mbi)
-        nan_mbi = _find_nan(self.scores_mbi)
-        if self.pattern.n == 1 and nan_mbi is None:
-            return _first_largest(self.scores_mbi)
-        self.ranks_mbi.copy_(self.start_m11)
-        for d, views in enumerate(self.distances, start=1):
-            torch.ge(views.first, views.second, out=views.verdict)
-            views.won.copy_(views.verdict)
-            if nan_mbi is not None:
-                # The earlier entry also wins against NaN. In place: no field is assigned.
-                views.won.bitwise_or_(nan_mbi[d:])
-            views.first_rank.sub_(views.won)
-            views.second_rank.add_(views.won)
-        return self.ranks_mbi.lt_(self.pattern.n)
-
-
-def _start_ranks(blocks_bmi: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the initial ranks ``[M, 1, 1]``, each entry losing to all that follow it, and room for all, ``[M, B, I]``.
-
-    uint8 holds every rank, which is below ``_MAX_PAIRWISE_M``.
-    """
-    size, m, inner = blocks_bmi.shape
-    device = blocks_bmi.device
-    start_m = torch.arange(m - 1, -1, -1, dtype=torch.uint8, device=device)
-    ranks_mbi = torch.empty(m, size, inner, dtype=torch.uint8, device=device)
-    return start_m.view(m, 1, 1), ranks_mbi
-
-
-def _first_largest(scores_mbi: Tensor) -> Tensor:
-    """Mark, as uint8, the first of the largest entries along dim 0 of scores that hold no NaN."""
-    largest_bi = scores_mbi.amax(0)
-    # Into its own dtype, as in _Gathered.
-    is_largest = torch.eq(scores_mbi, largest_bi, out=torch.empty_like(scores_mbi))
-    hits_mbi = is_largest.to(torch.uint8)
-    # 1 as long as the block has no hit yet.
-    free_bi = torch.ones_like(hits_mbi[0])
-    for hit_bi in hits_mbi:
-        hit_bi &= free_bi
-        free_bi ^= hit_bi
-    return hits_mbi
-
-
-def _find_nan(scores: Tensor) -> Tensor | None:
-    """Mark the NaNs, or return None if a cheap test shows that there are none."""
-    if not scores.is_floating_point():
-        return None
-    # Reading a value would stall an accelerator, and a fake tensor has none. A sum of inf and -inf only costs time.
-    plain = type(scores) is Tensor and scores.device.type == "cpu"
-    if plain and not scores.sum().isnan():
-        return None
-    return scores.isnan()
-
-
-def _wide(scores: Tensor) -> Tensor:
-    """Widen half dtypes, whose comparisons are slow on a CPU; the cast keeps order and ties."""
-    half = scores.is_floating_point() and scores.itemsize < 4
-    if half and scores.device.type == "cpu":
-        return scores.float()
-    return scores

@@ -18,7 +18,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from lightning_nm.functional.masks import _check_blocks
+from lightning_nm.functional.masks import _check_blocks, memory_order
 from lightning_nm.functional.pattern import NMPattern, PatternLike
 
 # Entries handled at a time: on a CPU, per thread, ten planes of each fit its cache; elsewhere it only bounds memory.
@@ -203,9 +203,7 @@ def _map_blocks(
         results = function(list(planes), uniform, True)
         blocks = torch.stack(results, entry_axis)
         return blocks.flatten(dim, entry_axis).to(dtype)
-    # A transposed or channels-last tensor is dense in another order of its axes: there, nothing needs to be copied.
-    strides = x.stride()
-    order = sorted(range(x.dim()), key=strides.__getitem__, reverse=True)
+    order, inverse_order = memory_order(x)
     dense = x.permute(order)
     result = torch.empty(dense.shape, dtype=dtype, device=x.device)
     if x.numel():
@@ -216,7 +214,6 @@ def _map_blocks(
         number_order = [0, *(axis + 1 for axis in order)]
         numbers_rbi = uniform.permute(number_order).reshape(len(uniform), len(x_bmi), inner)
         _map_chunks(function, x_bmi, numbers_rbi, result.view(-1, m, inner))
-    inverse_order = [order.index(axis) for axis in range(x.dim())]
     return result.permute(inverse_order)
 
 

@@ -19,12 +19,3 @@ __all__ = [
     "routing",
     "two_four_reason",
 ]
-
-
-def __getattr__(name: str) -> object:
-    if name == "CutlassKernel":
-        # Not an AttributeError, whose text `from ... import` hides.
-        raise ImportError(
-            "CutlassKernel was removed: use CuSparseLtKernel, which runs on the same GPUs"
-        )
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple, cast
+from itertools import count
+from typing import Any, Literal, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -42,7 +43,6 @@ class Convolution(NamedTuple):
     groups: int = 1
 
     def __str__(self) -> str:
-        # Keys in files of decisions are written so, without spaces, and read by `parse`.
         height, width = self.size
         parts = [f"{self.inputs}>{self.outputs}@{height}x{width}"]
         for name in ("kernel", "stride", "padding", "dilation"):
@@ -50,15 +50,6 @@ class Convolution(NamedTuple):
             parts.append(f"{name}{along_height}x{along_width}")
         parts.append(f"groups{self.groups}")
         return ",".join(parts)
-
-    @classmethod
-    def parse(cls, text: str) -> Convolution:
-        """Read what ``str`` wrote."""
-        # The numbers alone, in the order of the fields: those between the first two and the last are pairs.
-        numbers = [int(digits) for digits in re.findall(r"\d+", text)]
-        inputs, outputs, *flat, groups = numbers
-        size, kernel, stride, padding, dilation = zip(flat[::2], flat[1::2], strict=True)
-        return cls(inputs, outputs, size, kernel, stride, padding, dilation, groups)
 
     @property
     def positions(self) -> tuple[int, int]:
@@ -110,7 +101,6 @@ class GemmKey:
 
     def __str__(self) -> str:
         """``gemm rowsxdepthxcolumns dtype pattern device``, then ``permuted``, ``drawn``, sparsity and geometry."""
-        # Files of decisions hold this text; `parse_key` reads it.
         dtype = str(self.dtype).removeprefix("torch.")
         sizes = f"{self.rows}x{self.depth}x{self.columns}"
         parts = [self.gemm, sizes, dtype, str(self.pattern), self.device]
@@ -160,7 +150,7 @@ class MaskedMatrix(NamedTuple):
     Args:
         values: ``[rows, depth]``, any strides and floating dtype; values outside of the mask are not used.
         bits: uint8 of that shape; `bit` is set at entries of the mask.
-        bit: Of ``bits``, see :mod:`lightning_nm.functional.mask_bits`.
+        bit: Of ``bits``, see :mod:`lightning_nm.functional.mask_storage`.
         pattern: The N:M pattern of the mask; ``None`` if it has none.
         dtype: Of the products.
         order: int64 ``[depth]``: the mask is N:M along the depth in this order.
@@ -182,15 +172,6 @@ class MaskedMatrix(NamedTuple):
         return rows, depth
 
 
-class Algorithm(NamedTuple):
-    """The configuration of a library's product, in cuSPARSELt's terms."""
-
-    id: int = 0  # the library's default
-    split_k: int = 1  # parts into which the contraction is split
-    split_k_mode: int = -1  # how they are added, an enumeration of the library; -1 leaves it open
-
-    def __str__(self) -> str:
-        return f"algorithm {self.id}, split-k {self.split_k}, mode {self.split_k_mode}"
 
 
 class GemmKernel:
@@ -237,14 +218,6 @@ class GemmKernel:
     def static_reason(self, key: GemmKey) -> str:
         """Return why no device can execute a product, by its dtype, pattern and sizes; empty if one might."""
         return ""
-
-    def algorithms(self, gemm: GemmName, packed: Tensor, dense: Tensor) -> Sequence[Algorithm]:
-        """Return algorithms to try besides the kernel's own, of :meth:`matmul` for ``"wgrad"`` or of :meth:`linear`."""
-        return ()
-
-    def with_algorithm(self, algorithm: Algorithm) -> GemmKernel:
-        """Return this kernel with another algorithm; packed operands are the same."""
-        return self
 
     def pack(self, matrix: Tensor) -> Any:
         """Pack ``A [rows, depth]``, contiguous and N:M along `depth`, into the form that the products take."""
@@ -336,44 +309,6 @@ def uses_of_pack(key: GemmKey, reuse: int) -> int:
     return reuse
 
 
-_KEY = re.compile(
-    r"(?P<gemm>forward|dgrad|wgrad) "
-    r"(?P<rows>\d+)x(?P<depth>\d+)x(?P<columns>\d+) "
-    r"(?P<dtype>\w+) (?P<pattern>\d+:\d+) (?P<device>\S+)"
-    r"( (?P<permuted>permuted))?"
-    r"( (?P<drawn>drawn))?"
-    r"( (?P<sparsity>masked|outputs))?"
-    r"( (?P<conv>\d+>\S+))?"
-)
-
-
-def parse_key(text: str) -> GemmKey:
-    """Read what ``str(key)`` wrote; raise a ValueError for other texts."""
-    match = _KEY.fullmatch(text)
-    dtype = None if match is None else getattr(torch, match["dtype"], None)
-    # Any name of torch matches the expression: "load", for example, is not a dtype.
-    if match is None or not isinstance(dtype, torch.dtype):
-        raise ValueError(
-            f"cannot read {text!r} as a key: it is written 'forward 4096x1024x8192 bfloat16 2:4 cuda'"
-        )
-    gemm = cast("GemmName", match["gemm"])
-    sparsity = cast("Sparsity", match["sparsity"] or "n:m")
-    conv = match["conv"]
-    return GemmKey(
-        gemm=gemm,
-        rows=int(match["rows"]),
-        depth=int(match["depth"]),
-        columns=int(match["columns"]),
-        dtype=dtype,
-        pattern=NMPattern.parse(match["pattern"]),
-        device=match["device"],
-        permuted=match["permuted"] is not None,
-        drawn=match["drawn"] is not None,
-        sparsity=sparsity,
-        conv=None if conv is None else Convolution.parse(conv),
-    )
-
-
 def check_mode(kernels: object) -> None:
     """Raise a ValueError for a mode that does not exist, with the modes."""
     if kernels in ("auto", "sparse", "reference"):
@@ -384,3 +319,54 @@ def check_mode(kernels: object) -> None:
             f"kernels={kernels!r} is the mode, {modes}: pass a list of kernels as backends="
         )
     raise ValueError(f"kernels={kernels!r} is unknown: use {modes}")
+
+
+# ------------------------------------------------------------------------------------------------------ handles
+
+# Operators of compiled graphs take tensors and integers, so other objects go by number.
+_numbers = count(1)
+# Weak: a number keeps no object alive, and a graph that outlives its router is refused by `lookup`.
+_objects: WeakValueDictionary[int, HasHandle] = WeakValueDictionary()
+
+
+class HasHandle:
+    """An object with an integer handle, by which :func:`lookup` returns it; a copy has a handle of its own.
+
+    Example::
+
+        >>> class Scale(HasHandle):
+        ...     pass
+        >>> scale = Scale()
+        >>> lookup(scale.handle) is scale
+        True
+    """
+
+    handle: int
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make an object and register it."""
+        # Not in __init__: copying and unpickling do not call that, and would share the handle.
+        made = super().__new__(cls)
+        made.handle = next(_numbers)
+        _objects[made.handle] = made
+        return made
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take another object's state, but not its handle."""
+        for name, value in state.items():
+            if name != "handle":
+                self.__dict__[name] = value
+
+
+def lookup(handle: int) -> Any:
+    """Return the object with this handle.
+
+    Raises:
+        RuntimeError: If it no longer exists.
+    """
+    try:
+        return _objects[handle]
+    except KeyError:
+        raise RuntimeError(
+            f"object {handle} of a compiled graph is gone: keep model and router until the backward pass is over"
+        ) from None

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_nm.functional import counter_uniform, mvue
-from lightning_nm.functional.mask_bits import BACKWARD_BIT, FORWARD_BIT
+from lightning_nm.functional.mask_storage import BACKWARD_BIT, FORWARD_BIT
 from lightning_nm.functional.pattern import NMPattern, PatternLike
 from lightning_nm.functional.select import masked
 from lightning_nm.kernels.gpu import triton_use
@@ -37,7 +37,7 @@ def masked_forward(weight: Tensor, marks: Tensor, dtype: torch.dtype) -> Tensor:
 
     Args:
         weight: W ``[out, in]``, any floating dtype and strides.
-        marks: Mask bits, see :mod:`lightning_nm.functional.mask_bits`, uint8 ``[out, in]``, with the strides of W.
+        marks: Mask bits, see :mod:`lightning_nm.functional.mask_storage`, uint8 ``[out, in]``, with the strides of W.
         dtype: Floating dtype of the result, W_F ``[out, in]``.
 
     Example::

@@ -13,9 +13,8 @@ from torch.optim import Optimizer
 
 from lightning_nm.functional.masks import magnitude_mask
 from lightning_nm.functional.pattern import NMPattern
-from lightning_nm.functional.schedule import Moment
+from lightning_nm.functional.schedule import DENSE, Moment
 from lightning_nm.functional.select import masked
-from lightning_nm.functional.stages import DENSE
 from lightning_nm.nn.layer import NMLayer
 
 _STEP_HOOKS = (

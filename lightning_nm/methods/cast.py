@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 
 from lightning_nm.functional import pack_mask, unpack_mask
-from lightning_nm.functional.decay import decayed_moment
 from lightning_nm.functional.schedule import Moment, check_moment, resolve_moment
 from lightning_nm.functional.select import mask_, masked
+from lightning_nm.functional.soft import decayed_moment
 from lightning_nm.methods.bame.optimizer_state import coupled_decay, group_of, will_be_skipped
 from lightning_nm.methods.base import (
     MaskMethod,

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_nm.functional import pack_mask, unpack_mask
-from lightning_nm.functional.block_patterns import patterns_of_layer, surviving
 from lightning_nm.functional.evolution import as_blocks, from_blocks
 from lightning_nm.functional.pattern import NMPattern
 from lightning_nm.functional.schedule import Moment, check_moment, resolve_moment
 from lightning_nm.functional.select import mask_, masked
+from lightning_nm.functional.soft import patterns_of_layer, surviving
 from lightning_nm.methods.base import (
     MaskMethod,
     refuse_tensor_parallel,

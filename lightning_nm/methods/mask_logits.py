@@ -13,15 +13,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_nm.functional import fold_seed, is_nm, pack_mask, unpack_mask
-from lightning_nm.functional.block_patterns import patterns_of_layer
 from lightning_nm.functional.evolution import as_blocks, from_blocks
-from lightning_nm.functional.gumbel import (
+from lightning_nm.functional.schedule import Moment, check_moment, resolve_moment
+from lightning_nm.functional.soft import (
     gumbel_noise,
     normal_noise,
+    patterns_of_layer,
     soft_choice,
     soft_choice_gradient,
 )
-from lightning_nm.functional.schedule import Moment, check_moment, resolve_moment
 from lightning_nm.methods.base import (
     MaskMethod,
     check_number,

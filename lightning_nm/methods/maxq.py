@@ -14,7 +14,7 @@ from lightning_nm.functional.evolution import as_blocks, from_blocks
 from lightning_nm.functional.pattern import NMPattern
 from lightning_nm.functional.schedule import Moment, check_moment, resolve_moment
 from lightning_nm.functional.select import masked
-from lightning_nm.functional.soft_axes import axis_thresholds, share_left, soft_factor
+from lightning_nm.functional.soft import axis_thresholds, share_left, soft_factor
 from lightning_nm.methods.base import (
     check_number,
     check_option,

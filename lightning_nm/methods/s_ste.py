@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_nm.functional import soft_threshold_nm
-from lightning_nm.functional.soft_threshold import least_squares_scale
+from lightning_nm.functional.soft import least_squares_scale
 from lightning_nm.methods.ste import STE
 from lightning_nm.nn.layer import NMLayer
 

@@ -103,10 +103,9 @@ class KernelRouting:
             super().backward(*args, **kwargs)  # type: ignore[misc]
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Lightning's step, after which the router may measure a product, or go inactive."""
+        """Lightning's step, after which the router may go inactive."""
         result = super().optimizer_step(*args, **kwargs)  # type: ignore[misc]
-        # Only now no backward pass is pending, so kernels may change, and measuring has the device for itself.
-        self.router.measure_more()
+        # Only now no backward pass is pending, so kernels may change.
         self.router.deactivate_if_all_dense()
         return result
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_nm.functional.stages import describe
+from lightning_nm.functional.schedule import describe
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.layer.state import (
     changed_settings,

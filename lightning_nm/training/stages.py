@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_nm.functional.schedule import Stages
 from lightning_nm.functional.select import mask_
-from lightning_nm.functional.stages import Stages
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.layer.sharding import local_shard, local_values
 

@@ -2,7 +2,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_nm.functional.decay import decayed_moment
+from lightning_nm.functional.soft import decayed_moment
 
 
 @given(st.integers(0, 1000), st.floats(0, 1), st.floats(0, 10))

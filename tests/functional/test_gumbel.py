@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_nm.functional import fold_seed
-from lightning_nm.functional.gumbel import (
+from lightning_nm.functional.soft import (
     gumbel_noise,
     normal_noise,
     soft_choice,
@@ -35,7 +35,7 @@ def test_moments():
 def test_extreme_numbers_stay_finite(monkeypatch):
     ends = torch.tensor([0.0, 2.0**-24, 1 - 2.0**-24])
     monkeypatch.setattr(
-        "lightning_nm.functional.gumbel.counter_uniform", lambda count, seed: ends.repeat(2)
+        "lightning_nm.functional.soft.counter_uniform", lambda count, seed: ends.repeat(2)
     )
     assert gumbel_noise(6, fold_seed(0)).isfinite().all()
     assert normal_noise(3, fold_seed(0)).isfinite().all()

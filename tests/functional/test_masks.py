@@ -4,7 +4,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_nm.functional import masks
 from lightning_nm.functional.masks import (
@@ -84,15 +83,12 @@ def _seed():
     torch.manual_seed(0)
 
 
-@pytest.fixture(autouse=True, scope="module", params=["few", "many"])
-def _pairs(request):
-    """Each test also with small tensors treated as large ones, whose pairs are not all compared by one call."""
-    limits = {"few": (masks._FEW_PAIRS, masks._FEW_CONSECUTIVE_PAIRS), "many": (0, 0)}
+@pytest.fixture(autouse=True, scope="module", params=["library", "torch"])
+def _without_library(request):
+    """Each test also as on a CPU without the library, and on other devices."""
     with pytest.MonkeyPatch.context() as patch:
-        for name, limit in zip(
-            ("_FEW_PAIRS", "_FEW_CONSECUTIVE_PAIRS"), limits[request.param], strict=True
-        ):
-            patch.setattr(masks, name, limit)
+        if request.param == "torch":
+            patch.setattr(masks, "by_library", masks._no_library)
         yield
 
 
@@ -105,7 +101,7 @@ def test_every_path_gives_the_reference(text, dtype):
         expected = _nm_mask_reference(scores, text, dim)
         assert torch.equal(nm_mask(scores, text, dim), expected)
         for path in (broadcast_mask, unrolled_mask)[
-            : 2 if pattern.m <= masks._MAX_STRIDED_M else 1
+            : 2 if pattern.m <= masks._MAX_UNROLLED_M else 1
         ]:
             assert torch.equal(path(masks._comparable(scores), pattern, dim % 3), expected)
         assert expected.movedim(dim, -1).unflatten(-1, (-1, pattern.m)).sum(-1).eq(pattern.n).all()
@@ -164,60 +160,22 @@ def test_any_axis_and_strides(data, m):
     assert torch.equal(mask, brute_force(scores, n, m, dim))
 
 
-@pytest.mark.parametrize("text", ["2:4", "1:4", "1:16", "8:16"])
-@pytest.mark.parametrize("dim", [0, 1])
-def test_chunks_meet(monkeypatch, text, dim):
-    """A chunk boundary, and a NaN in one chunk only, change nothing."""
-    scores = torch.randn(48, 80).round()
-    expected = _nm_mask_reference(scores, text, dim)
-    with_nan = torch.where(torch.rand(48, 80) < 0.01, torch.nan, scores)
-    expected_with_nan = _nm_mask_reference(with_nan, text, dim)
-    for chunk in (1, 7 * 16, 1000):
-        monkeypatch.setattr(masks, "_STRIDED_CHUNK", chunk)
-        monkeypatch.setattr(masks, "_GATHERED_CHUNK", chunk)
-        assert torch.equal(nm_mask(scores, text, dim), expected)
-        assert torch.equal(nm_mask(with_nan, text, dim), expected_with_nan)
+@pytest.mark.parametrize("shape", [(48, 80), (3, 160, 7), (3, 16, 65), (3, 16, 200), (1000, 16)])
+@pytest.mark.parametrize("text", ["2:4", "1:4", "1:16", "4:8"])
+def test_rows_of_blocks_that_are_ranked_side_by_side_end(text, shape):
+    """Within a row, in several rows, and at the end; on two threads, too."""
+    scores = awkward(shape, torch.float32)
+    threads = torch.get_num_threads()
+    for count in (1, 2):
+        torch.set_num_threads(count)
+        assert torch.equal(nm_mask(scores, text, 1), _nm_mask_reference(scores, text, 1))
+    torch.set_num_threads(threads)
 
 
 def test_expanded_scores():
     scores = torch.randn(8, 1).expand(8, 6)
     assert torch.equal(nm_mask(scores, "2:4", 0), _nm_mask_reference(scores, "2:4", 0))
     assert torch.equal(nm_mask(scores, "1:2"), torch.tensor([True, False]).repeat(8, 3))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("text", ["1:2", "2:4", "3:5", "4:8"])
-@pytest.mark.parametrize("inner", [1, 9])
-def test_all_pairs_at_once(text, dtype, inner):
-    """Ties, both zeros and infinities; a NaN is left to the other paths."""
-    pattern = NMPattern.parse(text)
-    blocks = awkward((24, pattern.m, inner), dtype)
-    found = masks._ranked_at_once(blocks.nan_to_num(nan=1.0, posinf=torch.inf, neginf=1.0), pattern)
-    expected = _nm_mask_reference(blocks.nan_to_num(nan=1.0, posinf=torch.inf, neginf=1.0), text, 1)
-    assert torch.equal(found, expected)
-    assert masks._ranked_at_once(blocks, pattern) is None
-
-
-class _Count(TorchDispatchMode):
-    """Counts the operators that are called."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.calls += 1
-        return function(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("shape", [(16, 16, 3, 3), (64, 64, 3, 3), (64, 64)])
-def test_a_small_mask_takes_few_calls(shape):
-    """For a small convolution the number of calls is most of the time."""
-    weight = torch.randn(shape)
-    masks.magnitude_mask(weight, "2:4", dim=1)
-    with _Count() as count:
-        masks.magnitude_mask(weight, "2:4", dim=1)
-    assert (count.calls <= 25) == (masks._FEW_PAIRS > 0)
 
 
 def test_channels_last_needs_no_copy_and_keeps_its_strides():

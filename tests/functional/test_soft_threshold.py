@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_nm import functional as nmf
-from lightning_nm.functional.soft_threshold import least_squares_scale
+from lightning_nm.functional.soft import least_squares_scale
 
 PATTERNS = ["2:4", "1:2", "1:4", "3:4", "2:8", "1:16"]
 # Few values, so that blocks have ties, zeros and both signs.

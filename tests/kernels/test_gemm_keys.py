@@ -1,9 +1,7 @@
-import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_nm.kernels.api import bucketed, multiply_adds, parse_key, token_bucket
+from lightning_nm.kernels.api import bucketed, multiply_adds, token_bucket
 from tests.support.fake_kernels import gemm_key
 
 SIZES = st.integers(1, 1 << 40)
@@ -68,31 +66,3 @@ def test_only_tokens_fall_into_buckets():
 
 def test_multiply_adds():
     assert multiply_adds(gemm_key(rows=2, depth=3, columns=5)) == 30
-
-
-@given(
-    gemm=st.sampled_from(["forward", "dgrad", "wgrad"]),
-    sizes=st.tuples(SIZES, SIZES, SIZES),
-    dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn]),
-    pattern=st.sampled_from(["2:4", "1:16", "4:8"]),
-    device=st.sampled_from(["cpu", "cuda", "cuda:11"]),
-)
-def test_keys_can_be_read_back(gemm, sizes, dtype, pattern, device):
-    key = gemm_key(gemm, *sizes, dtype, pattern, device)
-    assert parse_key(str(key)) == key
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "backward 1x1x1 bfloat16 2:4 cuda",
-        "forward 1x1 bfloat16 2:4 cuda",
-        "forward 1x1x1 Tensor 2:4 cuda",
-        "forward 1x1x1 bfloat16 4:2 cuda",
-        "forward 1x1x1 bfloat16 2:4 cuda or so",
-    ],
-)
-def test_what_is_no_key(text):
-    with pytest.raises(ValueError, match="pattern" if "4:2" in text else "cannot read"):
-        parse_key(text)

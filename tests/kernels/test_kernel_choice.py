@@ -3,7 +3,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_nm.kernels.api import Algorithm
 from lightning_nm.kernels.router.cache import Decision, Decisions, Environment
 from lightning_nm.kernels.router.registry import KernelRegistry
 from lightning_nm.kernels.router.tuner import Tuner
@@ -345,92 +344,3 @@ def test_the_dense_product_is_timed_before_and_after_each_kernel():
         DENSE,
     ]
     assert decision.dense_ms == pytest.approx((11 + 14 + 17) / 3)
-
-
-class Searching(FakeKernel):
-    """Proposes algorithms; those in `wrong` make a wrong product. The name that is timed is the algorithm's."""
-
-    def __init__(self, algorithms, wrong=(), name="fast"):
-        super().__init__(name)
-        self.proposals, self.wrong, self.tried = algorithms, wrong, []
-
-    def algorithms(self, gemm, packed, dense):
-        assert packed.shape == ((32, 64))
-        self.tried.append(gemm)
-        if self.proposals is None:
-            raise RuntimeError("no search")
-        return self.proposals
-
-    def with_algorithm(self, algorithm):
-        other = FakeKernel(
-            self.name, spoil=(lambda y: y * 2) if algorithm in self.wrong else (lambda y: y)
-        )
-        other.algorithm, other.calls = algorithm, self.calls
-        return other
-
-
-class Counted(FakeTimer):
-    """A product takes one millisecond less with each measurement."""
-
-    def time(self, function, device):
-        seconds = super().time(function, device)
-        if self.timed[-1] == ("fast", "linear"):
-            self.times["fast"] = (self.times["fast"][0] - 1, self.times["fast"][1])
-        return seconds
-
-
-A, B = Algorithm(3, 2, 5), Algorithm(7)
-
-
-def searching(algorithms, wrong=()):
-    kernel = Searching(algorithms, wrong)
-    choice = tuner(kernels=[kernel])
-    choice.timer = Counted([kernel], 10, fast=(5, 1))
-    return choice, choice.decide(KEY)
-
-
-def test_the_fastest_of_the_algorithms_that_a_kernel_proposes_is_taken():
-    choice, decision = searching([A, B])
-    assert (decision.kernel, decision.algorithm, decision.sparse_ms, decision.pack_ms) == (
-        "fast",
-        B,
-        3,
-        1,
-    )
-    assert choice.timer.timed == [
-        DENSE,
-        *[("fast", "linear"), ("fast", "pack")],
-        *[("fast", "linear")] * 2,
-        DENSE,
-    ]
-    assert (
-        "fast 1.667x, fast (algorithm 3, split-k 2, mode 5) 2.000x, fast (algorithm 7, split-k 1"
-        in decision.reason
-    )
-    assert choice.registry.kernels["fast"].tried == ["forward"]
-
-
-def test_an_algorithm_that_is_wrong_is_not_timed():
-    choice, decision = searching([A, B], wrong=[B])
-    assert (decision.algorithm, decision.sparse_ms) == (A, 4)
-    assert (
-        "fast (algorithm 7, split-k 1, mode -1): wrong by 1 of the dense product" in decision.reason
-    )
-    assert choice.timer.timed.count(("fast", "linear")) == 2
-
-
-def test_a_search_that_fails_leaves_the_default():
-    _, decision = searching(None)
-    assert (decision.kernel, decision.algorithm) == ("fast", None)
-    assert "fast: the search for algorithms failed, RuntimeError: no search" in decision.reason
-
-
-def test_algorithms_are_searched_in_auto_alone():
-    kernel = Searching([A])
-    assert tuner("sparse", [kernel]).decide(KEY).algorithm is None
-    assert not kernel.tried
-
-
-def test_a_dense_decision_has_no_algorithm():
-    kernel = Searching([A])
-    assert tuner(kernels=[kernel], dense=1.0).decide(KEY).algorithm is None

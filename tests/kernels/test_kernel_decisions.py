@@ -13,7 +13,7 @@ from torch.utils import collect_env
 
 from lightning_nm import NMMixedPrecision
 from lightning_nm.kernels import Router
-from lightning_nm.kernels.api import Algorithm
+from lightning_nm.kernels.api import Convolution
 from lightning_nm.kernels.cpu.library import cpu_name
 from lightning_nm.kernels.router import cache
 from lightning_nm.kernels.router.cache import Decision, Decisions, Environment, environment_of
@@ -31,7 +31,6 @@ DECISIONS = st.builds(
     st.text(),
     st.sampled_from(["measured", "forced"]),
     st.text(),
-    st.none() | st.builds(Algorithm, st.integers(0, 99), st.integers(-1, 8), st.integers(-1, 6)),
 )
 
 
@@ -61,18 +60,22 @@ def test_the_file_can_be_read_by_people(tmp_path):
         tmp_path / "kernels.json"
     )
     content = json.loads((tmp_path / "kernels.json").read_text())
-    assert content["schema"] == 1
+    assert content["schema"] == 2
     ((environment, entries),) = content["environments"].items()
     assert environment == "device H200, driver 580.65, torch 2.13.0, cuda 13.0, cusparselt 801"
-    assert entries["forward 11008x4096x16384 bfloat16 2:4 cuda"]["kernel"] == "cusparselt"
-
-
-def test_decisions_of_an_earlier_release_have_no_algorithm(tmp_path):
-    path = tmp_path / "kernels.json"
-    decisions({gemm_key(): FAST}).save(path)
-    path.write_text(path.read_text().replace(',\n    "algorithm": null', ""))
-    assert "algorithm" not in path.read_text()
-    assert Decisions.load(path, HERE)[gemm_key()] == FAST
+    ((key, entry),) = entries.items()
+    assert (
+        json.loads(key).items()
+        >= {
+            "gemm": "forward",
+            "rows": 11008,
+            "columns": 16384,
+            "dtype": "bfloat16",
+            "pattern": "2:4",
+            "device": "cuda",
+        }.items()
+    )
+    assert entry["kernel"] == "cusparselt"
 
 
 def test_a_bucket_and_all_devices_of_a_type_share_a_decision():
@@ -123,9 +126,11 @@ def test_saving_adds_to_what_another_process_saved(tmp_path):
     ]
 
 
-def test_another_schema_is_ignored_and_replaced(tmp_path):
+@pytest.mark.parametrize("schema", [1, 99])
+def test_another_schema_is_ignored_and_replaced(tmp_path, schema):
     path = tmp_path / "kernels.json"
-    path.write_text('{"schema": 99, "environments": {}}')
+    # As of 0.3, or of a later release.
+    path.write_text(f'{{"schema": {schema}, "environments": {{}}}}')
     assert not Decisions.load(path, HERE)
     decisions({gemm_key(): FAST}).save(path)
     assert len(Decisions.load(path, HERE)) == 1
@@ -141,6 +146,7 @@ def test_a_file_of_something_else_is_ignored_and_never_replaced(tmp_path, text):
     assert path.read_text() == text
 
 
+KEY = cache._written_key(gemm_key())
 WRONG = {**asdict(FAST), "dense_ms": "fast"}
 
 
@@ -149,16 +155,28 @@ WRONG = {**asdict(FAST), "dense_ms": "fast"}
     [
         [],
         {"forward": {}},
-        {"forward 1x1x1 bfloat16 2:4 cpu": {}},
-        {"forward 1x1x1 bfloat16 2:4 cpu": 3},
-        {"forward 1x1x1 bfloat16 2:4 cpu": WRONG},
-        {"forward 1x1x1 bfloat16 2:4 cpu": {**WRONG, "dense_ms": 1.0, "kernel": None}},
+        {KEY: {}},
+        {KEY: 3},
+        {KEY: WRONG},
+        {KEY: {**WRONG, "dense_ms": 1.0, "kernel": None}},
+        {"[]": asdict(FAST)},
+        {"{}": asdict(FAST)},
+        {KEY.replace('"bfloat16"', '"load"'): asdict(FAST)},
+        {KEY.replace('"2:4"', '"4:2"'): asdict(FAST)},
+        {KEY.replace('"device"', '"place"'): asdict(FAST)},
     ],
 )
 def test_damaged_entries_are_ignored(tmp_path, entries):
     path = tmp_path / "kernels.json"
-    path.write_text(json.dumps({"schema": 1, "environments": {str(HERE): entries}}))
+    path.write_text(json.dumps({"schema": cache.SCHEMA, "environments": {str(HERE): entries}}))
     assert not Decisions.load(path, HERE)
+
+
+def test_a_convolution_is_read_back(tmp_path):
+    conv = Convolution(16, 32, (8, 9), (3, 1), (1, 2), groups=2)
+    key = replace(gemm_key(), conv=conv, drawn=True, permuted=True, sparsity="masked")
+    decisions({key: FAST}).save(tmp_path / "kernels.json")
+    assert dict(Decisions.load(tmp_path / "kernels.json", HERE)) == {cache.stored_key(key): FAST}
 
 
 def test_a_missing_file_is_no_error(tmp_path):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lightning_nm import MVUE, NMSparsifier
-from lightning_nm.functional import fold_seed, is_nm, mask_bits
+from lightning_nm.functional import fold_seed, is_nm, mask_storage
 from lightning_nm.kernels import operands as preprocess
 from lightning_nm.kernels.gpu import triton_use
 from lightning_nm.kernels.operands import (
@@ -41,7 +41,7 @@ def bi_mask_layer(out=24, columns=16):
 
 
 def test_marks_are_the_layers():
-    assert (mask_bits.FORWARD_BIT, mask_bits.BACKWARD_BIT) == (1, 2)
+    assert (mask_storage.FORWARD_BIT, mask_storage.BACKWARD_BIT) == (1, 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

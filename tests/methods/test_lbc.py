@@ -12,8 +12,8 @@ from torch import nn
 
 from lightning_nm import LBC, NMPattern, NMSparsifier
 from lightning_nm import functional as nmf
-from lightning_nm.functional.block_patterns import MOST_PATTERNS, block_patterns, surviving
 from lightning_nm.functional.evolution import as_blocks
+from lightning_nm.functional.soft import MOST_PATTERNS, block_patterns, surviving
 
 PATTERNS = ["1:2", "2:4", "3:4", "1:4", "2:8", "1:16"]
 

@@ -12,9 +12,8 @@ from torch import nn
 from lightning_nm import MaskLogits, NMSparsifier, NMSparsityCallback, prune
 from lightning_nm import functional as nmf
 from lightning_nm.callbacks.report.tables import owned_parameters
-from lightning_nm.functional.block_patterns import block_patterns
 from lightning_nm.functional.evolution import as_blocks
-from lightning_nm.functional.gumbel import gumbel_noise, soft_choice
+from lightning_nm.functional.soft import block_patterns, gumbel_noise, soft_choice
 from tests.support.features import ends_sparse, masked
 from tests.support.kinds import make
 from tests.support.lightning_models import Data, make_trainer, new_model

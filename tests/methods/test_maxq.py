@@ -12,9 +12,9 @@ from torch import nn
 
 from lightning_nm import LBC, MaxQ, NMSparsifier
 from lightning_nm import functional as nmf
-from lightning_nm.functional import soft_axes
+from lightning_nm.functional import soft
 from lightning_nm.functional.evolution import as_blocks
-from lightning_nm.functional.soft_axes import RAMPS, axis_thresholds, share_left, soft_factor
+from lightning_nm.functional.soft import RAMPS, axis_thresholds, share_left, soft_factor
 from lightning_nm.nn.layer.state import fits, layer_state
 from tests.support.kinds import make
 
@@ -45,8 +45,8 @@ def test_a_selection_finds_what_sorting_finds(size, data):
     numbers = st.sampled_from([0.0, 0.5, 1.0, 2.0, math.inf, math.nan])
     row = st.lists(numbers, min_size=size, max_size=size)
     magnitudes = torch.tensor(data.draw(st.lists(row, min_size=1, max_size=3)))
-    selected = soft_axes._by_selection(magnitudes, below)
-    sorted_ = soft_axes._by_sorting(magnitudes, below)
+    selected = soft._by_selection(magnitudes, below)
+    sorted_ = soft._by_sorting(magnitudes, below)
     torch.testing.assert_close(selected, sorted_, rtol=0, atol=0, equal_nan=True)
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from lightning_nm import SSTE, NMSparsifier
 from lightning_nm import functional as nmf
-from lightning_nm.functional.soft_threshold import least_squares_scale
+from lightning_nm.functional.soft import least_squares_scale
 from tests.methods.plain_loop import sgd_steps
 
 

@@ -30,7 +30,7 @@ from lightning_nm import functional as nmf
 from lightning_nm.callbacks.report.settings import hyperparameters
 from lightning_nm.callbacks.report.tables import print_layers
 from lightning_nm.callbacks.training_length import has_schedule
-from lightning_nm.functional.stages import DENSE, FINAL, stage_at
+from lightning_nm.functional.schedule import DENSE, FINAL, stage_at
 from lightning_nm.methods import MethodName, resolve_method
 from lightning_nm.nn.layer.gemms import mean_densities
 from lightning_nm.training.phases import finished_phases

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_nm import MVUE, NMPattern, NMSparsifier
-from lightning_nm.kernels import Router
 from lightning_nm.kernels.api import GemmKey
 from lightning_nm.nn.products.estimates import estimated
 from lightning_nm.nn.products.operands import forward_operand, packable_backward, packable_forward
@@ -116,30 +115,3 @@ def test_a_subclass_is_drawn_by_the_kernel_only_if_it_says_so(monkeypatch):
         transposed, _ = estimator.estimate_transposed(layer, grad, layer.noise.words)
         assert torch.equal(transposed, found[-1].t())
     assert torch.equal(found[1], 2 * found[0])
-
-
-def test_the_faster_of_two_ways_is_measured_once_and_on_a_gpu_alone():
-    class Recorded:
-        def __init__(self):
-            self.timed = []
-
-        def time(self, function, device):
-            self.timed.append(function())
-            return {"slow": 2.0, "fast": 1.0}[function()]
-
-    def slow():
-        return "slow"
-
-    def fast():
-        return "fast"
-
-    timer = Recorded()
-    cuda, cpu = torch.device("cuda", 0), torch.device("cpu")
-    router = Router("auto", [], timer=timer)
-    assert router.pick_fastest("a", (slow, fast), cpu) is slow
-    assert not timer.timed
-    assert router.pick_fastest("a", (slow, fast), cuda) is fast
-    assert router.pick_fastest("a", (slow, fast), cuda) is fast
-    assert timer.timed == ["slow", "fast"]
-    assert router.pick_fastest("b", (fast, slow), cuda) is fast
-    assert Router("sparse", [], timer=timer).pick_fastest("a", (slow, fast), cuda) is slow

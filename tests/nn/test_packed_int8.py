@@ -26,8 +26,8 @@ from lightning_nm.functional import (
     quantise_weight,
 )
 from lightning_nm.kernels.api import Convolution
-from lightning_nm.kernels.cpu import CpuInt8Kernel, int8_kernel
-from lightning_nm.kernels.cpu.kernels import Packed
+from lightning_nm.kernels.cpu import CpuInt8Kernel, int8
+from lightning_nm.kernels.cpu.layouts import Packed
 from lightning_nm.nn.packed import PackedTensor, kernel_choice, packed_weights
 from tests.support.cpu_products import LEVELS, REASON, at_level, needs_library
 from tests.support.experts import WIDTH, Experts, LinearExperts, TransposedExperts
@@ -226,7 +226,7 @@ def test_convolutions_compute_the_product_of_the_twin(
     tolerance = {"rtol": 2.0**-7 if dtype == torch.bfloat16 else 1e-5, "atol": 1e-5}
     torch.testing.assert_close(expected.double(), exact, **tolerance)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(int8_kernel, "PATCHES", at_a_time)
+        patched.setattr(int8, "PATCHES", at_a_time)
         model = pack(copied(dense), pattern, dtype="int8", kernels="sparse")
         found = model(x)
     if not REASON:

@@ -7,7 +7,7 @@ import torch
 from lightning_nm import NMPattern
 from lightning_nm.functional import int8_linear, quantise_weight
 from lightning_nm.kernels.cpu import CpuInt8Kernel
-from lightning_nm.kernels.cpu.int8_kernel import packed_int8
+from lightning_nm.kernels.cpu.int8 import packed_int8
 from tests.support.cpu_products import at_level, pattern_mask
 
 

@@ -12,7 +12,7 @@ from torch.nn.grad import conv2d_input, conv2d_weight
 
 from lightning_nm import NMPattern
 from lightning_nm.functional import nm_mask
-from lightning_nm.functional.mask_bits import FORWARD_BIT
+from lightning_nm.functional.mask_storage import FORWARD_BIT
 from lightning_nm.kernels import routing
 from lightning_nm.kernels.api import Convolution, MaskedMatrix
 from lightning_nm.kernels.cpu import CpuCsrKernel, CpuPermuteKernel, library

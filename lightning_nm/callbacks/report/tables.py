@@ -10,7 +10,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 
-from lightning_nm.functional.stages import DENSE, describe
+from lightning_nm.functional.schedule import DENSE, describe
 from lightning_nm.methods import MaskMethod
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.layer.layout import known_shape

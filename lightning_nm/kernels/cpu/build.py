@@ -37,12 +37,9 @@ SEPARATE = ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 
 
 def source() -> str:
-    """Hash of what a library is compiled from, the C files and this one; empty if the C files are not installed."""
-    files = sorted(SOURCES.glob("*.[ch]"))
-    if not files:
-        return ""
+    """Hash of what a library is compiled from, the C files and this one."""
     # This file decides about the compiler flags, so it is part of what a library is made from.
-    files.append(Path(__file__))
+    files = [*sorted(SOURCES.glob("*.[ch]")), Path(__file__)]
     digest = hashlib.sha256()
     for file in files:
         content = file.read_bytes()
@@ -159,6 +156,7 @@ def _compilations(
     for level, extra in levels.items():
         compilations.append((SOURCES / "kernels.c", level, extra))
         compilations.append((SOURCES / "conv.c", level, extra))
+        compilations.append((SOURCES / "top.c", level, extra))
         compilations.append((SOURCES / "evolve.c", level, [*extra, *SEPARATE]))
         # At level 2 int8 products need more than AVX-512.
         if level < 2:

@@ -6,14 +6,15 @@ its own, as torch does. Only the sum of squares adds up in another order, in flo
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_nm.functional.mask_bits import BACKWARD_BIT, FORWARD_BIT
+from lightning_nm.functional import masks
+from lightning_nm.functional.mask_storage import BACKWARD_BIT, FORWARD_BIT
 from lightning_nm.kernels.blocks import (
     LONGEST_BLOCK,
     BlockGrid,
@@ -22,18 +23,19 @@ from lightning_nm.kernels.blocks import (
     count_writes,
 )
 from lightning_nm.kernels.cpu import library
-from lightning_nm.kernels.cpu.library import Evolution
+from lightning_nm.kernels.cpu.library import address
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """The dtypes of weights, gradients and optimizer state, by their numbers in the library."""
 _FEW = 4096  # entries up to which calls of torch are as fast
-_KEPT_SIZE, _GATHER, _BEST, _EXCHANGE, _KEEP, _MASK, _DECAY, _LARGEST, _LARGEST_OF_COLUMNS = range(
-    9
-)
 
 # The library reads and writes the two lowest bits.
 assert FORWARD_BIT == 1
 assert BACKWARD_BIT == 2
+
+
+_SCORES = {**DTYPES, torch.float64: 3, torch.int32: 4, torch.int64: 5}
+_LONGEST_RANKED = 64  # entries of a block
 
 
 def runs(*tensors: Tensor | None) -> bool:
@@ -53,23 +55,22 @@ def is_row_major(tensor: Tensor, device_type: str = "cpu") -> bool:
     )
 
 
-def _job(bits: Tensor, weight: Tensor | None = None, grad: Tensor | None = None) -> Evolution:
-    job = Evolution(library.parallel(), library.threads(), bits.numel(), bits.data_ptr())
-    if weight is not None:
-        job.weight = weight.data_ptr()
-        job.dtype = DTYPES[weight.dtype]
-    if grad is not None:
-        job.grad = grad.data_ptr()
-        job.dtype = DTYPES[grad.dtype]
-    return job
+def _job(bits: Tensor, weight: Tensor | None = None, grad: Tensor | None = None) -> Any:
+    """Describe a weight, its gradient and its masks to the library."""
+    fields = bits.numel(), address(bits), address(weight), address(grad)
+    given = weight if grad is None else grad
+    dtype = 0 if given is None else DTYPES[given.dtype]
+    return library.structure("nm_evolution *", *fields, dtype)
 
 
-def _run(number: int, job: Evolution) -> None:
-    if library.load().nm_evolution_pass(library.level(), number, ctypes.byref(job)):
+def _run(name: str, job: Any) -> None:
+    """Run a pass by its name in csrc/nm.h."""
+    lib = library.load()
+    if lib.nm_evolution_pass(library.level(), getattr(lib, f"NM_{name}"), job):
         raise MemoryError("there is no memory for a pass over a weight")
 
 
-def _write_grid(grid: BlockGrid, job: Evolution) -> None:
+def _write_grid(grid: BlockGrid, job: Any) -> None:
     """Describe the blocks of a weight to the library."""
     job.blocks = job.entries // grid.m
     job.blocks_per_row = grid.per_row
@@ -90,9 +91,35 @@ def mask_(x: Tensor, bits: Tensor) -> bool:
     """
     if x.numel() <= _FEW or x.shape != bits.shape or not runs(x, bits):
         return False
-    _run(_MASK, _job(bits, x))
+    _run("MASK", _job(bits, x))
     count_writes(x)
     return True
+
+
+def top_n_mask(blocks_bmi: Tensor, n: int, magnitude: bool) -> Tensor | None:
+    """Return the mask of the N largest scores, or magnitudes, of blocks ``[B, M, I]``, as :func:`nm_mask` defines it.
+
+    ``None`` where the library cannot be used.
+    """
+    blocks, m, inner = blocks_bmi.shape
+    if m > _LONGEST_RANKED or not library.is_plain(blocks_bmi) or library.unavailable():
+        return None
+    if not blocks_bmi.is_floating_point() and blocks_bmi.itemsize < 4:
+        # Magnitudes first: of an int8, that of -128 is -128.
+        blocks_bmi = (blocks_bmi.abs() if magnitude else blocks_bmi).int()
+        magnitude = False
+    if blocks_bmi.dtype not in _SCORES:
+        return None
+    scores = blocks_bmi.contiguous()
+    mask_bmi = torch.empty_like(scores, dtype=torch.bool)
+    fields = address(scores), address(mask_bmi), blocks * inner, inner, n, m, _SCORES[scores.dtype]
+    top = library.structure("nm_top *", *fields, magnitude)
+    library.load().nm_top_mask(library.level(), top)
+    return mask_bmi
+
+
+# `functional` lies below this package, and does not import it.
+masks.by_library = top_n_mask
 
 
 @torch.no_grad()
@@ -100,7 +127,7 @@ def decay_(grad: Tensor, weight: Tensor, bits: Tensor, factor: float) -> None:
     """Add ``factor`` times the entries of a weight whose forward bit is not set to its gradient, in place."""
     job = _job(bits, weight, grad)
     job.size = factor
-    _run(_DECAY, job)
+    _run("DECAY", job)
     count_writes(grad)
 
 
@@ -113,7 +140,7 @@ def keep_largest(grid: BlockGrid, n: int, weight: Tensor, bits: Tensor) -> int:
     job = _job(bits, weight)
     _write_grid(grid, job)
     job.n = n
-    _run(_LARGEST, job)
+    _run("LARGEST", job)
     count_writes(bits)
     return int(job.better)
 
@@ -136,9 +163,9 @@ def keep_largest_of_columns(
     job = _job(bits, weight)
     job.n = n
     job.m = m
-    job.order = order.data_ptr()
+    job.order = address(order)
     job.columns = rows[0].numel()
-    _run(_LARGEST_OF_COLUMNS, job)
+    _run("LARGEST_OF_COLUMNS", job)
     count_writes(bits)
 
 
@@ -156,7 +183,7 @@ def has_whole_rows(rows: Tensor, weight: Tensor, m: int) -> bool:
 def size_of_kept(weight: Tensor, bits: Tensor) -> float:
     """The root mean square of the entries of a weight whose forward bit is set; 0 if there are none."""
     job = _job(bits, weight)
-    _run(_KEPT_SIZE, job)
+    _run("KEPT_SIZE", job)
     return math.sqrt(job.kept_square / max(job.kept, 1))
 
 
@@ -183,10 +210,10 @@ def gather_evidence(
     value = torch.empty_like(old_value)
     square = torch.empty_like(old_square)
     job = _job(bits, grad=grad)
-    job.old_value = old_value.data_ptr()
-    job.old_square = old_square.data_ptr()
-    job.value = value.data_ptr()
-    job.square = square.data_ptr()
+    job.old_value = address(old_value)
+    job.old_square = address(old_square)
+    job.value = address(value)
+    job.square = address(square)
     job.unit = step.unit
     job.own_ratio = step.own_ratio
     job.limit = float(step.limit)
@@ -195,9 +222,9 @@ def gather_evidence(
     job.correction = float(step.correction)
     job.epsilon = step.epsilon
     job.size = float(step.size)
-    _run(_GATHER, job)
+    _run("GATHER", job)
     if mask_grad and grad is not None:
-        _run(_MASK, _job(bits, grad))
+        _run("MASK", _job(bits, grad))
         count_writes(grad)
     return value, square
 
@@ -215,14 +242,14 @@ def keep_evidence(
 ) -> None:
     """Write U divided by ``unit``, and V: all entries, or only those whose forward bit is not set."""
     job = _job(bits)
-    job.value = value.data_ptr()
-    job.square = square.data_ptr()
-    job.old_value = kept_value.data_ptr()
-    job.old_square = kept_square.data_ptr()
+    job.value = address(value)
+    job.square = address(square)
+    job.old_value = address(kept_value)
+    job.old_square = address(kept_square)
     job.unit = unit
     job.whole_value = whole_value
     job.whole_square = whole_square
-    _run(_KEEP, job)
+    _run("KEEP", job)
     count_writes(kept_value, kept_square)
 
 
@@ -261,26 +288,26 @@ def exchange(
     gain = torch.empty(blocks, dtype=torch.float32)
     pruned, regrown, chosen = torch.empty(3, blocks, dtype=torch.uint8)
     job = _job(bits, weight)
-    job.grad = None if grad is None else grad.data_ptr()
-    job.value = value.data_ptr()
-    job.square = square.data_ptr()
+    job.grad = address(grad)
+    job.value = address(value)
+    job.square = address(square)
     _write_grid(grid, job)
-    job.gain = gain.data_ptr()
-    job.pruned = pruned.data_ptr()
-    job.regrown = regrown.data_ptr()
-    job.chosen = chosen.data_ptr()
-    job.oscillation = oscillation.data_ptr()
-    job.exchanged = exchanged.data_ptr()
+    job.gain = address(gain)
+    job.pruned = address(pruned)
+    job.regrown = address(regrown)
+    job.chosen = address(chosen)
+    job.oscillation = address(oscillation)
+    job.exchanged = address(exchanged)
     job.states = len(states)
     for k, (state, is_square) in enumerate(states):
-        job.state[k] = state.data_ptr()
+        job.state[k] = address(state)
         job.state_dtype[k] = DTYPES[state.dtype]
         job.state_is_square[k] = is_square
     job.correction = float(correction)
     job.moment = moment
     job.budget = budget
-    _run(_BEST, job)
-    count = int(library.load().nm_choose_blocks(ctypes.byref(job)))
-    _run(_EXCHANGE, job)
+    _run("BEST", job)
+    count = int(library.load().nm_choose_blocks(job))
+    _run("EXCHANGE", job)
     count_writes(bits, weight, grad, oscillation, exchanged, *(state for state, _ in states))
     return Exchanged(blocks=count, held=int(job.better) - count)

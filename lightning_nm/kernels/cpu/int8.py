@@ -1,15 +1,27 @@
-"""The layout of int8 weights for the CPU kernel: the same for every instruction set."""
+"""int8 weights on CPUs, for packed layers alone: their layout, the same for every instruction set, and their kernel."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_nm.functional.int8 import MOST_TERMS, check_quantised, dequantise_weight
+from lightning_nm.functional.int8 import (
+    MOST_TERMS,
+    check_quantised,
+    dequantise_weight,
+    quantise_weight,
+)
+from lightning_nm.functional.masks import nm_mask
 from lightning_nm.functional.pattern import NMPattern
-from lightning_nm.kernels.cpu.library import Int8Operand
+from lightning_nm.kernels.api import Convolution, GemmKernel, GemmKey, MaskedMatrix
+from lightning_nm.kernels.cpu import library
+from lightning_nm.kernels.cpu.layouts import Packed
+from lightning_nm.kernels.cpu.library import DTYPES, address, ffi
 
 # As csrc/nm.h has them.
 ROWS = 16
@@ -134,17 +146,12 @@ class Int8Layout:
         )
         return dequantise_weight(integers, self.scale, dtype)
 
-    def operand(self, values: Tensor | None = None) -> Int8Operand:
+    def operand(self, values: Tensor | None = None) -> Any:
         """Return the matrix as the library takes it; the tensors must outlive the call."""
-        return Int8Operand(
-            None if values is None else values.data_ptr(),
-            self.positions.data_ptr(),
-            self.scale.data_ptr(),
-            self.offset.data_ptr(),
-            self.pattern.n,
-            self.pattern.m,
-            position_width(self.pattern),
-        )
+        tensors = values, self.positions, self.scale, self.offset
+        n, m = self.pattern.n, self.pattern.m
+        fields = (*map(address, tensors), n, m, position_width(self.pattern))
+        return ffi.new("nm_int8 *", fields)
 
 
 def int8_matrix(
@@ -188,3 +195,187 @@ def _unordered(ordered: Tensor, rows: int, count: int, pattern: NMPattern) -> Te
     by_group = ordered.view(tiles, blocks, groups, ROWS, ENTRIES).permute(0, 3, 1, 2, 4)
     whole = by_group.reshape(tiles * ROWS, blocks, groups * ENTRIES)[:, :, :slots]
     return whole.reshape(tiles * ROWS, -1)[:rows, : count * pattern.n].view(rows, count, pattern.n)
+
+
+# ------------------------------------------------------------------------------------------------------ the kernel
+
+INSTRUCTIONS = ("baseline", "AVX2", "AVX-512 with VBMI and VNNI")
+"""What the library has int8 products for, by its numbers."""
+
+PATCHES = 1 << 20
+"""Entries of the patches of a convolution that are copied at a time."""
+
+
+class CpuInt8Kernel(GemmKernel):
+    """Products of a weight in int8 that is N:M along its depth with tokens that it rounds to int8.
+
+    Sums are exact in 32 bits, so all instruction sets and numbers of threads give the same bits; the rounding of
+    weights and tokens is that of :mod:`lightning_nm.functional.int8`. For inference: training never takes it.
+
+    A convolution is a product with patches of its padded input, one for each output position and group, and rounds each
+    patch to int8: :func:`lightning_nm.functional.int8_conv2d`.
+    """
+
+    name = "cpu-int8"
+    device_type = "cpu"
+    convolutions = True
+    tolerance = 0.04
+    """Of rounding both sides to 127 steps of their largest value."""
+
+    def probe(self, device: torch.device) -> str:
+        """Return why the kernel does not work: another device, no library, or a small product that is wrong."""
+        if device.type != "cpu":
+            return f"it is for CPUs, not {device.type}"
+        return library.unavailable() or self._self_check()
+
+    def supports(self, key: GemmKey) -> str:
+        """Return why a product cannot run; empty if it can."""
+        return self.static_reason(key)
+
+    def static_reason(self, key: GemmKey) -> str:
+        """Return why no CPU runs a product: its dtype, its sizes, or blocks that do not fit registers."""
+        if key.dtype not in DTYPES:
+            return f"{key.dtype} is not one of its dtypes, {', '.join(map(str, DTYPES))}"
+        if 0 in (key.rows, key.depth, key.columns):
+            return f"the product {key} is empty"
+        if key.gemm != "forward":
+            return "it is for inference"
+        if key.conv is not None and key.conv.groups > 1 and key.rows // key.conv.groups % ROWS:
+            return f"{key.rows // key.conv.groups} outputs of a group are no whole tiles of {ROWS}"
+        return Int8Layout.reason_against(key.rows, key.depth, key.pattern)
+
+    def pack_masked(self, matrix: MaskedMatrix, layout: None) -> Packed:
+        """Round a weight to int8, and lay it out."""
+        if matrix.pattern is None:
+            raise ValueError(f"{self.name} takes a mask of a pattern")
+        return packed_int8(matrix.dense(), matrix.pattern)
+
+    def linear(self, packed: Packed, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Compute ``x A^T + bias``: ``x [tokens, depth]``, ``bias [rows]``, result ``[tokens, rows]``.
+
+        All are contiguous, in float32 or bfloat16.
+        """
+        layout, values = packed
+        if not isinstance(layout, Int8Layout) or values is None:
+            raise ValueError(f"{self.name} takes an Int8Layout, not a {type(layout).__name__}")
+        tokens = len(x)
+        library.check_operand(x, (tokens, layout.depth))
+        if bias is not None:
+            library.check_operand(bias, (layout.rows,), x.dtype)
+        y = x.new_empty(tokens, layout.rows)
+        dense = library.operands(layout.rows, layout.depth, tokens, x, y, bias)
+        library.run("nm_int8_product", "NM_LINEAR", dense, layout.operand(values))
+        return y
+
+    def conv(
+        self, packed: Packed, x: Tensor, conv: Convolution, bias: Tensor | None = None
+    ) -> Tensor:
+        """Convolve ``x [images, in, height, width]`` with ``W [out, in / groups * taps]``.
+
+        x and the result, ``[images, out, *positions]``, are contiguous.
+        """
+        layout, values = _checked(packed, conv)
+        library.check_operand(x, (len(x), conv.inputs, *conv.size))
+        along_height, along_width = conv.padding
+        padded = F.pad(x, (along_width, along_width, along_height, along_height))
+        patches = _patches(padded, conv, taps_first=layout.taps > 1)
+        y = x.new_empty(len(x), *conv.positions, conv.outputs)
+        rows = conv.outputs // conv.groups
+        for group, patches_nhwd in enumerate(patches):
+            first = group * rows
+            tiles = slice(first // ROWS, -(-(first + rows) // ROWS))
+            own = Packed(layout.part(tiles, rows), values[tiles])
+            own_bias = None if bias is None else bias[first : first + rows].clone()
+            for images, heights in _parts(patches_nhwd):
+                read = patches_nhwd[images, heights]
+                tokens = read.clone(memory_format=torch.contiguous_format).view(-1, layout.depth)
+                product = self.linear(own, tokens, own_bias)
+                part = y[images, heights, :, first : first + rows]
+                part.copy_(product.view(part.shape))
+        return y.permute(0, 3, 1, 2).contiguous()
+
+    def _self_check(self) -> str:
+        """Compare small products of integers with float64 ones, which are exact."""
+        generator = torch.Generator().manual_seed(0)
+        # A tile that is not whole, a block that is not, and tokens that leave some over.
+        rows, depth, tokens = 40, 96, 11
+        for pattern in (NMPattern(2, 4), NMPattern(1, 16), NMPattern(1, 32)):
+            # Integers of which the largest is 127 are rounded to themselves.
+            x = torch.randint(-127, 128, (tokens, depth), generator=generator).float()
+            x[:, 0] = 127
+            mask = nm_mask(
+                torch.rand(rows, depth, generator=generator, dtype=torch.float32), pattern
+            )
+            weight = torch.randint(-127, 128, mask.shape, generator=generator).float() * mask
+            weight.scatter_(1, mask.int().argmax(1, keepdim=True), 127)
+            found = self.linear(packed_int8(weight, pattern), x)
+            if not torch.equal(found.double(), x.double() @ weight.double().t()):
+                return f"its linear product in {pattern} is wrong on this CPU"
+        return ""
+
+
+def _checked(packed: Packed, conv: Convolution) -> tuple[Int8Layout, Tensor]:
+    """Refuse another layout than that of the convolution's weight, and a convolution without outputs."""
+    layout, values = packed
+    out, inputs, height, width = conv.weight_shape
+    taps = height * width
+    if not isinstance(layout, Int8Layout) or values is None:
+        raise ValueError(f"an int8 convolution takes an Int8Layout, not a {type(layout).__name__}")
+    fits = (layout.rows, layout.depth) == (out, inputs * taps)
+    if not fits or layout.taps not in (1, taps):
+        raise ValueError(
+            f"a layout of {layout.rows} x {layout.depth} is not one of the convolution {conv}"
+        )
+    tiles = conv.groups == 1 or out // conv.groups % ROWS == 0
+    if not tiles or min(conv.positions) < 1 or conv.inputs % conv.groups:
+        raise ValueError(f"the convolution {conv} does not exist in int8")
+    return layout, values
+
+
+def _patches(padded: Tensor, conv: Convolution, *, taps_first: bool) -> Tensor:
+    """What each output position of a convolution reads, ``[groups, images, *positions, *depth]``: no copy.
+
+    The depth is ``[taps, in / groups]``, or the other way round.
+    """
+    images, groups = len(padded), conv.groups
+    inputs = conv.inputs // groups
+    of_image, of_channel, of_row, of_column = padded.stride()
+    shape = (groups, images, *conv.positions, inputs, *conv.kernel)
+    strides = (
+        inputs * of_channel,
+        of_image,
+        of_row * conv.stride[0],
+        of_column * conv.stride[1],
+        of_channel,
+        of_row * conv.dilation[0],
+        of_column * conv.dilation[1],
+    )
+    patches = padded.as_strided(shape, strides)
+    return patches.movedim(4, -1) if taps_first else patches
+
+
+def _parts(patches: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Images and rows of output positions of patches ``[images, *positions, *depth]`` that are copied at a time."""
+    images, height = patches.shape[:2]
+    of_row = patches[0, 0].numel()
+    rows = min(max(PATCHES // of_row, 1), height)
+    together = max(PATCHES // (of_row * height), 1) if rows == height else 1
+    for image in range(0, images, together):
+        for row in range(0, height, rows):
+            yield slice(image, image + together), slice(row, row + rows)
+
+
+def packed_int8(weight: Tensor, pattern: NMPattern) -> Packed:
+    """Round a weight ``[rows, depth]`` that is N:M along its depth to int8, and lay it out."""
+    integers, scale = quantise_weight(weight)
+    blocks_rbm = integers.view(len(weight), -1, pattern.m)
+    mask_rbm = nm_mask(blocks_rbm.abs(), pattern)
+    places = torch.arange(pattern.m, dtype=torch.uint8).expand_as(blocks_rbm)
+    shape = (*blocks_rbm.shape[:2], pattern.n)
+    values, positions = blocks_rbm[mask_rbm].view(shape), places[mask_rbm].view(shape)
+    return Packed(*Int8Layout.of(values, positions, scale, weight.shape[1], pattern))
+
+
+def instructions() -> str:
+    """The instruction set that int8 products take on this CPU."""
+    return INSTRUCTIONS[library.load().nm_int8_level(library.level())]

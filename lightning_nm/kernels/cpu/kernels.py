@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
 from lightning_nm.functional import nm_mask
-from lightning_nm.functional.mask_bits import FORWARD_BIT
+from lightning_nm.functional.mask_storage import FORWARD_BIT
 from lightning_nm.functional.pattern import NMPattern
 from lightning_nm.kernels.api import Convolution, GemmKernel, GemmKey, MaskedMatrix
 from lightning_nm.kernels.cpu import library
-from lightning_nm.kernels.cpu.int8 import Int8Layout
-from lightning_nm.kernels.cpu.layouts import CsrLayout, PermuteLayout
-from lightning_nm.kernels.cpu.library import DGRAD, DTYPES, FORWARD, LINEAR, MATMUL, SAMPLED, WGRAD
+from lightning_nm.kernels.cpu.layouts import CsrLayout, Packed, PermuteLayout
+from lightning_nm.kernels.cpu.library import DTYPES
 
-_Layout: TypeAlias = PermuteLayout | CsrLayout | Int8Layout
-
-
-class Packed(NamedTuple):
-    """A sparse matrix: where its entries are, and their values."""
-
-    layout: _Layout
-    values: Tensor | None  # None where the product needs the layout alone
+_Layout: TypeAlias = PermuteLayout | CsrLayout
 
 
 class _CpuKernel(GemmKernel):
@@ -32,6 +24,7 @@ class _CpuKernel(GemmKernel):
     device_type = "cpu"
     keeps_packs = False  # packing costs no more than reading the weight
     layouts: type[PermuteLayout | CsrLayout]  # the class of layouts that the kernel takes
+    function: str  # of csrc/nm.h, for its products
 
     def probe(self, device: torch.device) -> str:
         """Return why the kernel does not work: another device, no library, or a small product that is wrong."""
@@ -71,7 +64,7 @@ class _CpuKernel(GemmKernel):
             library.check_operand(bias, (layout.rows,), x.dtype)
         y = x.new_empty(tokens, layout.rows)
         dense = library.operands(layout.rows, layout.depth, tokens, x, y, bias)
-        library.run(self._function(), LINEAR, dense, layout.operand(packed.values))
+        library.run(self.function, "NM_LINEAR", dense, layout.operand(packed.values))
         return y
 
     def sampled(self, layout: _Layout, grad: Tensor, x: Tensor) -> Tensor:
@@ -81,12 +74,8 @@ class _CpuKernel(GemmKernel):
         library.check_operand(grad, (len(grad), layout.rows), x.dtype)
         y = x.new_empty(layout.rows, layout.depth)
         dense = library.operands(layout.rows, layout.depth, len(x), x, y, grad=grad)
-        library.run(self._function(), SAMPLED, dense, layout.operand())
+        library.run(self.function, "NM_SAMPLED", dense, layout.operand())
         return y
-
-    def _function(self) -> object:
-        """The library's function for the products of this kernel."""
-        raise NotImplementedError
 
     def _refuse_foreign(self, layout: _Layout, x: Tensor) -> None:
         """Refuse the layout of another kernel, which the library would misread, or of another dtype."""
@@ -141,6 +130,7 @@ class CpuPermuteKernel(_CpuKernel):
     name = "cpu-permute"
     takes = frozenset({"n:m", "outputs"})
     layouts = PermuteLayout
+    function = "nm_permute_product"
 
     def _missing(self) -> str:
         # Inputs of a register that an instruction permutes; 0 where there is no such instruction.
@@ -162,9 +152,6 @@ class CpuPermuteKernel(_CpuKernel):
         if lanes % key.pattern.m and key.pattern.m % lanes:
             return f"blocks of {key.pattern.m} do not fit registers of {lanes}"
         return ""
-
-    def _function(self) -> object:
-        return library.load().nm_permute_product
 
     def layout(self, matrix: MaskedMatrix) -> PermuteLayout:
         """Lay out the mask of a matrix."""
@@ -193,9 +180,7 @@ class CpuCsrKernel(_CpuKernel):
     ordered = False  # a permuted mask is any mask to it
     convolutions = True
     layouts = CsrLayout
-
-    def _function(self) -> object:
-        return library.load().nm_csr_product
+    function = "nm_csr_product"
 
     def layout(self, matrix: MaskedMatrix) -> CsrLayout:
         """Lay out the mask of a matrix."""
@@ -228,7 +213,7 @@ class CpuCsrKernel(_CpuKernel):
             )
         y = matrix.new_empty(layout.rows, columns)
         dense = library.operands(layout.rows, given, columns, matrix, y)
-        library.run(self._function(), MATMUL, dense, layout.operand(packed.values))
+        library.run(self.function, "NM_MATMUL", dense, layout.operand(packed.values))
         return y
 
     def conv(
@@ -242,7 +227,7 @@ class CpuCsrKernel(_CpuKernel):
             library.check_operand(bias, (conv.outputs,), x.dtype)
         y = x.new_empty(images, conv.outputs, *conv.positions)
         dense = library.conv_operands(conv, images, y, x, bias)
-        self._conv(FORWARD, packed, dense)
+        self._conv("NM_FORWARD", packed, dense)
         return y
 
     def conv_input(self, packed: Packed, grad: Tensor, conv: Convolution) -> Tensor:
@@ -252,7 +237,7 @@ class CpuCsrKernel(_CpuKernel):
         library.check_operand(grad, (images, conv.outputs, *conv.positions))
         dx = grad.new_empty(images, conv.inputs, *conv.size)
         dense = library.conv_operands(conv, images, dx, grad=grad)
-        self._conv(DGRAD, packed, dense)
+        self._conv("NM_DGRAD", packed, dense)
         return dx
 
     def conv_sampled(self, layout: CsrLayout, grad: Tensor, x: Tensor, conv: Convolution) -> Tensor:
@@ -264,12 +249,11 @@ class CpuCsrKernel(_CpuKernel):
         dw = x.new_empty(layout.rows, layout.depth)
         dense = library.conv_operands(conv, images, dw, x, grad=grad)
         # The weight is the result, so its layout is needed alone.
-        self._conv(WGRAD, Packed(layout, None), dense)
+        self._conv("NM_WGRAD", Packed(layout, None), dense)
         return dw
 
-    def _conv(self, product: int, packed: Packed, dense: library.ConvOperands) -> None:
-        sparse = packed.layout.operand(packed.values)
-        library.run(library.load().nm_conv_product, product, dense, sparse)
+    def _conv(self, product: str, packed: Packed, dense: Any) -> None:
+        library.run("nm_conv_product", product, dense, packed.layout.operand(packed.values))
 
 
 def _matrix(matrix: Tensor, mask: Tensor, pattern: NMPattern | None) -> MaskedMatrix:

@@ -6,8 +6,8 @@ whenever the weight changed.
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,15 +18,22 @@ from lightning_nm.kernels.cpu.library import (
     DTYPES,
     EMPTY,
     PANEL,
-    CsrOperand,
-    Mask,
-    PermuteOperand,
+    address,
+    ffi,
     level,
     load,
     multiplies_pairs,
     parallel,
+    structure,
     threads,
 )
+
+
+class Packed(NamedTuple):
+    """A sparse matrix: where its entries are, and their values."""
+
+    layout: Any  # of the kernel that made it
+    values: Tensor | None  # None where the product needs the layout alone
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,8 +106,8 @@ class PermuteLayout:
         if paired:
             shape.append(2)
         inputs = torch.empty(shape, dtype=torch.uint8)
-        mask, _ = _mask(matrix)
-        if library.nm_permute_layout(ctypes.byref(mask), lanes, slots, paired, inputs.data_ptr()):
+        mask, *_outlive = _mask(matrix)
+        if library.nm_permute_layout(mask, lanes, slots, paired, address(inputs)):
             raise ValueError(
                 f"the mask of a matrix of shape {rows} x {depth} is not {pattern} along its last axis"
             )
@@ -116,7 +123,7 @@ class PermuteLayout:
         Raises:
             ValueError: If an index is not within its block.
         """
-        if not load().nm_permute_valid(self.inputs.data_ptr(), self.inputs.numel(), self.block):
+        if not load().nm_permute_valid(address(self.inputs), self.inputs.numel(), self.block):
             raise ValueError(
                 f"an index of the layout is neither below {self.block} nor {EMPTY}: make it from a mask"
             )
@@ -128,25 +135,25 @@ class PermuteLayout:
         # Pairs are multiplied as bfloat16; other instructions widen to float32, so that is done here once.
         dtype = torch.bfloat16 if self.paired else torch.float32
         values = torch.empty(self.inputs.shape, dtype=dtype)
-        mask, weight = _mask(matrix)
+        mask, weight, _bits = _mask(matrix)
         _check_shape(matrix, self.rows, self.depth)
         load().nm_permute_values(
-            ctypes.byref(mask),
+            mask,
             self.lanes,
             self.slots,
             self.paired,
-            self.inputs.data_ptr(),
-            weight.data_ptr(),
+            address(self.inputs),
+            address(weight),
             DTYPES[weight.dtype],
             matrix.dtype == torch.bfloat16,  # whether values are rounded
-            values.data_ptr(),
+            address(values),
         )
         return values
 
-    def operand(self, values: Tensor | None = None) -> PermuteOperand:
+    def operand(self, values: Tensor | None = None) -> Any:
         """Return the matrix as the library takes it; the tensors must outlive the call."""
-        pointer = None if values is None else values.data_ptr()
-        return PermuteOperand(self.inputs.data_ptr(), pointer, self.slots, self.paired)
+        fields = address(self.inputs), address(values), self.slots, self.paired
+        return ffi.new("nm_permute *", fields)
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,7 +183,7 @@ class CsrLayout:
         # Entries are counted, and columns times 64 stored, in 32 bits.
         if max(rows * depth, depth * PANEL) >= 2**31:
             raise ValueError(f"a matrix of shape {rows} x {depth} is too large for 32-bit offsets")
-        mask, _ = _mask(matrix)
+        mask, *_outlive = _mask(matrix)
         # So are places in the weight's memory, which may have gaps.
         last_place = (rows - 1) * mask.row_stride + (depth - 1) * mask.depth_stride
         if last_place >= 2**31:
@@ -185,19 +192,19 @@ class CsrLayout:
             )
         # The first pass counts the entries of each row, the second one fills them in.
         start = torch.empty(rows + 1, dtype=torch.int32)
-        entries = library.nm_csr_start(ctypes.byref(mask), start.data_ptr())
+        entries = library.nm_csr_start(mask, address(start))
         # Work space: the next free slot of each row.
         following = torch.empty(rows, dtype=torch.int32)
         offset = torch.empty(entries, dtype=torch.int32)
         source = torch.empty_like(offset)
         slot = torch.empty_like(offset)
         library.nm_csr_fill(
-            ctypes.byref(mask),
-            start.data_ptr(),
-            following.data_ptr(),
-            offset.data_ptr(),
-            source.data_ptr(),
-            slot.data_ptr(),
+            mask,
+            address(start),
+            address(following),
+            address(offset),
+            address(source),
+            address(slot),
         )
         return cls(start, offset, source, slot, rows, depth)
 
@@ -212,9 +219,9 @@ class CsrLayout:
             ValueError: If an entry is not within the matrix.
         """
         valid = load().nm_csr_valid(
-            self.start.data_ptr(),
+            address(self.start),
             self.rows,
-            self.offset.data_ptr(),
+            address(self.offset),
             self.offset.numel(),
             self.depth,
         )
@@ -225,19 +232,19 @@ class CsrLayout:
 
     def values(self, matrix: MaskedMatrix) -> Tensor:
         """Values of the matrix at the entries of this layout, float32, rounded to the matrix's dtype."""
-        values = torch.empty(self.offset.shape, dtype=torch.float32)
-        _, weight = _mask(matrix)
+        _, weight, _ = _mask(matrix)
         _check_shape(matrix, self.rows, self.depth)
+        values = torch.empty(self.offset.shape, dtype=torch.float32)
         load().nm_csr_values(
-            parallel(),
+            parallel() or ffi.NULL,
             threads(),
-            self.source.data_ptr(),
-            self.slot.data_ptr(),
-            self.slot.numel(),
-            weight.data_ptr(),
+            address(self.source),
+            address(self.slot),
+            len(self.offset),
+            address(weight),
             DTYPES[weight.dtype],
-            matrix.dtype == torch.bfloat16,
-            values.data_ptr(),
+            matrix.dtype == torch.bfloat16,  # whether values are rounded
+            address(values),
         )
         return values
 
@@ -247,10 +254,9 @@ class CsrLayout:
             return 0
         return int(self.offset.max()) // PANEL + 1
 
-    def operand(self, values: Tensor | None = None) -> CsrOperand:
+    def operand(self, values: Tensor | None = None) -> Any:
         """Return the matrix as the library takes it; the tensors must outlive the call."""
-        pointer = None if values is None else values.data_ptr()
-        return CsrOperand(self.start.data_ptr(), self.offset.data_ptr(), pointer)
+        return ffi.new("nm_csr *", (address(self.start), address(self.offset), address(values)))
 
 
 def _divide_up(size: int, part: int) -> int:
@@ -258,8 +264,11 @@ def _divide_up(size: int, part: int) -> int:
     return -(-size // part)
 
 
-def _mask(matrix: MaskedMatrix) -> tuple[Mask, Tensor]:
-    """The mask as the library takes it, and the weight with the strides that the mask has."""
+def _mask(matrix: MaskedMatrix) -> tuple[Any, Tensor, Tensor]:
+    """The mask as the library takes it, the weight with the strides that the mask has, and the mask's bytes.
+
+    The structure has the bytes' address alone: they must outlive its use.
+    """
     bits = matrix.bits
     order = matrix.order
     weight = matrix.values.detach()
@@ -287,19 +296,9 @@ def _mask(matrix: MaskedMatrix) -> tuple[Mask, Tensor]:
             raise ValueError(
                 f"the order of a depth of {depth} is {order.dtype} of shape {tuple(order.shape)}"
             )
-    mask = Mask(
-        parallel=parallel(),
-        threads=threads(),
-        bits=bits.data_ptr(),
-        bit=matrix.bit.bit_length() - 1,  # its number
-        rows=rows,
-        depth=depth,
-        row_stride=row_stride,
-        depth_stride=depth_stride,
-        order=None if order is None else order.data_ptr(),
-    )
-    mask.keep = bits  # the structure has its address alone
-    return mask, weight
+    bit = matrix.bit.bit_length() - 1  # its number
+    fields = address(bits), bit, rows, depth, row_stride, depth_stride, address(order)
+    return structure("nm_mask *", *fields), weight, bits
 
 
 def _check_shape(matrix: MaskedMatrix, rows: int, depth: int) -> None:

@@ -2,207 +2,47 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import os
 import platform
+import re
 import sys
 from contextlib import suppress
-from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
 from typing import Any
 
+import cffi
 import torch
 from torch import Tensor, nn
 
 from lightning_nm.kernels.api import Convolution
-from lightning_nm.kernels.cpu.build import LIBRARY, REASON, source
+from lightning_nm.kernels.cpu.build import LIBRARY, REASON, SOURCES, source
 
 PLACE = Path(__file__).resolve().parents[3]
 """The folder that Python imports this package from: a checkout, or that of the installed packages."""
-ABI = 8
-"""Version of the structures and functions below; the library has the same number, or is not loaded."""
 LEVELS = ("baseline", "avx2", "avx512", "avx512-bf16")
 """Instruction sets by number; each includes those before it."""
-LINEAR, MATMUL, SAMPLED = range(3)
-"""Products of matrices, by their numbers in the library."""
-FORWARD, DGRAD, WGRAD = range(3)
-"""Products of convolutions."""
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 """The dtypes of operands, by their numbers in the library."""
 EMPTY = 0x80
 """The index of a slot without an entry."""
 PANEL = 64
 """Tokens that the csr kernel computes at once."""
-# What a product returns if it fails.
-_NO_MEMORY = 1
-_NO_KERNEL = 2
-
-# The structures and signatures repeat those of csrc/nm.h, field by field.
-_THREADS: list[Any] = [("parallel", c_void_p), ("threads", c_int64)]
-_DENSE: list[Any] = [
-    ("dtype", c_int32),
-    ("failed", c_int32),
-    ("x", c_void_p),
-    ("bias", c_void_p),
-    ("grad", c_void_p),
-    ("y", c_void_p),
-]
 
 
-class Operands(ctypes.Structure):
-    """``nm_operands`` of the library."""
-
-    _fields_ = [
-        *_THREADS,
-        ("rows", c_int64),
-        ("depth", c_int64),
-        ("tokens", c_int64),
-        *_DENSE,
-    ]
+def _declarations() -> str:
+    """The declarations of csrc/nm.h as Python uses them: addresses of tensors are numbers."""
+    declarations = re.sub("^#.*", "", (SOURCES / "nm.h").read_text(), flags=re.MULTILINE)
+    # Both are passed alike, but every cast to a pointer takes as long as a quarter of a small call.
+    addresses = re.sub(r"(const )?(void|float|u?int\d+_t) \*", "uintptr_t ", declarations)
+    return addresses.replace(", *", ", ")
 
 
-class PermuteOperand(ctypes.Structure):
-    """``nm_permute`` of the library."""
-
-    _fields_ = [("index", c_void_p), ("values", c_void_p), ("slots", c_int64), ("paired", c_int64)]
-
-
-class CsrOperand(ctypes.Structure):
-    """``nm_csr`` of the library."""
-
-    _fields_ = [("start", c_void_p), ("offset", c_void_p), ("values", c_void_p)]
-
-
-class Int8Operand(ctypes.Structure):
-    """``nm_int8`` of the library."""
-
-    _fields_ = [
-        ("values", c_void_p),
-        ("positions", c_void_p),
-        ("scale", c_void_p),
-        ("offset", c_void_p),
-        ("n", c_int64),
-        ("m", c_int64),
-        ("bits", c_int64),
-    ]
-
-
-class ConvOperands(ctypes.Structure):
-    """``nm_conv`` of the library."""
-
-    _fields_ = [
-        *_THREADS,
-        ("images", c_int64),
-        ("inputs", c_int64),
-        ("outputs", c_int64),
-        ("groups", c_int64),
-        ("size", c_int64 * 2),
-        ("kernel", c_int64 * 2),
-        ("stride", c_int64 * 2),
-        ("padding", c_int64 * 2),
-        ("dilation", c_int64 * 2),
-        ("positions", c_int64 * 2),
-        *_DENSE,
-    ]
-
-
-class Mask(ctypes.Structure):
-    """``nm_mask`` of the library."""
-
-    _fields_ = [
-        *_THREADS,
-        ("bits", c_void_p),
-        ("bit", c_int32),
-        ("rows", c_int64),
-        ("depth", c_int64),
-        ("row_stride", c_int64),
-        ("depth_stride", c_int64),
-        ("order", c_void_p),
-    ]
-
-
-class Evolution(ctypes.Structure):
-    """``nm_evolution`` of the library."""
-
-    _fields_ = [
-        *_THREADS,
-        ("entries", c_int64),
-        ("bits", c_void_p),
-        ("weight", c_void_p),
-        ("grad", c_void_p),
-        ("dtype", c_int32),
-        ("failed", c_int32),
-        ("old_value", c_void_p),
-        ("old_square", c_void_p),
-        ("value", c_void_p),
-        ("square", c_void_p),
-        ("whole_value", c_int32),
-        ("whole_square", c_int32),
-        ("own_ratio", c_float),
-        ("unit", c_float),
-        ("limit", c_float),
-        ("decay", c_float),
-        ("take", c_float),
-        ("correction", c_float),
-        ("epsilon", c_float),
-        ("size", c_float),
-        ("kept_square", c_double),
-        ("kept", c_int64),
-        ("blocks", c_int64),
-        ("blocks_per_row", c_int64),
-        ("taps", c_int64),
-        ("n", c_int64),
-        ("m", c_int64),
-        ("out_stride", c_int64),
-        ("tap_stride", c_int64),
-        ("in_stride", c_int64),
-        ("in_line", c_int32),
-        ("unused", c_int32),
-        ("gain", c_void_p),
-        ("pruned", c_void_p),
-        ("regrown", c_void_p),
-        ("chosen", c_void_p),
-        ("oscillation", c_void_p),
-        ("exchanged", c_void_p),
-        ("states", c_int64),
-        ("state", c_void_p * 4),
-        ("state_dtype", c_int32 * 4),
-        ("state_is_square", c_int32 * 4),
-        ("moment", c_float),
-        ("budget", c_int64),
-        ("better", c_int64),
-        ("order", c_void_p),
-        ("columns", c_int64),
-    ]
-
-
-_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
-    "nm_abi": (c_int32, []),
-    "nm_source": (c_char_p, []),
-    "nm_best_level": (c_int32, []),
-    "nm_lanes": (c_int64, [c_int32]),
-    "nm_permute_layout": (c_int32, [POINTER(Mask), c_int64, c_int64, c_int32, c_void_p]),
-    "nm_permute_valid": (c_int32, [c_void_p, c_int64, c_int64]),
-    "nm_permute_values": (
-        None,
-        [POINTER(Mask), c_int64, c_int64, c_int32, c_void_p, c_void_p, c_int32, c_int32, c_void_p],
-    ),
-    "nm_csr_start": (c_int64, [POINTER(Mask), c_void_p]),
-    "nm_csr_fill": (None, [POINTER(Mask), c_void_p, c_void_p, c_void_p, c_void_p, c_void_p]),
-    "nm_csr_valid": (c_int32, [c_void_p, c_int64, c_void_p, c_int64, c_int64]),
-    "nm_csr_values": (
-        None,
-        [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_int32, c_int32, c_void_p],
-    ),
-    "nm_permute_product": (c_int32, [c_int32, c_int32, POINTER(Operands), POINTER(PermuteOperand)]),
-    "nm_csr_product": (c_int32, [c_int32, c_int32, POINTER(Operands), POINTER(CsrOperand)]),
-    "nm_int8_level": (c_int32, [c_int32]),
-    "nm_int8_product": (c_int32, [c_int32, c_int32, POINTER(Operands), POINTER(Int8Operand)]),
-    "nm_conv_product": (c_int32, [c_int32, c_int32, POINTER(ConvOperands), POINTER(CsrOperand)]),
-    "nm_evolution_pass": (c_int32, [c_int32, c_int32, POINTER(Evolution)]),
-    "nm_choose_blocks": (c_int64, [POINTER(Evolution)]),
-}
+# Made when this module is imported: two threads could make two, of which one refuses the structures of the other.
+ffi = cffi.FFI()
+ffi.cdef(_declarations())
+ffi.cdef("int32_t torch_parallel_for(int64_t, int64_t, int64_t, nm_task, uintptr_t);")
+_OPERANDS = ffi.typeof("nm_operands *")
 
 
 @functools.cache
@@ -225,24 +65,15 @@ def load() -> Any:
             )
         raise RuntimeError(f"the library of CPU kernels was not built{_build_failure()}: {advice}")
     try:
-        if _is_cut_off():
-            raise OSError("it is cut off")
-        library = ctypes.CDLL(str(LIBRARY))
-        abi = library.nm_abi()
-        if abi != ABI:
-            raise RuntimeError(
-                f"the library of CPU kernels, {LIBRARY}, is of version {abi}, not {ABI}: {advice}"
-            )
-        for name, (result, arguments) in _SIGNATURES.items():
-            function = getattr(library, name)
-            function.restype = result
-            function.argtypes = arguments
+        library = ffi.dlopen(str(LIBRARY))
+        for name in dir(library):  # functions are looked up when they are first called
+            if name.startswith("nm_"):
+                getattr(library, name)
     except (OSError, AttributeError) as error:
         raise RuntimeError(
             f"the library of CPU kernels, {LIBRARY}, cannot be loaded ({error}): {advice}"
         ) from error
-    # Without the C files, as in an installed package, there is nothing to compare with.
-    if source() not in ("", library.nm_source().decode()):
+    if source() != ffi.string(library.nm_source()).decode():
         raise RuntimeError(
             f"the library of CPU kernels, {LIBRARY}, was compiled from other sources than those beside "
             f"it{_build_failure()}: {advice}"
@@ -258,19 +89,6 @@ def _other_copy() -> Path | None:
         if folder != PLACE and (folder / inside).exists():
             return folder
     return None
-
-
-def _is_cut_off() -> bool:
-    """Whether the file ends before its section headers, the last part of an ELF file: loading it may be a bus error."""
-    with open(LIBRARY, "rb") as file:
-        header = file.read(64)
-    if not header.startswith(b"\x7fELF"):
-        return False
-    # The fields e_shoff, e_shentsize and e_shnum of a 64-bit ELF header.
-    start = int.from_bytes(header[40:48], "little")
-    size = int.from_bytes(header[58:60], "little")
-    count = int.from_bytes(header[60:62], "little")
-    return LIBRARY.stat().st_size < start + size * count
 
 
 def _build_failure() -> str:
@@ -307,7 +125,7 @@ def multiplies_pairs(dtype: torch.dtype) -> bool:
 
 def compiled_from() -> str:
     """Hash of the sources that the library was compiled from."""
-    return str(load().nm_source().decode())
+    return str(ffi.string(load().nm_source()).decode())
 
 
 def is_plain(tensor: Tensor, device_type: str = "cpu") -> bool:
@@ -324,18 +142,13 @@ def is_plain(tensor: Tensor, device_type: str = "cpu") -> bool:
 
 
 @functools.cache
-def parallel() -> int | None:
-    """Address of torch's function that runs a loop on its threads; ``None`` before torch 2.10, which has none."""
-    try:
-        # Among the symbols of the process; torch's libraries are loaded, but perhaps not for all to see.
-        found = ctypes.CDLL(None).torch_parallel_for
-    except (AttributeError, OSError):
-        path = os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cpu.so")
-        try:
-            found = ctypes.CDLL(path).torch_parallel_for
-        except (AttributeError, OSError):
-            return None
-    return ctypes.cast(found, c_void_p).value
+def parallel() -> Any:
+    """Torch's function that runs a loop on its threads; ``None`` before torch 2.10, which has none."""
+    # Among the symbols of the process; torch's libraries are loaded, but perhaps not for all to see.
+    for place in (None, os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cpu.so")):
+        with suppress(AttributeError, OSError):
+            return ffi.addressof(ffi.dlopen(place), "torch_parallel_for")
+    return None
 
 
 def threads() -> int:
@@ -377,6 +190,16 @@ def _cpu_info(key: str) -> str:
     return ""
 
 
+def structure(kind: str, *fields: Any) -> Any:
+    """Return a structure of csrc/nm.h that runs on torch's threads, with the fields after those; the rest is zero."""
+    return ffi.new(kind, (parallel() or ffi.NULL, threads(), *fields))
+
+
+def address(tensor: Tensor | None) -> int:
+    """Return a tensor's address as the library takes it, and NULL for none; the tensor must outlive the call."""
+    return 0 if tensor is None else tensor.data_ptr()
+
+
 def operands(
     rows: int,
     depth: int,
@@ -385,14 +208,14 @@ def operands(
     y: Tensor,
     bias: Tensor | None = None,
     grad: Tensor | None = None,
-) -> Operands:
+) -> Any:
     """Return the dense operands of a product as the library takes them; the tensors must outlive the call."""
-    dense = Operands(parallel(), threads(), rows, depth, tokens, DTYPES[x.dtype])
-    dense.x = x.data_ptr()
-    dense.bias = None if bias is None else bias.data_ptr()
-    dense.grad = None if grad is None else grad.data_ptr()
-    dense.y = y.data_ptr()
-    return dense
+    # Written out: a small product takes some microseconds, and this is a fifth of it.
+    inputs = x.data_ptr(), address(bias), address(grad)
+    dtype = DTYPES[x.dtype]
+    loop = parallel() or ffi.NULL
+    fields = (loop, threads(), rows, depth, tokens, dtype, 0, *inputs, y.data_ptr())
+    return ffi.new(_OPERANDS, fields)
 
 
 def conv_operands(
@@ -402,21 +225,12 @@ def conv_operands(
     x: Tensor | None = None,
     bias: Tensor | None = None,
     grad: Tensor | None = None,
-) -> ConvOperands:
+) -> Any:
     """Return the dense operands of a convolution as the library takes them; the tensors must outlive the call."""
-    dense = ConvOperands(parallel(), threads(), images, conv.inputs, conv.outputs, conv.groups)
-    dense.size = conv.size
-    dense.kernel = conv.kernel
-    dense.stride = conv.stride
-    dense.padding = conv.padding
-    dense.dilation = conv.dilation
-    dense.positions = conv.positions
-    dense.dtype = DTYPES[y.dtype]
-    dense.x = None if x is None else x.data_ptr()
-    dense.bias = None if bias is None else bias.data_ptr()
-    dense.grad = None if grad is None else grad.data_ptr()
-    dense.y = y.data_ptr()
-    return dense
+    sizes = conv.size, conv.kernel, conv.stride, conv.padding, conv.dilation, conv.positions
+    channels = conv.inputs, conv.outputs, conv.groups
+    addresses = address(x), address(bias), address(grad), address(y)
+    return structure("nm_conv *", images, *channels, *sizes, DTYPES[y.dtype], 0, *addresses)
 
 
 def check_operand(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> None:
@@ -430,17 +244,18 @@ def check_operand(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype | N
         )
 
 
-def run(function: Any, product: int, dense: Operands | ConvOperands, sparse: Any) -> None:
-    """Call a product.
+def run(function: str, product: str, dense: Any, sparse: Any) -> None:
+    """Call a product by its names in csrc/nm.h.
 
     Raises:
         MemoryError: If the library was short of memory for its panels.
         RuntimeError: If the instruction set has no such kernel, or a convolution is too large for it.
     """
-    status = function(level(), product, ctypes.byref(dense), ctypes.byref(sparse))
-    if status == _NO_MEMORY:
+    library = load()
+    status = getattr(library, function)(level(), getattr(library, product), dense, sparse)
+    if status == library.NM_NO_MEMORY:
         raise MemoryError("there is no memory for the panels of a CPU kernel")
-    if status == _NO_KERNEL:
+    if status == library.NM_NO_KERNEL:
         raise RuntimeError(f"the instruction set {LEVELS[level()]} has no such kernel")
     if status:  # only convolutions have a third one
         raise RuntimeError(

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.utils import collect_env
 
-from lightning_nm.kernels.api import Algorithm, GemmKey, bucketed, parse_key
+from lightning_nm.functional.pattern import NMPattern
+from lightning_nm.kernels.api import Convolution, GemmKey, bucketed
 from lightning_nm.kernels.cpu.library import (
     LEVELS,
     compiled_from,
@@ -32,7 +33,7 @@ try:
 except ImportError:  # on Windows
     fcntl = None  # type: ignore[assignment]
 
-SCHEMA = 1
+SCHEMA = 2
 
 Source = Literal["measured", "forced", "default", "postponed"]
 """Timed on the device; requested by the mode; the reference because no other kernel can run, or because there was no
@@ -102,7 +103,6 @@ class Decision:
     source: Source
     # When it holds: available kernels, uses of a pack, margin, whether products must be deterministic.
     terms: str = ""
-    algorithm: Algorithm | None = None  # the fastest of the kernel's library; None for its own
 
     @classmethod
     def from_dict(cls, entry: dict[str, Any]) -> Decision:
@@ -111,11 +111,7 @@ class Decision:
         Raises:
             TypeError: If it is none.
         """
-        values = dict(entry)
-        # JSON turned the named tuple into a list.
-        if values.get("algorithm") is not None:
-            values["algorithm"] = Algorithm(*values["algorithm"])
-        decision = cls(**values)
+        decision = cls(**entry)
         # Dataclasses check no types, and a file may have been edited.
         texts = (decision.kernel, decision.reason, decision.source, decision.terms)
         times = (decision.dense_ms, decision.sparse_ms, decision.pack_ms)
@@ -178,15 +174,11 @@ class Decisions(MutableMapping[GemmKey, Decision]):
         """Read the decisions of an environment; a file that is missing, damaged or of another schema has none."""
         decisions = cls(environment)
         # Whatever is wrong with the file: the products are measured again, and saving says what is wrong.
-        with suppress(OSError, ValueError, TypeError, AttributeError):
+        with suppress(OSError, ValueError, TypeError, AttributeError, KeyError):
             entries = _read(Path(path)).get(str(environment), {})
-            found = {parse_key(text): Decision.from_dict(entry) for text, entry in entries.items()}
+            found = {_read_key(text): Decision.from_dict(entry) for text, entry in entries.items()}
             decisions._decisions = found  # all or none
         return decisions
-
-    def postponed(self) -> list[GemmKey]:
-        """The products that are still to be measured."""
-        return [key for key, decision in self.items() if decision.source == "postponed"]
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Add the decisions to a file; those of other environments and of other keys stay in it.
@@ -214,7 +206,7 @@ class Decisions(MutableMapping[GemmKey, Decision]):
         for key, decision in self.items():
             # A postponed product is still to be measured, here or by the next training.
             if decision.source != "postponed":
-                entries[str(key)] = asdict(decision)
+                entries[_written_key(key)] = asdict(decision)
         content = {"schema": SCHEMA, "environments": environments}
         # A reader sees the old file or the new one, never a part: renaming is atomic.
         new = path.with_name(f".{path.name}.{uuid4().hex}")
@@ -260,6 +252,30 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
     if schema != SCHEMA:
         raise _OtherSchemaError(f"{path} is of schema {schema!r}, not {SCHEMA}")
     return cast("dict[str, dict[str, Any]]", environments)
+
+
+def _written_key(key: GemmKey) -> str:
+    """A key as the text that names its entry in a file: its fields in JSON."""
+    values = {
+        **vars(key),
+        "dtype": str(key.dtype).removeprefix("torch."),
+        "pattern": str(key.pattern),
+    }
+    return json.dumps(values)
+
+
+def _read_key(text: str) -> GemmKey:
+    """Undo :func:`_written_key`; raise a ValueError, a TypeError or an AttributeError for another text."""
+    values = json.loads(text)
+    dtype = getattr(torch, values["dtype"])
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{values['dtype']} is no dtype")
+    conv = values["conv"]
+    if conv is not None:
+        # JSON turned tuples into lists, which cannot be part of a key.
+        conv = Convolution._make(tuple(x) if isinstance(x, list) else x for x in conv)
+    pattern = NMPattern.parse(values["pattern"])
+    return GemmKey(**{**values, "dtype": dtype, "pattern": pattern, "conv": conv})
 
 
 @lru_cache(maxsize=1 << 14)

@@ -13,9 +13,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lightning_nm.functional import nm_mask, nm_prune
-from lightning_nm.functional.mask_bits import FORWARD_BIT
+from lightning_nm.functional.mask_storage import FORWARD_BIT
 from lightning_nm.kernels.api import (
-    Algorithm,
     Convolution,
     GemmKernel,
     GemmKey,
@@ -82,7 +81,7 @@ def check(kernel: GemmKernel, key: GemmKey) -> str:
 
 
 def check_bias(kernel: GemmKernel, key: GemmKey) -> str:
-    """Compare a kernel's product with a bias with the dense one; return what is wrong."""
+    """Compare a kernel's product with a bias with the dense one, in a test of a kernel; return what is wrong."""
     with _no_autocast():
         generator = _generator(key)
         matrix, dense = _operands(key, generator)
@@ -326,16 +325,6 @@ def time_packed(kernel: GemmKernel, key: GemmKey, packed: Any, timer: Timer) -> 
         dense = _dense(key, _generator(key))
         product = partial(_product, kernel, key, packed)
         return _milliseconds(timer, key, product, [dense])
-
-
-def proposed_algorithms(kernel: GemmKernel, key: GemmKey) -> Sequence[Algorithm]:
-    """Algorithms that a kernel proposes for a product."""
-    # It has no choice of them: operands need not be made.
-    if type(kernel).algorithms is GemmKernel.algorithms:
-        return ()
-    with _no_autocast():
-        matrix, dense = _operands(key, _generator(key))
-        return kernel.algorithms(key.gemm, _packed(kernel, key, matrix), dense)
 
 
 def _milliseconds(

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import time
 import warnings
 from collections.abc import Callable, Generator, Hashable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from lightning_nm.kernels.api import (
     GemmKernel,
     GemmKey,
+    HasHandle,
     Sparsity,
     bucketed,
     check_mode,
@@ -30,21 +30,12 @@ from lightning_nm.kernels.router.cache import (
     environment_of,
     share,
 )
-from lightning_nm.kernels.router.handles import HasHandle
 from lightning_nm.kernels.router.registry import KernelRegistry, describe_error
 from lightning_nm.kernels.router.timing import DeviceTimer, Timer
 from lightning_nm.kernels.router.tuner import Tuner
 
-Result = TypeVar("Result")
-
 _MOST_CHOSEN = 1 << 14
 """Exact sizes whose kernels are remembered: batches of ever new token counts must not fill the memory."""
-
-LATER_SHARE = 0.05
-"""Share of the time after :meth:`Router.tune` in which the products that it left out are measured."""
-
-LATER_STEPS = 16
-"""Optimizer steps between two such measurements where several processes wait for each."""
 
 
 class Product(NamedTuple):
@@ -97,8 +88,7 @@ class Router(HasHandle):
             2:4 hardware are kept until the weight or its masks change: 1.125 bytes for each weight, GEMM and 16-bit
             dtype. Call :meth:`release` if a weight is written through ``.data`` within a step: torch does not count
             such writes. CPU kernels read the values of a weight for every product, and need no call.
-        budget_s: Seconds that :meth:`tune` may take. Products that it leaves out are dense, with a warning, until
-            :meth:`measure_more` has measured them.
+        budget_s: Seconds that :meth:`tune` may take. Products that it leaves out are dense, with a warning.
         timer: Measures for ``"auto"``; :class:`~lightning_nm.kernels.router.timing.DeviceTimer` by default.
 
     Raises:
@@ -151,14 +141,9 @@ class Router(HasHandle):
         self.registry.failures.clear()
         self.tuned = self.kernels != "auto"
 
-        # What `tune` found, and what is left for `measure_more`.
+        # What `tune` found.
         self._none_sparse = False
         self._tuned_keys: list[GemmKey] = []
-        self._tuned_at = 0.0  # by the monotonic clock
-        self._later_s = 0.0  # spent in measuring since then
-        self._later_steps = 0
-        # The same in all processes: they measure together or not at all.
-        self._postponed_left = False
         # From the first process, before a tuner was made here.
         self._received: Decisions | None = None
 
@@ -167,7 +152,6 @@ class Router(HasHandle):
         self._chosen: dict[Product, _Chosen] = {}
         # By the bucketed product and the kernel's name.
         self._uses: dict[tuple[Product, str], _Uses] = {}
-        self._fastest: dict[Hashable, int] = {}
         self._takes: dict[str, frozenset[Sparsity]] = {}
         self.convolving = frozenset(
             kernel.device_type for kernel in self.registry.backends if kernel.convolutions
@@ -223,8 +207,6 @@ class Router(HasHandle):
         if lasting and not product.reason:
             decision = self.initialize(torch.device(product.key.device)).decide(product.key)
             kernel = self.registry.kernels[decision.kernel]
-            if decision.algorithm is not None:
-                kernel = kernel.with_algorithm(decision.algorithm)
         bucket = product._replace(key=bucketed(product.key))
         uses = self._uses.setdefault((bucket, kernel.name), _Uses())
         uses.decision = decision
@@ -269,8 +251,6 @@ class Router(HasHandle):
         finally:
             self._share_decisions()
             if self.tuner is not None and keys:
-                self._tuned_at = time.monotonic()
-                self._later_s = 0.0
                 # Those of an earlier call may come again: a dense gradient in every second step has other products.
                 self._tuned_keys = list(dict.fromkeys([*self._tuned_keys, *keys]))
                 self._update_none_sparse(self.tuner)
@@ -283,65 +263,31 @@ class Router(HasHandle):
         else:
             own = Decisions(environment_of(torch.device("cpu")))
         shared = share(own)
-        self._postponed_left = bool(shared.postponed())
         if self.tuner is not None:
             self.tuner.take_over(shared)
         else:
             self._received = shared
 
     def _update_none_sparse(self, tuner: Tuner) -> None:
-        """Note whether all products of the recorded batches were measured, and none is faster sparse."""
+        """Note whether no product of the recorded batches is faster sparse, as far as they were measured."""
         reference = self.registry.reference.name
-        self._none_sparse = True
-        for key in self._tuned_keys:
-            decision = tuner.decisions.get(key)
-            # A postponed product runs on the reference, too, but may turn out to be faster sparse.
-            if decision is None or decision.source == "postponed" or decision.kernel != reference:
-                self._none_sparse = False
-                break
+        decisions = [tuner.decisions.get(key) for key in self._tuned_keys]
+        self._none_sparse = all(found and found.kernel == reference for found in decisions)
 
     def _warn_of_postponed(self, tuner: Tuner) -> None:
         """Say which part of the products is dense because it was not measured yet."""
-        postponed = [key for key in self._tuned_keys if _is_postponed(tuner, key)]
+        decided = {key: tuner.decisions.get(key) for key in self._tuned_keys}
+        postponed = [key for key, found in decided.items() if found and found.source == "postponed"]
         if not postponed:
             return
         work = sum(map(multiply_adds, self._tuned_keys))
         part = sum(map(multiply_adds, postponed)) / work
         warnings.warn(
             f"{len(postponed)} of {len(self._tuned_keys)} products, {part:.0%} of their multiply-adds, were not "
-            f"measured within budget_s={self.budget_s:g}: they run dense until they are measured between steps, in "
-            f"{LATER_SHARE:.0%} of the time; a larger budget_s measures them at once",
+            f"measured within budget_s={self.budget_s:g}: they run dense in this training; the next one measures more, "
+            "and a larger budget_s all at once",
             stacklevel=2,
         )
-
-    def measure_more(self) -> None:
-        """Measure one more of the products that :meth:`tune` left out, if it is time for that.
-
-        The plugins call this after each optimizer step, when no forward pass waits for its backward pass. In all, 5 %
-        of the time since :meth:`tune` is spent so. With :mod:`torch.distributed` every process must call it after the
-        same steps; the first one measures for all, after every sixteenth step.
-        """
-        if not self._postponed_left or not self.tuned or _capturing():
-            return
-        self._later_steps += 1
-        start = time.monotonic()
-        if _distributed():
-            # Counted in steps, because the clocks of the processes differ, and all have to come.
-            if self._later_steps % LATER_STEPS:
-                return
-        elif self._later_s > LATER_SHARE * (start - self._tuned_at):
-            return
-        try:
-            if self.tuner is not None and _measures():
-                self.tuner.measure_next()
-                self.save()
-        finally:  # other processes wait for the decision
-            self._share_decisions()
-            # The product that was measured may have run dense until now.
-            self._chosen.clear()
-            if self.tuner is not None:
-                self._update_none_sparse(self.tuner)
-            self._later_s += time.monotonic() - start
 
     def tune_again(self) -> None:
         """Record and measure the next batch's products, since it may have new ones. Decisions so far stay."""
@@ -438,17 +384,6 @@ class Router(HasHandle):
         packs[name] = (stamp, made)
         return made
 
-    def pick_fastest(
-        self, name: Hashable, ways: Sequence[Callable[[], Result]], device: torch.device
-    ) -> Callable[[], Result]:
-        """Return the fastest of several functions with the same result, or the first unless ``"auto"`` on a GPU."""
-        if name not in self._fastest:
-            if self.kernels != "auto" or device.type != "cuda" or _capturing():
-                return ways[0]
-            seconds = [self.timer.time(way, device) for way in ways]
-            self._fastest[name] = seconds.index(min(seconds))
-        return ways[self._fastest[name]]
-
     def release(self) -> None:
         """Free every pack, and save what was measured since :meth:`tune`, in the first process."""
         self._packs.clear()
@@ -511,11 +446,6 @@ def _distributed() -> bool:
 def _measures() -> bool:
     """Whether this process measures: the first of several."""
     return not _distributed() or dist.get_rank() == 0
-
-
-def _is_postponed(tuner: Tuner, key: GemmKey) -> bool:
-    decision = tuner.decisions.get(key)
-    return decision is not None and decision.source == "postponed"
 
 
 def _measured_keys(decisions: Decisions) -> set[GemmKey]:

@@ -13,7 +13,6 @@ from typing import ClassVar, NamedTuple
 import torch
 
 from lightning_nm.kernels.api import (
-    Algorithm,
     GemmKernel,
     GemmKey,
     bucketed,
@@ -21,14 +20,11 @@ from lightning_nm.kernels.api import (
     multiply_adds,
     uses_of_pack,
 )
-from lightning_nm.kernels.router.cache import Decision, Decisions, Source, stored_key
+from lightning_nm.kernels.router.cache import Decision, Decisions, Source
 from lightning_nm.kernels.router.checks import (
     check,
-    check_bias,
     dense_ms,
-    proposed_algorithms,
     sparse_ms,
-    time_product,
 )
 from lightning_nm.kernels.router.registry import KernelRegistry, describe_error, reason_or_error
 from lightning_nm.kernels.router.timing import Timer
@@ -41,14 +37,8 @@ class _Candidate(NamedTuple):
     """A kernel that computes a product right, and its milliseconds."""
 
     kernel: GemmKernel
-    algorithm: Algorithm | None  # None for the kernel's own
     product_ms: float
     pack_ms: float  # of packing the operand once
-
-    def __str__(self) -> str:
-        if self.algorithm is None:
-            return self.kernel.name
-        return f"{self.kernel.name} ({self.algorithm})"
 
 
 class Tuner:
@@ -62,8 +52,7 @@ class Tuner:
 
     Args:
         kernels: ``"auto"`` takes the fastest as measured, a sparse kernel only if ``dense / (sparse + pack / reuse)``
-            is at least 1.03; the algorithms that a kernel proposes are tried, too. ``"sparse"`` takes the first kernel
-            that is right, ``"reference"`` none.
+            is at least 1.03. ``"sparse"`` takes the first kernel that is right, ``"reference"`` none.
         registry: The kernels, the sparse ones in order of preference.
         decisions: Known decisions, to which ``"auto"`` adds; other modes take only the environment from them.
         timer: Measures times for ``"auto"``.
@@ -91,8 +80,6 @@ class Tuner:
         self.decisions = decisions if kernels == "auto" else Decisions(decisions.environment)
         self.timer = timer
         self.reuse = reuse
-        # By the bucket of a postponed product: the size at which it is measured, one that occurred.
-        self._sizes: dict[GemmKey, GemmKey] = {}
         deciders = {"auto": self._measured, "sparse": self._forced, "reference": self._dense}
         self._decide = deciders[kernels]
 
@@ -117,9 +104,8 @@ class Tuner:
         """Decide for many products within a budget of time, in ``"auto"`` in descending order of cost.
 
         The cost is the multiply-adds, times how often a product is among the keys. When the budget is used up, the rest
-        is postponed: dense until :meth:`measure_next` or a later call measures it. The last measurement may exceed the
-        budget. With several processes one tunes, and all :meth:`take_over` what
-        :func:`~lightning_nm.kernels.router.cache.share` returns.
+        is postponed: dense until a later call measures it. The last measurement may exceed the budget. With several
+        processes one tunes, and all :meth:`take_over` what :func:`~lightning_nm.kernels.router.cache.share` returns.
         """
         counts: Counter[GemmKey] = Counter()
         sizes: dict[GemmKey, GemmKey] = {}  # a bucket is measured at a size that occurs
@@ -141,8 +127,7 @@ class Tuner:
                     self._remember(bucket, self._measured(key))
                 else:
                     reason = f"not measured yet: the budget of {budget_s:g} s is used up"
-                    self._remember(bucket, _postponed(reason))
-                    self._sizes[stored_key(bucket)] = key
+                    self._remember(bucket, _unmeasured("reference", reason, "postponed"))
             # Other modes decide here; in "auto" this asks whether the kernel supports the size.
             self.decide(key)
 
@@ -151,17 +136,6 @@ class Tuner:
         for key, decision in self.decisions.items():
             decisions.setdefault(key, decision)
         self.decisions = decisions
-
-    def measure_next(self) -> bool:
-        """Measure the first postponed product, the one of the highest cost; return whether there was one."""
-        postponed = self.decisions.postponed()
-        if not postponed:
-            return False
-        bucket = postponed[0]  # they were postponed in descending order of cost
-        # A decision from another process came without the size: the bucket's own stands in.
-        key = self._sizes.pop(bucket, bucket)
-        self._remember(bucket, self._measured(key))
-        return True
 
     def legal(self, key: GemmKey, notes: list[str]) -> Iterator[GemmKernel]:
         """Yield the sparse kernels that compute a product right; each is checked when the iterator reaches it.
@@ -210,15 +184,9 @@ class Tuner:
                 # Before and after each kernel: a GPU at its power limit slows down while it works.
                 if not dense_times:
                     dense_times.append(self._dense_ms(key))
-                product_ms, pack_ms = self._sparse_ms(kernel, key)
-                candidates.append(_Candidate(kernel, None, product_ms, pack_ms))
-                for algorithm, other in _proposed(kernel, key, notes):
-                    # The packed form does not depend on the algorithm, so neither does its time.
-                    product_ms = time_product(other, key, self.timer)
-                    candidates.append(_Candidate(other, algorithm, product_ms, pack_ms))
+                candidates.append(_Candidate(kernel, *self._sparse_ms(kernel, key)))
                 dense_times.append(self._dense_ms(key))
             except Exception as error:
-                # What was timed of this kernel before the error stays a candidate.
                 notes.append(f"{kernel.name}: {describe_error(error)}")
         if not candidates:
             return _default(notes)
@@ -243,15 +211,13 @@ class Tuner:
         for candidate in candidates:
             gain = speedup(dense_ms, candidate.product_ms, candidate.pack_ms, uses)
             gains.append(gain)
-            measured.append(f"{candidate} {gain:.3f}x")
+            measured.append(f"{candidate.kernel.name} {gain:.3f}x")
         best_gain = max(gains)
         # Of equally fast ones the first: the kernels are in order of preference.
         best = candidates[gains.index(best_gain)]
         name = self.registry.reference.name
-        algorithm = None
         if best_gain >= least_gain:
             name = best.kernel.name
-            algorithm = best.algorithm
         reason = f"measured {', '.join(measured)}; sparse from {least_gain:g}x"
         return Decision(
             kernel=name,
@@ -260,7 +226,6 @@ class Tuner:
             pack_ms=best.pack_ms,
             reason="; ".join([reason, *notes]),
             source="measured",
-            algorithm=algorithm,
         )
 
     def _forced(self, key: GemmKey) -> Decision:
@@ -283,10 +248,6 @@ def _default(notes: Sequence[str]) -> Decision:
     return _unmeasured("reference", reason, "default")
 
 
-def _postponed(reason: str) -> Decision:
-    return _unmeasured("reference", reason, "postponed")
-
-
 def _unmeasured(kernel: str, reason: str, source: Source) -> Decision:
     return Decision(kernel, None, None, None, reason, source)
 
@@ -294,24 +255,3 @@ def _unmeasured(kernel: str, reason: str, source: Source) -> Decision:
 def speedup(dense_ms: float, sparse_ms: float, pack_ms: float, reuse: int) -> float:
     """Compute ``dense / (sparse + pack / reuse)`` for a pack that `reuse` products share."""
     return dense_ms / (sparse_ms + pack_ms / reuse)
-
-
-def _proposed(
-    kernel: GemmKernel, key: GemmKey, notes: list[str]
-) -> Iterator[tuple[Algorithm, GemmKernel]]:
-    """Yield the proposed algorithms that compute a product right; faults of the others are appended to `notes`."""
-    try:
-        algorithms = proposed_algorithms(kernel, key)
-    except Exception as error:
-        notes.append(f"{kernel.name}: the search for algorithms failed, {describe_error(error)}")
-        return
-    for algorithm in algorithms:
-        other = kernel.with_algorithm(algorithm)
-        reason = reason_or_error(partial(check, other, key))
-        # The device's probe checked a bias, but with the kernel's own algorithm.
-        if not reason and key.gemm == "forward":
-            reason = reason_or_error(partial(check_bias, other, key))
-        if reason:
-            notes.append(f"{kernel.name} ({algorithm}): {reason}")
-        else:
-            yield algorithm, other

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_nm.functional.pattern import NMPattern
-from lightning_nm.kernels.router.handles import HasHandle
+from lightning_nm.kernels.api import HasHandle
 from lightning_nm.nn.layer.gemms import Gemms, LayerCosts, layer_gemms
 from lightning_nm.nn.layer.masks import LayerMasks
 from lightning_nm.nn.layer.noise import LayerNoise

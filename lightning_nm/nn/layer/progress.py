@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_nm.functional.pattern import NMPattern
-from lightning_nm.functional.schedule import within
-from lightning_nm.functional.stages import DENSE, FINAL, Stages, stage_at
+from lightning_nm.functional.schedule import DENSE, FINAL, Stages, stage_at, within
 
 
 @dataclass

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from lightning_nm.functional.pattern import NMPattern
-from lightning_nm.functional.stages import Schedule
+from lightning_nm.functional.schedule import Schedule
 from lightning_nm.nn.layer.layout import Layout
 
 if TYPE_CHECKING:  # for the types only: imports point one way

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_nm.functional import pack_mask, unpack_mask
-from lightning_nm.functional.stages import DENSE, FINAL, Stages
+from lightning_nm.functional.schedule import DENSE, FINAL, Stages
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.layer.masks import LayerMasks
 

@@ -11,14 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_nm.functional.mask_bits import FORWARD_BIT
+from lightning_nm.functional.mask_storage import FORWARD_BIT
 from lightning_nm.functional.pattern import NMPattern
-from lightning_nm.kernels.api import Convolution, GemmKey, MaskedMatrix
+from lightning_nm.kernels.api import Convolution, GemmKey, HasHandle, MaskedMatrix
 from lightning_nm.kernels.cpu import CsrLayout, Int8Layout, PermuteLayout
 from lightning_nm.kernels.cpu.int8 import ROWS
-from lightning_nm.kernels.cpu.kernels import Packed
+from lightning_nm.kernels.cpu.layouts import Packed
 from lightning_nm.kernels.cpu.library import DTYPES, EMPTY, PANEL
-from lightning_nm.kernels.router.handles import HasHandle
 from lightning_nm.nn.packed.kernel_choice import (
     Budget,
     Choice,

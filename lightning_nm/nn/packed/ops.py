@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_nm.kernels.api import Convolution
-from lightning_nm.kernels.router.handles import lookup
+from lightning_nm.kernels.api import Convolution, lookup
 from lightning_nm.nn.packed.operand import Operand
 from lightning_nm.nn.packed.weight import PackedWeight
 from lightning_nm.nn.products.ops import CONVOLUTIONS

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_nm.functional.mask_bits import BACKWARD_BIT, FORWARD_BIT
+from lightning_nm.functional.mask_storage import BACKWARD_BIT, FORWARD_BIT
 from lightning_nm.kernels.api import GemmKernel, GemmKey, MaskedMatrix
 from lightning_nm.kernels.operands import masked_backward, masked_forward
 from lightning_nm.kernels.router.router import Product, Router

@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from lightning_nm.kernels.api import Convolution, GemmName, MaskedMatrix
-from lightning_nm.kernels.router.handles import lookup
+from lightning_nm.kernels.api import Convolution, GemmName, MaskedMatrix, lookup
 from lightning_nm.kernels.router.router import Product, Router
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.products.dense_conv import conv_input_gradient, conv_weight_gradient

@@ -25,11 +25,10 @@ from lightning_nm.kernels.api import (
     GemmName,
     MaskedMatrix,
     Sparsity,
-    token_bucket,
+    lookup,
 )
 from lightning_nm.kernels.gpu.two_four import ALIGNMENT
 from lightning_nm.kernels.operands import in_one_pass, permuted_columns
-from lightning_nm.kernels.router.handles import lookup
 from lightning_nm.kernels.router.router import Product, Router
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.layer.gemms import LAYER_GEMMS, GemmKind
@@ -349,23 +348,9 @@ class _OutputGradient:
         if layer.observation.active:
             return permuted_columns(dy_to, order)
 
-        # Which way is faster depends on the sizes and the device, so the router measures both.
-        def two_passes() -> tuple[Tensor, Tensor]:
-            estimate_ot, _ = estimator.estimate_transposed(layer, dy_to, seed)
-            return estimate_ot, permuted_columns(dy_to, order)
-
-        def one_pass() -> tuple[Tensor, Tensor]:
-            estimate_ot, permuted_to = estimator.estimate_transposed(layer, dy_to, seed, order)
-            if permuted_to is None:  # the estimator has no such pass
-                permuted_to = permuted_columns(dy_to, order)
-            return estimate_ot, permuted_to
-
-        size = (token_bucket(len(dy_to)), dy_to.shape[1])
-        name = (type(estimator), estimator.pattern_of(layer), size, dy_to.dtype)
-        ways = (one_pass, two_passes)
-        fastest = self.router.pick_fastest(name, ways, dy_to.device)
-        self._estimate_ot, permuted_to = fastest()
-        return permuted_to
+        self._estimate_ot, permuted_to = estimator.estimate_transposed(layer, dy_to, seed, order)
+        # The estimator may have no pass that does both.
+        return permuted_columns(dy_to, order) if permuted_to is None else permuted_to
 
     def estimate_transposed(self) -> Tensor:
         """Return ``E(dY)^T``."""

@@ -16,7 +16,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
 from lightning_nm.functional.pattern import NMPattern
-from lightning_nm.functional.stages import Schedule
+from lightning_nm.functional.schedule import Schedule
 from lightning_nm.nn.adapters import Adapter, WeightSpec, find_adapter
 from lightning_nm.nn.adapters.base import original_class
 from lightning_nm.nn.adapters.experts import holds_matrices

@@ -7,7 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_nm import BAME, NMPattern, NMSparsifier
 from lightning_nm.kernels import GemmKey, KernelRegistry, Router, routing
-from lightning_nm.kernels.api import Convolution, bucketed, parse_key
+from lightning_nm.kernels.api import Convolution
 from lightning_nm.kernels.cpu import CpuCsrKernel
 from lightning_nm.kernels.router.checks import check, dense_ms, sparse_ms
 from lightning_nm.kernels.router.timing import DeviceTimer
@@ -128,8 +128,6 @@ KEYS = [
 @pytest.mark.parametrize("key", KEYS, ids=str)
 def test_keys_of_convolutions(key):
     kernel = CpuCsrKernel()
-    assert parse_key(str(key)) == key
-    assert parse_key(str(bucketed(key))) == bucketed(key)
     assert check(kernel, key) == ""
     timer = DeviceTimer()
     assert dense_ms(key, timer) > 0

@@ -12,8 +12,7 @@ from lightning_nm.functional import quantise_tokens, quantise_weight
 from lightning_nm.functional.int8 import MOST_TERMS
 from lightning_nm.kernels import GemmKey, KernelRegistry
 from lightning_nm.kernels.cpu import CpuCsrKernel, CpuInt8Kernel, Int8Layout, build
-from lightning_nm.kernels.cpu.int8 import int8_matrix
-from lightning_nm.kernels.cpu.int8_kernel import instructions, packed_int8
+from lightning_nm.kernels.cpu.int8 import instructions, int8_matrix, packed_int8
 from tests.support.cpu_int8 import compare_int8, int8_case
 from tests.support.cpu_products import LEVELS, at_level, case, needs_library
 

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from lightning_nm import NMPattern
 from lightning_nm.functional import nm_mask
-from lightning_nm.functional.mask_bits import FORWARD_BIT
+from lightning_nm.functional.mask_storage import FORWARD_BIT
 from lightning_nm.kernels import GemmKey, KernelRegistry
 from lightning_nm.kernels.api import MaskedMatrix
 from lightning_nm.kernels.cpu import CpuCsrKernel, CpuPermuteKernel, library

@@ -5,7 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "nm.h"
+#include "shared.h"
 
 #if NM_LEVEL > 0
 #include <immintrin.h>

@@ -4,16 +4,7 @@
  * weight has the same strides. `order`, if it is not NULL, has the position in memory for every d. */
 #include <string.h>
 
-#include "nm.h"
-
-typedef struct {
-    nm_parallel parallel; /* as in nm_operands */
-    int64_t threads;
-    const uint8_t *bits;
-    int32_t bit;
-    int64_t rows, depth, row_stride, depth_stride;
-    const int64_t *order; /* [depth] or NULL */
-} nm_mask;
+#include "shared.h"
 
 static inline int64_t place(const nm_mask *m, int64_t depth) { return m->order ? m->order[depth] : depth; }
 

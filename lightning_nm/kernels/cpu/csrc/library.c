@@ -5,9 +5,6 @@
 #endif
 
 #include "evolve.h"
-#include "nm.h"
-
-int32_t nm_abi(void) { return NM_ABI; }
 
 enum { NM_AVX512 = 2, NM_AVX512_BF16 };
 
@@ -59,8 +56,6 @@ static const nm_kernels *pairs_of(int32_t level, const nm_operands *o) {
 
 int64_t nm_lanes(int32_t level) { return kernels_of(level)->lanes; }
 
-enum { NM_LINEAR, NM_MATMUL, NM_SAMPLED };
-
 /* The products return 0, or why there is no result. */
 int32_t nm_permute_product(int32_t level, int32_t product, nm_operands *o, const nm_permute *a) {
     const nm_kernels *kernels = a->paired ? pairs_of(level, o) : kernels_of(level);
@@ -104,8 +99,6 @@ int32_t nm_int8_product(int32_t level, int32_t product, nm_operands *o, const nm
     return o->failed;
 }
 
-enum { NM_FORWARD, NM_DGRAD, NM_WGRAD };
-
 int32_t nm_conv_product(int32_t level, int32_t product, nm_conv *c, const nm_csr *a) {
     const nm_conv_kernels *kernels = &nm_conv_baseline;
 #if defined(__x86_64__)
@@ -115,8 +108,6 @@ int32_t nm_conv_product(int32_t level, int32_t product, nm_conv *c, const nm_csr
     (product == NM_FORWARD ? kernels->forward : product == NM_DGRAD ? kernels->dgrad : kernels->sampled)(c, a);
     return c->failed;
 }
-
-enum { NM_KEPT_SIZE, NM_GATHER, NM_BEST, NM_EXCHANGE, NM_KEEP, NM_MASK, NM_DECAY, NM_LARGEST, NM_LARGEST_OF_COLUMNS };
 
 /* Returns 0, or NM_NO_MEMORY. */
 int32_t nm_evolution_pass(int32_t level, int32_t pass, nm_evolution *e) {
@@ -130,4 +121,15 @@ int32_t nm_evolution_pass(int32_t level, int32_t pass, nm_evolution *e) {
     e->failed = 0;
     calls[pass](e);
     return e->failed;
+}
+
+void nm_top_mask(int32_t level, nm_top *t) {
+#if defined(__x86_64__)
+    if (level >= NM_AVX512) nm_top_avx512(t);
+    else if (level == 1) nm_top_avx2(t);
+    else nm_top_baseline(t);
+#else
+    (void)level;
+    nm_top_baseline(t);
+#endif
 }

@@ -1,4 +1,5 @@
-/* Products with an N:M sparse matrix A [rows, depth] on CPUs: what the files of this library share.
+/* Products with an N:M sparse matrix A [rows, depth] on CPUs: what Python calls. kernels/cpu/library.py reads this file, without
+ * its preprocessor lines: it holds declarations alone. What the files of the library share besides is in shared.h.
  *
  * kernels.c is compiled once for each instruction set (NM_LEVEL) and gives one `nm_kernels` each. bf16.c has the bfloat16
  * products of CPUs with AVX512_BF16, whose other products are those of AVX-512. int8.c has those of int8 weights. layout.c
@@ -23,9 +24,14 @@
 #define NM_H
 #include <stdint.h>
 
-enum { NM_ABI = 8 };
+/* Products of matrices, and of convolutions. */
+enum { NM_LINEAR, NM_MATMUL, NM_SAMPLED };
+enum { NM_FORWARD, NM_DGRAD, NM_WGRAD };
+/* Passes over a weight and its mask. */
+enum { NM_KEPT_SIZE, NM_GATHER, NM_BEST, NM_EXCHANGE, NM_KEEP, NM_MASK, NM_DECAY, NM_LARGEST, NM_LARGEST_OF_COLUMNS };
+/* Operands are of the first two, weights and gradients of a pass of the first three, scores of all. */
+enum { NM_FLOAT32, NM_BFLOAT16, NM_FLOAT16, NM_FLOAT64, NM_INT32, NM_INT64 };
 enum { NM_NO_MEMORY = 1, NM_NO_KERNEL, NM_TOO_LARGE }; /* why there is no result */
-enum { NM_FLOAT32 = 0, NM_BFLOAT16 = 1 };
 enum { NM_EMPTY = 0x80 };
 enum { NM_PANEL = 64 }; /* lanes of a panel */
 
@@ -90,39 +96,81 @@ typedef struct {
     void *y;
 } nm_conv;
 
+/* A mask, a bit of each of its bytes, with strides. */
 typedef struct {
-    int64_t lanes; /* of the permute layout; 0 where the instruction set has no permutation */
-    /* y [tokens, rows] = x [tokens, depth] A^T + bias */
-    void (*permute_linear)(nm_operands *, const nm_permute *);
-    void (*csr_linear)(nm_operands *, const nm_csr *);
-    /* y [rows, tokens] = A x, x [depth, tokens] */
-    void (*csr_matmul)(nm_operands *, const nm_csr *);
-    /* y [rows, depth] = grad^T x at the entries of the layout, zero elsewhere; x [tokens, depth] */
-    void (*permute_sampled)(nm_operands *, const nm_permute *);
-    void (*csr_sampled)(nm_operands *, const nm_csr *);
-} nm_kernels;
+    nm_parallel parallel; /* as in nm_operands */
+    int64_t threads;
+    const uint8_t *bits;
+    int32_t bit;
+    int64_t rows, depth, row_stride, depth_stride;
+    const int64_t *order; /* [depth] or NULL */
+} nm_mask;
 
-/* The layout is that of W [out, in / groups * taps] in all three. */
+enum { NM_STATES = 4 }; /* tensors of the optimizer's state */
+
+/* A pass over a weight and its mask, see evolve.c. */
 typedef struct {
-    void (*forward)(nm_conv *, const nm_csr *); /* y = conv(x, W) + bias */
-    void (*dgrad)(nm_conv *, const nm_csr *);   /* y = the gradient of x */
-    void (*sampled)(nm_conv *, const nm_csr *); /* y = the gradient of W at the entries, zero elsewhere */
-} nm_conv_kernels;
+    nm_parallel parallel; /* as in nm_operands */
+    int64_t threads;
+    int64_t entries;
+    uint8_t *bits;
+    void *weight, *grad; /* grad is NULL if there is none */
+    int32_t dtype, failed;
+    /* Gathering: from the values that were kept to the present ones, which are new tensors; keeping: back. */
+    float *old_value, *old_square, *value, *square;
+    int32_t whole_value, whole_square; /* keep all entries, not the pruned ones alone */
+    float own_ratio;                   /* of V of kept entries, which counts other steps */
+    float unit;                        /* old_value is U / unit, a power of two */
+    float limit;                       /* what is larger is no evidence */
+    float decay, take, correction, epsilon, size;
+    double kept_square; /* results */
+    int64_t kept;
+    /* Blocks of m entries: block (out * taps + tap) * blocks_per_row + column. */
+    int64_t blocks, blocks_per_row, taps, n, m, out_stride, tap_stride, in_stride;
+    int32_t in_line, unused; /* whether block b begins at entry b * m, and entries follow each other */
+    float *gain;
+    uint8_t *pruned, *regrown, *chosen, *oscillation;
+    uint8_t *exchanged; /* a bit for each entry */
+    int64_t states;
+    void *state[NM_STATES];
+    int32_t state_dtype[NM_STATES], state_is_square[NM_STATES];
+    float moment; /* of the optimizer's second moment */
+    int64_t budget, better; /* `better` is a result: blocks that gain, or bits that changed */
+    /* The backward mask: entries are [rows, columns], and position i holds row order[i]. */
+    const int64_t *order;
+    int64_t columns;
+} nm_evolution;
 
-/* y [tokens, rows] = x [tokens, depth] A^T + bias, of each row of x its nearest int8 values */
-typedef void (*nm_int8_linear)(nm_operands *, const nm_int8 *);
+/* The blocks of scores [blocks / inner, m, inner]: of each the n largest entries are kept, see top.c. */
+typedef struct {
+    nm_parallel parallel;
+    int64_t threads;
+    const void *scores;
+    uint8_t *kept; /* 1 or 0 for each entry */
+    int64_t blocks, inner, n, m;
+    int32_t dtype, magnitude; /* whether scores are compared by their magnitude */
+} nm_top;
 
-extern const nm_int8_linear nm_int8_baseline, nm_int8_avx2, nm_int8_avx512; /* the last with VBMI and VNNI */
-extern const nm_kernels nm_baseline, nm_avx2, nm_avx512, nm_avx512_bf16; /* the last for bfloat16 alone */
-extern const nm_conv_kernels nm_conv_baseline, nm_conv_avx2, nm_conv_avx512;
+const char *nm_source(void); /* the hash of what this library was compiled from */
+int32_t nm_best_level(void);
+int64_t nm_lanes(int32_t level);
+int32_t nm_int8_level(int32_t level);
 
-static inline int64_t nm_ceil(int64_t size, int64_t unit) { return (size + unit - 1) / unit; }
-static inline int64_t nm_min(int64_t a, int64_t b) { return a < b ? a : b; }
-
-static inline void nm_run(nm_parallel parallel, int64_t threads, int64_t items, nm_task task, void *context) {
-    if (parallel && threads > 1 && items > 1)
-        parallel(0, items, 1, task, context);
-    else if (items > 0)
-        task(0, items, context);
-}
+int32_t nm_permute_layout(const nm_mask *m, int64_t lanes, int64_t slots, int32_t paired, uint8_t *index);
+int32_t nm_permute_valid(const uint8_t *index, int64_t size, int64_t block);
+void nm_permute_values(const nm_mask *m, int64_t lanes, int64_t slots, int32_t paired, const uint8_t *index,
+                       const void *weight, int32_t dtype, int32_t round, void *values);
+int64_t nm_csr_start(const nm_mask *m, int32_t *start);
+void nm_csr_fill(const nm_mask *m, const int32_t *start, int32_t *next, int32_t *offset, int32_t *source,
+                 int32_t *slot);
+int32_t nm_csr_valid(const int32_t *start, int64_t rows, const int32_t *offset, int64_t entries, int64_t depth);
+void nm_csr_values(nm_parallel parallel, int64_t threads, const int32_t *source, const int32_t *slot, int64_t entries,
+                   const void *weight, int32_t dtype, int32_t round, float *values);
+int32_t nm_permute_product(int32_t level, int32_t product, nm_operands *o, const nm_permute *a);
+int32_t nm_csr_product(int32_t level, int32_t product, nm_operands *o, const nm_csr *a);
+int32_t nm_int8_product(int32_t level, int32_t product, nm_operands *o, const nm_int8 *a);
+int32_t nm_conv_product(int32_t level, int32_t product, nm_conv *c, const nm_csr *a);
+int32_t nm_evolution_pass(int32_t level, int32_t pass, nm_evolution *e);
+int64_t nm_choose_blocks(nm_evolution *e);
+void nm_top_mask(int32_t level, nm_top *t);
 #endif

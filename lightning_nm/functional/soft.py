@@ -1,0 +1,368 @@
+"""Masks and weights that are soft: continuous pruning, decays towards N:M, and random choices that can be learned.
+
+Each section is one paper's; the methods of these papers are in :mod:`lightning_nm.methods`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import combinations
+
+import torch
+from torch import Tensor
+
+from lightning_nm.functional.masks import _check_blocks, magnitude_mask
+from lightning_nm.functional.pattern import NMPattern, PatternLike
+from lightning_nm.functional.random import counter_uniform
+from lightning_nm.functional.select import merged
+
+# --------------------------------------------------------------------------------------------------------- S-STE
+
+
+def soft_threshold_nm(
+    x: Tensor, pattern: PatternLike, dim: int = -1, mask: Tensor | None = None
+) -> Tensor:
+    r"""Shrink every block of M towards zero until at most N entries are left.
+
+    :math:`S(x)_i = \mathrm{sign}(x_i) \max(|x_i| - t, 0)`, where t is the (M-N)-th smallest magnitude of the block,
+    which is the largest one that the N:M mask prunes. S is continuous: where two magnitudes change places, both are 0.
+    Entries that tie with t become 0, so a block may keep fewer than N. What is 0 is ``+0``. A NaN is no number that
+    could be kept: it becomes 0, and with it its block if more than M - N entries of that are NaN.
+
+    Args:
+        x: Any shape, floating point.
+        pattern: What :meth:`NMPattern.parse` reads.
+        dim: The axis along which the blocks lie; its size must be a multiple of M.
+        mask: Bool, of the shape of ``x``, N:M along ``dim``: the entries that may be kept. t is then the largest
+            magnitude outside of it. By default :func:`magnitude_mask` of ``x``, which is the definition above.
+
+    Returns:
+        A tensor of the shape and dtype of ``x``.
+
+    Raises:
+        ValueError: If M does not divide ``x.shape[dim]``, or ``mask`` has another shape.
+        IndexError: If ``x`` has no axis ``dim``.
+
+    Example:
+        >>> soft_threshold_nm(torch.tensor([1.0, -3.0, 0.5, 2.5, 2.0, 2.0, -2.0, 0.0]), "2:4").tolist()
+        [0.0, -2.0, 0.0, 1.5, 0.0, 0.0, 0.0, 0.0]
+
+    Source: Hu et al., S-STE: Continuous Pruning Function for Efficient 2:4 Sparse Pre-training, NeurIPS 2024,
+    arXiv:2409.09099.
+    """
+    pattern = NMPattern.parse(pattern)
+    dim = _check_blocks(x, pattern, dim)
+    if mask is None:
+        mask = magnitude_mask(x, pattern, dim)
+    elif mask.shape != x.shape:
+        raise ValueError(
+            f"mask of shape {tuple(mask.shape)} for a tensor of shape {tuple(x.shape)}: they must be equal"
+        )
+    magnitudes = x.abs()
+    pruned = torch.where(mask, 0, magnitudes).nan_to_num(nan=0.0, posinf=torch.inf)
+    # [..., B, 1, ...]: one threshold for the M entries of each of the B blocks along `dim`.
+    thresholds = pruned.unflatten(dim, (-1, pattern.m)).amax(dim + 1, keepdim=True)
+    shrunk = magnitudes.unflatten(dim, (-1, pattern.m)) - thresholds
+    shrunk = shrunk.flatten(dim, dim + 1)
+    # A mask of other weights may allow an entry that is smaller than its block's threshold.
+    is_left = mask & (shrunk > 0)
+    return torch.where(is_left, torch.copysign(shrunk, x), 0)
+
+
+def least_squares_scale(x: Tensor, y: Tensor) -> Tensor:
+    r"""The factor by which ``y`` comes closest to ``x``: :math:`\langle x, y \rangle / \langle y, y \rangle`.
+
+    It minimizes :math:`\| x - \beta y \|`. The sums are in float64, the result in the dtype of ``y``, at least float32
+    and without axes; 1 where ``y`` is zero.
+
+    Args:
+        x: Any shape.
+        y: Of the same shape.
+
+    Example:
+        >>> float(least_squares_scale(torch.tensor([2.0, 5.0]), torch.tensor([0.0, 2.0])))
+        2.5
+    """
+    dtype = torch.promote_types(y.dtype, torch.float32)
+    # Not every device has float64.
+    summed = torch.float32 if y.device.type == "mps" else torch.float64
+    product = (x.to(summed) * y.to(summed)).sum()
+    square = y.to(summed).square().sum()
+    scale = torch.where(square > 0, product / square, 1)
+    return scale.to(dtype)
+
+
+# ---------------------------------------------------------------------------------------------------------- CAST
+
+
+def decayed_moment(
+    moment: Tensor, weight: Tensor, kept: Tensor, ramp: float, decay: float
+) -> Tensor:
+    r"""Return :math:`\tilde\mu`, the moment with an L1 decay at the entries that a mask does not keep.
+
+    .. math:: \tilde\mu = \mu \text{ where kept}, \quad
+              \tilde\mu = (1 - \alpha) \mu + \alpha \lambda \, \mathrm{sign}(W) \text{ elsewhere}.
+
+    Adam divides it by the root of its own mean square. At a large :math:`\alpha` an entry that is not kept therefore
+    moves by about the learning rate towards zero, whatever its gradient's size is: the decay adapts to it.
+
+    Args:
+        moment: :math:`\mu`, the running mean of gradients.
+        weight: W, of that shape. A weight of exactly 0 is not decayed.
+        kept: The entries without a decay, bool.
+        ramp: :math:`\alpha`, from 0 at the beginning to 1.
+        decay: :math:`\lambda`.
+
+    Source: CAST (Huang et al., arXiv 2509.25996), algorithm 1.
+
+    Example:
+        >>> moment = torch.tensor([0.5, 0.5, -0.5])
+        >>> kept = torch.tensor([True, False, False])
+        >>> decayed_moment(moment, torch.tensor([1.0, -1.0, 0.0]), kept, ramp=0.5, decay=0.25).tolist()
+        [0.5, 0.125, -0.25]
+    """
+    decayed = moment * (1 - ramp) + (ramp * decay) * weight.sign()
+    return merged(kept, moment, decayed)
+
+
+# -------------------------------------------------------------------------- patterns of a block: LBC, MaskLogits
+
+MOST_PATTERNS = 256
+"""The largest number of patterns of a block that is enumerated; 4:8 has 70, 2:16 has 120 and 8:16 has 12870."""
+
+
+def block_patterns(pattern: PatternLike) -> Tensor:
+    """Return all C(M, N) ways to keep N of the M entries of a block, in lexicographic order of the kept positions.
+
+    Args:
+        pattern: What :meth:`NMPattern.parse` reads, for example ``"2:4"``.
+
+    Returns:
+        A bool tensor ``[C(M, N), M]`` on the CPU.
+
+    Raises:
+        ValueError: If there are more than :data:`MOST_PATTERNS`.
+
+    Example:
+        >>> block_patterns("2:4").int().tolist()[:3]
+        [[1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 0, 1]]
+    """
+    pattern = NMPattern.parse(pattern)
+    count = math.comb(pattern.m, pattern.n)
+    if count > MOST_PATTERNS:
+        per_weight = count / pattern.m
+        raise ValueError(
+            f"a block of {pattern} has C({pattern.m}, {pattern.n}) = {count} patterns, and each takes a number in "
+            f"every block, {per_weight:.0f} for each weight; at most {MOST_PATTERNS} are enumerated: use a smaller M, "
+            "such as 2:4, 4:8 or 1:16, or another method"
+        )
+    kept = torch.zeros(count, pattern.m, dtype=torch.bool)
+    for row, positions in zip(kept, combinations(range(pattern.m), pattern.n), strict=True):
+        row[list(positions)] = True
+    return kept
+
+
+def patterns_of_layer(name: str, pattern: NMPattern) -> Tensor:
+    """Return :func:`block_patterns`, or raise its error with the name of the layer."""
+    try:
+        return block_patterns(pattern)
+    except ValueError as error:
+        raise ValueError(f"layer '{name}': {error}") from None
+
+
+def surviving(total: int, step: int, stop: int) -> int:
+    r"""Return how many patterns of a block are left after a step, of ``total`` at first and one from ``stop`` on.
+
+    :math:`1 + \lceil (C - 1) (1 - t / t_f)^3 \rceil`, in integers: no rounding moves a removal to another step.
+
+    Args:
+        total: C, the patterns at first.
+        step: t, the training steps so far.
+        stop: t_f, the step from which one is left.
+
+    Example:
+        >>> [surviving(6, step, 4) for step in range(5)]
+        [6, 4, 2, 2, 1]
+
+    Source: Zhang et al., Learning Best Combination for Efficient N:M Sparsity, NeurIPS 2022, arXiv:2206.06662.
+    """
+    if step >= stop:
+        return 1
+    left = stop - step
+    numerator = (total - 1) * left**3
+    # The ceiling of a quotient of integers.
+    return 1 - (-numerator // stop**3)
+
+
+# ------------------------------------------------------------------------------------------------------- MaskLLM
+
+# Half the distance of two numbers of counter_uniform(): it takes the place of 0, whose logarithm is not finite.
+_SMALLEST = 2.0**-25
+
+
+def gumbel_noise(count: int, seed: Tensor) -> Tensor:
+    """Draw from the standard Gumbel distribution: ``-log(-log u)`` of :func:`counter_uniform`'s numbers.
+
+    Args:
+        count: How many numbers.
+        seed: Four words, from :func:`fold_seed`; the numbers are made on its device.
+
+    Returns:
+        A float32 tensor [count].
+
+    Example:
+        >>> from lightning_nm.functional import fold_seed
+        >>> round(float(gumbel_noise(10_000, fold_seed(0)).mean()), 1)  # Euler's constant is 0.577
+        0.6
+    """
+    uniform = counter_uniform(count, seed).clamp(min=_SMALLEST)
+    return -torch.log(-torch.log(uniform))
+
+
+def normal_noise(count: int, seed: Tensor) -> Tensor:
+    """Draw from the standard normal distribution, by Box and Muller; see :func:`gumbel_noise`.
+
+    Example:
+        >>> from lightning_nm.functional import fold_seed
+        >>> round(float(normal_noise(10_000, fold_seed(0)).std()), 1)
+        1.0
+    """
+    radius, angle = counter_uniform(2 * count, seed).view(2, count).unbind()
+    # 1 - u is in (0, 1].
+    return torch.sqrt(-2 * torch.log(1 - radius)) * torch.cos(2 * math.pi * angle)
+
+
+def soft_choice(logits: Tensor, noise: Tensor, scale: Tensor, temperature: Tensor) -> Tensor:
+    r"""Return the weights of a soft random choice, :math:`\mathrm{softmax}((\kappa\, \pi + g) / \tau)`, along dim -1.
+
+    Args:
+        logits: :math:`\pi`, ``[..., C]``.
+        noise: g, of the same number of entries, of :func:`gumbel_noise`.
+        scale: :math:`\kappa`, without axes.
+        temperature: :math:`\tau`, likewise; towards 0 the choice becomes hard.
+
+    Source: Jang et al., Categorical Reparameterization with Gumbel-Softmax, ICLR 2017, arXiv:1611.01144.
+
+    Example:
+        >>> one = torch.tensor(1.0)
+        >>> soft_choice(torch.tensor([0.0, 0.0]), torch.tensor([0.0, 0.0]), one, one).tolist()
+        [0.5, 0.5]
+    """
+    noise = noise.to(logits.dtype).view(logits.shape)
+    return torch.softmax((logits * scale + noise) / temperature, dim=-1)
+
+
+def soft_choice_gradient(
+    choice: Tensor, grad: Tensor, scale: Tensor, temperature: Tensor
+) -> Tensor:
+    r"""Turn the gradient of :func:`soft_choice`'s result y into that of the logits.
+
+    :math:`dL/d\pi_p = \kappa / \tau\; y_p\, (dL/dy_p - \sum_q y_q\, dL/dy_q)`.
+    """
+    mean = (choice * grad).sum(-1, keepdim=True)
+    return choice * (grad - mean) * (scale / temperature)
+
+
+# ---------------------------------------------------------------------------------------------------------- MaxQ
+
+
+def axis_thresholds(weight: Tensor, pattern: PatternLike) -> list[Tensor]:
+    r"""Return the magnitudes above which the weights of each filter, and of each kernel position, count for more.
+
+    Of the n weights of a filter, :math:`k = \lfloor n (M - N) / M \rfloor` lie below its threshold, which is the mean
+    of the k-th and the next smallest magnitude; likewise of all weights at a kernel position.
+
+    Args:
+        weight: ``[out, in, *taps]``.
+        pattern: What :meth:`NMPattern.parse` reads.
+
+    Returns:
+        The thresholds of the filters, ``[out, 1, ...]``, and, if there are several taps, those of the positions,
+        ``[1, 1, *taps]``, in float32 or wider.
+
+    Example:
+        >>> axis_thresholds(torch.tensor([[1.0, -2.0, 5.0, 4.0]]), "2:4")[0].tolist()
+        [[3.0]]
+
+    Source: Xiang et al., MaxQ: Multi-Axis Query for N:M Sparsity Network, CVPR 2024, arXiv:2312.07061.
+    """
+    pattern = NMPattern.parse(pattern)
+    magnitudes = weight.detach().abs()
+    magnitudes = magnitudes.to(torch.promote_types(magnitudes.dtype, torch.float32))
+    out, _, *taps = magnitudes.shape
+    filters = _threshold(magnitudes.flatten(1), pattern)
+    found = [filters.view(out, *[1] * (magnitudes.dim() - 1))]
+    if magnitudes[0, 0].numel() > 1:
+        by_position = magnitudes.flatten(2).flatten(0, 1).t()  # [taps, out * in]
+        positions = _threshold(by_position, pattern)
+        found.append(positions.view(1, 1, *taps))
+    return found
+
+
+def _threshold(magnitudes: Tensor, pattern: NMPattern) -> Tensor:
+    """The threshold of each row."""
+    size = magnitudes.shape[1]
+    below = size * (pattern.m - pattern.n) // pattern.m
+    # On a GPU a selection is refused where torch is asked for deterministic algorithms.
+    neighbours = _by_selection if magnitudes.is_cpu else _by_sorting
+    return neighbours(magnitudes, below).mean(1)
+
+
+def _by_sorting(magnitudes: Tensor, below: int) -> Tensor:
+    """The ``below``-th smallest number of each row and the next one; the smallest alone if ``below`` is 0."""
+    ranked = magnitudes.sort(dim=1).values
+    return ranked[:, max(below - 1, 0) : below + 1]
+
+
+def _by_selection(magnitudes: Tensor, below: int) -> Tensor:
+    """The same in less than half the time on a CPU."""
+    ranks = (below, below + 1) if below else (1,)
+    return torch.stack([magnitudes.kthvalue(rank, dim=1).values for rank in ranks], dim=1)
+
+
+def soft_factor(weight: Tensor, thresholds: Sequence[Tensor], temperature: float) -> Tensor:
+    r"""Return what each weight is multiplied by: :math:`1 + \sum_a [|w| > \theta_a]\, \sigma((|w| - \theta_a) / \tau)`.
+
+    Args:
+        weight: ``[out, in, *taps]``.
+        thresholds: :math:`\theta_a` for each axis a, of shapes that broadcast: see :func:`axis_thresholds`.
+        temperature: :math:`\tau`.
+
+    Returns:
+        From 1 to one more than the number of axes, of the weight's shape and the thresholds' dtype.
+
+    Example:
+        >>> soft_factor(torch.tensor([[1.0, -9.0]]), [torch.tensor([[3.0]])], 0.01).tolist()
+        [[1.0, 2.0]]
+    """
+    factor = torch.ones((), dtype=thresholds[0].dtype, device=weight.device)
+    magnitudes = weight.abs().to(factor.dtype)
+    for threshold in thresholds:
+        above = magnitudes - threshold
+        factor = factor + torch.where(above > 0, torch.sigmoid(above / temperature), 0)
+    return factor
+
+
+RAMPS = ("linear", "cubic", "cos", "exp")
+_EXPONENT = 1.5  # of "exp": the code's 0.05 for each of 30 epochs
+
+
+def share_left(ramp: str, progress: float) -> float:
+    """Return the share of blocks that are not pruned yet at a point of the ramp, from 0 to 1.
+
+    ``"linear"``: ``1 - p``; ``"cubic"``: ``(1 - p)^3``; ``"cos"``: ``cos(p pi / 2)``; ``"exp"``: ``1 - (1 - e^-1.5p) /
+    (1 - e^-1.5)``.
+
+    Example:
+        >>> share_left("linear", 0.25), share_left("cubic", 0.5), share_left("exp", 1.0)
+        (0.75, 0.125, 0.0)
+    """
+    progress = min(max(progress, 0.0), 1.0)
+    if progress == 1:
+        return 0.0
+    if ramp == "cos":
+        return math.cos(progress * math.pi / 2)
+    if ramp == "exp":
+        return 1 - math.expm1(-_EXPONENT * progress) / math.expm1(-_EXPONENT)
+    return (1 - progress) ** (3 if ramp == "cubic" else 1)
