@@ -2,8 +2,8 @@
 
 The source distribution is built from the checkout, the wheel from the source distribution. The environment has torch
 and what torch requires as hard links to the files of this one, which spares gigabytes; all else is installed by pip.
-README's first example, its commands and what it does with their file run there, in a folder with a copy of the config, from
-which the checkout cannot be imported.
+README's first example, its commands and what it does with their file run there, in a folder with a copy of the config,
+from which the checkout cannot be imported.
 """
 
 import os
@@ -226,7 +226,7 @@ def main():
         run(python, "-c", served, cwd=away)
     shutil.rmtree(empty)
     print(
-        "installed into an empty environment: README's examples, and the commands version, verify, doctor, fit and export"
+        "installed into an empty environment: README's examples, and version, verify, doctor, fit and export"
     )
 
 
