@@ -58,7 +58,7 @@ def owned_layers(
 
 @torch.no_grad()
 def unpack_state(optimizer: Optimizer, layer: NMLayer) -> None:
-    """Make an optimizer's state of kept entries alone dense: version 0.3 saved it so with ``storage="packed"``."""
+    """Make an optimizer's state of kept entries alone dense: version 0.3 saved it so for packed weights."""
     mask = layer.forward_mask
     if mask is None or layer.view.is_sharded:
         return

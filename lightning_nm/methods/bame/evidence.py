@@ -142,7 +142,7 @@ def _kept(layer: NMLayer, optimizer: Optimizer, key: str | None, name: str) -> T
         return None
     mask = layer.masks.forward_view
     if buffer is not None and mask is not None and not is_sharded(kept):
-        # Version 0.3 kept the evidence of weights with storage="packed" in buffers, until the next step here.
+        # Version 0.3 kept the evidence of packed weights in buffers, until the next step here.
         kept = merged(mask, kept, buffer)
     return gather(kept)
 
