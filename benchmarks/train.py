@@ -42,7 +42,7 @@ from torch.utils.data import DataLoader
 from benchmarks.gpu.layers import products
 from benchmarks.gpu.report import Report
 from benchmarks.gpu.setting import NotAsked, Setting
-from benchmarks.train_model import GPT, TINY, Batches, Size, help_topics
+from benchmarks.train_model import TINY, Batches, ScratchGPT, Size, help_topics
 from lightning_nm import MVUE, NMMixedPrecision, NMSparsityCallback
 from lightning_nm.kernels import GemmKernel
 
@@ -195,7 +195,9 @@ def train(
     torch._dynamo.reset()
     torch.manual_seed(0)
     with device:
-        model = GPT(context=size.context, dim=size.dim, depth=size.depth, heads=size.heads, lr=3e-4)
+        model = ScratchGPT(
+            context=size.context, dim=size.dim, depth=size.depth, heads=size.heads, lr=3e-4
+        )
     for block in model.blocks:
         block.compile(backend=size.backend)
     watch = Watch(device, seconds, size.warmup, limit)

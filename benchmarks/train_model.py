@@ -27,7 +27,7 @@ class Size(NamedTuple):
 TINY = Size(32, 2, 2, 16, 4, 2, "aot_eager")
 
 
-class GPT(demo.GPT):
+class ScratchGPT(demo.GPT):
     """The demo's transformer, with a learning rate that needs no plan: a run ends when its seconds do."""
 
     def configure_optimizers(self) -> Any:

@@ -102,7 +102,7 @@ def verify(
     within the state dict; a dictionary whose name begins with "optim" is the state of an optimizer.
 
     Args:
-        checkpoint: A Lightning checkpoint, sharded or not, a saved state dict, a safetensors file, a packed model,
+        checkpoint: A Lightning checkpoint, a saved state dict, a safetensors file, a packed model,
             the folder of a transformers model, an ONNX file (extra ``onnx``), a program of ``torch.export``, or a Core
             ML package (extra ``coreml``).
         pattern: Classify every weight against this pattern. By default the masked layers and their patterns are those
@@ -122,6 +122,7 @@ def verify(
 
         >>> from pathlib import Path
         >>> from tempfile import TemporaryDirectory
+        >>> import torch
         >>> from lightning_nm.functional import nm_prune
         >>> with TemporaryDirectory() as folder:
         ...     torch.save({"weight": nm_prune(torch.randn(8, 8), "2:4")}, Path(folder) / "model.pt")

@@ -172,8 +172,6 @@ class MaskedMatrix(NamedTuple):
         return rows, depth
 
 
-
-
 class GemmKernel:
     """Executes products of an N:M matrix ``A [rows, depth]`` with dense ones.
 

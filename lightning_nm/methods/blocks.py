@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
+from lightning_nm.nn.layer.layout import known_shape
+
 # A shorter list costs little more when the whole model runs for each of its layers.
 _WORTH_A_WARNING = 4
 
@@ -373,7 +375,7 @@ class _Different(Exception):
 
 def _has_matrices(module: nn.Module) -> bool:
     return any(
-        parameter.dim() > 1 and not isinstance(part, nn.Embedding)
+        len(known_shape(parameter) or ()) > 1 and not isinstance(part, nn.Embedding)
         for part in module.modules()
         for parameter in part.parameters(recurse=False)
     )

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 NO_LIBRARY = "the library of CPU kernels was not built: install a compiler"
 SMALL = """
 seed_everything: 0
-model: {class_path: TinyTransformer, init_args: {dim: 32, depth: 1, context: 16}}
+model: {class_path: GPT, init_args: {dim: 32, heads: 4, depth: 1, context: 16}}
 data: {class_path: HelpTopics, init_args: {context: 16, batch_size: 8}}
 trainer:
   max_steps: 100
@@ -407,16 +407,16 @@ def test_errors_of_the_training_pass_and_leave_nothing_active(write, monkeypatch
 
 
 OWN = """
-from lightning_nm.demo import HelpTopics, TinyTransformer
+from lightning_nm.demo import GPT, HelpTopics
 
-class OwnNet(TinyTransformer):
+class OwnNet(GPT):
     pass
 
 class OwnData(HelpTopics):
     pass
 """
 OWN_CONFIG = """
-model: {dim: 32, depth: 1, context: 16}
+model: {dim: 32, heads: 4, depth: 1, context: 16}
 data: {context: 16, batch_size: 8}
 trainer:
   max_steps: 100

@@ -128,8 +128,8 @@ def test_experts(capsys, write):
 @pytest.mark.skipif(not can_watch(nn.Identity()), reason="this torch has no such modes")
 def test_a_weight_that_other_code_reads_is_dense_there(capsys, write):
     """Masks do not reach products outside of the layer's calls."""
-    text = SMALL.replace("TinyTransformer", "tests.commands.mixture.Reads")
-    text = text.replace("init_args: {dim: 32, depth: 2, context: 16}", "init_args: {}")
+    text = SMALL.replace("GPT", "tests.commands.mixture.Reads")
+    text = text.replace("init_args: {dim: 32, heads: 4, depth: 2, context: 16}", "init_args: {}")
     text = re.sub(r"data: .*\n", "", text).replace("method: transposable", "method: sr-ste")
     (report,) = reports(capsys, write(text))
     assert (report["masked_macs"], report["macs"]) == (4 * 64, 4 * 64 + 2 * (64 + 32))

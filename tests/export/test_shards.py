@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from lightning_nm import functional as nmf
-from lightning_nm.commands.verify import main
+from lightning_nm.cli import main
 from lightning_nm.export import read_checkpoint, verify
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch's own writer and reader

@@ -42,7 +42,7 @@ def test_the_header_has_the_patterns(saved):
 
 
 def test_another_pattern(saved):
-    """The weights are unpacked, and checked along the axis of their blocks."""
+    """The weights are unpacked, and checked as those of a dense file are: along every axis."""
     assert verify(saved, "2:32", allow_dense=True).problems == []  # two blocks of 1:16
     verdicts = {v.key: v for v in verify(saved, "1:32").verdicts}
     assert {key: v.verdict for key, v in verdicts.items()} == {
@@ -54,8 +54,8 @@ def test_another_pattern(saved):
     assert verdicts["0.weight"].note == (
         "packed, shape (32, 16, 3, 3) has no axis of blocks, stored as 1:16"
     )
-    assert verdicts["4.weight"].violations == verdicts["4.weight"].blocks == 64 * 16
-    assert verdicts["4.weight"].note == "packed, plain as 1:16"
+    assert 0 < verdicts["4.weight"].violations <= verdicts["4.weight"].blocks
+    assert verdicts["4.weight"].note.endswith("stored as 1:16")
     assert [v.key for v in verify(saved, "1:16").verdicts if v.verdict == "N:M"] == [
         "0.weight",
         "4.weight",

@@ -49,8 +49,8 @@ class Interval:
 
         Example:
             >>> found = Interval.of([1.0, 2.0, 3.0])
-            >>> f"{found.mean} [{found.low:.3f}, {found.high:.3f}], {found.detectable:.3f}"
-            '2.0 [-0.484, 4.484], 3.265'
+            >>> f"{found.mean} [{found.low:.3f}, {found.high:.3f}], {found.detectable:.2f}"
+            '2.0 [-0.484, 4.484], 3.26'
         """
         count = len(values)
         mean = fmean(values) if count else math.nan
