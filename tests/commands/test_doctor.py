@@ -416,6 +416,7 @@ class OwnData(HelpTopics):
     pass
 """
 OWN_CONFIG = """
+seed_everything: 0
 model: {dim: 32, heads: 4, depth: 1, context: 16}
 data: {context: 16, batch_size: 8}
 trainer:
