@@ -6,20 +6,18 @@ import argparse
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch import callbacks
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from lightning_nm.callbacks import MaskMonitor, NMSparsityCallback
 from lightning_nm.commands.lightning_cli import NMLightningCLI
 from lightning_nm.export.graphs import import_class
 from lightning_nm.plugins import NMFSDPPrecision
 from lightning_nm.plugins.routing import KernelRouting
-
-if TYPE_CHECKING:
-    from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 # Options that do not change what a training step computes. The training length is not among them:
 # schedules depend on it.

@@ -6,8 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
-from dataclasses import asdict, replace
-from functools import partial
+from dataclasses import asdict
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -26,8 +25,7 @@ from lightning_nm.commands.build import (
 )
 from lightning_nm.commands.machine import examine, print_machine
 from lightning_nm.commands.output import add_json, print_json, print_line
-from lightning_nm.kernels import KernelRegistry, Router
-from lightning_nm.kernels.router.registry import reason_or_error
+from lightning_nm.kernels import Router
 from lightning_nm.kernels.router.router import activate, routing
 from lightning_nm.plugins.routing import KernelRouting
 
@@ -102,44 +100,19 @@ def _train(options: argparse.Namespace) -> tuple[Router, dict[str, Any]]:
         fit_until_enough(cli, clock)
     plain_ms, step_ms = plain_clock.step_ms(), clock.step_ms()
     share, basis = router.sparse_share()
-    # A router of a plugin that found no kernel at all has seen no product.
-    is_known = cli.trainer.strategy.root_device.type == "cpu" and router.used()
     return router, {
         "kernels": router.kernels,
         "unavailable": router.unavailable_reason,
         "products": [{**asdict(row), "gain": row.gain} for row in kernel_rows(router)],
         "sparse_share": share,
         "sparse_share_by": basis,
-        "could_run_on_gpu": _could_run_on_gpu(router) if is_known else None,
         "plain_step_ms": plain_ms,
         "step_ms": step_ms,
         "speedup": plain_ms / step_ms if plain_ms and step_ms else None,
     }
 
 
-def _could_run_on_gpu(router: Router) -> dict[str, int]:
-    """How many of the products that ran could run on a kernel for GPUs in a 16-bit dtype."""
-    kernels = [kernel for kernel in KernelRegistry().backends if kernel.device_type == "cuda"]
-    registry = KernelRegistry(kernels)
-    count = 0
-    products = {used.product for used in router.used()}
-    for product in products:
-        key = replace(product.key, dtype=torch.bfloat16)
-        reasons = [
-            product.reason
-            or registry.sparsity_reason(kernel, key)
-            or reason_or_error(partial(kernel.static_reason, key))
-            for kernel in kernels
-        ]
-        count += not all(reasons)
-    return {"products": count, "of": len(products)}
-
-
 def _print_training(training: dict[str, Any], console: Console) -> None:
-    gpu = training["could_run_on_gpu"]
-    if gpu is not None:
-        could = f"{gpu['products']} of {gpu['of']} products could run sparse in a 16-bit dtype"
-        print_line(console, f"on a GPU with sparse tensor cores, not measured here: {could}")
     if training["speedup"] is None:
         least = _WARM_UP + 1
         speed = f"not measured with and without masks: the training has less than {least} steps, or needs its masks"

@@ -7,15 +7,15 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.cli import LightningCLI
 from rich.console import Console
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from lightning_nm.callbacks import NMSparsityCallback
 from lightning_nm.callbacks.report.tables import COUNTINGS, print_layers
 from lightning_nm.callbacks.training_length import is_scheduled, planned_steps
 from lightning_nm.commands.build import (
@@ -28,20 +28,11 @@ from lightning_nm.commands.build import (
 from lightning_nm.commands.output import add_json, columns_table, print_json, print_line
 from lightning_nm.export.graphs import example_of
 from lightning_nm.functional import FlopsKind, GemmDensity
-from lightning_nm.functional.pattern import NMPattern
 from lightning_nm.nn.layer.gemms import mean_densities
-from lightning_nm.nn.layer.layout import known_size
 from lightning_nm.sparsifier import NMSparsifier
 from lightning_nm.training.macs import MacsCounter, forward_macs
 from lightning_nm.training.planned import charge_plan
 from lightning_nm.training.statistics import flops_ratios
-
-if TYPE_CHECKING:
-    from lightning.pytorch.cli import LightningCLI
-
-_NEEDS_STEPS = (
-    "a schedule of the config depends on the number of training steps: give it by --steps N"
-)
 
 
 def main(args: Sequence[str]) -> int:
@@ -55,57 +46,81 @@ def main(args: Sequence[str]) -> int:
     try:
         # Lightning and the model print, too; stdout is for the report alone.
         with redirect_stdout(sys.stderr):
-            reports = _reports(options, console)
+            report = _report(options, console)
     except (ImportError, OSError, RuntimeError, ValueError) as error:
         print(f"lightning-nm flops: {error}", file=sys.stderr)
         return 2
     if options.json:
-        print_json("flops", reports=reports)
+        print_json("flops", **report)
     return 0
 
 
-def _reports(options: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
-    """Count the model once, and its training once for each pattern."""
-    # Refuse what can be refused before the model is built. None stands for the config's own patterns.
-    patterns: list[str | None] = [str(NMPattern.parse(pattern)) for pattern in options.pattern]
+def _report(options: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """Charge the planned training to attached layers, print its costs, and return them as primitives."""
     if options.steps is not None and options.steps < 1:
         raise ValueError(f"--steps {options.steps} must be at least 1")
     cli = build(options.config, options.model, options.data, "lightning-nm flops", masks=False)
     callbacks = masking_callbacks(cli)
     if options.pattern and not callbacks:
-        given = " ".join(options.pattern)
-        raise ValueError(f"--pattern {given}: the config has no NMSparsityCallback")
+        raise ValueError(f"--pattern {options.pattern}: the config has no NMSparsityCallback")
+    configs = [callback.config for callback in callbacks]
+    if options.pattern:
+        configs = [replace(config, pattern=options.pattern) for config in configs]
     # A schedule changes the costs during training, so that its length matters.
-    rules = [rule for callback in callbacks for rule in callback.config.resolve().rules]
-    dense = _observe(cli, options, scheduled=any(map(is_scheduled, rules)))
-    return [
-        _report(cli.model, callbacks, dense, pattern, console) for pattern in patterns or [None]
-    ]
-
-
-def _observe(cli: LightningCLI, options: argparse.Namespace, *, scheduled: bool) -> _FirstBatch:
-    """Run a dense forward pass; data are read only where they are needed."""
-    example = cli.model.example_input_array
-    if options.input:
-        example = example_of(cli.model, options.input)
-    dense = _FirstBatch()
-    # Loading the data, to count its batches, may take long or be impossible here.
-    if example is None or (scheduled and options.steps is None):
-        try:
-            fit_until_enough(cli, dense)
-        except (ImportError, OSError, ValueError) as error:
-            if example is None:  # only a batch says what the model takes
-                raise
-            raise ValueError(f"{_NEEDS_STEPS}, or its data: {error}") from error
-    if example is not None:
-        dense.inputs = example
-        dense.macs = forward_macs(cli.model, example)
-    dense.steps = options.steps or dense.steps
-    if scheduled and dense.steps is None:
+    is_changing = any(is_scheduled(rule) for config in configs for rule in config.resolve().rules)
+    dense = _observe(cli, options)
+    if is_changing and dense.steps is None:
         raise ValueError(
-            f"{_NEEDS_STEPS}: the Trainer does not know it in an endless training, of data without a length, with "
-            "changing gradient accumulation, and under manual optimization"
+            "a schedule of the config depends on the number of training steps, which the Trainer does not know without "
+            "reading data, or at all, as in an endless training: give it by --steps N"
         )
+    sparsifiers = [
+        NMSparsifier(cli.model, config=config, planned_steps=dense.steps) for config in configs
+    ]
+    for sparsifier in sparsifiers:
+        # With optimizers, weights that none of them trains stay dense, as in the training.
+        sparsifier.attach(optimizers=dense.optimizers)
+
+    name = type(cli.model).__name__
+    print_line(console, f"FLOPs of {name}")
+    if not callbacks:
+        print_line(console, "no NMSparsityCallback is in the config, so every GEMM is dense")
+    densities: dict[str, Mapping[FlopsKind, GemmDensity]] = {}  # of masked layers, averaged
+    for sparsifier in sparsifiers:
+        sparsifier.macs.update(dense.macs)  # as after a first batch
+        print_layers(sparsifier, console)
+        charge_plan(list(sparsifier.layers.values()), dense.steps)
+        densities |= {key: mean_densities(layer) for key, layer in sparsifier.layers.items()}
+    masked_macs = {key: count for key, count in dense.macs.items() if key in densities}
+    tensors = [leaf for leaf in tree_leaves(dense.inputs) if isinstance(leaf, Tensor)]
+    report = {
+        "model": name,
+        "pattern": options.pattern,
+        "inputs": [f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for x in tensors],
+        "macs": sum(dense.macs.values()),
+        "masked_macs": sum(masked_macs.values()),
+        "planned_steps": dense.steps,
+        "ratios": flops_ratios(densities, dense.macs),
+        "masked_ratios": flops_ratios(densities, masked_macs) if masked_macs else None,
+    }
+    _print_report(report, console)
+    return report
+
+
+def _observe(cli: LightningCLI, options: argparse.Namespace) -> _FirstBatch:
+    """Run a dense forward pass; data, which may not be here, are read only for their first batch."""
+    dense = _FirstBatch()
+    dense.inputs = cli.model.example_input_array
+    if options.input:
+        dense.inputs = example_of(cli.model, options.input)
+    if dense.inputs is None:
+        fit_until_enough(cli, dense)
+    else:
+        dense.macs = forward_macs(cli.model, dense.inputs)
+        # Without max_epochs, the number of steps does not depend on the data.
+        if cli.trainer.max_epochs in (None, -1) and cli.model.automatic_optimization:
+            dense.steps = max(cli.trainer.max_steps, 0) or None
+    dense.steps = options.steps or dense.steps
     return dense
 
 
@@ -138,90 +153,35 @@ class _FirstBatch(pl.Callback):
     on_train_batch_end = on_before_backward  # type: ignore[assignment]
 
 
-def _report(
-    model: pl.LightningModule,
-    callbacks: Sequence[NMSparsityCallback],
-    dense: _FirstBatch,
-    pattern: str | None,
-    console: Console,
-) -> dict[str, Any]:
-    """Charge the planned training to attached layers, print its costs, and return them as primitives."""
-    name = type(model).__name__
-    densities: dict[str, Mapping[FlopsKind, GemmDensity]] = {}  # of masked layers, averaged
-    sparsifiers: list[NMSparsifier] = []
-    try:
-        for callback in callbacks:
-            config = replace(callback.config, pattern=pattern) if pattern else callback.config
-            sparsifier = NMSparsifier(model, config=config, planned_steps=dense.steps)
-            # With optimizers, weights that none of them trains stay dense, as in the training.
-            sparsifiers.append(sparsifier.attach(optimizers=dense.optimizers))
-        print_line(console, f"FLOPs of {name} at {pattern}" if pattern else f"FLOPs of {name}")
-        if not callbacks:
-            print_line(console, "no NMSparsityCallback is in the config, so every GEMM is dense")
-        for sparsifier in sparsifiers:
-            sparsifier.macs.update(dense.macs)  # as after a first batch
-            print_layers(sparsifier, console)
-            charge_plan(list(sparsifier.layers.values()), dense.steps)
-            densities |= {key: mean_densities(layer) for key, layer in sparsifier.layers.items()}
-    finally:
-        # The model serves for the next pattern.
-        for sparsifier in sparsifiers:
-            sparsifier.detach()
-    masked_macs = {key: count for key, count in dense.macs.items() if key in densities}
-    ratios = flops_ratios(densities, dense.macs)
-    masked_ratios = flops_ratios(densities, masked_macs) if masked_macs else None
-
+def _print_report(report: dict[str, Any], console: Console) -> None:
     heads = ("counted as", "all layers", "masked alone", "meaning")
     table = columns_table("training FLOPs", heads, {"meaning": 20}, right=heads[1:-1])
     for kind, meaning in COUNTINGS.items():
-        alone = f"{masked_ratios[kind]:.4f}" if masked_ratios else "-"
-        table.add_row(kind, f"{ratios[kind]:.4f}", alone, meaning)
+        alone = f"{report['masked_ratios'][kind]:.4f}" if report["masked_ratios"] else "-"
+        table.add_row(kind, f"{report['ratios'][kind]:.4f}", alone, meaning)
     console.print(table)
-    tensors = [leaf for leaf in tree_leaves(dense.inputs) if isinstance(leaf, Tensor)]
-    inputs = [f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for x in tensors]
-    parameters = sum(map(known_size, model.parameters()))
-    macs = sum(dense.macs.values())
     print_line(
         console,
-        f"{parameters:,} parameters; dense forward pass of {', '.join(inputs)}: {macs:,} multiply-adds "
-        f"({2e-9 * macs:.4g} GFLOPs), of which {sum(masked_macs.values()):,} in masked layers\n"
+        f"dense forward pass of {', '.join(report['inputs'])}: {report['macs']:,} multiply-adds "
+        f"({2e-9 * report['macs']:.4g} GFLOPs), of which {report['masked_macs']:,} in masked layers\n"
         "products of two activations, as in attention, are not counted",
     )
-    if dense.steps is not None:
-        print_line(console, f"averaged over {dense.steps:,} planned training steps")
-    return {
-        "model": name,
-        "pattern": pattern,
-        "inputs": inputs,
-        "parameters": parameters,
-        "macs": macs,
-        "masked_macs": sum(masked_macs.values()),
-        "planned_steps": dense.steps,
-        "ratios": ratios,
-        "masked_ratios": masked_ratios,
-    }
+    if report["planned_steps"] is not None:
+        print_line(console, f"averaged over {report['planned_steps']:,} planned training steps")
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lightning-nm flops",
-        description="Count the multiply-adds of a config's model, and those of its training relative "
-        "to a dense one: of the forward, dgrad and wgrad GEMM, averaged over the planned steps, counted in three ways "
-        "(docs/flops.md). Nothing is trained or timed. Exits with 0, or with 2 if something cannot be used.",
+        description="Count the multiply-adds of a config's model and, relative to a dense one, of its training, in "
+        "three ways (docs/flops.md). Nothing is trained or timed. Exits with 0, or with 2 if something cannot be used.",
     )
     add_training(parser, required=True)
-    shapes = (
-        "run the model on an input of this shape, such as 1x3x224x224 or 2x16:int64, once for each input; by default "
-        "on its example_input_array, or else on the first batch of the data"
-    )
-    parser.add_argument("--input", metavar="SHAPE", action="append", default=[], help=shapes)
-    parser.add_argument(
-        "--steps",
-        metavar="N",
-        type=int,
-        help="training steps; by default those that the Trainer plans",
-    )
-    several = "count for these patterns instead of the callback's own; one report for each"
-    parser.add_argument("--pattern", metavar="N:M", nargs="+", default=[], help=several)
+    shape = "of each input, such as 2x16:int64; by default that of example_input_array, else of the first batch"
+    parser.add_argument("--input", metavar="SHAPE", action="append", default=[], help=shape)
+    steps = "training steps; by default those that the Trainer plans"
+    parser.add_argument("--steps", metavar="N", type=int, help=steps)
+    instead = "count for this pattern instead of the callback's own"
+    parser.add_argument("--pattern", metavar="N:M", help=instead)
     add_json(parser)
     return parser

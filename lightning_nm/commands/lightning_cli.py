@@ -9,10 +9,9 @@ from __future__ import annotations
 import ast
 import importlib
 import os
+import pkgutil
 import re
 import warnings
-from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any, NoReturn
 
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
@@ -128,8 +127,10 @@ _MISTAKES = (
     r"Not of type [^:\n]+: (?P<told>.+)",
     # An error that a class raised: an item of the list that does not begin as jsonargparse's own.
     r"^ *- (?P<told>(?!Expected |Problem with |Not a |Does not |Unexpected |a class path|a dict ).+)",
-    r"Expected a typing\.Literal(?P<literal>\[.*?\])[\s\S]*?G(?:ot|iven) value: (?P<word>.*)",
+    r"Expected a typing\.Literal(?P<literal>\[.*?\])(?:(?!class_path)[\s\S])*?G(?:ot|iven) value: (?P<word>.*)",
 )
+# The line of a key or a class which encloses the end of a text: the lines after it are deeper or empty.
+_PLACE = r"""^( *).*(?:Parser key "(.*)":|class_path '(.*)':)(?=(?:\n(?:\1 .*)?)*\Z)"""
 
 
 def hint(message: str) -> str:
@@ -141,50 +142,35 @@ def hint(message: str) -> str:
         ...     Option 'batchsize' is not accepted'''))
         data, Digits: there is no 'batchsize'; did you mean 'batch_size'?
     """
-    for mistake in _MISTAKES:
-        found = re.search(mistake, message, re.MULTILINE)
+    for pattern in _MISTAKES:
+        found = re.search(pattern, message, re.MULTILINE)
         if found is not None:
-            places = _places(message[: found.start(1)].split("\n"))
-            where = ", ".join(short_name for short_name, _ in places)
-            text = _explanation(found.groupdict(), [path for _, path in places if path])
+            # The dash of a list's item counts as indent, so the item is deeper than the line above it.
+            before = message[: found.start(1)].replace("- ", "  ")
+            places = re.findall(_PLACE, before, re.MULTILINE)
+            where = ", ".join(key or path.rpartition(".")[2] for _, key, path in places)
+            text = _explanation(found.groupdict(), places[-1][-1] if places else "")
             return f"{where}: {text}" if where else text
     return ""
 
 
-def _places(lines: Sequence[str]) -> list[tuple[str, str]]:
-    """The keys and classes that enclose the last of some lines, from the outside, and the classes' import paths."""
-    places: list[tuple[str, str]] = []
-    depth = len(lines[-1])
-    for line in reversed(lines):
-        # The dash of a list's item counts as indent, so the item is deeper than the line above it.
-        indent = len(line) - len(line.lstrip(" -"))
-        if line.strip(" -") and indent < depth:
-            depth = indent
-            place = re.search(r"Parser key \"(.*)\":|class_path '((?:.*\.)?(.*))':", line)
-            if place is not None:
-                places.insert(0, (place[1] or place[3], place[2] or ""))
-    return places
-
-
-def _explanation(mistake: dict[str, str], classes: Sequence[str]) -> str:
-    """What is wrong, by the groups of :data:`_MISTAKES` and the classes around it."""
+def _explanation(mistake: dict[str, str], class_path: str) -> str:
+    """What is wrong, by the groups of :data:`_MISTAKES` and the class around it."""
     if "told" in mistake:
         return mistake["told"]
     word = mistake["word"]
     text = f"there is no '{word}'"
     known: list[str] = []
     if "literal" in mistake:
-        known += map(str, ast.literal_eval(mistake["literal"]))
+        known = list(map(str, ast.literal_eval(mistake["literal"])))
         text = f"'{word}' is none of {', '.join(known)}"
     elif "module" in mistake:
-        known += dir(importlib.import_module(mistake["module"]))
+        known = dir(importlib.import_module(mistake["module"]))
     elif "keys" in mistake:  # of a rule or a schedule
-        known += [*RuleSpec.__annotations__, *ScheduleSpec.__annotations__]
-    elif classes:
-        module, _, name = classes[-1].rpartition(".")
+        known = [*RuleSpec.__annotations__, *ScheduleSpec.__annotations__]
+    elif class_path.endswith((".LightningModule", ".LightningDataModule")):
         # The base classes take nothing: the user wrote arguments, and no class for them.
-        if name in ("LightningModule", "LightningDataModule"):
-            return "no class is named: write `class_path: module.Class`, and its arguments under `init_args`"
-        with suppress(ImportError, AttributeError, ValueError, TypeError):  # another mistake
-            known += arguments_of(getattr(importlib.import_module(module), name))
+        return "no class is named: write `class_path: module.Class`, and its arguments under `init_args`"
+    elif class_path:
+        known = arguments_of(pkgutil.resolve_name(class_path))
     return text + did_you_mean(word, known)
