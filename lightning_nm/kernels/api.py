@@ -213,10 +213,6 @@ class GemmKernel:
         """Return why this kernel cannot execute a product; empty if it can."""
         return ""
 
-    def static_reason(self, key: GemmKey) -> str:
-        """Return why no device can execute a product, by its dtype, pattern and sizes; empty if one might."""
-        return ""
-
     def pack(self, matrix: Tensor) -> Any:
         """Pack ``A [rows, depth]``, contiguous and N:M along `depth`, into the form that the products take."""
         return matrix

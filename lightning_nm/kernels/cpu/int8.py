@@ -229,11 +229,7 @@ class CpuInt8Kernel(GemmKernel):
         return library.unavailable() or self._self_check()
 
     def supports(self, key: GemmKey) -> str:
-        """Return why a product cannot run; empty if it can."""
-        return self.static_reason(key)
-
-    def static_reason(self, key: GemmKey) -> str:
-        """Return why no CPU runs a product: its dtype, its sizes, or blocks that do not fit registers."""
+        """Return why a product cannot run: its dtype, its sizes, or blocks that do not fit registers."""
         if key.dtype not in DTYPES:
             return f"{key.dtype} is not one of its dtypes, {', '.join(map(str, DTYPES))}"
         if 0 in (key.rows, key.depth, key.columns):

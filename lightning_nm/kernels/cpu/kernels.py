@@ -37,11 +37,7 @@ class _CpuKernel(GemmKernel):
         return ""
 
     def supports(self, key: GemmKey) -> str:
-        """Return why a product cannot run; empty if it can."""
-        return self.static_reason(key)
-
-    def static_reason(self, key: GemmKey) -> str:
-        """Return why no CPU runs a product: its dtype or its sizes."""
+        """Return why a product cannot run: its dtype or its sizes; empty if it can."""
         if key.dtype not in DTYPES:
             return f"{key.dtype} is not one of its dtypes, {', '.join(map(str, DTYPES))}"
         if 0 in (key.rows, key.depth, key.columns):
@@ -138,9 +134,9 @@ class CpuPermuteKernel(_CpuKernel):
             return ""
         return "the baseline instruction set has no permutation"
 
-    def static_reason(self, key: GemmKey) -> str:
-        """Return why no CPU runs a product: also blocks that do not fit registers, or an operand N:M by tokens."""
-        reason = super().static_reason(key)
+    def supports(self, key: GemmKey) -> str:
+        """Return why a product cannot run: also blocks that do not fit registers, or an operand N:M by tokens."""
+        reason = super().supports(key)
         if reason:
             return reason
         # The instruction picks among the inputs of one token.

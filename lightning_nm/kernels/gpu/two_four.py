@@ -131,15 +131,10 @@ class TwoFourKernel(GemmKernel):
     def supports(self, key: GemmKey) -> str:
         """Return why a product cannot run: the probe's reason, its dtype, its pattern, or a size that does not fit."""
         device = torch.device(key.device)
-        # Only a device that passed the probe has a multiple.
-        return self.probe(device) or self._misfit(key, self.multiple(device))
-
-    def static_reason(self, key: GemmKey) -> str:
-        """Return why no device runs a product: its dtype, its pattern, or a size that is no multiple of 16, or of 8."""
-        return self._misfit(key, SPARSE_MULTIPLE)
-
-    def _misfit(self, key: GemmKey, multiple: int) -> str:
-        """Return why a product does not fit hardware with this multiple of rows and depth; empty if it does."""
+        reason = self.probe(device)
+        if reason:
+            return reason
+        multiple = self.multiple(device)  # only a device that passed the probe has one
         if key.dtype not in self.dtypes:
             return f"{key.dtype} is not one of its dtypes, {', '.join(map(str, self.dtypes))}"
         depth = key.depth
