@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,7 +53,6 @@ class _Watched:
         first_ratio: The first FLOPs ratio that was logged.
         ratio_step: The last log with this one; ``None`` once there was another ratio.
         history: The columns of the heat maps.
-        rows: The layers of the columns, as last written.
         latest: The last step of this fit.
         drawn_step: The step of the last heat maps.
 
@@ -67,7 +65,6 @@ class _Watched:
     first_ratio: float | None = None
     ratio_step: int | None = 0
     history: LayerHistory = field(default_factory=LayerHistory)
-    rows: list[str] | None = None
     latest: int | None = None
     drawn_step: int | None = None
 
@@ -95,8 +92,8 @@ class MaskMonitor(pl.Callback):
             ones. With 0 there are none at the end either.
         custom_scalars: Write the layout. A log holds one; set this to ``False`` if the model writes its own.
         layer_table: Write the table of layers, the environment, the summary and the kernels as text.
-        heat_maps: Compute the heat maps' statistics of every layer at every log, write them, and draw the maps. A run
-            that resumes goes on with its columns, which the callback's state keeps in 1536 bytes for a layer.
+        heat_maps: Compute the heat maps' statistics of every layer at every log, and draw the maps. A run that resumes
+            goes on with its columns, which the callback's state keeps in 1536 bytes for a layer.
         progress_bar: Show density, flip rate and the method's ``headline`` statistic in the progress bar.
 
     Raises:
@@ -399,25 +396,12 @@ class MaskMonitor(pl.Callback):
         self._tensorboard.write(trainer, draw)
 
     def _record(self, trainer: pl.Trainer, sparsifier: NMSparsifier, step: int) -> None:
-        """Add a column to the heat maps, and write its numbers."""
+        """Add a column to the heat maps."""
         if not self.heat_maps or not sparsifier.layers:
             return
         # All layers, whatever log_layers says: heat maps are about the differences between layers.
-        watched = self._watched[sparsifier]
-        names = list(sparsifier.layers)
         column = layer_column(list(sparsifier.layers.values()))
-        watched.history.add(step, names, column)
-
-        def draw(writer: Any) -> None:
-            if watched.rows != names:  # layers have joined, or this is the first column
-                # TensorBoard shows the text as Markdown, so the list is a block of code, with a line for each name.
-                listed = json.dumps(names, indent=0)
-                writer.add_text(f"nm/map_rows{watched.suffix}", f"```json\n{listed}\n```", step)
-            # As numbers, which TensorBoard's pages do not show.
-            writer.add_tensor(f"nm/maps{watched.suffix}", column.float(), step)
-
-        self._tensorboard.write(trainer, draw)
-        watched.rows = names
+        self._watched[sparsifier].history.add(step, list(sparsifier.layers), column)
 
     def _draw_maps(self, trainer: pl.Trainer, sparsifier: NMSparsifier, step: int) -> None:
         """Write the heat maps of the run so far; one warning if matplotlib is missing."""
@@ -441,8 +425,7 @@ class MaskMonitor(pl.Callback):
         elif not self._missed_maps:
             self._missed_maps = True
             rank_zero_warn(
-                "MaskMonitor draws no heat maps, because matplotlib is missing: pip install matplotlib. Their numbers "
-                "are in the log all the same"
+                "MaskMonitor draws no heat maps, because matplotlib is missing: pip install matplotlib"
             )
         watched.drawn_step = step
 

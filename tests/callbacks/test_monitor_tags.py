@@ -20,7 +20,7 @@ ROWS = {
 # tests/strategies/test_monitor_in_processes.py, tests/plugins/test_measured_between_steps.py
 ONLY_IN_PROCESSES = {"nm/grad_bytes_ratio", "nm/sparse_gemm_share"}
 ONLY_WITH_KERNELS = {"nm/kernels"}  # tests/plugins
-TEXTS = {"nm/layers", "nm/environment", "nm/summary", "nm/kernels", "nm/map_rows"}
+TEXTS = {"nm/layers", "nm/environment", "nm/summary", "nm/kernels"}
 
 RUNS = {
     **{

@@ -174,16 +174,6 @@ def can_draw() -> bool:
     return find_spec("matplotlib") is not None
 
 
-def first_edge(steps: Sequence[int]) -> int:
-    """Return where the first column begins, as wide as the second one; others begin at the step of the one before.
-
-    Example:
-        >>> first_edge([4, 9, 19]), first_edge([7])
-        (-1, 6)
-    """
-    return 2 * steps[0] - steps[1] if len(steps) > 1 else steps[0] - 1
-
-
 def heat_map(
     title: str, layers: Sequence[str], steps: Sequence[int], values: Tensor, *, root: bool
 ) -> Figure:
@@ -216,7 +206,9 @@ def heat_map(
     height = min(max(ROW * len(layers), LEAST_HEIGHT), MOST_HEIGHT)
     figure = Figure((WIDTH / DPI, (height + AROUND) / DPI), DPI, layout="constrained")
     axes = figure.subplots()
-    edges = [first_edge(steps), *steps]
+    # A column begins at the step of the one before it. The first one is as wide as the second.
+    first_width = steps[1] - steps[0] if len(steps) > 1 else 1
+    edges = [steps[0] - first_width, *steps]
     colours = colormaps["viridis"].with_extremes(bad="#d0d0d0")
     mesh = axes.pcolormesh(
         edges, range(len(layers) + 1), values.double().T, cmap=colours, norm=norm

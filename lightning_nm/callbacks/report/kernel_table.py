@@ -12,7 +12,6 @@ from lightning_nm.callbacks.report.tables import plain_table
 from lightning_nm.kernels import GemmKey, Router
 from lightning_nm.kernels.api import uses_of_pack
 from lightning_nm.kernels.router.router import Used
-from lightning_nm.kernels.router.tuner import speedup
 
 
 @dataclass(frozen=True)
@@ -54,9 +53,8 @@ class KernelRow:
     @property
     def gain(self) -> float | None:
         """How many times as fast as the dense product: ``dense / (sparse + pack / pack_uses)``."""
-        if self.dense_ms is None or self.sparse_ms is None or self.pack_ms is None:
-            return None
-        return speedup(self.dense_ms, self.sparse_ms, self.pack_ms, self.pack_uses)
+        sparse_ms = self.sparse_and_pack_ms
+        return None if self.dense_ms is None or sparse_ms is None else self.dense_ms / sparse_ms
 
 
 def kernel_rows(router: Router) -> list[KernelRow]:

@@ -228,11 +228,6 @@ def _share(shares: dict[str, float]) -> str:
     return f"{parameters}, {shares['flops']:.1%} of its weight FLOPs"
 
 
-def print_note(console: Console, text: str) -> None:
-    """Print a line as it is, dim: names of layers may look like rich's markup."""
-    console.print(text, style="dim", soft_wrap=True, highlight=False, markup=False)
-
-
 def _times(factors: Iterable[float]) -> str:
     """One factor, or the least and the largest."""
     texts = [f"{factor:.3g}" for factor in sorted(factors)]
@@ -271,7 +266,8 @@ def print_layers(sparsifier: NMSparsifier, console: Console | None = None) -> No
     console = console or Console()
     console.print(Whole(layer_table(sparsifier, console.width)), crop=False, soft_wrap=True)
     for note in _notes(sparsifier):
-        print_note(console, note)
+        # Names of layers may look like rich's markup.
+        console.print(note, style="dim", soft_wrap=True, highlight=False, markup=False)
     masked = sparsifier.shares()
     if masked["parameters"]:
         console.print(f"masked: {_share(masked)}")
