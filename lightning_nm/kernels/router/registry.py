@@ -93,11 +93,11 @@ class KernelRegistry:
         # The probe comes first: a kernel may need the device to answer the rest.
         return (
             self.probe(kernel, key.device)
-            or self.sparsity_reason(kernel, key)
+            or self._sparsity_reason(kernel, key)
             or reason_or_error(partial(kernel.supports, key))
         )
 
-    def sparsity_reason(self, kernel: GemmKernel, key: GemmKey) -> str:
+    def _sparsity_reason(self, kernel: GemmKernel, key: GemmKey) -> str:
         """Return why a kernel cannot use what is sparse in a product; empty if it can."""
         if kernel is self.reference:
             return ""
