@@ -171,6 +171,15 @@ def test_an_unknown_mistake_has_no_hint():
     assert hint("") == ""
 
 
+def test_a_bad_argument_of_a_method_is_not_taken_for_its_name(tmp_path, capsys):
+    line = "method: {class_path: lightning_nm.SRSTE, init_args: {decay: abc}}"
+    with pytest.raises(SystemExit):
+        main(["fit", "-c", config(tmp_path, line)])
+    said = capsys.readouterr().err
+    assert "Expected a <class 'float'>. Got value: abc" in said
+    assert "hint:" not in said
+
+
 @pytest.mark.parametrize("written", ["0", "0.66", "1", "1.0", "2000"])
 def test_steps_and_shares_stay_apart(tmp_path, capsys, written):
     method = f"method: {{class_path: lightning_nm.BAME, init_args: {{stop: {written}}}}}"
