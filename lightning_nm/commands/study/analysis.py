@@ -22,7 +22,6 @@ Verdict = Literal["better", "worse", "undecided"]
 CONFIDENCE = 0.95  # of intervals, on both sides
 POWER = 0.8  # the fraction of repetitions in which the smallest detectable difference is seen
 FACTS = ("torch", "lightning_nm", "threads", "device")
-COLOURS = {"better": "#1a7f37", "worse": "#cf222e", "undecided": "#6e7781"}
 
 
 @dataclass(frozen=True)
@@ -74,13 +73,14 @@ def _critical(count: int) -> float:
 
 
 NOTES = """
-- FLOPs are those of training, relative to dense training, and fit is the mean time of a training. In a study of equal
-  seconds, fit is what they took, perhaps beside other work; a step was timed before the first training.
+- FLOPs are those of training, relative to dense training, and fit is the mean time of a training, in a study of equal
+  seconds, too: perhaps beside other work, which the timing of the steps was not.
 - Differences are paired by seed. Intervals are Student's t and hold for each row alone. Smallest detectable is the true
   difference that such a test sees in 80 % of repetitions, by the paired standard deviation. Undecided: the interval
   contains zero, or there is none.
 - In a search each variant has the best of its sampled settings, chosen by this metric on these seeds: the means are
   optimistic. Repeat the comparison with these settings and other seeds.
+- Other versions of torch or numbers of threads may change the last digits of results.
 """
 
 
@@ -190,69 +190,42 @@ def _best(spec: Spec, rows: Sequence[Row], variant: str) -> list[Row]:
 def means(spec: Spec, section: Section) -> list[list[str]]:
     """Return a header, and a row for each variant: its mean, its costs, and in a search its settings."""
     flops = sorted({key for row in section.rows for key in row if key.startswith("flops_")})
-    columns = {f"FLOPs, {key.removeprefix('flops_')}": (key, 3) for key in flops}
-    columns["fit, s"] = ("fit_seconds", 1)
-    if spec.seconds is not None:
-        columns |= {"steps": ("steps", 0), "step, ms": ("step_ms", 1)}
-    intervals = {
-        variant: Interval.of(list(by_seed(section.rows, spec.metric, variant).values()))
-        for variant in spec.variants
-    }
-    widths = [(each.high - each.low, abs(each.mean) / 5) for each in intervals.values()]
-    digits = decimals([width for pair in widths for width in pair])
-    cells = []
-    for variant, interval in intervals.items():
+    costs = {f"FLOPs, {key.removeprefix('flops_')}": (key, ".3f") for key in flops}
+    costs |= {"steps": ("steps", ".0f"), "fit, s": ("fit_seconds", ".1f")}
+    cells = [["variant", "seeds", "missing", "mean", "95 % interval", *costs, *spec.search]]
+    for variant in spec.variants:
         rows = [row for row in section.rows if row["variant"] == variant]
         complete = [row for row in rows if row["state"] == "complete"]
+        interval = Interval.of([row[spec.metric] for row in complete])
         line = [variant, str(len(complete)), str(len(rows) - len(complete))]
-        line += _texts(interval, digits, "")
-        for key, places in columns.values():
+        line += _texts(interval, "#.4g")
+        for key, form in costs.values():
             found = [row[key] for row in complete if key in row]
-            line.append(_text(fmean(found or [math.nan]), places))
-        for key in spec.search:
-            setting = complete[0][key] if complete else "-"
-            line.append(f"{setting:.4g}" if isinstance(setting, float) else str(setting))
-        cells.append(line)
-    header = ["variant", "seeds", "missing", "mean", "95 % interval", *columns, *spec.search]
-    return [header, *cells]
+            line.append(_text(fmean(found or [math.nan]), form))
+        cells.append(line + [str(complete[0][key]) if complete else "-" for key in spec.search])
+    return cells
 
 
 def differences(section: Section) -> list[list[str]]:
     """Return a header, and a row for each comparison: the mean of its pairs, its interval and what that says."""
-    widths = [(each.difference.high - each.difference.low) / 2 for each in section.comparisons]
-    digits = decimals(widths)
     cells = [
         ["variant - baseline", "pairs", "mean", "95 % interval", "smallest detectable", "verdict"]
     ]
     for variant, baseline, pairs, interval, verdict in section.comparisons:
         names = [f"{variant} - {baseline}", str(len(pairs))]
-        detectable = _text(interval.detectable, digits)
-        cells.append([*names, *_texts(interval, digits, "+"), detectable, verdict])
+        detectable = _text(interval.detectable, "#.3g")
+        cells.append([*names, *_texts(interval, "+#.3g"), detectable, verdict])
     return cells
 
 
-def _texts(interval: Interval, digits: int, sign: str) -> list[str]:
+def _texts(interval: Interval, form: str) -> list[str]:
     """The mean and the bounds of an interval."""
-    mean, low, high = (
-        _text(number, digits, sign) for number in (interval.mean, interval.low, interval.high)
-    )
-    return [mean, "-" if low == "-" else f"[{low}, {high}]"]
+    low, high = _text(interval.low, form), _text(interval.high, form)
+    return [_text(interval.mean, form), f"[{low}, {high}]"]
 
 
-def _text(number: float, digits: int, sign: str = "") -> str:
-    return "-" if math.isnan(number) else f"{number:{sign}.{digits}f}"
-
-
-def decimals(widths: Sequence[float]) -> int:
-    """Return the decimals that show the narrowest of some widths to two digits; between 0 and 6.
-
-    Example:
-        >>> decimals([0.42, 0.037]), decimals([12.0]), decimals([])
-        (3, 0, 3)
-    """
-    real = [width for width in widths if 0 < width < math.inf]
-    place_of_first_digit = math.floor(math.log10(min(real, default=0.01)))
-    return min(6, max(0, 1 - place_of_first_digit))
+def _text(number: float, form: str) -> str:
+    return "-" if math.isnan(number) else format(number, form)
 
 
 def report(spec: Spec, rows: Sequence[Row], found: Sequence[Section]) -> str:
@@ -263,24 +236,21 @@ def report(spec: Spec, rows: Sequence[Row], found: Sequence[Section]) -> str:
         for cells in (means(spec, section), differences(section)):
             widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
             cells.insert(1, ["-" * width for width in widths])
-            # A table of differences has no rows without baselines.
-            for line in cells if len(cells) > 2 else []:
+            for line in cells:
                 padded = [each.ljust(width) for each, width in zip(line, widths, strict=True)]
                 text += f"\n| {' | '.join(padded)} |"
             text += "\n"
-    complete = [row for row in rows if row["state"] == "complete"]
-    failed = [row for row in rows if row["state"] == "failed"]
-    missing = len(rows) - len(complete) - len(failed)
+    missing = sum(row["state"] == "missing" for row in rows)
     if missing:
         text += (
             f"\n- Not finished: {missing} of {len(rows)} trainings. Run the command again to go on."
         )
-    for row in failed:
-        text += f"\n- Failed: {', '.join(f'{key} {value}' for key, value in row.items())}"
-    for fact in FACTS if complete else ():
-        values = sorted({str(row[fact]) for row in complete})
-        mixed = " (mixed: results may differ for that reason)" if len(values) > 1 else ""
-        text += f"\n- Ran with {fact} {' and '.join(values)}{mixed}."
+    for row in rows:
+        if row["state"] == "failed":
+            text += f"\n- Failed: {', '.join(f'{key} {value}' for key, value in row.items())}"
+    for fact in FACTS:
+        values = sorted({str(row[fact]) for row in rows if fact in row})
+        text += f"\n- Ran with {fact} {' and '.join(values) or 'unknown'}."
     return text + NOTES
 
 
@@ -292,8 +262,7 @@ def write(folder: Path, spec: Spec, rows: Sequence[Row]) -> str:
     """Write ``results.csv``, ``report.md`` and, with baselines, ``report.png``; return the report."""
     found = sections(spec, rows)
     text = report(spec, rows, found)
-    # Errors are long texts: the last column.
-    header = sorted(dict.fromkeys(key for row in rows for key in row), key="error".__eq__)
+    header = dict.fromkeys(key for row in rows for key in row)
     with replacing(folder / "results.csv") as new, new.open("w", newline="") as file:
         writer = csv.DictWriter(file, header)
         writer.writeheader()
@@ -308,19 +277,17 @@ def write(folder: Path, spec: Spec, rows: Sequence[Row]) -> str:
 
 def draw(spec: Spec, found: Sequence[Section]) -> Figure:
     """Draw every comparison: its mean and interval, and below them the pairs."""
+    names = []
     shown = [(section.title, each) for section in found for each in section.comparisons]
     figure = Figure((9, 1 + 0.5 * len(shown)), layout="constrained")
     axes = figure.subplots()
     axes.axvline(0, c="black")
-    names = []
     for place, (title, (variant, baseline, pairs, interval, verdict)) in enumerate(shown):
         names.append(f"{title}\n{variant} - {baseline}: {verdict}")
-        axes.plot(list(pairs.values()), [place + 0.2] * len(pairs), ".", c=COLOURS[verdict])
         half_width = interval.high - interval.mean  # NaN is not drawn
-        axes.errorbar(interval.mean, place, xerr=half_width, fmt="D", c=COLOURS[verdict])
+        axes.errorbar(interval.mean, place, xerr=half_width, fmt="D")
+        axes.plot(list(pairs.values()), [place + 0.2] * len(pairs), ".", c="grey")
     axes.set_yticks(range(len(shown)), names, fontsize=8)
     axes.invert_yaxis()
-    axes.set_xlabel(
-        f"{spec.metric}, {_better(spec)} is better; bars are 95 % intervals, dots pairs by seed"
-    )
+    axes.set_xlabel(f"{spec.metric}, {_better(spec)} is better; bars: 95 %, dots: pairs by seed")
     return figure

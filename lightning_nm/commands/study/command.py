@@ -33,10 +33,7 @@ def main(args: Sequence[str]) -> int:
 
 
 def _study(options: argparse.Namespace) -> int:
-    import matplotlib  # noqa: F401  # a study that cannot be reported should not start
-    import optuna  # noqa: F401
-    import scipy  # noqa: F401
-
+    # All packages of the extra are imported here: a study that cannot be reported should not start.
     from lightning_nm.commands.study.analysis import write
     from lightning_nm.commands.study.runner import Store, check, run
     from lightning_nm.commands.study.spec import read
