@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
 from scipy.special import nctdtrinc
@@ -18,10 +18,8 @@ from lightning_nm.commands.study.spec import Spec
 from lightning_nm.export.atomic_write import replacing
 
 Row = Mapping[str, Any]
-Verdict = Literal["better", "worse", "undecided"]
 CONFIDENCE = 0.95  # of intervals, on both sides
 POWER = 0.8  # the fraction of repetitions in which the smallest detectable difference is seen
-FACTS = ("torch", "lightning_nm", "threads", "device")
 
 
 @dataclass(frozen=True)
@@ -92,14 +90,14 @@ class Comparison(NamedTuple):
         baseline: Name of the baseline.
         differences: Variant minus baseline, by seed.
         difference: Their mean and interval.
-        verdict: ``undecided`` unless the interval lies on one side of zero.
+        verdict: ``better``, ``worse``, or ``undecided`` unless the interval lies on one side of zero.
     """
 
     variant: str
     baseline: str
     differences: dict[int, float]
     difference: Interval
-    verdict: Verdict
+    verdict: str
 
 
 class Section(NamedTuple):
@@ -141,7 +139,7 @@ def compare(
     own, other = (by_seed(rows, metric, name) for name in (variant, baseline))
     differences = {seed: own[seed] - other[seed] for seed in sorted(own.keys() & other.keys())}
     difference = Interval.of(list(differences.values()))
-    verdict: Verdict = "undecided"
+    verdict = "undecided"
     # The bounds of fewer than two pairs are NaN.
     if difference.high < 0 or difference.low > 0:
         verdict = "better" if (difference.high < 0) == minimize else "worse"
@@ -175,53 +173,48 @@ def sections(spec: Spec, rows: Sequence[Row]) -> list[Section]:
 
 def _best(spec: Spec, rows: Sequence[Row], variant: str) -> list[Row]:
     """The rows of a variant's settings with the best mean; settings with a missing or failed seed are left out."""
-    best: list[Row] = []
-    sign = 1 if spec.direction == "minimize" else -1
-    for number in range(spec.trials or 0):
-        found = [row for row in rows if row["variant"] == variant and row["trial"] == number]
-        values = [by_seed(each, spec.metric, variant).values() for each in (found, best)]
-        if len(values[0]) == len(spec.seeds) and (
-            not best or sign * fmean(values[0]) < sign * fmean(values[1])
-        ):
-            best = found
-    return best
+
+    def mean(found: list[Row]) -> float:
+        return fmean(by_seed(found, spec.metric, variant).values())
+
+    own = [row for row in rows if row["variant"] == variant]
+    trials = [[row for row in own if row["trial"] == number] for number in range(spec.trials or 0)]
+    whole = [
+        found for found in trials if len(by_seed(found, spec.metric, variant)) == len(spec.seeds)
+    ]
+    choose = min if spec.direction == "minimize" else max
+    return choose(whole, key=mean, default=[])
 
 
-def means(spec: Spec, section: Section) -> list[list[str]]:
-    """Return a header, and a row for each variant: its mean, its costs, and in a search its settings."""
+def table(spec: Spec, section: Section) -> list[list[str]]:
+    """Return a header, a row for each variant, and one for each comparison; a dash is what a row does not have."""
     flops = sorted({key for row in section.rows for key in row if key.startswith("flops_")})
     costs = {f"FLOPs, {key.removeprefix('flops_')}": (key, ".3f") for key in flops}
-    costs |= {"steps": ("steps", ".0f"), "fit, s": ("fit_seconds", ".1f")}
-    cells = [["variant", "seeds", "missing", "mean", "95 % interval", *costs, *spec.search]]
+    costs["fit, s"] = ("fit_seconds", ".1f")
+    if spec.seconds is not None:
+        costs["steps"] = ("steps", ".0f")
+    head = ["variant", "seeds", "mean", "95 % interval", "smallest detectable", "verdict"]
+    cells = [[*head, *costs, *spec.search]]
     for variant in spec.variants:
         rows = [row for row in section.rows if row["variant"] == variant]
         complete = [row for row in rows if row["state"] == "complete"]
         interval = Interval.of([row[spec.metric] for row in complete])
-        line = [variant, str(len(complete)), str(len(rows) - len(complete))]
-        line += _texts(interval, "#.4g")
+        line = [variant, *_texts(interval, "#.4g"), "-", "-"]
         for key, form in costs.values():
             found = [row[key] for row in complete if key in row]
             line.append(_text(fmean(found or [math.nan]), form))
         cells.append(line + [str(complete[0][key]) if complete else "-" for key in spec.search])
-    return cells
-
-
-def differences(section: Section) -> list[list[str]]:
-    """Return a header, and a row for each comparison: the mean of its pairs, its interval and what that says."""
-    cells = [
-        ["variant - baseline", "pairs", "mean", "95 % interval", "smallest detectable", "verdict"]
-    ]
-    for variant, baseline, pairs, interval, verdict in section.comparisons:
-        names = [f"{variant} - {baseline}", str(len(pairs))]
-        detectable = _text(interval.detectable, "#.3g")
-        cells.append([*names, *_texts(interval, "+#.3g"), detectable, verdict])
+    for variant, baseline, _, interval, verdict in section.comparisons:
+        line = [f"{variant} - {baseline}", *_texts(interval, "+#.3g")]
+        line += [_text(interval.detectable, "#.3g"), verdict]
+        cells.append(line + ["-"] * len([*costs, *spec.search]))
     return cells
 
 
 def _texts(interval: Interval, form: str) -> list[str]:
-    """The mean and the bounds of an interval."""
-    low, high = _text(interval.low, form), _text(interval.high, form)
-    return [_text(interval.mean, form), f"[{low}, {high}]"]
+    """The number of values, their mean and its bounds."""
+    mean, low, high = (_text(each, form) for each in (interval.mean, interval.low, interval.high))
+    return [str(interval.count), mean, f"[{low}, {high}]"]
 
 
 def _text(number: float, form: str) -> str:
@@ -230,32 +223,25 @@ def _text(number: float, form: str) -> str:
 
 def report(spec: Spec, rows: Sequence[Row], found: Sequence[Section]) -> str:
     """Return the report as Markdown, whose tables can be read as they are."""
-    text = f"# {spec.name}: {spec.metric}, {_better(spec)} is better\n"
+    text = f"# {spec.name}: {spec.metric}, {spec.direction}\n"
     for section in found:
         text += f"\n## {section.title}\n"
-        for cells in (means(spec, section), differences(section)):
-            widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-            cells.insert(1, ["-" * width for width in widths])
-            for line in cells:
-                padded = [each.ljust(width) for each, width in zip(line, widths, strict=True)]
-                text += f"\n| {' | '.join(padded)} |"
-            text += "\n"
-    missing = sum(row["state"] == "missing" for row in rows)
-    if missing:
-        text += (
-            f"\n- Not finished: {missing} of {len(rows)} trainings. Run the command again to go on."
-        )
+        cells = table(spec, section)
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        cells.insert(1, ["-" * width for width in widths])
+        for line in cells:
+            padded = [each.ljust(width) for each, width in zip(line, widths, strict=True)]
+            text += f"\n| {' | '.join(padded)} |"
+        text += "\n"
+    if missing := sum(row["state"] == "missing" for row in rows):
+        text += f"\n- Not finished: {missing} of {len(rows)} trainings; the same command goes on."
     for row in rows:
         if row["state"] == "failed":
             text += f"\n- Failed: {', '.join(f'{key} {value}' for key, value in row.items())}"
-    for fact in FACTS:
+    for fact in ("torch", "lightning_nm", "threads", "device"):
         values = sorted({str(row[fact]) for row in rows if fact in row})
         text += f"\n- Ran with {fact} {' and '.join(values) or 'unknown'}."
     return text + NOTES
-
-
-def _better(spec: Spec) -> str:
-    return "less" if spec.direction == "minimize" else "more"
 
 
 def write(folder: Path, spec: Spec, rows: Sequence[Row]) -> str:
@@ -289,5 +275,5 @@ def draw(spec: Spec, found: Sequence[Section]) -> Figure:
         axes.plot(list(pairs.values()), [place + 0.2] * len(pairs), ".", c="grey")
     axes.set_yticks(range(len(shown)), names, fontsize=8)
     axes.invert_yaxis()
-    axes.set_xlabel(f"{spec.metric}, {_better(spec)} is better; bars: 95 %, dots: pairs by seed")
+    axes.set_xlabel(f"{spec.metric}, {spec.direction}; bars: 95 %, dots: pairs by seed")
     return figure

@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean, median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning.pytorch as pl
 import optuna
@@ -36,9 +36,6 @@ from lightning_nm.commands.build import Classes, require_classes
 from lightning_nm.commands.lightning_cli import NMLightningCLI
 from lightning_nm.commands.study.spec import Cell, Job, Spec
 from lightning_nm.functional.spelling import did_you_mean
-
-if TYPE_CHECKING:
-    from lightning.pytorch.cli import LightningCLI
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)
 Row = dict[str, Any]
@@ -134,14 +131,13 @@ class Store:
             self.study.add_trial(trial)
 
     def rows(self) -> list[Row]:
-        """One row for each training of the study file's cells and seeds, in their order.
+        """One row for each training of the study file, in the order in which they are trained.
 
         ``state`` is ``complete``, ``failed`` (with ``error``) or ``missing``.
         """
         trials = self.trials()
-        cells = self.spec.cells()
         rows = []
-        for job in sorted(self.jobs, key=lambda job: cells.index(job.cell)):
+        for job in self.jobs:
             what: Row = {"variant": job.cell.variant, **job.cell.values}
             found = [{"seed": seed, "state": "missing"} for seed in job.seeds]
             if self.spec.search:
@@ -215,15 +211,14 @@ def work(spec: Spec, folder: Path, threads: int) -> None:
             row: Row = {"seed": seed, "state": "complete"}
             try:
                 row |= train(config, seed, spec.metric, spec.classes)
-                found = f"{spec.metric} {row[spec.metric]:.5g}, {row['fit_seconds']:.1f} s"
             except SystemExit as stop:  # what Lightning makes of Ctrl-C
                 raise KeyboardInterrupt from stop
             except UnknownMetric:
                 raise
             except Exception as fault:
-                found = f"{type(fault).__name__}: {fault}"
-                row |= {"state": "failed", "error": found}
+                row |= {"state": "failed", "error": f"{type(fault).__name__}: {fault}"}
             rows.append(row)
+            found = row.get("error", f"{spec.metric} {row.get(spec.metric)}")
             what = Cell(job.cell.label, {**searched, "seed": seed}).label
             print(f"{what}: {found} (process {os.getpid()})", flush=True)
         store.add(job, searched, rows)
@@ -257,7 +252,7 @@ def step_seconds(store: Store) -> dict[str, float]:
     return paces
 
 
-def build(config: Mapping[str, Any], seed: int, classes: Classes) -> LightningCLI:
+def build(config: Mapping[str, Any], seed: int, classes: Classes) -> NMLightningCLI:
     """Create the Trainer, the model and the data of a trial.
 
     ``seed`` is that of ``seed_everything`` and, if the data module takes one, of the data, so all variants of a seed
@@ -291,7 +286,7 @@ def build(config: Mapping[str, Any], seed: int, classes: Classes) -> LightningCL
 
 def fit(
     config: Mapping[str, Any], seed: int, classes: Classes, *callbacks: pl.Callback
-) -> tuple[LightningCLI, float]:
+) -> tuple[NMLightningCLI, float]:
     """Build and fit once; return the Trainer's CLI, and the seconds of the fit."""
     with silence():
         cli = build(config, seed, classes)

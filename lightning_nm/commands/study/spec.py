@@ -161,8 +161,9 @@ class Spec:
             keys = ("grad_estimator", "dgrad", "rules", "config", "preset")
             if arguments.get("method") == "dense" and not any(map(arguments.get, keys)):
                 arguments.pop("pattern", None)
-        length = [self.seconds, number, self.search and self.seeds]
-        decides = [config, self.metric, self.classes, self.sampler, self.search, *length]
+        decides: list[Any] = [config, self.metric, self.classes, self.seconds, number]
+        if self.search:
+            decides += [self.sampler, self.search, self.seeds]
         text = json.dumps(decides, sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -176,15 +177,11 @@ def read(path: Path) -> Spec:
     """
     from jsonargparse import ArgumentError, ArgumentParser
 
-    # A key without a value is None in YAML.
-    given = {key: value for key, value in read_yaml(path).items() if value is not None}
-    given = {"name": path.stem, **given, "baselines": as_list(given.get("baselines", []))}
+    given = {"name": path.stem, **read_yaml(path)}
     if isinstance(given.get("config"), str):
         given["config"] = read_yaml(path.parent / given["config"])
-    if isinstance(variants := given.get("variants"), dict):
-        given["variants"] = {str(name): changes or {} for name, changes in variants.items()}
-    if type(seeds := given.get("seeds")) is int:
-        given["seeds"] = list(range(seeds))
+    if type(given.get("seeds")) is int:
+        given["seeds"] = list(range(given["seeds"]))
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(Spec)
     try:
@@ -196,11 +193,8 @@ def read(path: Path) -> Spec:
         for key, values in spec.search.items():
             spec.search[key] = _distribution(key, values)
         _check_together(spec)
-    except ArgumentError as error:
-        keys = ", ".join(Spec.__dataclass_fields__)
-        raise ValueError(f"{path}: {error}; the keys are {keys}") from error
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+    except (ArgumentError, ValueError) as error:
+        raise ValueError(f"{path}: {error}; docs/studies.md lists the keys") from error
     return spec
 
 
@@ -317,8 +311,9 @@ def _masks(config: dict[str, Any]) -> dict[str, Any]:
 
 def callbacks_of(trainer: dict[str, Any]) -> list[dict[str, Any]]:
     """The callbacks of a section ``trainer``, in place, each as ``{class_path: ..., init_args: {...}}``."""
-    given = as_list(trainer.get("callbacks") or [])
-    entries = [entry if isinstance(entry, dict) else {"class_path": entry} for entry in given]
+    given = trainer.get("callbacks") or []
+    entries = given if isinstance(given, list) else [given]
+    entries = [entry if isinstance(entry, dict) else {"class_path": entry} for entry in entries]
     for entry in entries:
         entry["init_args"] = entry.get("init_args") or {}  # None if it is empty in YAML
     trainer["callbacks"] = entries
@@ -329,8 +324,3 @@ def last_part(entry: Any) -> str:
     """The class name of an entry ``{class_path: ...}``, or of a class path."""
     path = entry.get("class_path") if isinstance(entry, dict) else entry
     return str(path).rpartition(".")[2]
-
-
-def as_list(given: Any) -> list[Any]:
-    """A list as it is, anything else as the only entry of one."""
-    return given if isinstance(given, list) else [given]
