@@ -337,10 +337,11 @@ def train(config: Mapping[str, Any], seed: int, metric: str, classes: Classes) -
 @contextmanager
 def silence() -> Iterator[None]:
     """Without log messages and warnings, which a small or short training gives rise to."""
+    before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logging.disable(logging.NOTSET)
+        logging.disable(before)

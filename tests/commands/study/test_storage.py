@@ -16,7 +16,6 @@ from optuna.distributions import (
     IntDistribution,
 )
 
-from lightning_nm.commands.study import runner
 from lightning_nm.commands.study.runner import Store, sample
 from lightning_nm.commands.study.spec import Spec
 from tests.support.processes import forkserver
@@ -249,24 +248,3 @@ def test_tpe_learns_from_the_trials_of_its_cell(tmp_path):
     found = [row["lr"] for row in store.rows()]
     assert all(abs(lr - 0.7) < 0.25 for lr in found[-10:])
     assert not all(abs(lr - 0.7) < 0.25 for lr in found[:10])
-
-
-def test_equal_seconds_are_measured_once(tmp_path, monkeypatch):
-    measured = []
-
-    def fit_seconds(spec, cell, steps):
-        measured.append(cell.variant)
-        warm_up = 10.0 * (len(measured) <= 4)
-        return warm_up * steps + 3.0 + steps * {"a": 0.5, "b": 0.25, "c": 1.0}[cell.variant]
-
-    monkeypatch.setattr(runner, "_fit_seconds", fit_seconds)
-    spec = replace(SPEC, seconds=2.0, grid={})
-    paces = runner.step_seconds(Store(spec, tmp_path))
-    assert sorted(paces.values()) == pytest.approx([0.25, 0.5])
-    assert measured[:4] == ["a", "a", "b", "b"]
-    measured[:] = [""] * 4
-    more = replace(spec, variants={**SPEC.variants, "c": {"x": 3}})
-    assert sorted(runner.step_seconds(Store(more, tmp_path)).values()) == pytest.approx(
-        [0.25, 0.5, 1.0]
-    )
-    assert set(measured) == {"", "c"}
