@@ -105,7 +105,7 @@ class Section(NamedTuple):
 
     Attributes:
         title: The grid values, or the study's name without a grid.
-        rows: Rows of this point; in a search those of each variant's best settings.
+        rows: The complete rows of this point; in a search those of each variant's best settings.
         comparisons: Every variant against every baseline.
     """
 
@@ -115,20 +115,20 @@ class Section(NamedTuple):
 
 
 def compare(
-    rows: Sequence[Row], metric: str, variant: str, baseline: str, *, minimize: bool = True
+    rows: Sequence[Row], metric: str, variant: str, baseline: str, direction: str = "minimize"
 ) -> Comparison:
     """Compare two variants by the complete rows of one grid point.
 
     Args:
-        rows: Rows with the keys ``variant``, ``seed``, ``state`` and `metric`.
+        rows: Rows with the keys ``variant``, ``seed`` and `metric`.
         metric: The column to compare.
         variant: The variant that is judged.
         baseline: The variant it is compared with.
-        minimize: Whether less of the metric is better.
+        direction: ``minimize`` if less of the metric is better, else ``maximize``.
 
     Example:
         >>> rows = [
-        ...     {"variant": variant, "seed": seed, "state": "complete", "loss": loss + seed}
+        ...     {"variant": variant, "seed": seed, "loss": loss + seed}
         ...     for variant, loss in [("dense", 1.0), ("sparse", 1.5)]
         ...     for seed in range(3)
         ... ]
@@ -136,32 +136,29 @@ def compare(
         >>> found.differences, found.verdict
         ({0: 0.5, 1: 0.5, 2: 0.5}, 'worse')
     """
-    own, other = (by_seed(rows, metric, name) for name in (variant, baseline))
+    own, other = (
+        {row["seed"]: row[metric] for row in rows if row["variant"] == name}
+        for name in (variant, baseline)
+    )
     differences = {seed: own[seed] - other[seed] for seed in sorted(own.keys() & other.keys())}
     difference = Interval.of(list(differences.values()))
     verdict = "undecided"
     # The bounds of fewer than two pairs are NaN.
     if difference.high < 0 or difference.low > 0:
-        verdict = "better" if (difference.high < 0) == minimize else "worse"
+        verdict = "better" if (difference.high < 0) == (direction == "minimize") else "worse"
     return Comparison(variant, baseline, differences, difference, verdict)
-
-
-def by_seed(rows: Sequence[Row], metric: str, variant: str) -> dict[int, float]:
-    """Return the metric of a variant's complete rows, by seed."""
-    complete = [row for row in rows if row["variant"] == variant and row["state"] == "complete"]
-    return {row["seed"]: row[metric] for row in complete}
 
 
 def sections(spec: Spec, rows: Sequence[Row]) -> list[Section]:
     """Return the sections of a report, one for each grid point."""
     found = []
+    complete = [row for row in rows if row["state"] == "complete"]
     for values in spec.points():
-        here = [row for row in rows if values.items() <= row.items()]
+        here = [row for row in complete if values.items() <= row.items()]
         if spec.search:
             here = [row for variant in spec.variants for row in _best(spec, here, variant)]
-        minimize = spec.direction == "minimize"
         comparisons = [
-            compare(here, spec.metric, variant, baseline, minimize=minimize)
+            compare(here, spec.metric, variant, baseline, spec.direction)
             for baseline in spec.baselines
             for variant in spec.variants
             if variant != baseline
@@ -171,19 +168,13 @@ def sections(spec: Spec, rows: Sequence[Row]) -> list[Section]:
     return found
 
 
-def _best(spec: Spec, rows: Sequence[Row], variant: str) -> list[Row]:
+def _best(spec: Spec, complete: Sequence[Row], variant: str) -> list[Row]:
     """The rows of a variant's settings with the best mean; settings with a missing or failed seed are left out."""
-
-    def mean(found: list[Row]) -> float:
-        return fmean(by_seed(found, spec.metric, variant).values())
-
-    own = [row for row in rows if row["variant"] == variant]
+    own = [row for row in complete if row["variant"] == variant]
     trials = [[row for row in own if row["trial"] == number] for number in range(spec.trials or 0)]
-    whole = [
-        found for found in trials if len(by_seed(found, spec.metric, variant)) == len(spec.seeds)
-    ]
+    whole = [found for found in trials if len(found) == len(spec.seeds)]
     choose = min if spec.direction == "minimize" else max
-    return choose(whole, key=mean, default=[])
+    return choose(whole, key=lambda found: fmean(row[spec.metric] for row in found), default=[])
 
 
 def table(spec: Spec, section: Section) -> list[list[str]]:
@@ -197,13 +188,12 @@ def table(spec: Spec, section: Section) -> list[list[str]]:
     cells = [[*head, *costs, *spec.search]]
     for variant in spec.variants:
         rows = [row for row in section.rows if row["variant"] == variant]
-        complete = [row for row in rows if row["state"] == "complete"]
-        interval = Interval.of([row[spec.metric] for row in complete])
+        interval = Interval.of([row[spec.metric] for row in rows])
         line = [variant, *_texts(interval, "#.4g"), "-", "-"]
         for key, form in costs.values():
-            found = [row[key] for row in complete if key in row]
+            found = [row[key] for row in rows if key in row]
             line.append(_text(fmean(found or [math.nan]), form))
-        cells.append(line + [str(complete[0][key]) if complete else "-" for key in spec.search])
+        cells.append(line + [str(rows[0][key]) if rows else "-" for key in spec.search])
     for variant, baseline, _, interval, verdict in section.comparisons:
         line = [f"{variant} - {baseline}", *_texts(interval, "+#.3g")]
         line += [_text(interval.detectable, "#.3g"), verdict]

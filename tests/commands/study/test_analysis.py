@@ -51,7 +51,7 @@ def test_the_verdict_is_that_of_the_paired_t_test():
         assert found.verdict == (
             "undecided" if p >= 0.05 else "better" if a.mean() < b.mean() else "worse"
         )
-        opposite = compare(rows("a", a) + rows("b", b), "m", "a", "b", minimize=False)
+        opposite = compare(rows("a", a) + rows("b", b), "m", "a", "b", "maximize")
         assert {found.verdict, opposite.verdict} in ({"undecided"}, {"better", "worse"})
         seen.add(found.verdict)
     assert seen == {"better", "worse", "undecided"}
@@ -70,9 +70,9 @@ def test_the_smallest_detectable_difference_is_seen_in_80_per_cent(count, sd):
 def test_pairs_are_the_seeds_that_both_completed():
     own = [row("a", seed, float(seed**2)) for seed in (3, 1, 2, 0)]
     other = [row("b", 0, 9.0, "failed"), *(row("b", seed, 1.0) for seed in (1, 2, 4))]
-    found = compare(own + other, "m", "a", "b")
-    assert found.differences == {1: 0.0, 2: 3.0}
-    assert compare(own + other, "m", "b", "a").differences == {1: 0.0, 2: -3.0}
+    (section,) = sections(spec_of(baselines=["b", "a"]), own + other)
+    found = [each.differences for each in section.comparisons]
+    assert found == [{1: 0.0, 2: 3.0}, {1: 0.0, 2: -3.0}]
 
 
 @pytest.mark.parametrize(
