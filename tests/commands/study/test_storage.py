@@ -124,13 +124,6 @@ def test_workers_share_the_trainings(tmp_path, spec):
     assert set(states(tmp_path, spec)) == {"complete"}
 
 
-@pytest.mark.slow
-def test_processes_share_the_trainings(tmp_path):
-    with forkserver().Pool(2) as pool:
-        claimed = list(chain.from_iterable(pool.map(work, [tmp_path] * 2, chunksize=1)))
-    assert sorted(claimed) == sorted(everything(SPEC))
-
-
 @pytest.mark.parametrize("spec", [SPEC, SEARCH], ids=["grid", "search"])
 def test_a_killed_process_loses_its_running_training_alone(tmp_path, spec):
     context = forkserver()
@@ -178,22 +171,12 @@ def test_a_full_disk_loses_no_finished_training(tmp_path, monkeypatch):
     assert set(states(tmp_path)) == {"complete"}
 
 
-@pytest.mark.parametrize("damage", ["text", "middle", "half", "folder"])
+@pytest.mark.parametrize("damage", ["text", "half"])
 def test_a_damaged_storage_is_named_in_one_sentence(tmp_path, damage):
+    work(tmp_path)
     path = tmp_path / "study.db"
-    if damage == "folder":
-        path.mkdir()
-    else:
-        work(tmp_path)
-        content = path.read_bytes()
-        half = len(content) // 2
-        noise = b"\xff" * 8192
-        damaged = {
-            "text": b"no database",
-            "middle": content[:8192] + noise * 4 + content[40960:],
-            "half": content[:half],
-        }
-        path.write_bytes(damaged[damage])
+    content = path.read_bytes()
+    path.write_bytes(b"no database" if damage == "text" else content[: len(content) // 2])
     with pytest.raises(OSError, match=r"study\.db' cannot be read or written: ") as error:
         Store(SPEC, tmp_path).rows()
     assert len(str(error.value).splitlines()) == 1
@@ -222,10 +205,7 @@ def test_a_search_samples_for_every_cell(tmp_path, sampler):
     assert len(claimed) == 12
     rows = Store(spec, tmp_path).rows()
     assert len(rows) == 24
-    for row in rows:
-        assert 1e-3 <= row["lr"] <= 1
-        assert row["n"] in range(1, 6)
-        assert row["c"] in "xy"
+    assert all(1e-3 <= row["lr"] <= 1 and 1 <= row["n"] <= 5 and row["c"] in "xy" for row in rows)
     cell = [row for row in rows if row["pattern"] == "2:4" and row["variant"] == "a"]
     assert len({row["lr"] for row in cell}) == 3
     more = replace(spec, trials=4)
