@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from benchmarks.tables.markdown import ROOT, Tables, read_csv
@@ -10,9 +10,6 @@ from benchmarks.tables.markdown import table as markdown_table
 from lightning_nm.commands.study import analysis
 from lightning_nm.commands.study.analysis import Section, sections
 from lightning_nm.commands.study.spec import Spec, read
-
-# The time of a fit, on whichever machine, says nothing; trainings are missing only where a table says so.
-LEFT_OUT = ("fit, s", "missing")
 
 
 def study(name: str) -> tuple[Spec, list[Section]]:
@@ -23,40 +20,40 @@ def study(name: str) -> tuple[Spec, list[Section]]:
 
 def means(name: str) -> str:
     """The means of every variant."""
-    spec, found = study(name)
-    return _joined(found, [analysis.means(spec, section) for section in found])
+    return _joined(name, lambda row: " - " not in row)
 
 
 def differences(name: str, *baselines: str, only: Sequence[str] = ()) -> str:
     """The paired differences to some baselines, by default all; or the named ones alone."""
-    _, found = study(name)
-    shown = []
-    for section in found:
-        header, *kept = analysis.differences(section)
-        if baselines:
-            kept = [row for row in kept if row[0].rpartition(" - ")[2] in baselines]
-        shown.append([header, *(row for row in kept if not only or row[0] in only)])
-    return _joined(found, shown)
+
+    def is_shown(row: str) -> bool:
+        baseline = row.rpartition(" - ")[2]
+        return (
+            " - " in row and (not baselines or baseline in baselines) and (not only or row in only)
+        )
+
+    return _joined(name, is_shown)
 
 
-def _joined(found: Sequence[Section], shown: Sequence[list[list[str]]]) -> str:
+def _joined(name: str, is_shown: Callable[[str], bool]) -> str:
     """The tables of all grid points as one, with the point in the first column if there are several."""
-    header, points = shown[0][0], len(found) > 1
-    missing = any(
-        dict(zip(header, row, strict=True)).get("missing", "0") != "0"
-        for _, *rows in shown
-        for row in rows
-    )
+    spec, found = study(name)
+    header = analysis.table(spec, found[0])[0]
+    rows = [
+        [section.title.removeprefix("pattern "), *row]
+        for section in found
+        for row in analysis.table(spec, section)[1:]
+        if is_shown(row[0])
+    ]
+    # The time of a fit, on whichever machine, says nothing.
     kept = [
         i
-        for i, name in enumerate(header)
-        if name not in LEFT_OUT or (name == "missing" and missing)
+        for i, column in enumerate(["N:M", *header])
+        if column != "fit, s" and {row[i] for row in rows} != {"-"} and (i or len(found) > 1)
     ]
-    rows = []
-    for section, (_, *cells) in zip(found, shown, strict=True):
-        title = [section.title.removeprefix("pattern ")] * points
-        rows += [title + [row[i] for i in kept] for row in cells]
-    return markdown_table(["N:M"] * points + [header[i] for i in kept], rows)
+    return markdown_table(
+        [["N:M", *header][i] for i in kept], [[row[i] for i in kept] for row in rows]
+    )
 
 
 def gain_over(

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
 from scipy.special import nctdtrinc
@@ -18,11 +18,8 @@ from lightning_nm.commands.study.spec import Spec
 from lightning_nm.export.atomic_write import replacing
 
 Row = Mapping[str, Any]
-Verdict = Literal["better", "worse", "undecided"]
 CONFIDENCE = 0.95  # of intervals, on both sides
 POWER = 0.8  # the fraction of repetitions in which the smallest detectable difference is seen
-FACTS = ("torch", "lightning_nm", "threads", "device")
-COLOURS = {"better": "#1a7f37", "worse": "#cf222e", "undecided": "#6e7781"}
 
 
 @dataclass(frozen=True)
@@ -74,13 +71,14 @@ def _critical(count: int) -> float:
 
 
 NOTES = """
-- FLOPs are those of training, relative to dense training, and fit is the mean time of a training. In a study of equal
-  seconds, fit is what they took, perhaps beside other work; a step was timed before the first training.
+- FLOPs are those of training, relative to dense training, and fit is the mean time of a training, in a study of equal
+  seconds, too: perhaps beside other work, which the timing of the steps was not.
 - Differences are paired by seed. Intervals are Student's t and hold for each row alone. Smallest detectable is the true
   difference that such a test sees in 80 % of repetitions, by the paired standard deviation. Undecided: the interval
   contains zero, or there is none.
 - In a search each variant has the best of its sampled settings, chosen by this metric on these seeds: the means are
   optimistic. Repeat the comparison with these settings and other seeds.
+- Other versions of torch or numbers of threads may change the last digits of results.
 """
 
 
@@ -92,14 +90,14 @@ class Comparison(NamedTuple):
         baseline: Name of the baseline.
         differences: Variant minus baseline, by seed.
         difference: Their mean and interval.
-        verdict: ``undecided`` unless the interval lies on one side of zero.
+        verdict: ``better``, ``worse``, or ``undecided`` unless the interval lies on one side of zero.
     """
 
     variant: str
     baseline: str
     differences: dict[int, float]
     difference: Interval
-    verdict: Verdict
+    verdict: str
 
 
 class Section(NamedTuple):
@@ -107,7 +105,7 @@ class Section(NamedTuple):
 
     Attributes:
         title: The grid values, or the study's name without a grid.
-        rows: Rows of this point; in a search those of each variant's best settings.
+        rows: The complete rows of this point; in a search those of each variant's best settings.
         comparisons: Every variant against every baseline.
     """
 
@@ -117,20 +115,20 @@ class Section(NamedTuple):
 
 
 def compare(
-    rows: Sequence[Row], metric: str, variant: str, baseline: str, *, minimize: bool = True
+    rows: Sequence[Row], metric: str, variant: str, baseline: str, direction: str = "minimize"
 ) -> Comparison:
     """Compare two variants by the complete rows of one grid point.
 
     Args:
-        rows: Rows with the keys ``variant``, ``seed``, ``state`` and `metric`.
+        rows: Rows with the keys ``variant``, ``seed`` and `metric`.
         metric: The column to compare.
         variant: The variant that is judged.
         baseline: The variant it is compared with.
-        minimize: Whether less of the metric is better.
+        direction: ``minimize`` if less of the metric is better, else ``maximize``.
 
     Example:
         >>> rows = [
-        ...     {"variant": variant, "seed": seed, "state": "complete", "loss": loss + seed}
+        ...     {"variant": variant, "seed": seed, "loss": loss + seed}
         ...     for variant, loss in [("dense", 1.0), ("sparse", 1.5)]
         ...     for seed in range(3)
         ... ]
@@ -138,32 +136,29 @@ def compare(
         >>> found.differences, found.verdict
         ({0: 0.5, 1: 0.5, 2: 0.5}, 'worse')
     """
-    own, other = (by_seed(rows, metric, name) for name in (variant, baseline))
+    own, other = (
+        {row["seed"]: row[metric] for row in rows if row["variant"] == name}
+        for name in (variant, baseline)
+    )
     differences = {seed: own[seed] - other[seed] for seed in sorted(own.keys() & other.keys())}
     difference = Interval.of(list(differences.values()))
-    verdict: Verdict = "undecided"
+    verdict = "undecided"
     # The bounds of fewer than two pairs are NaN.
     if difference.high < 0 or difference.low > 0:
-        verdict = "better" if (difference.high < 0) == minimize else "worse"
+        verdict = "better" if (difference.high < 0) == (direction == "minimize") else "worse"
     return Comparison(variant, baseline, differences, difference, verdict)
-
-
-def by_seed(rows: Sequence[Row], metric: str, variant: str) -> dict[int, float]:
-    """Return the metric of a variant's complete rows, by seed."""
-    complete = [row for row in rows if row["variant"] == variant and row["state"] == "complete"]
-    return {row["seed"]: row[metric] for row in complete}
 
 
 def sections(spec: Spec, rows: Sequence[Row]) -> list[Section]:
     """Return the sections of a report, one for each grid point."""
     found = []
+    complete = [row for row in rows if row["state"] == "complete"]
     for values in spec.points():
-        here = [row for row in rows if values.items() <= row.items()]
+        here = [row for row in complete if values.items() <= row.items()]
         if spec.search:
             here = [row for variant in spec.variants for row in _best(spec, here, variant)]
-        minimize = spec.direction == "minimize"
         comparisons = [
-            compare(here, spec.metric, variant, baseline, minimize=minimize)
+            compare(here, spec.metric, variant, baseline, spec.direction)
             for baseline in spec.baselines
             for variant in spec.variants
             if variant != baseline
@@ -173,127 +168,77 @@ def sections(spec: Spec, rows: Sequence[Row]) -> list[Section]:
     return found
 
 
-def _best(spec: Spec, rows: Sequence[Row], variant: str) -> list[Row]:
+def _best(spec: Spec, complete: Sequence[Row], variant: str) -> list[Row]:
     """The rows of a variant's settings with the best mean; settings with a missing or failed seed are left out."""
-    best: list[Row] = []
-    sign = 1 if spec.direction == "minimize" else -1
-    for number in range(spec.trials or 0):
-        found = [row for row in rows if row["variant"] == variant and row["trial"] == number]
-        values = [by_seed(each, spec.metric, variant).values() for each in (found, best)]
-        if len(values[0]) == len(spec.seeds) and (
-            not best or sign * fmean(values[0]) < sign * fmean(values[1])
-        ):
-            best = found
-    return best
+    own = [row for row in complete if row["variant"] == variant]
+    trials = [[row for row in own if row["trial"] == number] for number in range(spec.trials or 0)]
+    whole = [found for found in trials if len(found) == len(spec.seeds)]
+    choose = min if spec.direction == "minimize" else max
+    return choose(whole, key=lambda found: fmean(row[spec.metric] for row in found), default=[])
 
 
-def means(spec: Spec, section: Section) -> list[list[str]]:
-    """Return a header, and a row for each variant: its mean, its costs, and in a search its settings."""
+def table(spec: Spec, section: Section) -> list[list[str]]:
+    """Return a header, a row for each variant, and one for each comparison; a dash is what a row does not have."""
     flops = sorted({key for row in section.rows for key in row if key.startswith("flops_")})
-    columns = {f"FLOPs, {key.removeprefix('flops_')}": (key, 3) for key in flops}
-    columns["fit, s"] = ("fit_seconds", 1)
+    costs = {f"FLOPs, {key.removeprefix('flops_')}": (key, ".3f") for key in flops}
+    costs["fit, s"] = ("fit_seconds", ".1f")
     if spec.seconds is not None:
-        columns |= {"steps": ("steps", 0), "step, ms": ("step_ms", 1)}
-    intervals = {
-        variant: Interval.of(list(by_seed(section.rows, spec.metric, variant).values()))
-        for variant in spec.variants
-    }
-    widths = [(each.high - each.low, abs(each.mean) / 5) for each in intervals.values()]
-    digits = decimals([width for pair in widths for width in pair])
-    cells = []
-    for variant, interval in intervals.items():
+        costs["steps"] = ("steps", ".0f")
+    head = ["variant", "seeds", "mean", "95 % interval", "smallest detectable", "verdict"]
+    cells = [[*head, *costs, *spec.search]]
+    for variant in spec.variants:
         rows = [row for row in section.rows if row["variant"] == variant]
-        complete = [row for row in rows if row["state"] == "complete"]
-        line = [variant, str(len(complete)), str(len(rows) - len(complete))]
-        line += _texts(interval, digits, "")
-        for key, places in columns.values():
-            found = [row[key] for row in complete if key in row]
-            line.append(_text(fmean(found or [math.nan]), places))
-        for key in spec.search:
-            setting = complete[0][key] if complete else "-"
-            line.append(f"{setting:.4g}" if isinstance(setting, float) else str(setting))
-        cells.append(line)
-    header = ["variant", "seeds", "missing", "mean", "95 % interval", *columns, *spec.search]
-    return [header, *cells]
-
-
-def differences(section: Section) -> list[list[str]]:
-    """Return a header, and a row for each comparison: the mean of its pairs, its interval and what that says."""
-    widths = [(each.difference.high - each.difference.low) / 2 for each in section.comparisons]
-    digits = decimals(widths)
-    cells = [
-        ["variant - baseline", "pairs", "mean", "95 % interval", "smallest detectable", "verdict"]
-    ]
-    for variant, baseline, pairs, interval, verdict in section.comparisons:
-        names = [f"{variant} - {baseline}", str(len(pairs))]
-        detectable = _text(interval.detectable, digits)
-        cells.append([*names, *_texts(interval, digits, "+"), detectable, verdict])
+        interval = Interval.of([row[spec.metric] for row in rows])
+        line = [variant, *_texts(interval, "#.4g"), "-", "-"]
+        for key, form in costs.values():
+            found = [row[key] for row in rows if key in row]
+            line.append(_text(fmean(found or [math.nan]), form))
+        cells.append(line + [str(rows[0][key]) if rows else "-" for key in spec.search])
+    for variant, baseline, _, interval, verdict in section.comparisons:
+        line = [f"{variant} - {baseline}", *_texts(interval, "+#.3g")]
+        line += [_text(interval.detectable, "#.3g"), verdict]
+        cells.append(line + ["-"] * len([*costs, *spec.search]))
     return cells
 
 
-def _texts(interval: Interval, digits: int, sign: str) -> list[str]:
-    """The mean and the bounds of an interval."""
-    mean, low, high = (
-        _text(number, digits, sign) for number in (interval.mean, interval.low, interval.high)
-    )
-    return [mean, "-" if low == "-" else f"[{low}, {high}]"]
+def _texts(interval: Interval, form: str) -> list[str]:
+    """The number of values, their mean and its bounds."""
+    mean, low, high = (_text(each, form) for each in (interval.mean, interval.low, interval.high))
+    return [str(interval.count), mean, f"[{low}, {high}]"]
 
 
-def _text(number: float, digits: int, sign: str = "") -> str:
-    return "-" if math.isnan(number) else f"{number:{sign}.{digits}f}"
-
-
-def decimals(widths: Sequence[float]) -> int:
-    """Return the decimals that show the narrowest of some widths to two digits; between 0 and 6.
-
-    Example:
-        >>> decimals([0.42, 0.037]), decimals([12.0]), decimals([])
-        (3, 0, 3)
-    """
-    real = [width for width in widths if 0 < width < math.inf]
-    place_of_first_digit = math.floor(math.log10(min(real, default=0.01)))
-    return min(6, max(0, 1 - place_of_first_digit))
+def _text(number: float, form: str) -> str:
+    return "-" if math.isnan(number) else format(number, form)
 
 
 def report(spec: Spec, rows: Sequence[Row], found: Sequence[Section]) -> str:
     """Return the report as Markdown, whose tables can be read as they are."""
-    text = f"# {spec.name}: {spec.metric}, {_better(spec)} is better\n"
+    text = f"# {spec.name}: {spec.metric}, {spec.direction}\n"
     for section in found:
         text += f"\n## {section.title}\n"
-        for cells in (means(spec, section), differences(section)):
-            widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-            cells.insert(1, ["-" * width for width in widths])
-            # A table of differences has no rows without baselines.
-            for line in cells if len(cells) > 2 else []:
-                padded = [each.ljust(width) for each, width in zip(line, widths, strict=True)]
-                text += f"\n| {' | '.join(padded)} |"
-            text += "\n"
-    complete = [row for row in rows if row["state"] == "complete"]
-    failed = [row for row in rows if row["state"] == "failed"]
-    missing = len(rows) - len(complete) - len(failed)
-    if missing:
-        text += (
-            f"\n- Not finished: {missing} of {len(rows)} trainings. Run the command again to go on."
-        )
-    for row in failed:
-        text += f"\n- Failed: {', '.join(f'{key} {value}' for key, value in row.items())}"
-    for fact in FACTS if complete else ():
-        values = sorted({str(row[fact]) for row in complete})
-        mixed = " (mixed: results may differ for that reason)" if len(values) > 1 else ""
-        text += f"\n- Ran with {fact} {' and '.join(values)}{mixed}."
+        cells = table(spec, section)
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        cells.insert(1, ["-" * width for width in widths])
+        for line in cells:
+            padded = [each.ljust(width) for each, width in zip(line, widths, strict=True)]
+            text += f"\n| {' | '.join(padded)} |"
+        text += "\n"
+    if missing := sum(row["state"] == "missing" for row in rows):
+        text += f"\n- Not finished: {missing} of {len(rows)} trainings; the same command goes on."
+    for row in rows:
+        if row["state"] == "failed":
+            text += f"\n- Failed: {', '.join(f'{key} {value}' for key, value in row.items())}"
+    for fact in ("torch", "lightning_nm", "threads", "device"):
+        values = sorted({str(row[fact]) for row in rows if fact in row})
+        text += f"\n- Ran with {fact} {' and '.join(values) or 'unknown'}."
     return text + NOTES
-
-
-def _better(spec: Spec) -> str:
-    return "less" if spec.direction == "minimize" else "more"
 
 
 def write(folder: Path, spec: Spec, rows: Sequence[Row]) -> str:
     """Write ``results.csv``, ``report.md`` and, with baselines, ``report.png``; return the report."""
     found = sections(spec, rows)
     text = report(spec, rows, found)
-    # Errors are long texts: the last column.
-    header = sorted(dict.fromkeys(key for row in rows for key in row), key="error".__eq__)
+    header = dict.fromkeys(key for row in rows for key in row)
     with replacing(folder / "results.csv") as new, new.open("w", newline="") as file:
         writer = csv.DictWriter(file, header)
         writer.writeheader()
@@ -308,19 +253,17 @@ def write(folder: Path, spec: Spec, rows: Sequence[Row]) -> str:
 
 def draw(spec: Spec, found: Sequence[Section]) -> Figure:
     """Draw every comparison: its mean and interval, and below them the pairs."""
+    names = []
     shown = [(section.title, each) for section in found for each in section.comparisons]
     figure = Figure((9, 1 + 0.5 * len(shown)), layout="constrained")
     axes = figure.subplots()
     axes.axvline(0, c="black")
-    names = []
     for place, (title, (variant, baseline, pairs, interval, verdict)) in enumerate(shown):
         names.append(f"{title}\n{variant} - {baseline}: {verdict}")
-        axes.plot(list(pairs.values()), [place + 0.2] * len(pairs), ".", c=COLOURS[verdict])
         half_width = interval.high - interval.mean  # NaN is not drawn
-        axes.errorbar(interval.mean, place, xerr=half_width, fmt="D", c=COLOURS[verdict])
+        axes.errorbar(interval.mean, place, xerr=half_width, fmt="D")
+        axes.plot(list(pairs.values()), [place + 0.2] * len(pairs), ".", c="grey")
     axes.set_yticks(range(len(shown)), names, fontsize=8)
     axes.invert_yaxis()
-    axes.set_xlabel(
-        f"{spec.metric}, {_better(spec)} is better; bars are 95 % intervals, dots pairs by seed"
-    )
+    axes.set_xlabel(f"{spec.metric}, {spec.direction}; bars: 95 %, dots: pairs by seed")
     return figure

@@ -33,10 +33,7 @@ def main(args: Sequence[str]) -> int:
 
 
 def _study(options: argparse.Namespace) -> int:
-    import matplotlib  # noqa: F401  # a study that cannot be reported should not start
-    import optuna  # noqa: F401
-    import scipy  # noqa: F401
-
+    # All packages of the extra are imported here: a study that cannot be reported should not start.
     from lightning_nm.commands.study.analysis import write
     from lightning_nm.commands.study.runner import Store, check, run
     from lightning_nm.commands.study.spec import read
@@ -45,17 +42,12 @@ def _study(options: argparse.Namespace) -> int:
     spec = replace(spec, model=options.model or spec.model, data=options.data or spec.data)
     folder = options.output or Path("runs/studies") / spec.name
     if (folder / "journal.log").exists():
-        raise ValueError(
-            f"{folder}: holds a study of lightning_nm 0.3, whose results are in results.csv; take another --output"
-        )
-    if options.report_only:
-        if not (folder / "study.db").exists():
-            raise ValueError(f"{folder}: holds no study; run without --report-only first")
-    else:
+        fault = "holds a study of lightning_nm 0.3, whose results.csv would be replaced"
+        raise ValueError(f"{folder}: {fault}; take another --output")
+    if not options.report_only:
         check(spec)
-        store = Store(spec, folder)
         if options.retry_failed:
-            store.retry_failed()
+            Store(spec, folder).retry_failed()
         threads = options.threads or max(1, (os.cpu_count() or 1) // options.workers)
         run(spec, folder, options.workers, threads)
     rows = Store(spec, folder).rows()
@@ -69,9 +61,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lightning-nm study",
         description="Train every variant of a study file with every seed, and report paired differences with 95 % "
-        "intervals. Started again, it goes on where it stopped; started in several processes or on several machines "
-        "with the same output folder, they share the trainings. Exits with 0 if every training is complete, with 1 if "
-        "one failed or is missing, with 2 if the study file or an option cannot be used.",
+        "intervals. Started again, it goes on; started several times with one output folder, they share the trainings.",
+        epilog="Exit status: 0 if every training is complete, 1 if one is not, 2 if a file or an option is wrong.",
     )
     parser.add_argument("study", type=Path, help="the study file, see docs/studies.md")
     add_classes(parser)

@@ -12,44 +12,40 @@ import logging
 import math
 import multiprocessing
 import os
-import socket
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
-from io import StringIO
 from pathlib import Path
 from statistics import fmean, median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning.pytorch as pl
 import optuna
 import torch
 from filelock import FileLock, Timeout
+from jsonargparse import ArgumentError
 from lightning.pytorch.callbacks import LambdaCallback
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from lightning_nm.callbacks import NMSparsityCallback
 from lightning_nm.commands.build import Classes, require_classes
 from lightning_nm.commands.lightning_cli import NMLightningCLI
-from lightning_nm.commands.study.spec import LENGTHS, Cell, Job, Spec
+from lightning_nm.commands.study.spec import Cell, Job, Spec
 from lightning_nm.functional.spelling import did_you_mean
-
-if TYPE_CHECKING:
-    from lightning.pytorch.cli import LightningCLI
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)
 Row = dict[str, Any]
 
-# For equal seconds, each cell is timed in trainings of SHORT and of LONG steps; the first of the ROUNDS does not count.
-SHORT, LONG, ROUNDS = 6, 26, 4
+# For equal seconds, each setting is timed in trainings of SHORT and of LONG steps, several times.
+SHORT, LONG, ROUNDS = 6, 26, 5
 
 
 class UnknownMetric(ValueError):
-    """The test logs other metrics than the study's."""
+    """The test does not log the study's metric."""
 
 
 class Store:
@@ -135,14 +131,13 @@ class Store:
             self.study.add_trial(trial)
 
     def rows(self) -> list[Row]:
-        """One row for each training of the study file's cells and seeds, in their order.
+        """One row for each training of the study file, in the order in which they are trained.
 
         ``state`` is ``complete``, ``failed`` (with ``error``) or ``missing``.
         """
         trials = self.trials()
-        cells = self.spec.cells()
         rows = []
-        for job in sorted(self.jobs, key=lambda job: cells.index(job.cell)):
+        for job in self.jobs:
             what: Row = {"variant": job.cell.variant, **job.cell.values}
             found = [{"seed": seed, "state": "missing"} for seed in job.seeds]
             if self.spec.search:
@@ -176,28 +171,20 @@ def check(spec: Spec) -> None:
     for cell in spec.cells():
         try:
             build(spec.trial_config(cell, sample(spec, 0)), spec.seeds[0], spec.classes)
-        except ImportError:
-            raise
         except Exception as error:
             raise ValueError(f"variant {cell.label}: {error}") from error
 
 
 def run(spec: Spec, folder: Path, workers: int, threads: int) -> None:
     """:func:`work` in one process or several."""
-    arguments = (spec, folder, threads)
     if workers == 1:
-        work(*arguments)
-    else:
-        context = multiprocessing.get_context("spawn")
-        # One may be killed, as where memory is short: what is missing is reported.
-        with suppress(BrokenProcessPool), ProcessPoolExecutor(workers, context) as pool:
-            try:
-                for done in [pool.submit(work, *arguments) for _ in range(workers)]:
-                    done.result()
-            except KeyboardInterrupt:  # which the other processes may not have seen
-                for process in multiprocessing.active_children():
-                    process.terminate()
-                raise
+        work(spec, folder, threads)
+        return
+    context = multiprocessing.get_context("spawn")
+    # One may be killed, as where memory is short: what is missing is reported.
+    with suppress(BrokenProcessPool), ProcessPoolExecutor(workers, context) as pool:
+        for done in [pool.submit(work, spec, folder, threads) for _ in range(workers)]:
+            done.result()
 
 
 def work(spec: Spec, folder: Path, threads: int) -> None:
@@ -206,7 +193,7 @@ def work(spec: Spec, folder: Path, threads: int) -> None:
     Raises:
         KeyboardInterrupt: On Ctrl-C. The running training starts again in the next process.
         OSError: If the storage cannot be read or written.
-        UnknownMetric: After the first training, if the test does not log the study's metric: all would fail by it.
+        UnknownMetric: If the test does not log the study's metric: the others would fail by it, too.
     """
     torch.set_num_threads(threads)
     store = Store(spec, folder)
@@ -215,26 +202,23 @@ def work(spec: Spec, folder: Path, threads: int) -> None:
         trials = store.trials()
         of_cell = [other.key for other in store.jobs if other.cell == job.cell]
         searched = sample(spec, job.number, [trials[key] for key in of_cell if key in trials])
+        steps = None
+        if spec.seconds is not None:
+            steps = max(1, int(spec.seconds / paces[spec.fingerprint(job.cell)]))
+        config = spec.trial_config(job.cell, searched, steps)
         rows = []
         for seed in job.seeds:
-            config = spec.trial_config(job.cell, searched)
             row: Row = {"seed": seed, "state": "complete"}
-            if spec.seconds is not None:
-                step_s = paces[spec.fingerprint(job.cell)]
-                row["step_ms"] = 1e3 * step_s
-                set_steps(config, max(1, int(spec.seconds / step_s)))
             try:
                 row |= train(config, seed, spec.metric, spec.classes)
-                found = f"{spec.metric} {row[spec.metric]:.5g}, {row['fit_seconds']:.1f} s"
             except SystemExit as stop:  # what Lightning makes of Ctrl-C
                 raise KeyboardInterrupt from stop
+            except UnknownMetric:
+                raise
             except Exception as fault:
-                is_first = not any(trial.values for trial in trials.values())
-                if isinstance(fault, UnknownMetric) and is_first:
-                    raise
-                found = f"{type(fault).__name__}: {fault}"
-                row |= {"state": "failed", "error": found}
+                row |= {"state": "failed", "error": f"{type(fault).__name__}: {fault}"}
             rows.append(row)
+            found = row.get("error", f"{spec.metric} {row.get(spec.metric)}")
             what = Cell(job.cell.label, {**searched, "seed": seed}).label
             print(f"{what}: {found} (process {os.getpid()})", flush=True)
         store.add(job, searched, rows)
@@ -258,30 +242,17 @@ def step_seconds(store: Store) -> dict[str, float]:
         print(f"Measuring the steps of {len(times)} settings", flush=True)
         for _ in range(ROUNDS):
             for key, found in times.items():
-                short, long = (_fit_seconds(spec, cells[key], steps) for steps in (SHORT, LONG))
+                configs = [spec.trial_config(cells[key], {}, steps) for steps in (SHORT, LONG)]
+                short, long = (fit(each, spec.seeds[0], spec.classes)[1] for each in configs)
                 found.append((long - short) / (LONG - SHORT))
-        # In the first round, precision plugins measure kernels.
-        paces |= {key: median(found[1:]) for key, found in times.items()}
+        # The median leaves out the first round, in which precision plugins measure kernels.
+        paces |= {key: median(found) for key, found in times.items()}
         with store.storage():
             store.study.set_user_attr("paces", paces)
     return paces
 
 
-def _fit_seconds(spec: Spec, cell: Cell, steps: int) -> float:
-    config = spec.trial_config(cell, {})
-    set_steps(config, steps)
-    # Callbacks and schedulers may need a validation; the time of a batch in it is part of the steps'.
-    if config["trainer"].get("limit_val_batches") != 0:
-        config["trainer"]["limit_val_batches"] = 1
-    return fit(config, spec.seeds[0], spec.classes)[1]
-
-
-def set_steps(config: dict[str, Any], steps: int) -> None:
-    """Let a config's training end after so many optimizer steps, and by nothing else."""
-    config["trainer"] |= {**dict.fromkeys(LENGTHS), "max_steps": steps, "max_epochs": -1}
-
-
-def build(config: Mapping[str, Any], seed: int, classes: Classes) -> LightningCLI:
+def build(config: Mapping[str, Any], seed: int, classes: Classes) -> NMLightningCLI:
     """Create the Trainer, the model and the data of a trial.
 
     ``seed`` is that of ``seed_everything`` and, if the data module takes one, of the data, so all variants of a seed
@@ -300,22 +271,22 @@ def build(config: Mapping[str, Any], seed: int, classes: Classes) -> LightningCL
                 arguments["seed"] = seed
 
     require_classes([config], classes)
-    said = StringIO()
     try:
-        with silence(), redirect_stderr(said), redirect_stdout(said):
-            options = {
-                "run": False,
-                "save_config_callback": None,
-                "args": {**config, "seed_everything": seed},
-            }
-            return CLI(**classes.imported(), **options)
-    except SystemExit as error:  # jsonargparse printed the usage and then the error
-        raise ValueError(said.getvalue().rpartition("error: ")[2].strip()) from error
+        with silence():
+            return CLI(
+                **classes.imported(),
+                run=False,
+                save_config_callback=None,
+                parser_kwargs={"exit_on_error": False},
+                args={**config, "seed_everything": seed},
+            )
+    except ArgumentError as error:
+        raise ValueError(str(error)) from error
 
 
 def fit(
     config: Mapping[str, Any], seed: int, classes: Classes, *callbacks: pl.Callback
-) -> tuple[LightningCLI, float]:
+) -> tuple[NMLightningCLI, float]:
     """Build and fit once; return the Trainer's CLI, and the seconds of the fit."""
     with silence():
         cli = build(config, seed, classes)
@@ -329,8 +300,8 @@ def train(config: Mapping[str, Any], seed: int, metric: str, classes: Classes) -
     """Fit and test once; return everything that is known of it, as a row for a table.
 
     Raises:
-        UnknownMetric: If the test logs other metrics than `metric`.
-        ValueError: If it logs none, or `metric` is no finite number.
+        UnknownMetric: If the test does not log `metric`.
+        ValueError: If `metric` is no finite number.
     """
     flops: dict[str, float] = {}
 
@@ -348,8 +319,7 @@ def train(config: Mapping[str, Any], seed: int, metric: str, classes: Classes) -
     if metric not in tested:
         names = ", ".join(tested) or "nothing"
         hint = did_you_mean(metric, tested)
-        kind = UnknownMetric if tested else ValueError
-        raise kind(f"metric: the test logs no {metric!r} but {names}{hint}")
+        raise UnknownMetric(f"metric: the test logs no {metric!r} but {names}{hint}")
     if not math.isfinite(tested[metric]):
         raise ValueError(f"the training diverged: {metric} is {tested[metric]}")
     return {
@@ -361,7 +331,6 @@ def train(config: Mapping[str, Any], seed: int, metric: str, classes: Classes) -
         "lightning_nm": version("lightning-nm"),
         "threads": torch.get_num_threads(),
         "device": str(cli.trainer.strategy.root_device),
-        "host": socket.gethostname(),
     }
 
 

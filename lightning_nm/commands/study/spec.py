@@ -131,15 +131,21 @@ class Spec:
                 seeds = self.seeds if self.search else [number]
                 yield Job(cell, number, seeds, self.fingerprint(cell, number))
 
-    def trial_config(self, cell: Cell, searched: Mapping[str, Any]) -> dict[str, Any]:
+    def trial_config(
+        self, cell: Cell, searched: Mapping[str, Any], steps: int | None = None
+    ) -> dict[str, Any]:
         """The LightningCLI config of a trial: the study's, quiet, then changed by overrides, variant, grid and search.
 
+        With `steps`, the training ends after so many optimizer steps, and by nothing else.
+
         Raises:
-            ValueError: If a key cannot be applied.
+            ValueError: If the config has several NMSparsityCallbacks and a short key is changed.
         """
         config = quiet(self.config)
         for changes in (self.overrides, self.variants[cell.variant], cell.values, searched):
             override(config, changes)
+        if steps is not None:
+            config["trainer"] |= {**dict.fromkeys(LENGTHS), "max_steps": steps, "max_epochs": -1}
         return config
 
     def fingerprint(self, cell: Cell, number: int | None = None) -> str:
@@ -150,104 +156,81 @@ class Spec:
         """
         config = self.trial_config(cell, {})
         for entry in callbacks_of(config["trainer"]):
-            arguments = entry.get("init_args") or {}
+            arguments = entry["init_args"]
             # Dense training does not depend on the pattern, unless one of these names another method or an estimator.
             keys = ("grad_estimator", "dgrad", "rules", "config", "preset")
-            others = {str(arguments.get(key)) for key in keys}
-            if arguments.get("method") == "dense" and others <= {"None", "dense"}:
+            if arguments.get("method") == "dense" and not any(map(arguments.get, keys)):
                 arguments.pop("pattern", None)
-        length = [self.seconds, number, self.search and self.seeds]
-        decides = [config, self.metric, self.classes, self.sampler, self.search, *length]
+        decides: list[Any] = [config, self.metric, self.classes, self.seconds, number]
+        if self.search:
+            decides += [self.sampler, self.search, self.seeds]
         text = json.dumps(decides, sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def read(path: Path) -> Spec:
-    """Read a study file.
+    """Read a study file, whose keys and types are checked by the parser that reads configs.
 
     Raises:
         OSError: If it, or its config, cannot be read.
         ValueError: For each bad key or value, with the key, the value and what to write instead.
     """
-    # A key without a value is None in YAML.
-    given = {key: value for key, value in read_yaml(path).items() if value is not None}
-    try:
-        spec = _typed({"name": path.stem} | given, path.parent)
-        for name in spec.baselines:
-            fault = f"baselines: {name!r} is no variant; variants: {', '.join(spec.variants)}"
-            _require(name in spec.variants, fault)
-        if patterns := spec.grid.get("pattern"):
-            spec.grid["pattern"] = [str(NMPattern.parse(each)) for each in patterns]  # type: ignore[arg-type]
-        for key, bounds in spec.search.items():
-            spec.search[key] = _distribution(f"search.{key}", bounds)
-        _check_together(spec)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-    return spec
-
-
-def _typed(given: dict[str, Any], folder: Path) -> Spec:
-    """The study of a file's content, whose types are checked by the parser that reads configs."""
     from jsonargparse import ArgumentError, ArgumentParser
 
+    given = {"name": path.stem, **read_yaml(path)}
     if isinstance(given.get("config"), str):
-        given["config"] = read_yaml(folder / given["config"])
-    if isinstance(variants := given.get("variants"), dict):
-        given["variants"] = {str(name): changes or {} for name, changes in variants.items()}
-    if type(seeds := given.get("seeds")) is int:
-        given["seeds"] = list(range(seeds))
-    given["baselines"] = as_list(given.get("baselines", []))
+        given["config"] = read_yaml(path.parent / given["config"])
+    if type(given.get("seeds")) is int:
+        given["seeds"] = list(range(given["seeds"]))
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(Spec)
     try:
         # Not its values: it makes a number of a text such as "2:4".
         parser.parse_object(copy.deepcopy(given))
-    except ArgumentError as error:
-        raise ValueError(f"{error}; the keys are {', '.join(Spec.__dataclass_fields__)}") from error
-    return Spec(**given)
+        spec = Spec(**given)
+        if patterns := spec.grid.get("pattern"):
+            spec.grid["pattern"] = [str(NMPattern.parse(each)) for each in patterns]  # type: ignore[arg-type]
+        for key, values in spec.search.items():
+            spec.search[key] = _distribution(key, values)
+        _check_together(spec)
+    except (ArgumentError, ValueError) as error:
+        raise ValueError(f"{path}: {error}; docs/studies.md lists the keys") from error
+    return spec
 
 
 def _check_together(spec: Spec) -> None:
+    for name in spec.baselines:
+        fault = f"baselines: {name!r} is no variant; variants: {', '.join(spec.variants)}"
+        _require(name in spec.variants, fault)
     for key, values in (("variants", spec.variants), ("seeds", spec.seeds), *spec.grid.items()):
-        is_set = len({str(value) for value in values}) == len(values) > 0
-        _require(is_set, f"{key}: {values!r} must hold one value at least, and none twice")
-    fault = (
-        "`search` and a number of `trials` go with `sampler: tpe` or `sampler: random`, and only so"
-    )
+        _require(values, f"{key}: {values!r} must hold one value at least")
     searches = spec.sampler != "grid"
+    fault = "`search` and `trials` go with `sampler: tpe` or `sampler: random`, and only so"
     _require(bool(spec.search) == ((spec.trials or 0) > 0) == searches, fault)
-    given_once = [*spec.grid, *spec.search]
-    if spec.seconds is not None:
-        fault = f"seconds: {spec.seconds!r} must be positive, and goes with a grid, as a search may change the step"
-        _require(spec.seconds > 0 and not searches, fault)
-        given_once += [f"trainer.{key}" for key in LENGTHS]
-    for place, changes in {**spec.variants, "overrides": spec.overrides}.items():
-        for key in given_once:
-            fault = (
-                f"{place}: {key} is given by the grid, the search or `seconds`, too; give it once"
-            )
-            _require(key not in changes, fault)
+    fault = f"seconds: {spec.seconds!r} must be positive, and goes with a grid, as a search may change the step"
+    _require(spec.seconds is None or (spec.seconds > 0 and not searches), fault)
+    for variant, changes in spec.variants.items():
+        # The grid and the search would make such variants the same.
+        for key in changes.keys() & {*spec.grid, *spec.search}:
+            raise ValueError(f"{variant}: {key} is in the grid or the search, too; give it once")
 
 
-def _distribution(place: str, bounds: Any) -> Any:
-    from optuna.distributions import (
-        CategoricalDistribution,
-        FloatDistribution,
-        IntDistribution,
-    )
+def _distribution(key: str, values: Any) -> Any:
+    from optuna import distributions
 
-    if isinstance(bounds, list):
-        return CategoricalDistribution(bounds)
+    if isinstance(values, list):
+        return distributions.CategoricalDistribution(values)
     try:
         # YAML reads 1e-4 as a text.
         numbers: dict[str, Any] = {
             name: value if isinstance(value, int) else float(value)
-            for name, value in bounds.items()
+            for name, value in values.items()
         }
-        kinds = {type(value) for value in numbers.values()}
-        return (FloatDistribution if float in kinds else IntDistribution)(**numbers)
+        if float in map(type, numbers.values()):
+            return distributions.FloatDistribution(**numbers)
+        return distributions.IntDistribution(**numbers)
     except (AttributeError, TypeError, ValueError) as error:
-        fault = f"{place}: {bounds!r} must be a list of choices, or {{low: ..., high: ..., log: true, step: ...}}"
+        fault = f"search.{key}: {values!r} must be a list of choices, or {{low: ..., high: ..., log: true, step: ...}}"
         raise ValueError(f"{fault}: {error}") from error
 
 
@@ -261,20 +244,12 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
     Raises:
         OSError: If there is no such file.
-        ValueError: If it is not YAML, holds something else or a key twice.
+        ValueError: If it is not YAML, or holds something else.
     """
     import yaml
 
-    class Loader(yaml.SafeLoader):
-        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-            # PyYAML keeps the last of equal keys. A merge key, <<, may come several times.
-            keys = [key.value for key, _ in node.value if key.value != "<<"]
-            if len(set(keys)) < len(keys):
-                raise yaml.YAMLError(f"one of the keys {', '.join(keys)} is given twice")
-            return super().construct_mapping(node, deep)
-
     try:
-        content = yaml.load(path.read_text(), Loader=Loader)
+        content = yaml.safe_load(path.read_text())
     except (UnicodeDecodeError, yaml.YAMLError) as error:
         raise ValueError(f"{path}: no YAML: {error}") from error
     fault = f"{path}: must hold a mapping of keys to values, not {content!r:.60}"
@@ -292,7 +267,7 @@ def quiet(config: Mapping[str, Any]) -> dict[str, Any]:
     entries = [entry for entry in callbacks_of(trainer) if last_part(entry) not in _WATCHERS]
     for entry in entries:
         if last_part(entry) == _CALLBACK:
-            entry["init_args"] = {**(entry.get("init_args") or {}), **_QUIET_MASKS}
+            entry["init_args"] |= _QUIET_MASKS
     trainer["callbacks"] = entries
     return result
 
@@ -303,25 +278,22 @@ def override(config: dict[str, Any], changes: Mapping[str, Any]) -> None:
     A mapping joins the one that is there; one with a ``class_path`` replaces it, as do lists and plain values.
 
     Raises:
-        ValueError: If a dotted key leads through something that is no mapping.
+        ValueError: If the config has several NMSparsityCallbacks and a short key is changed.
     """
-    for name, value in changes.items():
-        is_short = str(name).partition(".")[0] in _SHORT_KEYS
-        _set(_masks(config) if is_short else config, str(name), value)
+    for key, value in changes.items():
+        is_short = str(key).partition(".")[0] in _SHORT_KEYS
+        _merge(_masks(config) if is_short else config, str(key), value)
 
 
-def _set(place: dict[str, Any], key: str, value: Any) -> None:
+def _merge(place: dict[str, Any], key: str, value: Any) -> None:
     first, _, rest = key.partition(".")
     there = place.get(first)
-    if rest:
-        # A section that is empty in YAML is None.
-        place[first] = there = {} if there is None else there
-        fault = f"{key}: {first} is {there!r:.60}, which has no keys"
-        _require(isinstance(there, dict), fault)
-        _set(there, rest, value)
-    elif isinstance(value, dict) and isinstance(there, dict) and "class_path" not in value:
-        for inner, each in value.items():
-            _set(there, str(inner), each)
+    joins = isinstance(value, dict) and isinstance(there, dict) and "class_path" not in value
+    if rest or joins:
+        # What is no mapping gives way to one; the parser of configs says if that is wrong.
+        place[first] = there if isinstance(there, dict) else {}
+        for inner, each in ({rest: value} if rest else value).items():
+            _merge(place[first], str(inner), each)
     else:
         place[first] = copy.deepcopy(value)
 
@@ -329,20 +301,21 @@ def _set(place: dict[str, Any], key: str, value: Any) -> None:
 def _masks(config: dict[str, Any]) -> dict[str, Any]:
     """The arguments of the config's NMSparsityCallback, which is added if there is none."""
     callbacks = callbacks_of(config.setdefault("trainer", {}))
+    if not any(last_part(entry) == _CALLBACK for entry in callbacks):
+        callbacks.append({"class_path": f"lightning_nm.{_CALLBACK}", "init_args": {**_QUIET_MASKS}})
     masks = [entry for entry in callbacks if last_part(entry) == _CALLBACK]
     fault = "the config has several NMSparsityCallbacks: override trainer.callbacks instead"
-    _require(len(masks) < 2, fault)
-    if not masks:
-        masks = [{"class_path": f"lightning_nm.{_CALLBACK}", "init_args": dict(_QUIET_MASKS)}]
-        callbacks += masks
-    masks[0]["init_args"] = arguments = masks[0].get("init_args") or {}
-    return arguments
+    _require(len(masks) == 1, fault)
+    return masks[0]["init_args"]
 
 
 def callbacks_of(trainer: dict[str, Any]) -> list[dict[str, Any]]:
-    """The callbacks of a section ``trainer``, in place, each as ``{class_path: ..., init_args: ...}``."""
-    given = as_list(trainer.get("callbacks") or [])
-    entries = [entry if isinstance(entry, dict) else {"class_path": entry} for entry in given]
+    """The callbacks of a section ``trainer``, in place, each as ``{class_path: ..., init_args: {...}}``."""
+    given = trainer.get("callbacks") or []
+    entries = given if isinstance(given, list) else [given]
+    entries = [entry if isinstance(entry, dict) else {"class_path": entry} for entry in entries]
+    for entry in entries:
+        entry["init_args"] = entry.get("init_args") or {}  # None if it is empty in YAML
     trainer["callbacks"] = entries
     return entries
 
@@ -351,8 +324,3 @@ def last_part(entry: Any) -> str:
     """The class name of an entry ``{class_path: ...}``, or of a class path."""
     path = entry.get("class_path") if isinstance(entry, dict) else entry
     return str(path).rpartition(".")[2]
-
-
-def as_list(given: Any) -> list[Any]:
-    """A list as it is, anything else as the only entry of one."""
-    return given if isinstance(given, list) else [given]

@@ -16,7 +16,6 @@ from optuna.distributions import (
     IntDistribution,
 )
 
-from lightning_nm.commands.study import runner
 from lightning_nm.commands.study.runner import Store, sample
 from lightning_nm.commands.study.spec import Spec
 from tests.support.processes import forkserver
@@ -125,13 +124,6 @@ def test_workers_share_the_trainings(tmp_path, spec):
     assert set(states(tmp_path, spec)) == {"complete"}
 
 
-@pytest.mark.slow
-def test_processes_share_the_trainings(tmp_path):
-    with forkserver().Pool(2) as pool:
-        claimed = list(chain.from_iterable(pool.map(work, [tmp_path] * 2, chunksize=1)))
-    assert sorted(claimed) == sorted(everything(SPEC))
-
-
 @pytest.mark.parametrize("spec", [SPEC, SEARCH], ids=["grid", "search"])
 def test_a_killed_process_loses_its_running_training_alone(tmp_path, spec):
     context = forkserver()
@@ -179,22 +171,12 @@ def test_a_full_disk_loses_no_finished_training(tmp_path, monkeypatch):
     assert set(states(tmp_path)) == {"complete"}
 
 
-@pytest.mark.parametrize("damage", ["text", "middle", "half", "folder"])
+@pytest.mark.parametrize("damage", ["text", "half"])
 def test_a_damaged_storage_is_named_in_one_sentence(tmp_path, damage):
+    work(tmp_path)
     path = tmp_path / "study.db"
-    if damage == "folder":
-        path.mkdir()
-    else:
-        work(tmp_path)
-        content = path.read_bytes()
-        half = len(content) // 2
-        noise = b"\xff" * 8192
-        damaged = {
-            "text": b"no database",
-            "middle": content[:8192] + noise * 4 + content[40960:],
-            "half": content[:half],
-        }
-        path.write_bytes(damaged[damage])
+    content = path.read_bytes()
+    path.write_bytes(b"no database" if damage == "text" else content[: len(content) // 2])
     with pytest.raises(OSError, match=r"study\.db' cannot be read or written: ") as error:
         Store(SPEC, tmp_path).rows()
     assert len(str(error.value).splitlines()) == 1
@@ -223,10 +205,7 @@ def test_a_search_samples_for_every_cell(tmp_path, sampler):
     assert len(claimed) == 12
     rows = Store(spec, tmp_path).rows()
     assert len(rows) == 24
-    for row in rows:
-        assert 1e-3 <= row["lr"] <= 1
-        assert row["n"] in range(1, 6)
-        assert row["c"] in "xy"
+    assert all(1e-3 <= row["lr"] <= 1 and 1 <= row["n"] <= 5 and row["c"] in "xy" for row in rows)
     cell = [row for row in rows if row["pattern"] == "2:4" and row["variant"] == "a"]
     assert len({row["lr"] for row in cell}) == 3
     more = replace(spec, trials=4)
@@ -249,24 +228,3 @@ def test_tpe_learns_from_the_trials_of_its_cell(tmp_path):
     found = [row["lr"] for row in store.rows()]
     assert all(abs(lr - 0.7) < 0.25 for lr in found[-10:])
     assert not all(abs(lr - 0.7) < 0.25 for lr in found[:10])
-
-
-def test_equal_seconds_are_measured_once(tmp_path, monkeypatch):
-    measured = []
-
-    def fit_seconds(spec, cell, steps):
-        measured.append(cell.variant)
-        warm_up = 10.0 * (len(measured) <= 4)
-        return warm_up * steps + 3.0 + steps * {"a": 0.5, "b": 0.25, "c": 1.0}[cell.variant]
-
-    monkeypatch.setattr(runner, "_fit_seconds", fit_seconds)
-    spec = replace(SPEC, seconds=2.0, grid={})
-    paces = runner.step_seconds(Store(spec, tmp_path))
-    assert sorted(paces.values()) == pytest.approx([0.25, 0.5])
-    assert measured[:4] == ["a", "a", "b", "b"]
-    measured[:] = [""] * 4
-    more = replace(spec, variants={**SPEC.variants, "c": {"x": 3}})
-    assert sorted(runner.step_seconds(Store(more, tmp_path)).values()) == pytest.approx(
-        [0.25, 0.5, 1.0]
-    )
-    assert set(measured) == {"", "c"}
