@@ -35,9 +35,11 @@ from lightning_nm.export.graphs import (
     export_pt2,
     import_class,
 )
+from lightning_nm.export.huggingface import holds_bitmasks
 from lightning_nm.export.outputs import export_packed, export_torch
 from lightning_nm.export.patterns import patterns_in
 from lightning_nm.export.sources import Source, read_source
+from lightning_nm.export.verdicts import classify, is_matrix
 from lightning_nm.functional.pattern import NMPattern
 
 _SUFFIXES = {"onnx": ".onnx", "pt2": ".pt2", "executorch": ".pte"}
@@ -148,7 +150,7 @@ def _write(source: Source, options: argparse.Namespace) -> Report:
         return packed_report(written, output, is_int8=bool(options.dtype))
     if options.to == "torch":
         export_torch(source, output)
-        return [f"wrote {output}"]
+        return [f"wrote {output}{_bitmasks(source)}"]
     model = build_model(source, options.model)
     example = example_of(model, options.input)
     if options.to == "pt2":
@@ -181,6 +183,15 @@ def _write(source: Source, options: argparse.Namespace) -> Report:
         allow_float=options.allow_float,
     )
     return executorch_report(program, output)
+
+
+def _bitmasks(source: Source) -> str:
+    """A remark on weights that were read from bitmasks; empty for other checkpoints."""
+    if source.folder is None or not holds_bitmasks(source.folder):
+        return ""
+    matrices = {k: w for k, w in source.weights.items() if is_matrix(w.dtype, w.dim())}
+    verdicts = [classify(key, weight, NMPattern(2, 4)).verdict for key, weight in matrices.items()]
+    return f"; bitmasks became tensors with zeros: {verdicts.count('N:M')} of {len(verdicts)} matrices are 2:4"
 
 
 def calibration_data(text: str) -> Iterable[Any]:

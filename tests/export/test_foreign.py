@@ -84,7 +84,8 @@ def test_an_ordinary_folder_is_made(tmp_path, capsys):
     path = folder_of_bitmasks(tmp_path / "in", dense)
     (path / "tokenizer.json").write_text("{}")
     assert main(["export", str(path), "--to", "torch", "-o", str(tmp_path / "out")]) == 0
-    capsys.readouterr()
+    said = "bitmasks became tensors with zeros: 1 of 2 matrices are 2:4"
+    assert said in capsys.readouterr().out
     words = ["verify", str(tmp_path / "out"), "--pattern", "2:4", "--allow-dense"]
     assert main(words) == 0
     assert "1 of 2 matrices are N:M" in capsys.readouterr().out
