@@ -313,5 +313,9 @@ def progress_bar(number: int, shown: bool | None) -> Iterator[Callable[[float], 
     console = Console(stderr=True)
     columns = (*Progress.get_default_columns(), MofNCompleteColumn())
     is_shown = console.is_terminal if shown is None else shown
-    with Progress(*columns, console=console, disable=not is_shown) as progress:
+    if not is_shown:
+        # Not Progress(disable=True), of which rich 13 ends the line.
+        yield lambda _: None
+        return
+    with Progress(*columns, console=console) as progress:
         yield partial(progress.advance, progress.add_task("calibrating layers", total=number))
