@@ -290,3 +290,12 @@ def test_the_mask_of_magnitudes_compiles():
     weight = torch.randn(8, 16)
     compiled = torch.compile(masks.magnitude_mask, fullgraph=True, backend="eager")
     assert torch.equal(compiled(weight, "2:4"), nm_mask(weight.abs(), "2:4"))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace.* is deprecated")
+def test_tensors_without_memory_and_traces_are_masked_by_torch():
+    zeros = torch._efficientzerotensor((8, 16))
+    assert torch.equal(nm_mask(zeros, "2:4"), nm_mask(torch.zeros(8, 16), "2:4"))
+    first, second = torch.randn(2, 8, 16)
+    traced = torch.jit.trace(lambda x: nm_prune(x, "2:4"), (first,), check_trace=False)
+    assert torch.equal(traced(second), nm_prune(second, "2:4"))

@@ -335,3 +335,41 @@ def test_a_product_over_the_other_axis_tells_the_way_out():
             nm_grouped_linear(torch.randn(4, WIDTH), model, "weight", torch.tensor([2, 4, 4]))
     with pytest.raises(TypeError, match="takes a module class"):
         register_experts(3)
+
+
+@pytest.mark.parametrize("offs", [[2, 1, 1, 0], [5, 3, 4, 4], [-1, 2, 3, 4], [1, 2, 3, 9]])
+def test_offsets_that_are_not_where_tokens_end_are_refused(offs):
+    x = torch.randn(4, WIDTH)
+    with pytest.raises(ValueError, match=r"are not where the 4 tokens.*counts.cumsum\(0\)"):
+        nm_grouped_linear(x, LinearExperts(), "weight", torch.tensor(offs))
+
+
+def test_tokens_and_offsets_of_other_kinds_are_refused():
+    ends = torch.tensor([1, 2, 3, 4])
+    for x, offs in ((torch.randn(4, WIDTH), ends.float()), (torch.randn(2, 2, WIDTH), ends)):
+        with pytest.raises(ValueError, match=r"takes tokens \[tokens, in\] and integer ends"):
+            nm_grouped_linear(x, LinearExperts(), "weight", offs)
+
+
+class TwoTables(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate_up = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH))
+        self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH))
+
+    def forward(self, x, offs):
+        up = nm_grouped_linear(x, self, "up", offs)
+        return up * nm_grouped_linear(x, self, "gate_up", offs)
+
+
+def test_names_are_whole_ones_of_the_module(adapters):
+    register_experts(TwoTables, transposed="gate_up")
+    layers = NMSparsifier(TwoTables(), "2:4").attach().layers
+    layouts = {name: layer.spec.layout for name, layer in layers.items()}
+    assert layouts == {"gate_up": "experts-transposed", "up": "experts"}
+    register_experts(TwoTables, parameters="gate_up")
+    assert list(NMSparsifier(TwoTables(), "2:4").attach().layers) == ["gate_up"]
+    for wrong in ({"parameters": ["gate_upp"]}, {"transposed": ["gate_upp"]}):
+        register_experts(TwoTables, **wrong)
+        with pytest.raises(ValueError, match="names gate_upp, but its parameters are gate_up, up"):
+            NMSparsifier(TwoTables(), "2:4").attach()

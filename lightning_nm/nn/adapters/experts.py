@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any, ClassVar, TypeGuard, TypeVar
 
 import torch
@@ -42,7 +43,8 @@ def nm_grouped_linear(x: Tensor, module: nn.Module, parameter: str, offs: Tensor
 
     Raises:
         TypeError: If the module's class is not registered.
-        ValueError: If there is not one end for each expert, or the tokens have other features than the weight.
+        ValueError: If there is not one end for each expert, the ends do not increase from 0 to the number of tokens, or
+            the tokens have other features than the weight.
     """
     weight = getattr(module, parameter)
     found = find_adapter(type(module))
@@ -51,10 +53,20 @@ def nm_grouped_linear(x: Tensor, module: nn.Module, parameter: str, offs: Tensor
             f"nm_grouped_linear takes a module of registered experts: call lightning_nm.nn.register_experts("
             f"{type(module).__name__})"
         )
+    if x.dim() != 2 or offs.is_floating_point():
+        raise ValueError(
+            f"nm_grouped_linear takes tokens [tokens, in] and integer ends, not {tuple(x.shape)} and {offs.dtype}"
+        )
+    ends = offs.tolist()
+    if any(not before <= end <= len(x) for before, end in pairwise([0, *ends])):
+        raise ValueError(
+            f"offs={ends} are not where the {len(x)} tokens of each expert end, one after another: of numbers of tokens "
+            "these are counts.cumsum(0)"
+        )
     transposed = found[0].is_transposed(module, parameter)
     number, *sizes = weight.shape
     width = sizes[0 if transposed else 1]
-    *pieces, rest = x.tensor_split(offs.tolist())
+    *pieces, rest = x.tensor_split(ends)
     if len(pieces) != number or x.shape[-1] != width:
         held = "in, out" if transposed else "out, in"
         raise ValueError(
@@ -222,6 +234,14 @@ class NMExperts(Adapter):
     @classmethod
     def specs(cls, module: Any, conv_layout: str) -> Iterator[WeightSpec]:
         """The weights, with the output rows of each expert in one group, so that no dgrad block crosses two experts."""
+        if cls.wraps_forward:  # with names that a user has given
+            given = () if isinstance(cls.transposed, bool) else cls.transposed
+            unknown = {*given, *(cls.parameters_masked or ())} - module._parameters.keys()
+            if unknown:
+                raise ValueError(
+                    f"register_experts({type(module).__name__}) names {', '.join(sorted(unknown))}, but its parameters "
+                    f"are {', '.join(module._parameters)}"
+                )
         for name, parameter in module._parameters.items():
             is_chosen = cls.parameters_masked is None or name in cls.parameters_masked
             if is_chosen and holds_matrices(parameter):
@@ -260,8 +280,8 @@ class NMExperts(Adapter):
             if layer.costs.last_call is None:
                 raise RuntimeError(
                     f"the forward of {type(self).nm_base.__name__} did not multiply by '{layer.name}' with "
-                    "lightning_nm.nn.nm_grouped_linear, so that its masks have no effect: call that, or name "
-                    f"'{layer.name}' in `exclude`"
+                    "lightning_nm.nn.nm_grouped_linear, so that its masks have no effect: call that, leave it "
+                    f"out of register_experts(parameters=[...]), or name '{layer.name}' in `exclude`"
                 )
         return output
 
@@ -370,6 +390,9 @@ def register_experts(
         return lambda kind: register_experts(kind, transposed=transposed, parameters=parameters)
     if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
         raise TypeError(f"register_experts takes a module class, not {kind!r}")
+    # A single name is a list of one: within a text, parts of it would be found, too.
+    transposed = (transposed,) if isinstance(transposed, str) else transposed
+    parameters = (parameters,) if isinstance(parameters, str) else parameters
     choices = {"handles": kind, "transposed": transposed, "parameters_masked": parameters}
     register_adapter(type(f"NM{kind.__name__}Adapter", (NMExperts,), choices))
     return kind
