@@ -292,7 +292,9 @@ def test_the_mask_of_magnitudes_compiles():
     assert torch.equal(compiled(weight, "2:4"), nm_mask(weight.abs(), "2:4"))
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.trace.* is deprecated")
+@pytest.mark.filterwarnings(
+    "ignore:.*torch.jit.trace.* is deprecated", "ignore::torch.jit.TracerWarning"
+)
 def test_tensors_without_memory_and_traces_are_masked_by_torch():
     zeros = torch._efficientzerotensor((8, 16))
     assert torch.equal(nm_mask(zeros, "2:4"), nm_mask(torch.zeros(8, 16), "2:4"))

@@ -60,8 +60,8 @@ def nm_grouped_linear(x: Tensor, module: nn.Module, parameter: str, offs: Tensor
     ends = offs.tolist()
     if any(not before <= end <= len(x) for before, end in pairwise([0, *ends])):
         raise ValueError(
-            f"offs={ends} are not where the {len(x)} tokens of each expert end, one after another: of numbers of tokens "
-            "these are counts.cumsum(0)"
+            f"offs={ends} are not where the {len(x)} tokens of each expert end, one after another: of numbers of "
+            "tokens these are counts.cumsum(0)"
         )
     transposed = found[0].is_transposed(module, parameter)
     number, *sizes = weight.shape
