@@ -104,6 +104,9 @@ def top_n_mask(blocks_bmi: Tensor, n: int, magnitude: bool) -> Tensor | None:
     blocks, m, inner = blocks_bmi.shape
     if m > _LONGEST_RANKED or not library.is_plain(blocks_bmi) or library.unavailable():
         return None
+    # A mode that records or counts torch's operators does not see what the library writes.
+    if torch._C._len_torch_dispatch_stack():
+        return None
     if not blocks_bmi.is_floating_point() and blocks_bmi.itemsize < 4:
         # Magnitudes first: of an int8, that of -128 is -128.
         blocks_bmi = (blocks_bmi.abs() if magnitude else blocks_bmi).int()
