@@ -140,7 +140,7 @@ def is_plain(tensor: Tensor, device_type: str = "cpu") -> bool:
         and not tensor._is_zerotensor()  # it has no memory
         and torch._C._functorch.peek_interpreter_stack() is None
         # A trace of torch's operators does not see what the library writes.
-        and not torch.jit.is_tracing()
+        and not torch._C._is_tracing()
     )
 
 
