@@ -56,6 +56,11 @@ class Interval:
         return cls(count, mean, sd, mean - half_width, mean + half_width)
 
     @property
+    def width(self) -> float:
+        """The distance of the bounds."""
+        return self.high - self.low
+
+    @property
     def detectable(self) -> float:
         r"""The true mean that a two-sided t-test at 5 % tells from zero in 80 % of repetitions.
 
@@ -186,19 +191,41 @@ def table(spec: Spec, section: Section) -> list[list[str]]:
         costs["steps"] = ("steps", ".0f")
     head = ["variant", "seeds", "mean", "95 % interval", "smallest detectable", "verdict"]
     cells = [[*head, *costs, *spec.search]]
-    for variant in spec.variants:
-        rows = [row for row in section.rows if row["variant"] == variant]
-        interval = Interval.of([row[spec.metric] for row in rows])
-        line = [variant, *_texts(interval, "#.4g"), "-", "-"]
+    rows_of = {
+        name: [row for row in section.rows if row["variant"] == name] for name in spec.variants
+    }
+    means = {
+        name: Interval.of([row[spec.metric] for row in rows]) for name, rows in rows_of.items()
+    }
+    # A single seed has no interval: then the size of the mean decides.
+    widths = [width for each in means.values() for width in (each.width, abs(each.mean) / 5)]
+    digits = decimals(widths)
+    for variant, rows in rows_of.items():
+        line = [variant, *_texts(means[variant], f".{digits}f"), "-", "-"]
         for key, form in costs.values():
             found = [row[key] for row in rows if key in row]
             line.append(_text(fmean(found or [math.nan]), form))
         cells.append(line + [str(rows[0][key]) if rows else "-" for key in spec.search])
+    digits = decimals([each.difference.width / 2 for each in section.comparisons])
     for variant, baseline, _, interval, verdict in section.comparisons:
-        line = [f"{variant} - {baseline}", *_texts(interval, "+#.3g")]
-        line += [_text(interval.detectable, "#.3g"), verdict]
+        line = [f"{variant} - {baseline}", *_texts(interval, f"+.{digits}f")]
+        line += [_text(interval.detectable, f".{digits}f"), verdict]
         cells.append(line + ["-"] * len([*costs, *spec.search]))
     return cells
+
+
+def decimals(widths: Sequence[float]) -> int:
+    """Return the decimals that show the narrowest of some widths to two digits; between 0 and 6.
+
+    Example:
+        >>> decimals([0.42, 0.037]), decimals([12.0]), decimals([])
+        (3, 0, 3)
+    """
+    real = [width for width in widths if width > 0 and math.isfinite(width)]
+    if not real:
+        return 3
+    place_of_first_digit = math.floor(math.log10(min(real)))
+    return min(6, max(0, 1 - place_of_first_digit))
 
 
 def _texts(interval: Interval, form: str) -> list[str]:

@@ -119,9 +119,9 @@ def test_a_report_says_what_a_reader_must_know():
     found.append({"variant": "a", "pattern": "1:4", "seed": 0, "state": "missing"})
     text = report(spec, found, sections(spec, found))
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
-    assert ["a", "3", "2.250", "[-0.2341, 4.734]", "-", "-", "0.500", "1.0"] in cells
-    assert ["b", "2", "0.5500", "[-6.438, 7.538]", "-", "-", "-", "1.0"] in cells
-    assert ["a - b", "2", "+1.20", "[+0.565, +1.84]", "0.817", "worse", "-", "-"] in cells
+    assert ["a", "3", "2.25", "[-0.23, 4.73]", "-", "-", "0.500", "1.0"] in cells
+    assert ["b", "2", "0.55", "[-6.44, 7.54]", "-", "-", "-", "1.0"] in cells
+    assert ["a - b", "2", "+1.20", "[+0.56, +1.84]", "0.82", "worse", "-", "-"] in cells
     assert ["a - b", "0", "-", "[-, -]", "-", "undecided", "-"] in cells
     assert "Not finished: 1 of 7" in text
     assert "Failed: variant b, pattern 2:4, seed 2, state failed, error it|broke" in text
