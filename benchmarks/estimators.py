@@ -20,7 +20,7 @@ from benchmarks.tables.markdown import line, table
 from benchmarks.tables.matrices import ESTIMATORS, estimators
 from benchmarks.timing import begin, interleaved, matrix_parser, write
 from lightning_nm.functional import approx_mvue, counter_uniform, fold_seed, mvue
-from lightning_nm.functional.pattern import NMPattern
+from lightning_nm.pattern import NMPattern
 
 PATTERNS = ("2:4", "1:2", "4:8", "1:16")
 

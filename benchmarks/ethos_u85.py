@@ -26,7 +26,7 @@ from lightning_nm.demo import ResidualCNN
 from lightning_nm.export import ExecutorchExport, export_executorch
 from lightning_nm.export.patterns import Found
 from lightning_nm.functional import nm_prune
-from lightning_nm.functional.pattern import NMPattern
+from lightning_nm.pattern import NMPattern
 from studies.models import MobileCNN
 
 STUDIES: dict[str, type[ResidualCNN]] = {"residual": ResidualCNN, "mobile": MobileCNN}

@@ -18,7 +18,7 @@ from benchmarks.tables.markdown import line, table
 from benchmarks.tables.matrices import MASKS, masks
 from benchmarks.timing import begin, interleaved, matrix_parser, write
 from lightning_nm.functional.masks import magnitude_mask, nm_mask
-from lightning_nm.functional.pattern import NMPattern
+from lightning_nm.pattern import NMPattern
 
 PATTERNS = ("2:4", "1:2", "1:4", "2:8", "4:8", "1:16", "2:16", "4:16", "8:16", "16:32", "3:5")
 

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from lightning_nm.functional.masks import nm_mask
-from lightning_nm.functional.pattern import NMPattern
 from lightning_nm.functional.permutation import (
     Criterion,
     _problem,
@@ -31,6 +30,7 @@ from lightning_nm.functional.permutation import (
     permutation_score,
     search_permutation,
 )
+from lightning_nm.pattern import NMPattern
 
 PATTERN = NMPattern(2, 4)
 DRAWS = 1000

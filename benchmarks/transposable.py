@@ -22,7 +22,7 @@ from benchmarks.tables.markdown import line, table
 from benchmarks.tables.matrices import TRANSPOSABLE, transposable
 from benchmarks.timing import begin, interleaved, matrix_parser, write
 from lightning_nm.functional import transposable_mask
-from lightning_nm.functional.pattern import NMPattern
+from lightning_nm.pattern import NMPattern
 
 PATTERNS = ("2:4", "4:8", "1:16", "8:16")
 

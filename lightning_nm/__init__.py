@@ -9,8 +9,7 @@ from lightning_nm.callbacks import (
     QuantizationAwareTraining,
     RNGState,
 )
-from lightning_nm.config import SparsityConfig
-from lightning_nm.config.presets import preset_method
+from lightning_nm.config import SparsityConfig, preset_method
 from lightning_nm.estimators import MVUE, ApproxMVUE, GradientEstimator, TopN
 from lightning_nm.export import (
     load_packed,
@@ -20,7 +19,6 @@ from lightning_nm.export import (
     unpacked_state_dict,
     warm_up,
 )
-from lightning_nm.functional.pattern import NMPattern
 from lightning_nm.methods import (
     ASP,
     BAME,
@@ -41,6 +39,7 @@ from lightning_nm.methods import (
     TransposableMask,
 )
 from lightning_nm.methods.prune import prune
+from lightning_nm.pattern import NMPattern
 from lightning_nm.plugins import (
     NMDDPStrategy,
     NMFSDPPrecision,

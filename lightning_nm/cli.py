@@ -13,7 +13,7 @@ from lightning_nm.commands.lightning_cli import NMLightningCLI, require_extra
 from lightning_nm.commands.study.command import main as study
 from lightning_nm.commands.verify import main as verify
 from lightning_nm.export.graphs import find_modules_here
-from lightning_nm.functional.spelling import did_you_mean
+from lightning_nm.spelling import did_you_mean
 
 # The function of each subcommand and its line in the help.
 _OWN: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {

@@ -12,20 +12,16 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from lightning_nm.config import SparsityConfig, chosen_config, refuse_unknown
-from lightning_nm.config.rules import SHORT_NAMES
+from lightning_nm.config import SHORT_NAMES, SparsityConfig, chosen_config, refuse_unknown
 from lightning_nm.estimators import EstimatorName, GradientEstimator
-from lightning_nm.functional.pattern import PatternLike
-from lightning_nm.functional.schedule import UnknownLength
 from lightning_nm.methods import Method, MethodName
+from lightning_nm.nn.costs import mean_densities
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.nn.layer.gemms import mean_densities
-from lightning_nm.nn.layer.layout import known_size
-from lightning_nm.nn.layer.sharding import reshard
-from lightning_nm.nn.layer.state import layer_state
-from lightning_nm.nn.selection.install import install, uninstall
-from lightning_nm.nn.selection.low_rank import warn_of_adapters
-from lightning_nm.nn.selection.selection import Rule, Selection
+from lightning_nm.nn.selection import Rule, Selection, install, uninstall, warn_of_adapters
+from lightning_nm.nn.state import layer_state
+from lightning_nm.nn.weight import known_size, reshard
+from lightning_nm.pattern import PatternLike
+from lightning_nm.schedule import UnknownLength
 from lightning_nm.training.checkpoint import (
     SparsifierState,
     check_scale,
@@ -33,7 +29,6 @@ from lightning_nm.training.checkpoint import (
     warn_of_changes,
 )
 from lightning_nm.training.direct_reads import DirectReads
-from lightning_nm.training.distributed.consistency import RankComparison, reduce_gradients
 from lightning_nm.training.forgotten import ForgottenCalls
 from lightning_nm.training.macs import MacsCounter
 from lightning_nm.training.optimizers import (
@@ -43,14 +38,15 @@ from lightning_nm.training.optimizers import (
     trained_layer,
     unwrapped,
 )
-from lightning_nm.training.phases import plan_schedules
-from lightning_nm.training.scale import ScaledLearningRates, rescale_initial
-from lightning_nm.training.start import (
+from lightning_nm.training.phases import (
     choose_masks,
+    plan_schedules,
     refuse_late_sharding,
     refuse_to_mask,
     told_as_dense,
 )
+from lightning_nm.training.ranks import RankComparison, reduce_gradients
+from lightning_nm.training.scale import ScaledLearningRates, rescale_initial
 from lightning_nm.training.statistics import (
     flops_ratios,
     joint_statistics,
@@ -170,7 +166,7 @@ class NMSparsifier:
                 those with ``requires_grad=False`` are.
 
         Raises:
-            ValueError: If the selection fails, see :func:`~lightning_nm.nn.selection.selection.select`, or a schedule
+            ValueError: If the selection fails, see :func:`~lightning_nm.nn.selection.select`, or a schedule
                 does not fit ``planned_steps``.
         """
         if self.attached:

@@ -12,9 +12,9 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_nm import NMSparsifier, TransposableMask
 from lightning_nm import functional as nmf
+from lightning_nm.nn import products as estimates
 from lightning_nm.nn.adapters import Adapter
-from lightning_nm.nn.layer.names import key_of_layer
-from lightning_nm.nn.products import estimates
+from lightning_nm.nn.weight import key_of_layer
 from tests.support.contract import (
     LEAVES_GRADIENTS_OUT,
     METHODS,

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from benchmarks.timing import interleaved
 from lightning_nm.functional import nm_mask
 from lightning_nm.functional.mask_storage import FORWARD_BIT
-from lightning_nm.functional.pattern import NMPattern
 from lightning_nm.kernels.api import Convolution, MaskedMatrix
 from lightning_nm.kernels.cpu import CpuCsrKernel
+from lightning_nm.pattern import NMPattern
 
 SHAPES = [
     (Convolution(64, 64, (28, 28), (3, 3), (1, 1), (1, 1)), 32),

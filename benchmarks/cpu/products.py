@@ -14,9 +14,9 @@ from torch import Tensor
 from benchmarks.timing import interleaved
 from lightning_nm.functional import nm_mask
 from lightning_nm.functional.mask_storage import FORWARD_BIT
-from lightning_nm.functional.pattern import NMPattern
 from lightning_nm.kernels.api import MaskedMatrix
 from lightning_nm.kernels.cpu import CpuCsrKernel, CpuPermuteKernel
+from lightning_nm.pattern import NMPattern
 
 Call = Callable[[], Any]
 

@@ -29,7 +29,7 @@ import torch
 from benchmarks.gpu.apart import messages
 from benchmarks.gpu.report import Answer, Report
 from benchmarks.gpu.setting import Setting
-from lightning_nm.kernels.router.cache import environment_of
+from lightning_nm.kernels.tuner import environment_of
 
 SCHEMA = 1
 

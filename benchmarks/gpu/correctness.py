@@ -15,8 +15,7 @@ from torch import Tensor
 from benchmarks.gpu.setting import Operators, Setting
 from lightning_nm.functional import nm_mask
 from lightning_nm.kernels.gpu.two_four import packed_width
-from lightning_nm.kernels.router.checks import TOLERANCE
-from lightning_nm.kernels.router.timing import DeviceTimer
+from lightning_nm.kernels.tuner import TOLERANCE, DeviceTimer
 
 REPEATS = 5
 

@@ -22,7 +22,7 @@ from benchmarks.gpu.correctness import judge
 from benchmarks.gpu.setting import NotAsked, Setting
 from lightning_nm.kernels import CuSparseLtKernel
 from lightning_nm.kernels.gpu.cusparselt import library_version
-from lightning_nm.kernels.router.timing import copies_past_cache, rotated
+from lightning_nm.kernels.tuner import copies_past_cache, rotated
 
 # [out, in] and tokens of forward products.
 SHAPES = {

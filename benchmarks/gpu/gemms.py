@@ -20,13 +20,18 @@ import torch
 
 from benchmarks.gpu.report import Report
 from benchmarks.gpu.setting import NotAsked, Setting
-from lightning_nm.functional.pattern import NMPattern
 from lightning_nm.kernels import GemmKernel, GemmKey
 from lightning_nm.kernels.api import multiply_adds
-from lightning_nm.kernels.router.cache import Decisions, environment_of
-from lightning_nm.kernels.router.checks import dense_ms, sparse_ms
-from lightning_nm.kernels.router.timing import DeviceTimer
-from lightning_nm.kernels.router.tuner import Tuner, speedup
+from lightning_nm.kernels.tuner import (
+    Decisions,
+    DeviceTimer,
+    Tuner,
+    dense_ms,
+    environment_of,
+    sparse_ms,
+    speedup,
+)
+from lightning_nm.pattern import NMPattern
 
 PATTERN = NMPattern(2, 4)
 DTYPE = torch.bfloat16

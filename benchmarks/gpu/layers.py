@@ -38,7 +38,7 @@ from benchmarks.gpu.report import Report
 from benchmarks.gpu.setting import Setting
 from lightning_nm import MVUE, NMSparsifier
 from lightning_nm.kernels import GemmKernel
-from lightning_nm.kernels.router.router import Router, routing
+from lightning_nm.kernels.router import Router, routing
 
 BF16 = torch.bfloat16
 

@@ -32,7 +32,6 @@ from benchmarks.timing import interleaved
 from lightning_nm.functional import fold_seed, nm_mask
 from lightning_nm.functional.evolution import as_blocks, best_swaps, evidence_scores
 from lightning_nm.functional.mask_storage import BACKWARD_BIT, FORWARD_BIT
-from lightning_nm.functional.pattern import NMPattern
 from lightning_nm.functional.select import mask_
 from lightning_nm.kernels.blocks import BlockGrid, EvidenceStep
 from lightning_nm.kernels.evolution import passes_for
@@ -54,6 +53,7 @@ from lightning_nm.methods.bame.evidence import (
     Evidence,
     bias_correction,
 )
+from lightning_nm.pattern import NMPattern
 
 PATTERN = NMPattern(2, 4)
 SHAPES = ["11008x4096", "4096x11008"]

@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_nm.functional import nm_prune
 from lightning_nm.kernels import GemmKernel, KernelRegistry, SimulatedSparseKernel
 from lightning_nm.kernels.gpu.simulated import compress, expand
-from lightning_nm.kernels.router.timing import DeviceTimer
+from lightning_nm.kernels.tuner import DeviceTimer
 
 Choice = TypeVar("Choice")
 

@@ -2,8 +2,24 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import ModelPruning
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelPruning
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.pytorch.utilities import rank_zero_warn
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler
+
+from lightning_nm.callbacks.state import Lifecycle, Origin
+from lightning_nm.estimators import GradientEstimator
+from lightning_nm.methods import Method
+from lightning_nm.nn.layer import NMLayer
+from lightning_nm.nn.selection import Rule
+from lightning_nm.plugins import NMDDPStrategy
+from lightning_nm.sparsifier import NMSparsifier
+from lightning_nm.training.phases import finished_phases, told_as_dense
 
 
 def check_trainer(trainer: pl.Trainer) -> None:
@@ -26,4 +42,265 @@ def check_trainer(trainer: pl.Trainer) -> None:
     if any(isinstance(callback, ModelPruning) for callback in callbacks):
         raise ValueError(
             "ModelPruning and NMSparsityCallback in one Trainer would mask the same weights twice: remove one"
+        )
+
+
+_LEFT_OUT = (
+    "DistributedDataParallel does not average the gradients of {names}: they were frozen when it wrapped the model and "
+    "are trained now, so that each process trains weights of its own. Freeze them later, in on_train_start, with the "
+    "strategy 'ddp_find_unused_parameters_true'"
+)
+
+
+class ProcessConsistency:
+    """Keeps masks, and the parameters that methods own, equal in all processes.
+
+    It compares the masks of all processes, and averages the gradients of parameters that methods own. Masks are
+    compared before the first backward pass after a mask update, since its collectives are the first that
+    could depend on the masks. The Trainer's hooks decide when, so all processes do it together.
+
+    ``every`` is the number of optimizer steps between two comparisons; 0 for none. With ``nm_ddp`` it is always 1,
+    because its communication hook depends on the masks.
+    """
+
+    def __init__(
+        self, strategy: DDPStrategy | ModelParallelStrategy, sparsifier: NMSparsifier, every: int
+    ) -> None:
+        self.sparsifier = sparsifier
+        self.comm_hook = strategy.comm_hook if isinstance(strategy, NMDDPStrategy) else None
+        self.every = 1 if self.comm_hook is not None else every
+        self._steps = 0  # of any optimizer, in this fit
+        self._due = self.every > 0  # the first masks are compared, too
+        self._layer_count = 0
+        # DistributedDataParallel, which wrapped the model before this fit started, leaves these out for good.
+        self._left_out: list[NMLayer] = []
+        self._said_left_out: list[str] = []
+        if isinstance(strategy, DDPStrategy):
+            selection = sparsifier.selection
+            self._left_out = [
+                layer
+                for layer in (*selection.layers, *selection.frozen)
+                if not layer.param.requires_grad and layer.spec.method.trains_weight
+            ]
+        self.add_layers()
+
+    @classmethod
+    def create(
+        cls, trainer: pl.Trainer, sparsifier: NMSparsifier, every: int
+    ) -> ProcessConsistency | None:
+        """Create one for a fit; ``None`` unless the strategy is a ``DDPStrategy`` or a ``ModelParallelStrategy``.
+
+        Raises:
+            ValueError: If a method owns parameters whose optimizer state the strategy cannot save.
+        """
+        strategy = trainer.strategy
+        if not isinstance(strategy, (DDPStrategy, ModelParallelStrategy)):
+            return None
+        # DCP saves optimizer states by the names of the model's parameters, and these have none.
+        owners = [layer for layer in sparsifier.layers.values() if layer.parameters]
+        if owners and isinstance(strategy, ModelParallelStrategy):
+            owner = f"{type(owners[0].spec.method).__name__} owns parameters at layer '{owners[0].name}'"
+            fault = "distributed checkpoints save no optimizer state of parameters that are not the model's"
+            raise ValueError(
+                f"{owner}, and {fault}: use the ddp or nm_ddp strategy with this method"
+            )
+        return cls(strategy, sparsifier, every)
+
+    def add_layers(self) -> None:
+        """Tell the communication hook of all layers."""
+        layers = self.sparsifier.selection.layers
+        if self.comm_hook is not None:
+            self.comm_hook.add(layers)
+        self._layer_count = len(layers)
+
+    def close(self) -> None:
+        """End the fit: the communication hook sends full gradients again."""
+        if self.comm_hook is not None:
+            self.comm_hook.remove(self.sparsifier.layers.values())
+
+    def before_backward(self) -> None:
+        """Compare the masks if a comparison is due."""
+        # Frozen layers are masked when they are unfrozen.
+        if len(self.sparsifier.selection.layers) != self._layer_count:
+            self.add_layers()
+        self._warn_of_left_out()
+        if self._due:
+            self._due = False
+            self._compare()
+
+    def _warn_of_left_out(self) -> None:
+        """Warn of weights that are trained now, and were frozen when DistributedDataParallel wrapped the model."""
+        trained = [layer.name for layer in self._left_out if layer.param.requires_grad]
+        new = [name for name in trained if name not in self._said_left_out]
+        if new:
+            self._said_left_out += new
+            rank_zero_warn(_LEFT_OUT.format(names=new))
+
+    def _compare(self) -> None:
+        """Compare the masks of all processes, and say why they may differ."""
+        try:
+            self.sparsifier.compare_ranks()
+        except RuntimeError as error:
+            if not self._said_left_out:
+                raise
+            cause = _LEFT_OUT.format(names=self._said_left_out)
+            raise RuntimeError(f"{error}. The likely cause: {cause}") from error
+
+    def after_backward(self, trainer: pl.Trainer) -> None:
+        """Average the gradients of parameters that methods own, in the micro-batches in which DDP synchronizes."""
+        # DDP has this attribute; in other models every backward pass synchronizes.
+        if getattr(trainer.model, "require_backward_grad_sync", True):
+            self.sparsifier.reduce_gradients()
+
+    def before_step(self) -> None:
+        """Count an optimizer step, after which masks may be updated.
+
+        The comparison waits for the next backward pass, because the masks change only when the batch ends.
+        """
+        self._steps += 1
+        if self.every and self._steps % self.every == 0:
+            self._due = True
+
+    def at_end(self) -> None:
+        """Compare once more at the end of training, before rank 0 saves the model."""
+        if self.every:
+            self._compare()
+
+
+def has_schedule(part: Method | GradientEstimator | None) -> bool:
+    """Return whether a method or an estimator starts or stops during training.
+
+    Example:
+        >>> from lightning_nm import BAME, SRSTE
+        >>> has_schedule(BAME()), has_schedule(SRSTE()), has_schedule(None)
+        (True, False, False)
+    """
+    if part is None:
+        return False
+    try:
+        return bool(part.schedule(None))
+    except ValueError:
+        # The schedule is given as shares of the training length, which is not known here.
+        return True
+
+
+def is_scheduled(rule: Rule) -> bool:
+    """Return whether anything that a rule gives its layers starts or stops during training."""
+    has_stages = rule.schedule is not None
+    return has_stages or has_schedule(rule.method) or has_schedule(rule.estimator)
+
+
+def planned_steps(trainer: pl.Trainer, pl_module: pl.LightningModule) -> int | None:
+    """Return the number of optimizer steps of the whole training; ``None`` if the Trainer does not know it."""
+    if not pl_module.automatic_optimization:  # a batch takes any number of steps
+        return None
+    if getattr(trainer, "fast_dev_run", False):  # one step of a training of unknown length
+        return 1 << 30
+    callbacks: list[pl.Callback] = getattr(trainer, "callbacks", [])
+    if any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks):
+        # Lightning cannot estimate the number of steps where they have different numbers of batches. -1 is its sign for
+        # no limit of epochs: then max_steps alone ends the training.
+        planned: float = trainer.max_steps if trainer.max_epochs == -1 else math.inf
+    else:
+        planned = trainer.estimated_stepping_batches
+    # A training without end has -1 or infinitely many steps.
+    is_known = 0 < planned < math.inf
+    return int(planned) if is_known else None
+
+
+def warn_at_start(sparsifier: NMSparsifier, *, continues: bool) -> None:
+    """Warn of layers that are not trained and, in a resumed training, of phases that ended before it."""
+    # A new training has only just begun its phases.
+    if continues:
+        for phase in finished_phases(sparsifier.selection.layers):
+            rank_zero_warn(
+                f"{phase}; for another training with phases of its own, make a new callback"
+            )
+    if not sparsifier.layers:
+        frozen = [layer.name for layer in sparsifier.selection.frozen]
+        names = ", ".join(frozen[:8])
+        if len(frozen) > 8:
+            names += f" and {len(frozen) - 8} more"
+        advice = (
+            "Each is masked when it is unfrozen and in an optimizer; frozen='mask' masks them now"
+        )
+        if not any(layer.spec.method.trains_weight for layer in sparsifier.selection.frozen):
+            advice = (
+                "Give an optimizer their weights, frozen or not: it trains what the method owns"
+            )
+        rank_zero_warn(f"no layer is masked yet: no optimizer trains {names}. {advice}")
+    if sparsifier.trained_dense:
+        rank_zero_warn(told_as_dense(sparsifier.trained_dense))
+    # Layers that `include` names are masked although they are frozen.
+    if sparsifier.unowned:
+        rank_zero_warn(
+            f"no optimizer trains these masked layers, so their masks stand still: {sparsifier.unowned}"
+        )
+
+
+def warn_of_resume(trainer: pl.Trainer, lifecycle: Lifecycle) -> None:
+    """Warn of a checkpoint without masks, and of one from which the data do not go on where they were."""
+    path = trainer.ckpt_path
+    if lifecycle.is_new and lifecycle.steps_before:
+        rank_zero_warn(
+            f"'{path}' has no state of NMSparsityCallback: it is of a dense training, or of another callback. Masks "
+            f"begin now, after its {lifecycle.steps_before} steps; load the weights alone for a training of its own"
+        )
+    if lifecycle.origin is Origin.CHECKPOINT and _data_begin_again(trainer):
+        rank_zero_warn(
+            "the checkpoint was saved within an epoch, and this DataLoader cannot resume there: the run goes on with "
+            "other batches than an uninterrupted one. Use a loader with state_dict(), such as StatefulDataLoader of "
+            "torchdata"
+        )
+
+
+def _data_begin_again(trainer: pl.Trainer) -> bool:
+    """Whether a resumed epoch reads other batches than the interrupted one would have."""
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    loaders = tree_leaves(trainer.train_dataloader)
+    if progress.current.ready >= trainer.num_training_batches or progress.is_last_batch:
+        if progress.current.completed == progress.current.ready:
+            return False  # saved at the end of the epoch
+        # All batches were read. Their loader begins once more, to find that, and a sampler draws another order then.
+        loaders = [loader for loader in loaders if _draws_an_order(loader)]
+    return any(not hasattr(loader, "load_state_dict") for loader in loaders)
+
+
+def _draws_an_order(loader: Any) -> bool:
+    """Whether a loader draws the order of its data anew each time that it begins, as shuffled ones do."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return False
+    # DistributedSampler draws by the number of the epoch alone.
+    sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
+    return not isinstance(sampler, (SequentialSampler, DistributedSampler))
+
+
+def warn_of_replaced(sparsifier: NMSparsifier) -> None:
+    """Warn of layers whose module was replaced since the masks were chosen."""
+    replaced = sparsifier.selection.replaced(sparsifier.model)
+    if replaced:
+        rank_zero_warn(
+            f"these layers are no longer in the model, and what replaced them stays dense in this fit: {replaced}. "
+            "Replace modules before the fit starts, for example in setup()"
+        )
+
+
+def warn_after_first_batch(sparsifier: NMSparsifier) -> None:
+    """Warn of masked layers that the first batch did not call, or called with too few tokens for the estimator."""
+    # The calls of modules are counted, so a product that reads a module's weight otherwise is not seen.
+    if sparsifier.unseen:
+        rank_zero_warn(
+            f"these masked layers were not called in the first batch: {sparsifier.unseen}. If other code reads "
+            "their weights directly, it reads dense ones: name the layers in `exclude`"
+        )
+    if sparsifier.frozen_again:
+        rank_zero_warn(
+            "these layers have trained before and are frozen now (requires_grad=False), so that nothing trains them "
+            f"and their masks stand still: {sparsifier.frozen_again}. Callbacks such as BackboneFinetuning freeze them "
+            "again when a run resumes: unfreeze them if that is not meant"
+        )
+    if sparsifier.short_of_tokens:
+        rank_zero_warn(
+            "the first batch had fewer tokens than one block of the gradient estimator, so nothing is gained: "
+            f"{sparsifier.short_of_tokens}. Use larger batches, a smaller M, or a rule with `grad_estimator: null`"
         )

@@ -10,20 +10,22 @@ import lightning.pytorch as pl
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_nm.callbacks.report.environment import environment, router_of
-from lightning_nm.callbacks.report.heat_maps import (
+from lightning_nm.callbacks.tables import (
+    PREFIX,
+    environment,
+    kernel_columns,
+    router_of,
+    summary_rows,
+)
+from lightning_nm.callbacks.tensorboard import (
     MAPS,
     LayerHistory,
-    can_draw,
-    heat_map,
-    layer_column,
-)
-from lightning_nm.callbacks.report.kernel_table import kernel_columns
-from lightning_nm.callbacks.report.tables import PREFIX, summary_rows
-from lightning_nm.callbacks.report.tensorboard import (
     TensorBoardWriter,
+    can_draw,
     custom_scalars_layout,
     draw_histogram,
+    heat_map,
+    layer_column,
     layers_markdown,
     margin_histogram,
     markdown_table,

@@ -7,10 +7,10 @@ from typing import Any
 import lightning.pytorch as pl
 from torch import nn
 
+from lightning_nm.callbacks.checks import planned_steps
 from lightning_nm.callbacks.sparsity import NMSparsityCallback
-from lightning_nm.callbacks.training_length import planned_steps
-from lightning_nm.functional.schedule import Moment, check_moment
 from lightning_nm.nn.layer import NMLayer
+from lightning_nm.schedule import Moment, check_moment
 from lightning_nm.training.int8_rounding import Int8Rounding, rounding_fault
 
 

@@ -11,32 +11,40 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_only, rank_zer
 from rich.console import Console
 from torch.optim import Optimizer
 
-from lightning_nm.callbacks.averages import check_averaging_order
-from lightning_nm.callbacks.checkpoint import SavedSparsity
-from lightning_nm.callbacks.checks import check_trainer
-from lightning_nm.callbacks.consistency import ProcessConsistency
-from lightning_nm.callbacks.lifecycle import Lifecycle, Origin, Phase
-from lightning_nm.callbacks.monitor import NOT_THE_DEFAULT, MaskMonitor
-from lightning_nm.callbacks.report.environment import router_of
-from lightning_nm.callbacks.report.kernel_table import print_kernels
-from lightning_nm.callbacks.report.settings import log_hyperparameters
-from lightning_nm.callbacks.report.tables import print_layers, print_summary
-from lightning_nm.callbacks.report.warnings import (
+from lightning_nm.callbacks.checks import (
+    ProcessConsistency,
+    check_trainer,
+    is_scheduled,
+    planned_steps,
     warn_after_first_batch,
     warn_at_start,
     warn_of_replaced,
     warn_of_resume,
 )
-from lightning_nm.callbacks.training_length import is_scheduled, planned_steps
+from lightning_nm.callbacks.monitor import NOT_THE_DEFAULT, MaskMonitor
+from lightning_nm.callbacks.state import (
+    Lifecycle,
+    Origin,
+    Phase,
+    SavedSparsity,
+    check_averaging_order,
+)
+from lightning_nm.callbacks.tables import (
+    log_hyperparameters,
+    print_kernels,
+    print_layers,
+    print_summary,
+    router_of,
+)
 from lightning_nm.config import SparsityConfig, chosen_config, refuse_unknown
 from lightning_nm.estimators import EstimatorName, GradientEstimator
-from lightning_nm.functional.pattern import PatternLike
-from lightning_nm.functional.schedule import UnknownLength
-from lightning_nm.functional.spelling import not_given
 from lightning_nm.methods import Method, MethodName
 from lightning_nm.nn.layer import NMLayer
+from lightning_nm.pattern import PatternLike
+from lightning_nm.schedule import UnknownLength
 from lightning_nm.sparsifier import NMSparsifier
-from lightning_nm.training.distributed.comm_hook import CommHookState
+from lightning_nm.spelling import not_given
+from lightning_nm.training.comm_hook import CommHookState
 
 
 class NMSparsityCallback(SavedSparsity):

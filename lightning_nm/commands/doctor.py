@@ -15,7 +15,7 @@ import lightning.pytorch as pl
 import torch
 from rich.console import Console
 
-from lightning_nm.callbacks.report.kernel_table import kernel_rows, print_kernels
+from lightning_nm.callbacks.tables import kernel_rows, print_kernels
 from lightning_nm.commands.build import (
     Enough,
     add_training,
@@ -26,7 +26,7 @@ from lightning_nm.commands.build import (
 from lightning_nm.commands.machine import examine, print_machine
 from lightning_nm.commands.output import add_json, print_json, print_line
 from lightning_nm.kernels import Router
-from lightning_nm.kernels.router.router import activate, routing
+from lightning_nm.kernels.router import activate, routing
 from lightning_nm.plugins.routing import KernelRouting
 
 # Optimizer steps. Kernels are chosen in the first; the others before the timed ones run them, unmeasured.

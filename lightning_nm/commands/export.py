@@ -40,7 +40,7 @@ from lightning_nm.export.outputs import export_packed, export_torch
 from lightning_nm.export.patterns import patterns_in
 from lightning_nm.export.sources import Source, read_source
 from lightning_nm.export.verdicts import classify, is_matrix
-from lightning_nm.functional.pattern import NMPattern
+from lightning_nm.pattern import NMPattern
 
 _SUFFIXES = {"onnx": ".onnx", "pt2": ".pt2", "executorch": ".pte"}
 _GRAPHS = ("onnx", "pt2", "executorch", "coreml")  # files of a model, whose class is needed

@@ -16,8 +16,8 @@ from rich.console import Console
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from lightning_nm.callbacks.report.tables import COUNTINGS, print_layers
-from lightning_nm.callbacks.training_length import is_scheduled, planned_steps
+from lightning_nm.callbacks.checks import is_scheduled, planned_steps
+from lightning_nm.callbacks.tables import COUNTINGS, print_layers
 from lightning_nm.commands.build import (
     Enough,
     add_training,
@@ -28,10 +28,10 @@ from lightning_nm.commands.build import (
 from lightning_nm.commands.output import add_json, columns_table, print_json, print_line
 from lightning_nm.export.graphs import example_of
 from lightning_nm.functional import FlopsKind, GemmDensity
-from lightning_nm.nn.layer.gemms import mean_densities
+from lightning_nm.nn.costs import mean_densities
 from lightning_nm.sparsifier import NMSparsifier
 from lightning_nm.training.macs import MacsCounter, forward_macs
-from lightning_nm.training.planned import charge_plan
+from lightning_nm.training.phases import charge_plan
 from lightning_nm.training.statistics import flops_ratios
 
 

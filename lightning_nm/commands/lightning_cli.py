@@ -17,10 +17,9 @@ from typing import Any, NoReturn
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
 
-from lightning_nm.config import arguments_of
-from lightning_nm.config.rules import RuleSpec
-from lightning_nm.functional.schedule import ScheduleSpec
-from lightning_nm.functional.spelling import did_you_mean
+from lightning_nm.config import RuleSpec, arguments_of
+from lightning_nm.schedule import ScheduleSpec
+from lightning_nm.spelling import did_you_mean
 
 EXTRA = (
     "The command line needs the extra `cli`: pip install -e '.[cli]' in a checkout of lightning_nm"

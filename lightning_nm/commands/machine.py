@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from lightning_nm.callbacks.report.tables import plain_table
+from lightning_nm.callbacks.tables import plain_table
 from lightning_nm.commands.output import columns_table, print_line
 from lightning_nm.kernels import KernelRegistry
 from lightning_nm.kernels.cpu import library
 from lightning_nm.kernels.gpu import triton_use
-from lightning_nm.kernels.router.cache import environment_of
-from lightning_nm.kernels.router.registry import reason_or_error
+from lightning_nm.kernels.tuner import environment_of, reason_or_error
 
 
 def examine() -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from lightning_nm.callbacks.report.tables import plain_table
+from lightning_nm.callbacks.tables import plain_table
 
 SCHEMA = 1
 """The version of the JSON documents of all commands."""

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Literal, get_args
 
-from lightning_nm.estimators.base import GradientEstimator
-from lightning_nm.estimators.blocks import BlockEstimator
+from lightning_nm.estimators.base import BlockEstimator, GradientEstimator
 from lightning_nm.estimators.mvue import MVUE, ApproxMVUE
 from lightning_nm.estimators.top_n import TopN
-from lightning_nm.functional.spelling import did_you_mean, not_given
+from lightning_nm.spelling import did_you_mean, not_given
 
 __all__ = [
     "MVUE",

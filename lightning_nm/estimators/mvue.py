@@ -6,12 +6,12 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_nm.estimators.blocks import BlockEstimator
+from lightning_nm.estimators.base import BlockEstimator
 from lightning_nm.functional import approx_mvue, mvue
-from lightning_nm.functional.pattern import NMPattern
-from lightning_nm.functional.schedule import Moment
 from lightning_nm.kernels.operands import TOKENS, in_one_pass, mvue_transposed
 from lightning_nm.nn.layer import NMLayer
+from lightning_nm.pattern import NMPattern
+from lightning_nm.schedule import Moment
 
 
 class MVUE(BlockEstimator):

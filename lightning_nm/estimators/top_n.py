@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_nm.estimators.blocks import BlockEstimator
+from lightning_nm.estimators.base import BlockEstimator
 from lightning_nm.functional import nm_mask
-from lightning_nm.functional.pattern import NMPattern
+from lightning_nm.pattern import NMPattern
 
 
 class TopN(BlockEstimator):

@@ -28,10 +28,10 @@ from lightning_nm.export.packed_model import refuse_empty
 from lightning_nm.export.patterns import Found, patterns_in
 from lightning_nm.export.safetensors_file import memory_of
 from lightning_nm.export.verdicts import judge
-from lightning_nm.functional.pattern import NMPattern, PatternLike
-from lightning_nm.nn.layer.layout import Layout
 from lightning_nm.nn.packed import packed_weights, places_of
 from lightning_nm.nn.packed.tensor import blocks_last
+from lightning_nm.nn.weight import Layout
+from lightning_nm.pattern import NMPattern, PatternLike
 
 Precision = Literal["float32", "float16"]
 

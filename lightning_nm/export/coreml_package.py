@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_nm.functional.pattern import NMPattern
 from lightning_nm.nn.packed import LAYOUTS
 from lightning_nm.nn.packed.tensor import shape_of_blocks
+from lightning_nm.pattern import NMPattern
 
 SUFFIX = ".mlpackage"
 

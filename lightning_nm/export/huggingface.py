@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_nm.export.files import read_file, tensors_in
 from lightning_nm.functional import unpack_mask
-from lightning_nm.nn.layer.names import key_of_layer, plain_name
+from lightning_nm.nn.weight import key_of_layer, plain_name
 from lightning_nm.training.checkpoint import check_schema
 
 STATE_FILE = "nm_sparsifier.pt"

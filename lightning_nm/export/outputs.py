@@ -23,8 +23,8 @@ from lightning_nm.export.packed_model import matches, refuse_empty
 from lightning_nm.export.patterns import patterns_in
 from lightning_nm.export.safetensors_file import memory_of, write_safetensors
 from lightning_nm.export.sources import Source, other_files
-from lightning_nm.functional.pattern import NMPattern, PatternLike
 from lightning_nm.nn.packed import EVERY_ENTRY, PackedTensor, Role, int8_fault, scale_shapes
+from lightning_nm.pattern import NMPattern, PatternLike
 
 
 class Written(NamedTuple):

@@ -23,8 +23,6 @@ from lightning_nm.export.safetensors_file import (
     write_safetensors,
 )
 from lightning_nm.functional.nm_format import MAX_M, PACKED_DTYPES
-from lightning_nm.functional.pattern import NMPattern
-from lightning_nm.nn.layer.layout import Layout
 from lightning_nm.nn.packed.tensor import (
     EVERY_ENTRY,
     INT8_DTYPES,
@@ -33,6 +31,8 @@ from lightning_nm.nn.packed.tensor import (
     packed_shapes,
     scale_shapes,
 )
+from lightning_nm.nn.weight import Layout
+from lightning_nm.pattern import NMPattern
 
 FORMAT = "lightning_nm.packed"
 VERSION = "1"

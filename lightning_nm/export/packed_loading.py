@@ -13,7 +13,6 @@ from lightning_nm.export.packed_file import PackedFile, no_checksums
 from lightning_nm.export.packed_model import Model, check_kernels, for_inference, listed
 from lightning_nm.export.safetensors_file import bytes_of
 from lightning_nm.export.verdicts import count_nonfinite
-from lightning_nm.nn.layer.names import plain_name
 from lightning_nm.nn.packed import (
     BUDGET_S,
     EVERY_ENTRY,
@@ -29,6 +28,7 @@ from lightning_nm.nn.packed import (
     places_of,
     put,
 )
+from lightning_nm.nn.weight import plain_name
 
 
 def load_packed(

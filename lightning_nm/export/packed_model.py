@@ -13,9 +13,6 @@ from torch import Tensor, nn
 
 from lightning_nm.export.packed_file import parts_of, write_packed
 from lightning_nm.export.patterns import Found, pattern_of
-from lightning_nm.functional.pattern import NMPattern, PatternLike
-from lightning_nm.nn.layer.layout import Layout
-from lightning_nm.nn.layer.names import plain_name
 from lightning_nm.nn.packed import (
     BUDGET_S,
     EVERY_ENTRY,
@@ -35,6 +32,8 @@ from lightning_nm.nn.packed import (
     return_freed_memory,
 )
 from lightning_nm.nn.packed.tensor import INT8_DTYPES
+from lightning_nm.nn.weight import Layout, plain_name
+from lightning_nm.pattern import NMPattern, PatternLike
 
 Model = TypeVar("Model", bound=nn.Module)
 

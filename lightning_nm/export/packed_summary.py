@@ -9,9 +9,8 @@ from typing import NamedTuple
 from torch import nn
 
 from lightning_nm.export.patterns import pattern_of
-from lightning_nm.nn.layer.layout import Layout
-from lightning_nm.nn.layer.names import parameter_key, plain_name
 from lightning_nm.nn.packed import PackedLayer, packed_weights, places_and_reasons
+from lightning_nm.nn.weight import Layout, parameter_key, plain_name
 
 
 class HeldWeight(NamedTuple):

@@ -12,11 +12,10 @@ from torch import Tensor
 from lightning_nm.export.safetensors_file import memory_of
 from lightning_nm.functional import count_violations
 from lightning_nm.functional.nm_format import MAX_M, PACKED_DTYPES, position_bits
-from lightning_nm.functional.pattern import NMPattern
-from lightning_nm.nn.layer.layout import Layout
-from lightning_nm.nn.layer.names import key_of_layer, plain_name
 from lightning_nm.nn.packed.replace import SAME_BLOCKS
 from lightning_nm.nn.packed.tensor import blocks_last
+from lightning_nm.nn.weight import Layout, key_of_layer, plain_name
+from lightning_nm.pattern import NMPattern
 
 SOUGHT = (4, 8, 16, 32)
 """Lengths of blocks that are tried where no pattern is given."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_nm.export.patterns import LARGEST, pattern_of
 from lightning_nm.functional import count_violations
-from lightning_nm.functional.pattern import NMPattern
+from lightning_nm.pattern import NMPattern
 
 # Without a sparsifier state, a weight with fewer violating blocks than this share is broken, others are dense.
 _DENSE_FROM = 0.5

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_nm.functional.masks import nm_mask
-from lightning_nm.functional.pattern import NMPattern, PatternLike
+from lightning_nm.pattern import NMPattern, PatternLike
 
 # Columns whose corrections of all later columns are applied at once, by one matrix product.
 _COLUMNS_AT_ONCE = 128

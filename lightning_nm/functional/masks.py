@@ -15,8 +15,8 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from lightning_nm.functional.pattern import NMPattern, PatternLike
 from lightning_nm.functional.select import masked
+from lightning_nm.pattern import NMPattern, PatternLike
 
 # Beyond, unrolled pairs take long to compile, and a sort is faster where nothing fuses them.
 _MAX_UNROLLED_M = 8

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_nm.functional.mask_storage import pack_mask, unpack_mask
 from lightning_nm.functional.masks import nm_mask
-from lightning_nm.functional.pattern import NMPattern, PatternLike
+from lightning_nm.pattern import NMPattern, PatternLike
 
 MAX_M = 256
 """The longest block that is packed."""

@@ -18,7 +18,7 @@ import torch
 from torch import Generator, Tensor
 
 from lightning_nm.functional.masks import check_output_blocks, checked_permutation
-from lightning_nm.functional.pattern import NMPattern, PatternLike
+from lightning_nm.pattern import NMPattern, PatternLike
 
 Search: TypeAlias = Literal["swap", "random", "redraw"]
 """How :func:`search_permutation` searches."""

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from lightning_nm.functional.masks import _check_blocks, magnitude_mask
-from lightning_nm.functional.pattern import NMPattern, PatternLike
 from lightning_nm.functional.random import counter_uniform
 from lightning_nm.functional.select import merged
+from lightning_nm.pattern import NMPattern, PatternLike
 
 # --------------------------------------------------------------------------------------------------------- S-STE
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_nm.functional.masks import _check_blocks
-from lightning_nm.functional.pattern import NMPattern, PatternLike
+from lightning_nm.pattern import NMPattern, PatternLike
 
 NamedTensors: TypeAlias = Mapping[str, Tensor]
 """Arguments by the names that errors give them."""

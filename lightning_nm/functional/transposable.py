@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from lightning_nm.functional.masks import nm_mask
-from lightning_nm.functional.pattern import NMPattern, PatternLike
+from lightning_nm.pattern import NMPattern, PatternLike
 
 # Up to this M all masks of a tile are tried: 90 for 2:4; for 2:5 it would be 2,040.
 _MAX_TABLE_M = 4

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lightning_nm.functional.masks import _check_blocks, memory_order
-from lightning_nm.functional.pattern import NMPattern, PatternLike
+from lightning_nm.pattern import NMPattern, PatternLike
 
 # Entries handled at a time: on a CPU, per thread, ten planes of each fit its cache; elsewhere it only bounds memory.
 _CHUNK = 1 << 17

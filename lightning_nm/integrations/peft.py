@@ -20,14 +20,12 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from lightning_nm.functional import count_violations
-from lightning_nm.functional.pattern import NMPattern, PatternLike
 from lightning_nm.functional.select import masked
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.nn.layer.names import plain_name
-from lightning_nm.nn.layer.sharding import is_sharded
 from lightning_nm.nn.packed import PackedWeight
-from lightning_nm.nn.selection.low_rank import KeepsMask, masked_delta
-from lightning_nm.nn.selection.selection import as_globs
+from lightning_nm.nn.selection import KeepsMask, as_globs, masked_delta
+from lightning_nm.nn.weight import is_sharded, plain_name
+from lightning_nm.pattern import NMPattern, PatternLike
 
 _TYPE = "MASKED_LORA: import lightning_nm.integrations.peft before loading it"
 """``peft_type`` in the ``adapter_config.json`` of masked adapters.

@@ -4,8 +4,8 @@ from lightning_nm.kernels.api import GemmKernel, GemmKey, GemmName
 from lightning_nm.kernels.gpu.cusparselt import CuSparseLtKernel
 from lightning_nm.kernels.gpu.simulated import SimulatedSparseKernel
 from lightning_nm.kernels.gpu.two_four import TwoFourKernel, two_four_reason
-from lightning_nm.kernels.router.registry import KernelRegistry
-from lightning_nm.kernels.router.router import Router, routing
+from lightning_nm.kernels.router import Router, routing
+from lightning_nm.kernels.tuner import KernelRegistry
 
 __all__ = [
     "CuSparseLtKernel",

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import grad as nn_grad
 
-from lightning_nm.functional.pattern import NMPattern
+from lightning_nm.pattern import NMPattern
 
 GemmName = Literal["forward", "dgrad", "wgrad"]
 

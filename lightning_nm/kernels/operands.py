@@ -19,9 +19,9 @@ from torch import Tensor
 
 from lightning_nm.functional import counter_uniform, mvue
 from lightning_nm.functional.mask_storage import BACKWARD_BIT, FORWARD_BIT
-from lightning_nm.functional.pattern import NMPattern, PatternLike
 from lightning_nm.functional.select import masked
 from lightning_nm.kernels.gpu import triton_use
+from lightning_nm.pattern import NMPattern, PatternLike
 
 TOKENS = 16
 """The tokens of a sparse wgrad are padded to a multiple of this: cuSPARSELt's rule for half types."""

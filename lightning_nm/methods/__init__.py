@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, Literal, get_args
 
-from lightning_nm.functional.spelling import did_you_mean, not_given
 from lightning_nm.methods.asp import ASP
 from lightning_nm.methods.bame import BAME
 from lightning_nm.methods.base import Dense, MaskMethod, Method
@@ -20,6 +19,7 @@ from lightning_nm.methods.slope import SLoPe
 from lightning_nm.methods.ste import SRSTE, STE
 from lightning_nm.methods.step import STEP
 from lightning_nm.methods.transposable import TransposableMask
+from lightning_nm.spelling import did_you_mean, not_given
 
 __all__ = [
     "ASP",

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_nm.functional import is_nm
-from lightning_nm.functional.schedule import Moment, check_moment, resolve_moment
 from lightning_nm.functional.select import mask_
 from lightning_nm.methods.base import MaskMethod, check_option, largest_entries
 from lightning_nm.nn.layer import NMLayer
+from lightning_nm.schedule import Moment, check_moment, resolve_moment
 
 
 class ASP(MaskMethod):

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_nm.functional.masks import magnitude_mask
-from lightning_nm.functional.pattern import NMPattern
-from lightning_nm.functional.schedule import DENSE, Moment
 from lightning_nm.functional.select import masked
 from lightning_nm.nn.layer import NMLayer
+from lightning_nm.pattern import NMPattern
+from lightning_nm.schedule import DENSE, Moment
 
 _STEP_HOOKS = (
     "penalty",
@@ -141,7 +141,7 @@ class Method:
     """A method decides the values W_F and W_B that a layer's GEMMs use, when masks move, and how dW reaches W.
 
     The base class keeps every weight dense. One instance serves many layers: the state of one layer is kept on its
-    :class:`~lightning_nm.nn.layer.layer.NMLayer` (``set_masks``, ``buffers``, ``parameters``) or under ``layer.name``.
+    :class:`~lightning_nm.nn.layer.NMLayer` (``set_masks``, ``buffers``, ``parameters``) or under ``layer.name``.
 
     The order of calls is: :meth:`check` and :meth:`check_optimizer`; :meth:`init_masks` once; then for each real
     optimizer step :meth:`before_step` (gradients are complete, unscaled and not yet clipped), :meth:`after_clipping`,
@@ -263,7 +263,7 @@ class Method:
     def sparse_window(self, layer: NMLayer) -> tuple[int, ...]:
         """The training steps between which the layer is N:M, where there is a ``dense_start`` or a ``dense_end``.
 
-        As :func:`~lightning_nm.functional.schedule.resolve_window` gives them; by default the layer's schedule.
+        As :func:`~lightning_nm.schedule.resolve_window` gives them; by default the layer's schedule.
         """
         return layer.progress.schedule
 

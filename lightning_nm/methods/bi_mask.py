@@ -10,11 +10,11 @@ from torch import Tensor
 from lightning_nm.functional import backward_mask, magnitude_mask, search_permutation
 from lightning_nm.functional.masks import checked_permutation
 from lightning_nm.functional.permutation import Criterion, Search
-from lightning_nm.functional.schedule import Moment
 from lightning_nm.kernels.cpu import evolution
 from lightning_nm.methods.base import check_count, check_option
 from lightning_nm.methods.ste import SRSTE, DecayAt
 from lightning_nm.nn.layer import NMLayer
+from lightning_nm.schedule import Moment
 
 
 class BiMask(SRSTE):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
-from lightning_nm.nn.layer.layout import known_shape
+from lightning_nm.nn.weight import known_shape
 
 # A shorter list costs little more when the whole model runs for each of its layers.
 _WORTH_A_WARNING = 4

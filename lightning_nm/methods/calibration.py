@@ -16,7 +16,7 @@ from lightning_nm.methods.blocks import Memory, Reached, Trace, find_lists
 from lightning_nm.nn.adapters import Adapter, find_adapter
 from lightning_nm.nn.adapters.experts import INPUT_HOOKS
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.nn.selection.install import install, uninstall
+from lightning_nm.nn.selection import install, uninstall
 
 
 def has_experts(layer: NMLayer) -> bool:

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 
 from lightning_nm.functional import pack_mask, unpack_mask
-from lightning_nm.functional.schedule import Moment, check_moment, resolve_moment
 from lightning_nm.functional.select import mask_, masked
 from lightning_nm.functional.soft import decayed_moment
 from lightning_nm.methods.bame.optimizer_state import coupled_decay, group_of, will_be_skipped
@@ -25,7 +24,8 @@ from lightning_nm.methods.base import (
     set_parameter,
 )
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.nn.layer.sharding import local_values
+from lightning_nm.nn.weight import local_values
+from lightning_nm.schedule import Moment, check_moment, resolve_moment
 
 KEPT = "kept"
 """The name of the buffer with the entries that are not decayed, one bit each."""

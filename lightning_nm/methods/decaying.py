@@ -11,8 +11,11 @@ import torch
 from torch import Tensor
 
 from lightning_nm.functional import magnitude_mask
-from lightning_nm.functional.pattern import NMPattern
-from lightning_nm.functional.schedule import (
+from lightning_nm.methods.base import check_number, check_option
+from lightning_nm.methods.ste import STE
+from lightning_nm.nn.layer import NMLayer
+from lightning_nm.pattern import NMPattern
+from lightning_nm.schedule import (
     Moment,
     UnknownLength,
     check_moment,
@@ -20,9 +23,6 @@ from lightning_nm.functional.schedule import (
     resolve_window,
     within,
 )
-from lightning_nm.methods.base import check_number, check_option
-from lightning_nm.methods.ste import STE
-from lightning_nm.nn.layer import NMLayer
 
 Decay = Literal["linear", "exponential", "structure"]
 

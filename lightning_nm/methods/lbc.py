@@ -12,8 +12,6 @@ from torch.optim import Optimizer
 
 from lightning_nm.functional import pack_mask, unpack_mask
 from lightning_nm.functional.evolution import as_blocks, from_blocks
-from lightning_nm.functional.pattern import NMPattern
-from lightning_nm.functional.schedule import Moment, check_moment, resolve_moment
 from lightning_nm.functional.select import mask_, masked
 from lightning_nm.functional.soft import patterns_of_layer, surviving
 from lightning_nm.methods.base import (
@@ -23,6 +21,8 @@ from lightning_nm.methods.base import (
     warn_of_late_stop,
 )
 from lightning_nm.nn.layer import NMLayer
+from lightning_nm.pattern import NMPattern
+from lightning_nm.schedule import Moment, check_moment, resolve_moment
 
 SCORES = "scores"
 """The layer's parameter: a score for each pattern of each block, ``[out, blocks, C]``; 0 once it is removed."""

@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 
 from lightning_nm.functional import fold_seed, is_nm, pack_mask, unpack_mask
 from lightning_nm.functional.evolution import as_blocks, from_blocks
-from lightning_nm.functional.schedule import Moment, check_moment, resolve_moment
 from lightning_nm.functional.soft import (
     gumbel_noise,
     normal_noise,
@@ -31,7 +30,8 @@ from lightning_nm.methods.base import (
     warn_of_late_stop,
 )
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.nn.layer.names import key_of_layer
+from lightning_nm.nn.weight import key_of_layer
+from lightning_nm.schedule import Moment, check_moment, resolve_moment
 
 LOGITS = "logits"
 """The layer's parameter: a logit for each pattern of each block, ``[out, blocks, C]``."""

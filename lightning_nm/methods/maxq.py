@@ -11,8 +11,6 @@ from torch import Tensor
 
 from lightning_nm.functional import magnitude_mask
 from lightning_nm.functional.evolution import as_blocks, from_blocks
-from lightning_nm.functional.pattern import NMPattern
-from lightning_nm.functional.schedule import Moment, check_moment, resolve_moment
 from lightning_nm.functional.select import masked
 from lightning_nm.functional.soft import axis_thresholds, share_left, soft_factor
 from lightning_nm.methods.base import (
@@ -23,6 +21,8 @@ from lightning_nm.methods.base import (
 )
 from lightning_nm.methods.ste import SRSTE, DecayAt
 from lightning_nm.nn.layer import NMLayer
+from lightning_nm.pattern import NMPattern
+from lightning_nm.schedule import Moment, check_moment, resolve_moment
 
 Ramp = Literal["linear", "cubic", "cos", "exp"]
 

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from lightning_nm.functional import magnitude_mask
 from lightning_nm.functional.allocation import allocate, retained_magnitudes
 from lightning_nm.functional.calibrated import sparsegpt, wanda_mask
-from lightning_nm.functional.pattern import NMPattern, PatternLike
 from lightning_nm.functional.select import masked
 from lightning_nm.methods.base import check_number, check_option
 from lightning_nm.methods.calibration import (
@@ -29,9 +28,9 @@ from lightning_nm.methods.calibration import (
 )
 from lightning_nm.methods.ste import STE
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.nn.layer.layout import ConvLayout
-from lightning_nm.nn.selection.first_last import SkipFirstLast, parse_skip_first_last
-from lightning_nm.nn.selection.selection import Rule, as_globs, select
+from lightning_nm.nn.selection import Rule, SkipFirstLast, as_globs, parse_skip_first_last, select
+from lightning_nm.nn.weight import ConvLayout
+from lightning_nm.pattern import NMPattern, PatternLike
 from lightning_nm.training.macs import MacsCounter
 
 Score = Literal["magnitude", "wanda", "sparsegpt"]

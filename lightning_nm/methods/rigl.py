@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_nm.functional.evolution import as_blocks, block_index, drop_and_grow
-from lightning_nm.functional.schedule import Moment, check_moment, resolve_moment
 from lightning_nm.methods.bame.exchange import (
     Exchange,
     dense_gradient_was_used,
@@ -26,6 +25,7 @@ from lightning_nm.methods.base import (
     largest_entries,
 )
 from lightning_nm.nn.layer import NMLayer
+from lightning_nm.schedule import Moment, check_moment, resolve_moment
 
 
 class RigL(MaskMethod):

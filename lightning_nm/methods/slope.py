@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from lightning_nm.functional import backward_mask
-from lightning_nm.functional.schedule import Moment
 from lightning_nm.methods.asp import ASP
 from lightning_nm.methods.base import check_count
 from lightning_nm.nn.layer import NMLayer
+from lightning_nm.schedule import Moment
 
 
 class SLoPe(ASP):

@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from lightning_nm.functional.pattern import NMPattern
-from lightning_nm.functional.schedule import Moment, check_window, resolve_window, within
 from lightning_nm.functional.select import masked
 from lightning_nm.kernels.cpu import evolution
 from lightning_nm.methods.base import MaskMethod, check_number, check_option, largest_entries
 from lightning_nm.nn.layer import NMLayer
+from lightning_nm.pattern import NMPattern
+from lightning_nm.schedule import Moment, check_window, resolve_window, within
 
 
 class STE(MaskMethod):

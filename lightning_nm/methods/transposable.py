@@ -7,10 +7,10 @@ from typing import Literal
 import torch
 
 from lightning_nm.functional import transposable_mask
-from lightning_nm.functional.schedule import Moment
 from lightning_nm.methods.base import check_count
 from lightning_nm.methods.ste import SRSTE, DecayAt
 from lightning_nm.nn.layer import NMLayer
+from lightning_nm.schedule import Moment
 
 
 class TransposableMask(SRSTE):

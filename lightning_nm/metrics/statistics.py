@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from lightning_nm.functional import count_violations
-from lightning_nm.functional.pattern import NMPattern, PatternLike
 from lightning_nm.functional.statistics import (
     DENSITY,
     GRADIENT_SNR,
@@ -20,6 +19,7 @@ from lightning_nm.functional.statistics import (
     overlap_counts,
 )
 from lightning_nm.metrics.base import Layers, NMMetric, RatioMetric, by_name, pairs
+from lightning_nm.pattern import NMPattern, PatternLike
 
 
 class MaskDensity(RatioMetric):

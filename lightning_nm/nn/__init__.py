@@ -15,8 +15,8 @@ from lightning_nm.nn.adapters import (
     register_adapter,
     register_experts,
 )
-from lightning_nm.nn.layer.layer import NMLayer
-from lightning_nm.nn.products.ops import nm_conv, nm_linear
+from lightning_nm.nn.layer import NMLayer
+from lightning_nm.nn.products import nm_conv, nm_linear
 
 __all__ = [
     "Adapter",

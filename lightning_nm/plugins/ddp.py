@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_nm.training.distributed.comm_hook import CommHookState, kept_entries_hook
+from lightning_nm.training.comm_hook import CommHookState, kept_entries_hook
 
 
 class NMDDPStrategy(DDPStrategy):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_nm.kernels import GemmKernel, Router
-from lightning_nm.kernels.router.router import routing
+from lightning_nm.kernels.router import routing
 from lightning_nm.nn.adapters import Adapter
 
 DECISIONS = "~/.cache/lightning_nm/kernels.json"

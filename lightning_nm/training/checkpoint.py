@@ -1,7 +1,7 @@
 """The state of a sparsifier in a checkpoint: read it, check it, apply it, in this order.
 
 :meth:`SparsifierState.from_dict` reads, :func:`check_state` checks, and :meth:`CheckedState.apply` applies. Nothing is
-changed before all checks have passed. What one layer saves is in :mod:`lightning_nm.nn.layer.state`.
+changed before all checks have passed. What one layer saves is in :mod:`lightning_nm.nn.state`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_nm.functional.schedule import describe
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.nn.layer.state import (
+from lightning_nm.nn.selection import Selection, grouped, quoted
+from lightning_nm.nn.state import (
     changed_settings,
     fits,
     restore_weights,
@@ -26,11 +26,10 @@ from lightning_nm.nn.layer.state import (
     saved_stages,
     state_difference,
 )
-from lightning_nm.nn.selection.ranges import grouped, quoted
-from lightning_nm.nn.selection.selection import Selection
+from lightning_nm.schedule import describe
 from lightning_nm.training.macs import OTHERS
+from lightning_nm.training.phases import plan_stages
 from lightning_nm.training.scale import is_rescaled
-from lightning_nm.training.stages import plan_stages
 
 SCHEMA = 1
 """The number of the form of saved states. A state of another form is refused."""
@@ -66,7 +65,7 @@ class SparsifierState:
 
     Args:
         layers: The state of each masked layer, by its name, as
-            :func:`~lightning_nm.nn.layer.state.layer_state` makes it.
+            :func:`~lightning_nm.nn.state.layer_state` makes it.
         seed: The base of all random numbers.
         preset: The preset; empty without one.
         clock: The training steps so far.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.nn.layer.sharding import local_values
+from lightning_nm.nn.weight import local_values
 from lightning_nm.training.forwards import compiled_parts
 
 OnDirectRead = Literal["error", "warn"]

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
-from lightning_nm.nn.layer.sharding import is_sharded
+from lightning_nm.nn.weight import is_sharded
 
 
 def compiled_parts(model: nn.Module) -> list[nn.Module]:

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_nm.nn.adapters import Adapter, find_adapter
-from lightning_nm.nn.layer.names import layer_name, plain_name
+from lightning_nm.nn.weight import layer_name, plain_name
 from lightning_nm.training.forwards import (
     OutermostCalls,
     WatchingHook,

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_nm.functional.evolution import as_blocks, from_blocks
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.nn.layer.sharding import local_values
+from lightning_nm.nn.weight import local_values
 
 
 class OwnedLayers(NamedTuple):

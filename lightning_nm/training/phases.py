@@ -1,13 +1,80 @@
-"""When methods and estimators begin and end something: planned once for the whole training."""
+"""The stages of a user's schedule: planned once for each layer, and begun in all layers at the same training step."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
-from lightning_nm.nn.layer import NMLayer
-from lightning_nm.nn.layer.state import same_estimator, saved_stages
-from lightning_nm.training.stages import plan_stages
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_nm.functional.select import mask_
+from lightning_nm.nn.layer import NMLayer, init_masks
+from lightning_nm.nn.selection import grouped, quoted, refuse_masked, refuse_nan
+from lightning_nm.nn.state import same_estimator, saved_layer, saved_stages, state_difference
+from lightning_nm.nn.weight import is_sharded, local_shard, local_values
+from lightning_nm.schedule import Stages
+from lightning_nm.training.optimizers import trained_layer
+
+
+def plan_stages(layer: NMLayer, planned_steps: int | None) -> Stages:
+    """The stages of a layer whose method's schedule is planned.
+
+    Raises:
+        ValueError: If they do not fit the planned steps.
+    """
+    schedule = layer.spec.schedule
+    if schedule is None:
+        return ()
+    method = layer.spec.method
+    masks_between = method.sparse_window(layer) if method.plans_dense_phases else None
+    return schedule.stages(planned_steps, masks_between)
+
+
+@torch.no_grad()
+def begin_stage(layer: NMLayer, optimizers: Iterable[Optimizer] = ()) -> None:
+    """Begin the stage of this training step: choose masks of its pattern, or end the masks for a dense phase.
+
+    Args:
+        layer: The layer, within ``layer.full()``.
+        optimizers: All that may own its weight. Where pruned entries have no values they have no state either: it is
+            zeroed.
+    """
+    method = layer.spec.method
+    kept = layer.masks.forward
+    layer.progress.enter_stage()
+    if layer.progress.is_dense:
+        method.end_masks(layer)
+    else:
+        method.init_masks(layer)
+        kept = layer.masks.forward
+    # A weight that never made a step keeps its entries until its first one: a fit that fails before has cost nothing.
+    if method.latent or kept is None or not layer.step:
+        return
+    if layer.masks.has_forward:
+        layer.view.zero_pruned(layer.view.local)
+    zero_pruned_state(layer, kept, optimizers)
+
+
+@torch.no_grad()
+def zero_pruned_state(layer: NMLayer, kept: Tensor, optimizers: Iterable[Optimizer]) -> None:
+    """Zero the state that optimizers have for pruned entries: they have no values, and get no gradient.
+
+    Weight decay that is coupled to the gradient, as SGD's and Adam's, and steps before the masks have left momentum.
+
+    Args:
+        layer: The layer.
+        kept: The forward mask.
+        optimizers: All that may own its weight.
+    """
+    parameter = layer.optimizer_param
+    for optimizer in optimizers:
+        for state in optimizer.state.get(parameter, {}).values():
+            has_entries = isinstance(state, Tensor) and state.shape == parameter.shape
+            if has_entries and state.is_floating_point():
+                mask_(local_values(state), local_shard(kept, state))
 
 
 def plan_schedules(
@@ -72,3 +139,130 @@ def finished_phases(layers: Sequence[NMLayer]) -> list[str]:
         if progress.is_dense and not progress.has_more_stages:
             found[f"the schedule's dense end began at training step {stages[-1][0]}"] = None
     return list(found)
+
+
+COUNTED = 1_008_000
+"""Steps of a phase that are asked one by one whether their gradient is dense; more are taken to be like them."""
+_UNPLANNED = 5040  # the number of steps where it does not matter
+_LOOKS = 64  # at the masks of a method whose pattern changes between the moments of its schedule
+# Steps by which layers are told apart that take dense gradients at different times.
+_TOLD_APART = 64
+
+
+def charge_plan(layers: Sequence[NMLayer], planned_steps: int | None) -> None:
+    """Charge the costs of new layers as if the training that they are planned for had run.
+
+    ``layer.mean_densities()`` is then the average over that training. The methods' and estimators' own hooks are asked:
+    at each step of a schedule the masks are updated, and each step between counts as its GEMMs are then, with a dense
+    gradient where ``needs_dense_gradient`` asks for one. Where the pattern of the masks changes, they are also updated
+    at 64 moments of the training. Other changes of cost that no schedule tells are not known.
+
+    Counters, masks and, where a method prunes for good, weights are changed, so the layers cannot be trained after it.
+
+    Args:
+        layers: Layers of an attached sparsifier, before their first step.
+        planned_steps: The steps of the training. ``None`` is for methods and estimators without a schedule.
+    """
+    turns: dict[tuple[object, ...], int] = {}
+    for layer in layers:
+        progress = layer.progress
+        steps = planned_steps or _UNPLANNED
+        moments = {0, steps}
+        begins = [begin for begin, _ in progress.stages]
+        for moment in (*progress.schedule, *progress.estimator_schedule, *begins):
+            if 0 < moment < steps:
+                moments.add(moment)
+        looks = set()
+        if layer.spec.method.changes_pattern:
+            looks = {steps * k // _LOOKS for k in range(1, _LOOKS)}
+        for start, stop in pairwise(sorted(moments | looks)):
+            progress.go_to(start)
+            updates = start in progress.schedule or start in looks
+            with layer.full():
+                if start and progress.begins_stage:
+                    begin_stage(layer)
+                elif start and updates and not progress.is_dense:
+                    layer.spec.method.update(layer)
+            dense = _dense_gradients(layer, start, stop, turns)
+            progress.go_to(start)
+            layer.costs.charge(layer.gemms(), stop - start - dense)
+            progress.need_dense_gradient()
+            layer.costs.charge(layer.gemms(), dense)
+
+
+def _dense_gradients(
+    layer: NMLayer, start: int, stop: int, turns: dict[tuple[object, ...], int]
+) -> int:
+    """How many of the steps of a phase have a dense gradient; ``turns`` keeps the answers for other layers."""
+    method = layer.spec.method
+    if layer.progress.is_dense or "needs_dense_gradient" not in method.defined_hooks():
+        return 0
+
+    def asks(step: int) -> bool:
+        layer.progress.go_to(step)
+        return method.needs_dense_gradient(layer)
+
+    first_answers = tuple(asks(step) for step in range(start, min(stop, start + _TOLD_APART)))
+    key = (id(method), layer.progress.schedule, start, stop, first_answers)
+    if key not in turns:
+        asked = range(start, min(stop, start + COUNTED))
+        dense = sum(asks(step) for step in asked)
+        turns[key] = round(dense * (stop - start) / len(asked))
+    return turns[key]
+
+
+def choose_masks(
+    layers: Sequence[NMLayer],
+    saved: Mapping[str, dict[str, Any]],
+    planned_steps: int | None,
+    clock: int,
+    data_rank: int | None,
+) -> None:
+    """Plan the schedules, and take the saved masks of layers that continue; choose those of the others."""
+    plan_schedules(layers, saved, planned_steps, clock)
+    for layer in layers:
+        state_of_layer = saved.get(layer.name)
+        if (
+            layer.spec.method.restores_masks
+            and state_of_layer
+            and not state_difference(layer, state_of_layer)
+        ):
+            layer.adopt(saved_layer(layer, state_of_layer))  # choosing masks may take a long search
+        else:
+            with layer.full():
+                init_masks(layer)
+        layer.noise.follow_data(data_rank)
+        layer.draw_noise()
+
+
+def refuse_to_mask(layers: Iterable[NMLayer], optimizers: Sequence[Optimizer]) -> None:
+    """Refuse layers that cannot be masked now by a ``ValueError``; nothing is changed."""
+    for layer in layers:
+        refuse_nan(layer)
+        for holder in layer.spec.holders:
+            refuse_masked(layer.name, *holder)
+        for optimizer in optimizers:
+            if trained_layer(layer, [optimizer]):
+                layer.spec.method.check_optimizer(layer, optimizer)
+
+
+def refuse_late_sharding(layers: Iterable[NMLayer]) -> None:
+    """Refuse weights that were sharded after their masks were installed, by a ``RuntimeError``."""
+    for layer in layers:
+        if is_sharded(layer.param) and not layer.view.is_sharded:
+            fault = f"the weight of layer '{layer.name}' was sharded after its masks were installed"
+            raise RuntimeError(
+                f"{fault}: call fully_shard or parallelize_module first, then attach()"
+            )
+
+
+def told_as_dense(trained_dense: Mapping[str, str]) -> str:
+    """What is said of layers whose weight stays dense, by name with the reason; alike ones are written as one."""
+    layers = [f"{quoted(name)}: {reason}" for name, reason in grouped(trained_dense.items())]
+    shown = "; ".join(layers[:8])
+    if len(layers) > 8:
+        shown += f"; and {len(layers) - 8} more"
+    return (
+        f"the trained weights of these layers will be dense, only GEMMs of their backward pass are N:M: {shown}. Give "
+        "them another pattern by `rules`, pad their inputs to a multiple of M, or name them in `exclude`"
+    )

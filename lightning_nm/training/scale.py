@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from lightning_nm.nn.layer import NMLayer
-from lightning_nm.nn.layer.gemms import kept_share
-from lightning_nm.nn.layer.memory import memory_state
+from lightning_nm.nn.costs import kept_share
+from lightning_nm.nn.layer import NMLayer, memory_state
 
 Scale = Literal["supar", "supar-lr"]
 

@@ -20,7 +20,7 @@ from lightning_nm.functional.statistics import (
     magnitude_sum,
 )
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.nn.layer.layout import known_size
+from lightning_nm.nn.weight import known_size
 
 if TYPE_CHECKING:  # for the types only: imports point one way
     from lightning_nm.methods.base import Method

@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_nm.functional.schedule import within
+from lightning_nm.nn.costs import kept_share
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.nn.layer.gemms import kept_share
-from lightning_nm.nn.layer.state import layer_state
+from lightning_nm.nn.state import layer_state
+from lightning_nm.schedule import within
 from lightning_nm.training.direct_reads import DirectReads
 from lightning_nm.training.forgotten import ForgottenCalls
 from lightning_nm.training.optimizers import (
@@ -31,8 +31,8 @@ from lightning_nm.training.optimizers import (
     remove_parameters,
     unpack_state,
 )
+from lightning_nm.training.phases import begin_stage, zero_pruned_state
 from lightning_nm.training.scale import ScaledLearningRates, check_optimizer
-from lightning_nm.training.stages import begin_stage, zero_pruned_state
 
 _OBSERVED_LAYERS = 4
 """Layers whose gradient estimates are compared with exact gradients at a time."""

@@ -24,7 +24,7 @@ from typing import Any
 from rich.console import Console
 
 from lightning_nm.demo import HelpTopics
-from lightning_nm.functional.pattern import NMPattern
+from lightning_nm.pattern import NMPattern
 from studies.speed.curves import Curve
 from studies.speed.race import SideError, Watch, pilot, race, sides
 from studies.speed.report import draw, machine, print_table, write_json, write_tensorboard

@@ -11,7 +11,7 @@ from rich.console import Console
 from torch import nn
 
 from lightning_nm import NMSparsifier, NMSparsityCallback
-from lightning_nm.callbacks.report.tables import print_layers
+from lightning_nm.callbacks.tables import print_layers
 from tests.callbacks.test_frozen_layers import Distilled, seeded
 from tests.support.lightning_models import Data, SaveAt, assert_equal_models, callback, make_trainer
 

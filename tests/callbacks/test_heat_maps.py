@@ -16,7 +16,7 @@ from torch import nn
 
 from lightning_nm import MaskMonitor, NMSparsifier, NMSparsityCallback
 from lightning_nm.callbacks import monitor as monitor_file
-from lightning_nm.callbacks.report.heat_maps import (
+from lightning_nm.callbacks.tensorboard import (
     COLUMNS,
     MAPS,
     LayerHistory,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_nm.callbacks.lifecycle import Lifecycle, Origin, Phase
+from lightning_nm.callbacks.state import Lifecycle, Origin, Phase
 
 STATE = {"schema": 1, "open": False}
 

@@ -22,7 +22,7 @@ from lightning_nm import (
 )
 from lightning_nm import functional as nmf
 from lightning_nm.nn.adapters import Adapter
-from lightning_nm.nn.layer.state import layer_state
+from lightning_nm.nn.state import layer_state
 from tests.support.lightning_models import Inspect, make_trainer
 
 METHODS = {

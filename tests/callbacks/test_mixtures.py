@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from lightning_nm import BAME, BiMask, NMSparsifier, NMSparsityCallback, TransposableMask
-from lightning_nm.callbacks.report.tables import layer_rows, print_layers
+from lightning_nm.callbacks.tables import layer_rows, print_layers
 from lightning_nm.demo import ExactResume, ResumableDataModule
 from lightning_nm.export import verify
 from lightning_nm.training.forwards import can_watch

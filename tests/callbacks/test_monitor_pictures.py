@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_nm import NMSparsifier
-from lightning_nm.callbacks.report.tensorboard import (
+from lightning_nm.callbacks.tensorboard import (
     EDGES,
     draw_histogram,
     layers_markdown,
@@ -16,7 +16,7 @@ from lightning_nm.callbacks.report.tensorboard import (
 )
 from lightning_nm.functional import mask_margin
 from lightning_nm.kernels import Router, SimulatedSparseKernel
-from lightning_nm.kernels.router.router import routing
+from lightning_nm.kernels.router import routing
 
 
 def layer_of(module, method="bi-mask", pattern="2:4", **options):

@@ -7,7 +7,7 @@ import pytest
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from lightning_nm import BAME, CAST, LBC, MaskMonitor, MaxQ, NMSparsityCallback, RigL
-from lightning_nm.callbacks.report.tensorboard import CHARTS, MODEL_ONLY
+from lightning_nm.callbacks.tensorboard import CHARTS, MODEL_ONLY
 from tests.support.event_files import Events
 from tests.support.lightning_models import Data, make_trainer, new_model
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from lightning_nm import BAME, MVUE, BiMask, NMSparsityCallback, RNGState
-from lightning_nm.nn.layer.state import layer_state
+from lightning_nm.nn.state import layer_state
 from tests.support.lightning_models import Data
 from tests.support.processes import in_processes
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from torch import nn
 
 from lightning_nm import NMSparsifier, NMSparsityCallback
-from lightning_nm.callbacks.report.tables import layer_table, print_layers, print_summary
+from lightning_nm.callbacks.tables import layer_table, print_layers, print_summary
 from lightning_nm.nn.adapters import Adapter
 from tests.support.event_files import Events
 from tests.support.lightning_models import Data, Net, make_trainer, new_model

@@ -16,10 +16,9 @@ from lightning_nm.cli import main
 from lightning_nm.commands.build import build
 from lightning_nm.commands.doctor import _StepClock
 from lightning_nm.commands.machine import print_machine
-from lightning_nm.kernels import KernelRegistry
+from lightning_nm.kernels import KernelRegistry, tuner
 from lightning_nm.kernels.cpu import library
-from lightning_nm.kernels.router import tuner
-from lightning_nm.kernels.router.router import active
+from lightning_nm.kernels.router import active
 
 ROOT = Path(__file__).parents[2]
 NO_LIBRARY = "the library of CPU kernels was not built: install a compiler"

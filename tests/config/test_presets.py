@@ -20,10 +20,9 @@ from lightning_nm import (
     preset_method,
     prune,
 )
-from lightning_nm.callbacks.report.settings import hyperparameters
-from lightning_nm.callbacks.report.tables import print_layers
+from lightning_nm.callbacks.tables import hyperparameters, print_layers
 from lightning_nm.cli import main
-from lightning_nm.config.presets import _PRESETS
+from lightning_nm.config import _PRESETS
 from tests.support.lightning_models import Data, SaveAt, make_trainer, new_model
 from tests.test_cli import config
 

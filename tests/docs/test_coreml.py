@@ -8,7 +8,7 @@ from torch import nn
 
 from lightning_nm.export import export_coreml
 from lightning_nm.functional import nm_prune
-from lightning_nm.functional.pattern import NMPattern
+from lightning_nm.pattern import NMPattern
 from tests.docs.blocks import blocks, execute, read, run_commands
 
 PAGE = read("coreml.md")

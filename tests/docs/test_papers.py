@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_nm import BiMask
 from lightning_nm.cli import main
-from lightning_nm.config.presets import _PRESETS
+from lightning_nm.config import _PRESETS
 from tests.support.lightning_models import Data, Net
 from tests.test_readme import ShortTrainer, blocks
 

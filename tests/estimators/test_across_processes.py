@@ -24,7 +24,7 @@ from lightning_nm import (
     TransposableMask,
 )
 from lightning_nm.functional import counter_uniform, fold_seed
-from lightning_nm.training.distributed.comm_hook import CommHookState, kept_entries_hook
+from lightning_nm.training.comm_hook import CommHookState, kept_entries_hook
 from tests.support.processes import in_processes
 
 

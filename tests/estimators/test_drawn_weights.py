@@ -21,14 +21,13 @@ from lightning_nm import (
     TransposableMask,
 )
 from lightning_nm import functional as nmf
-from lightning_nm.callbacks.report.settings import hyperparameters
-from lightning_nm.callbacks.report.tables import layer_rows
+from lightning_nm.callbacks.tables import hyperparameters, layer_rows
 from lightning_nm.demo.exact_resume import ExactResume
 from lightning_nm.kernels import GemmKey, Router, SimulatedSparseKernel, routing
 from lightning_nm.kernels.api import uses_of_pack
 from lightning_nm.kernels.cpu import CpuCsrKernel, CpuPermuteKernel
-from lightning_nm.nn.layer.gemms import drawn_density
-from lightning_nm.nn.products import estimates
+from lightning_nm.nn import products as estimates
+from lightning_nm.nn.costs import drawn_density
 from tests.support.cpu_products import needs_library
 from tests.support.kinds import KINDS, make
 from tests.support.lightning_models import (

@@ -358,10 +358,10 @@ def test_ranks_draw_different_numbers(monkeypatch):
     module = nn.Linear(16, 16)
     (layer,) = attach(module, "mvue").layers.values()
     alone = layer.noise.words
-    monkeypatch.setattr("lightning_nm.nn.layer.noise.dist.is_initialized", lambda: True)
+    monkeypatch.setattr("lightning_nm.nn.layer.dist.is_initialized", lambda: True)
     seeds = []
     for rank in range(3):
-        monkeypatch.setattr("lightning_nm.nn.layer.noise.dist.get_rank", lambda rank=rank: rank)
+        monkeypatch.setattr("lightning_nm.nn.layer.dist.get_rank", lambda rank=rank: rank)
         layer.draw_noise(layer.noise.draws)
         seeds.append(layer.noise.words)
     assert torch.equal(seeds[0], alone)

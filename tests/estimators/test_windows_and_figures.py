@@ -20,7 +20,7 @@ from lightning_nm import (
     TopN,
     TransposableMask,
 )
-from lightning_nm.callbacks.report.tables import print_layers
+from lightning_nm.callbacks.tables import print_layers
 from tests.support.lightning_models import Data, Inspect, make_trainer, new_model
 
 

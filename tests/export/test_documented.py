@@ -17,7 +17,7 @@ from lightning_nm.cli import main
 from lightning_nm.export import PackedFile, pack, save_packed
 from lightning_nm.functional import nm_prune, pack_nm
 from lightning_nm.functional.nm_format import position_bits
-from lightning_nm.functional.pattern import NMPattern
+from lightning_nm.pattern import NMPattern
 from tests.docs.blocks import ROOT, blocks, read
 from tests.support.packed_models import small
 

@@ -16,7 +16,7 @@ from lightning_nm.export.patterns import pattern_of
 from lightning_nm.export.safetensors_file import write_safetensors
 from lightning_nm.export.sources import read_source
 from lightning_nm.functional import nm_prune
-from lightning_nm.functional.pattern import NMPattern
+from lightning_nm.pattern import NMPattern
 from tests.support.experts import Experts, TransposedExperts
 from tests.support.lightning_models import Data, Net, callback, make_trainer, new_model
 from tests.support.packed_models import assert_equal_states, copied, small

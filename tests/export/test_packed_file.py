@@ -14,8 +14,8 @@ from lightning_nm.export import PackedFile, safetensors_file
 from lightning_nm.export.packed_file import write_packed
 from lightning_nm.export.safetensors_file import DTYPES, SafetensorsFile, write_safetensors
 from lightning_nm.functional import nm_prune
-from lightning_nm.functional.pattern import NMPattern
 from lightning_nm.nn.packed import PackedTensor, packed_weights, put
+from lightning_nm.pattern import NMPattern
 from tests.support.packed_models import (
     ARGUMENTS,
     assert_equal_states,

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from lightning_nm.functional.pattern import NMPattern
 from lightning_nm.functional.permutation import Criterion, Search
+from lightning_nm.pattern import NMPattern
 
 PATTERNS = ["1:2", "2:4", "3:4", "1:4", "3:5", "2:8", "4:8", "7:8", "1:16", "8:16"]
 CRITERIA = get_args(Criterion)

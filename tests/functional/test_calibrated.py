@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from lightning_nm import functional as nmf
 from lightning_nm.functional.calibrated import sparsegpt, wanda_mask
-from lightning_nm.functional.pattern import NMPattern
+from lightning_nm.pattern import NMPattern
 
 PATTERNS = st.sampled_from(["1:2", "2:4", "1:4", "3:4", "1:8", "4:8"])
 

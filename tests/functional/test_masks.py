@@ -15,7 +15,7 @@ from lightning_nm.functional.masks import (
     sorted_mask,
     unrolled_mask,
 )
-from lightning_nm.functional.pattern import NMPattern
+from lightning_nm.pattern import NMPattern
 
 PATTERNS = [
     "1:2",

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from lightning_nm.functional import permutation as module
 from lightning_nm.functional.masks import backward_mask, nm_mask
-from lightning_nm.functional.pattern import NMPattern
 from lightning_nm.functional.permutation import permutation_score, search_permutation
+from lightning_nm.pattern import NMPattern
 from tests.functional.permutations import (
     CRITERIA,
     brute_mask,

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_nm import NMPattern
-from lightning_nm.functional.schedule import DENSE, FINAL, Schedule, ScheduleSpec, stage_at
+from lightning_nm.schedule import DENSE, FINAL, Schedule, ScheduleSpec, stage_at
 
 RAMPS = st.lists(st.integers(2, 15), unique=True, max_size=4).map(
     lambda counts: tuple(NMPattern(n, 16) for n in sorted(counts, reverse=True))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from scipy.optimize import linear_sum_assignment, linprog
 
 from lightning_nm.functional import is_nm, magnitude_mask, transposable, transposable_mask
-from lightning_nm.functional.pattern import NMPattern
+from lightning_nm.pattern import NMPattern
 
 SMALL = ["1:2", "1:3", "2:3", "1:4", "2:4", "3:4"]
 LARGE = ["3:5", "2:8", "4:8", "1:8", "7:8", "1:16", "8:16", "16:32"]

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_nm.functional.pattern import NMPattern
 from lightning_nm.functional.unbiased import approx_mvue, mvue, mvue_probabilities
+from lightning_nm.pattern import NMPattern
 
 PATTERNS = ["1:2", "2:4", "1:4", "2:8", "4:8", "1:16", "3:4", "3:5", "7:9"]
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from lightning_nm.functional import unbiased as module
 from lightning_nm.functional.masks import is_nm
-from lightning_nm.functional.pattern import NMPattern
 from lightning_nm.functional.unbiased import approx_mvue, mvue, mvue_probabilities
+from lightning_nm.pattern import NMPattern
 from tests.functional.test_unbiased import bits
 
 

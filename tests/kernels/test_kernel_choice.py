@@ -3,9 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_nm.kernels.router.cache import Decision, Decisions, Environment
-from lightning_nm.kernels.router.registry import KernelRegistry
-from lightning_nm.kernels.router.tuner import Tuner
+from lightning_nm.kernels.tuner import Decision, Decisions, Environment, KernelRegistry, Tuner
 from tests.support.fake_kernels import DENSE, FakeKernel, FakeTimer, Flickering, gemm_key
 
 HERE = Environment("H200", None, "2.13.0", None, None)

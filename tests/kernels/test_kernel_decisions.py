@@ -13,10 +13,10 @@ from torch.utils import collect_env
 
 from lightning_nm import NMMixedPrecision
 from lightning_nm.kernels import Router
+from lightning_nm.kernels import tuner as cache
 from lightning_nm.kernels.api import Convolution
 from lightning_nm.kernels.cpu.library import cpu_name
-from lightning_nm.kernels.router import cache
-from lightning_nm.kernels.router.cache import Decision, Decisions, Environment, environment_of
+from lightning_nm.kernels.tuner import Decision, Decisions, Environment, environment_of
 from tests.support.fake_kernels import gemm_key, without_home
 from tests.support.processes import in_processes
 

@@ -1,7 +1,7 @@
 import pytest
 import torch.distributed as dist
 
-from lightning_nm.kernels.router.cache import Decision, Decisions, Environment, share
+from lightning_nm.kernels.tuner import Decision, Decisions, Environment, share
 from tests.support.fake_kernels import gemm_key
 from tests.support.processes import in_processes
 

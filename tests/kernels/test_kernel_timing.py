@@ -3,7 +3,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lightning_nm.kernels.router import timing
+from lightning_nm.kernels import tuner as timing
 
 
 class Clock:

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from lightning_nm import functional as nmf
+from lightning_nm.kernels import tuner as checks
+from lightning_nm.kernels import tuner as timing
 from lightning_nm.kernels.api import GemmKernel
-from lightning_nm.kernels.router import checks, timing
 from tests.support.fake_kernels import DENSE, FakeKernel, FakeTimer, Flickering, gemm_key
 
 GEMMS = ["forward", "dgrad", "wgrad"]

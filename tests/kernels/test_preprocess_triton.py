@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_nm.functional import fold_seed, mvue, random
-from lightning_nm.functional.pattern import NMPattern
 from lightning_nm.kernels.operands import (
     masked_backward,
     masked_forward,
@@ -22,6 +21,7 @@ from lightning_nm.kernels.operands import (
     permuted_columns,
     triton_kernels,
 )
+from lightning_nm.pattern import NMPattern
 from tests.support.triton_kernels import assembly, interpreted, needs_compiler, needs_interpreter
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

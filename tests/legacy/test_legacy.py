@@ -12,7 +12,7 @@ from lightning_nm.export import PackedFile, verify
 from lightning_nm.export.sources import read_checkpoint
 from lightning_nm.export.verification import verify_state
 from lightning_nm.functional import is_nm
-from lightning_nm.nn.layer.state import layer_state
+from lightning_nm.nn.state import layer_state
 from tests.legacy.make_checkpoints import EPOCHS, PACKED, SAVED_AFTER, PackedNet, fit
 
 # The lowest supported Lightning reads what a later one wrote.

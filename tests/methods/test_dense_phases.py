@@ -19,8 +19,8 @@ from lightning_nm import (
     TransposableMask,
 )
 from lightning_nm import functional as nmf
-from lightning_nm.callbacks.report.tables import print_summary
-from lightning_nm.nn.layer.gemms import mean_densities
+from lightning_nm.callbacks.tables import print_summary
+from lightning_nm.nn.costs import mean_densities
 from tests.methods.plain_loop import sgd_steps
 from tests.support.lightning_models import Data, make_trainer, new_model
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_nm import MaskLogits, NMSparsifier, NMSparsityCallback, prune
 from lightning_nm import functional as nmf
-from lightning_nm.callbacks.report.tables import owned_parameters
+from lightning_nm.callbacks.tables import owned_parameters
 from lightning_nm.functional.evolution import as_blocks
 from lightning_nm.functional.soft import block_patterns, gumbel_noise, soft_choice
 from tests.support.features import ends_sparse, masked

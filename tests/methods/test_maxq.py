@@ -15,7 +15,7 @@ from lightning_nm import functional as nmf
 from lightning_nm.functional import soft
 from lightning_nm.functional.evolution import as_blocks
 from lightning_nm.functional.soft import RAMPS, axis_thresholds, share_left, soft_factor
-from lightning_nm.nn.layer.state import fits, layer_state
+from lightning_nm.nn.state import fits, layer_state
 from tests.support.kinds import make
 
 

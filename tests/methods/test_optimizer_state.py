@@ -6,7 +6,6 @@ from torch import nn
 
 from lightning_nm.functional import magnitude_mask
 from lightning_nm.functional.evolution import as_blocks, block_index
-from lightning_nm.functional.pattern import NMPattern
 from lightning_nm.methods.bame.exchange import Exchange, exchange_state
 from lightning_nm.methods.bame.optimizer_state import (
     check_optimizer,
@@ -14,8 +13,8 @@ from lightning_nm.methods.bame.optimizer_state import (
     entry_states,
     step_size,
 )
-from lightning_nm.nn.layer import NMLayer
-from lightning_nm.nn.layer.spec import LayerSpec
+from lightning_nm.nn.layer import LayerSpec, NMLayer
+from lightning_nm.pattern import NMPattern
 
 ENTRYWISE = {
     "sgd": lambda p: torch.optim.SGD(p, 0.1),

@@ -27,14 +27,12 @@ from lightning_nm import (
     TransposableMask,
 )
 from lightning_nm import functional as nmf
-from lightning_nm.callbacks.report.settings import hyperparameters
-from lightning_nm.callbacks.report.tables import print_layers
-from lightning_nm.callbacks.training_length import has_schedule
-from lightning_nm.functional.schedule import DENSE, FINAL, stage_at
+from lightning_nm.callbacks.checks import has_schedule
+from lightning_nm.callbacks.tables import hyperparameters, print_layers
 from lightning_nm.methods import MethodName, resolve_method
-from lightning_nm.nn.layer.gemms import mean_densities
-from lightning_nm.training.phases import finished_phases
-from lightning_nm.training.planned import charge_plan
+from lightning_nm.nn.costs import mean_densities
+from lightning_nm.schedule import DENSE, FINAL, stage_at
+from lightning_nm.training.phases import charge_plan, finished_phases
 from tests.support.contract import KERNEL, METHODS, sgd_or_adam
 from tests.support.kinds import make
 from tests.support.lightning_models import (

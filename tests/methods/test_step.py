@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_nm import SRSTE, STEP, NMSparsifier
 from lightning_nm import functional as nmf
-from lightning_nm.callbacks.report.tables import phases
+from lightning_nm.callbacks.tables import phases
 from lightning_nm.methods.step import LARGEST_STEP, window_length
 from lightning_nm.training.phases import finished_phases
 

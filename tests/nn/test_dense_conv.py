@@ -6,8 +6,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_nm import NMSparsifier
-from lightning_nm.nn.products import ops
-from lightning_nm.nn.products.dense_conv import conv_weight_gradient
+from lightning_nm.nn import products as ops
+from lightning_nm.nn.products import conv_weight_gradient
 
 
 class Calls(TorchDispatchMode):

@@ -11,7 +11,7 @@ from torch import nn
 from lightning_nm import NMSparsifier, prune
 from lightning_nm import functional as nmf
 from lightning_nm.nn.adapters import Adapter
-from lightning_nm.nn.products.estimates import estimated
+from lightning_nm.nn.products import estimated
 from lightning_nm.training.forwards import can_watch
 from lightning_nm.training.macs import OTHERS
 from tests.support.contract import METHODS, sgd_or_adam

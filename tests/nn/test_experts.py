@@ -14,7 +14,7 @@ from lightning_nm.kernels import Router, SimulatedSparseKernel, routing
 from lightning_nm.kernels.cpu import CpuCsrKernel, CpuPermuteKernel
 from lightning_nm.nn import nm_grouped_linear, register_experts
 from lightning_nm.nn.adapters import base
-from lightning_nm.nn.layer.noise import LayerNoise
+from lightning_nm.nn.layer import LayerNoise
 from tests.support.cpu_products import needs_library
 from tests.support.experts import (
     EXPERTS,

@@ -13,7 +13,7 @@ from torch import nn
 from lightning_nm import NMSparsifier
 from lightning_nm import functional as nmf
 from lightning_nm.kernels import Router, SimulatedSparseKernel, routing
-from lightning_nm.nn.layer.masks import LayerMasks
+from lightning_nm.nn.layer import LayerMasks
 from lightning_nm.training.forgotten import ForgottenCallWarning
 from tests.support.cpu_products import needs_library
 from tests.support.experts import EXPERTS, WIDTH, Experts

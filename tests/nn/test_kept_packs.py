@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_nm.kernels import Router, SimulatedSparseKernel, routing
-from lightning_nm.kernels.router import router as router_module
+from lightning_nm.kernels import router as router_module
 from tests.support.fake_kernels import FakeKernel, FakeTimer
 from tests.support.kinds import make
 from tests.support.routed import assert_equal, attach, gradients, ran, simulated

@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_nm import NMSparsifier, NMSparsityCallback, pack, prune
-from lightning_nm.callbacks.report.tables import layer_rows, print_layers
-from lightning_nm.callbacks.report.tensorboard import layers_markdown
+from lightning_nm.callbacks.tables import layer_rows, print_layers
+from lightning_nm.callbacks.tensorboard import layers_markdown
 from lightning_nm.export import verify
 from lightning_nm.nn import Adapter
 from lightning_nm.training.macs import forward_macs

@@ -11,7 +11,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 
 from lightning_nm import NMSparsifier
-from lightning_nm.callbacks.report.tables import layer_table
+from lightning_nm.callbacks.tables import layer_table
 from lightning_nm.commands.verify import main as verify
 
 checkpointed = partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.NO_REENTRANT)

@@ -8,8 +8,7 @@ from torch import nn
 
 from lightning_nm import MVUE, NMPattern, NMSparsifier
 from lightning_nm.kernels.api import GemmKey
-from lightning_nm.nn.products.estimates import estimated
-from lightning_nm.nn.products.operands import forward_operand, packable_backward, packable_forward
+from lightning_nm.nn.products import estimated, forward_operand, packable_backward, packable_forward
 from tests.support.kinds import KINDS, make
 from tests.support.routed import METHODS, attach
 

@@ -145,7 +145,7 @@ def test_packing_is_not_timed(monkeypatch):
     def refuse(*_):
         raise AssertionError("packing was timed")
 
-    monkeypatch.setattr("lightning_nm.kernels.router.tuner.sparse_ms", refuse)
+    monkeypatch.setattr("lightning_nm.kernels.tuner.sparse_ms", refuse)
     run(pack(linear()), 4)
 
 

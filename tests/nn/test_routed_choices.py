@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from lightning_nm.kernels import Router, SimulatedSparseKernel, routing
-from lightning_nm.nn.products import routed_ops
+from lightning_nm.nn import products as routed_ops
 from tests.support.fake_kernels import FakeKernel, FakeTimer
 from tests.support.kinds import make
 from tests.support.routed import assert_equal, attach, gradients, ran, simulated

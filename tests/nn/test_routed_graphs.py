@@ -10,9 +10,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_nm import NMSparsifier
+from lightning_nm.kernels import router as router_module
 from lightning_nm.kernels import routing
 from lightning_nm.kernels.api import lookup
-from lightning_nm.kernels.router import router as router_module
 from tests.support.kinds import make
 from tests.support.routed import METHODS, assert_equal, attach, gradients, ran, simulated
 

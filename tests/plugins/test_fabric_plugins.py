@@ -8,7 +8,7 @@ from torch import nn
 from lightning_nm import (
     NMSparsifier,
 )
-from lightning_nm.kernels.router import router as router_module
+from lightning_nm.kernels import router as router_module
 from lightning_nm.plugins import fabric as fabric_plugins
 from tests.plugins.test_precision_plugins import plugin
 

@@ -6,10 +6,10 @@ import torch
 from rich.console import Console
 
 from lightning_nm import NMPattern, NMPrecision
-from lightning_nm.callbacks.report.kernel_table import kernel_columns, kernel_rows, print_kernels
+from lightning_nm.callbacks.tables import kernel_columns, kernel_rows, print_kernels
 from lightning_nm.kernels import CuSparseLtKernel, GemmKey, Router
-from lightning_nm.kernels.router.cache import Decision
-from lightning_nm.kernels.router.router import Product, Used
+from lightning_nm.kernels.router import Product, Used
+from lightning_nm.kernels.tuner import Decision
 from tests.plugins.test_precision_plugins import fit, mlp, plugin, sparse_callback, tabled  # noqa: F401
 from tests.support.fake_kernels import FakeKernel
 

@@ -25,8 +25,8 @@ from lightning_nm import (
     NMSparsityCallback,
 )
 from lightning_nm.kernels import SimulatedSparseKernel
+from lightning_nm.kernels import router as router_module
 from lightning_nm.kernels.cpu import CpuCsrKernel
-from lightning_nm.kernels.router import router as router_module
 from lightning_nm.plugins.routing import DECISIONS
 from tests.support.cpu_products import needs_library
 from tests.support.fake_kernels import FakeKernel, FakeTimer

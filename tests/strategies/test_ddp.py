@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 import lightning_nm
 from lightning_nm import BAME, NMDDPStrategy, NMSparsifier, NMSparsityCallback
-from lightning_nm.callbacks.consistency import ProcessConsistency
+from lightning_nm.callbacks.checks import ProcessConsistency
 from tests.support.outside import ScaledMask
 from tests.support.processes import in_processes
 

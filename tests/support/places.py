@@ -19,7 +19,7 @@ from lightning_nm.kernels import (
     Router,
     routing,
 )
-from lightning_nm.nn.products.estimates import estimated
+from lightning_nm.nn.products import estimated
 from tests.support.trapping_cslt import KernelOnCpu, TrappingOps
 
 GPU_KERNELS = {kernel.name: kernel for kernel in (CuSparseLtKernel,)}

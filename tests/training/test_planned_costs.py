@@ -26,9 +26,9 @@ from lightning_nm import (
     TransposableMask,
 )
 from lightning_nm.methods import MaskMethod
-from lightning_nm.nn.layer.gemms import mean_densities
-from lightning_nm.training import planned
-from lightning_nm.training.planned import charge_plan
+from lightning_nm.nn.costs import mean_densities
+from lightning_nm.training import phases as planned
+from lightning_nm.training.phases import charge_plan
 
 STEPS = 24
 

@@ -35,7 +35,7 @@ from lightning_nm.callbacks import NMSparsityCallback
 from lightning_nm.commands.build import Classes, require_classes
 from lightning_nm.commands.lightning_cli import NMLightningCLI
 from lightning_nm.commands.study.spec import Cell, Job, Spec
-from lightning_nm.functional.spelling import did_you_mean
+from lightning_nm.spelling import did_you_mean
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)
 Row = dict[str, Any]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from lightning_nm.commands.build import Classes
-from lightning_nm.functional.pattern import NMPattern
+from lightning_nm.pattern import NMPattern
 
 _CALLBACK = "NMSparsityCallback"
 _SHORT_KEYS = ("pattern", "method", "grad_estimator", "dgrad", "scale", "base_density")

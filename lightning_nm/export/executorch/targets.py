@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from lightning_nm.functional.spelling import did_you_mean
+from lightning_nm.spelling import did_you_mean
 
 EXTRA = "pip install -e '.[ethos-u]' in a checkout of lightning_nm"
 

@@ -17,11 +17,11 @@ from lightning_nm.functional.int8 import (
     quantise_weight,
 )
 from lightning_nm.functional.masks import nm_mask
-from lightning_nm.functional.pattern import NMPattern
 from lightning_nm.kernels.api import Convolution, GemmKernel, GemmKey, MaskedMatrix
 from lightning_nm.kernels.cpu import library
 from lightning_nm.kernels.cpu.layouts import Packed
 from lightning_nm.kernels.cpu.library import DTYPES, address, ffi
+from lightning_nm.pattern import NMPattern
 
 # As csrc/nm.h has them.
 ROWS = 16

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from lightning_nm.functional import nm_mask
 from lightning_nm.functional.mask_storage import FORWARD_BIT
-from lightning_nm.functional.pattern import NMPattern
 from lightning_nm.kernels.api import Convolution, GemmKernel, GemmKey, MaskedMatrix
 from lightning_nm.kernels.cpu import library
 from lightning_nm.kernels.cpu.layouts import CsrLayout, Packed, PermuteLayout
 from lightning_nm.kernels.cpu.library import DTYPES
+from lightning_nm.pattern import NMPattern
 
 _Layout: TypeAlias = PermuteLayout | CsrLayout
 

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_nm.functional.pattern import NMPattern
 from lightning_nm.kernels.api import MaskedMatrix
 from lightning_nm.kernels.cpu.library import (
     DTYPES,
@@ -27,6 +26,7 @@ from lightning_nm.kernels.cpu.library import (
     structure,
     threads,
 )
+from lightning_nm.pattern import NMPattern
 
 
 class Packed(NamedTuple):

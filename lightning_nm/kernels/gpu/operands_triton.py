@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_nm.functional.pattern import NMPattern
 from lightning_nm.kernels.operands import TOKENS, permuted_columns_reference
+from lightning_nm.pattern import NMPattern
 
 TILE = 64
 """Rows and columns of a tile: 128 bytes of a half type, a cache line, on both sides of the transposition."""

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lightning_nm.functional.pattern import NMPattern, PatternLike
 from lightning_nm.kernels.api import GemmKernel, GemmKey
+from lightning_nm.pattern import NMPattern, PatternLike
 
 if TYPE_CHECKING:
     from lightning_nm.kernels.gpu.probe import DeviceProbe

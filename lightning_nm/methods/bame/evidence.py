@@ -18,7 +18,7 @@ from lightning_nm.kernels.cpu import evolution
 from lightning_nm.kernels.evolution import passes_for
 from lightning_nm.methods.bame.optimizer_state import clear_entries, group_of, moment_correction
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.nn.layer.sharding import gather, is_sharded, local_shard, local_values
+from lightning_nm.nn.weight import gather, is_sharded, local_shard, local_values
 
 DECAY = 0.999  # of the second moment
 EPSILON = 1e-12

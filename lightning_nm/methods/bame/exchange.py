@@ -30,7 +30,7 @@ from lightning_nm.methods.bame.optimizer_state import (
     step_size,
 )
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.nn.layer.sharding import gather, is_sharded, local_shard, local_values
+from lightning_nm.nn.weight import gather, is_sharded, local_shard, local_values
 
 Index = tuple[Tensor, ...]
 

@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 
 from lightning_nm.functional import magnitude_mask, pack_mask, unpack_mask
 from lightning_nm.functional.evolution import swap_budget
-from lightning_nm.functional.schedule import Moment, check_moment, resolve_moment
 from lightning_nm.methods.bame.evidence import (
     COUNT,
     Evidence,
@@ -36,6 +35,7 @@ from lightning_nm.methods.bame.statistics import PhaseTotals, evolution_statisti
 from lightning_nm.methods.base import MaskMethod, check_moving_masks, check_option
 from lightning_nm.methods.bi_mask import BiMask
 from lightning_nm.nn.layer import NMLayer
+from lightning_nm.schedule import Moment, check_moment, resolve_moment
 
 
 class BAME(MaskMethod):

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_nm.functional.select import mask_
-from lightning_nm.nn.layer.sharding import gather, local_shard, local_values
+from lightning_nm.nn.weight import gather, local_shard, local_values
 
 SECOND_MOMENTS = frozenset({"exp_avg_sq", "max_exp_avg_sq"})
 """State that scales steps: zero would not be neutral for a regrown entry, the block's mean is. All else starts at 0."""

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_nm.nn.adapters.base import Adapter, WeightSpec, register_adapter
-from lightning_nm.nn.products.ops import nm_linear
+from lightning_nm.nn.products import nm_linear
 
 FUSED_PATHS: tuple[tuple[type[nn.Module], str, Any], ...] = (
     # In evaluation these classes call a fused kernel that reads the weights of their parts directly. Each has an

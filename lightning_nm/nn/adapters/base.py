@@ -13,11 +13,9 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from torch import Tensor, nn
 
-from lightning_nm.nn.layer import NMLayer
-from lightning_nm.nn.layer.layer import init_masks
-from lightning_nm.nn.layer.layout import Layout
-from lightning_nm.nn.layer.sharding import as_sharded
-from lightning_nm.nn.layer.state import fits, layer_state, restore_weights
+from lightning_nm.nn.layer import NMLayer, init_masks
+from lightning_nm.nn.state import fits, layer_state, restore_weights
+from lightning_nm.nn.weight import Layout, as_sharded
 
 
 class WeightSpec(NamedTuple):
@@ -25,7 +23,7 @@ class WeightSpec(NamedTuple):
 
     Attributes:
         parameter: Name of the parameter in its module.
-        layout: How its blocks lie, see :data:`~lightning_nm.nn.layer.layout.Layout`.
+        layout: How its blocks lie, see :data:`~lightning_nm.nn.weight.Layout`.
         groups: Groups of output rows that no dgrad block may cross.
     """
 
@@ -38,7 +36,7 @@ class Adapter(nn.Module):
     """Mixed into a module's class while its weights are masked; ``nm_layers`` maps parameter names to their layers.
 
     A subclass sets :attr:`handles` and defines :meth:`specs`, :meth:`macs` and ``forward``, which runs the products by
-    :func:`~lightning_nm.nn.products.ops.nm_linear` or :func:`~lightning_nm.nn.products.ops.nm_conv`.
+    :func:`~lightning_nm.nn.products.nm_linear` or :func:`~lightning_nm.nn.products.nm_conv`.
     :func:`register_adapter` makes it known. The state dict, loading, copies and devices are handled here.
     """
 

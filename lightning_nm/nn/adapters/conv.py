@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_nm.nn.adapters.base import Adapter, WeightSpec, register_adapter
-from lightning_nm.nn.layer.layout import Layout
-from lightning_nm.nn.products.ops import CONVOLUTIONS, nm_conv
+from lightning_nm.nn.products import CONVOLUTIONS, nm_conv
+from lightning_nm.nn.weight import Layout
 
 
 class _NMConv(Adapter):

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_nm.nn.adapters.base import Adapter, WeightSpec, register_adapter
-from lightning_nm.nn.products.ops import nm_embedding
+from lightning_nm.nn.products import nm_embedding
 
 
 @register_adapter

@@ -16,11 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_nm.nn.adapters.base import Adapter, WeightSpec, find_adapter, register_adapter
-from lightning_nm.nn.layer import NMLayer
-from lightning_nm.nn.layer.layout import Layout, row_sizes
-from lightning_nm.nn.layer.masks import LayerMasks
-from lightning_nm.nn.layer.view import WeightView
-from lightning_nm.nn.products.ops import nm_linear
+from lightning_nm.nn.layer import LayerMasks, NMLayer
+from lightning_nm.nn.products import nm_linear
+from lightning_nm.nn.weight import Layout, WeightView, row_sizes
 
 Kind = TypeVar("Kind", bound=type[nn.Module])
 

@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from lightning_nm.nn.adapters.base import Adapter, WeightSpec, register_adapter
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.nn.products.ops import nm_linear
-from lightning_nm.nn.products.tensor_parallel import parallel_linear
+from lightning_nm.nn.products import nm_linear
+from lightning_nm.nn.tensor_parallel import parallel_linear
 
 
 @register_adapter

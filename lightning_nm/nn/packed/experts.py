@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_nm.nn.layer.layout import Layout
 from lightning_nm.nn.packed.kernel_choice import Budget, Kernels
 from lightning_nm.nn.packed.tensor import EXPERTS, PackedTensor, Role
 from lightning_nm.nn.packed.weight import PackedWeight
+from lightning_nm.nn.weight import Layout
 
 
 class PackedExperts(PackedWeight):

@@ -17,11 +17,17 @@ import torch
 
 from lightning_nm.kernels.api import GemmKernel, GemmKey, bucketed
 from lightning_nm.kernels.cpu import CpuCsrKernel, CpuInt8Kernel, CpuPermuteKernel
-from lightning_nm.kernels.router.cache import Decision, Decisions, decisions_file, environment_of
-from lightning_nm.kernels.router.checks import dense_ms, time_packed
-from lightning_nm.kernels.router.registry import KernelRegistry
-from lightning_nm.kernels.router.timing import DeviceTimer
-from lightning_nm.kernels.router.tuner import Tuner
+from lightning_nm.kernels.tuner import (
+    Decision,
+    Decisions,
+    DeviceTimer,
+    KernelRegistry,
+    Tuner,
+    decisions_file,
+    dense_ms,
+    environment_of,
+    time_packed,
+)
 from lightning_nm.nn.packed.memory import return_freed_memory
 
 Kernels = Literal["auto", "sparse", "reference"]

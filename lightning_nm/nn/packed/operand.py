@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_nm.functional.mask_storage import FORWARD_BIT
-from lightning_nm.functional.pattern import NMPattern
 from lightning_nm.kernels.api import Convolution, GemmKey, HasHandle, MaskedMatrix
 from lightning_nm.kernels.cpu import CsrLayout, Int8Layout, PermuteLayout
 from lightning_nm.kernels.cpu.int8 import ROWS
@@ -29,7 +28,8 @@ from lightning_nm.nn.packed.kernel_choice import (
     registry_of,
 )
 from lightning_nm.nn.packed.tensor import PackedTensor
-from lightning_nm.nn.products.routed_ops import plain
+from lightning_nm.nn.products import plain
+from lightning_nm.pattern import NMPattern
 
 _CHUNK = 1 << 20
 """Entries that are unpacked at a time."""

@@ -15,9 +15,7 @@ from torch import Tensor
 from lightning_nm.kernels.api import Convolution, lookup
 from lightning_nm.nn.packed.operand import Operand
 from lightning_nm.nn.packed.weight import PackedWeight
-from lightning_nm.nn.products.ops import CONVOLUTIONS
-from lightning_nm.nn.products.routed_conv import flattened, unflattened
-from lightning_nm.nn.products.routed_ops import OPTIONS
+from lightning_nm.nn.products import CONVOLUTIONS, OPTIONS, flattened, unflattened
 
 
 def packed_linear(

@@ -10,8 +10,6 @@ from torch.distributed.tensor import DTensor
 
 from lightning_nm.functional.nm_format import PACKED_DTYPES
 from lightning_nm.nn.adapters import FUSED_PATHS, Adapter, find_adapter
-from lightning_nm.nn.layer.layout import Layout
-from lightning_nm.nn.layer.names import parameter_key, plain_name
 from lightning_nm.nn.packed.layers import (
     PackedAdapted,
     PackedLayer,
@@ -21,7 +19,8 @@ from lightning_nm.nn.packed.layers import (
 )
 from lightning_nm.nn.packed.tensor import Role
 from lightning_nm.nn.packed.weight import PackedWeight
-from lightning_nm.nn.selection.selection import Selection, candidates_of
+from lightning_nm.nn.selection import Selection, candidates_of
+from lightning_nm.nn.weight import Layout, parameter_key, plain_name
 
 SAME_BLOCKS: dict[str, Layout] = {"experts": "flat", "experts-transposed": "plain"}
 """The layouts of experts, and those in which a weight of three axes has the same blocks in files."""

@@ -17,8 +17,8 @@ from lightning_nm.functional.nm_format import (
     position_bytes,
     position_numbers,
 )
-from lightning_nm.functional.pattern import NMPattern
-from lightning_nm.nn.layer.layout import Layout
+from lightning_nm.nn.weight import Layout
+from lightning_nm.pattern import NMPattern
 
 INT8_DTYPES = (torch.float32, torch.bfloat16)
 """Dtypes of weights whose values may be int8: those of the inputs that int8 products take."""

@@ -16,7 +16,7 @@ from lightning_nm.export.executorch.quantized import (
 )
 from lightning_nm.export.patterns import Found
 from lightning_nm.functional import nm_prune
-from lightning_nm.functional.pattern import NMPattern
+from lightning_nm.pattern import NMPattern
 
 
 def as_int8(weight):

@@ -9,8 +9,7 @@ from lightning_nm import BAME, NMPattern, NMSparsifier
 from lightning_nm.kernels import GemmKey, KernelRegistry, Router, routing
 from lightning_nm.kernels.api import Convolution
 from lightning_nm.kernels.cpu import CpuCsrKernel
-from lightning_nm.kernels.router.checks import check, dense_ms, sparse_ms
-from lightning_nm.kernels.router.timing import DeviceTimer
+from lightning_nm.kernels.tuner import DeviceTimer, check, dense_ms, sparse_ms
 from tests.support.cpu_products import needs_library, trained
 from tests.support.fake_kernels import FakeKernel
 from tests.support.routed import METHODS, assert_equal, attach, gradients, ran

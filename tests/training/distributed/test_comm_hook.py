@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_nm import ASP, BAME, SRSTE, NMPattern, NMSparsifier
 from lightning_nm.functional.evolution import as_blocks, from_blocks
-from lightning_nm.training.distributed.comm_hook import (
+from lightning_nm.training.comm_hook import (
     CommHookState,
     _pack,
     _unpack,

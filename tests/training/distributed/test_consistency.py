@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_nm import NMSparsifier
-from lightning_nm.training.distributed.consistency import checksum, mix, reduce_gradients
+from lightning_nm.training.ranks import checksum, mix, reduce_gradients
 from tests.support.outside import ScaledMask
 from tests.support.processes import in_processes
 
@@ -96,7 +96,7 @@ def test_each_aspect_counts(aspect):
 
 def test_one_process_compares_nothing(monkeypatch):
     sparsifier = attached(ScaledMask())
-    monkeypatch.setattr("lightning_nm.training.distributed.consistency.mix", None)
+    monkeypatch.setattr("lightning_nm.training.ranks.mix", None)
     monkeypatch.setattr(dist, "all_reduce", None)
     sparsifier.compare_ranks()
     sparsifier.reduce_gradients()

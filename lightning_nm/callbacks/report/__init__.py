@@ -1,1 +1,0 @@
-"""Output of the callbacks: tables, TensorBoard, pictures of masks and the progress bar."""

@@ -1,0 +1,681 @@
+"""Output of the callbacks: tables, TensorBoard, pictures of masks and the progress bar."""
+
+from __future__ import annotations
+
+import platform
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.loggers import TensorBoardLogger
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+
+from lightning_nm.kernels import GemmKey, Router
+from lightning_nm.kernels.api import uses_of_pack
+from lightning_nm.kernels.router import Used
+from lightning_nm.kernels.tuner import environment_of
+from lightning_nm.methods import MaskMethod
+from lightning_nm.nn.layer import NMLayer
+from lightning_nm.nn.selection import NO_MATRICES, grouped
+from lightning_nm.nn.weight import known_shape, plain_name
+from lightning_nm.schedule import DENSE, describe
+from lightning_nm.sparsifier import NMSparsifier
+
+if TYPE_CHECKING:  # for the types only
+    import lightning.pytorch as pl
+
+    from lightning_nm.estimators import GradientEstimator
+    from lightning_nm.methods import Method
+    from lightning_nm.nn.selection import Rule
+
+
+def environment(trainer: pl.Trainer) -> dict[str, str]:
+    """Return versions, the device as kernels see it, precision, strategy and processes.
+
+    Example:
+        >>> import lightning.pytorch as pl
+        >>> found = environment(pl.Trainer(logger=False, accelerator="cpu"))
+        >>> found["precision"], found["strategy"], found["processes"]
+        ('32-true', 'SingleDeviceStrategy', '1')
+    """
+    device = trainer.strategy.root_device
+    found = environment_of(device)
+    parts = {
+        "lightning-nm": version("lightning-nm"),
+        "torch": found.torch,
+        "lightning": version("lightning"),
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "device": f"{device.type}: {found.device}",
+        "driver": found.driver,
+        "CUDA": found.cuda,
+        "cuSPARSELt": found.cusparselt,
+        "precision": str(trainer.precision),
+        "strategy": type(trainer.strategy).__name__,
+        "processes": str(trainer.world_size),
+        "batches per step": str(trainer.accumulate_grad_batches),
+    }
+    # Without a GPU there is no driver, and libraries may be missing.
+    return {name: part for name, part in parts.items() if part}
+
+
+def router_of(trainer: pl.Trainer) -> Router | None:
+    """Return the router of the Trainer's precision plugin; ``None`` for plugins that route no products.
+
+    Example:
+        >>> import lightning.pytorch as pl
+        >>> print(router_of(pl.Trainer(logger=False, accelerator="cpu")))
+        None
+    """
+    # Plugins of other packages may have an attribute of this name.
+    router = getattr(trainer.precision_plugin, "router", None)
+    return router if isinstance(router, Router) else None
+
+
+def hyperparameters(sparsifier: NMSparsifier, prefix: str = "nm") -> dict[str, Any]:
+    """Return pattern, method, estimator and their settings by name.
+
+    The names are ``nm/...`` for the general settings, and ``nm/rules/<k>/...`` for those of rules, or start with
+    another ``prefix``.
+
+    Example:
+        >>> from torch import nn
+        >>> found = hyperparameters(NMSparsifier(nn.Linear(8, 8), "2:4", "sr-ste"))
+        >>> found["nm/pattern"], found["nm/method"], found["nm/method/decay"], found["nm/grad_estimator"]
+        ('2:4', 'sr-ste', 0.0002, 'none')
+    """
+    # The general rule comes last, because the first one that matches a layer decides.
+    *rules, general = sparsifier.rules
+    found = _rule_settings(general, prefix)
+    for number, rule in enumerate(rules):
+        found.update(_rule_settings(rule, f"{prefix}/rules/{number}"))
+    if sparsifier.config.preset is not None:
+        found[f"{prefix}/preset"] = sparsifier.config.preset
+    if sparsifier.exclude:
+        found[f"{prefix}/exclude"] = ", ".join(sparsifier.exclude)
+    return found
+
+
+def _rule_settings(rule: Rule, prefix: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if rule.include is not None:
+        found[f"{prefix}/include"] = ", ".join(rule.include)
+    found[f"{prefix}/pattern"] = str(rule.pattern)
+    found[f"{prefix}/conv_layout"] = rule.conv_layout
+    found.update(_part_settings(rule.method, f"{prefix}/method"))
+    found.update(_part_settings(rule.estimator, f"{prefix}/grad_estimator"))
+    # Only where they are used: most trainings have none.
+    if rule.schedule is not None:
+        schedule = rule.schedule
+        for part in schedule.parts:
+            value = getattr(schedule, part)  # a moment as it is, the ramp as text
+            if part == "ramp":
+                value = ", ".join(map(str, schedule.ramp))
+                if schedule.ramp_ends is not None:
+                    value += f" until {', '.join(map(str, schedule.ramp_ends))}"
+            found[f"{prefix}/schedule/{part}"] = value
+    if rule.dgrad is not None:
+        found.update(_part_settings(rule.dgrad, f"{prefix}/dgrad"))
+    return found
+
+
+def _part_settings(part: Method | GradientEstimator | None, key: str) -> dict[str, Any]:
+    """The name and the public attributes of a method or an estimator."""
+    if part is None:
+        return {key: "none"}
+    # Methods and estimators of users may have no short name.
+    name = getattr(part, "short_name", "") or type(part).__name__
+    found: dict[str, Any] = {key: name}
+    for attribute, value in vars(part).items():
+        if attribute.startswith("_"):
+            continue
+        # Loggers take no other types, such as schedules and tensors.
+        is_plain = isinstance(value, (bool, int, float))
+        found[f"{key}/{attribute}"] = value if is_plain else str(value)
+    return found
+
+
+def log_hyperparameters(trainer: pl.Trainer, sparsifier: NMSparsifier, name: str | None) -> None:
+    """Add the settings to the hyperparameters of the Trainer's loggers; as ``nm/<name>/...`` if there is a name."""
+    prefix = f"nm/{name}" if name else "nm"
+    settings = hyperparameters(sparsifier, prefix)
+    for logger in trainer.loggers:
+        if isinstance(logger, TensorBoardLogger):
+            # Without metrics this logger would log hp_metric = -1.
+            logger.log_hyperparams(settings, metrics={})
+        else:
+            logger.log_hyperparams(settings)
+
+
+@dataclass(frozen=True)
+class KernelRow:
+    """A product of the masked layers, with its kernel and the measured times, None where they are unknown.
+
+    Attributes:
+        product: The GEMM and its sizes, as rows x depth x columns.
+        calls: How often it ran, on all kernels together.
+        kernel: The kernel that ran it last.
+        why: The reason for that kernel.
+        dense_ms: Milliseconds of the dense product.
+        sparse_ms: Milliseconds of the sparse product, without packing.
+        pack_ms: Milliseconds of packing its operand once.
+        pack_uses: Products that share one packed operand.
+
+    Example:
+        >>> row = KernelRow("fwd 64x64x64", 10, "cpu-csr", "", dense_ms=3.0, sparse_ms=1.0, pack_ms=1.0, pack_uses=2)
+        >>> row.sparse_and_pack_ms, row.gain
+        (1.5, 2.0)
+    """
+
+    product: str
+    calls: int
+    kernel: str
+    why: str
+    dense_ms: float | None = None
+    sparse_ms: float | None = None
+    pack_ms: float | None = None
+    pack_uses: int = 1
+
+    @property
+    def sparse_and_pack_ms(self) -> float | None:
+        """Milliseconds of a call with its part of packing: ``sparse + pack / pack_uses``."""
+        if self.sparse_ms is None or self.pack_ms is None:
+            return None
+        return self.sparse_ms + self.pack_ms / self.pack_uses
+
+    @property
+    def gain(self) -> float | None:
+        """How many times as fast as the dense product: ``dense / (sparse + pack / pack_uses)``."""
+        sparse_ms = self.sparse_and_pack_ms
+        return None if self.dense_ms is None or sparse_ms is None else self.dense_ms / sparse_ms
+
+
+def kernel_rows(router: Router) -> list[KernelRow]:
+    """Return one row for each product, in the order of first use; equal products of several layers share it."""
+    uses_of_key: dict[GemmKey, list[Used]] = {}
+    for used in router.used():
+        uses_of_key.setdefault(used.product.key, []).append(used)
+    names = _names(uses_of_key)
+    rows = []
+    for key, uses in uses_of_key.items():
+        # Uses are by layer and kernel. A kernel may change during a fit, from the first batch, which is dense, to the
+        # measured one: the row is of the last one, and says how often others ran before.
+        last = uses[-1]
+        reasons = [_reason(used) for used in uses if used.kernel == last.kernel]
+        before = [used for used in uses if used.kernel != last.kernel]
+        if before:
+            others = ", ".join(dict.fromkeys(used.kernel for used in before))
+            calls = sum(used.calls for used in before)
+            reasons.append(f"{calls} calls before that on {others}")
+        row = KernelRow(
+            product=names[key],
+            calls=sum(used.calls for used in uses),
+            kernel=last.kernel,
+            why="; ".join(dict.fromkeys(reasons)),  # equal reasons of several layers once
+        )
+        if last.decision is not None:
+            row = replace(
+                row,
+                dense_ms=last.decision.dense_ms,
+                sparse_ms=last.decision.sparse_ms,
+                pack_ms=last.decision.pack_ms,
+                pack_uses=uses_of_pack(key, router.pack_reuse(key.device)),
+            )
+        rows.append(row)
+    return rows
+
+
+def _reason(used: Used) -> str:
+    # What holds for the product, such as a size that no kernel takes, comes before any measurement.
+    if used.product.reason:
+        return used.product.reason
+    if used.decision is None:
+        return "first batch, not measured yet"
+    return used.decision.reason
+
+
+def _names(keys: Iterable[GemmKey]) -> dict[GemmKey, str]:
+    """A name for each product: its GEMM and sizes, and where these are equal, what else differs."""
+    keys_of_sizes: dict[str, list[GemmKey]] = {}
+    for key in keys:
+        sizes = f"{key.gemm} {key.rows}x{key.depth}x{key.columns}"
+        keys_of_sizes.setdefault(sizes, []).append(key)
+    names = {}
+    for sizes, equal in keys_of_sizes.items():
+        # A single product shares all properties with itself, so its name is its sizes alone.
+        common = set.intersection(*(set(_properties(key)) for key in equal))
+        for key in equal:
+            differing = [text for text in _properties(key) if text not in common]
+            names[key] = " ".join([sizes, *differing])
+    return names
+
+
+def _properties(key: GemmKey) -> list[str]:
+    """Everything but the sizes in which two products may differ, as text."""
+    dtype = str(key.dtype).removeprefix("torch.")
+    properties = [str(key.pattern), dtype, key.sparsity, key.device]
+    if key.permuted:
+        properties.append("permuted")
+    if key.drawn:
+        properties.append("drawn")
+    if key.conv is not None:
+        properties.append(str(key.conv))
+    return properties
+
+
+def kernel_columns(router: Router) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Return the head and the cells of a table with every time and reason; without times if none was measured."""
+    rows = kernel_rows(router)
+    is_measured = any(row.dense_ms for row in rows)
+    times_head = ("dense ms", "sparse ms", "pack ms") if is_measured else ()
+    head = ("rows x depth x columns", "calls", *times_head, "kernel", "why")
+    cells = []
+    for row in rows:
+        times = []
+        if is_measured:
+            times = [_ms(row.dense_ms), _ms(row.sparse_ms), _ms(row.pack_ms)]
+        cells.append((row.product, str(row.calls), *times, row.kernel, row.why))
+    return head, cells
+
+
+def _ms(milliseconds: float | None) -> str:
+    return "-" if milliseconds is None else f"{milliseconds:.3f}"
+
+
+def _kernel_table(rows: list[KernelRow], notes: dict[str, int]) -> Table:
+    """The table of a terminal: it fits into 80 columns, so ``why`` is the number of a note."""
+    # Only sizes and names of kernels may take several lines: a broken number would be misread.
+    table = plain_table("N:M kernels")
+    table.add_column("rows x depth x columns", overflow="fold")
+    table.add_column("calls", justify="right", no_wrap=True)
+    is_measured = any(row.dense_ms for row in rows)
+    if is_measured:
+        for column in ("dense ms", "sparse ms", "gain"):
+            table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("kernel", overflow="fold")
+    table.add_column("why", justify="right", no_wrap=True)
+    for row in rows:
+        times = []
+        if is_measured:
+            gain = "-" if row.gain is None else f"{row.gain:.2f}x"
+            times = [_ms(row.dense_ms), _ms(row.sparse_and_pack_ms), gain]
+        note = notes.get(row.why, "")
+        table.add_row(row.product, str(row.calls), *times, row.kernel, str(note))
+    if is_measured:
+        table.caption = "times of a call, packing included; gain: dense / sparse"
+        table.caption_justify = "left"
+    return table
+
+
+def print_kernels(router: Router, console: Console | None = None) -> None:
+    """Print the table and the share of GEMM time that ran sparse; a warning if nothing did."""
+    console = console or Console()
+    reason = router.unavailable_reason
+    if reason:  # there is no row with anything but the dense product
+        console.print(
+            f"[yellow]warning:[/] every product was dense, no sparse kernel works here: {reason}"
+        )
+        return
+    rows = kernel_rows(router)
+    # Why a product is sparse is in its gain, so only dense ones get a note; every reason is in TensorBoard.
+    reasons = dict.fromkeys(row.why for row in rows if row.kernel == router.registry.reference.name)
+    notes = {reason: number for number, reason in enumerate(reasons, 1)}
+    console.print(_kernel_table(rows, notes))
+    for reason, number in notes.items():
+        console.print(f"{number}: {reason}", markup=False, highlight=False)
+    share, basis = router.sparse_share()
+    console.print(
+        f"share of the masked layers' GEMM time on sparse kernels: {share:.1%} (by {basis})"
+    )
+    if not share:
+        # A router that found nothing faster is inactive, and so is its counting.
+        later = "; later calls are not counted" if router.all_dense else ""
+        why = f"this precision plugin gained nothing; the notes say why{later}"
+        console.print(f"[yellow]warning:[/] no product ran on a sparse kernel, so {why}")
+
+
+# Ways of counting the FLOPs of a training step, and what each counts.
+COUNTINGS = {
+    "arithmetic": "nonzero operands and needed outputs; dense is 1",
+    "paper": "as the N:M papers count; dense is 1",
+    "eligible": "GEMMs that N:M hardware could skip; not a time",
+}
+
+_LAYER_COLUMNS = ("shape", "pattern", "method", "fwd", "dgrad", "wgrad", "why")  # after the names
+
+PREFIX = "nm_"  # of the statistics in the progress bar, to keep them apart from the model's metrics
+
+
+def plain_table(title: str, *, show_header: bool = True) -> Table:
+    """Return an empty table in the style of all tables of a fit.
+
+    Example:
+        >>> plain_table("N:M layers").title
+        'N:M layers'
+    """
+    return Table(
+        title=title,
+        title_justify="left",
+        show_header=show_header,
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+
+
+def layer_table(sparsifier: NMSparsifier, width: int = 80) -> Table:
+    """Return the table of layers: how each weight's three GEMMs run, and why, as numbers of :func:`layer_reasons`.
+
+    Layers that differ in the numbers within their names alone share a row. Where a name does not fit into the width, a
+    pattern or method that all masked layers have goes into the title; then names are broken, at dots alone.
+    """
+    numbers = layer_reasons(sparsifier)
+    rows = []
+    for name, *cells, reason in grouped(layer_rows(sparsifier)):
+        number = f"({numbers[reason]})" if reason else ""
+        row = dict(zip(_LAYER_COLUMNS, [*cells, number], strict=True))
+        rows.append((name, row, row["pattern"] == "-"))
+
+    title = "N:M layers"
+    columns = list(_LAYER_COLUMNS)
+    longest_name = max(len(name) for name, _, _ in rows)
+    if _width_beside_names(rows, columns) + longest_name > width:
+        for column in ("pattern", "method"):
+            values = {row[column] for _, row, is_dense in rows if not is_dense}
+            if len(values) == 1:
+                title += f", {column} {values.pop()}"
+                columns.remove(column)
+
+    table = plain_table(title)
+    for head in ("layer", *columns):
+        table.add_column(head, no_wrap=True)
+    other_width = _width_beside_names(rows, columns)
+    name_width = 0
+    for name, row, is_dense in rows:
+        broken = broken_name(name, width - other_width)
+        name_width = max(name_width, *(len(line) for line in broken.splitlines()))
+        table.add_row(broken, *map(row.get, columns), style="dim" if is_dense else None)
+    table.min_width = other_width + name_width
+    return table
+
+
+def _width_beside_names(
+    rows: Sequence[tuple[str, dict[str, str], bool]], columns: Sequence[str]
+) -> int:
+    """The width of all columns but the first: only names may be broken."""
+    width = 3  # the padding of the first column and of the table
+    for head in columns:
+        width += max(len(cell) for cell in (head, *(row[head] for _, row, _ in rows)))
+        width += 2  # the padding
+    return width
+
+
+def layer_reasons(sparsifier: NMSparsifier) -> dict[str, int]:
+    """Return the reasons in the table of layers, each once, with their numbers from 1 on."""
+    # A dictionary keeps the order of the rows and has each reason once.
+    reasons = dict.fromkeys(row[-1] for row in layer_rows(sparsifier) if row[-1])
+    return {reason: number for number, reason in enumerate(reasons, 1)}
+
+
+class Whole:
+    """Renders a table at its full width, even if the console is narrower."""
+
+    def __init__(self, table: Table) -> None:
+        self.table = table
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        # rich would cut the cells; a terminal breaks lines that are too long, and a file holds them whole.
+        width = max(options.max_width, self.table.min_width or 0)
+        yield from console.render(self.table, options.update(width=width))
+
+
+def layer_rows(sparsifier: NMSparsifier) -> Iterator[tuple[str, ...]]:
+    """Yield every weight in the order of the model: layer, shape, pattern, method, forward, dgrad, wgrad, reason."""
+    rows = {name: _row(sparsifier, layer) for name, layer in sparsifier.layers.items()}
+    shapes = {}
+    for name, parameter in sparsifier.model.named_parameters(remove_duplicate=False):
+        shapes[plain_name(name)] = known_shape(parameter)
+    for name, reason in sparsifier.skipped.items():
+        if reason == NO_MATRICES:
+            continue
+        # A layer has its module's name; a parameter that is not called "weight" follows it.
+        shape = shapes.get(f"{name}.weight", shapes.get(name, ()))
+        text = "?" if shape is None else _shape(shape)
+        rows[name] = (text, "-", "-", "dense", "dense", "dense", reason)
+    place = {plain_name(name): k for k, (name, _) in enumerate(sparsifier.model.named_modules())}
+
+    def order(name: str) -> int:
+        # The weight of a module that has several is called after its parameter.
+        module = name if name in place else name.rpartition(".")[0]
+        return place.get(module, len(place))  # a module may have been replaced
+
+    # Sorting keeps the order of the weights of one module.
+    for name in sorted(rows, key=order):
+        yield name, *rows[name]
+
+
+def _row(sparsifier: NMSparsifier, layer: NMLayer) -> tuple[str, ...]:
+    """The cells of a masked layer, after its name."""
+    operands = []
+    reasons = []
+    for kind, gemm in layer.gemms()._asdict().items():
+        operands.append(gemm.label)
+        if gemm.reason:
+            reasons.append(f"{kind}: {gemm.reason}")
+    method = layer.spec.method.short_name or type(layer.spec.method).__name__
+    pattern = str(layer.spec.pattern)
+    return _shape(layer.view.shape), pattern, method, *operands, "; ".join(reasons)
+
+
+def broken_name(name: str, width: int) -> str:
+    """Break a name into lines at dots, so that no line is longer than a width if its parts allow that.
+
+    Example:
+        >>> print(broken_name("model.layers.{0..31}.self_attn.q_proj x32", 24))
+        model.layers.{0..31}.
+        self_attn.q_proj x32
+    """
+    lines = [""]
+    # Dots within braces, as in a range of layers, do not end a part.
+    for part in re.findall(r"(?:\{[^}]*\}|[^.{])+\.?|\.", name):
+        if lines[-1] and len(lines[-1]) + len(part) > width:
+            lines.append("")
+        lines[-1] += part
+    return "\n".join(lines)
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return "x".join(str(size) for size in shape)
+
+
+def phases(sparsifier: NMSparsifier) -> list[str]:
+    """Return lines that describe the phases of methods and estimators, each once."""
+    lines = []
+
+    def add(part: object, what: str, window: Sequence[int], after: str) -> None:
+        # The first step of a phase and, if it ends, the last one.
+        until = f" to {window[1]}{after}" if len(window) == 2 else ""
+        lines.append(f"{type(part).__name__}: {what} training step {window[0]}{until}")
+
+    for layer in sparsifier.layers.values():
+        method = layer.spec.method
+        stages = layer.progress.stages
+        if stages:
+            end = "; the trained model is dense" if stages[-1][1] == DENSE else ""
+            lines.append(f"schedule: {describe(stages, layer.spec.pattern)}{end}")
+        window = method.sparse_window(layer)
+        if window and (method.dense_start or method.dense_end):
+            start = "masks at the latest from" if method.may_start_early else "masks from"
+            add(method, start, window, "; the model is dense after that")
+        window = layer.progress.estimator_schedule
+        if window:
+            add(layer.spec.estimator, "from", window, ", then wgrad is dense")
+    return list(dict.fromkeys(lines))
+
+
+def owned_parameters(sparsifier: NMSparsifier) -> list[str]:
+    """Return a line for each method that owns parameters: how many, and the memory that they take."""
+    owners: dict[str, list[NMLayer]] = {}
+    for layer in sparsifier.layers.values():
+        if layer.parameters:
+            owners.setdefault(type(layer.spec.method).__name__, []).append(layer)
+    lines = []
+    for method, layers in owners.items():
+        parameters = [p for layer in layers for p in layer.parameters.values()]
+        count = sum(p.numel() for p in parameters)
+        entries = sum(layer.view.shape.numel() for layer in layers)
+        size = sum(p.nbytes for p in parameters)
+        memory = f"{size / 2**20:,.1f} MiB" if size >= 2**20 else f"{size / 2**10:.1f} KiB"
+        lines.append(
+            f"{method} trains {count:,} parameters of its own, {count / entries:.3g} for each masked weight: "
+            f"{memory}, and as much for their gradients and for each tensor of the optimizer's state"
+        )
+    return lines
+
+
+def _share(shares: dict[str, float]) -> str:
+    """A share of the model as text."""
+    parameters = f"{shares['parameters']:.1%} of the model's parameters"
+    if "flops" not in shares:
+        return f"{parameters}, FLOPs not known before a batch"
+    return f"{parameters}, {shares['flops']:.1%} of its weight FLOPs"
+
+
+def _times(factors: Iterable[float]) -> str:
+    """One factor, or the least and the largest."""
+    texts = [f"{factor:.3g}" for factor in sorted(factors)]
+    return f"x{texts[0]}" if texts[0] == texts[-1] else f"x{texts[0]} to x{texts[-1]}"
+
+
+def _notes(sparsifier: NMSparsifier) -> Iterator[str]:
+    """The lines below the table of layers."""
+    config = sparsifier.config
+    for reason, number in layer_reasons(sparsifier).items():
+        yield f"({number}) {reason}"
+    # Modules whose parameters need no rows, such as a class token.
+    names = [name for name, reason in sparsifier.skipped.items() if reason == NO_MATRICES]
+    if names:
+        shown = grouped((name or type(sparsifier.model).__name__,) for name in names)
+        yield f"no rows for {', '.join(name for (name,) in shown)}: {NO_MATRICES}"
+    if sparsifier.selection.first_last:
+        yield "skip_first_last=False masks the first and the last layer, too"
+    if config.scale is not None:
+        # Layers of different patterns have different factors.
+        rates = {
+            config.base_density / layer.spec.pattern.density for layer in sparsifier.layers.values()
+        }
+        initial = "their values as they are"
+        if sparsifier.initial_factors:
+            initial = f"their initial values {_times(sparsifier.initial_factors.values())}"
+        yield f"scale={config.scale!r}: learning rates of masked weights {_times(rates)}, {initial}"
+    for preset in sparsifier.settings.presets:
+        yield f"preset {config.preset}, {preset}"
+    yield from phases(sparsifier)
+    yield from owned_parameters(sparsifier)
+
+
+def print_layers(sparsifier: NMSparsifier, console: Console | None = None) -> None:
+    """Print the table of layers and the masked share of the model; warn if it is small."""
+    console = console or Console()
+    console.print(Whole(layer_table(sparsifier, console.width)), crop=False, soft_wrap=True)
+    for note in _notes(sparsifier):
+        # Names of layers may look like rich's markup.
+        console.print(note, style="dim", soft_wrap=True, highlight=False, markup=False)
+    masked = sparsifier.shares()
+    if masked["parameters"]:
+        console.print(f"masked: {_share(masked)}")
+        # No batch may have run yet. Embeddings take no products, so their parameters do not count.
+        part = "weight FLOPs" if "flops" in masked else "parameters outside of embeddings"
+        share = masked["flops"] if "flops" in masked else sparsifier.share_of_products()
+        if share < 0.5:
+            console.print(
+                f"[yellow]warning:[/] less than half of the model's {part} is masked, so little can be gained; the "
+                "last column gives the reasons",
+                soft_wrap=True,
+            )
+    estimated = sparsifier.shares(gradients=True)
+    if estimated["parameters"]:
+        console.print(f"N:M gradients: {_share(estimated)}")
+
+
+def summary_rows(
+    sparsifier: NMSparsifier, metrics: dict[str, Any]
+) -> Iterator[tuple[str, str, str]]:
+    """Yield the statistics of a finished fit: name, value, meaning."""
+    # The monitor's own statistics are among the metrics, too; they follow as they are now.
+    for name, value in metrics.items():
+        if not name.startswith(("nm/", PREFIX)):
+            yield name, f"{float(value):.4f}", "last value that the model logged"
+    stats = sparsifier.stats()
+    yield "density", f"{stats['density']:.4f}", "share of weights that the forward masks keep"
+    yield "N:M violations", f"{sparsifier.violations():,}", "blocks with more than N nonzeros"
+    flips = f"{stats['flip_rate']:.1e}, mean {sparsifier.mean_flip_rate():.1e}"
+    yield (
+        "flip rate, last update",
+        flips,
+        "share of forward mask bits that changed; mean over steps",
+    )
+    if any(layer.masks.has_backward for layer in sparsifier.layers.values()):
+        yield (
+            "overlap",
+            f"{stats['overlap']:.4f}",
+            "share of the forward mask that the backward mask keeps",
+        )
+    yield "kept magnitude", f"{stats['kept_magnitude']:.4f}", "sum of |W_F| over sum of |W|"
+    if "grad_snr" in stats:
+        yield (
+            "gradient SNR",
+            f"{stats['grad_snr']:.2f}",
+            "norm of dW over the norm of its estimate's error",
+        )
+    ratios = sparsifier.mean_flops_ratios()
+    for kind, meaning in COUNTINGS.items():
+        yield f"training FLOPs, {kind}", f"{ratios[kind]:.3f}x", meaning
+
+
+def print_summary(
+    sparsifier: NMSparsifier, trainer: pl.Trainer, console: Console | None = None
+) -> None:
+    """Print the summary and the paths of the log and the checkpoint."""
+    console = console or Console()
+    table = plain_table("N:M summary", show_header=False)
+    table.add_column("statistic")
+    table.add_column("value", justify="right")
+    table.add_column("meaning", style="dim", overflow="fold")
+    for row in summary_rows(sparsifier, dict(trainer.callback_metrics)):
+        table.add_row(*row)
+    console.print(table)
+    total = len(sparsifier.layers)
+    able = [layer for layer in sparsifier.layers.values() if not layer.spec.forward_reason]
+    # Of methods that have masks at other times, but not now.
+    dense = [layer for layer in able if layer.forward_mask is None]
+    dense = [layer for layer in dense if isinstance(layer.spec.method, MaskMethod)]
+    if dense:
+        console.print(
+            f"[yellow]warning:[/] the trained model is dense in {len(dense)} of {total} layers: their masks have not "
+            "started yet, or have ended (dense_end)"
+        )
+    # Of methods whose mask is still denser than the pattern.
+    unfinished = {
+        layer.name: type(layer.spec.method).__name__
+        for layer in able
+        if layer.masks.has_forward
+        and layer.spec.method.current_pattern(layer) != layer.spec.pattern
+    }
+    if unfinished:
+        console.print(
+            f"[yellow]warning:[/] the trained model is not N:M in {len(unfinished)} of {total} layers: the masks of "
+            f"{', '.join(sorted({*unfinished.values()}))} had not reached their pattern when the training ended"
+        )
+    # Not every checkpoint callback has these attributes, and ModelCheckpoint's are empty until it has saved.
+    checkpoint = trainer.checkpoint_callback
+    path = getattr(checkpoint, "best_model_path", "") or getattr(checkpoint, "last_model_path", "")
+    if path:
+        console.print(f"checkpoint: {path}", soft_wrap=True)
+    for logger in trainer.loggers:
+        if logger.save_dir is not None:
+            folder = getattr(logger, "log_dir", logger.save_dir)
+            console.print(f"log ({type(logger).__name__}): {folder}", soft_wrap=True)

@@ -1,0 +1,401 @@
+"""Histograms, heat maps, text and the layout of custom scalars in TensorBoard."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+
+from lightning_nm.callbacks.tables import layer_rows
+from lightning_nm.functional import mask_margin
+from lightning_nm.functional.statistics import FLIP_RATE, KEPT_MAGNITUDE, magnitude_sum
+from lightning_nm.kernels import Router
+from lightning_nm.nn.layer import NMLayer
+from lightning_nm.sparsifier import NMSparsifier
+
+if TYPE_CHECKING:  # for the types only
+    from matplotlib.figure import Figure
+
+
+MAPS = ("flip_rate", "margin", "kept_magnitude")
+"""The statistics of a column, in this order."""
+
+COLUMNS = 128
+"""The most columns of a history; even, because pairs of columns are joined."""
+
+# Sizes of a figure in pixels. TensorBoard shrinks an image to its card, of about 400 pixels: the names of a wider
+# figure could be read after a click alone.
+DPI = 100
+WIDTH = 540
+ROW = 18
+LEAST_HEIGHT, MOST_HEIGHT = 120, 560  # of the rows
+AROUND = 80  # title, numbers and title of the horizontal axis
+NAME_DISTANCE = 15  # from one name of a layer to the next, at least
+MOST_LETTERS = 32  # of a name
+FONT_SIZE = 8
+
+
+def block_margins(layer: NMLayer) -> Tensor:
+    """Return the margin of each block; NaN where it has none. The layer has a forward mask, and its weight is whole."""
+    assert layer.forward_mask is not None
+    weight = layer.view.rows(layer.weight)
+    mask = layer.view.rows(layer.forward_mask)
+    # Blocks lie along the input channels, axis 1.
+    return mask_margin(weight, mask, layer.pattern, 1)
+
+
+@torch.no_grad()
+def layer_column(layers: Sequence[NMLayer]) -> Tensor:
+    """Compute :data:`MAPS` of layers with one device synchronization; the margin is the mean over blocks.
+
+    With sharded weights all processes must call it.
+
+    Returns:
+        float64 ``[3, layers]`` on the CPU. A layer without a forward mask has no flip rate and no margin: they are NaN.
+
+    Example:
+        >>> from torch import nn
+        >>> from lightning_nm import NMSparsifier
+        >>> sparsifier = NMSparsifier(nn.Linear(8, 8), "2:4", "dense", skip_first_last=False).attach()
+        >>> layer_column(list(sparsifier.layers.values())).tolist()
+        [[nan], [nan], [1.0]]
+    """
+    sums = []
+    for layer in layers:
+        # Gathers a sharded weight, one layer after another, so that one whole weight is in memory at a time.
+        with layer.full():
+            weight = layer.weight.detach()
+            margin = flips = weight.new_tensor(torch.nan)
+            if layer.forward_mask is not None and layer.masks.flips is not None:
+                margin = block_margins(layer).nanmean()  # blocks without a margin are NaN
+                flips = layer.masks.flips
+            used, whole = magnitude_sum(layer.forward_weight()), magnitude_sum(weight)
+            # float64 holds every number of flips exactly, and one dtype lets them share a tensor.
+            sums.append(
+                torch.stack([used.double(), whole.double(), margin.double(), flips.double()])
+            )
+    # One copy for all layers waits for the device once. Layers may be on several devices.
+    sums_of_layers = torch.stack([values.to(sums[0].device) for values in sums])  # [layers, 4]
+    used, whole, margin, flips = sums_of_layers.cpu().unbind(1)
+    entries = torch.tensor([layer.view.shape.numel() for layer in layers], dtype=torch.float64)
+    return torch.stack([FLIP_RATE.exact(flips, entries), margin, KEPT_MAGNITUDE.exact(used, whole)])
+
+
+class LayerHistory:
+    """The columns of a run: at most :data:`COLUMNS`, each the mean of equally many logs.
+
+    When all columns are full, each two neighbours are joined, so that a column holds twice as many logs from then on.
+    A run of any length thus fits, from its first step on, in 1536 bytes for a layer.
+
+    Attributes:
+        layers: Names of the layers, in the order of the rows.
+        steps: The step of the last log of each column.
+        values: float32 ``[columns, 3, layers]``; NaN where a layer was not masked.
+
+    Example:
+        >>> history = LayerHistory()
+        >>> for step in range(130):
+        ...     history.add(step, ["encoder", "head"], torch.rand(3, 2))
+        >>> history.steps[:3], history.steps[-1], history.values.shape
+        ([1, 3, 5], 129, torch.Size([65, 3, 2]))
+    """
+
+    def __init__(self) -> None:
+        self.layers: list[str] = []
+        self.steps: list[int] = []
+        self.values = torch.empty(0, len(MAPS), 0, dtype=torch.float32)
+        self._stride = 1  # logs of a column
+        self._filled = 1  # logs of the last column so far
+
+    def add(self, step: int, layers: Sequence[str], column: Tensor) -> None:
+        """Add the values of a log, ``[3, layers]``; columns that reach that step or later ones are dropped.
+
+        ``layers`` may have other names than before.
+        """
+        if self.layers != list(layers):
+            # A new layer takes a row of NaN, which is put behind the last one.
+            rows = {name: row for row, name in enumerate(self.layers)}
+            with_nan = F.pad(self.values, (0, 1), value=torch.nan)
+            self.values = with_nan[..., [rows.get(name, len(rows)) for name in layers]]
+            self.layers = list(layers)
+        # A run that resumes from an earlier checkpoint comes by steps that it has seen.
+        kept = sum(earlier < step for earlier in self.steps)
+        if kept < len(self.steps):
+            self._filled = self._stride  # all columns before them are full
+        steps, values = self.steps[:kept], self.values[:kept]
+        if self._filled == self._stride and kept == COLUMNS:
+            steps = steps[1::2]  # a column has the step of its last log
+            values = values.unflatten(0, (-1, 2)).nanmean(1)
+            self._stride *= 2
+            self._filled *= 2
+        column = column.float()
+        if steps and self._filled < self._stride:
+            # The last column is written again: its running mean has one log more. A NaN does not count.
+            self._filled += 1
+            mean = values[-1]
+            column = torch.where(column.isnan(), mean, column)
+            column = torch.where(mean.isnan(), column, mean + (column - mean) / self._filled)
+            steps, values = steps[:-1], values[:-1]
+        else:
+            self._filled = 1
+        self.steps = [*steps, step]
+        self.values = torch.cat([values, column.unsqueeze(0)])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the columns as plain tensors and names."""
+        return {
+            "layers": self.layers,
+            "steps": self.steps,
+            "values": self.values,
+            "stride": self._stride,
+            "filled": self._filled,
+        }
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> LayerHistory:
+        """Return the history of a :meth:`state_dict`, in 0.3 of float16 values."""
+        history = cls()
+        history.layers = list(state["layers"])
+        history.steps = list(state["steps"])
+        history.values = state["values"].to("cpu", torch.float32)
+        history._stride = state["stride"]
+        history._filled = state["filled"]
+        return history
+
+
+def can_draw() -> bool:
+    """Whether matplotlib is installed.
+
+    Example:
+        >>> can_draw()
+        True
+    """
+    return find_spec("matplotlib") is not None
+
+
+def heat_map(
+    title: str, layers: Sequence[str], steps: Sequence[int], values: Tensor, *, root: bool
+) -> Figure:
+    """Draw one statistic of layers over steps, without pyplot, which would keep every figure in memory.
+
+    Args:
+        title: The heading.
+        layers: The names of the rows, from the top. Where there is no room for all, the axis of the steps says so.
+        steps: The steps at which the columns end, rising.
+        values: ``[columns, layers]``; NaN is grey.
+        root: Colour by the square root, from 0 on, so that small values differ; else from the least to the largest.
+
+    Raises:
+        ImportError: Without matplotlib.
+
+    Example:
+        >>> figure = heat_map("flip rate", ["encoder", "head"], [9, 19, 29], torch.rand(3, 2), root=True)
+        >>> figure.axes[0].get_title(loc="left")
+        'flip rate'
+    """
+    # matplotlib is an extra, so it is imported only where something is drawn.
+    from matplotlib import colormaps
+    from matplotlib.colors import Normalize, PowerNorm
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    known = values[values.isfinite()].double()
+    low, high = (known.min().item(), known.max().item()) if known.numel() else (0.0, 1.0)
+    norm = PowerNorm(0.5, 0, high or 1) if root else Normalize(low, high)
+    height = min(max(ROW * len(layers), LEAST_HEIGHT), MOST_HEIGHT)
+    figure = Figure((WIDTH / DPI, (height + AROUND) / DPI), DPI, layout="constrained")
+    axes = figure.subplots()
+    # A column begins at the step of the one before it. The first one is as wide as the second.
+    first_width = steps[1] - steps[0] if len(steps) > 1 else 1
+    edges = [steps[0] - first_width, *steps]
+    colours = colormaps["viridis"].with_extremes(bad="#d0d0d0")
+    mesh = axes.pcolormesh(
+        edges, range(len(layers) + 1), values.double().T, cmap=colours, norm=norm
+    )
+    figure.colorbar(mesh, format="%.3g").ax.tick_params(labelsize=FONT_SIZE)
+
+    every = math.ceil(len(layers) * NAME_DISTANCE / height)
+    names = [
+        name if len(name) <= MOST_LETTERS else f"...{name[3 - MOST_LETTERS :]}" for name in layers
+    ]
+    # A name is no formula, even with two dollar signs, and matplotlib's own font has no letters but these.
+    names = [name.encode("ascii", "replace").decode() for name in names]
+    middles = [row + 0.5 for row in range(0, len(layers), every)]
+    axes.set_yticks(middles, names[::every], family="DejaVu Sans Mono", parse_math=False)
+    axes.set_ylim(len(layers), 0)  # the first row is at the top
+    axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
+    axes.set_xlabel("step" if every == 1 else f"step; one name for {every} layers", size=FONT_SIZE)
+    axes.tick_params(labelsize=FONT_SIZE)
+    axes.set_title(title, loc="left", fontsize=FONT_SIZE + 1)
+    return figure
+
+
+# Between the bins of margins, which lie in [-1, 1]. One edge is exactly 0, the margin of equal weights.
+EDGES = torch.arange(-20, 21, dtype=torch.float64) / 20
+
+# Statistics that share a chart. Each other statistic has a chart of its own.
+CHARTS = {
+    "kept": ("density", "kept_magnitude", "overlap"),
+    "gradients": ("grad_density", "grad_bytes_ratio"),
+    "adaptation": ("adapted_blocks", "frozen_blocks"),
+}
+
+# Statistics of the whole model, which single layers do not have.
+MODEL_ONLY = ("train_flops_ratio", "grad_bytes_ratio")
+
+
+class TensorBoardWriter:
+    """Writes to the TensorBoard loggers of a Trainer; other loggers get scalars only.
+
+    After its first failure a logger is not used again, with one warning; training continues.
+    """
+
+    def __init__(self) -> None:
+        self._failed: list[Logger] = []
+
+    @staticmethod
+    def has_logger(trainer: pl.Trainer) -> bool:
+        """Whether the Trainer has a TensorBoard logger: the same in all processes, and after failures on rank 0."""
+        return any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers)
+
+    def write(self, trainer: pl.Trainer, draw: Callable[[Any], None]) -> None:
+        """Call ``draw`` with each ``SummaryWriter`` on rank 0."""
+        if not trainer.is_global_zero:
+            return
+        for logger in trainer.loggers:
+            # By identity: loggers may define what equal means.
+            has_failed = any(logger is failed for failed in self._failed)
+            if has_failed or not isinstance(logger, TensorBoardLogger):
+                continue
+            try:
+                draw(logger.experiment)
+            # A full disk, a missing package or a strange version: no log is worth a training.
+            except Exception as error:
+                self._failed.append(logger)
+                rank_zero_warn(
+                    f"MaskMonitor: {type(logger).__name__} gets scalars alone from now on, it refused a picture, a "
+                    f"histogram or a text ({type(error).__name__}: {error})"
+                )
+
+
+@torch.no_grad()
+def margin_histogram(layer: NMLayer) -> Tensor:
+    """Count the margins of all blocks of a layer with a forward mask, with one device synchronization.
+
+    With sharded weights all processes must call it.
+
+    Returns:
+        float64 ``[44]`` on the CPU: the least and the largest margin, their sum, the sum of their squares, and the
+        counts between :data:`EDGES`, where an edge belongs to the bin above it, and 1 to the last bin.
+
+    Example:
+        >>> from torch import nn
+        >>> sparsifier = NMSparsifier(nn.Linear(8, 8), "2:4", "sr-ste", skip_first_last=False).attach()
+        >>> (layer,) = sparsifier.layers.values()
+        >>> margin_histogram(layer)[4:].sum()
+        tensor(16., dtype=torch.float64)
+    """
+    with layer.full():
+        margins = block_margins(layer).double().flatten()
+    known = ~margins.isnan()
+    margins = torch.where(known, margins, 0)
+    # Blocks without a margin have a bin of their own, so that shapes do not depend on values.
+    bins = torch.bucketize(margins, EDGES[1:-1].to(margins.device), right=True)
+    counts = torch.bincount(bins.where(known, len(EDGES) - 1), minlength=len(EDGES))[:-1]
+    least = torch.where(known, margins, torch.inf).amin()
+    largest = torch.where(known, margins, -torch.inf).amax()
+    moments = torch.stack([least, largest, margins.sum(), margins.square().sum()])
+    return torch.cat([moments, counts.double()]).cpu()
+
+
+def draw_histogram(writer: Any, tag: str, histograms: Sequence[Tensor], step: int) -> None:
+    """Write the sum of results of :func:`margin_histogram`; nothing without a margin."""
+    together = torch.stack(list(histograms))
+    counts = together[:, 4:].sum(0)
+    if not counts.any():
+        return
+    writer.add_histogram_raw(
+        tag,
+        min=together[:, 0].min().item(),
+        max=together[:, 1].max().item(),
+        num=int(counts.sum()),
+        sum=together[:, 2].sum().item(),
+        sum_squares=together[:, 3].sum().item(),
+        bucket_limits=EDGES[1:].tolist(),
+        bucket_counts=counts.int().tolist(),
+        global_step=step,
+    )
+
+
+Layout = dict[str, dict[str, list[Any]]]
+"""A layout of custom scalars: by category and chart, the kind of the chart and its tags."""
+
+
+def custom_scalars_layout(names: Sequence[str], layers: bool) -> Layout:
+    """Return a layout for TensorBoard's custom scalars.
+
+    Args:
+        names: The statistics that are logged.
+        layers: Whether they are also logged for each layer.
+
+    Example:
+        >>> custom_scalars_layout(["flip_rate"], layers=False)
+        {'N:M masks': {'flip rate': ['Multiline', ['^(.+-)?nm/flip_rate$']]}}
+    """
+    # Tags are regular expressions that match from the start; a logger's prefix may come first.
+    shared = {name: chart for chart, members in CHARTS.items() for name in members}
+    model_charts: dict[str, list[Any]] = {}
+    # One chart for each statistic of layers, with a line for each layer.
+    layer_charts: dict[str, list[Any]] = {}
+    for name in names:
+        title = name.replace("_", " ")
+        chart = model_charts.setdefault(shared.get(name, title), ["Multiline", []])
+        chart[1].append(f"^(.+-)?nm/{name}$")
+        if name not in MODEL_ONLY:
+            layer_charts[title] = ["Multiline", [f"^(.+-)?nm/{re.escape(name)}/"]]
+    return {"N:M masks": model_charts, **({"N:M layers": layer_charts} if layers else {})}
+
+
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    r"""Return a table in Markdown.
+
+    Example:
+        >>> print(markdown_table(["layer", "shape"], [["net_1", "8 x 8"]]))
+        | layer | shape |
+        | --- | --- |
+        | net\_1 | 8 x 8 |
+    """
+    lines = []
+    for cells in (head, ["---" for _ in head], *rows):
+        # In one line, with Markdown's special characters escaped; an empty cell needs a space.
+        texts = [re.sub(r"([\\|*_])", r"\\\1", " ".join(cell.split())) or " " for cell in cells]
+        lines.append(f"| {' | '.join(texts)} |")
+    return "\n".join(lines)
+
+
+def layers_markdown(sparsifier: NMSparsifier, router: Router | None) -> str:
+    """Return the table of layers in Markdown, with the kernels of a router after its first products."""
+    kernels_of_layer: dict[str, dict[str, str]] = {}  # by layer and GEMM
+    used_kernels = [] if router is None else router.used()
+    for used in used_kernels:
+        product = used.product
+        kernels = kernels_of_layer.setdefault(product.layer, {})
+        kernels[product.key.gemm] = used.kernel  # the last one, if it changed
+    rows = []
+    for row in layer_rows(sparsifier):
+        name = row[0]
+        kernels = kernels_of_layer.get(name, {})
+        text = ", ".join(f"{gemm}: {kernel}" for gemm, kernel in kernels.items())
+        # Products that no router has seen ran as torch computes them.
+        rows.append((*row, text or "dense product"))
+    head = ("layer", "shape", "pattern", "method", "fwd", "dgrad", "wgrad", "why", "kernel")
+    return markdown_table(head, rows)

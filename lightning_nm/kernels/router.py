@@ -1,0 +1,489 @@
+"""The router: which kernel runs each product of a training, and the report of what ran."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Generator, Hashable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from lightning_nm.kernels.api import (
+    GemmKernel,
+    GemmKey,
+    HasHandle,
+    Sparsity,
+    bucketed,
+    check_mode,
+    multiply_adds,
+    uses_of_pack,
+)
+from lightning_nm.kernels.tuner import (
+    Decision,
+    Decisions,
+    DeviceTimer,
+    KernelRegistry,
+    Timer,
+    Tuner,
+    decisions_file,
+    describe_error,
+    environment_of,
+    share,
+)
+
+_MOST_CHOSEN = 1 << 14
+"""Exact sizes whose kernels are remembered: batches of ever new token counts must not fill the memory."""
+
+
+class Product(NamedTuple):
+    """One GEMM of a layer."""
+
+    layer: str
+    key: GemmKey  # its pattern is the layer's if no operand is N:M along the contraction axis
+    reason: str = ""  # why the product is always dense; empty if it is not
+
+
+class Used(NamedTuple):
+    """How often a product ran on a kernel, and the decision for it; None if there was nothing to decide."""
+
+    product: Product
+    kernel: str
+    calls: int
+    decision: Decision | None
+
+
+@dataclass
+class _Uses:
+    """Calls of a product, its tokens bucketed, on a kernel, and the decision for it."""
+
+    calls: int = 0
+    decision: Decision | None = None
+
+
+class _Chosen(NamedTuple):
+    """The kernel of a product of one exact size; it holds until a kernel fails or determinism is switched."""
+
+    kernel: GemmKernel
+    uses: _Uses  # shared by all sizes of one bucket
+    validity: tuple[int, bool]  # the number of failed kernels, and whether torch is deterministic
+
+
+class Router(HasHandle):
+    """Chooses a kernel for every product of masked layers while it is active, see :func:`routing`.
+
+    In mode ``"auto"`` the products of the first batch are dense and recorded; :meth:`tune` then measures them. The
+    plugins call it before the first backward pass; without :mod:`torch.distributed` that pass calls it itself. Products
+    of new sizes are measured when they first run. While a CUDA graph is captured nothing is measured: products without
+    a decision are dense in it.
+
+    Args:
+        kernels: The mode, as :class:`~lightning_nm.kernels.tuner.Tuner`'s.
+        backends: The kernels besides the reference; ``None`` takes those of the package.
+        file: Where ``"auto"`` keeps measured decisions; ``None`` keeps none, and so does a path in the home directory
+            of a user who has none.
+        reuse: Products that share one pack of a weight: the micro-batches of an optimizer step. From 2 on packs for
+            2:4 hardware are kept until the weight or its masks change: 1.125 bytes for each weight, GEMM and 16-bit
+            dtype. Call :meth:`release` if a weight is written through ``.data`` within a step: torch does not count
+            such writes. CPU kernels read the values of a weight for every product, and need no call.
+        budget_s: Seconds that :meth:`tune` may take. Products that it leaves out are dense, with a warning.
+        timer: Measures for ``"auto"``; :class:`~lightning_nm.kernels.tuner.DeviceTimer` by default.
+
+    Raises:
+        ValueError: If the mode is unknown or two kernels have one name.
+
+    Example::
+
+        >>> from lightning_nm import NMSparsifier
+        >>> from lightning_nm.kernels import SimulatedSparseKernel
+        >>> model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 32))
+        >>> sparsifier = NMSparsifier(model, skip_first_last=False).attach()
+        >>> router = Router("sparse", backends=[SimulatedSparseKernel()])
+        >>> with routing(router):
+        ...     y = model(torch.randn(16, 32))
+        >>> [(used.product.layer, used.product.key.gemm, used.kernel) for used in router.used()]
+        [('0', 'forward', 'simulated'), ('2', 'forward', 'simulated')]
+    """
+
+    def __init__(
+        self,
+        kernels: str = "auto",
+        backends: Sequence[GemmKernel] | None = None,
+        file: str | os.PathLike[str] | None = None,
+        reuse: int = 1,
+        budget_s: float = 60.0,
+        timer: Timer | None = None,
+    ) -> None:
+        check_mode(kernels)
+        if not isinstance(budget_s, (int, float)) or budget_s < 0:
+            raise ValueError(f"budget_s={budget_s!r} must be a number of seconds, at least 0")
+        self.kernels = kernels
+        self.registry = KernelRegistry(backends)
+        self.file = decisions_file(file)
+        self.reuse = reuse
+        self.keeps_layouts = True
+        """Whether layouts of masks are kept between products; they take memory for whole weights."""
+        self.budget_s = budget_s
+        self.timer = timer or DeviceTimer()
+        self.reset()
+
+    def reset(self, reuse: int | None = None) -> None:
+        """Forget what ran and every pack, for a new training and perhaps `reuse`; decisions stay in their file."""
+        self.reuse = reuse or self.reuse
+        # The tuner needs a device, which is known when the first product runs, see `initialize`.
+        self.tuner: Tuner | None = None
+        self.unavailable_reason = ""
+        """Why no sparse kernel works on the device, once that is known."""
+        self.all_dense = False
+        """Whether :meth:`deactivate_if_all_dense` ended routing, because no product is faster sparse."""
+        self.registry.failures.clear()
+        self.tuned = self.kernels != "auto"
+
+        # What `tune` found.
+        self._none_sparse = False
+        self._tuned_keys: list[GemmKey] = []
+        # From the first process, before a tuner was made here.
+        self._received: Decisions | None = None
+
+        # A dict instead of a set: it keeps the order of the products.
+        self._recorded: dict[Product, None] = {}
+        self._chosen: dict[Product, _Chosen] = {}
+        # By the bucketed product and the kernel's name.
+        self._uses: dict[tuple[Product, str], _Uses] = {}
+        self._takes: dict[str, frozenset[Sparsity]] = {}
+        self.convolving = frozenset(
+            kernel.device_type for kernel in self.registry.backends if kernel.convolutions
+        )
+        """The types of devices on which a kernel may take convolutions; the empty one stands for every type."""
+        # For each layer, by name: a stamp and the operand. Weak, so that a pack ends with its layer.
+        self._packs: WeakKeyDictionary[Any, dict[Hashable, tuple[Hashable, Any]]]
+        self._packs = WeakKeyDictionary()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The settings alone: decisions and packs belong to this process and its device."""
+        settings = ("kernels", "registry", "file", "reuse", "budget_s", "timer", "keeps_layouts")
+        return {name: self.__dict__[name] for name in settings}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.reset()
+
+    # ------------------------------------------------------------------------------------------------ choosing
+
+    def initialize(self, device: torch.device) -> Tuner:
+        """Load known decisions and probe the kernels on a device, once."""
+        if self.tuner is None:
+            environment = environment_of(device)
+            if self.kernels == "auto" and self.file is not None:
+                known = Decisions.load(self.file, environment)
+            else:
+                known = Decisions(environment)
+            self._saved = _measured_keys(known)
+            reuse = self.pack_reuse(str(device))
+            self.tuner = Tuner(self.kernels, self.registry, known, self.timer, reuse=reuse)
+            if self._received is not None:
+                self.tuner.take_over(self._received)
+            self.unavailable_reason = self.registry.unavailable_reason(str(device))
+        return self.tuner
+
+    def kernel(self, product: Product) -> GemmKernel:
+        """Return the kernel for a product that is about to run, and count the call."""
+        # This runs for every product of every step: one look-up if the kernel is chosen already.
+        validity = len(self.registry.failures), torch.are_deterministic_algorithms_enabled()
+        chosen = self._chosen.get(product)
+        if chosen is None or chosen.validity != validity:
+            chosen = self._choose(product, validity)
+        chosen.uses.calls += 1
+        return chosen.kernel
+
+    def _choose(self, product: Product, validity: tuple[int, bool]) -> _Chosen:
+        """Choose the kernel of a product, and remember it unless the choice is for the moment."""
+        decision = None
+        kernel = self.registry.reference
+        # A capture must not measure: products without a decision are dense in it. So are those before `tune`.
+        lasting = not _capturing() and (self.tuned or bool(product.reason))
+        if lasting and not product.reason:
+            decision = self.initialize(torch.device(product.key.device)).decide(product.key)
+            kernel = self.registry.kernels[decision.kernel]
+        bucket = product._replace(key=bucketed(product.key))
+        uses = self._uses.setdefault((bucket, kernel.name), _Uses())
+        uses.decision = decision
+        chosen = _Chosen(kernel, uses, validity)
+        if lasting:
+            if len(self._chosen) >= _MOST_CHOSEN:
+                self._chosen.clear()
+            self._chosen[product] = chosen
+        return chosen
+
+    def tune_if_single(self) -> None:
+        """Call :meth:`tune`, unless other processes have to take part or a CUDA graph is captured."""
+        if not self.tuned and not _capturing() and not _distributed():
+            self.tune()
+
+    def record(self, products: Sequence[Product]) -> None:
+        """Record the products of a batch, for :meth:`tune`."""
+        if not self.tuned:
+            self._recorded.update(dict.fromkeys(products))
+
+    def tune(self) -> None:
+        """Measure the recorded products, once; the first process measures for all.
+
+        With :mod:`torch.distributed` initialised, every process must call this at the same point.
+        """
+        if self.tuned:
+            return
+        self.tuned = True
+        # Once for each layer: a product of many layers is worth more in the order of measurement.
+        keys = [product.key for product in self._recorded if not product.reason]
+        self._recorded.clear()
+        try:
+            if keys:
+                device = torch.device(keys[0].device)
+                tuner = self.initialize(device)
+                if _measures():
+                    tuner.tune(keys, self.budget_s)
+                    if device.type == "cuda":
+                        torch.cuda.empty_cache()  # the operands of the checks
+                    self.save()
+        # Also after an error: other processes wait for the decisions. A process without products takes part.
+        finally:
+            self._share_decisions()
+            if self.tuner is not None and keys:
+                # Those of an earlier call may come again: a dense gradient in every second step has other products.
+                self._tuned_keys = list(dict.fromkeys([*self._tuned_keys, *keys]))
+                self._update_none_sparse(self.tuner)
+                self._warn_of_postponed(self.tuner)
+
+    def _share_decisions(self) -> None:
+        """Take over the decisions of the first process; those that it does not have stay."""
+        if self.tuner is not None:
+            own = self.tuner.decisions
+        else:
+            own = Decisions(environment_of(torch.device("cpu")))
+        shared = share(own)
+        if self.tuner is not None:
+            self.tuner.take_over(shared)
+        else:
+            self._received = shared
+
+    def _update_none_sparse(self, tuner: Tuner) -> None:
+        """Note whether no product of the recorded batches is faster sparse, as far as they were measured."""
+        reference = self.registry.reference.name
+        decisions = [tuner.decisions.get(key) for key in self._tuned_keys]
+        self._none_sparse = all(found and found.kernel == reference for found in decisions)
+
+    def _warn_of_postponed(self, tuner: Tuner) -> None:
+        """Say which part of the products is dense because it was not measured yet."""
+        decided = {key: tuner.decisions.get(key) for key in self._tuned_keys}
+        postponed = [key for key, found in decided.items() if found and found.source == "postponed"]
+        if not postponed:
+            return
+        work = sum(map(multiply_adds, self._tuned_keys))
+        part = sum(map(multiply_adds, postponed)) / work
+        warnings.warn(
+            f"{len(postponed)} of {len(self._tuned_keys)} products, {part:.0%} of their multiply-adds, were not "
+            f"measured within budget_s={self.budget_s:g}: they run dense in this training; the next one measures more, "
+            "and a larger budget_s all at once",
+            stacklevel=2,
+        )
+
+    def tune_again(self) -> None:
+        """Record and measure the next batch's products, since it may have new ones. Decisions so far stay."""
+        if self.kernels == "auto":
+            self.tuned = False
+            self.all_dense = False
+            self._none_sparse = False
+            self._chosen.clear()
+
+    def deactivate_if_all_dense(self) -> None:
+        """Go inactive until the next :meth:`reset` if :meth:`tune` found no product that is faster sparse.
+
+        The plugins call it after an optimizer step, when no backward pass is pending: a checkpointed forward pass must
+        be recomputed by the same kernels.
+        """
+        if not self._none_sparse or self.all_dense or self.tuner is None:
+            return
+        self.all_dense = True
+        # Products that ran before they were measured, for the report. A copy: another thread may run a product.
+        for (product, _), uses in list(self._uses.items()):
+            if uses.decision is None and not product.reason:
+                uses.decision = self.tuner.decisions.get(product.key)
+
+    def save(self) -> None:
+        """Add new measurements to the file, if there is one; a file that cannot be written gives a warning."""
+        if self.kernels != "auto" or self.file is None or self.tuner is None:
+            return
+        decisions = self.tuner.decisions
+        measured = _measured_keys(decisions)
+        if measured <= self._saved:
+            return
+        try:
+            decisions.save(self.file)
+        except (OSError, ValueError) as error:  # no reason to end a training
+            message = f"the choice of kernels is not kept and will be measured again next time: {describe_error(error)}"
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
+        # Also after an error: one warning for the same decisions is enough.
+        self._saved |= measured
+
+    def takes(self, device: str) -> frozenset[Sparsity]:
+        """Return what may be sparse in products on a device for a kernel to take them.
+
+        An N:M operand always: if no kernel takes it, the decision says why.
+        """
+        if device not in self._takes:
+            taken: frozenset[Sparsity] = frozenset({"n:m"})
+            if self.kernels != "reference":
+                taken |= self.registry.takes(device)
+            self._takes[device] = taken
+        return self._takes[device]
+
+    def convolves(self, device_type: str) -> bool:
+        """Whether a kernel may take convolutions on a type of device; compiled code asks, too."""
+        return device_type in self.convolving or "" in self.convolving
+
+    def active_or_none(self) -> Router | None:
+        """Return this router, or ``None`` if every product is dense: layers then run, and compile, as without a router.
+
+        That is so in mode ``"reference"``, if no sparse kernel works, and if none is faster, see
+        :meth:`deactivate_if_all_dense`.
+        """
+        if self.kernels == "reference" or self.unavailable_reason or self.all_dense:
+            return None
+        return self
+
+    # ----------------------------------------------------------------------------------------------- products
+
+    def pack_reuse(self, device: str) -> int:
+        """Count the products that share one pack of a weight on a device: 1 if its kernels keep no packs."""
+        keeps = any(kernel.keeps_packs for kernel in self.registry.made_for(device))
+        return self.reuse if keeps else 1
+
+    def packed(self, owner: Any, name: Hashable, stamp: Hashable, make: Callable[[], Any]) -> Any:
+        """Return a packed operand; it is kept for its owner, a layer, and reused while `stamp` stays the same."""
+        return self._kept(owner, name, stamp, make) if self.reuse > 1 else make()
+
+    def layout(self, owner: Any, name: Hashable, stamp: Hashable, make: Callable[[], Any]) -> Any:
+        """Return the part of a packed operand that depends on the mask alone; it is kept while `stamp` stays the same.
+
+        The stamp is the state of the masks.
+        """
+        return self._kept(owner, name, stamp, make) if self.keeps_layouts else make()
+
+    def _kept(self, owner: Any, name: Hashable, stamp: Hashable, make: Callable[[], Any]) -> Any:
+        """Return what `make` returned for the same owner, name and stamp before, or now."""
+        if _capturing():  # a replayed graph would use the pack of the capture
+            return make()
+        packs = self._packs.setdefault(owner, {})
+        if name in packs and packs[name][0] == stamp:
+            return packs[name][1]
+        # A pack that is out of date is freed before another is made, and not left if that fails.
+        packs.pop(name, None)
+        made = make()
+        packs[name] = (stamp, made)
+        return made
+
+    def release(self) -> None:
+        """Free every pack, and save what was measured since :meth:`tune`, in the first process."""
+        self._packs.clear()
+        if _measures():
+            self.save()
+
+    # ------------------------------------------------------------------------------------------------- report
+
+    def used(self) -> list[Used]:
+        """Products that ran since the last :meth:`reset`, in the order of first use, their tokens bucketed."""
+        used = []
+        # A copy: another thread may run a product.
+        for (product, kernel), uses in list(self._uses.items()):
+            if uses.calls:
+                used.append(Used(product, kernel, uses.calls, uses.decision))
+        return used
+
+    def sparse_share(self) -> tuple[float, str]:
+        """Return the share of masked layers' GEMM time on sparse kernels, and its basis.
+
+        Times are the measured ones; a product without one takes the mean rate of the others by its multiply-adds. If
+        nothing was measured, the share is one of dense multiply-adds.
+        """
+        used = self.used()
+        dense_times: list[float] = []
+        dense_work: list[int] = []
+        for use in used:
+            if use.decision is not None and use.decision.dense_ms:
+                dense_times.append(use.decision.dense_ms)
+                dense_work.append(multiply_adds(use.product.key))
+        # Milliseconds per multiply-add. Without any measurement the unit of time is one multiply-add.
+        rate = sum(dense_times) / sum(dense_work) if dense_times else None
+        basis = "measured times" if rate else "dense multiply-adds"
+
+        total = 0.0
+        sparse = 0.0
+        for product, kernel, calls, decision in used:
+            on_sparse = kernel != self.registry.reference.name
+            cost = multiply_adds(product.key) * (rate or 1.0)
+            if rate and decision is not None and decision.dense_ms:
+                cost = decision.dense_ms
+                if on_sparse and decision.sparse_ms is not None and decision.pack_ms is not None:
+                    reuse = self.pack_reuse(product.key.device)
+                    uses = uses_of_pack(product.key, reuse)
+                    cost = decision.sparse_ms + decision.pack_ms / uses
+            total += calls * cost
+            if on_sparse:
+                sparse += calls * cost
+        # Nothing ran, or nothing but empty products.
+        if not total:
+            return 0.0, basis
+        return sparse / total, basis
+
+
+def _distributed() -> bool:
+    """Whether other processes train the same model."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def _measures() -> bool:
+    """Whether this process measures: the first of several."""
+    return not _distributed() or dist.get_rank() == 0
+
+
+def _measured_keys(decisions: Decisions) -> set[GemmKey]:
+    """The products whose times were measured: these decisions are worth saving."""
+    return {key for key, decision in decisions.items() if decision.source == "measured"}
+
+
+def _capturing() -> bool:
+    """Whether a CUDA graph is captured: nothing may be timed then, and what is computed belongs to the graph."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+_active: Router | None = None
+
+
+def active() -> Router | None:
+    """Return the router that masked layers use now."""
+    return _active
+
+
+def activate(router: Router | None) -> Router | None:
+    """Make a router the one that masked layers use; return the previous one."""
+    global _active  # not per thread: backward passes of other threads recompute checkpointed forward passes
+    before = _active
+    _active = router
+    return before
+
+
+@contextmanager
+def routing(router: Router | None) -> Generator[None, None, None]:
+    """Run the products of masked layers by a router, or dense if it is ``None``.
+
+    A backward pass uses the router of its forward pass, wherever it runs.
+    """
+    before = activate(router)
+    try:
+        yield
+    finally:
+        activate(before)

@@ -1,0 +1,1159 @@
+"""The choice of a kernel for each product: check it against the dense product, time it, decide."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, fields, replace
+from functools import lru_cache, partial
+from itertools import cycle
+from pathlib import Path
+from statistics import fmean, median
+from time import perf_counter
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, cast
+from uuid import uuid4
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import pad
+from torch.utils import collect_env
+
+from lightning_nm.functional import nm_mask, nm_prune
+from lightning_nm.functional.mask_storage import FORWARD_BIT
+from lightning_nm.kernels.api import (
+    Convolution,
+    GemmKernel,
+    GemmKey,
+    GemmName,
+    MaskedMatrix,
+    Sparsity,
+    bucketed,
+    check_mode,
+    multiply_adds,
+    uses_of_pack,
+)
+from lightning_nm.kernels.cpu import CpuCsrKernel, CpuPermuteKernel
+from lightning_nm.kernels.cpu.library import (
+    LEVELS,
+    compiled_from,
+    cpu_name,
+    has_amx,
+    level,
+    unavailable,
+)
+from lightning_nm.kernels.gpu.cusparselt import CuSparseLtKernel, library_version
+from lightning_nm.kernels.operands import TOKENS, permuted_columns
+from lightning_nm.pattern import NMPattern
+from lightning_nm.spelling import not_given
+
+
+class Timer(Protocol):
+    """Measures a function; tests pass recorded times instead."""
+
+    def time(self, function: Callable[[], object], device: torch.device) -> float:
+        """Return the seconds of one call on the device, with the time on the host."""
+
+
+_ENOUGH = 0.01
+"""Seconds of a sample on the host, at which a tick of the clock and the loop no longer count."""
+
+_LONG = 0.05
+"""Seconds of a call on the host of which few are enough."""
+
+
+class DeviceTimer:
+    """Median over samples of back-to-back calls, after a warm-up.
+
+    On CUDA a sample is the time between two events on the current stream, so the slower of device and host decides.
+    Elsewhere :func:`time.perf_counter` is read, around fewer calls if they are long.
+
+    Args:
+        warmup: Calls that are not measured.
+        samples: Samples of which the median is taken.
+        calls: Calls in a sample.
+
+    Example::
+
+        >>> x = torch.randn(64, 64)
+        >>> DeviceTimer().time(lambda: x @ x, torch.device("cpu")) > 0
+        True
+    """
+
+    def __init__(self, warmup: int = 3, samples: int = 7, calls: int = 10) -> None:
+        self.warmup = warmup
+        self.samples = samples
+        self.calls = calls
+
+    def time(self, function: Callable[[], object], device: torch.device) -> float:
+        """Return the seconds of one call."""
+        if device.type != "cuda":
+            return self._host_time(function)
+        for _ in range(self.warmup):
+            function()
+        samples = [self._cuda_sample(function, device) for _ in range(self.samples)]
+        return median(samples) / self.calls
+
+    def _host_time(self, function: Callable[[], object]) -> float:
+        """Return the seconds of one call on the host, measured by fewer calls if they are long."""
+        # The first call is part of the warm-up, and says how many calls a sample needs. A coarse clock may give 0.
+        first = max(self._host_sample(function, 1), 1e-9)
+        calls = min(max(round(_ENOUGH / first), 1), self.calls)
+        if first < _LONG:
+            further_warmup = self.warmup - 1
+            sample_count = self.samples
+        else:
+            further_warmup = 0
+            sample_count = min(self.samples, 3)
+        for _ in range(further_warmup):
+            function()
+        samples = [self._host_sample(function, calls) for _ in range(sample_count)]
+        return median(samples) / calls
+
+    def _host_sample(self, function: Callable[[], object], calls: int) -> float:
+        """Seconds of some calls together, by the clock of the host."""
+        start = perf_counter()
+        for _ in range(calls):
+            function()
+        return perf_counter() - start
+
+    def _cuda_sample(self, function: Callable[[], object], device: torch.device) -> float:
+        """Seconds of the calls of a sample together, between two events."""
+        # Events are recorded on the current stream of the current device, which need not be this one.
+        with torch.cuda.device(device):
+            start = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
+            start.record()
+            for _ in range(self.calls):
+                function()
+            end.record()
+            # The host runs ahead: without this the end is not reached yet.
+            end.synchronize()
+            return start.elapsed_time(end) / 1e3  # from milliseconds
+
+
+def copies_past_cache(size: int, device: torch.device) -> int:
+    """Count the copies of `size` bytes that together exceed twice the L2 cache, at most 32; one without CUDA."""
+    if device.type != "cuda":
+        return 1
+    cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
+    enough = 1 + 2 * cache_bytes // size
+    # Small operands would need thousands of copies.
+    return min(enough, 32)
+
+
+def rotated(function: Callable[..., object], *operands: Sequence[Any]) -> Callable[[], object]:
+    """Return a function that calls another one with the next copy of each operand in turn.
+
+    Example::
+
+        >>> call = rotated(lambda a, b: a + b, "abc", "xy")
+        >>> [call() for _ in range(4)]
+        ['ax', 'by', 'cx', 'ay']
+    """
+    rings = [cycle(copies) for copies in operands]
+
+    def call() -> object:
+        arguments = [next(ring) for ring in rings]
+        return function(*arguments)
+
+    return call
+
+
+try:
+    import fcntl
+except ImportError:  # on Windows
+    fcntl = None  # type: ignore[assignment]
+
+SCHEMA = 2
+
+Source = Literal["measured", "forced", "default", "postponed"]
+"""Timed on the device; requested by the mode; the reference because no other kernel can run, or because there was no
+time left to measure."""
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Where decisions were measured; they are reused only in an equal environment.
+
+    Example::
+
+        >>> str(Environment("H200", "580.65", "2.13.0", "13.0", "801"))
+        'device H200, driver 580.65, torch 2.13.0, cuda 13.0, cusparselt 801'
+    """
+
+    device: str  # its name; the others are versions, None for what is missing
+    driver: str | None
+    torch: str
+    cuda: str | None  # that torch was built for
+    cusparselt: str | None  # the loaded library
+
+    def __str__(self) -> str:
+        # The text is the key of the decisions in their file.
+        parts = []
+        for field in fields(self):
+            value = getattr(self, field.name) or "none"
+            parts.append(f"{field.name} {value}")
+        return ", ".join(parts)
+
+
+def environment_of(device: torch.device) -> Environment:
+    """Describe a device of this machine; a CPU by its model, instruction set, library and threads."""
+    if device.type == "cpu":
+        # Another instruction set, build of the library or number of threads is another speed.
+        kernels = "no kernels"
+        if not unavailable():
+            kernels = f"{LEVELS[level()]}; library {compiled_from()}"
+        # Virtual machines report one name for CPUs with AMX and without, whose dense products differ in speed.
+        parts = [cpu_name(), *(["AMX"] if has_amx() else []), kernels]
+        # The limit of oneDNN, which computes torch's dense products.
+        if limit := os.environ.get("ONEDNN_MAX_CPU_ISA"):
+            parts.append(f"oneDNN up to {limit}")
+        name = "; ".join([*parts, f"threads: {torch.get_num_threads()}"])
+        return Environment(name, None, torch.__version__, None, None)
+    if device.type != "cuda":
+        return Environment(device.type, None, torch.__version__, torch.version.cuda, None)
+    cusparselt = library_version()
+    return Environment(
+        device=torch.cuda.get_device_name(device),
+        driver=collect_env.get_nvidia_driver_version(collect_env.run),
+        torch=torch.__version__,
+        cuda=torch.version.cuda,
+        cusparselt=None if cusparselt is None else str(cusparselt),
+    )
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The kernel of a product and why, with measured times, None where they are unknown."""
+
+    kernel: str
+    dense_ms: float | None
+    sparse_ms: float | None  # of the best sparse product without packing, chosen or not
+    pack_ms: float | None  # of packing its operand once
+    reason: str  # why this kernel, and why not others
+    source: Source
+    # When it holds: available kernels, uses of a pack, margin, whether products must be deterministic.
+    terms: str = ""
+
+    @classmethod
+    def from_dict(cls, entry: dict[str, Any]) -> Decision:
+        """Read what :func:`dataclasses.asdict` and JSON made of a decision.
+
+        Raises:
+            TypeError: If it is none.
+        """
+        decision = cls(**entry)
+        # Dataclasses check no types, and a file may have been edited.
+        texts = (decision.kernel, decision.reason, decision.source, decision.terms)
+        times = (decision.dense_ms, decision.sparse_ms, decision.pack_ms)
+        if not all(isinstance(text, str) for text in texts):
+            raise TypeError(f"{entry!r} is no decision")
+        if not all(time is None or isinstance(time, (int, float)) for time in times):
+            raise TypeError(f"{entry!r} has a time that is no number")
+        return decision
+
+
+def decisions_file(path: str | os.PathLike[str] | None) -> Path | None:
+    """The file at a path, which may begin with ``~``; ``None`` if the user has no home directory."""
+    if path is None:
+        return None
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:  # there is no home directory, as for some users of containers
+        return None
+
+
+class Decisions(MutableMapping[GemmKey, Decision]):
+    """The decisions of one environment.
+
+    Keys whose tokens are in one bucket (:func:`~lightning_nm.kernels.api.token_bucket`) are the same key, and so are
+    those of two devices of one type: the GPUs of a machine are assumed to be equal.
+
+    One thread may add decisions while others read them: iterating goes through those that were there when it began.
+
+    Example::
+
+        >>> from lightning_nm import NMPattern
+        >>> decisions = Decisions(environment_of(torch.device("cpu")))
+        >>> key = GemmKey("forward", 64, 32, 1000, torch.float32, NMPattern(2, 4), "cpu")
+        >>> decisions[key] = Decision("cpu-csr", 1.0, 0.5, 0.1, "measured", "measured")
+        >>> decisions[GemmKey("forward", 64, 32, 1024, torch.float32, NMPattern(2, 4), "cpu")].kernel
+        'cpu-csr'
+    """
+
+    def __init__(self, environment: Environment) -> None:
+        self.environment = environment
+        self._decisions: dict[GemmKey, Decision] = {}
+
+    def __getitem__(self, key: GemmKey) -> Decision:
+        return self._decisions[stored_key(key)]
+
+    def __setitem__(self, key: GemmKey, decision: Decision) -> None:
+        self._decisions[stored_key(key)] = decision
+
+    def __delitem__(self, key: GemmKey) -> None:
+        del self._decisions[stored_key(key)]
+
+    def __iter__(self) -> Iterator[GemmKey]:
+        return iter(list(self._decisions))  # the copy is made without switching to another thread
+
+    def __len__(self) -> int:
+        return len(self._decisions)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], environment: Environment) -> Decisions:
+        """Read the decisions of an environment; a file that is missing, damaged or of another schema has none."""
+        decisions = cls(environment)
+        # Whatever is wrong with the file: the products are measured again, and saving says what is wrong.
+        with suppress(OSError, ValueError, TypeError, AttributeError, KeyError):
+            entries = _read(Path(path)).get(str(environment), {})
+            found = {_read_key(text): Decision.from_dict(entry) for text, entry in entries.items()}
+            decisions._decisions = found  # all or none
+        return decisions
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Add the decisions to a file; those of other environments and of other keys stay in it.
+
+        The file is replaced atomically. Processes and threads that save at the same time take turns, except on Windows
+        and on file systems without locks, where the decisions of one may be lost.
+
+        Raises:
+            ValueError: If the file exists and does not hold decisions; one of another schema is replaced.
+            OSError: If the file cannot be written.
+        """
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(path.parent):
+            self._save(path)
+
+    def _save(self, path: Path) -> None:
+        """Add the decisions to a file, which is locked by the caller."""
+        try:
+            environments = _read(path)
+        except (FileNotFoundError, _OtherSchemaError):
+            environments = {}
+        # Read again at each save: another process may have added decisions.
+        entries = environments.setdefault(str(self.environment), {})
+        for key, decision in self.items():
+            # A postponed product is still to be measured, here or by the next training.
+            if decision.source != "postponed":
+                entries[_written_key(key)] = asdict(decision)
+        content = {"schema": SCHEMA, "environments": environments}
+        # A reader sees the old file or the new one, never a part: renaming is atomic.
+        new = path.with_name(f".{path.name}.{uuid4().hex}")
+        try:
+            new.write_text(json.dumps(content, indent=1) + "\n")
+            new.replace(path)
+        finally:
+            new.unlink(missing_ok=True)  # left if writing or renaming failed
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Keep other processes and threads out that lock the folder, where the system has such locks."""
+    if fcntl is None:
+        yield
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)  # which unlocks
+
+
+class _OtherSchemaError(ValueError):
+    """The file holds decisions of another release."""
+
+
+def _read(path: Path) -> dict[str, dict[str, Any]]:
+    """Read the entries of a file, by environment."""
+    text = path.read_text()
+    try:
+        content = json.loads(text)
+        schema = content["schema"]
+        environments = content["environments"]
+        if not isinstance(environments, dict):
+            raise TypeError("`environments` is not a mapping")
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"{path} does not hold decisions: give another path, or remove it"
+        ) from error
+    if schema != SCHEMA:
+        raise _OtherSchemaError(f"{path} is of schema {schema!r}, not {SCHEMA}")
+    return cast("dict[str, dict[str, Any]]", environments)
+
+
+def _written_key(key: GemmKey) -> str:
+    """A key as the text that names its entry in a file: its fields in JSON."""
+    values = {
+        **vars(key),
+        "dtype": str(key.dtype).removeprefix("torch."),
+        "pattern": str(key.pattern),
+    }
+    return json.dumps(values)
+
+
+def _read_key(text: str) -> GemmKey:
+    """Undo :func:`_written_key`; raise a ValueError, a TypeError or an AttributeError for another text."""
+    values = json.loads(text)
+    dtype = getattr(torch, values["dtype"])
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{values['dtype']} is no dtype")
+    conv = values["conv"]
+    if conv is not None:
+        # JSON turned tuples into lists, which cannot be part of a key.
+        conv = Convolution._make(tuple(x) if isinstance(x, list) else x for x in conv)
+    pattern = NMPattern.parse(values["pattern"])
+    return GemmKey(**{**values, "dtype": dtype, "pattern": pattern, "conv": conv})
+
+
+@lru_cache(maxsize=1 << 14)
+def stored_key(key: GemmKey) -> GemmKey:
+    """The key under which a decision is stored: a bucket of tokens and a device type."""
+    return replace(bucketed(key), device=torch.device(key.device).type)
+
+
+def share(decisions: Decisions) -> Decisions:
+    """Return the decisions of the first process, with their environment, in every process.
+
+    Processes that decide for themselves may choose differently where two kernels are equally fast. Every process must
+    call this. Without :mod:`torch.distributed` it returns `decisions`.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return decisions
+    box = [decisions]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+_NOT_TAKEN: dict[Sparsity, str] = {
+    "n:m": "it takes no operand that is N:M along the contraction axis",
+    "masked": "its sparse operand must be N:M along the contraction axis",
+    "outputs": "it computes all outputs, not those at kept entries alone",
+}
+
+
+class KernelRegistry:
+    """The reference and the sparse kernels, in order of preference.
+
+    An exception that a kernel raises counts as a reason against it. Each kernel is probed once per device.
+
+    Args:
+        backends: The kernels besides the reference, each with its own name; ``None`` takes those of the package:
+            ``cusparselt`` for GPUs, ``cpu-permute`` and ``cpu-csr`` for CPUs.
+
+    Raises:
+        ValueError: If two kernels have one name, or something is not a kernel.
+
+    Example::
+
+        >>> from lightning_nm import NMPattern
+        >>> from lightning_nm.kernels import SimulatedSparseKernel
+        >>> registry = KernelRegistry([CuSparseLtKernel(), SimulatedSparseKernel()])
+        >>> key = GemmKey("forward", 64, 32, 8, torch.float32, NMPattern(2, 4), "cpu")
+        >>> [(kernel.name, registry.reason(kernel, key)) for kernel in registry.kernels.values()]
+        [('reference', ''), ('cusparselt', 'cuSPARSELt needs a CUDA device, not cpu'), ('simulated', '')]
+    """
+
+    def __init__(self, backends: Sequence[GemmKernel] | None = None) -> None:
+        self.reference = GemmKernel()
+        self.kernels: dict[str, GemmKernel] = {}
+        if backends is None:
+            backends = [
+                CuSparseLtKernel(),
+                CpuPermuteKernel(),
+                CpuCsrKernel(),
+            ]
+        # A mode as text or a single kernel is a likely mistake.
+        if not isinstance(backends, (list, tuple)):
+            raise ValueError(f"backends must be a list of GemmKernel objects{not_given(backends)}")
+        for kernel in backends:
+            if not isinstance(kernel, GemmKernel):
+                raise ValueError(f"backends must hold GemmKernel objects{not_given(kernel)}")
+        for kernel in (self.reference, *backends):
+            if kernel.name in self.kernels:
+                raise ValueError(
+                    f"two kernels are named '{kernel.name}': give the second one another `name`"
+                )
+            self.kernels[kernel.name] = kernel
+        self.failures: dict[tuple[str, GemmKey], str] = {}
+        """Why a kernel was switched off for a product, by its name and the key."""
+        # By the kernel's name and the device: why the kernel does not work there, empty if it does.
+        self._probes: dict[tuple[str, str], str] = {}
+
+    def __str__(self) -> str:
+        return ", ".join(self.kernels)
+
+    @property
+    def backends(self) -> list[GemmKernel]:
+        """The kernels besides the reference, in order."""
+        _, *sparse = self.kernels.values()  # the reference was added first
+        return sparse
+
+    def made_for(self, device: str) -> list[GemmKernel]:
+        """Return the kernels besides the reference that are made for a device's type, in order; all if none is."""
+        kind = torch.device(device).type
+        found = [kernel for kernel in self.backends if kernel.device_type in ("", kind)]
+        # With none the others are asked, so that the report says why each does not work here.
+        return found or self.backends
+
+    def reason(self, kernel: GemmKernel, key: GemmKey) -> str:
+        """Return why a kernel is not used for a product: a failure, its probe or its `supports`; empty if it is."""
+        failed = self.failures.get((kernel.name, key))
+        if failed:
+            return failed
+        # The probe comes first: a kernel may need the device to answer the rest.
+        return (
+            self.probe(kernel, key.device)
+            or self._sparsity_reason(kernel, key)
+            or reason_or_error(partial(kernel.supports, key))
+        )
+
+    def _sparsity_reason(self, kernel: GemmKernel, key: GemmKey) -> str:
+        """Return why a kernel cannot use what is sparse in a product; empty if it can."""
+        if kernel is self.reference:
+            return ""
+        if key.conv is not None and not kernel.convolutions:
+            return "it takes no convolutions"
+        if key.sparsity not in kernel.takes:
+            return _NOT_TAKEN[key.sparsity]
+        return ""
+
+    def reason_against(self, name: str, key: GemmKey) -> str:
+        """:meth:`reason` of the kernel with this name, which may not be among the kernels."""
+        kernel = self.kernels.get(name)
+        if kernel is None:  # of a decision from a file
+            return "not among the kernels"
+        return self.reason(kernel, key)
+
+    def probe(self, kernel: GemmKernel, device: str) -> str:
+        """Return why a kernel does not work on a device; asked once for each."""
+        asked = kernel.name, device
+        if asked not in self._probes:
+            self._probes[asked] = reason_or_error(partial(kernel.probe, torch.device(device)))
+        return self._probes[asked]
+
+    def takes(self, device: str) -> frozenset[Sparsity]:
+        """Return what may be sparse in the products of the kernels that work on a device."""
+        taken: frozenset[Sparsity] = frozenset()
+        for kernel in self.backends:
+            if not self.probe(kernel, device):
+                taken |= kernel.takes
+        return taken
+
+    def unavailable_reason(self, device: str) -> str:
+        """Return why no sparse kernel works on a device; empty if one does."""
+        names: dict[str, list[str]] = {}  # by reason: the kernels of one library share it
+        for kernel in self.backends:
+            reason = self.probe(kernel, device)
+            if not reason:
+                return ""
+            # That a kernel for GPUs does not run on a CPU explains nothing.
+            if kernel in self.made_for(device):
+                names.setdefault(reason, []).append(kernel.name)
+        reasons = [f"{', '.join(kernels)}: {reason}" for reason, kernels in names.items()]
+        return "; ".join(reasons) or "there is no sparse kernel"
+
+    def attempt(
+        self,
+        kernel: GemmKernel,
+        key: GemmKey,
+        product: Callable[[], Tensor],
+        dense: Callable[[], Tensor],
+    ) -> Tensor:
+        """Compute a product by a kernel, or the dense one if the kernel fails or failed before.
+
+        A failure gives one warning, and switches this kernel off for this key, unless memory was short. If the dense
+        product fails too, the operands are at fault: its error is raised, and the kernel stays on.
+        """
+        # Asked first whether there are any: the hash of a key takes as long as a small product.
+        if self.failures and (kernel.name, key) in self.failures:
+            return dense()
+        shape = key.result_shape
+        try:
+            result = product()
+            # The layers hand the memory on as it is, so a transposed result would be misread.
+            if result.shape != shape or result.dtype != key.dtype or not result.is_contiguous():
+                raise RuntimeError(
+                    f"it returned {tuple(result.shape)} {result.dtype} with strides {result.stride()}, not a "
+                    f"contiguous {shape} {key.dtype}"
+                )
+            return result
+        except (torch.OutOfMemoryError, MemoryError):
+            failed = ""  # of the moment, not of the kernel
+        except Exception as error:
+            capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+            # A capture that failed takes no other product either.
+            if kernel is self.reference or capturing:
+                raise
+            failed = f"it failed, {describe_error(error)}"
+        result = dense()  # not while the error is handled, which keeps the memory of what failed
+        if failed:
+            self.failures[kernel.name, key] = failed
+            warnings.warn(
+                f"kernel '{kernel.name}' is switched off for {key}: {failed}. The dense product replaces it.",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        return result
+
+
+def describe_error(error: Exception) -> str:
+    """The class and the message of an error."""
+    return f"{type(error).__name__}: {error}"
+
+
+def reason_or_error(ask: Callable[[], str]) -> str:
+    """Ask for a reason; an exception is one."""
+    try:
+        return ask()
+    except Exception as error:
+        return describe_error(error)
+
+
+TOLERANCE = 1e-2
+"""Largest relative Frobenius difference of two 16-bit products. Rounding both results to bfloat16 makes 2.3e-3, and the
+dense one may round partial sums, too. A kernel that loses one value in 5000 exceeds it."""
+
+TOLERANCE_FLOAT32 = 1e-4
+"""The same for wider dtypes: sums of a million terms in another order differ by less than 1e-5."""
+
+REPEATS = 3
+"""How often a product must have the same bits if deterministic algorithms are requested."""
+
+
+def check(kernel: GemmKernel, key: GemmKey) -> str:
+    """Compare a kernel's product of random operands with the dense one: ``|P - D|_F / |D|_F < 1e-2``.
+
+    For dtypes of more than 16 bits the limit is 1e-4; a kernel may have one of its own.
+    Under ``torch.use_deterministic_algorithms(True)`` it is repeated, always to the same bits.
+
+    Returns:
+        What is wrong; empty if nothing is. Exceptions of the kernel pass through.
+    """
+    with _no_autocast():
+        matrix, dense = _operands(key, _generator(key))
+        expected = _product(GemmKernel(), key, matrix, dense)
+        matrix_copy = matrix.clone()
+        dense_copy = dense.clone()
+        packed = _packed(kernel, key, matrix_copy)
+        result = _product(kernel, key, packed, dense)
+        if not torch.equal(dense, dense_copy) or not torch.equal(matrix_copy, matrix):
+            return "changes its operands"
+        # The first result still exists: a kernel that has one buffer for all would overwrite it in training.
+        second = _product(kernel, key, packed, dense)
+        if result.data_ptr() == second.data_ptr():
+            return "returns the same memory for two products"
+        if result.shape != expected.shape or result.dtype != expected.dtype:
+            return f"returns {tuple(result.shape)} {result.dtype}, not {tuple(expected.shape)} {expected.dtype}"
+        compared = result
+        if key.sparsity == "outputs":
+            # The kernel may return anything at the other entries.
+            mask = _needed(key).bits.bool()
+            compared = torch.where(mask, result, 0)
+            expected = torch.where(mask, expected, 0)
+        reason = _difference(compared, expected, kernel.tolerance)
+        if reason:
+            return reason
+        if torch.are_deterministic_algorithms_enabled():
+            products = [result, second]
+            for _ in range(REPEATS - 1):
+                # Packed anew: the packing has to be deterministic, too.
+                products.append(_product(kernel, key, _packed(kernel, key, matrix), dense))
+            # Bytes are compared, because a NaN does not equal itself and -0 equals +0.
+            bits = [product.contiguous().view(torch.uint8) for product in products]
+            if not all(torch.equal(each, bits[0]) for each in bits):
+                return "gives other bits when it is repeated, and deterministic algorithms are asked for"
+    return ""
+
+
+def check_bias(kernel: GemmKernel, key: GemmKey) -> str:
+    """Compare a kernel's product with a bias with the dense one, in a test of a kernel; return what is wrong."""
+    with _no_autocast():
+        generator = _generator(key)
+        matrix, dense = _operands(key, generator)
+        # Large, so that a bias that is left out exceeds the tolerance.
+        bias = 10 * _random(key, (key.rows,), generator)
+        result = kernel.linear(_packed(kernel, key, matrix), dense, bias)
+        expected = GemmKernel().linear(matrix, dense, bias)
+        return _difference(result, expected, kernel.tolerance)
+
+
+def _difference(result: Tensor, expected: Tensor, most: float | None) -> str:
+    """Return why a product is wrong, from its relative Frobenius difference; empty if it is right."""
+    # Norms of 16-bit tensors would overflow float16, and lose their small terms in bfloat16.
+    dtype = torch.promote_types(expected.dtype, torch.float32)
+    difference = torch.linalg.vector_norm(result - expected, dtype=dtype)
+    norm = torch.linalg.vector_norm(expected, dtype=dtype)
+    # Stacked, so that the device is waited for once; divided in double precision.
+    difference_value, norm_value = torch.stack([difference, norm]).tolist()
+    error = difference_value / norm_value
+    if most is None:
+        most = TOLERANCE if expected.itemsize <= 2 else TOLERANCE_FLOAT32
+    if not error < most:  # true of NaN
+        return f"wrong by {error:.2g} of the dense product, not less than {most:g}"
+    return ""
+
+
+def dense_ms(key: GemmKey, timer: Timer) -> float:
+    """Milliseconds of the dense product of the N:M operand as the layer has it."""
+    with _no_autocast():
+        matrices, others = _copies(key)
+        # The reference takes a matrix as its packed form.
+        dense_product = partial(_product, GemmKernel(), key)
+        return _milliseconds(timer, key, dense_product, matrices, others)
+
+
+def sparse_ms(kernel: GemmKernel, key: GemmKey, timer: Timer) -> tuple[float, float]:
+    """Milliseconds of a kernel's product, permuting the dense matrix included, and of packing the sparse operand once.
+
+    Packing is from the mask on, as if the mask had moved. Where outputs are sparse nothing is packed for the product.
+    The operand of a kernel for N:M matrices is contiguous, so transposed where the layer packs a transposed one. Like
+    the dense product's, the times include neither masking nor drawing.
+    """
+    with _no_autocast():
+        product_ms = time_product(kernel, key, timer)
+        if key.sparsity == "outputs":
+            return product_ms, 0.0
+        matrices, _ = _copies(key)
+        if key.packs_each_time:
+            # What is drawn anew for each product has no mask to lay out.
+            contiguous = [matrix.contiguous() for matrix in matrices]
+            return product_ms, _milliseconds(timer, key, kernel.pack, contiguous)
+        operands = [_masked(key, matrix, _order(key, kernel)) for matrix in matrices]
+        for operand in operands:
+            operand.dense()  # made once: making it is masking
+
+        def pack(operand: MaskedMatrix) -> Any:
+            return kernel.pack_masked(operand, kernel.layout(operand))
+
+        return product_ms, _milliseconds(timer, key, pack, operands)
+
+
+def time_product(kernel: GemmKernel, key: GemmKey, timer: Timer) -> float:
+    """Milliseconds of a kernel's product alone: the first time of :func:`sparse_ms`."""
+    with _no_autocast():
+        matrices, others = _copies(key)
+        packs = [_packed(kernel, key, matrix) for matrix in matrices]
+        order = _order(key, kernel)
+
+        def product(packed: Any, dense: Tensor) -> Tensor:
+            # Training permutes dY for each product, so it is part of the time.
+            if order is not None:
+                dense = permuted_columns(dense, order)
+            return _product(kernel, key, packed, dense)
+
+        return _milliseconds(timer, key, product, packs, others)
+
+
+@contextmanager
+def _no_autocast() -> Iterator[None]:
+    """Switch off autograd and autocast: the caller may be a forward pass under both."""
+    with (
+        torch.no_grad(),
+        torch.autocast("cuda", enabled=False),
+        torch.autocast("cpu", enabled=False),
+    ):
+        yield
+
+
+def _generator(key: GemmKey) -> torch.Generator:
+    """A generator of its own on the device of a product: the random numbers of the training stay as they are."""
+    return torch.Generator(key.device).manual_seed(0)
+
+
+def _random(key: GemmKey, shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    return torch.randn(shape, dtype=key.dtype, device=key.device, generator=generator)
+
+
+def _matrix(key: GemmKey, generator: torch.Generator) -> Tensor:
+    """A random ``A [rows, depth]``, sparse as the key says, with the strides of W or dY; of a convolution W or dY."""
+    if key.conv is not None:
+        return _conv_matrix(key, key.conv, generator)
+    axis = 0 if key.sparsity == "masked" else 1
+    shape = [key.rows, key.depth]
+    shape[axis] += -shape[axis] % key.pattern.m  # whole blocks, the last one is cut below
+    matrix = _random(key, shape, generator)
+    if key.sparsity != "outputs":
+        matrix = nm_prune(matrix, key.pattern, axis)
+    matrix = matrix[: key.rows, : key.depth]
+    if key.gemm == "wgrad" and key.sparsity == "n:m":  # estimates have padded tokens
+        matrix = pad(matrix, (0, -key.depth % TOKENS))
+    if key.gemm == "forward":
+        return matrix.contiguous()
+    # W^T of dgrad and dY^T of wgrad are transposed views of what lies in memory.
+    return matrix.t().contiguous().t()
+
+
+def _conv_matrix(key: GemmKey, conv: Convolution, generator: torch.Generator) -> Tensor:
+    """A random ``W [out, in / groups * taps]``, N:M by rows, or for wgrad dY."""
+    if key.gemm == "wgrad":
+        return _random(key, (key.images, conv.outputs, *conv.positions), generator)
+    out, *fan_in = conv.weight_shape
+    depth = math.prod(fan_in)
+    padded_depth = depth + -depth % key.pattern.m
+    # Whole blocks are drawn and pruned; the last one is cut.
+    matrix = _random(key, (out, padded_depth), generator)
+    pruned = nm_prune(matrix, key.pattern, 1)
+    return pruned[:, :depth].contiguous()
+
+
+def _dense(key: GemmKey, generator: torch.Generator) -> Tensor:
+    """A random dense operand: x, or dY for dgrad."""
+    shape: tuple[int, ...]
+    if key.conv is not None:
+        if key.gemm == "dgrad":
+            shape = (key.images, key.conv.outputs, *key.conv.positions)
+        else:
+            shape = (key.images, key.conv.inputs, *key.conv.size)
+    elif key.gemm == "wgrad":
+        shape = (key.depth, key.columns)  # B of `A B`
+    else:
+        shape = (key.columns, key.depth)  # x of `x A^T`
+    return _random(key, shape, generator)
+
+
+def _operands(key: GemmKey, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    matrix = _matrix(key, generator)
+    dense = _dense(key, generator)
+    return matrix, dense
+
+
+def _copies(key: GemmKey) -> tuple[list[Tensor], list[Tensor]]:
+    """Copies of both operands that do not stay in the cache: as in training, they are read from memory."""
+    generator = _generator(key)
+    device = torch.device(key.device)
+    depth_bytes = key.depth * key.dtype.itemsize
+    matrix_count = copies_past_cache(key.rows * depth_bytes, device)
+    other_count = copies_past_cache(key.columns * depth_bytes, device)
+    matrices = [_matrix(key, generator) for _ in range(matrix_count)]
+    others = [_dense(key, generator) for _ in range(other_count)]
+    return matrices, others
+
+
+def _masked(key: GemmKey, matrix: Tensor, order: Tensor | None = None) -> MaskedMatrix:
+    """A matrix and its nonzeros as the mask; with an order, a matrix that is `matrix` in that order."""
+    dense = matrix.contiguous()
+    values = matrix
+    if order is not None:
+        values = matrix.t()[order.argsort()].t()
+    bits = values.ne(0).view(torch.uint8)
+    return MaskedMatrix(
+        values=values,
+        bits=bits,
+        bit=FORWARD_BIT,
+        pattern=key.pattern,
+        dtype=key.dtype,
+        order=order,
+        dense=lambda: dense,
+    )
+
+
+def _order(key: GemmKey, kernel: GemmKernel) -> Tensor | None:
+    """The permutation of a permuted product, for a kernel that takes it."""
+    if not (key.permuted and kernel.ordered):
+        return None
+    # Drawn on the CPU, so every call and every device has the same one.
+    generator = torch.Generator().manual_seed(0)
+    return torch.randperm(key.depth, generator=generator).to(key.device)
+
+
+def _needed(key: GemmKey) -> MaskedMatrix:
+    """A matrix whose mask is the needed outputs of a product."""
+    width = key.columns + -key.columns % key.pattern.m  # whole blocks
+    scores = torch.rand(
+        key.rows, width, dtype=torch.float32, device=key.device, generator=_generator(key)
+    )
+    mask = nm_mask(scores, key.pattern)[:, : key.columns].contiguous()
+    return _masked(key, mask.to(key.dtype))
+
+
+def _packed(kernel: GemmKernel, key: GemmKey, matrix: Tensor) -> Any:
+    """What :func:`_product` takes of a matrix; where outputs are sparse, a pair of the mask's layout and dY."""
+    if key.sparsity == "outputs":
+        layout = kernel.layout(_needed(key))
+        # The matrix is dY^T, but dY itself of a convolution.
+        grad = matrix.t().contiguous() if key.conv is None else matrix
+        return layout, grad
+    if key.packs_each_time:  # which no operand of a convolution is
+        return kernel.pack(matrix.contiguous())
+    masked = _masked(key, matrix, _order(key, kernel))
+    return kernel.pack_masked(masked, kernel.layout(masked))
+
+
+def _product(kernel: GemmKernel, key: GemmKey, packed: Any, dense: Tensor) -> Tensor:
+    """The product of what :func:`_packed` returned, or for the reference of the matrix itself."""
+    if key.conv is not None:
+        return _conv_product(kernel, key.gemm, key.conv, packed, dense)
+    if key.gemm != "wgrad":
+        return kernel.linear(packed, dense)
+    if key.sparsity == "outputs" and isinstance(packed, tuple):
+        layout, grad = packed
+        return kernel.sampled(layout, grad, dense)
+    return kernel.matmul(packed, dense)
+
+
+def _conv_product(
+    kernel: GemmKernel, gemm: GemmName, conv: Convolution, packed: Any, dense: Tensor
+) -> Tensor:
+    if gemm == "forward":
+        return kernel.conv(packed, dense, conv)
+    if gemm == "dgrad":
+        return kernel.conv_input(packed, dense, conv)
+    if isinstance(packed, tuple):
+        layout, grad = packed
+        return kernel.conv_sampled(layout, grad, dense, conv)
+    return kernel.conv_sampled(None, packed, dense, conv)
+
+
+def time_packed(kernel: GemmKernel, key: GemmKey, packed: Any, timer: Timer) -> float:
+    """Milliseconds of a kernel's forward product with an operand that is packed already; no other one is made."""
+    with _no_autocast():
+        dense = _dense(key, _generator(key))
+        product = partial(_product, kernel, key, packed)
+        return _milliseconds(timer, key, product, [dense])
+
+
+def _milliseconds(
+    timer: Timer, key: GemmKey, function: Callable[..., Any], *operands: Sequence[Any]
+) -> float:
+    """Milliseconds of one call of a function with the next copy of each operand in turn."""
+    call = rotated(function, *operands)
+    return 1e3 * timer.time(call, torch.device(key.device))
+
+
+HYSTERESIS = 0.03
+"""The share by which a sparse product must be faster to be chosen."""
+
+
+class _Candidate(NamedTuple):
+    """A kernel that computes a product right, and its milliseconds."""
+
+    kernel: GemmKernel
+    product_ms: float
+    pack_ms: float  # of packing the operand once
+
+
+class Tuner:
+    """Chooses a kernel for each product, and remembers it.
+
+    A sparse kernel may run if its probe passes on the device, it supports the product, and its product of random
+    operands agrees with the dense one, see :func:`check`. A kernel that raises is passed over. A product without a
+    kernel is dense, with the reason in its :class:`~lightning_nm.kernels.tuner.Decision`.
+
+    A decision holds for the bucket of a token count; a count in it that the kernel does not support is dense.
+
+    Args:
+        kernels: ``"auto"`` takes the fastest as measured, a sparse kernel only if ``dense / (sparse + pack / reuse)``
+            is at least 1.03. ``"sparse"`` takes the first kernel that is right, ``"reference"`` none.
+        registry: The kernels, the sparse ones in order of preference.
+        decisions: Known decisions, to which ``"auto"`` adds; other modes take only the environment from them.
+        timer: Measures times for ``"auto"``.
+        reuse: Products that use one pack of a weight; output gradients are packed for each product.
+
+    Raises:
+        ValueError: If the mode is unknown or `reuse` is less than 1.
+    """
+
+    hysteresis: ClassVar[float] = HYSTERESIS
+
+    def __init__(
+        self,
+        kernels: str,
+        registry: KernelRegistry,
+        decisions: Decisions,
+        timer: Timer,
+        reuse: int = 1,
+    ) -> None:
+        check_mode(kernels)
+        if reuse < 1:
+            raise ValueError(f"reuse={reuse!r} must be at least 1")
+        self.kernels = kernels
+        self.registry = registry
+        self.decisions = decisions if kernels == "auto" else Decisions(decisions.environment)
+        self.timer = timer
+        self.reuse = reuse
+        deciders = {"auto": self._measured, "sparse": self._forced, "reference": self._dense}
+        self._decide = deciders[kernels]
+
+    def decide(self, key: GemmKey) -> Decision:
+        """Decide for a product, or recall the decision.
+
+        In ``"auto"`` an unknown product is measured: call :meth:`tune` before a CUDA graph is captured.
+        """
+        bucket = bucketed(key)
+        if not self._known(bucket):
+            self._remember(bucket, self._decide(key))
+        decision = self.decisions[bucket]
+        # The decision holds for the whole bucket; the kernel may still refuse this very size, or have failed at it.
+        reason = self.registry.reason_against(decision.kernel, key)
+        if reason:
+            return _default([f"{decision.kernel}: {reason}"])
+        return decision
+
+    def tune(
+        self, keys: Iterable[GemmKey], budget_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Decide for many products within a budget of time, in ``"auto"`` in descending order of cost.
+
+        The cost is the multiply-adds, times how often a product is among the keys. When the budget is used up, the rest
+        is postponed: dense until a later call measures it. The last measurement may exceed the budget. With several
+        processes one tunes, and all :meth:`take_over` what :func:`~lightning_nm.kernels.tuner.share` returns.
+        """
+        counts: Counter[GemmKey] = Counter()
+        sizes: dict[GemmKey, GemmKey] = {}  # a bucket is measured at a size that occurs
+        for key in keys:
+            bucket = bucketed(key)
+            counts[bucket] += 1
+            sizes.setdefault(bucket, key)
+
+        def cost(bucket: GemmKey) -> int:
+            return counts[bucket] * multiply_adds(bucket)
+
+        end = clock() + budget_s
+        for bucket in sorted(counts, key=cost, reverse=True):
+            key = sizes[bucket]
+            # A decision that an earlier call postponed is known, but is still to be measured.
+            measured = self._known(bucket) and self.decisions[bucket].source == "measured"
+            if self.kernels == "auto" and not measured:
+                if clock() < end:
+                    self._remember(bucket, self._measured(key))
+                else:
+                    reason = f"not measured yet: the budget of {budget_s:g} s is used up"
+                    self._remember(bucket, _unmeasured("reference", reason, "postponed"))
+            # Other modes decide here; in "auto" this asks whether the kernel supports the size.
+            self.decide(key)
+
+    def take_over(self, decisions: Decisions) -> None:
+        """Continue with other decisions; those for products that they lack stay."""
+        for key, decision in self.decisions.items():
+            decisions.setdefault(key, decision)
+        self.decisions = decisions
+
+    def legal(self, key: GemmKey, notes: list[str]) -> Iterator[GemmKernel]:
+        """Yield the sparse kernels that compute a product right; each is checked when the iterator reaches it.
+
+        Kernels for other types of devices are not noted, unless there are no others.
+        """
+        if not multiply_adds(key):
+            notes.append("the product is empty")
+            return
+        for kernel in self.registry.made_for(key.device):
+            # The registry is asked first: the trial runs the kernel, which may not exist for this device.
+            reason = self.registry.reason(kernel, key) or self._reason(kernel, key)
+            if reason:
+                notes.append(f"{kernel.name}: {reason}")
+            else:
+                yield kernel
+
+    def _reason(self, kernel: GemmKernel, key: GemmKey) -> str:
+        """Return why a kernel does not compute a product right; empty if it does."""
+        return reason_or_error(partial(check, kernel, key))
+
+    def _terms(self, key: GemmKey) -> str:
+        """The conditions under which a decision holds, as text; a stored one with other terms is made anew."""
+        uses = uses_of_pack(key, self.reuse)
+        terms = f"kernels {self.registry}; reuse {uses}; hysteresis {self.hysteresis:g}"
+        if torch.are_deterministic_algorithms_enabled():
+            terms += "; deterministic"
+        return terms
+
+    def _known(self, key: GemmKey) -> bool:
+        """Whether there is a decision for a product that holds under the present terms."""
+        decision = self.decisions.get(key)
+        return decision is not None and decision.terms == self._terms(key)
+
+    def _remember(self, key: GemmKey, decision: Decision) -> None:
+        """Store a decision with the terms under which it was made."""
+        self.decisions[key] = replace(decision, terms=self._terms(key))
+
+    def _measured(self, key: GemmKey) -> Decision:
+        """Decide by measurement: the mode ``"auto"``."""
+        notes: list[str] = []
+        dense_times: list[float] = []
+        candidates: list[_Candidate] = []
+        for kernel in self.legal(key, notes):
+            try:
+                # Before and after each kernel: a GPU at its power limit slows down while it works.
+                if not dense_times:
+                    dense_times.append(self._dense_ms(key))
+                candidates.append(_Candidate(kernel, *self._sparse_ms(kernel, key)))
+                dense_times.append(self._dense_ms(key))
+            except Exception as error:
+                notes.append(f"{kernel.name}: {describe_error(error)}")
+        if not candidates:
+            return _default(notes)
+        return self._fastest(key, fmean(dense_times), candidates, notes)
+
+    def _dense_ms(self, key: GemmKey) -> float:
+        """Milliseconds of the dense product."""
+        return dense_ms(key, self.timer)
+
+    def _sparse_ms(self, kernel: GemmKernel, key: GemmKey) -> tuple[float, float]:
+        """Milliseconds of a kernel's product, and of packing its operand."""
+        return sparse_ms(kernel, key, self.timer)
+
+    def _fastest(
+        self, key: GemmKey, dense_ms: float, candidates: list[_Candidate], notes: list[str]
+    ) -> Decision:
+        """Decide from times: the fastest candidate if its speedup reaches the margin, else the reference."""
+        uses = uses_of_pack(key, self.reuse)
+        least_gain = 1 + self.hysteresis
+        gains = []
+        measured = []
+        for candidate in candidates:
+            gain = speedup(dense_ms, candidate.product_ms, candidate.pack_ms, uses)
+            gains.append(gain)
+            measured.append(f"{candidate.kernel.name} {gain:.3f}x")
+        best_gain = max(gains)
+        # Of equally fast ones the first: the kernels are in order of preference.
+        best = candidates[gains.index(best_gain)]
+        name = self.registry.reference.name
+        if best_gain >= least_gain:
+            name = best.kernel.name
+        reason = f"measured {', '.join(measured)}; sparse from {least_gain:g}x"
+        return Decision(
+            kernel=name,
+            dense_ms=dense_ms,
+            sparse_ms=best.product_ms,
+            pack_ms=best.pack_ms,
+            reason="; ".join([reason, *notes]),
+            source="measured",
+        )
+
+    def _forced(self, key: GemmKey) -> Decision:
+        """Decide for the first kernel that computes the product right: the mode ``"sparse"``."""
+        notes: list[str] = []
+        # No kernel after the first right one is tried.
+        kernel = next(self.legal(key, notes), None)
+        if kernel is None:
+            return _default(notes)
+        reason = "; ".join(["mode 'sparse'", *notes])
+        return _unmeasured(kernel.name, reason, "forced")
+
+    def _dense(self, key: GemmKey) -> Decision:
+        """Decide for the dense product: the mode ``"reference"``."""
+        return _unmeasured("reference", "mode 'reference'", "forced")
+
+
+def _default(notes: Sequence[str]) -> Decision:
+    reason = "; ".join(notes) or "there is no sparse kernel"
+    return _unmeasured("reference", reason, "default")
+
+
+def _unmeasured(kernel: str, reason: str, source: Source) -> Decision:
+    return Decision(kernel, None, None, None, reason, source)
+
+
+def speedup(dense_ms: float, sparse_ms: float, pack_ms: float, reuse: int) -> float:
+    """Compute ``dense / (sparse + pack / reuse)`` for a pack that `reuse` products share."""
+    return dense_ms / (sparse_ms + pack_ms / reuse)

@@ -1,0 +1,272 @@
+"""What the three GEMMs of a layer do, and what they cost relative to the dense ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+
+from lightning_nm.functional import FlopsKind, GemmDensity
+from lightning_nm.kernels.api import GemmName
+from lightning_nm.pattern import NMPattern
+
+if TYPE_CHECKING:  # for the types only
+    from lightning_nm.nn.layer import NMLayer
+
+
+GemmKind = Literal["n:m", "masked", "outputs", "dense", "none"]
+"""``"n:m"``: an operand is N:M along the contraction axis. ``"masked"``: an operand has zeros, but not along that axis.
+``"outputs"``: the result is needed at kept entries alone. ``"none"``: the wgrad of a frozen weight, which neither this
+training nor the dense one runs; it counts as dense."""
+
+
+class Gemm(NamedTuple):
+    """One GEMM, and its multiply-adds relative to the dense GEMM counted in three ways.
+
+    Args:
+        kind: What its sparse operand is.
+        pattern: The pattern along the contraction axis where the kind is ``"n:m"``, else ``None``.
+        reason: Why, in a few words; empty when there is nothing to explain.
+        arithmetic: Share of multiply-adds whose operand is nonzero and whose output is needed.
+        paper: Share counted as the N:M training papers count it.
+        eligible: Share that N:M hardware would execute.
+    """
+
+    kind: GemmKind = "dense"
+    pattern: NMPattern | None = None
+    reason: str = ""
+    arithmetic: float = 1.0
+    paper: float = 1.0
+    eligible: float = 1.0
+
+    @classmethod
+    def sparse(cls, pattern: NMPattern, arithmetic: float | None = None) -> Gemm:
+        """A GEMM whose operand is N:M along the contraction axis; ``arithmetic`` is its share of nonzeros, if less."""
+        density = pattern.n / pattern.m
+        return cls(
+            kind="n:m",
+            pattern=pattern,
+            arithmetic=density if arithmetic is None else arithmetic,
+            paper=density,
+            eligible=density,
+        )
+
+    @property
+    def label(self) -> str:
+        """The kind for tables: the pattern, ``"masked"``, ``"none"``, or else ``"dense"``."""
+        if self.pattern is not None:
+            return str(self.pattern)
+        return "dense" if self.kind == "outputs" else self.kind
+
+
+class Gemms(NamedTuple):
+    """The three GEMMs of a layer: ``Y = X W_F^T``, ``dX = dY W_B`` and ``dW = E(dY)^T X``."""
+
+    forward: Gemm
+    dgrad: Gemm
+    wgrad: Gemm
+
+    def densities(self) -> dict[FlopsKind, GemmDensity]:
+        """The shares of the three GEMMs, in each counting."""
+        found = {}
+        for kind in get_args(FlopsKind):
+            forward, dgrad, wgrad = (getattr(gemm, kind) for gemm in self)
+            found[kind] = GemmDensity(forward, dgrad, wgrad)
+        return found
+
+
+def layer_gemms(layer: NMLayer) -> Gemms:
+    """What the three GEMMs of a layer do now, by one rule for all methods.
+
+    The forward is N:M where there is a forward mask. dgrad is N:M where its weight is drawn so, where there is a
+    backward mask, or where the forward mask is transposable, else masked. wgrad is N:M through an estimator alone;
+    where the method needs no gradient at pruned entries, these outputs are not counted as arithmetic.
+    """
+    return Gemms(*(find(layer) for find in LAYER_GEMMS.values()))
+
+
+_SOFT = "other values than W_F while it trains"
+
+
+def _forward(layer: NMLayer) -> Gemm:
+    spec = layer.spec
+    if not spec.method.uses_masks:
+        return Gemm()
+    if not layer.masks.has_forward:
+        return Gemm(reason=spec.forward_reason or "dense phase")
+    if spec.method.has_training_weight:
+        return Gemm(reason=_SOFT)
+    pattern = spec.method.current_pattern(layer)
+    if pattern is None:
+        return _masked(layer, "not N:M yet")
+    return Gemm.sparse(pattern)
+
+
+def _masked(layer: NMLayer, reason: str) -> Gemm:
+    """A GEMM of W_F that is N:M along another axis than the contracted one, or along none."""
+    density = kept_share(layer)
+    return Gemm(
+        kind="masked",
+        reason=reason,
+        arithmetic=density,
+        paper=density if layer.spec.method.paper_counts_masked else 1.0,
+    )
+
+
+def kept_share(layer: NMLayer) -> float:
+    """The share of entries that the forward mask keeps: that of the pattern, or measured where there is none now."""
+    pattern = layer.spec.method.current_pattern(layer)
+    return layer.masks.density if pattern is None else pattern.density
+
+
+def _dgrad(layer: NMLayer) -> Gemm:
+    spec = layer.spec
+    masks = layer.masks
+    method = spec.method
+    pattern = method.current_pattern(layer)
+    if layer.draws_backward:
+        kept = kept_share(layer) if masks.has_forward else 1.0
+        # The draw has the layer's own pattern, also while masks narrow to it.
+        return Gemm.sparse(spec.pattern, drawn_density(spec.pattern, kept))
+    if not method.uses_masks:
+        # The reason is of interest only where dgrad would be N:M without it.
+        return Gemm(reason="" if spec.dgrad is None else spec.dgrad_reason)
+    if masks.has_backward and pattern is not None:
+        return Gemm.sparse(pattern, masks.backward_density)
+    if not masks.has_forward:
+        return Gemm(reason=spec.dgrad_reason)
+    if method.has_training_weight:
+        return Gemm(reason=_SOFT)
+    if method.transposable and pattern is not None and not spec.dgrad_reason:
+        return Gemm.sparse(pattern)
+    return _masked(layer, spec.dgrad_reason or "not N:M along out")
+
+
+def drawn_density(pattern: NMPattern, kept: float) -> float:
+    r"""The expected share of nonzeros in a draw of W_B: :math:`\mathbb{E}[\min(K, N)] / M` for binomial K.
+
+    A block of M rows of one column has K nonzeros, of which a draw keeps at most N. The rows of a forward mask are
+    taken as independent.
+
+    Args:
+        pattern: N:M, along `out`.
+        kept: The share of entries that the forward mask keeps.
+
+    Example:
+        >>> drawn_density(NMPattern(2, 4), kept=1.0), drawn_density(NMPattern(2, 4), kept=0.5)
+        (0.5, 0.40625)
+    """
+    expected = 0.0
+    for count in range(pattern.m + 1):
+        chance = math.comb(pattern.m, count) * kept**count * (1 - kept) ** (pattern.m - count)
+        expected += chance * min(count, pattern.n)
+    return expected / pattern.m
+
+
+def _wgrad(layer: NMLayer) -> Gemm:
+    # Parameters of the method get their gradients by that of the weight.
+    if not layer.param.requires_grad and not layer.parameters:
+        return Gemm("none", reason="frozen, so no weight gradient")
+    method = layer.spec.method
+    estimator = layer.spec.estimator
+    # What the product is with dY itself.
+    exact = Gemm()
+    is_masked = method.uses_masks and layer.masks.has_forward
+    at_pruned = method.gradient_at_pruned(layer)
+    if is_masked and not at_pruned:
+        density = kept_share(layer)
+        exact = Gemm(
+            kind="outputs",
+            reason="dW at kept entries alone",
+            arithmetic=density,
+            paper=density if method.paper_counts_masked else 1.0,
+        )
+    if estimator is None:
+        return exact
+    if not layer.progress.estimating:
+        reason = f"dense phase; {exact.reason}" if exact.reason else "dense phase"
+        return exact._replace(reason=reason)
+    pattern = estimator.pattern_of(layer)
+    estimated = Gemm() if pattern is None else Gemm.sparse(pattern)
+    return estimated._replace(
+        arithmetic=estimated.arithmetic * exact.arithmetic,
+        paper=min(estimated.paper, exact.paper),
+    )
+
+
+LAYER_GEMMS: dict[GemmName, Callable[[NMLayer], Gemm]] = {
+    "forward": _forward,
+    "dgrad": _dgrad,
+    "wgrad": _wgrad,
+}
+"""What one GEMM of a layer does now."""
+
+
+def mean_densities(layer: NMLayer) -> dict[FlopsKind, GemmDensity]:
+    """What the GEMMs of a layer cost on average over the steps so far; now if there were none."""
+    return layer.costs.mean() or layer_gemms(layer).densities()
+
+
+class LayerCosts:
+    """The density of each GEMM, summed over the steps so far; :mod:`lightning_nm.training.step` adds the steps."""
+
+    def __init__(self) -> None:
+        self.spent: dict[FlopsKind, list[float]] = {kind: [0.0] * 3 for kind in get_args(FlopsKind)}
+        self.counted = 0  # steps that were summed
+        self.cost_key: tuple[Any, ...] | None = None
+        """What the cost of a step depends on, as it was when :meth:`set_step_cost` computed the cost."""
+        self._step_cost: list[
+            tuple[list[float], list[float]]
+        ] = []  # in each counting: sums, and what a step adds
+        self.last_call: int | None = None
+        """Multiply-adds of the module's last call, where its products count themselves; ``None`` if there were none."""
+
+    def set_step_cost(self, cost_key: tuple[Any, ...], gemms: Gemms) -> None:
+        """Keep what one step costs, until something in ``cost_key`` changes."""
+        self.cost_key = cost_key
+        self._step_cost = []
+        for kind, sums in self.spent.items():
+            densities = [getattr(gemm, kind) for gemm in gemms]
+            self._step_cost.append((sums, densities))
+
+    def count_step(self) -> None:
+        """Add the cost of one step, see :meth:`set_step_cost`."""
+        for sums, densities in self._step_cost:
+            for k, density in enumerate(densities):
+                sums[k] += density
+        self.counted += 1
+
+    def charge(self, gemms: Gemms, steps: int) -> None:
+        """Add ``steps`` steps in which the GEMMs are these."""
+        for kind, sums in self.spent.items():
+            for k, gemm in enumerate(gemms):
+                sums[k] += steps * getattr(gemm, kind)
+        self.counted += steps
+
+    def begin_call(self) -> None:
+        """Forget the products of the last call."""
+        self.last_call = None
+
+    def record_product(self, macs: int) -> None:
+        """Add the multiply-adds of a product to the present call."""
+        self.last_call = (self.last_call or 0) + macs
+
+    def mean(self) -> dict[FlopsKind, GemmDensity] | None:
+        """The average over the steps; ``None`` if there were none."""
+        if not self.counted:
+            return None
+        found = {}
+        for kind, sums in self.spent.items():
+            forward, dgrad, wgrad = (total / self.counted for total in sums)
+            found[kind] = GemmDensity(forward, dgrad, wgrad)
+        return found
+
+    def charge_dense(self, steps: int) -> None:
+        """Start anew with ``steps`` steps in which all GEMMs were dense."""
+        self.load({kind: [float(steps)] * 3 for kind in self.spent}, steps)
+
+    def load(self, spent: dict[FlopsKind, list[float]], counted: int) -> None:
+        """Set saved sums."""
+        self.spent = {kind: list(sums) for kind, sums in spent.items()}
+        self.counted = counted
+        self.cost_key = None

@@ -1,0 +1,711 @@
+"""One masked weight: what was decided on it, its masks, and all else that it owns."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from lightning_nm.functional import fold_seed
+from lightning_nm.functional.mask_storage import BACKWARD_BIT, FORWARD_BIT
+from lightning_nm.functional.statistics import gradient_energies
+from lightning_nm.kernels.api import HasHandle
+from lightning_nm.nn.costs import Gemms, LayerCosts, layer_gemms
+from lightning_nm.nn.weight import Layout, ShardedWeight, WeightView, is_sharded
+from lightning_nm.pattern import NMPattern
+from lightning_nm.schedule import DENSE, FINAL, Schedule, Stages, stage_at, within
+
+if TYPE_CHECKING:  # for the types only
+    from lightning_nm.estimators.base import GradientEstimator
+    from lightning_nm.methods.base import Method
+
+
+def memory_state(tensor: Tensor) -> Hashable:
+    """A value that differs after a tensor got other memory or another view of it, or was written to.
+
+    The memory is told by a weak reference to the storage: while the value is kept, no other storage is equal to it,
+    even if it got the same address. torch counts writes to the tensor and its views, but neither those through
+    ``tensor.data`` or numpy, nor any write to a tensor of inference mode.
+
+    Example::
+
+        >>> import torch
+        >>> weight = torch.nn.Parameter(torch.ones(3))
+        >>> before = memory_state(weight)
+        >>> weight.data = weight.data.clone()
+        >>> memory_state(weight) == before
+        False
+    """
+    version = -1 if tensor.is_inference() else tensor._version
+    storage = StorageWeakRef(tensor.untyped_storage())
+    # FSDP gives the memory of a storage back, and takes other memory for it.
+    address = tensor.data_ptr()
+    view = (tensor.dtype, tuple(tensor.shape), tensor.stride())
+    return storage, address, version, view
+
+
+@dataclass(frozen=True, eq=False)
+class LayerSpec:
+    """The selection's decisions on a weight."""
+
+    name: str  # in the model: the module's name, with the parameter's appended when that is not "weight"
+    module: nn.Module  # owns the parameter
+    parameter: str  # the parameter's name in the module
+    pattern: NMPattern
+    method: Method
+    estimator: GradientEstimator | None = None  # None uses dY itself in the wgrad GEMM
+    layout: Layout = "plain"
+    groups: int = 1  # equal groups of output rows that no dgrad block crosses
+    forward_reason: str = ""  # why the forward GEMM cannot be N:M; empty when it can
+    dgrad_reason: str = ""  # likewise for the dgrad GEMM
+    # Whether tensor parallelism shards the weight while its module runs.
+    tensor_parallel: bool = False
+    # What draws W_B of W_F in the dgrad GEMM; None uses the method's W_B.
+    dgrad: GradientEstimator | None = None
+    # A dense start, a ramp of patterns to `pattern`, and a dense end.
+    schedule: Schedule | None = None
+    tied: tuple[tuple[nn.Module, str], ...] = ()
+    """Other modules that hold the same parameter, with its name in them: they use the same masks."""
+
+    @property
+    def maskable(self) -> bool:
+        """Whether the method makes the forward or the backward weight of this layer N:M at some time."""
+        can_mask_forward = self.method.sparse_forward and not self.forward_reason
+        can_mask_dgrad = self.method.sparse_dgrad and not self.dgrad_reason
+        return can_mask_forward or can_mask_dgrad
+
+    @property
+    def may_draw_backward(self) -> bool:
+        """Whether the dgrad GEMM uses a random draw of the weight, at least outside of dense phases."""
+        return self.dgrad is not None and not self.dgrad_reason
+
+    @property
+    def holders(self) -> tuple[tuple[nn.Module, str], ...]:
+        """Every module that holds the parameter, with its name in it."""
+        return (self.module, self.parameter), *self.tied
+
+
+# Numbers for all masks of the process: masks that replace others never have their number.
+_generations = count(1)
+
+_MASK_PARTS = frozenset({"bits", "has_forward", "has_backward", "permutation"})
+
+
+class LayerMasks:
+    """The forward and the backward mask, each one bit of a byte per entry of the weight.
+
+    The bits are one input of a compiled graph and are written in place, so that new masks need no new graph. Where
+    processes shard the weight, each holds all of its masks.
+    """
+
+    generation: int
+    """A new number of this process whenever a part of the masks is assigned or a method here writes to it."""
+
+    def __init__(self) -> None:
+        self.bits: Tensor | None = None  # uint8, of the weight's shape; None without masks
+        self.has_forward = False  # whether the forward weight is masked
+        self.has_backward = False
+        """Whether the backward weight has a mask of its own; otherwise dgrad uses the forward weight."""
+        self.permutation: Tensor | None = None
+        """int64 ``[out]``: the order of the output rows in which the backward mask is N:M."""
+        self.backward_density: float | None = None
+        """Share of the weight that the backward mask keeps, when last measured."""
+        # What `density` measured, and the generation of the masks that it belongs to.
+        self._density: tuple[int, float] | None = None
+        # Forward mask bits that the last update changed, int64 without axes.
+        self.flips: Tensor | None = None
+        # Forward mask bits that all updates together changed.
+        self.total_flips: Tensor | None = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in _MASK_PARTS:
+            self.generation = next(_generations)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Become a copy, whose masks may differ from the original's from now on."""
+        self.__dict__.update(state)
+        self.generation = next(_generations)
+
+    @property
+    def state(self) -> Hashable:
+        """A value that no other state of any masks of this process has: what is derived from masks is kept with it.
+
+        It also differs after a write to the bits or the permutation from outside, if torch counts the write.
+        """
+        return self.generation, tuple(memory_state(tensor) for tensor in self.tensors())
+
+    @property
+    def density(self) -> float:
+        """Share of the weight that the forward mask keeps, 1 without one.
+
+        It is measured once for each move of the masks, and then waits for the device.
+        """
+        if self.bits is None or not self.has_forward:
+            return 1.0
+        if self._density is None or self._density[0] != self.generation:
+            kept = torch.count_nonzero(self.bits & FORWARD_BIT)
+            self._density = (self.generation, int(kept) / self.bits.numel())
+        return self._density[1]
+
+    def tensors(self) -> list[Tensor]:
+        """What the masks are made of."""
+        return [tensor for tensor in (self.bits, self.permutation) if tensor is not None]
+
+    @property
+    def forward(self) -> Tensor | None:
+        """Bool mask of the weight's shape; ``None`` when the forward weight is not masked."""
+        if self.bits is None or not self.has_forward:
+            return None
+        return _as_bool(self.bits & FORWARD_BIT)
+
+    @property
+    def forward_view(self) -> Tensor | None:
+        """:attr:`forward` for use at once: it may share memory with ``bits``, which change when the masks move."""
+        if self.bits is None or not self.has_forward:
+            return None
+        if self.has_backward:
+            return _as_bool(self.bits & FORWARD_BIT)
+        # The forward bit is the only one, so that the bytes are 0 and 1.
+        return _as_bool(self.bits)
+
+    @property
+    def backward(self) -> Tensor | None:
+        """Bool mask of the weight's shape; ``None`` when dgrad uses the forward weight."""
+        if self.bits is None or not self.has_backward:
+            return None
+        return (self.bits & BACKWARD_BIT).ne(0)
+
+    def set(
+        self, forward: Tensor | None, backward: Tensor | None, like: Tensor | None = None
+    ) -> None:
+        """Move the masks in place and count the forward bits that changed.
+
+        Args:
+            forward: Bool mask, or ``None`` for a dense forward weight.
+            backward: Bool mask, or ``None`` when dgrad uses the forward weight.
+            like: The bits take its memory order, so that one pass reads a weight and its bits; ``None``: row-major.
+        """
+        self.has_forward = forward is not None
+        self.has_backward = backward is not None
+        if forward is None and backward is None:
+            self.bits = None
+            self.flips = None
+            return
+        if forward is None:
+            assert backward is not None
+            forward = torch.ones_like(backward)
+        bits = forward.to(torch.uint8)
+        if backward is not None:
+            bits += backward.to(torch.uint8) * BACKWARD_BIT
+        if self.bits is None:
+            memory_order = bits.contiguous() if like is None else like
+            self.bits = torch.empty_like(memory_order, dtype=torch.uint8).copy_(bits)
+            self.flips = torch.zeros((), dtype=torch.int64, device=bits.device)
+        else:
+            self.flips = torch.count_nonzero((self.bits ^ bits) & FORWARD_BIT)
+            self.bits.copy_(bits)
+        # A new tensor, because `flips` may be read on its own.
+        before = torch.zeros_like(self.flips) if self.total_flips is None else self.total_flips
+        self.total_flips = before + self.flips
+
+    def count_moved(self, flips: int) -> None:
+        """Count forward bits that were changed in place, in :attr:`bits`."""
+        assert self.bits is not None
+        self.flips = torch.tensor(flips, dtype=torch.int64, device=self.bits.device)
+        before = torch.zeros_like(self.flips) if self.total_flips is None else self.total_flips
+        self.total_flips = before + self.flips
+        self.generation = next(_generations)
+
+    def set_backward(self, backward: Tensor) -> None:
+        """Move the backward mask alone; the forward mask and its counts of changes stay."""
+        assert self.bits is not None
+        self.has_backward = True
+        self.bits.copy_((self.bits & FORWARD_BIT) + backward.to(torch.uint8) * BACKWARD_BIT)
+
+    def set_permutation(self, permutation: Tensor | None) -> None:
+        """Set the order of the output rows; in place where there is one."""
+        if self.permutation is None or permutation is None:
+            self.permutation = permutation
+        else:
+            self.permutation.copy_(permutation)
+            self.generation = next(_generations)
+
+    def measure_backward(self, backward: Tensor) -> None:
+        """Measure :attr:`backward_density`; reading it waits for the device."""
+        self.backward_density = int(backward.sum()) / backward.numel()
+
+    def load(
+        self, flips: int, total_flips: int, backward_density: float | None, device: torch.device
+    ) -> None:
+        """Set saved counts."""
+        self.flips = torch.tensor(flips, dtype=torch.int64, device=device)
+        self.total_flips = torch.tensor(total_flips, dtype=torch.int64, device=device)
+        self.backward_density = backward_density
+
+    def with_bits(self, bits: Tensor | None) -> LayerMasks:
+        """Other masks with the bits of a part of the weight; nothing else is shared."""
+        part = LayerMasks()
+        part.bits = bits
+        part.has_forward = self.has_forward
+        part.has_backward = self.has_backward
+        part.permutation = self.permutation
+        return part
+
+    def of_group(self, group: int, size: int) -> LayerMasks:
+        """The masks of one group of `size` output rows, where dimension 0 of the weight counts groups; views."""
+        part = self.with_bits(None if self.bits is None else self.bits[group])
+        if self.permutation is not None:
+            # No permutation crosses groups: the rows of one are counted from its own first row.
+            first = group * size
+            part.permutation = self.permutation[first : first + size] - first
+        return part
+
+    def to(self, device: torch.device) -> None:
+        """Move every tensor to a device."""
+        for name in ("bits", "permutation", "flips", "total_flips"):
+            tensor = getattr(self, name)
+            if tensor is not None and tensor.device != device:
+                setattr(self, name, tensor.to(device))
+
+
+def _as_bool(bits: Tensor) -> Tensor:
+    """Bytes 0 and 1 as bool; a view only in eager code: what Inductor makes of a view, no C++ compiler takes."""
+    return bits.ne(0) if torch.compiler.is_compiling() else bits.view(torch.bool)
+
+
+class LayerNoise:
+    """The layer's random numbers.
+
+    Masks depend on the seed, the name and the step alone, so they are equal on all ranks. The noise of gradient
+    estimators and of drawn backward weights also depends on the rank and on the number of the draw.
+
+    Args:
+        seed: Base of all random choices of the model.
+        name: The layer's name.
+        by_process: Whether each process draws its own numbers, as for a weight that tensor parallelism cuts.
+    """
+
+    def __init__(self, seed: int, name: str, by_process: bool = False) -> None:
+        self.seed = seed
+        self.name = name
+        self.by_process = by_process
+        # The process's part of the global batch, where that is not its rank.
+        self.data_rank: int | None = None
+        self.draws = 0  # number of the last draw; the only state that is saved
+        # Int64 [4], for random numbers in backward passes; None where nothing is random there.
+        self.words: Tensor | None = None
+        # The backward passes since the last draw, by first output row: dW's, and dX's.
+        self._calls: dict[int, int] = {}
+        self._weight_calls: dict[int, int] = {}
+
+    def reseed(self, seed: int) -> None:
+        """Take the seed of a saved training."""
+        self.seed = seed
+
+    def follow_data(self, data_rank: int | None) -> None:
+        """Set which part of the global batch this process sees; ``None``: as many parts as processes."""
+        self.data_rank = data_rank
+
+    def generator(self, step: int) -> torch.Generator:
+        """A generator that depends on the seed, the name and the step alone: equal on all ranks and after a resume."""
+        text = f"{self.seed}/{self.name}/{step}"
+        digest = hashlib.sha256(text.encode()).digest()
+        seed = int.from_bytes(digest[:8], "little")
+        return torch.Generator().manual_seed(seed >> 1)  # a generator takes 63 bits
+
+    def draw(self, device: torch.device, number: int | None = None) -> None:
+        """Make the words of a draw, the next one by default, in a new tensor: graphs made with the old one keep it."""
+        if number is None:
+            number = self.draws + 1
+        self.draws = number
+        self._calls.clear()
+        self._weight_calls.clear()
+        words = fold_seed(self.seed, self.name, self.draws, self._rank())
+        self.words = words.to(device, non_blocking=True)
+
+    def _rank(self) -> int:
+        """Which part of the data, or of a weight that is cut, this process has."""
+        if self.data_rank is not None and not self.by_process:
+            return self.data_rank
+        if dist.is_available() and dist.is_initialized():
+            return dist.get_rank()
+        return 0
+
+    def for_call(self, words: Tensor, row: int) -> Tensor:
+        """The words of one estimate of dY, which differ for each part of a joint projection, by its first output row.
+
+        In eager code they also differ for each call of a module in a micro-batch; a graph would be compiled for each.
+        """
+        return _words_of_call(words, row, self._calls)
+
+    def for_weight(self, words: Tensor, row: int) -> Tensor:
+        """The words of one draw of the backward weight, likewise; they are not those of an estimate of dY."""
+        # In the other order they are another key and another counter of the generator.
+        return _words_of_call(words.flip(0), row, self._weight_calls)
+
+    def to(self, device: torch.device) -> None:
+        """Move the words to a device."""
+        if self.words is not None:
+            self.words = self.words.to(device)
+
+
+def _words_of_call(words: Tensor, row: int, calls: dict[int, int]) -> Tensor:
+    """The words of one call with this first output row, which is counted in ``calls``."""
+    if torch.compiler.is_compiling():
+        return words + row
+    calls_before = calls.get(row, 0)
+    calls[row] = calls_before + 1
+    # An odd constant near 2^32 over the golden ratio: no call and row have the words of others.
+    return words + (row + calls_before * 0x9E3779B1)
+
+
+@dataclass
+class LayerProgress:
+    """The counters of a layer, and what it does in the window before the next optimizer step.
+
+    Written by :mod:`lightning_nm.training`: ``step.py`` advances the counters, ``phases.py`` plans the schedules,
+    ``planned.py`` goes through a training that is only planned.
+    """
+
+    step: int = 0  # real steps of the optimizer that owns the weight
+    updated_at: int = 0  # the step at which the masks last moved
+    # Training steps of all layers together: batches after which any optimizer had stepped.
+    clock: int = 0
+    schedule: tuple[int, ...] = ()  # training steps at which the method begins or ends something
+    estimator_schedule: tuple[int, ...] = ()  # likewise for the estimator
+    stages: Stages = ()  # of the user's schedule; () without one
+    stage: str = FINAL  # the present one
+    # The pattern of the present stage; None for the layer's own. An attribute: compiled graphs read it.
+    pattern: NMPattern | None = None
+    dense_gradient: bool = False  # whether the window needs dL/dW_F at pruned entries, too
+    estimating: bool = False  # whether the estimator works in the window
+    # Whether the layer itself has given its weight a gradient; not known where backward passes are compiled.
+    trained_by_layer: bool = False
+    # Whether before_step() has run since the last optimizer step or end of a batch.
+    shaped: bool = False
+
+    def crossed(self, every: int, first: int = 0) -> bool:
+        """Whether one of the steps ``first, first + every, ...`` after step 0 lies in ``(updated_at, step]``."""
+        if self.step < first:
+            return False
+        turns = (self.step - first) // every
+        turns_before = (self.updated_at - first) // every
+        return turns > turns_before
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether this is a dense stage of the schedule."""
+        return self.stage == DENSE
+
+    @property
+    def has_more_stages(self) -> bool:
+        """Whether another stage of the schedule follows the present one."""
+        return bool(self.stages) and self.stages[-1][0] > self.clock
+
+    @property
+    def begins_stage(self) -> bool:
+        """Whether a stage of the schedule begins at this training step."""
+        return any(begin == self.clock for begin, _ in self.stages)
+
+    def set_stage(self, stage: str) -> None:
+        """Set the present stage."""
+        self.stage = stage
+        self.pattern = None if stage in (DENSE, FINAL) else NMPattern.parse(stage)
+
+    def enter_stage(self) -> None:
+        """Set the stage of this training step."""
+        self.set_stage(stage_at(self.stages, self.clock))
+
+    def note_gradient(self) -> None:
+        """A backward pass of the layer makes a gradient of its weight."""
+        self.trained_by_layer = True
+
+    def release_dense_gradient(self) -> None:
+        """The dense gradient of this window was used."""
+        self.dense_gradient = False
+
+    def go_to(self, clock: int) -> None:
+        """Set the counters as before training step `clock`, if each step so far trained this layer.
+
+        Whether this window needs a dense gradient is not known by that.
+        """
+        self.step = self.clock = clock
+        self.updated_at = max(clock - 1, 0)
+        self.dense_gradient = False
+        self.enter_stage()
+        self.estimating = not self.estimator_schedule or within(self.estimator_schedule, clock)
+
+    def need_dense_gradient(self) -> None:
+        """The window needs dL/dW_F at pruned entries, too."""
+        self.dense_gradient = True
+
+    def load(
+        self, step: int, updated_at: int, dense_gradient: bool, schedule: tuple[int, ...]
+    ) -> None:
+        """Set saved counters; the clock is the model's."""
+        self.step, self.updated_at = step, updated_at
+        self.dense_gradient, self.schedule = dense_gradient, schedule
+
+    def load_stages(self, stages: Stages, stage: str) -> None:
+        """Set the saved stages and the saved one of them."""
+        self.stages = stages
+        self.set_stage(stage)
+
+    def load_estimator(self, schedule: tuple[int, ...]) -> None:
+        """Set the estimator's saved schedule."""
+        self.estimator_schedule = schedule
+
+
+class GradientObservation:
+    """Compares ``dW = E(dY)^T X`` with ``dY^T X`` in some backward passes."""
+
+    def __init__(self) -> None:
+        self.active = False  # whether the coming backward passes are compared
+        # It is None until a pass was compared.
+        self.sums: Tensor | None = None
+        """Of the last such window: sums of dW^2 and of its error's squares, nonzeros and entries of E(dY)."""
+        self._clock = 0
+
+    def begin_window(self, active: bool, estimating: bool) -> None:
+        """Set whether the passes of the coming window are compared; without an estimator nothing is known."""
+        self.active = active
+        if not estimating:
+            self.sums = None
+
+    @torch.no_grad()
+    def add(self, clock: int, estimate: Tensor, exact: Tensor, found: Tensor) -> None:
+        """Add one backward pass; those at the same ``clock`` are added up.
+
+        ``estimate`` is E(dY), ``exact`` is dW made of dY, and ``found`` is dW made of E(dY).
+        """
+        nonzeros = torch.count_nonzero(estimate).double()
+        size = torch.full_like(nonzeros, estimate.numel())
+        exact_energy, error_energy = gradient_energies(exact, found)
+        sums = torch.stack([exact_energy, error_energy, nonzeros, size])
+        # A GradScaler skips a step with infinite gradients.
+        sums = torch.where(sums.isfinite().all(), sums, 0)
+        is_same_window = self._clock == clock
+        if self.sums is not None and is_same_window:
+            sums = self.sums + sums
+        self.sums = sums
+        self._clock = clock
+
+    def forget(self) -> None:
+        """Other weights were loaded: what was observed is not of them."""
+        self.sums = None
+
+    def to(self, device: torch.device) -> None:
+        """Move the sums to a device."""
+        if self.sums is not None:
+            self.sums = self.sums.to(device)
+
+
+class NMLayer(HasHandle):
+    """Sparsity state of one weight. Each part is modified only by the class that defines it.
+
+    Methods read ``spec`` (what was decided on the weight), ``masks``, ``progress`` (counters and schedules) and
+    ``view`` (the weight as rows of outputs), and call :meth:`set_masks`.
+
+    Args:
+        spec: The selection's decisions.
+        seed: Base of the layer's random choices.
+        wrappers: The FSDP modules around the layer's module.
+    """
+
+    first_row = 0
+    """The first output row, counted from that of the weight which the random numbers belong to."""
+    routes_gradients = True
+    """Whether products route their weight gradients through the method."""
+
+    def __init__(
+        self, spec: LayerSpec, *, seed: int = 0, wrappers: Sequence[nn.Module] = ()
+    ) -> None:
+        self.spec = spec
+        self.view = WeightView(self)
+        """The weight as rows of outputs, and its local shard."""
+        self.shards: ShardedWeight | None = None
+        """Access to a weight that processes hold together; ``None`` for an ordinary one."""
+        if is_sharded(self.param):
+            self.shards = ShardedWeight(spec.module, spec.parameter, wrappers)
+        self.masks = LayerMasks()
+        self.noise = LayerNoise(seed, spec.name, by_process=spec.tensor_parallel)
+        self.progress = LayerProgress()
+        self.costs = LayerCosts()
+        self.observation = GradientObservation()
+        self.buffers: dict[str, Tensor] = {}
+        """Further tensors of the method; they are saved as they are and follow the weight's device."""
+        self.parameters: dict[str, nn.Parameter] = {}
+        """Parameters that the method owns; the sparsifier hands them to the optimizer of the weight."""
+        self.pending: Any = None
+        """What the method keeps from one call of a step to the next, such as a pending exchange; never saved."""
+        self.replaced_state: dict[str, Any] | None = None
+        """The state before other weights were loaded, until the masks move: it comes back if its weights do."""
+        self.handle_tensor = torch.empty(
+            self.handle, 0, dtype=torch.float32, device=self.param.device
+        )
+        """An empty tensor whose size is the layer's handle."""
+        self.experts: list[NMLayer] = []
+        """A layer for each expert of a weight of several, made by their first product."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy makes its own.
+        return {**vars(self), "experts": []}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.view = WeightView(self)  # a copy's view is of the copy
+        self.handle_tensor = self.handle_tensor.new_empty(self.handle, 0)
+
+    def __repr__(self) -> str:
+        return f"NMLayer({self.name!r}, pattern={self.pattern}, method={self.spec.method})"
+
+    @property
+    def name(self) -> str:
+        """Name in the model."""
+        return self.spec.name
+
+    @property
+    def pattern(self) -> NMPattern:
+        """The N:M pattern of the masks now: that of the present stage of the schedule, else the layer's own."""
+        return self.progress.pattern or self.spec.pattern
+
+    @property
+    def step(self) -> int:
+        """Real optimizer steps of the weight so far."""
+        return self.progress.step
+
+    @property
+    def param(self) -> nn.Parameter:
+        """The latent parameter as the module holds it, for its identity: its values may be sharded."""
+        parameter = self.spec.module._parameters[self.spec.parameter]
+        assert parameter is not None
+        return parameter
+
+    @property
+    def optimizer_param(self) -> nn.Parameter:
+        """The parameter as optimizers hold it, to be read between forward and backward passes alone."""
+        return self.param if self.shards is None else self.shards.parameter
+
+    @property
+    def weight(self) -> nn.Parameter:
+        """The latent parameter; within :meth:`full` a plain tensor, even if it is sharded."""
+        return self.param if self.shards is None else self.shards.weight
+
+    def full(self, *, gradient: bool = False) -> AbstractContextManager[None]:
+        """Within, :attr:`weight` is the full weight; all processes must enter, see :class:`ShardedWeight`."""
+        return nullcontext() if self.shards is None else self.shards.full(gradient=gradient)
+
+    @property
+    def forward_mask(self) -> Tensor | None:
+        """Bool mask of the weight's shape; ``None`` when the forward weight is not masked."""
+        return self.masks.forward
+
+    @torch.no_grad()
+    def set_masks(self, forward: Tensor | None, backward: Tensor | None = None) -> None:
+        """Move the masks in place and count the forward bits that changed.
+
+        Args:
+            forward: Bool mask of the weight's shape; ``None`` for a dense forward weight. It is ignored where the
+                forward GEMM cannot be N:M.
+            backward: Bool mask of the weight's shape; ``None`` when dgrad uses the forward weight.
+        """
+        if self.spec.forward_reason:
+            forward = None
+        self.masks.set(forward, backward, self.param if self.shards is None else None)
+
+    def forward_weight(self) -> Tensor:
+        """W_F, the values that the forward GEMM uses, detached; gathered if it is sharded."""
+        with torch.no_grad(), self.full():
+            return self.spec.method.forward_weight(self, self.weight.detach())
+
+    def backward_weight(self) -> Tensor:
+        """W_B, the values that the dgrad GEMM uses, detached; gathered if it is sharded.
+
+        Of a layer that draws them (:attr:`draws_backward`) it is their expectation, W_F.
+        """
+        with torch.no_grad(), self.full():
+            return self.spec.method.backward_weight(self, self.weight.detach())
+
+    @property
+    def draws_backward(self) -> bool:
+        """Whether the dgrad GEMM now uses a random draw of the weight that is N:M along `out`; not in a dense phase."""
+        spec = self.spec
+        if not spec.may_draw_backward:
+            return False
+        # A forward weight that cannot be N:M has no phases: it is dense at all times.
+        has_phases = spec.method.uses_masks and not spec.forward_reason
+        return self.masks.has_forward or not has_phases
+
+    def draw_noise(self, number: int | None = None) -> None:
+        """Draw the next noise of estimator and backward weight; nothing where neither is random."""
+        if self.spec.estimator is not None or self.spec.may_draw_backward:
+            self.noise.draw(self.param.device, number)
+
+    def generator(self) -> torch.Generator:
+        """A generator that depends on the seed, the layer and the step alone: equal on all ranks and after a resume."""
+        return self.noise.generator(self.progress.step)
+
+    def gemms(self) -> Gemms:
+        """What each of the three GEMMs does now."""
+        return layer_gemms(self)
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor beside the weight that training needs: the persistent memory of the layer."""
+        read = self.read_tensors()
+        if self.spec.method.passes_read_buffers:
+            return read
+        return [*read, *self.buffers.values()]
+
+    def read_tensors(self) -> list[Tensor]:
+        """The tensors beside the weight that forward and backward passes read."""
+        found = self.masks.tensors()
+        if self.spec.method.passes_read_buffers:
+            found += self.buffers.values()
+        return [*found, *self.parameters.values()]
+
+    def to_weight_device(self) -> None:
+        """Move the layer's tensors to the weight's device."""
+        device = self.param.device
+        for part in (self.masks, self.noise, self.observation):
+            part.to(device)
+        self.handle_tensor = self.handle_tensor.to(device)
+        self.buffers = {name: tensor.to(device) for name, tensor in self.buffers.items()}
+        for parameter in self.parameters.values():
+            parameter.data = parameter.data.to(device)
+
+    def with_parts(self, **parts: Any) -> NMLayer:
+        """A copy of this layer that shares all parts but those given."""
+        other = copy.copy(self)
+        for name, part in parts.items():
+            setattr(other, name, part)
+        return other
+
+    def adopt(self, other: NMLayer) -> None:
+        """Take over the masks, buffers and parameters of a copy; known parameters are written in place."""
+        self.masks = other.masks
+        self.buffers = other.buffers
+        with torch.no_grad():
+            for name, parameter in other.parameters.items():
+                if name in self.parameters:
+                    # An optimizer may hold this object.
+                    self.parameters[name].copy_(parameter)
+                else:
+                    self.parameters[name] = parameter
+
+
+def init_masks(layer: NMLayer) -> None:
+    """Choose the masks for a weight that has just been set or loaded; none in a dense stage of the user's schedule."""
+    if layer.progress.is_dense:
+        layer.set_masks(None)
+    else:
+        layer.spec.method.init_masks(layer)

@@ -1,0 +1,189 @@
+"""A communication hook of DDP that sends only the gradients at kept entries of masked weights, where that is enough."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_nm.functional.evolution import as_blocks, from_blocks
+from lightning_nm.nn.layer import NMLayer
+
+# No `annotations` from the future: DistributedDataParallel reads those of a hook and wants types, not strings.
+
+
+class CommHookState:
+    """The state of :func:`kept_entries_hook`: the masked layers, and the number of bytes sent.
+
+    Args:
+        dtype: The dtype in which gradients are sent; their own by default.
+        group: The processes that train one model; all by default.
+
+    Example::
+
+        state = CommHookState()
+        parallel = DistributedDataParallel(model)
+        parallel.register_comm_hook(state, kept_entries_hook)
+        state.add(sparsifier.layers.values())
+    """
+
+    def __init__(
+        self, dtype: torch.dtype | None = None, group: dist.ProcessGroup | None = None
+    ) -> None:
+        self.dtype = dtype
+        self.group = group
+        self.sent = 0
+        """Bytes of gradients sent since :meth:`end_step`."""
+        self.dense = 0
+        """Bytes that the same gradients have."""
+        self.ratio: float | None = None
+        """Sent bytes over dense bytes in the last step."""
+        self._layers: dict[int, NMLayer] = {}
+        self._entries: dict[int, tuple[Hashable, Tensor]] = {}
+
+    def add(self, layers: Iterable[NMLayer]) -> None:
+        """Send only the kept entries of these layers' gradients where their methods need no others."""
+        self._layers.update((id(layer.param), layer) for layer in layers)
+
+    def remove(self, layers: Iterable[NMLayer]) -> None:
+        """Send full gradients of these layers again."""
+        removed = {id(layer) for layer in layers}
+        for key, layer in list(self._layers.items()):
+            if id(layer) in removed:
+                del self._layers[key]
+                self._entries.pop(key, None)
+
+    def end_step(self) -> float | None:
+        """End a step: reset the bytes and return their :attr:`ratio`."""
+        if self.dense:
+            self.ratio = self.sent / self.dense
+        self.sent = 0
+        self.dense = 0
+        return self.ratio
+
+    def sparse(self, parameter: Tensor) -> NMLayer | None:
+        """Return the layer of a weight if only the kept entries of its gradient are needed now."""
+        layer = self._layers.get(id(parameter))
+        if layer is None or layer.param is not parameter:
+            return None
+        # Without a mask every entry is kept, and some methods read the gradient of pruned entries, too.
+        method = layer.spec.method
+        if layer.masks.forward_view is None or method.gradient_at_pruned(layer):
+            return None
+        # Without an N the size of a message would depend on the masks.
+        if method.current_pattern(layer) is None:
+            return None
+        return layer
+
+    def entries(self, layer: NMLayer) -> Tensor:
+        """Return :func:`kept_entries` of a layer, cached until its masks change."""
+        state = (layer.masks.state, layer.spec.method.current_pattern(layer))
+        key = id(layer.param)
+        if key in self._entries:
+            known_state, positions = self._entries[key]
+            if known_state == state:
+                return positions
+        positions = kept_entries(layer)
+        self._entries[key] = (state, positions)
+        return positions
+
+
+def kept_entries(layer: NMLayer) -> Tensor:
+    """Return the positions of the kept entries within each block, uint8 or int16 ``[blocks, N]``.
+
+    Blocks that keep fewer entries are filled up with the first pruned ones, so that sizes do not depend on values.
+    """
+    kept = layer.masks.forward_view
+    assert kept is not None
+    pattern = layer.spec.method.current_pattern(layer)
+    assert pattern is not None  # CommHookState.sparse() leaves such layers out
+    m = pattern.m
+    blocks = as_blocks(layer.view.rows(kept), m)
+    # No two keys of a block are equal, so the order is the same in every process.
+    place = torch.arange(2 * m, m, -1, dtype=torch.int16, device=blocks.device)
+    keys = torch.where(blocks, place, place - m)
+    chosen = keys.topk(pattern.n, dim=1, sorted=True).indices
+    return chosen.to(torch.uint8 if m <= 256 else torch.int16)
+
+
+def kept_entries_hook(
+    state: CommHookState,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[torch.Tensor]:
+    """Average a bucket of gradients; of masked weights only the kept entries are sent, and the others become 0.
+
+    Under accumulation a bucket holds the sum of all micro-batches. The size of the message depends on N:M and on what
+    :func:`~lightning_nm.training.ranks.checksum` compares, so it is the same in all consistent
+    processes. The result is the future of ``bucket.buffer()`` with the averages.
+    """
+    # Buckets are rebuilt after the first step, so the parameters must tell whose gradients this one holds.
+    buffer = bucket.buffer()
+    parameters = bucket.parameters()
+    layers = [state.sparse(parameter) for parameter in parameters]
+    full = not any(layers)
+    grads: list[Tensor] = []
+    message = buffer
+    if not full:
+        grads = list(map(_as_stored, bucket.gradients(), parameters))
+        parts = [_pack(grad, layer, state) for grad, layer in zip(grads, layers, strict=True)]
+        message = torch.cat(parts)
+    # Divided before they are sent: half precision would overflow by the sum.
+    message = message.div_(dist.get_world_size(state.group))
+    message = message.to(state.dtype or message.dtype)
+    state.sent += message.numel() * message.element_size()
+    state.dense += sum(parameter.numel() for parameter in parameters) * buffer.element_size()
+    # On a GPU `unpack` runs on another stream: it may only use tensors that outlive it, as those of state and bucket.
+    entries = [None if layer is None else state.entries(layer) for layer in layers]
+
+    def unpack(future: torch.futures.Future[Any]) -> Tensor:
+        mean: Tensor = future.value()[0]
+        if full:
+            if mean is buffer:
+                return buffer
+            return buffer.copy_(mean)
+        start = 0
+        for grad, layer, positions in zip(grads, layers, entries, strict=True):
+            sent = grad if positions is None else positions
+            part = mean[start : start + sent.numel()]
+            start += sent.numel()
+            if layer is None or positions is None:
+                grad.copy_(part.view(grad.shape))
+            else:
+                grad.copy_(_unpack(part.to(grad.dtype), layer, positions))
+        return buffer
+
+    work = dist.all_reduce(message, group=state.group, async_op=True)
+    return work.get_future().then(unpack)
+
+
+def _as_stored(grad: Tensor, parameter: Tensor) -> Tensor:
+    """View a bucket's gradient, which claims to be row-major, in the memory order of its parameter."""
+    # empty_like() keeps the strides of a parameter without gaps alone.
+    has_no_gaps = torch.empty_like(parameter, device="meta").stride() == parameter.stride()
+    if not has_no_gaps:
+        return grad
+    return grad.as_strided(parameter.shape, parameter.stride())
+
+
+def _pack(grad: Tensor, layer: NMLayer | None, state: CommHookState) -> Tensor:
+    """The part of a gradient that is sent, one-dimensional."""
+    if layer is None:
+        return grad.reshape(-1)
+    kept = layer.masks.forward_view
+    assert kept is not None
+    m = layer.pattern.m
+    positions = state.entries(layer).long()
+    values = as_blocks(layer.view.rows(grad), m).gather(1, positions)
+    # Blocks that keep fewer than N entries are filled up with pruned ones, whose average is to be 0.
+    is_kept = as_blocks(layer.view.rows(kept), m).gather(1, positions)
+    return torch.where(is_kept, values, 0).flatten()
+
+
+def _unpack(values: Tensor, layer: NMLayer, positions: Tensor) -> Tensor:
+    """The gradient, of the weight's shape, from the values at the positions of :func:`kept_entries`."""
+    blocks = values.new_zeros(len(positions), layer.pattern.m)
+    blocks.scatter_(1, positions.long(), values.view(positions.shape))
+    return layer.view.unrows(from_blocks(blocks, layer.view.rows(layer.param).shape))

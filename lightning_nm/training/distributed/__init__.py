@@ -1,1 +1,0 @@
-"""Several processes that train one model: consistent masks, and less to communicate."""
