@@ -12,13 +12,7 @@ from typing import Any, Literal, TypedDict, TypeVar, get_args
 from torch import nn
 from typing_extensions import Required
 
-from lightning_nm.estimators import (
-    DgradName,
-    EstimatorName,
-    GradientEstimator,
-    resolve_dgrad,
-    resolve_estimator,
-)
+from lightning_nm.estimators import GradientEstimator
 from lightning_nm.methods import (
     ASP,
     LBC,
@@ -29,10 +23,8 @@ from lightning_nm.methods import (
     MaskLogits,
     MaxQ,
     Method,
-    MethodName,
     SLoPe,
     TransposableMask,
-    resolve_method,
 )
 from lightning_nm.nn.selection import (
     Rule,
@@ -45,6 +37,14 @@ from lightning_nm.nn.selection import (
 from lightning_nm.nn.weight import ConvLayout
 from lightning_nm.pattern import NMPattern, PatternLike
 from lightning_nm.schedule import Schedule, ScheduleSpec, check_narrower
+from lightning_nm.short_names import (
+    DgradName,
+    EstimatorName,
+    MethodName,
+    resolve_dgrad,
+    resolve_estimator,
+    resolve_method,
+)
 from lightning_nm.spelling import did_you_mean, not_given
 from lightning_nm.training.direct_reads import OnDirectRead
 from lightning_nm.training.scale import Scale, check_scale

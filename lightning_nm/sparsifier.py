@@ -13,8 +13,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from lightning_nm.config import SHORT_NAMES, SparsityConfig, chosen_config, refuse_unknown
-from lightning_nm.estimators import EstimatorName, GradientEstimator
-from lightning_nm.methods import Method, MethodName
+from lightning_nm.estimators import GradientEstimator
+from lightning_nm.methods import Method
 from lightning_nm.nn.costs import mean_densities
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.selection import Rule, Selection, install, uninstall, warn_of_adapters
@@ -22,6 +22,7 @@ from lightning_nm.nn.state import layer_state
 from lightning_nm.nn.weight import known_size, reshard
 from lightning_nm.pattern import PatternLike
 from lightning_nm.schedule import UnknownLength
+from lightning_nm.short_names import EstimatorName, MethodName
 from lightning_nm.training.checkpoint import (
     SparsifierState,
     check_scale,

@@ -7,11 +7,14 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "lightning_nm"
 ORDER = [
+    {"spelling"},
+    {"pattern", "schedule"},
     {"functional"},
     {"kernels"},
     {"nn"},
     {"training"},
     {"methods", "estimators"},
+    {"short_names"},
     {"config"},
     {"sparsifier"},
     {"callbacks", "plugins", "metrics", "export"},
@@ -84,19 +87,19 @@ def test_only_public_lightning():
 # Each part of a layer: the file of its class, and who assigns its fields beside that file.
 OWNERS = {
     "NMLayer": (
-        "nn/layer/layer.py",
+        "nn/layer.py",
         {
             "pending": ("methods/",),
             "replaced_state": ("nn/adapters/base.py", "training/step.py", "training/checkpoint.py"),
         },
     ),
-    "LayerSpec": ("nn/layer/spec.py", {}),
-    "LayerMasks": ("nn/layer/masks.py", {}),
-    "LayerNoise": ("nn/layer/noise.py", {}),
-    "LayerProgress": ("nn/layer/progress.py", {"": ("training/step.py", "training/phases.py")}),
-    "LayerCosts": ("nn/layer/gemms.py", {"": ("training/step.py",)}),
-    "GradientObservation": ("nn/layer/observation.py", {}),
-    "ShardedWeight": ("nn/layer/weight.py", {}),
+    "LayerSpec": ("nn/layer.py", {}),
+    "LayerMasks": ("nn/layer.py", {}),
+    "LayerNoise": ("nn/layer.py", {}),
+    "LayerProgress": ("nn/layer.py", {"": ("training/step.py", "training/phases.py")}),
+    "LayerCosts": ("nn/costs.py", {"": ("training/step.py",)}),
+    "GradientObservation": ("nn/layer.py", {}),
+    "ShardedWeight": ("nn/weight.py", {}),
 }
 
 
@@ -148,7 +151,7 @@ def test_a_layer_has_few_fields():
 def test_a_layer_has_few_methods():
     (layer,) = [
         node
-        for node in ast.walk(ast.parse((PACKAGE / "nn/layer/layer.py").read_text()))
+        for node in ast.walk(ast.parse((PACKAGE / "nn/layer.py").read_text()))
         if isinstance(node, ast.ClassDef) and node.name == "NMLayer"
     ]
     methods = [node.name for node in ast.walk(layer) if isinstance(node, ast.FunctionDef)]

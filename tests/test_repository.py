@@ -146,7 +146,7 @@ def test_replacements_in_the_upgrade_notes_exist():
 def test_replacements_among_the_kernels_exist(owner):
     found = [
         vars(importlib.import_module(f"lightning_nm.kernels.{name}"))
-        for name in ("router.tuner", "api", "router.router")
+        for name in ("tuner", "api", "router")
     ]
     assert any(owner in names for names in found)
     if owner == "Router":

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple, get_args
 from benchmarks.tables.markdown import RESULTS, ROOT, Tables, read_csv, read_json, table
 from lightning_nm.commands.study.analysis import Interval
 from lightning_nm.commands.study.spec import read
-from lightning_nm.methods import Method, MethodName, resolve_method
+from lightning_nm.methods import Method
+from lightning_nm.short_names import MethodName, resolve_method
 
 
 class Task(NamedTuple):

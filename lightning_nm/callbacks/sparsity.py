@@ -37,11 +37,12 @@ from lightning_nm.callbacks.tables import (
     router_of,
 )
 from lightning_nm.config import SparsityConfig, chosen_config, refuse_unknown
-from lightning_nm.estimators import EstimatorName, GradientEstimator
-from lightning_nm.methods import Method, MethodName
+from lightning_nm.estimators import GradientEstimator
+from lightning_nm.methods import Method
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.pattern import PatternLike
 from lightning_nm.schedule import UnknownLength
+from lightning_nm.short_names import EstimatorName, MethodName
 from lightning_nm.sparsifier import NMSparsifier
 from lightning_nm.spelling import not_given
 from lightning_nm.training.comm_hook import CommHookState

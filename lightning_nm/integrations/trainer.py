@@ -21,13 +21,14 @@ from typing_extensions import Self
 from lightning_nm.callbacks.checks import warn_after_first_batch, warn_at_start
 from lightning_nm.callbacks.tables import print_layers
 from lightning_nm.config import SparsityConfig, chosen_config, refuse_unknown
-from lightning_nm.estimators import EstimatorName, GradientEstimator
+from lightning_nm.estimators import GradientEstimator
 from lightning_nm.export.huggingface import holds_model, read_folder
 from lightning_nm.functional import is_nm
 from lightning_nm.integrations.folders import read_state, saved_folder, write_state
-from lightning_nm.methods import Method, MethodName
+from lightning_nm.methods import Method
 from lightning_nm.nn.weight import is_sharded
 from lightning_nm.pattern import PatternLike
+from lightning_nm.short_names import EstimatorName, MethodName
 from lightning_nm.sparsifier import NMSparsifier
 from lightning_nm.training.optimizers import unwrapped
 

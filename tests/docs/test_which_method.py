@@ -7,8 +7,7 @@ import pytest
 
 import lightning_nm
 from benchmarks.tables.methods import products
-from lightning_nm.estimators import EstimatorName
-from lightning_nm.methods import MethodName, resolve_method
+from lightning_nm.short_names import EstimatorName, MethodName, resolve_method
 from tests.test_readme import ROOT
 
 PAGE = ROOT / "docs" / "which-method.md"

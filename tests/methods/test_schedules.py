@@ -29,9 +29,9 @@ from lightning_nm import (
 from lightning_nm import functional as nmf
 from lightning_nm.callbacks.checks import has_schedule
 from lightning_nm.callbacks.tables import hyperparameters, print_layers
-from lightning_nm.methods import MethodName, resolve_method
 from lightning_nm.nn.costs import mean_densities
 from lightning_nm.schedule import DENSE, FINAL, stage_at
+from lightning_nm.short_names import MethodName, resolve_method
 from lightning_nm.training.phases import charge_plan, finished_phases
 from tests.support.contract import KERNEL, METHODS, sgd_or_adam
 from tests.support.kinds import make

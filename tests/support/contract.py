@@ -25,7 +25,7 @@ from lightning_nm import (
     TransposableMask,
 )
 from lightning_nm.kernels import SimulatedSparseKernel
-from lightning_nm.methods import MethodName
+from lightning_nm.short_names import MethodName
 from tests.support.outside import ScaledMask, SoftThreshold
 
 METHODS = {

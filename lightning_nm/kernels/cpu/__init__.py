@@ -1,14 +1,5 @@
 """Kernels for CPUs: a small C library, the layouts of its sparse matrices, and the kernels that the router takes."""
 
-from lightning_nm.kernels.cpu.int8 import CpuInt8Kernel, Int8Layout
-from lightning_nm.kernels.cpu.kernels import CpuCsrKernel, CpuPermuteKernel
-from lightning_nm.kernels.cpu.layouts import CsrLayout, PermuteLayout
+import lazy_loader
 
-__all__ = [
-    "CpuCsrKernel",
-    "CpuInt8Kernel",
-    "CpuPermuteKernel",
-    "CsrLayout",
-    "Int8Layout",
-    "PermuteLayout",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

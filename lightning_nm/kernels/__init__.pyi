@@ -1,0 +1,10 @@
+from .api import GemmKernel as GemmKernel
+from .api import GemmKey as GemmKey
+from .api import GemmName as GemmName
+from .gpu.cusparselt import CuSparseLtKernel as CuSparseLtKernel
+from .gpu.simulated import SimulatedSparseKernel as SimulatedSparseKernel
+from .gpu.two_four import TwoFourKernel as TwoFourKernel
+from .gpu.two_four import two_four_reason as two_four_reason
+from .router import Router as Router
+from .router import routing as routing
+from .tuner import KernelRegistry as KernelRegistry

@@ -1,0 +1,16 @@
+from .adapters import Adapter as Adapter
+from .adapters import NMConv1d as NMConv1d
+from .adapters import NMConv2d as NMConv2d
+from .adapters import NMConv3d as NMConv3d
+from .adapters import NMEmbedding as NMEmbedding
+from .adapters import NMExperts as NMExperts
+from .adapters import NMLinear as NMLinear
+from .adapters import NMMultiheadAttention as NMMultiheadAttention
+from .adapters import NMTransposedLinear as NMTransposedLinear
+from .adapters import WeightSpec as WeightSpec
+from .adapters import nm_grouped_linear as nm_grouped_linear
+from .adapters import register_adapter as register_adapter
+from .adapters import register_experts as register_experts
+from .layer import NMLayer as NMLayer
+from .products import nm_conv as nm_conv
+from .products import nm_linear as nm_linear

@@ -1,0 +1,153 @@
+"""Short names of methods and gradient estimators, as YAML and command lines give them."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args
+
+from lightning_nm.estimators.base import GradientEstimator
+from lightning_nm.estimators.mvue import MVUE, ApproxMVUE
+from lightning_nm.estimators.top_n import TopN
+from lightning_nm.methods.asp import ASP
+from lightning_nm.methods.bame import BAME
+from lightning_nm.methods.base import Dense, Method
+from lightning_nm.methods.bi_mask import BiMask
+from lightning_nm.methods.cast import CAST
+from lightning_nm.methods.decaying import DecayingMask
+from lightning_nm.methods.lbc import LBC
+from lightning_nm.methods.mask_logits import MaskLogits
+from lightning_nm.methods.maxq import MaxQ
+from lightning_nm.methods.rigl import RigL
+from lightning_nm.methods.s_ste import SSTE
+from lightning_nm.methods.slope import SLoPe
+from lightning_nm.methods.ste import SRSTE, STE
+from lightning_nm.methods.step import STEP
+from lightning_nm.methods.transposable import TransposableMask
+from lightning_nm.spelling import did_you_mean, not_given
+
+MethodName = Literal[
+    "dense",
+    "ste",
+    "sr-ste",
+    "s-ste",
+    "step",
+    "decaying",
+    "asp",
+    "transposable",
+    "bi-mask",
+    "slope",
+    "bame",
+    "rigl",
+    "cast",
+    "lbc",
+    "maxq",
+    "mask-logits",
+]
+"""The short names; each is the ``short_name`` of a class in this package."""
+
+
+_METHODS: dict[str, type[Method]] = {
+    "dense": Dense,
+    "ste": STE,
+    "sr-ste": SRSTE,
+    "s-ste": SSTE,
+    "step": STEP,
+    "decaying": DecayingMask,
+    "asp": ASP,
+    "transposable": TransposableMask,
+    "bi-mask": BiMask,
+    "slope": SLoPe,
+    "bame": BAME,
+    "rigl": RigL,
+    "cast": CAST,
+    "lbc": LBC,
+    "maxq": MaxQ,
+    "mask-logits": MaskLogits,
+}
+"""The class of each short name."""
+
+
+def resolve_method(method: MethodName | Method | Any) -> Method:
+    """Make a method from its short name; an object is returned as it is.
+
+    Raises:
+        ValueError: If no method has this name.
+        TypeError: If the object is not a :class:`Method`.
+    """
+    if isinstance(method, Method):
+        return method
+    if isinstance(method, str):
+        if method not in _METHODS:
+            names = ", ".join(map(repr, get_args(MethodName)))
+            meant = did_you_mean(method, _METHODS)
+            raise ValueError(
+                f"method {method!r} does not exist: use one of {names} or an object{meant}"
+            )
+        return _METHODS[method]()
+    raise TypeError(f"method must be a short name or a Method{not_given(method)}")
+
+
+EstimatorName = Literal["dense", "mvue", "approx-mvue", "top-n"]
+"""Short names of estimators. ``"dense"`` is none: dY is kept, also where a preset has an estimator."""
+
+DgradName = Literal["mvue"]
+"""Short names of what draws the backward weight of the forward weight."""
+
+# Every name but "dense", which makes no estimator.
+_ESTIMATORS: dict[str, type[GradientEstimator]] = {
+    "mvue": MVUE,
+    "approx-mvue": ApproxMVUE,
+    "top-n": TopN,
+}
+
+
+def resolve_estimator(
+    estimator: EstimatorName | GradientEstimator | Any | None,
+) -> GradientEstimator | None:
+    """Make an estimator from its short name; an object is returned as it is, and ``"dense"`` and ``None`` as ``None``.
+
+    Raises:
+        ValueError: If no estimator has this name.
+        TypeError: If the object is not a :class:`GradientEstimator`.
+
+    Example:
+        >>> resolve_estimator("mvue"), resolve_estimator("dense")
+        (MVUE(pattern=None, dense_start=0, dense_end=0), None)
+    """
+    if estimator is None or isinstance(estimator, GradientEstimator):
+        return estimator
+    if not isinstance(estimator, str):
+        raise TypeError(
+            f"grad_estimator must be a short name, a GradientEstimator or None{not_given(estimator)}"
+        )
+    if estimator == "dense":
+        return None
+    if estimator not in _ESTIMATORS:
+        names = get_args(EstimatorName)
+        choices = ", ".join(map(repr, names))
+        hint = did_you_mean(estimator, names)  # empty if no name is close
+        raise ValueError(
+            f"grad_estimator {estimator!r} does not exist: use one of {choices}, an object or None{hint}"
+        )
+    estimator_class = _ESTIMATORS[estimator]
+    return estimator_class()
+
+
+def resolve_dgrad(dgrad: DgradName | Any | None) -> GradientEstimator | None:
+    """Make what draws the backward weight W_B from its short name; ``None`` leaves W_B to the method.
+
+    Raises:
+        ValueError: If there is nothing of this name.
+
+    Example:
+        >>> resolve_dgrad("mvue"), resolve_dgrad(None)
+        (MVUE(pattern=None, dense_start=0, dense_end=0), None)
+    """
+    if dgrad is None:
+        return None
+    if dgrad not in get_args(DgradName):
+        raise ValueError(
+            f"dgrad={dgrad!r} is unknown: use 'mvue', or None for the backward weight of the method (such as "
+            "'bi-mask' or 'transposable')"
+        )
+    # The same blocks and the same draw as for dY: blocks of outputs in the place of blocks of tokens.
+    return MVUE()
