@@ -13,7 +13,12 @@ from torch.optim import Optimizer
 from lightning_nm.functional.select import mask_
 from lightning_nm.nn.layer import NMLayer, init_masks
 from lightning_nm.nn.selection import grouped, quoted, refuse_masked, refuse_nan
-from lightning_nm.nn.state import same_estimator, saved_layer, saved_stages, state_difference
+from lightning_nm.nn.state import (
+    differences_of_layer,
+    same_estimator,
+    saved_layer,
+    saved_stages,
+)
 from lightning_nm.nn.weight import is_sharded, local_shard, local_values
 from lightning_nm.schedule import Stages
 from lightning_nm.training.optimizers import trained_layer
@@ -225,7 +230,7 @@ def choose_masks(
         if (
             layer.spec.method.restores_masks
             and state_of_layer
-            and not state_difference(layer, state_of_layer)
+            and not differences_of_layer(layer, state_of_layer)[0]
         ):
             layer.adopt(saved_layer(layer, state_of_layer))  # choosing masks may take a long search
         else:
@@ -256,12 +261,23 @@ def refuse_late_sharding(layers: Iterable[NMLayer]) -> None:
             )
 
 
-def told_as_dense(trained_dense: Mapping[str, str]) -> str:
-    """What is said of layers whose weight stays dense, by name with the reason; alike ones are written as one."""
-    layers = [f"{quoted(name)}: {reason}" for name, reason in grouped(trained_dense.items())]
-    shown = "; ".join(layers[:8])
-    if len(layers) > 8:
-        shown += f"; and {len(layers) - 8} more"
+def trained_dense(layers: Iterable[NMLayer]) -> dict[str, str]:
+    """The layers whose weight is trained dense, and why: only GEMMs of the backward pass are N:M."""
+    return {
+        layer.name: layer.spec.forward_reason
+        for layer in layers
+        if layer.spec.forward_reason and layer.spec.method.sparse_forward
+    }
+
+
+def told_as_dense(layers: Iterable[NMLayer]) -> str:
+    """What is said of layers whose weight is trained dense, alike ones as one; empty if there are none."""
+    told = [f"{quoted(name)}: {reason}" for name, reason in grouped(trained_dense(layers).items())]
+    if not told:
+        return ""
+    shown = "; ".join(told[:8])
+    if len(told) > 8:
+        shown += f"; and {len(told) - 8} more"
     return (
         f"the trained weights of these layers will be dense, only GEMMs of their backward pass are N:M: {shown}. Give "
         "them another pattern by `rules`, pad their inputs to a multiple of M, or name them in `exclude`"

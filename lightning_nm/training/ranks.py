@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -111,70 +112,65 @@ def _shifted(words: Tensor, bits: int) -> Tensor:
     return (words >> bits) & kept_bits
 
 
-class RankComparison:
-    """Compares the layers of all processes by one all-reduce of two numbers.
+# The words of a layer's masks, and the state of the masks that they belong to.
+_WORDS: WeakKeyDictionary[NMLayer, tuple[Hashable, Tensor]] = WeakKeyDictionary()
 
-    The words of masks are cached until these change.
+
+@torch.no_grad()
+def compare_ranks(layers: Iterable[NMLayer], group: dist.ProcessGroup | None = None) -> None:
+    """Compare the masks of layers, and what decides on them, in all processes of a group; call it in all of them.
+
+    This takes one all-reduce of two numbers, and nothing in a single process. Unchanged masks are not read again.
+
+    Args:
+        layers: The layers, as ``sparsifier.layers.values()``.
+        group: The processes; all by default.
+
+    Raises:
+        RuntimeError: In every process, if any two differ: naming the layers and what differs.
     """
-
-    def __init__(self, layers: Sequence[NMLayer]) -> None:
-        self.layers = layers
-        self._known: dict[str, tuple[Hashable, Tensor]] = {}
-
-    @torch.no_grad()
-    def __call__(self, group: dist.ProcessGroup | None = None) -> None:
-        """Compare; every process of the group must call it at the same point.
-
-        Raises:
-            RuntimeError: In every process, if any two differ: naming the layers and what differs.
-        """
-        if processes(group) == 1:
-            return
-        device = self.layers[0].param.device if self.layers else torch.device("cpu")
-        words = [_settings(self.layers).to(device, non_blocking=True)]
-        for layer in self.layers:
-            words.append(self._of_masks(layer).to(device))
-            parameters = _sum(layer, layer.parameters.values())
-            words.append(parameters[None].to(device))
-        total = mix(torch.cat(words)).sum()
-        # ~x falls as x rises, so one maximum gives the largest and the smallest.
-        extremes = torch.stack([total, ~total])
-        dist.all_reduce(extremes, dist.ReduceOp.MAX, group)
-        largest, smallest = extremes.tolist()
-        if largest != ~smallest:
-            self._explain(group)
-
-    def _of_masks(self, layer: NMLayer) -> Tensor:
+    if processes(group) == 1:
+        return
+    layers = list(layers)
+    device = layers[0].param.device if layers else torch.device("cpu")
+    words = [_settings(layers).to(device, non_blocking=True)]
+    for layer in layers:
         state = layer.masks.state
-        if layer.name in self._known:
-            known_state, words = self._known[layer.name]
-            if known_state == state:
-                return words
-        words = _of_masks(layer)
-        self._known[layer.name] = (state, words)
-        return words
+        if layer not in _WORDS or _WORDS[layer][0] != state:
+            _WORDS[layer] = state, _of_masks(layer)
+        words.append(_WORDS[layer][1].to(device))
+        parameters = _sum(layer, layer.parameters.values())
+        words.append(parameters[None].to(device))
+    total = mix(torch.cat(words)).sum()
+    # ~x falls as x rises, so one maximum gives the largest and the smallest.
+    extremes = torch.stack([total, ~total])
+    dist.all_reduce(extremes, dist.ReduceOp.MAX, group)
+    largest, smallest = extremes.tolist()
+    if largest != ~smallest:
+        _explain(layers, group)
 
-    def _explain(self, group: dist.ProcessGroup | None) -> None:
-        """Gather all words and settings, and raise an error that names the differences."""
-        own = {}
-        for layer in self.layers:
-            _, masks, permutation, parameters = checksum(layer).tolist()
-            words = {"masks": masks, "permutation": permutation, "parameters": parameters}
-            own[layer.name] = _fingerprint(layer) | words
-        everyone: list[Any] = [None] * processes(group)
-        dist.all_gather_object(everyone, own, group)
-        differences = _differences(everyone)
-        if not differences:
-            differences = ["their layers come in another order"]
-        shown = "; ".join(differences[:_SHOWN_DIFFERENCES])
-        more = len(differences) - _SHOWN_DIFFERENCES
-        if more > 0:
-            shown += f"; and {more} more"
-        raise RuntimeError(
-            f"processes that train one model disagree: {shown}. Masks follow the weights, the seed and the settings, "
-            "and are never sent: begin with equal weights and settings on all ranks, load the same checkpoint, change "
-            "masks and weights on all ranks alike, and let random choices depend on layer.generator()"
-        )
+
+def _explain(layers: Iterable[NMLayer], group: dist.ProcessGroup | None) -> None:
+    """Gather all words and settings, and raise an error that names the differences."""
+    own = {}
+    for layer in layers:
+        _, masks, permutation, parameters = checksum(layer).tolist()
+        words = {"masks": masks, "permutation": permutation, "parameters": parameters}
+        own[layer.name] = _fingerprint(layer) | words
+    everyone: list[Any] = [None] * processes(group)
+    dist.all_gather_object(everyone, own, group)
+    differences = _differences(everyone)
+    if not differences:
+        differences = ["their layers come in another order"]
+    shown = "; ".join(differences[:_SHOWN_DIFFERENCES])
+    more = len(differences) - _SHOWN_DIFFERENCES
+    if more > 0:
+        shown += f"; and {more} more"
+    raise RuntimeError(
+        f"processes that train one model disagree: {shown}. Masks follow the weights, the seed and the settings, "
+        "and are never sent: begin with equal weights and settings on all ranks, load the same checkpoint, change "
+        "masks and weights on all ranks alike, and let random choices depend on layer.generator()"
+    )
 
 
 def _differences(everyone: Sequence[dict[str, dict[str, Any]]]) -> list[str]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any, Literal, get_args
 
@@ -99,31 +99,33 @@ def _square(tensor: Tensor) -> float:
     return float(tensor.detach().double().square().sum())
 
 
-def check_optimizer(optimizer: Optimizer, layers: Sequence[NMLayer]) -> None:
-    """Refuse an optimizer of any of these layers unless it steps each entry by itself, in proportion to its rate.
+class LearningRates:
+    """The learning rates of an optimizer's step, as the optimizer has them: all that a subclass may do is not done."""
 
-    This is known of classes, not found out: a step of a probe might communicate, or step what the optimizer wraps.
+    steps_in_view = False
+    """Whether the step is made by another object than the optimizer."""
 
-    Raises:
-        ValueError: With the optimizer's and a layer's name.
-    """
-    known = isinstance(optimizer, _KNOWN)
-    for kind in type(optimizer).__mro__:
-        package = kind.__module__.partition(".")[0]
-        known = known or bool(_KNOWN_ELSEWHERE.fullmatch(f"{package}.{kind.__name__}"))
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    masked = [layer.name for layer in layers if id(layer.optimizer_param) in held]
-    if masked and not known:
-        name = type(optimizer).__name__
-        raise ValueError(
-            f"scale='supar' multiplies the learning rate of layer '{masked[0]}' and others by a rule that holds "
-            "for optimizers that step each entry by itself, in proportion to the learning rate. That is known of SGD, "
-            f"Adam, AdamW, Adamax, NAdam, RAdam, Adagrad, RMSprop and Lion, but not for {name}: use one of them, let "
-            f"{name} inherit from one of torch's if the same is true of it, or use scale=None"
-        )
+    def check_optimizer(self, optimizer: Optimizer, layers: Sequence[NMLayer]) -> None:
+        """Refuse an optimizer of any of these layers that the class cannot work with, by a ``ValueError``."""
+
+    def view(self, optimizer: Any) -> Any:
+        """What makes the step."""
+        return optimizer
+
+    def scale(self, view: Any, layers: Iterable[NMLayer]) -> None:
+        """Set the learning rates of the step in a view."""
+
+    def write_back(self, view: Any) -> None:
+        """Take over what the step wrote to the groups of a view."""
+
+    def shown(
+        self, optimizer: Optimizer, layers: Iterable[NMLayer]
+    ) -> AbstractContextManager[None]:
+        """Within, the optimizer itself has the learning rates of its step."""
+        return nullcontext()
 
 
-class ScaledLearningRates:
+class ScaledLearningRates(LearningRates):
     """Multiplies the learning rates of masked weights by ``base_density / density`` while an optimizer steps.
 
     The step is made by a :meth:`view` of the optimizer, whose groups are split by factor, with other learning rates in
@@ -135,8 +137,33 @@ class ScaledLearningRates:
         base_density: The density that the learning rates suit.
     """
 
+    steps_in_view = True
+
     def __init__(self, base_density: float = 1.0) -> None:
         self.base_density = base_density
+
+    def check_optimizer(self, optimizer: Optimizer, layers: Sequence[NMLayer]) -> None:
+        """Refuse an optimizer of any of these layers unless it steps each entry by itself, in proportion to its rate.
+
+        This is known of classes, not found out: a step of a probe might communicate, or step what the optimizer wraps.
+
+        Raises:
+            ValueError: With the optimizer's and a layer's name.
+        """
+        known = isinstance(optimizer, _KNOWN)
+        for kind in type(optimizer).__mro__:
+            package = kind.__module__.partition(".")[0]
+            known = known or bool(_KNOWN_ELSEWHERE.fullmatch(f"{package}.{kind.__name__}"))
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        masked = [layer.name for layer in layers if id(layer.optimizer_param) in held]
+        if masked and not known:
+            name = type(optimizer).__name__
+            raise ValueError(
+                f"scale='supar' multiplies the learning rate of layer '{masked[0]}' and others by a rule that "
+                "holds for optimizers that step each entry by itself, in proportion to the learning rate. That is "
+                "known of SGD, Adam, AdamW, Adamax, NAdam, RAdam, Adagrad, RMSprop and Lion, but not for "
+                f"{name}: use one of them, let {name} inherit from one of torch's if the same is true of it, or use scale=None"
+            )
 
     def factor(self, layer: NMLayer) -> float:
         """The factor of a layer's learning rate now."""

@@ -55,6 +55,19 @@ def joint_statistics(layers: Sequence[NMLayer]) -> dict[str, float]:
     return statistics
 
 
+def shares_of(
+    model: nn.Module, layers: Iterable[NMLayer], macs: Mapping[str, int]
+) -> dict[str, float]:
+    """The shares of a model's parameters and, where they were counted, of its multiply-adds that layers have."""
+    layers = list(layers)
+    all_parameters = sum(map(known_size, model.parameters()))
+    found = {"parameters": sum(layer.view.shape.numel() for layer in layers) / all_parameters}
+    all_macs = sum(macs.values())
+    if all_macs:
+        found["flops"] = sum(macs.get(layer.name, 0) for layer in layers) / all_macs
+    return found
+
+
 def share_of_products(model: nn.Module, layers: Iterable[NMLayer]) -> float:
     """The share of a model's parameters in maskable layers, without the weights that are looked up alone.
 
