@@ -29,7 +29,7 @@ from lightning_nm.training.checkpoint import (
     check_schema,
     check_state,
 )
-from lightning_nm.training.optimizers import held_by, trained_by, trained_layer, unwrapped
+from lightning_nm.training.optimizers import held_by, trained_layer, unwrapped
 from lightning_nm.training.phases import (
     choose_masks,
     plan_schedules,
@@ -40,7 +40,6 @@ from lightning_nm.training.scale import LearningRates, ScaledLearningRates, resc
 from lightning_nm.training.statistics import (
     flops_ratios,
     joint_statistics,
-    layer_statistics,
     shares_of,
     violations,
 )
@@ -188,19 +187,18 @@ class NMSparsifier:
     def _select(self, state: Mapping[str, Any], optimizers: Iterable[Optimizer] | None) -> None:
         """Select the layers, and choose their first masks; nothing is installed."""
         reshard([module for module in self.model.modules() if isinstance(module, FSDPModule)])
-        is_trained = None
-        is_held = None
-        if self.config.frozen != "mask":
-            # Both read the optimizers, which may be given as an iterator.
-            optimizers = None if optimizers is None else list(optimizers)
-            is_trained = trained_by(optimizers)
-            is_held = held_by(optimizers)
+        is_held = held_by(optimizers)
+
+        def is_trained(parameter: nn.Parameter) -> bool:
+            return parameter.requires_grad and is_held(parameter)
+
+        waits = self.config.frozen != "mask"
         saved = state.get("layers", {})
         selection = self.settings.select(
             self.model,
             seed=self.seed,
-            is_trained=is_trained,
-            is_held=is_held,
+            is_trained=is_trained if waits else None,
+            is_held=is_held if waits else None,
             continued=saved,
             saved_first_last=state.get("ends"),
         )
@@ -330,7 +328,7 @@ class NMSparsifier:
     def layer_stats(self) -> dict[str, dict[str, float]]:
         """Return the statistics of :meth:`stats` for every masked layer, without ``train_flops_ratio``."""
         self._require_attached("layer_stats")
-        return {layer.name: layer_statistics(layer) for layer in self.selection.layers}
+        return {layer.name: joint_statistics([layer]) for layer in self.selection.layers}
 
     def violations(self) -> int:
         """Count the blocks of forward weights that hold more than N nonzeros, also where there is no mask now.

@@ -142,17 +142,9 @@ def latent_weight(forward_weight: Tensor, latent: Tensor | None, mask: Tensor | 
     return weight
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
-    """Equality of values in which a NaN equals itself."""
-    both_nan = (a != a) & (b != b)
-    return bool(((a == b) | both_nan).all())
-
-
-def _alike(a: Tensor, b: Tensor) -> bool:
-    """Equality to the tolerance of another machine's arithmetic; where one is 0, the other is, too."""
-    close = (a - b).abs() <= _CHECKSUM_TOLERANCE * b.abs()
-    both_nan = (a != a) & (b != b)
-    return bool((close | both_nan | (a == b)).all())
+def _same(a: Tensor, b: Tensor, tolerance: float = 0.0) -> bool:
+    """Equality to a relative tolerance: a NaN equals itself, and where one is 0, the other is, too."""
+    return torch.allclose(a.to(b.dtype), b, rtol=tolerance, atol=0.0, equal_nan=True)
 
 
 # Weights that are swapped in under installed masks
@@ -229,7 +221,7 @@ def fits(layer: NMLayer, state: dict[str, Any], weight: Tensor | None = None) ->
     # W was saved whole, because its method makes W_F in another way than by a mask: it is made again.
     saved = saved_layer(layer, state)
     latent = latent.to(weight.device, weight.dtype)
-    return _alike(layer.spec.method.forward_weight(saved, latent), weight)
+    return _same(layer.spec.method.forward_weight(saved, latent), weight, _CHECKSUM_TOLERANCE)
 
 
 @torch.no_grad()
@@ -275,19 +267,6 @@ def _unpacked(layer: NMLayer, packed: Tensor | None) -> Tensor | None:
 def saved_stages(state: Mapping[str, Any]) -> Stages:
     """The stages of the schedule that a layer's training began with."""
     return tuple((int(begin), str(name)) for begin, name in state["stages"])
-
-
-def same_estimator(layer: NMLayer, state: Mapping[str, Any]) -> bool:
-    """Whether a layer has an estimator, of the class that the saved state was made with."""
-    estimator = layer.spec.estimator
-    return estimator is not None and state.get("estimator") == type(estimator).__name__
-
-
-def same_noise(layer: NMLayer, state: Mapping[str, Any]) -> bool:
-    """Whether a saved state's count of draws is that of this layer's random numbers."""
-    dgrad = layer.spec.dgrad
-    same_dgrad = dgrad is not None and state.get("dgrad") == type(dgrad).__name__
-    return same_dgrad or same_estimator(layer, state)
 
 
 def differences(here: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -31,8 +31,6 @@ from lightning_nm.nn.state import (
     differences,
     differences_of_layer,
     restore_weights,
-    same_estimator,
-    same_noise,
     saved_stages,
 )
 from lightning_nm.schedule import describe
@@ -262,7 +260,7 @@ def _changed_plans(
             partial(describe, pattern=layer.spec.pattern),
         ),
     }
-    if estimator is not None and same_estimator(layer, state):
+    if estimator is not None:
         key = f"{type(estimator).__name__} scheduled at steps"
         plans[key] = (state["estimator_schedule"], estimator.schedule, str)
     then = {}
@@ -309,9 +307,7 @@ def apply_state(
             schedule=tuple(saved["schedule"]),
         )
         layer.progress.load_stages(saved_stages(saved), saved["stage"])
-        if same_estimator(layer, saved):
-            layer.progress.load_estimator(tuple(saved["estimator_schedule"]))
-        if same_noise(layer, saved):
-            layer.draw_noise(saved["draws"])
+        layer.progress.load_estimator(tuple(saved["estimator_schedule"]))
+        layer.draw_noise(saved["draws"])
         layer.costs.load(saved["spent"], saved["counted"])
         layer.replaced_state = None

@@ -30,17 +30,6 @@ def can_watch(model: nn.Module) -> bool:
     return hasattr(TorchDispatchMode, "ignore_compile_internals") and not compiled_parts(model)
 
 
-class WatchingMode(TorchDispatchMode):
-    """A mode that sees every operator, and lets compiled functions be compiled as without it."""
-
-    supports_higher_order_operators = True
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Torch turns the mode off while it compiles."""
-        return True
-
-
 class WatchingHook:
     """A hook of a module that does nothing in copies of the module: they are not watched."""
 
@@ -68,14 +57,13 @@ class OutermostCalls:
         mode: The mode.
     """
 
-    def __init__(self, model: nn.Module, mode: WatchingMode) -> None:
+    def __init__(self, model: nn.Module, mode: TorchDispatchMode) -> None:
         self.mode = mode
         self.open: list[nn.Module] = []
         """The modules whose calls have not ended, from the outermost one."""
         self.active = can_watch(model) and not any(map(is_sharded, model.parameters()))
-        self._handles: list[
-            tuple[nn.Module, list[RemovableHandle]]
-        ] = []  # no dict: the hash of a metric changes
+        # No dict: the hash of a metric changes.
+        self._handles: list[tuple[nn.Module, list[RemovableHandle]]] = []
         self._model = model
         if not self.active:
             return
@@ -141,8 +129,9 @@ class MacsCounter:
         self._over = False
         self._names: dict[int, str] = {}  # of layers, by the id of the weight
         self._count_themselves: set[int] = set()  # ids of modules
-        # The key of the products with a weight, by its id and that of the module in whose call they are.
-        self._keys: dict[tuple[int, int], Callable[[], str]] = {}
+        # The weight's name in its module, and the key of its products, by its id and that of the module in whose call
+        # they are.
+        self._keys: dict[tuple[int, int], tuple[str, str]] = {}
         for wrapped_name, module in model.named_modules():
             name = plain_name(wrapped_name)
             found = find_adapter(type(module))
@@ -160,8 +149,7 @@ class MacsCounter:
                 weight = id(getattr(module, spec.parameter))
                 self._names.setdefault(weight, key)
                 if by_operators:
-                    counts = partial(_counted_by, module, spec.parameter, key)
-                    self._keys[weight, id(module)] = counts
+                    self._keys[weight, id(module)] = spec.parameter, key
         self._calls = OutermostCalls(model, _OtherProducts(self))
 
     def is_counting(self) -> bool:
@@ -171,9 +159,12 @@ class MacsCounter:
     def key_of(self, weight: nn.Parameter) -> str:
         """Return the key for a product with a weight now; ``"known"`` if the hook of a module counts it."""
         for module in self._calls.open:
-            counts = self._keys.get((id(weight), id(module)))
-            if counts is not None:
-                return counts()
+            found = self._keys.get((id(weight), id(module)))
+            if found is not None:
+                parameter, key = found
+                # The module's own hook counts what is masked.
+                is_masked = isinstance(module, Adapter) and parameter in module.nm_layers
+                return "known" if is_masked else key
         name = self._names.get(id(weight))
         return OTHERS if name is None else name + READ
 
@@ -245,14 +236,15 @@ def _has_own_forward(module: nn.Module, handled: type[nn.Module]) -> bool:
     return kind.forward is not handled.forward
 
 
-def _counted_by(module: nn.Module, parameter: str, key: str) -> str:
-    """``"known"`` for a weight whose products the module's hook counts, because it is masked; else ``key``."""
-    is_masked = isinstance(module, Adapter) and parameter in module.nm_layers
-    return "known" if is_masked else key
-
-
-class _OtherProducts(WatchingMode):
+class _OtherProducts(TorchDispatchMode):
     """Counts products with a parameter, or with what was made of parameters alone, but for those of known modules."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Torch turns the mode off while it compiles: functions are compiled as without it."""
+        return True
 
     def __init__(self, counter: MacsCounter) -> None:
         super().__init__()

@@ -26,6 +26,7 @@ class RegisteredOptimizer:
     depth: int = 0  # of nested calls of step()
     in_closure: bool = False  # whether its step is computing its gradients
     announced: bool = False  # whether methods have shaped the gradients of its next step
+    steps_in_batch: int = 0  # real steps since the last end of a batch
 
     def find_layers(self, layers: Sequence[NMLayer]) -> None:
         """Find the layers whose weight the optimizer holds, and add the parameters that their methods own.
@@ -108,16 +109,6 @@ def unwrapped(optimizer: Optimizer) -> Optimizer:
     return optimizer
 
 
-def trained_by(optimizers: Iterable[Optimizer] | None) -> Callable[[nn.Parameter], bool]:
-    """Whether a parameter requires a gradient and is in one of the optimizers; without optimizers the former."""
-    is_held = held_by(optimizers)
-
-    def is_trained(parameter: nn.Parameter) -> bool:
-        return parameter.requires_grad and is_held(parameter)
-
-    return is_trained
-
-
 def held_by(optimizers: Iterable[Optimizer] | None) -> Callable[[nn.Parameter], bool]:
     """Whether a parameter, frozen or not, is in one of the optimizers; without optimizers always."""
     held: set[int] = set()
@@ -131,11 +122,11 @@ def held_by(optimizers: Iterable[Optimizer] | None) -> Callable[[nn.Parameter], 
     return is_held
 
 
-def trained_layer(layer: NMLayer, optimizers: Sequence[Optimizer]) -> bool:
+def trained_layer(layer: NMLayer, optimizers: Iterable[Optimizer]) -> bool:
     """Whether the optimizers train a layer: its weight, or the parameters that its method owns."""
-    trains_weight = layer.spec.method.trains_weight
-    is_trained = trained_by(optimizers) if trains_weight else held_by(optimizers)
-    return is_trained(layer.optimizer_param)
+    parameter = layer.optimizer_param
+    can_train = parameter.requires_grad or not layer.spec.method.trains_weight
+    return can_train and held_by(optimizers)(parameter)
 
 
 def is_frozen(layer: NMLayer) -> bool:

@@ -15,7 +15,6 @@ from lightning_nm.nn.layer import NMLayer, init_masks
 from lightning_nm.nn.selection import grouped, quoted, refuse_masked, refuse_nan
 from lightning_nm.nn.state import (
     differences_of_layer,
-    same_estimator,
     saved_layer,
     saved_stages,
 )
@@ -113,10 +112,11 @@ def plan_schedules(
             layer.progress.stages = plan_stages(layer, planned_steps)
             layer.spec.method.check_stages(layer)
         layer.progress.enter_stage()
-        if same_estimator(layer, state):
-            layer.progress.estimator_schedule = tuple(state["estimator_schedule"])
-        elif layer.spec.estimator is not None:
-            layer.progress.estimator_schedule = tuple(layer.spec.estimator.schedule(planned_steps))
+        estimator = layer.spec.estimator
+        if estimator is not None:
+            is_same = state.get("estimator") == type(estimator).__name__
+            schedule = state["estimator_schedule"] if is_same else estimator.schedule(planned_steps)
+            layer.progress.estimator_schedule = tuple(schedule)
     for method in new:
         method.check(planned_steps)
 

@@ -194,7 +194,7 @@ class TrainingStep:
         for known in self._registered.values():
             known.depth = 0
             known.announced = False
-        self.forgotten.batch_ended()
+            known.steps_in_batch = 0
         stepped = self.stepped
         self.stepped = False
         if stepped:
@@ -475,7 +475,8 @@ class TrainingStep:
             if found_inf is not None and bool(found_inf):
                 return
             if announced or not changes_nothing(optimizer):
-                self.forgotten.optimizer_stepped(optimizer, known.layers, announced)
+                known.steps_in_batch += 1
+                self.forgotten.optimizer_stepped(known.layers, announced, known.steps_in_batch)
                 self.after_optimizer(known)
 
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_nm.nn.layer import NMLayer
@@ -36,40 +34,32 @@ class ForgottenCalls:
     def __init__(self, in_plain_loop: bool = True) -> None:
         self.in_plain_loop = in_plain_loop
         self._given: set[str] = set()
-        # By the optimizer's id, since the last end of a batch.
-        self._steps: Counter[int] = Counter()
         self.unbaked = False  # whether an optimizer has stepped since the last bake()
 
     def optimizer_stepped(
-        self, optimizer: Optimizer, layers: Sequence[NMLayer], announced: bool
+        self, layers: Sequence[NMLayer], announced: bool, steps_in_batch: int
     ) -> None:
         """An optimizer made a real step of these layers; ``announced``: after ``before_step()``."""
         if not layers:
             return
         self.unbaked = True
         if not announced and "before_step" not in self._given:
-            lost = {
-                layer.name: layer.spec.method.lost_without_before_step(layer) for layer in layers
-            }
-            name = next((name for name in lost if lost[name]), None)
-            if name is not None:
-                self._warn(
-                    "before_step",
-                    f"the optimizer stepped without sparsifier.before_step(optimizer), so {lost[name]} is missing at "
-                    f"layer '{name}': call it after the last backward pass of each step; with Lightning, step the "
-                    "optimizer of self.optimizers()",
-                )
-        self._steps[id(optimizer)] += 1
-        if self.in_plain_loop and self._steps[id(optimizer)] == STEPS_WITHOUT_END:
+            for layer in layers:
+                lost = layer.spec.method.lost_without_before_step(layer)
+                if lost:
+                    self._warn(
+                        "before_step",
+                        f"the optimizer stepped without sparsifier.before_step(optimizer), so {lost} is missing at "
+                        f"layer '{layer.name}': call it after the last backward pass of each step; with Lightning, "
+                        "step the optimizer of self.optimizers()",
+                    )
+                    break
+        if self.in_plain_loop and steps_in_batch == STEPS_WITHOUT_END:
             self._warn(
                 "step",
                 f"the optimizer made {STEPS_WITHOUT_END} steps without sparsifier.step(): masks stand still and no "
                 "training step is counted. Call sparsifier.step() after each optimizer.step()",
             )
-
-    def batch_ended(self) -> None:
-        """``step()`` was called."""
-        self._steps.clear()
 
     def detaching(self, layers: Sequence[NMLayer]) -> None:
         """``detach()`` is about to restore ordinary modules."""
