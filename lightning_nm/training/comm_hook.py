@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -42,7 +43,7 @@ class CommHookState:
         self.ratio: float | None = None
         """Sent bytes over dense bytes in the last step."""
         self._layers: dict[int, NMLayer] = {}
-        self._entries: dict[int, tuple[Hashable, Tensor]] = {}
+        self._entries: WeakKeyDictionary[NMLayer, tuple[Hashable, Tensor]] = WeakKeyDictionary()
 
     def add(self, layers: Iterable[NMLayer]) -> None:
         """Send only the kept entries of these layers' gradients where their methods need no others."""
@@ -50,11 +51,8 @@ class CommHookState:
 
     def remove(self, layers: Iterable[NMLayer]) -> None:
         """Send full gradients of these layers again."""
-        removed = {id(layer) for layer in layers}
-        for key, layer in list(self._layers.items()):
-            if id(layer) in removed:
-                del self._layers[key]
-                self._entries.pop(key, None)
+        removed = set(layers)
+        self._layers = {key: layer for key, layer in self._layers.items() if layer not in removed}
 
     def end_step(self) -> float | None:
         """End a step: reset the bytes and return their :attr:`ratio`."""
@@ -81,14 +79,9 @@ class CommHookState:
     def entries(self, layer: NMLayer) -> Tensor:
         """Return :func:`kept_entries` of a layer, cached until its masks change."""
         state = (layer.masks.state, layer.spec.method.current_pattern(layer))
-        key = id(layer.param)
-        if key in self._entries:
-            known_state, positions = self._entries[key]
-            if known_state == state:
-                return positions
-        positions = kept_entries(layer)
-        self._entries[key] = (state, positions)
-        return positions
+        if layer not in self._entries or self._entries[layer][0] != state:
+            self._entries[layer] = state, kept_entries(layer)
+        return self._entries[layer][1]
 
 
 def kept_entries(layer: NMLayer) -> Tensor:

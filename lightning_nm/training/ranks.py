@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_nm.nn.layer import NMLayer
 
@@ -72,13 +72,18 @@ def _settings(layers: Iterable[NMLayer]) -> Tensor:
     return torch.tensor(words, dtype=torch.int64)
 
 
+# The words of a layer's masks, and the state of the masks that they belong to.
+_WORDS: WeakKeyDictionary[NMLayer, tuple[Hashable, Tensor]] = WeakKeyDictionary()
+
+
 def _of_masks(layer: NMLayer) -> Tensor:
-    """The words of the masks and of the permutation."""
-    words = []
-    for tensor in (layer.masks.bits, layer.masks.permutation):
-        present = [] if tensor is None else [tensor]
-        words.append(_sum(layer, present))
-    return torch.stack(words)
+    """The words of the masks and of the permutation; unchanged ones are not read again."""
+    state = layer.masks.state
+    if layer not in _WORDS or _WORDS[layer][0] != state:
+        tensors = (layer.masks.bits, layer.masks.permutation)
+        words = [_sum(layer, [] if tensor is None else [tensor]) for tensor in tensors]
+        _WORDS[layer] = state, torch.stack(words)
+    return _WORDS[layer][1]
 
 
 def _sum(layer: NMLayer, tensors: Iterable[Tensor]) -> Tensor:
@@ -112,10 +117,6 @@ def _shifted(words: Tensor, bits: int) -> Tensor:
     return (words >> bits) & kept_bits
 
 
-# The words of a layer's masks, and the state of the masks that they belong to.
-_WORDS: WeakKeyDictionary[NMLayer, tuple[Hashable, Tensor]] = WeakKeyDictionary()
-
-
 @torch.no_grad()
 def compare_ranks(layers: Iterable[NMLayer], group: dist.ProcessGroup | None = None) -> None:
     """Compare the masks of layers, and what decides on them, in all processes of a group; call it in all of them.
@@ -135,37 +136,27 @@ def compare_ranks(layers: Iterable[NMLayer], group: dist.ProcessGroup | None = N
     device = layers[0].param.device if layers else torch.device("cpu")
     words = [_settings(layers).to(device, non_blocking=True)]
     for layer in layers:
-        state = layer.masks.state
-        if layer not in _WORDS or _WORDS[layer][0] != state:
-            _WORDS[layer] = state, _of_masks(layer)
-        words.append(_WORDS[layer][1].to(device))
         parameters = _sum(layer, layer.parameters.values())
-        words.append(parameters[None].to(device))
+        words += [_of_masks(layer).to(device), parameters[None].to(device)]
     total = mix(torch.cat(words)).sum()
     # ~x falls as x rises, so one maximum gives the largest and the smallest.
     extremes = torch.stack([total, ~total])
     dist.all_reduce(extremes, dist.ReduceOp.MAX, group)
     largest, smallest = extremes.tolist()
-    if largest != ~smallest:
-        _explain(layers, group)
-
-
-def _explain(layers: Iterable[NMLayer], group: dist.ProcessGroup | None) -> None:
-    """Gather all words and settings, and raise an error that names the differences."""
+    if largest == ~smallest:
+        return
+    # Every process gathers all words and settings, and names the differences.
     own = {}
     for layer in layers:
         _, masks, permutation, parameters = checksum(layer).tolist()
-        words = {"masks": masks, "permutation": permutation, "parameters": parameters}
-        own[layer.name] = _fingerprint(layer) | words
+        tensors = {"masks": masks, "permutation": permutation, "parameters": parameters}
+        own[layer.name] = _fingerprint(layer) | tensors
     everyone: list[Any] = [None] * processes(group)
     dist.all_gather_object(everyone, own, group)
-    differences = _differences(everyone)
-    if not differences:
-        differences = ["their layers come in another order"]
+    differences = _differences(everyone) or ["their layers come in another order"]
     shown = "; ".join(differences[:_SHOWN_DIFFERENCES])
-    more = len(differences) - _SHOWN_DIFFERENCES
-    if more > 0:
-        shown += f"; and {more} more"
+    if len(differences) > _SHOWN_DIFFERENCES:
+        shown += f"; and {len(differences) - _SHOWN_DIFFERENCES} more"
     raise RuntimeError(
         f"processes that train one model disagree: {shown}. Masks follow the weights, the seed and the settings, "
         "and are never sent: begin with equal weights and settings on all ranks, load the same checkpoint, change "
@@ -200,34 +191,25 @@ def reduce_gradients(layers: Iterable[NMLayer], group: dist.ProcessGroup | None 
     without a gradient in any process gets none.
     """
     world = processes(group)
-    owned = []
-    for layer in layers:
-        owned += [p for p in layer.parameters.values() if p.requires_grad]
-    if world == 1 or not owned:
+    owned = [p for layer in layers for p in layer.parameters.values() if p.requires_grad]
+    if world == 1:
         return
     for dtype in dict.fromkeys(p.dtype for p in owned):
-        same_dtype = [p for p in owned if p.dtype == dtype]
-        _reduce(same_dtype, world, group)
-
-
-def _reduce(
-    parameters: Sequence[nn.Parameter], world: int, group: dist.ProcessGroup | None
-) -> None:
-    """Average the gradients of parameters of one dtype."""
-    # One flag a parameter travels with the gradients: whether any process has a gradient for it.
-    flags = [float(p.grad is not None) for p in parameters]
-    present = torch.tensor(flags, dtype=parameters[0].dtype).to(parameters[0].device)
-    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-    message = torch.cat([*map(torch.flatten, grads), present])
-    message.div_(world)
-    dist.all_reduce(message, group=group)
-    sizes = [p.numel() for p in parameters]
-    *means, present_anywhere = message.split([*sizes, len(parameters)])
-    for p, mean, is_present in zip(parameters, means, present_anywhere, strict=True):
-        if p.grad is not None:
-            p.grad.copy_(mean.view_as(p))
-        elif bool(is_present):
-            p.grad = mean.view_as(p).clone()
+        parameters = [p for p in owned if p.dtype == dtype]
+        # One flag a parameter travels with the gradients: whether any process has a gradient for it.
+        flags = [float(p.grad is not None) for p in parameters]
+        present = torch.tensor(flags, dtype=dtype).to(parameters[0].device)
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        message = torch.cat([*map(torch.flatten, grads), present])
+        message.div_(world)
+        dist.all_reduce(message, group=group)
+        sizes = [p.numel() for p in parameters]
+        *means, present_anywhere = message.split([*sizes, len(parameters)])
+        for p, mean, is_present in zip(parameters, means, present_anywhere, strict=True):
+            if p.grad is not None:
+                p.grad.copy_(mean.view_as(p))
+            elif bool(is_present):
+                p.grad = mean.view_as(p).clone()
 
 
 def processes(group: dist.ProcessGroup | None = None) -> int:
