@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -34,14 +33,13 @@ from lightning_nm.nn.state import (
     saved_stages,
 )
 from lightning_nm.schedule import describe
+from lightning_nm.spelling import some_of
 from lightning_nm.training.macs import OTHERS
 from lightning_nm.training.phases import plan_stages
 from lightning_nm.training.scale import is_rescaled
 
 SCHEMA = 1
 """The number of the form of saved states. A state of another form is refused."""
-
-_SHOWN_DIFFERENCES = 8
 
 
 # ---------------------------------------------------------------------------------------------------------------- read
@@ -187,15 +185,14 @@ def check_state(
         ValueError: If the state is of other layers, patterns, methods, estimators or shapes, or of other weights.
     """
     saved = state["layers"]
-    layers = {layer.name: layer for layer in (*selection.layers, *selection.frozen)}
-    for layer in selection.layers:
-        if layer.name not in saved and layer.name in state["waiting"]:
-            del layers[
-                layer.name
-            ]  # it was frozen when the state was saved, and has no state of its own
-    for layer in selection.frozen:
-        if layer.name not in saved:
-            del layers[layer.name]
+    # A layer that was frozen when the state was saved, and is masked here, has no state of its own.
+    expected = [
+        layer
+        for layer in selection.layers
+        if layer.name in saved or layer.name not in state["waiting"]
+    ]
+    frozen = [layer for layer in selection.frozen if layer.name in saved]
+    layers = {layer.name: layer for layer in (*expected, *frozen)}
 
     rows = [(name, " is masked only in the checkpoint") for name in saved if name not in layers]
     changes = set()
@@ -210,13 +207,10 @@ def check_state(
     if rows:
         # Layers that differ in the same way are one line of the message.
         found = [f"layer {quoted(name)}{difference}" for name, difference in grouped(rows)]
-        shown = "; ".join(found[:_SHOWN_DIFFERENCES])
-        if len(found) > _SHOWN_DIFFERENCES:
-            shown += f"; and {len(found) - _SHOWN_DIFFERENCES} more"
         advice = "Configure the sparsifier as it was, or load only the weights to start anew"
         if layers.keys() - saved.keys() and saved.keys() - layers.keys():
             advice += "; if modules were renamed, rename them in the state, too, by lightning_nm.rename_layers()"
-        raise ValueError(f"the checkpoint is of another sparse model: {shown}. {advice}")
+        raise ValueError(f"the checkpoint is of another sparse model: {some_of(found)}. {advice}")
 
     loaded = {name: check_fits(layer, saved[name]) for name, layer in layers.items()}
 
@@ -247,32 +241,36 @@ def _changed_plans(
     layer: NMLayer, state: Mapping[str, Any], planned_steps: int | None
 ) -> Iterator[tuple[str, str]]:
     """Each saved schedule of a layer that would differ if training began now, and the new one, as texts."""
-    method, estimator = layer.spec.method, layer.spec.estimator
-    plans: dict[str, tuple[Any, Callable[..., Any], Callable[..., str]]] = {
-        f"{type(method).__name__} scheduled at steps": (
-            state["schedule"],
-            partial(method.layer_schedule, layer),
-            str,
+    spec = layer.spec
+    plans: list[tuple[str, str, Callable[[], str]]] = [
+        (
+            f"{type(spec.method).__name__} scheduled at steps",
+            str(tuple(state["schedule"])),
+            lambda: str(tuple(spec.method.layer_schedule(layer, planned_steps))),
         ),
-        "the schedule": (
-            saved_stages(state),
-            partial(plan_stages, layer),
-            partial(describe, pattern=layer.spec.pattern),
+        (
+            "the schedule",
+            describe(saved_stages(state), spec.pattern),
+            lambda: describe(plan_stages(layer, planned_steps), spec.pattern),
         ),
-    }
+    ]
+    estimator = spec.estimator
     if estimator is not None:
-        key = f"{type(estimator).__name__} scheduled at steps"
-        plans[key] = (state["estimator_schedule"], estimator.schedule, str)
-    then = {}
-    now = {}
-    for key, (saved, plan, as_text) in plans.items():
-        then[key] = as_text(tuple(saved))
+        then = str(tuple(state["estimator_schedule"]))
+        plans.append(
+            (
+                f"{type(estimator).__name__} scheduled at steps",
+                then,
+                lambda: str(tuple(estimator.schedule(planned_steps))),
+            )
+        )
+    for owner, then, plan in plans:
         try:
-            now[key] = as_text(tuple(plan(planned_steps)))
+            now = plan()
         except ValueError:
             continue  # there is no plan now, and the training that goes on needs none
-    for key, (before, after) in differences(now, then).items():
-        yield f"{key} {before}", after
+        if now != then:
+            yield f"{owner} {then}", now
 
 
 # --------------------------------------------------------------------------------------------------------------- apply

@@ -20,6 +20,7 @@ from lightning_nm.nn.state import (
 )
 from lightning_nm.nn.weight import is_sharded, local_shard, local_values
 from lightning_nm.schedule import Stages
+from lightning_nm.spelling import some_of
 from lightning_nm.training.optimizers import trained_layer
 
 
@@ -275,10 +276,7 @@ def told_as_dense(layers: Iterable[NMLayer]) -> str:
     told = [f"{quoted(name)}: {reason}" for name, reason in grouped(trained_dense(layers).items())]
     if not told:
         return ""
-    shown = "; ".join(told[:8])
-    if len(told) > 8:
-        shown += f"; and {len(told) - 8} more"
     return (
-        f"the trained weights of these layers will be dense, only GEMMs of their backward pass are N:M: {shown}. Give "
-        "them another pattern by `rules`, pad their inputs to a multiple of M, or name them in `exclude`"
+        f"the trained weights of these layers will be dense, only GEMMs of their backward pass are N:M: {some_of(told)}. "
+        "Give them another pattern by `rules`, pad their inputs to a multiple of M, or name them in `exclude`"
     )

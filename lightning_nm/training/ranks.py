@@ -12,11 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_nm.nn.layer import NMLayer
+from lightning_nm.spelling import some_of
 
 _CHUNK = 1 << 20
 """Words that are mixed at a time, which limits the memory for temporaries."""
-
-_SHOWN_DIFFERENCES = 8
 
 # Odd 64-bit constants. A product with one is one-to-one, and its high bits depend on all bits of the factor.
 _PLACE_FACTOR = -0x61C8864680B583EB
@@ -154,13 +153,10 @@ def compare_ranks(layers: Iterable[NMLayer], group: dist.ProcessGroup | None = N
     everyone: list[Any] = [None] * processes(group)
     dist.all_gather_object(everyone, own, group)
     differences = _differences(everyone) or ["their layers come in another order"]
-    shown = "; ".join(differences[:_SHOWN_DIFFERENCES])
-    if len(differences) > _SHOWN_DIFFERENCES:
-        shown += f"; and {len(differences) - _SHOWN_DIFFERENCES} more"
     raise RuntimeError(
-        f"processes that train one model disagree: {shown}. Masks follow the weights, the seed and the settings, "
-        "and are never sent: begin with equal weights and settings on all ranks, load the same checkpoint, change "
-        "masks and weights on all ranks alike, and let random choices depend on layer.generator()"
+        f"processes that train one model disagree: {some_of(differences)}. Masks follow the weights, the seed and the "
+        "settings, and are never sent: begin with equal weights and settings on all ranks, load the same checkpoint, "
+        "change masks and weights on all ranks alike, and let random choices depend on layer.generator()"
     )
 
 

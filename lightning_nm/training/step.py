@@ -132,9 +132,8 @@ class TrainingStep:
         self.direct_reads.check(known.layers)  # before methods add to the gradients
         known.announced = True
         if not known.in_closure:
-            known.depth = (
-                0  # a new step begins: what is left here is of one that raised an exception
-            )
+            # A new step begins: what is left here is of one that raised an exception.
+            known.depth = 0
         # Methods read the learning rates that the step will have, such as BAME for the size of a step.
         with self._rates.shown(known.optimizer, known.layers):
             for layer in known.layers:
