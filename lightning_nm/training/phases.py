@@ -277,6 +277,7 @@ def told_as_dense(layers: Iterable[NMLayer]) -> str:
     if not told:
         return ""
     return (
-        f"the trained weights of these layers will be dense, only GEMMs of their backward pass are N:M: {some_of(told)}. "
-        "Give them another pattern by `rules`, pad their inputs to a multiple of M, or name them in `exclude`"
+        "the trained weights of these layers will be dense, only GEMMs of their backward pass are N:M: "
+        f"{some_of(told)}. Give them another pattern by `rules`, pad their inputs to a multiple of M, or name them in "
+        "`exclude`"
     )
