@@ -15,7 +15,7 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from lightning_nm.nn.adapters import Adapter, find_adapter
+from lightning_nm.nn.adapters.base import Adapter, find_adapter, original_class
 from lightning_nm.nn.weight import is_sharded, layer_name, plain_name
 from lightning_nm.training.watch import compiled_parts
 
@@ -138,7 +138,9 @@ class MacsCounter:
             if found is None:
                 continue
             adapter, handled = found
-            by_operators = adapter.wraps_forward or _has_own_forward(module, handled)
+            # The calls of a derived class with a forward of its own may take and return anything.
+            has_own_forward = original_class(module).forward is not handled.forward
+            by_operators = adapter.wraps_forward or has_own_forward
             if adapter.wraps_forward or not by_operators:
                 hook = WatchingHook(partial(self._count_call, name, adapter))
                 self._handles[module] = module.register_forward_hook(hook, with_kwargs=True)
@@ -228,12 +230,6 @@ class MacsCounter:
         """Add multiply-adds."""
         if not self.known:
             self.macs[key] = self.macs.get(key, 0) + cost
-
-
-def _has_own_forward(module: nn.Module, handled: type[nn.Module]) -> bool:
-    """Whether a module is derived from the handled class, but its calls may take and return anything."""
-    kind = type(module).nm_base if isinstance(module, Adapter) else type(module)
-    return kind.forward is not handled.forward
 
 
 class _OtherProducts(TorchDispatchMode):
