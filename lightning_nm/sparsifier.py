@@ -29,7 +29,7 @@ from lightning_nm.training.checkpoint import (
     check_schema,
     check_state,
 )
-from lightning_nm.training.optimizers import held_by, trained_layer, unwrapped
+from lightning_nm.training.optimizers import held_by, trained_layer
 from lightning_nm.training.phases import (
     choose_masks,
     plan_schedules,
@@ -226,7 +226,7 @@ class NMSparsifier:
 
         ``loss_scale`` is the factor of the gradients, 1 once they are unscaled.
         """
-        self.training.before_optimizer(unwrapped(optimizer), loss_scale)
+        self.training.before_optimizer(optimizer, loss_scale)
 
     def step(self) -> bool:
         """Update the masks of layers whose optimizer stepped since the last call; call it after every batch.

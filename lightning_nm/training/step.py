@@ -128,7 +128,7 @@ class TrainingStep:
 
     def before_optimizer(self, optimizer: Optimizer, loss_scale: float = 1.0) -> None:
         """Shape the complete gradients, still multiplied by ``loss_scale``, of the optimizer's layers."""
-        known = self._known(optimizer)
+        known = self._known(unwrapped(optimizer))
         self.direct_reads.check(known.layers)  # before methods add to the gradients
         known.announced = True
         if not known.in_closure:
