@@ -45,67 +45,6 @@ class WatchingHook:
         return WatchingHook, ()
 
 
-class OutermostCalls:
-    """Keeps a dispatch mode active within calls of a model's modules, from the outermost call to its end.
-
-    A loop may call any modules of the model itself, so all of them have hooks, until :meth:`close`. A model with
-    compiled parts is not watched, because compiled layers cannot be told apart; nor is one with sharded weights, nor
-    any model by a torch in which modes prevent compilation.
-
-    Args:
-        model: The model.
-        mode: The mode.
-    """
-
-    def __init__(self, model: nn.Module, mode: TorchDispatchMode) -> None:
-        self.mode = mode
-        self.open: list[nn.Module] = []
-        """The modules whose calls have not ended, from the outermost one."""
-        self.active = can_watch(model) and not any(map(is_sharded, model.parameters()))
-        # No dict: the hash of a metric changes.
-        self._handles: list[tuple[nn.Module, list[RemovableHandle]]] = []
-        self._model = model
-        if not self.active:
-            return
-        for module in model.modules():
-            if not isinstance(module, torch.jit.ScriptModule):
-                enter = module.register_forward_pre_hook(WatchingHook(self.enter))
-                leave = module.register_forward_hook(WatchingHook(self.leave), always_call=True)
-                self._handles.append((module, [enter, leave]))
-
-    def close(self) -> None:
-        """Stop watching. Hooks within compiled parts stay: without them, graphs would be compiled again."""
-        self.active = False
-        if self.open:  # an interruption left calls without their end
-            self.open.clear()
-            self.mode.__exit__(None, None, None)
-        compiled = {id(module) for part in compiled_parts(self._model) for module in part.modules()}
-        for module, handles in self._handles:
-            for handle in handles if id(module) not in compiled else ():
-                handle.remove()
-        self._handles = [
-            (module, handles) for module, handles in self._handles if id(module) in compiled
-        ]
-
-    def enter(self, module: nn.Module, *_: Any) -> None:
-        """A module is called."""
-        if torch.compiler.is_compiling() or not self.active:
-            return
-        if not self.open:
-            if compiled_parts(self._model):  # by now
-                return
-            self.mode.__enter__()
-        self.open.append(module)
-
-    def leave(self, *_: Any) -> None:
-        """The call of a module ended, perhaps by an exception."""
-        if torch.compiler.is_compiling() or not self.open:
-            return
-        self.open.pop()
-        if not self.open:
-            self.mode.__exit__(None, None, None)
-
-
 class MacsCounter:
     """Adds up the dense forward multiply-adds of each weight, until it is closed.
 
@@ -152,7 +91,7 @@ class MacsCounter:
                 self._names.setdefault(weight, key)
                 if by_operators:
                     self._keys[weight, id(module)] = spec.parameter, key
-        self._calls = OutermostCalls(model, _OtherProducts(self))
+        self._calls = _OtherProducts(model, self)
 
     def is_counting(self) -> bool:
         """Whether the operators that run now are those of a module whose hook counts its products."""
@@ -233,7 +172,13 @@ class MacsCounter:
 
 
 class _OtherProducts(TorchDispatchMode):
-    """Counts products with a parameter, or with what was made of parameters alone, but for those of known modules."""
+    """Counts products with a parameter, or with what was made of parameters alone, but for those of known modules.
+
+    The mode is active within calls of the model's modules, from the outermost call to its end. A loop may call any
+    modules of the model itself, so all of them have hooks, until :meth:`close`. A model with compiled parts is not
+    watched, because compiled layers cannot be told apart; nor is one with sharded weights, nor any model by a torch in
+    which modes prevent compilation.
+    """
 
     supports_higher_order_operators = True
 
@@ -242,10 +187,55 @@ class _OtherProducts(TorchDispatchMode):
         """Torch turns the mode off while it compiles: functions are compiled as without it."""
         return True
 
-    def __init__(self, counter: MacsCounter) -> None:
+    def __init__(self, model: nn.Module, counter: MacsCounter) -> None:
         super().__init__()
         self.counter = counter
+        self.open: list[nn.Module] = []
+        """The modules whose calls have not ended, from the outermost one."""
+        self.active = can_watch(model) and not any(map(is_sharded, model.parameters()))
         self._made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        # No dict: the hash of a metric changes.
+        self._handles: list[tuple[nn.Module, list[RemovableHandle]]] = []
+        self._model = model
+        if not self.active:
+            return
+        for module in model.modules():
+            if not isinstance(module, torch.jit.ScriptModule):
+                enter = module.register_forward_pre_hook(WatchingHook(self.enter))
+                leave = module.register_forward_hook(WatchingHook(self.leave), always_call=True)
+                self._handles.append((module, [enter, leave]))
+
+    def close(self) -> None:
+        """Stop watching. Hooks within compiled parts stay: without them, graphs would be compiled again."""
+        self.active = False
+        if self.open:  # an interruption left calls without their end
+            self.open.clear()
+            self.__exit__(None, None, None)
+        compiled = {id(module) for part in compiled_parts(self._model) for module in part.modules()}
+        for module, handles in self._handles:
+            for handle in handles if id(module) not in compiled else ():
+                handle.remove()
+        self._handles = [
+            (module, handles) for module, handles in self._handles if id(module) in compiled
+        ]
+
+    def enter(self, module: nn.Module, *_: Any) -> None:
+        """A module is called."""
+        if torch.compiler.is_compiling() or not self.active:
+            return
+        if not self.open:
+            if compiled_parts(self._model):  # by now
+                return
+            self.__enter__()
+        self.open.append(module)
+
+    def leave(self, *_: Any) -> None:
+        """The call of a module ended, perhaps by an exception."""
+        if torch.compiler.is_compiling() or not self.open:
+            return
+        self.open.pop()
+        if not self.open:
+            self.__exit__(None, None, None)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
