@@ -36,7 +36,7 @@ from lightning_nm.training.phases import (
     refuse_to_mask,
     told_as_dense,
 )
-from lightning_nm.training.scale import LearningRates, ScaledLearningRates, rescale_initial
+from lightning_nm.training.scale import ScaledLearningRates, rescale_initial
 from lightning_nm.training.statistics import (
     flops_ratios,
     joint_statistics,
@@ -110,7 +110,7 @@ class NMSparsifier:
         self.attached = False
         self.initial_factors: dict[str, float] = {}
         """By layer name, what ``scale="supar"`` multiplied its initial weight by."""
-        rates = LearningRates()
+        rates = None
         if self.config.scale is not None:
             rates = ScaledLearningRates(self.config.base_density)
         self.training = TrainingStep(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, Literal, get_args
 
@@ -92,33 +92,7 @@ def _square(tensor: Tensor) -> float:
     return float(tensor.detach().double().square().sum())
 
 
-class LearningRates:
-    """The learning rates of an optimizer's step, as the optimizer has them: all that a subclass may do is not done."""
-
-    steps_in_view = False
-    """Whether the step is made by another object than the optimizer."""
-
-    def check_optimizer(self, optimizer: Optimizer, layers: Sequence[NMLayer]) -> None:
-        """Refuse an optimizer of any of these layers that the class cannot work with, by a ``ValueError``."""
-
-    def view(self, optimizer: Any) -> Any:
-        """What makes the step."""
-        return optimizer
-
-    def scale(self, view: Any, layers: Iterable[NMLayer]) -> None:
-        """Set the learning rates of the step in a view."""
-
-    def write_back(self, view: Any) -> None:
-        """Take over what the step wrote to the groups of a view."""
-
-    def shown(
-        self, optimizer: Optimizer, layers: Iterable[NMLayer]
-    ) -> AbstractContextManager[None]:
-        """Within, the optimizer itself has the learning rates of its step."""
-        return nullcontext()
-
-
-class ScaledLearningRates(LearningRates):
+class ScaledLearningRates:
     """Multiplies the learning rates of masked weights by ``base_density / density`` while an optimizer steps.
 
     The step is made by a :meth:`view` of the optimizer, whose groups are split by factor, with other learning rates in
@@ -129,8 +103,6 @@ class ScaledLearningRates(LearningRates):
     Args:
         base_density: The density that the learning rates suit.
     """
-
-    steps_in_view = True
 
     def __init__(self, base_density: float = 1.0) -> None:
         self.base_density = base_density

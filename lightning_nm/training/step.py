@@ -8,7 +8,7 @@ after each real step; :meth:`~TrainingStep.end_batch`. What follows are the opti
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,7 +30,7 @@ from lightning_nm.training.optimizers import (
     unwrapped,
 )
 from lightning_nm.training.phases import begin_stage, refuse_late_sharding, zero_pruned_state
-from lightning_nm.training.scale import LearningRates
+from lightning_nm.training.scale import ScaledLearningRates
 from lightning_nm.training.watch import DirectReads, ForgottenCalls, OnDirectRead
 
 if TYPE_CHECKING:  # for the types only
@@ -45,7 +45,7 @@ class TrainingStep:
 
     Args:
         model: The model of the layers.
-        rates: The learning rates of masked weights within a step.
+        rates: What scales the learning rates of masked weights within a step.
         observe_every: Training steps between two comparisons of gradient estimates; 0 for none.
         on_direct_read: What happens when other code reads a masked weight.
         in_plain_loop: Whether the user makes the calls of a step, and may forget one.
@@ -54,7 +54,7 @@ class TrainingStep:
     def __init__(
         self,
         model: nn.Module,
-        rates: LearningRates | None = None,
+        rates: ScaledLearningRates | None = None,
         observe_every: int = 0,
         on_direct_read: OnDirectRead = "error",
         in_plain_loop: bool = True,
@@ -70,7 +70,7 @@ class TrainingStep:
         self.forgotten = ForgottenCalls(in_plain_loop)
         self.direct_reads = DirectReads(model, on_direct_read)
         self._model = model
-        self._rates = rates or LearningRates()
+        self._rates = rates
         self._observe_every = observe_every
         # By id: an optimizer has no hash of its own to rely on.
         self._registered: dict[int, RegisteredOptimizer] = {}
@@ -135,7 +135,7 @@ class TrainingStep:
             # A new step begins: what is left here is of one that raised an exception.
             known.depth = 0
         # Methods read the learning rates that the step will have, such as BAME for the size of a step.
-        with self._rates.shown(known.optimizer, known.layers):
+        with self._rates_shown(known):
             for layer in known.layers:
                 method = layer.spec.method
                 hooks = self._hooks_of(layer)
@@ -394,8 +394,15 @@ class TrainingStep:
 
     def _find_layers(self, known: RegisteredOptimizer) -> None:
         """Find the layers of an optimizer, which may have got more parameters, as the layers may have."""
-        self._rates.check_optimizer(known.optimizer, self.layers)
+        if self._rates is not None:
+            self._rates.check_optimizer(known.optimizer, self.layers)
         known.find_layers(self.layers)
+
+    def _rates_shown(self, known: RegisteredOptimizer) -> AbstractContextManager[None]:
+        """Within, the optimizer's groups have the learning rates of its step."""
+        if self._rates is None:
+            return nullcontext()
+        return self._rates.shown(known.optimizer, known.layers)
 
     # -------------------------------------------------------------------------------------------- hooks of their step()
 
@@ -410,10 +417,10 @@ class TrainingStep:
         known = self._registered[id(optimizer)]
         known.depth += 1
         # The step of a subclass that calls its base class's runs both hooks twice: only the outermost counts.
-        if known.depth > 1 and not self._rates.steps_in_view:
+        if known.depth > 1 and self._rates is None:
             return None
         # What steps: the optimizer, or the view of another sparsifier.
-        view = self._rates.view(args[0])
+        view = args[0] if self._rates is None else self._rates.view(args[0])
         args = (view, *args[1:])
         is_positional = len(args) > 1
         closure = args[1] if is_positional else kwargs.get("closure")
@@ -450,12 +457,13 @@ class TrainingStep:
                 for parameter in layer.parameters.values():
                     parameter.grad = None
         try:
-            with self._rates.shown(known.optimizer, layers):
+            with self._rates_shown(known):
                 self.after_clipping(known)
         except BaseException:
             known.depth = 0
             raise
-        self._rates.scale(view, layers)
+        if self._rates is not None:
+            self._rates.scale(view, layers)
 
     def _leave_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if id(optimizer) not in self._registered or self.is_suspended():
@@ -463,10 +471,11 @@ class TrainingStep:
         known = self._registered[id(optimizer)]
         is_nested = known.depth > 1
         known.depth = max(known.depth - 1, 0)
-        if is_nested and not self._rates.steps_in_view:
+        if is_nested and self._rates is None:
             return
-        self._rates.write_back(args[0])
-        with self._rates.shown(optimizer, self._known(optimizer).layers):
+        if self._rates is not None:
+            self._rates.write_back(args[0])
+        with self._rates_shown(self._known(optimizer)):
             announced = known.announced
             known.announced = False
             # A fused optimizer skips a step with infinite gradients by itself, and still runs its hooks.
