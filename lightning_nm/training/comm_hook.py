@@ -1,6 +1,6 @@
 """A communication hook of DDP that sends only the gradients at kept entries of masked weights, where that is enough."""
 
-from __future__ import annotations
+# No `annotations` from the future: DistributedDataParallel reads those of a hook and wants types, not strings.
 
 from collections.abc import Hashable, Iterable
 from typing import Any
@@ -12,8 +12,6 @@ from torch import Tensor
 
 from lightning_nm.functional.evolution import as_blocks, from_blocks
 from lightning_nm.nn.layer import NMLayer
-
-# No `annotations` from the future: DistributedDataParallel reads those of a hook and wants types, not strings.
 
 
 class CommHookState:
