@@ -97,8 +97,8 @@ OWNERS = {
     "LayerMasks": ("nn/layer.py", {}),
     "LayerNoise": ("nn/layer.py", {}),
     "LayerProgress": ("nn/layer.py", {"": ("training/step.py", "training/phases.py")}),
-    "LayerCosts": ("nn/costs.py", {"": ("training/step.py",)}),
-    "GradientObservation": ("nn/layer.py", {}),
+    "LayerCosts": ("nn/costs.py", {}),
+    "PlainWeight": ("nn/weight.py", {}),
     "ShardedWeight": ("nn/weight.py", {}),
 }
 

@@ -68,11 +68,10 @@ class Gemms(NamedTuple):
 
     def densities(self) -> dict[FlopsKind, GemmDensity]:
         """The shares of the three GEMMs, in each counting."""
-        found = {}
-        for kind in get_args(FlopsKind):
-            forward, dgrad, wgrad = (getattr(gemm, kind) for gemm in self)
-            found[kind] = GemmDensity(forward, dgrad, wgrad)
-        return found
+        return {
+            kind: GemmDensity(*(getattr(gemm, kind) for gemm in self))
+            for kind in get_args(FlopsKind)
+        }
 
 
 def layer_gemms(layer: NMLayer) -> Gemms:
@@ -208,33 +207,38 @@ def mean_densities(layer: NMLayer) -> dict[FlopsKind, GemmDensity]:
 
 
 class LayerCosts:
-    """The density of each GEMM, summed over the steps so far; :mod:`lightning_nm.training.step` adds the steps."""
+    """The density of each GEMM, summed over the steps so far."""
 
     def __init__(self) -> None:
         self.spent: dict[FlopsKind, list[float]] = {kind: [0.0] * 3 for kind in get_args(FlopsKind)}
         self.counted = 0  # steps that were summed
-        self.cost_key: tuple[Any, ...] | None = None
-        """What the cost of a step depends on, as it was when :meth:`set_step_cost` computed the cost."""
-        self._step_cost: list[
-            tuple[list[float], list[float]]
-        ] = []  # in each counting: sums, and what a step adds
+        # The GEMMs of the last step, and what they depend on.
+        self._gemms: Gemms | None = None
+        self._key: tuple[Any, ...] | None = None
         self.last_call: int | None = None
         """Multiply-adds of the module's last call, where its products count themselves; ``None`` if there were none."""
 
-    def set_step_cost(self, cost_key: tuple[Any, ...], gemms: Gemms) -> None:
-        """Keep what one step costs, until something in ``cost_key`` changes."""
-        self.cost_key = cost_key
-        self._step_cost = []
-        for kind, sums in self.spent.items():
-            densities = [getattr(gemm, kind) for gemm in gemms]
-            self._step_cost.append((sums, densities))
-
-    def count_step(self) -> None:
-        """Add the cost of one step, see :meth:`set_step_cost`."""
-        for sums, densities in self._step_cost:
-            for k, density in enumerate(densities):
-                sums[k] += density
-        self.counted += 1
+    def count_step(self, layer: NMLayer) -> None:
+        """Add a training step to the costs of a layer, whether or not it trained the layer."""
+        method = layer.spec.method
+        masks = layer.masks
+        progress = layer.progress
+        key = (
+            masks.has_forward,
+            masks.has_backward,
+            masks.backward_density,
+            progress.dense_gradient,
+            progress.estimating,
+            layer.param.requires_grad,
+            kept_share(layer),
+            method.current_pattern(layer),
+            method.gradient_at_pruned(layer),
+        )
+        # The GEMMs are described again only if something that they depend on has changed.
+        if self._gemms is None or self._key != key:
+            self._gemms = layer_gemms(layer)
+            self._key = key
+        self.charge(self._gemms, 1)
 
     def charge(self, gemms: Gemms, steps: int) -> None:
         """Add ``steps`` steps in which the GEMMs are these."""
@@ -255,18 +259,16 @@ class LayerCosts:
         """The average over the steps; ``None`` if there were none."""
         if not self.counted:
             return None
-        found = {}
-        for kind, sums in self.spent.items():
-            forward, dgrad, wgrad = (total / self.counted for total in sums)
-            found[kind] = GemmDensity(forward, dgrad, wgrad)
-        return found
+        return {
+            kind: GemmDensity(*(total / self.counted for total in sums))
+            for kind, sums in self.spent.items()
+        }
 
     def charge_dense(self, steps: int) -> None:
-        """Start anew with ``steps`` steps in which all GEMMs were dense."""
+        """Start again with ``steps`` steps in which all GEMMs were dense."""
         self.load({kind: [float(steps)] * 3 for kind in self.spent}, steps)
 
     def load(self, spent: dict[FlopsKind, list[float]], counted: int) -> None:
         """Set saved sums."""
         self.spent = {kind: list(sums) for kind, sums in spent.items()}
         self.counted = counted
-        self.cost_key = None

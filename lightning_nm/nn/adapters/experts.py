@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lightning_nm.nn.adapters.base import Adapter, WeightSpec, find_adapter, register_adapter
 from lightning_nm.nn.layer import LayerMasks, NMLayer
 from lightning_nm.nn.products import nm_linear
-from lightning_nm.nn.weight import Layout, WeightView, row_sizes
+from lightning_nm.nn.weight import Layout, PlainWeight
 
 Kind = TypeVar("Kind", bound=type[nn.Module])
 
@@ -110,6 +110,20 @@ def _product(
     return masked
 
 
+class _ExpertWeight(PlainWeight):
+    """The matrix of one expert in a weight of several."""
+
+    def __init__(self, whole: PlainWeight, expert: int, layout: Layout) -> None:
+        super().__init__(whole.module, whole.name, layout)
+        self.expert = expert
+
+    @property
+    def param(self) -> Any:
+        """The expert's part of the parameter, detached, for its shape and whether it is trained."""
+        parameter = super().param
+        return parameter.detach()[self.expert].requires_grad_(parameter.requires_grad)
+
+
 class ExpertLayer(NMLayer):
     """One expert of a layer, as the layer that its products run through: everything but this is that of all experts.
 
@@ -126,13 +140,13 @@ class ExpertLayer(NMLayer):
     def __init__(self, layer: NMLayer, expert: int, method: Any) -> None:
         self.layer = layer
         self.expert = expert
-        rows, _ = row_sizes(layer.param.shape, layer.spec.layout)
+        rows, _ = layer.spec.layout.row_sizes(layer.view.shape)
         self._out = rows // layer.spec.groups
         # It tells the expert's random numbers from those of others.
         self.first_row = expert * self._out
-        layout: Layout = "plain" if layer.spec.layout == "experts" else "transposed"
+        layout = Layout.TRANSPOSED if layer.spec.layout.is_transposed else Layout.PLAIN
         self.spec = replace(layer.spec, layout=layout, groups=1, method=method)
-        self.view = WeightView(self)
+        self.view = _ExpertWeight(layer.view, expert, layout)
         self.parameters = {}  # their gradients are made with the whole weight's
         self._masks: LayerMasks | None = None
         self._generation = 0
@@ -140,12 +154,6 @@ class ExpertLayer(NMLayer):
     def __getattr__(self, name: str) -> Any:
         # Counters, noise, buffers and observations.
         return getattr(self.layer, name)
-
-    @property
-    def param(self) -> Any:
-        """The expert's part of the parameter, detached, for its shape and whether it is trained."""
-        parameter = self.layer.param
-        return parameter.detach()[self.expert].requires_grad_(parameter.requires_grad)
 
     @property
     def masks(self) -> LayerMasks:  # type: ignore[override]
@@ -178,7 +186,7 @@ class _OfAllExperts:
         """W_F of one expert."""
         return self._part("forward_of", expert)
 
-    # The layer's view decides between the two, and makes both for all experts.
+    # The layer decides between the two, and makes both for all experts.
     training_weight = forward_weight
 
     def backward_weight(self, expert: ExpertLayer, weight: Tensor) -> Tensor:
@@ -188,7 +196,7 @@ class _OfAllExperts:
     @torch.no_grad()
     def _part(self, which: str, expert: ExpertLayer) -> Tensor:
         if which not in self.made:
-            self.made[which] = getattr(self.layer.view, which)(self.layer.param.detach())
+            self.made[which] = getattr(self.layer, which)(self.layer.param.detach())
         return self.made[which][expert.expert]
 
 
@@ -244,7 +252,7 @@ class NMExperts(Adapter):
             is_chosen = cls.parameters_masked is None or name in cls.parameters_masked
             if is_chosen and holds_matrices(parameter):
                 transposed = cls.is_transposed(module, name)
-                layout: Layout = "experts-transposed" if transposed else "experts"
+                layout = Layout.EXPERTS_TRANSPOSED if transposed else Layout.EXPERTS
                 yield WeightSpec(name, layout, len(parameter))
 
     @classmethod

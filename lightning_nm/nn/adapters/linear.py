@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -13,6 +13,7 @@ from lightning_nm.nn.adapters.base import Adapter, WeightSpec, register_adapter
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.products import nm_linear
 from lightning_nm.nn.tensor_parallel import parallel_linear
+from lightning_nm.nn.weight import Layout
 
 
 @register_adapter
@@ -20,7 +21,7 @@ class NMLinear(Adapter):
     """``nn.Linear``: weight ``[out, in]``."""
 
     handles = nn.Linear
-    role = "linear"
+    role: ClassVar[Literal["linear", ""]] = "linear"
     tensor_parallel = True
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -35,7 +36,7 @@ class NMLinear(Adapter):
         cls, module: Any, parameter: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> int:
         """Return ``tokens * in * out``."""
-        return output.numel() * module.in_features
+        return output.numel() * _only_input(args, kwargs).shape[-1]
 
     @classmethod
     def inputs(
@@ -56,11 +57,11 @@ class NMLinear(Adapter):
 
 
 @register_adapter
-class NMTransposedLinear(Adapter):
+class NMTransposedLinear(NMLinear):
     """``transformers.pytorch_utils.Conv1D``: a linear layer whose weight is ``[in, out]``."""
 
-    weight: nn.Parameter
-    bias: nn.Parameter
+    role = ""
+    tensor_parallel = False
 
     @classmethod
     def handled(cls, kind: type[nn.Module]) -> type[nn.Module] | None:
@@ -74,22 +75,7 @@ class NMTransposedLinear(Adapter):
     @classmethod
     def specs(cls, module: Any, conv_layout: str) -> Iterator[WeightSpec]:
         """Yield the one weight, which is transposed."""
-        yield WeightSpec("weight", "transposed")
-
-    @classmethod
-    def macs(
-        cls, module: Any, parameter: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> int:
-        """Return ``tokens * in * out``."""
-        (x,) = (*args, *kwargs.values())
-        return output.numel() * x.shape[-1]
-
-    @classmethod
-    def inputs(
-        cls, module: Any, parameter: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> list[Tensor]:
-        """Return the input as ``[tokens, in]``."""
-        return [_only_input(args, kwargs).flatten(0, -2)]
+        yield WeightSpec("weight", Layout.TRANSPOSED)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``x @ W_F + bias``."""
