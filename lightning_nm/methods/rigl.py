@@ -166,7 +166,7 @@ class RigL(MaskMethod):
                     "call sparsifier.before_step(optimizer) first; with Lightning, step the optimizer of "
                     "self.optimizers()"
                 )
-            layer.progress.release_dense_gradient()
+            layer.progress.dense_gradient = False
         if exchange is not None:
             self._exchange(layer, optimizer, mask, exchange)
 

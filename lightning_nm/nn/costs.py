@@ -74,16 +74,6 @@ class Gemms(NamedTuple):
         }
 
 
-def layer_gemms(layer: NMLayer) -> Gemms:
-    """What the three GEMMs of a layer do now, by one rule for all methods.
-
-    The forward is N:M where there is a forward mask. dgrad is N:M where its weight is drawn so, where there is a
-    backward mask, or where the forward mask is transposable, else masked. wgrad is N:M through an estimator alone;
-    where the method needs no gradient at pruned entries, these outputs are not counted as arithmetic.
-    """
-    return Gemms(*(find(layer) for find in LAYER_GEMMS.values()))
-
-
 _SOFT = "other values than W_F while it trains"
 
 
@@ -97,19 +87,15 @@ def _forward(layer: NMLayer) -> Gemm:
         return Gemm(reason=_SOFT)
     pattern = spec.method.current_pattern(layer)
     if pattern is None:
-        return _masked(layer, "not N:M yet")
+        return _of_kept(layer, "masked", "not N:M yet")
     return Gemm.sparse(pattern)
 
 
-def _masked(layer: NMLayer, reason: str) -> Gemm:
-    """A GEMM of W_F that is N:M along another axis than the contracted one, or along none."""
+def _of_kept(layer: NMLayer, kind: GemmKind, reason: str) -> Gemm:
+    """A GEMM that is counted by the entries that the forward mask keeps, but is not N:M along the contraction axis."""
     density = kept_share(layer)
-    return Gemm(
-        kind="masked",
-        reason=reason,
-        arithmetic=density,
-        paper=density if layer.spec.method.paper_counts_masked else 1.0,
-    )
+    paper = density if layer.spec.method.paper_counts_masked else 1.0
+    return Gemm(kind, reason=reason, arithmetic=density, paper=paper)
 
 
 def kept_share(layer: NMLayer) -> float:
@@ -138,7 +124,7 @@ def _dgrad(layer: NMLayer) -> Gemm:
         return Gemm(reason=_SOFT)
     if method.transposable and pattern is not None and not spec.dgrad_reason:
         return Gemm.sparse(pattern)
-    return _masked(layer, spec.dgrad_reason or "not N:M along out")
+    return _of_kept(layer, "masked", spec.dgrad_reason or "not N:M along out")
 
 
 def drawn_density(pattern: NMPattern, kept: float) -> float:
@@ -171,15 +157,8 @@ def _wgrad(layer: NMLayer) -> Gemm:
     # What the product is with dY itself.
     exact = Gemm()
     is_masked = method.uses_masks and layer.masks.has_forward
-    at_pruned = method.gradient_at_pruned(layer)
-    if is_masked and not at_pruned:
-        density = kept_share(layer)
-        exact = Gemm(
-            kind="outputs",
-            reason="dW at kept entries alone",
-            arithmetic=density,
-            paper=density if method.paper_counts_masked else 1.0,
-        )
+    if is_masked and not method.gradient_at_pruned(layer):
+        exact = _of_kept(layer, "outputs", "dW at kept entries alone")
     if estimator is None:
         return exact
     if not layer.progress.estimating:
@@ -203,7 +182,13 @@ LAYER_GEMMS: dict[GemmName, Callable[[NMLayer], Gemm]] = {
 
 def mean_densities(layer: NMLayer) -> dict[FlopsKind, GemmDensity]:
     """What the GEMMs of a layer cost on average over the steps so far; now if there were none."""
-    return layer.costs.mean() or layer_gemms(layer).densities()
+    counted = layer.costs.counted
+    if not counted:
+        return layer.gemms().densities()
+    return {
+        kind: GemmDensity(*(total / counted for total in sums))
+        for kind, sums in layer.costs.spent.items()
+    }
 
 
 class LayerCosts:
@@ -236,7 +221,7 @@ class LayerCosts:
         )
         # The GEMMs are described again only if something that they depend on has changed.
         if self._gemms is None or self._key != key:
-            self._gemms = layer_gemms(layer)
+            self._gemms = layer.gemms()
             self._key = key
         self.charge(self._gemms, 1)
 
@@ -247,22 +232,9 @@ class LayerCosts:
                 sums[k] += steps * getattr(gemm, kind)
         self.counted += steps
 
-    def begin_call(self) -> None:
-        """Forget the products of the last call."""
-        self.last_call = None
-
     def record_product(self, macs: int) -> None:
         """Add the multiply-adds of a product to the present call."""
         self.last_call = (self.last_call or 0) + macs
-
-    def mean(self) -> dict[FlopsKind, GemmDensity] | None:
-        """The average over the steps; ``None`` if there were none."""
-        if not self.counted:
-            return None
-        return {
-            kind: GemmDensity(*(total / self.counted for total in sums))
-            for kind, sums in self.spent.items()
-        }
 
     def charge_dense(self, steps: int) -> None:
         """Start again with ``steps`` steps in which all GEMMs were dense."""

@@ -21,7 +21,7 @@ from lightning_nm.functional.select import mask_, masked
 from lightning_nm.functional.statistics import gradient_energies
 from lightning_nm.kernels.api import HasHandle
 from lightning_nm.kernels.cpu import evolution
-from lightning_nm.nn.costs import Gemms, LayerCosts, layer_gemms
+from lightning_nm.nn.costs import LAYER_GEMMS, Gemms, LayerCosts
 from lightning_nm.nn.weight import Layout, PlainWeight, ShardedWeight, is_sharded
 from lightning_nm.pattern import NMPattern
 from lightning_nm.schedule import DENSE, FINAL, Schedule, Stages, stage_at, within
@@ -275,13 +275,6 @@ class LayerMasks:
             part.permutation = self.permutation[first : first + size] - first
         return part
 
-    def to(self, device: torch.device) -> None:
-        """Move every tensor to a device."""
-        for name in ("bits", "permutation", "flips", "total_flips"):
-            tensor = getattr(self, name)
-            if tensor is not None and tensor.device != device:
-                setattr(self, name, tensor.to(device))
-
 
 def _as_bool(bits: Tensor) -> Tensor:
     """Bytes 0 and 1 as bool; a view only in eager code: what Inductor makes of a view, no C++ compiler takes."""
@@ -365,11 +358,6 @@ class LayerNoise:
         # An odd constant near 2^32 over the golden ratio: no call and row have the words of others.
         return words + (row + calls_before * 0x9E3779B1)
 
-    def to(self, device: torch.device) -> None:
-        """Move the words to a device."""
-        if self.words is not None:
-            self.words = self.words.to(device)
-
 
 @dataclass
 class LayerProgress:
@@ -433,14 +421,6 @@ class LayerProgress:
         """Set the stage of this training step."""
         self.set_stage(stage_at(self.stages, self.clock))
 
-    def note_gradient(self) -> None:
-        """A backward pass of the layer makes a gradient of its weight."""
-        self.trained_by_layer = True
-
-    def release_dense_gradient(self) -> None:
-        """The dense gradient of this window was used."""
-        self.dense_gradient = False
-
     def go_to(self, clock: int) -> None:
         """Set the counters as before training step `clock`, if each step so far trained this layer.
 
@@ -451,10 +431,6 @@ class LayerProgress:
         self.dense_gradient = False
         self.enter_stage()
         self.estimating = not self.estimator_schedule or within(self.estimator_schedule, clock)
-
-    def need_dense_gradient(self) -> None:
-        """The window needs dL/dW_F at pruned entries, too."""
-        self.dense_gradient = True
 
     def load(
         self, step: int, updated_at: int, dense_gradient: bool, schedule: tuple[int, ...]
@@ -488,11 +464,6 @@ class LayerProgress:
             sums = self.observed + sums
         self.observed = sums
         self.observed_at = self.clock
-
-    def to(self, device: torch.device) -> None:
-        """Move what was observed to a device."""
-        if self.observed is not None:
-            self.observed = self.observed.to(device)
 
 
 class NMLayer(HasHandle):
@@ -536,7 +507,7 @@ class NMLayer(HasHandle):
             self.handle, 0, dtype=torch.float32, device=self.param.device
         )
         """An empty tensor whose size is the layer's handle."""
-        self.experts: list[NMLayer] = []
+        self.experts: list[Any] = []
         """A layer for each expert of a weight of several, made by their first product."""
 
     def __getstate__(self) -> dict[str, Any]:
@@ -664,8 +635,13 @@ class NMLayer(HasHandle):
         return self.noise.generator(self.progress.step)
 
     def gemms(self) -> Gemms:
-        """What each of the three GEMMs does now."""
-        return layer_gemms(self)
+        """What the three GEMMs of the layer do now, by one rule for all methods.
+
+        The forward is N:M where there is a forward mask. dgrad is N:M where its weight is drawn so, where there is a
+        backward mask, or where the forward mask is transposable, else masked. wgrad is N:M through an estimator alone;
+        where the method needs no gradient at pruned entries, these outputs are not counted as arithmetic.
+        """
+        return Gemms(*(find(self) for find in LAYER_GEMMS.values()))
 
     def read_tensors(self) -> list[Tensor]:
         """The tensors beside the weight that forward and backward passes read."""
@@ -677,9 +653,10 @@ class NMLayer(HasHandle):
     def to_weight_device(self) -> None:
         """Move the layer's tensors to the weight's device."""
         device = self.param.device
-        self.masks.to(device)
-        self.noise.to(device)
-        self.progress.to(device)
+        for part in (self.masks, self.noise, self.progress):
+            for name, value in vars(part).items():
+                if isinstance(value, Tensor) and value.device != device:
+                    setattr(part, name, value.to(device))
         self.handle_tensor = self.handle_tensor.to(device)
         self.buffers = {name: tensor.to(device) for name, tensor in self.buffers.items()}
         for parameter in self.parameters.values():

@@ -229,7 +229,7 @@ def forward_operand(layer: NMLayer, weight: Tensor, key: GemmKey) -> MaskedMatri
     method = layer.spec.method
     bits = layer.masks.bits
     if not method.selects_entries:
-        values = method.forward_weight(layer, weight).to(key.dtype)
+        values = layer.forward_of(weight).to(key.dtype)
         weight_oi = layer.view.matrix(values)
         return _operand(layer, values, bits, FORWARD_BIT, key, None, weight_oi.contiguous)
 
@@ -243,7 +243,7 @@ def backward_operand(layer: NMLayer, weight: Tensor, key: GemmKey) -> MaskedMatr
     """Return W_B^T ``[in, out]`` for kernels, with the permutation of a backward mask."""
     method = layer.spec.method
     masks = layer.masks
-    values = weight if method.selects_entries else method.backward_weight(layer, weight)
+    values = weight if method.selects_entries else layer.backward_of(weight)
     # Without a backward mask, dgrad uses the forward one, which has no permutation.
     bit = BACKWARD_BIT if masks.has_backward else FORWARD_BIT
     order = masks.permutation if masks.has_backward else None
@@ -1330,7 +1330,7 @@ def _route(
     Of those tensors, only the method's own parameters have a gradient. They are the last ones.
     """
     if not torch.compiler.is_compiling():
-        layer.progress.note_gradient()
+        layer.progress.trained_by_layer = True
     dweight = dweight.to(weight.dtype)
     if not layer.routes_gradients:
         return dweight, [None] * number

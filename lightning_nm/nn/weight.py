@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -143,14 +143,6 @@ class Layout(str, Enum):
 def is_sharded(tensor: Tensor) -> bool:
     """Whether processes hold this tensor together, as ``fully_shard`` and ``parallelize_module`` leave parameters."""
     return isinstance(tensor, DTensor)
-
-
-def sharded_dimensions(tensor: Tensor) -> set[int]:
-    """The dimensions of a tensor that are cut."""
-    if not isinstance(tensor, DTensor):
-        return set()
-    dimensions = {_dimension(placement) for placement in tensor.placements}
-    return {dim for dim in dimensions if dim is not None}
 
 
 def _dimension(placement: Placement) -> int | None:
@@ -454,13 +446,15 @@ class ShardedWeight(PlainWeight):
     @torch.no_grad()
     def by_rows(self, mask_of: Callable[[Tensor], Tensor]) -> Tensor:
         """A mask that each process makes of its own rows, see :meth:`PlainWeight.by_rows`."""
+        parameter: Any = self.param
         dimension_of_rows = 1 if self.layout is Layout.TRANSPOSED else 0
-        if not sharded_dimensions(self.param) <= {dimension_of_rows}:
+        cut = {_dimension(placement) for placement in parameter.placements}
+        if not cut <= {dimension_of_rows, None}:
             return super().by_rows(mask_of)
         local_mask = self.unrows(mask_of(self.rows(self.local)))
         # Collectives know no bool.
         local_bytes = local_mask.to(torch.uint8).contiguous()
-        return gather(as_sharded(local_bytes, self.param)).ne(0)
+        return gather(as_sharded(local_bytes, parameter)).ne(0)
 
     @property
     def local(self) -> Tensor:

@@ -186,7 +186,7 @@ def charge_plan(layers: Sequence[NMLayer], planned_steps: int | None) -> None:
             dense = _dense_gradients(layer, start, stop, turns)
             progress.go_to(start)
             layer.costs.charge(layer.gemms(), stop - start - dense)
-            progress.need_dense_gradient()
+            progress.dense_gradient = True
             layer.costs.charge(layer.gemms(), dense)
 
 

@@ -224,7 +224,7 @@ def test_each_change_twice(method, change):
 def test_no_two_states_of_masks_have_one_number():
     mask = torch.ones(4, 4, dtype=torch.bool)
     first, second = LayerMasks(), LayerMasks()
-    states = [first.state, second.state]
+    states = [first.cache_key, second.cache_key]
     for masks in (first, second):
         masks.set(mask, None)
         states.append(masks.cache_key)

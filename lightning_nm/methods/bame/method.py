@@ -304,7 +304,7 @@ class BAME(MaskMethod):
                     "call sparsifier.before_step(optimizer) first; with Lightning, step the optimizer of "
                     "self.optimizers()"
                 )
-            layer.progress.release_dense_gradient()
+            layer.progress.dense_gradient = False
         self._make_exchange(layer, optimizer, pending)
         if has_evidence and not holds_evidence:
             # The phase has ended.
