@@ -239,9 +239,9 @@ def test_no_two_states_of_masks_have_one_number():
         masks.to(torch.device("cpu"))
         assert masks.cache_key == states[-1], "nothing changed"
     states += [
-        copy.copy(first).state,
-        copy.deepcopy(first).state,
-        pickle.loads(pickle.dumps(first)).state,
+        copy.copy(first).cache_key,
+        copy.deepcopy(first).cache_key,
+        pickle.loads(pickle.dumps(first)).cache_key,
     ]
     assert len(set(states)) == len(states)
 
