@@ -83,7 +83,7 @@ def _decisions(layer: NMLayer) -> dict[str, Any]:
         "pattern": str(spec.pattern),
         "method": type(spec.method).__name__,
         "settings": _settings(spec.method),
-        "layout": spec.layout,
+        "layout": str(spec.layout),
         "estimator": type(spec.estimator).__name__,
         "estimator_settings": estimator_settings,
         "dgrad": type(spec.dgrad).__name__,
@@ -240,7 +240,7 @@ def saved_layer(layer: NMLayer, state: dict[str, Any]) -> NMLayer:
     masks.set(
         forward=_unpacked(layer, state["forward_mask"]),
         backward=_unpacked(layer, state["backward_mask"]),
-        like=None if layer.view.is_sharded else layer.param,
+        like=layer.view.memory_order,
     )
     permutation = state["permutation"]
     if permutation is not None:

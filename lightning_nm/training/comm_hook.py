@@ -76,7 +76,7 @@ class CommHookState:
 
     def entries(self, layer: NMLayer) -> Tensor:
         """Return :func:`kept_entries` of a layer, cached until its masks change."""
-        state = (layer.masks.state, layer.spec.method.current_pattern(layer))
+        state = (layer.masks.cache_key, layer.spec.method.current_pattern(layer))
         if layer not in self._entries or self._entries[layer][0] != state:
             self._entries[layer] = state, kept_entries(layer)
         return self._entries[layer][1]

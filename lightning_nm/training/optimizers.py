@@ -37,7 +37,7 @@ class RegisteredOptimizer:
             ValueError: If a method cannot work with the optimizer, naming it and the layer; nothing is added then.
         """
         groups = {id(p): group for group in self.optimizer.param_groups for p in group["params"]}
-        owned = [layer for layer in layers if id(layer.optimizer_param) in groups]
+        owned = [layer for layer in layers if id(layer.view.optimizer_param) in groups]
         for layer in owned:
             if layer not in self.layers:
                 layer.spec.method.check_optimizer(layer, self.optimizer)
@@ -52,7 +52,7 @@ class RegisteredOptimizer:
                 if id(parameter) in groups:
                     continue
                 # In the group of the weight, whose schedule and decay then apply.
-                group = groups[id(layer.optimizer_param)]
+                group = groups[id(layer.view.optimizer_param)]
                 group["params"].append(parameter)
                 if "param_names" in group:
                     group["param_names"].append(f"{layer.name}.{name}")
@@ -124,14 +124,14 @@ def held_by(optimizers: Iterable[Optimizer] | None) -> Callable[[nn.Parameter], 
 
 def trained_layer(layer: NMLayer, optimizers: Iterable[Optimizer]) -> bool:
     """Whether the optimizers train a layer: its weight, or the parameters that its method owns."""
-    parameter = layer.optimizer_param
+    parameter = layer.view.optimizer_param
     can_train = parameter.requires_grad or not layer.spec.method.trains_weight
     return can_train and held_by(optimizers)(parameter)
 
 
 def is_frozen(layer: NMLayer) -> bool:
     """Whether the steps of the optimizer that holds a weight leave it as it is, though its method trains it."""
-    parameter = layer.optimizer_param
+    parameter = layer.view.optimizer_param
     return (
         layer.spec.method.trains_weight
         and not parameter.requires_grad

@@ -29,7 +29,7 @@ def _fingerprint(layer: NMLayer) -> dict[str, Any]:
     return {
         "name": layer.name,
         "shape": tuple(layer.view.shape),
-        "layout": layer.spec.layout,
+        "layout": str(layer.spec.layout),
         "pattern": str(layer.pattern),
         "method": type(layer.spec.method).__name__,
         "estimator": type(layer.spec.estimator).__name__,
@@ -77,7 +77,7 @@ _WORDS: WeakKeyDictionary[NMLayer, tuple[Hashable, Tensor]] = WeakKeyDictionary(
 
 def _of_masks(layer: NMLayer) -> Tensor:
     """The words of the masks and of the permutation; unchanged ones are not read again."""
-    state = layer.masks.state
+    state = layer.masks.cache_key
     if layer not in _WORDS or _WORDS[layer][0] != state:
         tensors = (layer.masks.bits, layer.masks.permutation)
         words = [_sum(layer, [] if tensor is None else [tensor]) for tensor in tensors]

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_nm.nn.costs import kept_share
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.selection import install, uninstall
 from lightning_nm.nn.state import keep_replaced
@@ -167,7 +166,7 @@ class TrainingStep:
                 # The optimizer holds the weight and does not train it: the layer's counters stand still.
                 layer.draw_noise()
                 continue
-            _count_cost(layer)
+            layer.costs.count_step(layer)
             layer.progress.step += 1
             layer.progress.shaped = False
             # The first step has found pruned entries in the weight; Adamax adds its epsilon to every entry's state.
@@ -211,7 +210,7 @@ class TrainingStep:
         has_stepped = progress.step > progress.updated_at
         if stepped and not has_stepped:
             # Another optimizer's turn, as in a GAN: the layer's products ran all the same.
-            _count_cost(layer)
+            layer.costs.count_step(layer)
         # Phases begin and end for all layers together, whether or not they made a step.
         begins_phase = stepped and self.clock in progress.schedule
         begins_stage = stepped and progress.begins_stage
@@ -263,7 +262,9 @@ class TrainingStep:
         if layer.spec.estimator is not None:
             schedule = progress.estimator_schedule
             progress.estimating = not schedule or within(schedule, self.clock)
-            layer.observation.begin_window(active=False, estimating=progress.estimating)
+            progress.observing = False
+            if not progress.estimating:
+                progress.observed = None
 
     def _observe_some(self) -> None:
         """Compare the estimates of a few layers in this window if it is a turn, or if nothing is known of any layer.
@@ -276,21 +277,22 @@ class TrainingStep:
             if layer.progress.estimating and layer.param.requires_grad
         ]
         is_turn = self.clock % self._observe_every == 0
-        nothing_known = all(layer.observation.sums is None for layer in estimating)
+        nothing_known = all(layer.progress.observed is None for layer in estimating)
         if not is_turn and not nothing_known:
             return
         # Each turn takes the next few layers, so that all of them are seen in time.
         first = self.clock // self._observe_every * _OBSERVED_LAYERS
         for k in range(min(_OBSERVED_LAYERS, len(estimating))):
             layer = estimating[(first + k) % len(estimating)]
-            layer.observation.begin_window(active=True, estimating=True)
+            # The passes of a weight that tensor parallelism cuts are those of its shards.
+            layer.progress.observing = not layer.spec.tensor_parallel
 
     def load(self, clock: int, stepped: bool, macs: dict[str, int]) -> None:
         """Go on at saved counters; those of the layers are loaded already."""
         self.clock = clock
         self.stepped = stepped
         for layer in self.layers:
-            layer.observation.forget()
+            layer.progress.observed = None  # it is of other weights
         self.begin_window(loaded=True)
         if macs:
             # The counts of the first batches, which are not counted again.
@@ -499,7 +501,7 @@ def _unscaled(layer: NMLayer, loss_scale: float) -> Iterator[None]:
 
 
 def _for_gradients(layer: NMLayer, change: Callable[[Tensor], Tensor]) -> None:
-    for parameter in (layer.optimizer_param, *layer.parameters.values()):
+    for parameter in (layer.view.optimizer_param, *layer.parameters.values()):
         if parameter.grad is not None:
             change(parameter.grad)
 
@@ -515,26 +517,3 @@ def _add_penalty(layer: NMLayer) -> None:
     for owner, grad in zip(owners, grads, strict=True):
         if grad is not None:
             owner.grad = grad if owner.grad is None else owner.grad.add_(grad)
-
-
-def _count_cost(layer: NMLayer) -> None:
-    """Add a training step to the layer's costs, whether or not it trained this layer."""
-    method = layer.spec.method
-    masks = layer.masks
-    progress = layer.progress
-    costs = layer.costs
-    # What a step costs is computed anew only if something that it depends on has changed.
-    cost_key = (
-        masks.has_forward,
-        masks.has_backward,
-        masks.backward_density,
-        progress.dense_gradient,
-        progress.estimating,
-        layer.param.requires_grad,
-        kept_share(layer),
-        method.current_pattern(layer),
-        method.gradient_at_pruned(layer),
-    )
-    if costs.cost_key != cost_key:
-        costs.set_step_cost(cost_key, layer.gemms())
-    costs.count_step()

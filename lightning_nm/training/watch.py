@@ -86,7 +86,7 @@ def _holds_more(layer: NMLayer) -> bool:
     if layer.view.is_sharded and not layer.spec.method.selects_entries:
         return layer.masks.has_forward  # gathering the weight would take all processes
     return not torch.equal(
-        layer.view.local.nan_to_num(), layer.view.local_forward_weight().nan_to_num()
+        layer.view.local.nan_to_num(), layer.forward_weight(local=True).nan_to_num()
     )
 
 
@@ -121,7 +121,7 @@ class DirectReads:
         for layer in layers:
             if layer in self._settled or layer in self._watched:
                 continue
-            parameter = layer.optimizer_param
+            parameter = layer.view.optimizer_param
             if not parameter.requires_grad:
                 continue  # it may be trained later
             hook = partial(self._note, layer)
@@ -178,7 +178,7 @@ class DirectReads:
 
 def _trains(layer: NMLayer) -> bool:
     """Whether the gradient is not all zero, as that of ``0 * weight.sum()``, by which DDP is told of unused layers."""
-    grad = layer.optimizer_param.grad
+    grad = layer.view.optimizer_param.grad
     return grad is not None and bool(local_values(grad).any())
 
 
