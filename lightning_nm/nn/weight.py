@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
+from lightning_nm.functional.evolution import BlockGrid
 from lightning_nm.functional.select import mask_, masked
-from lightning_nm.kernels.blocks import BlockGrid
 from lightning_nm.kernels.cpu import evolution
 
 if TYPE_CHECKING:  # for the types only

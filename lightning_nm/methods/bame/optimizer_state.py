@@ -102,8 +102,9 @@ def step_size(optimizer: Optimizer, parameter: Tensor) -> StepSize:
 def group_of(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
     """The optimizer's group of a parameter; a ``RuntimeError`` if there is none."""
     for group in optimizer.param_groups:
-        if any(p is parameter for p in group["params"]):
-            return group
+        for held in group["params"]:
+            if held is parameter:
+                return group
     raise RuntimeError(
         f"a masked weight of shape {tuple(parameter.shape)} is not in {type(optimizer).__name__} any more: it was "
         "replaced by another parameter; change weights in place, or give the optimizer the new parameter"
@@ -123,10 +124,10 @@ def will_be_skipped(optimizer: Optimizer) -> bool:
     return found_inf is not None and bool(found_inf)
 
 
-def moment_correction(optimizer: Optimizer, parameter: Tensor) -> float:
+def moment_correction(state: Mapping[str, Any], group: Mapping[str, Any]) -> float:
     r"""What corrects Adam's second moment after its steps so far: :math:`1 - \beta_2^t`, or 1 before the first."""
-    steps = float(optimizer.state.get(parameter, {}).get("step", 0))
-    return 1 - float(group_of(optimizer, parameter)["betas"][1]) ** steps if steps else 1.0
+    steps = float(state.get("step", 0))
+    return 1 - float(group["betas"][1]) ** steps if steps else 1.0
 
 
 def is_adam_like(optimizer: Optimizer, group: Mapping[str, Any], state: Mapping[str, Any]) -> bool:
