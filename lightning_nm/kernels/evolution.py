@@ -21,7 +21,7 @@ from lightning_nm.kernels.cpu import evolution as cpu_passes
 from lightning_nm.kernels.gpu import triton_use
 
 
-def passes_for(*tensors: Tensor | None) -> ModuleType | None:
+def passes_for(first: Tensor, *others: Tensor | None) -> ModuleType | None:
     """Return the module whose passes take these tensors; ``None`` if torch operations must do.
 
     A pass takes tensors of one device in row-major order: weights, gradients and optimizer state of float32, bfloat16
@@ -29,13 +29,12 @@ def passes_for(*tensors: Tensor | None) -> ModuleType | None:
     """
     if torch.compiler.is_compiling():
         return None
-    present = [tensor for tensor in tensors if tensor is not None]
-    device = present[0].device
-    if not triton_use.runs_on(device):
-        return cpu_passes if cpu_passes.runs(*present) else None
-    for tensor in present:
-        if tensor.device != device or not tensor.numel():
+    tensors = first, *others
+    if not triton_use.runs_on(first.device):
+        return cpu_passes if cpu_passes.runs(*tensors) else None
+    for tensor in tensors:
+        if tensor is not None and (tensor.device != first.device or not tensor.numel()):
             return None
-    if not cpu_passes.is_row_major(*present, device_type=device.type):
+    if not cpu_passes.is_row_major(*tensors, device_type=first.device.type):
         return None
     return triton_use.kernels("evolution_triton")

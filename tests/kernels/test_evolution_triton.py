@@ -134,7 +134,7 @@ def test_torch_notices_what_kernels_wrote():
     c = case(4, 2, 4)
     tensors = (c.weight, c.grad, c.value)
     versions = [tensor._version for tensor in tensors]
-    bits, states = c.bits, [(c.square.clone(), True)]
+    bits, states = c.bits, [c.square.clone()]
     one = torch.tensor(1.0)
     gather_a_step(bits, c.grad, c.value, c.square, unit=1.0, own_ratio=1.0)
     changed, _ = kernels.exchange(
@@ -147,6 +147,7 @@ def test_torch_notices_what_kernels_wrote():
         torch.zeros(8, dtype=torch.uint8),
         torch.zeros(4, dtype=torch.uint8),
         states,
+        [True],
         8,
         one,
         1.0,
@@ -155,7 +156,7 @@ def test_torch_notices_what_kernels_wrote():
     for tensor, version in zip(tensors, versions, strict=True):
         assert tensor._version > version
     assert bits._version
-    assert states[0][0]._version
+    assert states[0]._version
 
 
 def by_torch(monkeypatch, function, *args):
@@ -301,7 +302,6 @@ def test_exchanges_compile(dtype, states, has_grad, compiled, monkeypatch):  # n
     places = torch.zeros(128, dtype=torch.uint8)
     # Nothing runs, so that no kernel finds these.
     monkeypatch.setattr(kernels, "best", lambda *args: (places, places + 1, gain))
-    second = [(c.square, True), (c.grad.clone(), False)]
     changed, _ = kernels.exchange(
         BlockGrid.of(c.rows, 4),
         c.bits,
@@ -311,7 +311,8 @@ def test_exchanges_compile(dtype, states, has_grad, compiled, monkeypatch):  # n
         c.square,
         c.oscillation,
         torch.zeros(64, dtype=torch.uint8),
-        (2 * second)[:states],
+        [c.square, c.grad.clone(), c.square, c.grad.clone()][:states],
+        [True, False, True, False][:states],
         128,
         torch.tensor(1.0),
         1.0,

@@ -289,13 +289,14 @@ def _compare_exchange(c, passes, cast):
         "oscillation": c.oscillation.clone(),
         "exchanged": nmf.pack_mask(c.exchanged),
     }
-    states = [(c.grad.clone(), False), (c.square.clone(), True)]
+    states = [c.grad.clone(), c.square.clone()]
     grid = BlockGrid.of(c.rows, c.m)
     assert grid is not None
     changed, held = passes.exchange(
         grid,
         square=c.square,
         states=states,
+        are_squares=[False, True],
         budget=c.budget,
         correction=torch.tensor(correction),
         moment=moment,
@@ -313,8 +314,8 @@ def _compare_exchange(c, passes, cast):
     }
     for name, tensor in expected.items():
         assert same(found[name], tensor), name
-    assert same(states[0][0], momentum)
-    assert same(states[1][0], second)
+    assert same(states[0], momentum)
+    assert same(states[1], second)
 
 
 def random_case(draw, seed):

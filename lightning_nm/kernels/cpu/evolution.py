@@ -34,16 +34,18 @@ _SCORES = {**DTYPES, torch.float64: 3, torch.int32: 4, torch.int64: 5}
 _LONGEST_RANKED = 64  # entries of a block
 
 
-def runs(*tensors: Tensor) -> bool:
+def runs(*tensors: Tensor | None) -> bool:
     """Tell whether the library takes these tensors: on the CPU, in row-major order, of a dtype that it knows."""
     if torch.compiler.is_compiling() or library.unavailable():
         return False
     return is_row_major(*tensors)
 
 
-def is_row_major(*tensors: Tensor, device_type: str = "cpu") -> bool:
+def is_row_major(*tensors: Tensor | None, device_type: str = "cpu") -> bool:
     """Tell whether a pass can read tensors by their address: on a device of this type, row-major, of a known dtype."""
     for tensor in tensors:
+        if tensor is None:
+            continue
         known_dtype = tensor.dtype in DTYPES or tensor.dtype in (torch.uint8, torch.bool)
         if not known_dtype or not tensor.is_contiguous() or tensor.is_inference():
             return False
@@ -214,6 +216,7 @@ def gather_evidence(
     square = torch.empty_like(old_square)
     job = _job(
         bits,
+        weight=grad,  # what the second pass masks
         grad=grad,
         old_value=old_value,
         old_square=old_square,
@@ -230,7 +233,7 @@ def gather_evidence(
     )
     _run("GATHER", job)
     if grad is not None:
-        _run("MASK", _job(bits, weight=grad), grad)
+        _run("MASK", job, grad)
     return value, square
 
 
@@ -268,7 +271,8 @@ def exchange(
     square: Tensor,
     oscillation: Tensor,
     exchanged: Tensor,
-    states: Sequence[tuple[Tensor, bool]],
+    states: Sequence[Tensor],
+    are_squares: Sequence[bool],
     budget: int,
     correction: Tensor,
     moment: float,
@@ -284,7 +288,8 @@ def exchange(
         square: V.
         oscillation: Oscillations of each block, uint8.
         exchanged: Whether each entry was exchanged before, one bit each.
-        states: Tensors of the optimizer's state, and whether each is a second moment. Those of a regrown entry become
+        states: Tensors of the optimizer's state.
+        are_squares: Whether each of them is a second moment. Those of a regrown entry become
             :math:`V / (1 - \beta^t)` times ``moment``; all others become 0.
         budget: How many blocks may change.
         correction: :math:`1 - \beta^t` of the evidence, without axes.
@@ -297,7 +302,6 @@ def exchange(
     blocks = weight.numel() // grid.m
     gain = torch.empty(blocks, dtype=torch.float32)
     pruned, regrown, chosen = torch.empty(3, blocks, dtype=torch.uint8)
-    tensors = [state for state, _ in states]
     job = _job(
         bits,
         grid,
@@ -312,14 +316,14 @@ def exchange(
         oscillation=oscillation,
         exchanged=exchanged,
         states=len(states),
-        state=[state.data_ptr() for state in tensors],
-        state_dtype=[DTYPES[state.dtype] for state in tensors],
-        state_is_square=[is_square for _, is_square in states],
+        state=list(map(Tensor.data_ptr, states)),
+        state_dtype=[DTYPES[state.dtype] for state in states],
+        state_is_square=are_squares,
         correction=float(correction),
         moment=moment,
         budget=budget,
     )
     _run("BEST", job)
     changed = int(library.load().nm_choose_blocks(job))
-    _run("EXCHANGE", job, bits, weight, grad, oscillation, exchanged, *tensors)
+    _run("EXCHANGE", job, bits, weight, grad, oscillation, exchanged, *states)
     return changed, int(job.better) - changed

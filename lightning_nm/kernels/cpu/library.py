@@ -128,7 +128,7 @@ def compiled_from() -> str:
     return str(ffi.string(load().nm_source()).decode())
 
 
-def is_plain(*tensors: Tensor, device_type: str = "cpu") -> bool:
+def is_plain(*tensors: Tensor | None, device_type: str = "cpu") -> bool:
     """Tell whether tensors' addresses are those of their values: on the CPU, and no transform of torch sees them.
 
     Kernels for other devices name another type of device.
@@ -137,6 +137,8 @@ def is_plain(*tensors: Tensor, device_type: str = "cpu") -> bool:
     if torch._C._functorch.peek_interpreter_stack() is not None or torch._C._is_tracing():
         return False
     for tensor in tensors:
+        if tensor is None:
+            continue
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.device.type != device_type:
             return False
         if tensor.is_neg() or tensor._is_zerotensor():  # it has no memory

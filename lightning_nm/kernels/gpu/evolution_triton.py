@@ -160,7 +160,8 @@ def exchange(
     square: Tensor,
     oscillation: Tensor,
     exchanged: Tensor,
-    states: Sequence[tuple[Tensor, bool]],
+    states: Sequence[Tensor],
+    are_squares: Sequence[bool],
     budget: int,
     correction: Tensor,
     moment: float,
@@ -182,16 +183,16 @@ def exchange(
             grad,
             value,
             square,
-            tuple(state for state, _ in states),
+            tuple(states),
             correction,
             len(chosen),
             moment,
-            ARE_SQUARES=tuple(is_square for _, is_square in states),
+            ARE_SQUARES=tuple(are_squares),
             TILE=TILE,
             **OPTIONS,
         )
     count_oscillations(oscillation, exchanged, chosen, pruned_places, regrown_places)
-    _count_writes(bits, weight, grad, value, *(state for state, _ in states))
+    _count_writes(bits, weight, grad, value, *states)
     return len(chosen), held
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -92,18 +92,6 @@ def bias_correction(count: Tensor) -> Tensor:
     return -torch.expm1(count * math.log(DECAY))
 
 
-def passes_of(
-    layer: NMLayer, evidence: Sequence[Tensor], *others: Tensor | None
-) -> ModuleType | None:
-    """The kernels that take a layer, its evidence and other tensors; ``None`` if torch operations must do."""
-    if layer.shards is not None or layer.masks.bits is None:
-        return None
-    for tensor in evidence:
-        if tensor.dtype != torch.float32:
-            return None
-    return passes_for(layer.param, layer.masks.bits, *evidence, *others)
-
-
 def gather_evidence(
     layer: NMLayer, optimizer: Optimizer, mask: Tensor, rate: float, *, fresh: bool
 ) -> Evidence:
@@ -116,32 +104,27 @@ def gather_evidence(
         rate: The largest r relative to the size of kept weights.
         fresh: Whether the masks are new: there is no evidence yet.
     """
-    weight = layer.weight.detach()
-    grad = layer.weight.grad if layer.progress.dense_gradient else None
-    group = group_of(optimizer, layer.param)
-    kept = None if fresh else _read(layer, optimizer, group)
+    parameter = layer.weight
+    weight = parameter.detach()
+    grad = parameter.grad if layer.progress.dense_gradient else None
+    kept = None if fresh else _read(layer, optimizer)
     if kept is None and grad is None:
         return Evidence.none(weight)
     evidence, own_ratio = kept or (Evidence.none(weight), 1.0)
-    size_of_kept = _size_of_kept(weight, layer.masks.bits, mask)
-    size = _rate_now(rate, group) * size_of_kept
+    bits = layer.masks.bits
+    size_of_kept = _size_of_kept(weight, bits, mask)
+    size = _rate_now(rate, group_of(optimizer, layer.param)) * size_of_kept
     limit = _PLAUSIBLE * size_of_kept
 
     # oneDNN returns the weight gradients of convolutions in another memory order: a pass reads and masks a copy.
     row_major = None if grad is None else grad.contiguous()
-    passes = passes_of(layer, (evidence.value, evidence.square), row_major)
-    if passes is None:
-        # Into new tensors: the optimizer's step still reads its state.
-        square = merged(mask, evidence.square * own_ratio, evidence.square)
-        value = masked(evidence.value, ~mask).mul_(SCALE)
-        implausible = value.abs() > limit
-        evidence = Evidence(mask_(value, ~implausible), square, evidence.count)
-        if grad is not None:
-            evidence.add(grad, mask, size)
-    else:
+    passes = None
+    if bits is not None and layer.shards is None and _is_single(evidence.value, evidence.square):
+        passes = passes_for(weight, bits, evidence.value, evidence.square, row_major)
+    if passes is not None:
         count = evidence.count if grad is None else evidence.count + 1
         value, square = passes.gather_evidence(
-            layer.masks.bits,
+            bits,
             row_major,
             evidence.value,
             evidence.square,
@@ -154,11 +137,24 @@ def gather_evidence(
             epsilon=EPSILON,
         )
         evidence = Evidence(value, square, count, passes)
+    else:
+        # Into new tensors: the optimizer's step still reads its state.
+        square = merged(mask, evidence.square * own_ratio, evidence.square)
+        value = masked(evidence.value, ~mask).mul_(SCALE)
+        implausible = value.abs() > limit
+        evidence = Evidence(mask_(value, ~implausible), square, evidence.count)
+        if grad is not None:
+            evidence.add(grad, mask, size)
     if grad is not None and (passes is None or row_major is not grad):
         local_grad = layer.view.local_grad
         assert local_grad is not None
         layer.view.zero_pruned(local_grad)
     return evidence
+
+
+def _is_single(value: Tensor, square: Tensor) -> bool:
+    """Whether U and V are of the dtype that passes take."""
+    return value.dtype == square.dtype == torch.float32
 
 
 def _size_of_kept(weight: Tensor, bits: Tensor | None, mask: Tensor) -> Tensor:
@@ -187,9 +183,7 @@ def _rate_now(rate: float, group: Mapping[str, Any]) -> float:
 # Between two steps U / SCALE and V are in the optimizer's state of pruned entries, or else in buffers of the layer.
 
 
-def _places(
-    optimizer: Optimizer, parameter: Tensor, group: Mapping[str, Any]
-) -> tuple[str | None, str | None]:
+def _places(optimizer: Optimizer, parameter: Tensor) -> tuple[str | None, str | None]:
     """The optimizer's tensors whose pruned entries hold U / SCALE and V; ``None`` for a buffer of the layer.
 
     While BAME trains, the optimizer does not need these entries: their gradient is zero, their weight is set to zero
@@ -198,21 +192,19 @@ def _places(
     if parameter.dtype in (torch.float32, torch.float64):
         if isinstance(optimizer, (Adam, AdamW, NAdam, RAdam)):
             return "exp_avg", "exp_avg_sq"
-        if type(optimizer) is SGD and group["momentum"]:
+        if type(optimizer) is SGD and group_of(optimizer, parameter)["momentum"]:
             return "momentum_buffer", None
     return None, None
 
 
-def _read(
-    layer: NMLayer, optimizer: Optimizer, group: Mapping[str, Any]
-) -> tuple[Evidence, float] | None:
+def _read(layer: NMLayer, optimizer: Optimizer) -> tuple[Evidence, float] | None:
     """What :func:`write_evidence` kept, and what V of kept entries is multiplied by; ``None`` if a part is missing.
 
     The value is U / SCALE, and of kept entries perhaps momentum; V of kept entries may be the optimizer's own.
     """
     param = layer.param
     state = optimizer.state.get(param, {})
-    value_key, square_key = _places(optimizer, param, group)
+    value_key, square_key = _places(optimizer, param)
     value = layer.buffers.get(VALUE) if value_key is None else state.get(value_key)
     square = layer.buffers.get(SQUARE) if square_key is None else state.get(square_key)
     count = layer.buffers.get(COUNT)
@@ -221,7 +213,7 @@ def _read(
     own_ratio = 1.0
     if square_key is not None:
         # It counts from the optimizer's first step.
-        own_ratio = float(bias_correction(count) / moment_correction(state, group))
+        own_ratio = float(bias_correction(count) / moment_correction(optimizer, param))
     return Evidence(gather(value), gather(square), count), own_ratio
 
 
@@ -229,7 +221,7 @@ def write_evidence(layer: NMLayer, optimizer: Optimizer, evidence: Evidence) -> 
     """Keep the evidence until the next step, for the layer's masks as they are now."""
     param = layer.param
     state = optimizer.state.get(param, {})
-    places = _places(optimizer, param, group_of(optimizer, param))
+    places = _places(optimizer, param)
     layer.buffers[COUNT] = evidence.count
     targets = []
     for key, name, tensor in zip(
@@ -242,12 +234,8 @@ def write_evidence(layer: NMLayer, optimizer: Optimizer, evidence: Evidence) -> 
         targets.append(layer.buffers[name] if key is None else state.get(key))
     value, square = targets
     passes = evidence.passes
-    if (
-        passes is not None
-        and value is not None
-        and square is not None
-        and passes_of(layer, (value, square)) is passes
-    ):
+    fits = value is not None and square is not None and _is_single(value, square)
+    if passes is not None and fits and passes_for(value, square) is passes:
         passes.keep_evidence(
             layer.masks.bits,
             evidence.value,
@@ -279,7 +267,7 @@ def unpack_evidence(layer: NMLayer, optimizer: Optimizer) -> None:
     param = layer.param
     state = optimizer.state.get(param, {})
     mask = layer.masks.forward_view
-    places = _places(optimizer, param, group_of(optimizer, param))
+    places = _places(optimizer, param)
     for key, name in zip(places, (VALUE, SQUARE), strict=True):
         if mask is not None and key in state and name in layer.buffers:
             state[key].copy_(merged(mask, state[key], layer.buffers[name]))

@@ -20,12 +20,12 @@ from lightning_nm.functional.evolution import (
 )
 from lightning_nm.functional.select import mask_, masked
 from lightning_nm.kernels.cpu.evolution import MOST_STATES
-from lightning_nm.methods.bame.evidence import Evidence, passes_of
+from lightning_nm.kernels.evolution import passes_for
+from lightning_nm.methods.bame.evidence import Evidence
 from lightning_nm.methods.bame.optimizer_state import (
     SECOND_MOMENTS,
     StepSize,
     entry_states,
-    group_of,
     moment_correction,
     step_size,
 )
@@ -162,7 +162,7 @@ def make_exchange(
         state = gather(kept_state)
         start: Tensor | float = 0.0
         if key in SECOND_MOMENTS and evidence is not None:
-            scale = moment_correction(optimizer.state[param], group_of(optimizer, param))
+            scale = moment_correction(optimizer, param)
             start = (evidence.mean_square()[exchange.regrown] * scale).to(state.dtype)
         elif key in SECOND_MOMENTS:
             kept = as_blocks(layer.view.rows(mask), m)[exchange.blocks]  # [K, M]
@@ -204,35 +204,34 @@ def exchange_in_one_pass(
     if passes is None or masks.has_backward:
         return None
     param = layer.param
-    group = group_of(optimizer, param)
-    tensors = []
-    states = []
-    for key, state in entry_states(optimizer, param, layer.name):
-        tensors.append(state)
-        states.append((state, key in SECOND_MOMENTS))
-    grid = layer.view.grid(param.detach())
-    if grid is None or len(states) > MOST_STATES:
-        return None
+    weight = param.detach()
+    names, states = [], []
+    for name, state in entry_states(optimizer, param, layer.name):
+        names.append(name)
+        states.append(state)
+    grid = layer.view.grid(weight)
     grad = param.grad
-    if grad is not None and not (grad.is_contiguous() and grad.dtype == param.dtype):
+    if grad is not None and not (grad.is_contiguous() and grad.dtype == weight.dtype):
         grad = None  # it is masked apart
-    if passes_of(layer, (), *tensors, grad) is not passes:
+    fits = grid is not None and len(states) <= MOST_STATES
+    if not fits or passes_for(weight, grad, *states) is not passes:
         return None
-    done: tuple[int, int | Tensor] = passes.exchange(
+    blocks, held = passes.exchange(
         grid,
         masks.bits,
-        param.detach(),
+        weight,
         grad,
         evidence.value,
         evidence.square,
         layer.buffers["oscillation"],
         layer.buffers["exchanged"],
         states,
+        [name in SECOND_MOMENTS for name in names],
         budget,
         evidence.correction(),
-        moment_correction(optimizer.state.get(param, {}), group),
+        moment_correction(optimizer, param),
     )
-    masks.count_moved(2 * done[0])
+    masks.count_moved(2 * blocks)
     if grad is None and param.grad is not None:
         layer.view.zero_pruned(param.grad)
-    return done
+    return blocks, held

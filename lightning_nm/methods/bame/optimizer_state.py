@@ -124,10 +124,10 @@ def will_be_skipped(optimizer: Optimizer) -> bool:
     return found_inf is not None and bool(found_inf)
 
 
-def moment_correction(state: Mapping[str, Any], group: Mapping[str, Any]) -> float:
+def moment_correction(optimizer: Optimizer, parameter: Tensor) -> float:
     r"""What corrects Adam's second moment after its steps so far: :math:`1 - \beta_2^t`, or 1 before the first."""
-    steps = float(state.get("step", 0))
-    return 1 - float(group["betas"][1]) ** steps if steps else 1.0
+    steps = float(optimizer.state.get(parameter, {}).get("step", 0))
+    return 1 - float(group_of(optimizer, parameter)["betas"][1]) ** steps if steps else 1.0
 
 
 def is_adam_like(optimizer: Optimizer, group: Mapping[str, Any], state: Mapping[str, Any]) -> bool:
