@@ -17,7 +17,7 @@ from lightning_nm.kernels.cpu import evolution
 from lightning_nm.kernels.evolution import passes_for
 from lightning_nm.methods.bame.optimizer_state import clear_entries, group_of, moment_correction
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.nn.weight import gather, local_shard, local_values
+from lightning_nm.nn.weight import gather, is_sharded, local_shard, local_values
 
 DECAY = 0.999  # of the second moment
 EPSILON = 1e-12
@@ -119,8 +119,9 @@ def gather_evidence(
     # oneDNN returns the weight gradients of convolutions in another memory order: a pass reads and masks a copy.
     row_major = None if grad is None else grad.contiguous()
     passes = None
-    if bits is not None and layer.shards is None and _is_single(evidence.value, evidence.square):
-        passes = passes_for(weight, bits, evidence.value, evidence.square, row_major)
+    if bits is not None and _is_single(evidence.value, evidence.square):
+        # Sharded parameters are left to torch.
+        passes = passes_for(layer.param, bits, evidence.value, evidence.square, row_major)
     if passes is not None:
         count = evidence.count if grad is None else evidence.count + 1
         value, square = passes.gather_evidence(
@@ -262,9 +263,9 @@ def write_evidence(layer: NMLayer, optimizer: Optimizer, evidence: Evidence) -> 
 
 def unpack_evidence(layer: NMLayer, optimizer: Optimizer) -> None:
     """Read evidence that version 0.3 kept in buffers, for packed weights, into the optimizer's state."""
-    if layer.shards is not None:
-        return
     param = layer.param
+    if is_sharded(param):
+        return
     state = optimizer.state.get(param, {})
     mask = layer.masks.forward_view
     places = _places(optimizer, param)

@@ -59,6 +59,7 @@ def test_all_halves_are_read_and_written():
             torch.zeros(len(value), dtype=torch.uint8),
             torch.zeros(len(value) // 4 + 1, dtype=torch.uint8),
             [],
+            [],
             len(value),
             torch.tensor(1.0),
             1.0,
