@@ -16,7 +16,6 @@ from lightning_nm.methods.bame.exchange import (
     gradient_of_window,
     make_exchange,
 )
-from lightning_nm.methods.bame.optimizer_state import check_optimizer
 from lightning_nm.methods.base import (
     MaskMethod,
     check_count,
@@ -24,6 +23,7 @@ from lightning_nm.methods.base import (
     check_number,
     largest_entries,
 )
+from lightning_nm.methods.optimizer_state import check_optimizer
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.schedule import Moment, check_moment, resolve_moment
 

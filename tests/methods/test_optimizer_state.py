@@ -7,7 +7,7 @@ from torch import nn
 from lightning_nm.functional import magnitude_mask
 from lightning_nm.functional.evolution import as_blocks, block_index
 from lightning_nm.methods.bame.exchange import Exchange, make_exchange
-from lightning_nm.methods.bame.optimizer_state import (
+from lightning_nm.methods.optimizer_state import (
     check_optimizer,
     clear_entries,
     entry_states,

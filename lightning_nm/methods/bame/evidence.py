@@ -15,7 +15,7 @@ from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer, RAdam
 from lightning_nm.functional.select import mask_, masked, merged
 from lightning_nm.kernels.cpu import evolution
 from lightning_nm.kernels.evolution import passes_for
-from lightning_nm.methods.bame.optimizer_state import clear_entries, group_of, moment_correction
+from lightning_nm.methods.optimizer_state import clear_entries, group_of, moment_correction
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.weight import gather, is_sharded, local_shard, local_values
 

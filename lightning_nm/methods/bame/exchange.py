@@ -22,7 +22,7 @@ from lightning_nm.functional.select import mask_, masked
 from lightning_nm.kernels.cpu.evolution import MOST_STATES
 from lightning_nm.kernels.evolution import passes_for
 from lightning_nm.methods.bame.evidence import Evidence
-from lightning_nm.methods.bame.optimizer_state import (
+from lightning_nm.methods.optimizer_state import (
     SECOND_MOMENTS,
     StepSize,
     entry_states,

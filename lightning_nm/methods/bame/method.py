@@ -29,9 +29,9 @@ from lightning_nm.methods.bame.exchange import (
     gradient_of_window,
     make_exchange,
 )
-from lightning_nm.methods.bame.optimizer_state import check_optimizer, clear_entries, group_of
 from lightning_nm.methods.base import MaskMethod, check_moving_masks, check_option
 from lightning_nm.methods.bi_mask import BiMask
+from lightning_nm.methods.optimizer_state import check_optimizer, clear_entries, group_of
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.schedule import Moment, check_moment, resolve_moment
 
