@@ -30,10 +30,9 @@ from benchmarks.gpu.report import Report
 from benchmarks.gpu.setting import NotAsked, Setting
 from benchmarks.timing import interleaved
 from lightning_nm.functional import fold_seed, nm_mask
-from lightning_nm.functional.evolution import as_blocks, best_swaps, evidence_scores
+from lightning_nm.functional.evolution import BlockGrid, as_blocks, best_swaps, evidence_scores
 from lightning_nm.functional.mask_storage import BACKWARD_BIT, FORWARD_BIT
 from lightning_nm.functional.select import mask_
-from lightning_nm.kernels.blocks import BlockGrid, EvidenceStep
 from lightning_nm.kernels.evolution import passes_for
 from lightning_nm.kernels.operands import (
     TOKENS,
@@ -147,14 +146,15 @@ def ways_of_an_adaptation(weight: Tensor, pattern: NMPattern) -> list[Way]:
     old = Evidence(value / SCALE, value.square(), torch.ones((), device=weight.device))
     rate, limit = torch.tensor([1e-3, 1e3], device=weight.device)
     correction = bias_correction(old.count + 1)
-    step = EvidenceStep(SCALE, 1.0, limit, correction, rate, DECAY, EPSILON)
+    step = {"correction": correction, "limit": limit, "size": rate}
+    step |= {"unit": SCALE, "own_ratio": 1.0, "decay": DECAY, "epsilon": EPSILON}
     grid = BlockGrid.of(weight, m)
     passes = passes_for(weight, bits, value)
 
     def advance() -> object:
         if passes is None:
             return advance_twin()
-        return passes.gather_evidence(bits, grad, old.value, old.square, step, mask_grad=True)
+        return passes.gather_evidence(bits, grad, old.value, old.square, **step)
 
     def advance_twin() -> object:
         value = torch.where(mask, 0, old.value * SCALE)
