@@ -362,19 +362,8 @@ class Router(HasHandle):
         keeps = any(kernel.keeps_packs for kernel in self.registry.made_for(device))
         return self.reuse if keeps else 1
 
-    def packed(self, owner: Any, name: Hashable, stamp: Hashable, make: Callable[[], Any]) -> Any:
-        """Return a packed operand; it is kept for its owner, a layer, and reused while `stamp` stays the same."""
-        return self._kept(owner, name, stamp, make) if self.reuse > 1 else make()
-
-    def layout(self, owner: Any, name: Hashable, stamp: Hashable, make: Callable[[], Any]) -> Any:
-        """Return the part of a packed operand that depends on the mask alone; it is kept while `stamp` stays the same.
-
-        The stamp is the state of the masks.
-        """
-        return self._kept(owner, name, stamp, make) if self.keeps_layouts else make()
-
-    def _kept(self, owner: Any, name: Hashable, stamp: Hashable, make: Callable[[], Any]) -> Any:
-        """Return what `make` returned for the same owner, name and stamp before, or now."""
+    def kept(self, owner: Any, name: Hashable, stamp: Hashable, make: Callable[[], Any]) -> Any:
+        """Return what `make` returned for the same owner, a layer, name and stamp before, or now."""
         if _capturing():  # a replayed graph would use the pack of the capture
             return make()
         packs = self._packs.setdefault(owner, {})
