@@ -16,7 +16,7 @@ from itertools import cycle
 from pathlib import Path
 from statistics import fmean, median
 from time import perf_counter
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 from uuid import uuid4
 
 import torch
@@ -234,11 +234,11 @@ class Decision:
     """The kernel of a product and why, with measured times, None where they are unknown."""
 
     kernel: str
-    dense_ms: float | None
-    sparse_ms: float | None  # of the best sparse product without packing, chosen or not
-    pack_ms: float | None  # of packing its operand once
-    reason: str  # why this kernel, and why not others
-    source: Source
+    dense_ms: float | None = None
+    sparse_ms: float | None = None  # of the best sparse product without packing, chosen or not
+    pack_ms: float | None = None  # of packing its operand once
+    reason: str = "there is no sparse kernel"  # why this kernel, and why not others
+    source: Source = "default"
     # When it holds: available kernels, uses of a pack, margin, whether products must be deterministic.
     terms: str = ""
 
@@ -887,14 +887,6 @@ HYSTERESIS = 0.03
 """The share by which a sparse product must be faster to be chosen."""
 
 
-class _Candidate(NamedTuple):
-    """A kernel that computes a product right, and its milliseconds."""
-
-    kernel: GemmKernel
-    product_ms: float
-    pack_ms: float  # of packing the operand once
-
-
 class Tuner:
     """Chooses a kernel for each product, and remembers it.
 
@@ -934,8 +926,6 @@ class Tuner:
         self.decisions = decisions if kernels == "auto" else Decisions(decisions.environment)
         self.timer = timer
         self.reuse = reuse
-        deciders = {"auto": self._measured, "sparse": self._forced, "reference": self._dense}
-        self._decide = deciders[kernels]
 
     def decide(self, key: GemmKey) -> Decision:
         """Decide for a product, or recall the decision.
@@ -949,7 +939,7 @@ class Tuner:
         # The decision holds for the whole bucket; the kernel may still refuse this very size, or have failed at it.
         reason = self.registry.reason_against(decision.kernel, key)
         if reason:
-            return _default([f"{decision.kernel}: {reason}"])
+            return Decision(self._dense, reason=f"{decision.kernel}: {reason}")
         return decision
 
     def tune(
@@ -981,7 +971,8 @@ class Tuner:
                     self._remember(bucket, self._measured(key))
                 else:
                     reason = f"not measured yet: the budget of {budget_s:g} s is used up"
-                    self._remember(bucket, _unmeasured("reference", reason, "postponed"))
+                    postponed = Decision(self._dense, reason=reason, source="postponed")
+                    self._remember(bucket, postponed)
             # Other modes decide here; in "auto" this asks whether the kernel supports the size.
             self.decide(key)
 
@@ -1007,6 +998,11 @@ class Tuner:
             else:
                 yield kernel
 
+    @property
+    def _dense(self) -> str:
+        """The name of the reference."""
+        return self.registry.reference.name
+
     def _reason(self, kernel: GemmKernel, key: GemmKey) -> str:
         """Return why a kernel does not compute a product right; empty if it does."""
         return reason_or_error(partial(check, kernel, key))
@@ -1028,23 +1024,52 @@ class Tuner:
         """Store a decision with the terms under which it was made."""
         self.decisions[key] = replace(decision, terms=self._terms(key))
 
+    def _decide(self, key: GemmKey) -> Decision:
+        """Decide for a product by the mode."""
+        if self.kernels == "auto":
+            return self._measured(key)
+        if self.kernels == "reference":
+            return Decision(self._dense, reason="mode 'reference'", source="forced")
+        notes: list[str] = []
+        # No kernel after the first right one is tried.
+        kernel = next(self.legal(key, notes), None)
+        if kernel is None:
+            return _without_kernel(self._dense, notes)
+        reason = "; ".join(["mode 'sparse'", *notes])
+        return Decision(kernel.name, reason=reason, source="forced")
+
     def _measured(self, key: GemmKey) -> Decision:
-        """Decide by measurement: the mode ``"auto"``."""
+        """Take the fastest kernel if its speedup reaches the margin, else the reference."""
         notes: list[str] = []
         dense_times: list[float] = []
-        candidates: list[_Candidate] = []
+        times: dict[str, tuple[float, float]] = {}  # of the product and of packing, by kernel
         for kernel in self.legal(key, notes):
             try:
                 # Before and after each kernel: a GPU at its power limit slows down while it works.
                 if not dense_times:
                     dense_times.append(self._dense_ms(key))
-                candidates.append(_Candidate(kernel, *self._sparse_ms(kernel, key)))
+                times[kernel.name] = self._sparse_ms(kernel, key)
                 dense_times.append(self._dense_ms(key))
             except Exception as error:
                 notes.append(f"{kernel.name}: {describe_error(error)}")
-        if not candidates:
-            return _default(notes)
-        return self._fastest(key, fmean(dense_times), candidates, notes)
+        if not times:
+            return _without_kernel(self._dense, notes)
+        dense_ms = fmean(dense_times)
+        uses = uses_of_pack(key, self.reuse)
+        gains = {name: speedup(dense_ms, *ms, uses) for name, ms in times.items()}
+        # Of equally fast ones the first: the kernels are in order of preference.
+        best = max(gains, key=gains.__getitem__)
+        product_ms, pack_ms = times[best]
+        least_gain = 1 + self.hysteresis
+        measured = ", ".join(f"{name} {gain:.3f}x" for name, gain in gains.items())
+        return Decision(
+            kernel=best if gains[best] >= least_gain else self._dense,
+            dense_ms=dense_ms,
+            sparse_ms=product_ms,
+            pack_ms=pack_ms,
+            reason="; ".join([f"measured {measured}; sparse from {least_gain:g}x", *notes]),
+            source="measured",
+        )
 
     def _dense_ms(self, key: GemmKey) -> float:
         """Milliseconds of the dense product; a subclass may estimate them."""
@@ -1054,56 +1079,10 @@ class Tuner:
         """Milliseconds of a kernel's product, and of packing its operand."""
         return sparse_ms(kernel, key, self.timer)
 
-    def _fastest(
-        self, key: GemmKey, dense_ms: float, candidates: list[_Candidate], notes: list[str]
-    ) -> Decision:
-        """Decide from times: the fastest candidate if its speedup reaches the margin, else the reference."""
-        uses = uses_of_pack(key, self.reuse)
-        least_gain = 1 + self.hysteresis
-        gains = []
-        measured = []
-        for candidate in candidates:
-            gain = speedup(dense_ms, candidate.product_ms, candidate.pack_ms, uses)
-            gains.append(gain)
-            measured.append(f"{candidate.kernel.name} {gain:.3f}x")
-        best_gain = max(gains)
-        # Of equally fast ones the first: the kernels are in order of preference.
-        best = candidates[gains.index(best_gain)]
-        name = self.registry.reference.name
-        if best_gain >= least_gain:
-            name = best.kernel.name
-        reason = f"measured {', '.join(measured)}; sparse from {least_gain:g}x"
-        return Decision(
-            kernel=name,
-            dense_ms=dense_ms,
-            sparse_ms=best.product_ms,
-            pack_ms=best.pack_ms,
-            reason="; ".join([reason, *notes]),
-            source="measured",
-        )
 
-    def _forced(self, key: GemmKey) -> Decision:
-        """Decide for the first kernel that computes the product right: the mode ``"sparse"``."""
-        notes: list[str] = []
-        # No kernel after the first right one is tried.
-        kernel = next(self.legal(key, notes), None)
-        if kernel is None:
-            return _default(notes)
-        reason = "; ".join(["mode 'sparse'", *notes])
-        return _unmeasured(kernel.name, reason, "forced")
-
-    def _dense(self, key: GemmKey) -> Decision:
-        """Decide for the dense product: the mode ``"reference"``."""
-        return _unmeasured("reference", "mode 'reference'", "forced")
-
-
-def _default(notes: Sequence[str]) -> Decision:
-    reason = "; ".join(notes) or "there is no sparse kernel"
-    return _unmeasured("reference", reason, "default")
-
-
-def _unmeasured(kernel: str, reason: str, source: Source) -> Decision:
-    return Decision(kernel, None, None, None, reason, source)
+def _without_kernel(dense: str, notes: Sequence[str]) -> Decision:
+    """The dense product, for the reasons against each kernel; without any there is none."""
+    return Decision(dense, reason="; ".join(notes)) if notes else Decision(dense)
 
 
 def speedup(dense_ms: float, sparse_ms: float, pack_ms: float, reuse: int) -> float:
