@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -63,9 +64,8 @@ class Operands(NamedTuple):
     rows: slice = slice(None)  # the outputs that are used: a part of a joint projection
     geometry: Geometry | None = None  # of a convolution
     trains: bool = True  # whether a backward pass will follow
-    in_operator: bool = (
-        False  # whether no graph is recorded, so that kernels may make dense operands
-    )
+    # Rows of the weight as a matrix. It is known in an operator alone, where kernels may also make dense operands.
+    out: int | None = None
     dy: Any = None  # dY, of the shape of the output; None in a forward pass
     seed: Tensor | None = None  # of the estimate of dY; None where dW is made of dY itself
     # What one pass over dY made for two GEMMs: E(dY)^T, and dY in the order of a permuted W_B.
@@ -106,17 +106,11 @@ def gemm(
     # A compiled graph cannot hand figures out.
     if is_estimated and not torch.compiler.is_compiling() and layer.observation.active:
         estimate = _estimate(layer, operands)
-
-    def dense() -> Tensor:
-        return _dense_product(layer, which, operands, estimate)
-
+    dense = partial(_dense_product, layer, which, operands, estimate)
     if choice is None:
         result = dense()
     else:
-
-        def sparse() -> Tensor:
-            return _kernel_product(layer, which, operands, estimate, choice)
-
+        sparse = partial(_kernel_product, layer, which, operands, estimate, choice)
         result = choice.router.registry.attempt(choice.kernel, choice.key, sparse, dense)
         shape = list(result.shape)
         if operands.geometry is not None:
@@ -165,32 +159,30 @@ def _kernel_product(
 ) -> Tensor:
     """The product of the kernel's packed operand; see :func:`gemm`."""
     _, kernel, key = choice
-    dy, bias = operands.dy, operands.bias
+    bias = operands.bias
+    # In the operator of a linear layer dY is plain already.
+    dy = operands.dy if which == "forward" or key.conv is None else plain(operands.dy)
     if which == "forward":
         packed = _pack(layer, which, operands, choice)
         bias = None if bias is None else plain(bias)
-        return multiply(kernel, key, packed, plain(_planes(operands.x)), bias)
+        return multiply(kernel, key, packed, plain(operands.x), bias)
     if which == "dgrad":
         if key.drawn:
             assert operands.noise is not None
             drawn_io = drawn_transposed(layer, operands.weight, operands.noise, key.dtype)
-            packed = kernel.pack(plain(drawn_io))
-        else:
-            packed = _pack(layer, which, operands, choice)
+            return multiply(kernel, key, kernel.pack(plain(drawn_io)), dy)
+        packed = _pack(layer, which, operands, choice)
         if key.permuted and kernel.ordered:
             # A pack in the order of the permutation needs the columns of dY in the same order.
             order: Any = layer.masks.permutation
-            if operands.dy_in_order is not None:
-                return multiply(kernel, key, packed, operands.dy_in_order)
-            return multiply(kernel, key, packed, permuted_columns(dy, order))
-        return multiply(kernel, key, packed, plain(_planes(dy)))
-    x = plain(_planes(operands.x))
+            in_order = operands.dy_in_order
+            dy = permuted_columns(dy, order) if in_order is None else in_order
+        return multiply(kernel, key, packed, dy)
+    x = plain(operands.x)
     if key.sparsity == "outputs":
         # dW has the mask of the forward, and so its layout; at other entries it may be anything.
-        layout = _layout(
-            layer, which, choice, lambda: masked_matrix(layer, "forward", operands.weight, key)
-        )
-        return multiply(kernel, key, layout, x, grad=plain(_planes(dy)))
+        make = partial(masked_matrix, layer, "forward", operands.weight, key)
+        return multiply(kernel, key, _layout(layer, which, choice, make), x, grad=dy)
     estimate_ot = operands.estimate_ot
     if estimate is not None:
         estimate_ot = estimate.t().contiguous()
@@ -279,7 +271,7 @@ def dense_weight(layer: NMLayer, which: GemmName, operands: Operands) -> Tensor:
     if which == "dgrad" and noise is not None and layer.draws_backward:
         drawn_oi = drawn_matrix(layer, weight, noise, dtype, operands.rows)
         return drawn_oi if is_matrix else view.unrows(drawn_oi.reshape(view.rows(weight).shape))
-    if operands.in_operator and is_matrix and in_one_pass(weight):
+    if operands.out is not None and is_matrix and in_one_pass(weight):
         if which == "forward":
             return packable(layer, which, weight, dtype)
         # The one pass would order the rows of a permuted W_B, which takes more passes here.
@@ -477,14 +469,11 @@ def _to_draw(
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """Return the tensor or a copy of it: contiguous, and at an address that kernels take."""
+    """Return a tensor or a copy of it for kernels: contiguous, at an address that they take, and in two dimensions."""
+    if tensor.dim() == 3:  # of a convolution in one dimension, which is one over images of height 1
+        tensor = tensor.unsqueeze(2)
     tensor = tensor.contiguous()
     return tensor.clone() if tensor.data_ptr() % ALIGNMENT else tensor
-
-
-def _planes(x: Tensor) -> Tensor:
-    """The operand of a convolution in one dimension with a height of 1; others as they are."""
-    return x.unsqueeze(2) if x.dim() == 3 else x
 
 
 # ------------------------------------------------------------------------------------------ the choice of a kernel
@@ -518,12 +507,15 @@ def product_now(
     masks = layer.masks
     x = operands.x
     device = str(x.device)
-    out, width = layer.view.matrix_shape(operands.weight)
+    out = operands.out
+    if out is None:
+        out, _ = layer.view.matrix_shape(operands.weight)
+    tokens, width = x.shape[:2]
     conv = None
-    tokens = len(x)
     if operands.geometry is not None:
         conv = _convolution(x, operands.weight, operands.geometry)
         tokens *= math.prod(conv.positions)
+        width = math.prod(conv.weight_shape[1:])
     if which == "forward":
         size = out, width, tokens
     elif which == "dgrad":
@@ -532,6 +524,8 @@ def product_now(
         size = out, tokens, width
     sparsity: Sparsity | None = None
     pattern = None
+    is_dgrad = which == "dgrad"
+    drawn = is_dgrad and layer.draws_backward
     if not reason:
         gemm_now = LAYER_GEMMS[which](layer)
         sparsity = _SPARSITY.get(gemm_now.kind)
@@ -541,7 +535,7 @@ def product_now(
         pattern = gemm_now.pattern or spec.method.current_pattern(layer)
         if conv is not None and which == "wgrad" and is_estimating(layer):
             reason = _ESTIMATED_CONVOLUTION
-        elif conv is not None and which == "dgrad" and layer.draws_backward:
+        elif conv is not None and drawn:
             reason = _DRAWN_CONVOLUTION
         elif pattern is None or sparsity is None or sparsity not in router.takes(device):
             reason = "none of its operands is N:M"
@@ -549,7 +543,6 @@ def product_now(
                 reason = f"{gemm_now.label}; {gemm_now.reason}"
     if reason or sparsity is None or pattern is None:
         return Product(spec.name, GemmKey(which, *size, x.dtype, spec.pattern, device), reason)
-    is_dgrad = which == "dgrad"
     # Only a backward mask is N:M in another order of the rows, and convolutions keep the order of memory.
     has_order = masks.has_backward and masks.permutation is not None
     key = GemmKey(
@@ -559,7 +552,7 @@ def product_now(
         pattern,
         device,
         permuted=is_dgrad and has_order and conv is None,
-        drawn=is_dgrad and layer.draws_backward,
+        drawn=drawn,
         sparsity=sparsity,
         conv=None if conv is None else conv.planar,
     )
@@ -617,18 +610,14 @@ if hasattr(torch.Tag, "cudagraph_unsafe"):
     OPTIONS["tags"] = (torch.Tag.cudagraph_unsafe,)
 
 
-def _flattened(geometry: Geometry | None) -> list[int]:
-    """The geometry as operators take it, in one list; empty for a linear layer."""
-    if geometry is None:
-        return []
+def _flattened(geometry: Geometry) -> list[int]:
+    """The geometry as operators take it, in one list; that of a linear layer is empty."""
     stride, padding, dilation, groups = geometry
     return [*stride, *padding, *dilation, groups]
 
 
-def _unflattened(numbers: Sequence[int]) -> Geometry | None:
+def _unflattened(numbers: Sequence[int]) -> Geometry:
     """Undo :func:`_flattened`."""
-    if not numbers:
-        return None
     *sizes, groups = numbers
     spatial = len(sizes) // 3
     stride, padding, dilation = (
@@ -678,9 +667,9 @@ def forward_gemm(
         weight,
         bias,
         x.dtype,
-        geometry=_unflattened(geometry),
+        geometry=_unflattened(geometry) if geometry else None,
         trains=trains,
-        in_operator=True,
+        out=out,
     )
     choice = choose(layer, "forward", operands, active_router)
     y = gemm(layer, "forward", operands, choice)
@@ -700,10 +689,9 @@ def _(
     tag: Tensor,
     router: int,
 ) -> Tensor:
-    known = _unflattened(geometry)
-    if known is None:
+    if not geometry:
         return x.new_empty(x.shape[0], out)
-    shape = (x.shape[0], out, *_convolution(x, weight, known).positions)
+    shape = (x.shape[0], out, *_convolution(x, weight, _unflattened(geometry)).positions)
     return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=_memory_format(x))
 
 
@@ -760,8 +748,8 @@ def backward_gemms(
         None,
         grad.dtype,
         noise,
-        geometry=_unflattened(geometry),
-        in_operator=True,
+        geometry=_unflattened(geometry) if geometry else None,
+        out=grad.shape[1],
         dy=grad if geometry else plain(grad),
         seed=_seed(layer, noise) if needs_weight else None,
     )
@@ -773,7 +761,10 @@ def backward_gemms(
         needs_weight=needs_weight,
     )
     # Whichever ran, the memory formats are those that register_fake promises to compiled graphs.
-    dx = grad.new_empty(0) if dx is None else dx.contiguous(memory_format=_memory_format(x))
+    if dx is None:
+        dx = grad.new_empty(0)
+    elif geometry:
+        dx = dx.contiguous(memory_format=_memory_format(x))
     return dx, grad.new_empty(0) if dweight is None else dweight.contiguous()
 
 
@@ -791,9 +782,8 @@ def _(
 ) -> tuple[Tensor, Tensor]:
     dx = dweight = grad.new_empty(0)
     if needs_input:
-        dx = torch.empty(
-            x.shape, dtype=grad.dtype, device=grad.device, memory_format=_memory_format(x)
-        )
+        memory_format = _memory_format(x) if geometry else torch.contiguous_format
+        dx = torch.empty(x.shape, dtype=grad.dtype, device=grad.device, memory_format=memory_format)
     if needs_weight:
         dweight = grad.new_empty(weight.shape if geometry else (grad.shape[1], x.shape[1]))
     return dx, dweight
@@ -883,7 +873,7 @@ class _Gemms(torch.autograd.Function):
                 tensors,
                 route.trains,
                 out,
-                _flattened(geometry),
+                [] if geometry is None else _flattened(geometry),
                 layer.handle_tensor,
                 route.router.handle,
             )
@@ -917,7 +907,7 @@ class _Gemms(torch.autograd.Function):
                 tensors,
                 needs_x,
                 needs_weight,
-                _flattened(geometry),
+                [] if geometry is None else _flattened(geometry),
                 layer.handle_tensor,
                 route.router.handle,
             )
@@ -1030,14 +1020,14 @@ def nm_linear(
     """
     if not isinstance(layer, NMLayer):
         return layer.linear(x, bias, rows)
-    x, bias, dtype = _autocast(x, dtype or weight.dtype, bias)
+    x, bias, dtype, without_autocast = _autocast(x, dtype or weight.dtype, bias)
     # A mismatch of dtypes is the dense product's to refuse.
     router = active() if routed and x.dtype == dtype else None
     reason = ""
     if rows is not None:
         reason = _OF_A_PART
         bias = None if bias is None else bias[rows[0] : rows[1]]
-    with _without_autocast(x.device.type):
+    with without_autocast:
         # Outside of the function, so that its output is no view: that may be changed in place.
         x_ti = x.reshape(-1, x.shape[-1])
         # Within the function gradients are always off, so it is told whether a backward pass will follow.
@@ -1081,8 +1071,8 @@ def nm_conv(
         tokens = x.movedim(1, -1)
         if is_pointwise and tokens.is_contiguous():
             return nm_linear(tokens, weight, bias, layer).movedim(-1, 1)
-    x, bias, dtype = _autocast(x, weight.dtype, bias)
-    with _without_autocast(x.device.type):
+    x, bias, dtype, without_autocast = _autocast(x, weight.dtype, bias)
+    with without_autocast:
         route = None
         if router is not None:
             reason = ""
@@ -1126,22 +1116,18 @@ def nm_embedding(
 
 def _autocast(
     x: Tensor, own: torch.dtype, bias: Tensor | None
-) -> tuple[Tensor, Tensor | None, torch.dtype]:
-    """Return input, bias and the dtype of the product, cast as autocast casts for a matmul.
+) -> tuple[Tensor, Tensor | None, torch.dtype, AbstractContextManager[Any]]:
+    """Return input, bias and the dtype of the GEMMs, cast as autocast casts for a matmul, and a context without it.
 
-    The weight is cast inside the operator, so that the parameter itself is saved for backward. `own` is its dtype
+    The weight is cast inside the function, so that the parameter itself is saved for backward. `own` is its dtype
     without autocast.
     """
     device = x.device.type
-    if torch.is_autocast_enabled(device) and x.is_floating_point() and x.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(device)
-        return x.to(dtype), None if bias is None else bias.to(dtype), dtype
-    return x, bias, own
-
-
-def _without_autocast(device: str) -> AbstractContextManager[Any]:
-    """Return a context in which autocast is off."""
     # Entering torch's own context takes as long as a small product: not where autocast is off anyway.
-    if torch.is_autocast_enabled(device):
-        return torch.autocast(device, enabled=False)
-    return nullcontext()
+    if not torch.is_autocast_enabled(device):
+        return x, bias, own, nullcontext()
+    if x.is_floating_point() and x.dtype != torch.float64:
+        own = torch.get_autocast_dtype(device)
+        x = x.to(own)
+        bias = None if bias is None else bias.to(own)
+    return x, bias, own, torch.autocast(device, enabled=False)
