@@ -36,8 +36,7 @@ from lightning_nm.functional.select import mask_
 from lightning_nm.kernels.evolution import passes_for
 from lightning_nm.kernels.operands import (
     TOKENS,
-    masked_backward,
-    masked_forward,
+    masked_operand,
     masked_reference,
     mvue_transposed,
     mvue_transposed_reference,
@@ -101,8 +100,10 @@ def both(*functions: Callable[[], object]) -> Callable[[], object]:
 def ways_of_a_weight(weight: Tensor, marks: Tensor, permutation: Tensor | None) -> list[Way]:
     half, read = 2 * weight.numel(), (weight.element_size() + 1) * weight.numel()
     dtype = torch.bfloat16
-    forward = partial(masked_forward, weight, marks, dtype)
-    backward = partial(masked_backward, weight, marks, dtype, permutation, own_backward=True)
+    forward = partial(masked_operand, weight, marks, dtype)
+    backward = partial(
+        masked_operand, weight, marks, dtype, BACKWARD_BIT, permutation, transposed=True
+    )
     forward_twin = partial(masked_reference, weight, marks, dtype, FORWARD_BIT, None, False)
     backward_twin = partial(masked_reference, weight, marks, dtype, BACKWARD_BIT, permutation, True)
     return [
