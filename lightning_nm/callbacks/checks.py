@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelPruning
+from lightning.pytorch.callbacks import (
+    GradientAccumulationScheduler,
+    ModelPruning,
+    WeightAveraging,
+)
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils._pytree import tree_leaves
@@ -17,7 +22,7 @@ from lightning_nm.estimators import GradientEstimator
 from lightning_nm.methods import Method
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.selection import Rule
-from lightning_nm.plugins import NMDDPStrategy
+from lightning_nm.plugins.ddp import NMDDPStrategy
 from lightning_nm.sparsifier import NMSparsifier
 from lightning_nm.training.phases import finished_phases, told_as_dense
 
@@ -45,6 +50,29 @@ def check_trainer(trainer: pl.Trainer) -> None:
         )
 
 
+def check_averaging_order(callback: pl.Callback, trainer: pl.Trainer) -> None:
+    """Raise a ``ValueError`` if a WeightAveraging callback follows this one: its weights could not be masked."""
+    # Lightning calls on_save_checkpoint in the callbacks' order: the average must be in the checkpoint already.
+    callbacks: list[pl.Callback] = getattr(trainer, "callbacks", [])
+    for other in callbacks[callbacks.index(callback) + 1 :]:
+        if isinstance(other, WeightAveraging):
+            raise ValueError(
+                f"{type(other).__name__} comes after NMSparsityCallback in the Trainer's callbacks, so its checkpoints "
+                "would hold dense weights: put it before NMSparsityCallback"
+            )
+
+
+def refuse_unreadable(path: str | Path | None, error: Exception) -> None:
+    """Say by a ``ValueError`` why a checkpoint cannot be read, where torch's own error does not name the file."""
+    # Only here: most fits read no checkpoint.
+    from lightning_nm.export.files import file_fault
+
+    # Distributed checkpoints are folders.
+    fault = file_fault(Path(path)) if path and Path(path).is_file() else ""
+    if fault:
+        raise ValueError(f"cannot read '{path}': {fault}") from error
+
+
 _LEFT_OUT = (
     "DistributedDataParallel does not average the gradients of {names}: they were frozen when it wrapped the model and "
     "are trained now, so that each process trains weights of its own. Freeze them later, in on_train_start, with the "
@@ -69,6 +97,8 @@ class ProcessConsistency:
         self.sparsifier = sparsifier
         self.comm_hook = strategy.comm_hook if isinstance(strategy, NMDDPStrategy) else None
         self.every = 1 if self.comm_hook is not None else every
+        self.statistics = ["grad_bytes_ratio"] if self.comm_hook is not None else []
+        """The names of what :meth:`after_batch` returns."""
         self._steps = 0  # of any optimizer, in this fit
         self._due = self.every > 0  # the first masks are compared, too
         self._layer_count = 0
@@ -161,6 +191,11 @@ class ProcessConsistency:
         if self.every and self._steps % self.every == 0:
             self._due = True
 
+    def after_batch(self) -> dict[str, float]:
+        """Return the statistics of the step that this batch ended, if it did; call it once in each batch."""
+        ratio = None if self.comm_hook is None else self.comm_hook.end_step()
+        return {} if ratio is None else {"grad_bytes_ratio": ratio}
+
     def at_end(self) -> None:
         """Compare once more at the end of training, before rank 0 saves the model."""
         if self.every:
@@ -240,11 +275,11 @@ def warn_at_start(sparsifier: NMSparsifier, *, continues: bool) -> None:
 
 def warn_of_resume(trainer: pl.Trainer, lifecycle: Lifecycle) -> None:
     """Warn of a checkpoint without masks, and of one from which the data do not go on where they were."""
-    path = trainer.ckpt_path
-    if lifecycle.is_new and lifecycle.steps_before:
+    if lifecycle.joined_at:
         rank_zero_warn(
-            f"'{path}' has no state of NMSparsityCallback: it is of a dense training, or of another callback. Masks "
-            f"begin now, after its {lifecycle.steps_before} steps; load the weights alone for a training of its own"
+            f"'{trainer.ckpt_path}' has no state of NMSparsityCallback: it is of a dense training, or of another "
+            f"callback. Masks begin now, after its {lifecycle.joined_at} steps; load the weights alone for a training "
+            "of its own"
         )
     if lifecycle.origin is Origin.CHECKPOINT and _data_begin_again(trainer):
         rank_zero_warn(

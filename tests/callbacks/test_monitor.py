@@ -193,12 +193,9 @@ def test_manual_optimization_logs_at_the_same_steps(tmp_path):
             ]
 
     nm = callback("sr-ste", monitor=MaskMonitor(histograms_every=4, images_every=4))
-    calls = []
-    nm.monitor._log = lambda *args, _real=nm.monitor._log: calls.append(1) or _real(*args)
     fit(tmp_path, nm, model=Manual())
     events = Events(tmp_path / "logs" / "version_0")
     assert events.steps("nm/density") == [1, 3, 5, 7, 9, 11]
-    assert len(calls) == 6
     assert events.steps("nm/margin") == [1, 5, 9]
 
 
