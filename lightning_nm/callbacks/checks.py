@@ -1,10 +1,10 @@
-"""Trainers that NMSparsityCallback cannot work in."""
+"""What is refused or warned of in a fit: the Trainer, the data, masks that differ between processes."""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import (
@@ -17,7 +17,6 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
-from lightning_nm.callbacks.state import Lifecycle, Origin
 from lightning_nm.estimators import GradientEstimator
 from lightning_nm.methods import Method
 from lightning_nm.nn.layer import NMLayer
@@ -25,6 +24,20 @@ from lightning_nm.nn.selection import Rule
 from lightning_nm.plugins.ddp import NMDDPStrategy
 from lightning_nm.sparsifier import NMSparsifier
 from lightning_nm.training.phases import finished_phases, told_as_dense
+
+CallbackT = TypeVar("CallbackT", bound=pl.Callback)
+
+
+def callbacks_of(trainer: pl.Trainer, kind: type[CallbackT]) -> list[CallbackT]:
+    """Return the Trainer's callbacks of a class.
+
+    Example:
+        >>> callbacks_of(pl.Trainer(logger=False, accelerator="cpu"), ModelPruning)
+        []
+    """
+    # The Trainer has the attribute, but no annotation of it.
+    callbacks = getattr(trainer, "callbacks", [])
+    return [callback for callback in callbacks if isinstance(callback, kind)]
 
 
 def check_trainer(trainer: pl.Trainer) -> None:
@@ -42,9 +55,7 @@ def check_trainer(trainer: pl.Trainer) -> None:
         package = type(trainer).__module__
         fault = f"NMSparsityCallback is made for lightning.pytorch, but this Trainer is {package}'s"
         raise TypeError(f"{fault}: import from `lightning.pytorch`, not from `pytorch_lightning`")
-    # By getattr, because the Trainer's annotations lack it.
-    callbacks: list[pl.Callback] = getattr(trainer, "callbacks", [])
-    if any(isinstance(callback, ModelPruning) for callback in callbacks):
+    if callbacks_of(trainer, ModelPruning):
         raise ValueError(
             "ModelPruning and NMSparsityCallback in one Trainer would mask the same weights twice: remove one"
         )
@@ -53,7 +64,7 @@ def check_trainer(trainer: pl.Trainer) -> None:
 def check_averaging_order(callback: pl.Callback, trainer: pl.Trainer) -> None:
     """Raise a ``ValueError`` if a WeightAveraging callback follows this one: its weights could not be masked."""
     # Lightning calls on_save_checkpoint in the callbacks' order: the average must be in the checkpoint already.
-    callbacks: list[pl.Callback] = getattr(trainer, "callbacks", [])
+    callbacks = callbacks_of(trainer, pl.Callback)
     for other in callbacks[callbacks.index(callback) + 1 :]:
         if isinstance(other, WeightAveraging):
             raise ValueError(
@@ -231,8 +242,7 @@ def planned_steps(trainer: pl.Trainer, pl_module: pl.LightningModule) -> int | N
         return None
     if getattr(trainer, "fast_dev_run", False):  # one step of a training of unknown length
         return 1 << 30
-    callbacks: list[pl.Callback] = getattr(trainer, "callbacks", [])
-    if any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks):
+    if callbacks_of(trainer, GradientAccumulationScheduler):
         # Lightning cannot estimate the number of steps where they have different numbers of batches. -1 is its sign for
         # no limit of epochs: then max_steps alone ends the training.
         planned: float = trainer.max_steps if trainer.max_epochs == -1 else math.inf
@@ -273,15 +283,15 @@ def warn_at_start(sparsifier: NMSparsifier, *, continues: bool) -> None:
         )
 
 
-def warn_of_resume(trainer: pl.Trainer, lifecycle: Lifecycle) -> None:
-    """Warn of a checkpoint without masks, and of one from which the data do not go on where they were."""
-    if lifecycle.joined_at:
+def warn_of_resume(trainer: pl.Trainer, *, joined_at: int, is_resumed: bool) -> None:
+    """Warn of a checkpoint of so many steps without masks, and of one from which the data do not continue."""
+    if joined_at:
         rank_zero_warn(
             f"'{trainer.ckpt_path}' has no state of NMSparsityCallback: it is of a dense training, or of another "
-            f"callback. Masks begin now, after its {lifecycle.joined_at} steps; load the weights alone for a training "
+            f"callback. Masks begin now, after its {joined_at} steps; load the weights alone for a training "
             "of its own"
         )
-    if lifecycle.origin is Origin.CHECKPOINT and _data_begin_again(trainer):
+    if is_resumed and _data_begin_again(trainer):
         rank_zero_warn(
             "the checkpoint was saved within an epoch, and this DataLoader cannot resume there: the run goes on with "
             "other batches than an uninterrupted one. Use a loader with state_dict(), such as StatefulDataLoader of "

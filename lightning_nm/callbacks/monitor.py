@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lightning_nm.callbacks.checks import callbacks_of
 from lightning_nm.callbacks.tables import (
     PREFIX,
     environment,
@@ -126,8 +127,7 @@ class MaskMonitor(pl.Callback):
             return monitor
         if not monitor:
             return None
-        callbacks: list[pl.Callback] = getattr(trainer, "callbacks", [])
-        monitors = [callback for callback in callbacks if isinstance(callback, MaskMonitor)]
+        monitors = callbacks_of(trainer, MaskMonitor)
         if len(monitors) > 1:
             raise ValueError(
                 f"there are {len(monitors)} MaskMonitors among the Trainer's callbacks: keep one of them"

@@ -313,7 +313,8 @@ class NMSparsityCallback(pl.Callback):
         self._lifecycle.batch_open = False
         # Not earlier: some strategies load the state only after on_fit_start, and with it more layers may be masked.
         warn_at_start(sparsifier, continues=not self._lifecycle.is_new)
-        warn_of_resume(trainer, self._lifecycle)
+        is_resumed = self._lifecycle.origin is Origin.CHECKPOINT
+        warn_of_resume(trainer, joined_at=self._lifecycle.joined_at, is_resumed=is_resumed)
         if self.show_tables:
             rank_zero_only(print_layers)(sparsifier)
 

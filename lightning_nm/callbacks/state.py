@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.callbacks import WeightAveraging
 from torch import Tensor, nn
 
+from lightning_nm.callbacks.checks import callbacks_of
 from lightning_nm.functional import unpack_mask
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.state import dropped, latent_weight
@@ -137,8 +138,7 @@ def restore_average(
     ``state`` is the sparsity callback's state in the checkpoint, with the ``averages`` of :func:`mask_average`.
     """
     averages: Mapping[str, dict[str, Any]] = state.get("averages", {})
-    callbacks: list[pl.Callback] = getattr(trainer, "callbacks", [])
-    averaging = [callback for callback in callbacks if isinstance(callback, WeightAveraging)]
+    averaging = callbacks_of(trainer, WeightAveraging)
     if not averages or not averaging or "current_model_state" not in checkpoint:
         return
     # A new dictionary, since others may hold the checkpoint's.

@@ -260,47 +260,20 @@ def _properties(key: GemmKey) -> list[str]:
 
 
 def kernel_columns(router: Router) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Return the head and the cells of a table with every time and reason; without times if none was measured."""
+    """Return the head and the cells of the table of kernels; without times if none was measured."""
     rows = kernel_rows(router)
     is_measured = any(row.dense_ms for row in rows)
-    times_head = ("dense ms", "sparse ms", "pack ms") if is_measured else ()
+    times_head = ("dense ms", "sparse ms", "gain") if is_measured else ()
     head = ("rows x depth x columns", "calls", *times_head, "kernel", "why")
     cells = []
     for row in rows:
         times = []
         if is_measured:
-            times = [_ms(row.dense_ms), _ms(row.sparse_ms), _ms(row.pack_ms)]
+            milliseconds = (row.dense_ms, row.sparse_and_pack_ms)
+            times = ["-" if each is None else f"{each:.3f}" for each in milliseconds]
+            times.append("-" if row.gain is None else f"{row.gain:.2f}x")
         cells.append((row.product, str(row.calls), *times, row.kernel, row.why))
     return head, cells
-
-
-def _ms(milliseconds: float | None) -> str:
-    return "-" if milliseconds is None else f"{milliseconds:.3f}"
-
-
-def _kernel_table(rows: list[KernelRow], notes: dict[str, int]) -> Table:
-    """The table of a terminal: it fits into 80 columns, so ``why`` is the number of a note."""
-    # Only sizes and names of kernels may take several lines: a broken number would be misread.
-    table = plain_table("N:M kernels")
-    table.add_column("rows x depth x columns", overflow="fold")
-    table.add_column("calls", justify="right", no_wrap=True)
-    is_measured = any(row.dense_ms for row in rows)
-    if is_measured:
-        for column in ("dense ms", "sparse ms", "gain"):
-            table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("kernel", overflow="fold")
-    table.add_column("why", justify="right", no_wrap=True)
-    for row in rows:
-        times = []
-        if is_measured:
-            gain = "-" if row.gain is None else f"{row.gain:.2f}x"
-            times = [_ms(row.dense_ms), _ms(row.sparse_and_pack_ms), gain]
-        note = notes.get(row.why, "")
-        table.add_row(row.product, str(row.calls), *times, row.kernel, str(note))
-    if is_measured:
-        table.caption = "times of a call, packing included; gain: dense / sparse"
-        table.caption_justify = "left"
-    return table
 
 
 def print_kernels(router: Router, console: Console | None = None) -> None:
@@ -312,11 +285,25 @@ def print_kernels(router: Router, console: Console | None = None) -> None:
             f"[yellow]warning:[/] every product was dense, no sparse kernel works here: {reason}"
         )
         return
-    rows = kernel_rows(router)
-    # Why a product is sparse is in its gain, so only dense ones get a note; every reason is in TensorBoard.
-    reasons = dict.fromkeys(row.why for row in rows if row.kernel == router.registry.reference.name)
-    notes = {reason: number for number, reason in enumerate(reasons, 1)}
-    console.print(_kernel_table(rows, notes))
+    head, rows = kernel_columns(router)
+    # The table fits into 80 columns, so a reason is the number of a note. Why a product is sparse is in its gain, so
+    # only dense ones get a note; every reason is in TensorBoard.
+    dense = router.registry.reference.name
+    reasons = dict.fromkeys(why for *_, kernel, why in rows if kernel == dense)
+    notes = {reason: str(number) for number, reason in enumerate(reasons, 1)}
+    table = plain_table("N:M kernels")
+    for column in head:
+        # Only sizes and names of kernels may take several lines: a broken number would be misread.
+        if column in ("rows x depth x columns", "kernel"):
+            table.add_column(column, overflow="fold")
+        else:
+            table.add_column(column, justify="right", no_wrap=True)
+    for *cells, why in rows:
+        table.add_row(*cells, notes.get(why, ""))
+    if "gain" in head:
+        table.caption = "times of a call, packing included; gain: dense / sparse"
+        table.caption_justify = "left"
+    console.print(table)
     for reason, number in notes.items():
         console.print(f"{number}: {reason}", markup=False, highlight=False)
     share, basis = router.sparse_share()

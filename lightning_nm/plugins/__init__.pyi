@@ -1,5 +1,5 @@
 from .ddp import NMDDPStrategy as NMDDPStrategy
-from .trainer import NMFSDPPrecision as NMFSDPPrecision
-from .trainer import NMHalfPrecision as NMHalfPrecision
-from .trainer import NMMixedPrecision as NMMixedPrecision
-from .trainer import NMPrecision as NMPrecision
+from .precision import NMFSDPPrecision as NMFSDPPrecision
+from .precision import NMHalfPrecision as NMHalfPrecision
+from .precision import NMMixedPrecision as NMMixedPrecision
+from .precision import NMPrecision as NMPrecision
