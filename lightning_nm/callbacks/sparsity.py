@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any
 
@@ -278,12 +278,13 @@ class NMSparsityCallback(pl.Callback):
         try:
             return sparsifier.attach(self._lifecycle.state, trainer.optimizers)
         except UnknownLength as error:
+            advice = ". Under manual optimization the Trainer knows none"
             if pl_module.automatic_optimization:
-                why = "the training is endless, its data have no length, or gradient accumulation changes"
-                raise ValueError(f"{error}, or give the Trainer max_steps: {why}") from error
-            raise ValueError(
-                f"{error}. Under manual optimization the Trainer knows none"
-            ) from error
+                advice = (
+                    ", or give the Trainer max_steps: the training is endless, its data have no length, or gradient "
+                    "accumulation changes"
+                )
+            raise ValueError(f"{error}{advice}") from error
 
     def _is_left_out(self, trainer: pl.Trainer) -> bool:
         """Whether the Trainer trains without this callback now, as lr_find and the batch-size finder do in mid-fit."""
@@ -493,8 +494,7 @@ class NMSparsityCallback(pl.Callback):
         # Lightning calls no teardown after an exception. The error may be of this process alone, so nothing here may
         # wait for the others.
         layers = [] if self.sparsifier is None else self.sparsifier.selection.layers
-        any_sharded = any(layer.view.is_sharded for layer in layers)
-        if any_sharded and self._has_trained(layers):
+        if any(layer.view.is_sharded for layer in layers) and self._has_trained():
             self._lifecycle.interrupted = True
         else:
             self._finish()
@@ -502,39 +502,31 @@ class NMSparsityCallback(pl.Callback):
         if not self._read_checkpoint and isinstance(exception, Exception):
             refuse_unreadable(trainer.ckpt_path, exception)
 
-    def _has_trained(self, layers: Sequence[NMLayer]) -> bool:
+    def _has_trained(self) -> bool:
         """Whether there is a training to continue: a resumed one, or at least one optimizer step."""
-        # The clock also counts steps in which all masked layers were frozen.
-        has_stepped = self._installed().clock > 0 or any(layer.step for layer in layers)
-        return not self._lifecycle.is_new or has_stepped
+        return not self._lifecycle.is_new or self._installed().clock > 0
 
     def _finish(self) -> None:
         """End the fit: remove the masks, and keep the state for a next fit. Does nothing outside fit."""
         sparsifier = self.sparsifier
         if sparsifier is None:
             return
-        if not self._has_trained(sparsifier.selection.layers):
-            self._stop_helpers(sparsifier)
-            self._lifecycle.end(None)
-            sparsifier.detach()  # the model keeps its dense weights
-            return
-        # Before the helpers stop, since it holds the monitor's history, and before the pruned entries are lost.
-        state = self.state_dict()
-        self._stop_helpers(sparsifier)
-        self._lifecycle.end(state)
-        sparsifier.bake()
-        sparsifier.detach(keep_parameters=True)  # trainer.save_checkpoint() may follow
-        self._finished_layers = sparsifier.layers  # averages may be saved after fit, too
-
-    def _stop_helpers(self, sparsifier: NMSparsifier) -> None:
-        """Leave the fit: from here on :meth:`state_dict` returns the state that the lifecycle keeps."""
+        # Before the pruned entries are lost, and the history of what is watched.
+        state = self.state_dict() if self._has_trained() else None
         self.sparsifier = None
+        self._lifecycle.end(state)
         if self._watch is not None:
             self._watch.stop()
             self._watch = None
         if self._consistency is not None:
             self._consistency.close()
             self._consistency = None
+        if state is None:
+            sparsifier.detach()  # the model keeps its dense weights
+            return
+        sparsifier.bake()
+        sparsifier.detach(keep_parameters=True)  # trainer.save_checkpoint() may follow
+        self._finished_layers = sparsifier.layers  # averages may be saved after fit, too
 
     def _installed(self) -> NMSparsifier:
         """The sparsifier of the current fit."""

@@ -182,7 +182,7 @@ class _TrainerRouting(KernelRouting):
         self._models.clear()  # that of an earlier fit
         self._models.add(module)
         self._checked = False
-        self._had_callbacks = bool(_callbacks(trainer))
+        self._had_callbacks = bool(trainer.callbacks)  # type: ignore[attr-defined]
 
         # A weight stays the same during the micro-batches of a step, so each uses the same pack.
         pack_uses = trainer.accumulate_grad_batches if self.keeps_packs else 1
@@ -195,7 +195,7 @@ class _TrainerRouting(KernelRouting):
         """Refuse to train without a masked layer, except in Lightning's searches."""
         for model in () if self._checked else self._models:
             assert isinstance(model, pl.LightningModule)
-            callbacks = _callbacks(model.trainer)
+            callbacks: list[pl.Callback] = getattr(model.trainer, "callbacks", [])
             # In a search for a learning rate or a batch size Lightning removes the Trainer's callbacks, and with them
             # the one that masks; for a learning rate it adds one of its own, a private class. A Trainer that never had
             # any callbacks is not searching.
@@ -235,10 +235,6 @@ class _TrainerRouting(KernelRouting):
         """Name of the Lightning plugin that this one extends: the nearest of its base classes."""
         bases = type(self).__mro__
         return next(base.__qualname__ for base in bases if base.__module__.startswith("lightning."))
-
-
-def _callbacks(trainer: pl.Trainer) -> list[pl.Callback]:
-    return getattr(trainer, "callbacks", [])  # missing in the Trainer's annotations
 
 
 # In each class below the arguments' mixin comes first: it passes them by name to the router's mixin, which keeps its
