@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
@@ -174,37 +175,39 @@ class MaskMonitor(pl.Callback):
                     raise ValueError(
                         f"MaskMonitor: there is no statistic '{requested}' in this training, only {names}"
                     )
-        watch = Watch(self, trainer, sparsifier, names, name, history)
+        suffix = f"/{name}" if name else ""
+        columns = LayerHistory.from_state(history) if history else LayerHistory()
+        watch = Watch(self, trainer, sparsifier, names, suffix, columns)
         self._watched.append(watch)
         return watch
 
 
+@dataclass(eq=False)
 class Watch:
     """Logs one sparsifier in one fit with the settings of a :class:`MaskMonitor`.
+
+    Attributes:
+        names: The statistics that there are.
+        suffix: The end of tags that several callbacks of a Trainer share.
+        history: The columns of the heat maps.
+        latest: The last step of this fit.
+        drawn_at: The step of the last heat maps.
+        first_ratio: The first FLOPs ratio that was logged.
+        ratio_step: The last log with this one; ``None`` once there was another ratio.
 
     Steps are numbered from 0, as Lightning's loggers do.
     """
 
-    def __init__(
-        self,
-        monitor: MaskMonitor,
-        trainer: pl.Trainer,
-        sparsifier: NMSparsifier,
-        names: list[str],
-        callback: str | None,
-        history: Mapping[str, Any] | None,
-    ) -> None:
-        self.monitor = monitor
-        self.trainer = trainer
-        self.sparsifier = sparsifier
-        self.history = LayerHistory.from_state(history) if history else LayerHistory()
-        """The columns of the heat maps."""
-        self._names = names
-        self._suffix = f"/{callback}" if callback else ""  # of tags that several callbacks share
-        self._latest: int | None = None  # the last step of this fit
-        self._drawn_at: int | None = None  # the step of the last heat maps
-        self._first_ratio: float | None = None  # the first FLOPs ratio that was logged
-        self._ratio_step: int | None = None  # its last log; None once there was another ratio
+    monitor: MaskMonitor
+    trainer: pl.Trainer
+    sparsifier: NMSparsifier
+    names: list[str]
+    suffix: str
+    history: LayerHistory
+    latest: int | None = None
+    drawn_at: int | None = None
+    first_ratio: float | None = None
+    ratio_step: int | None = None
 
     def after_batch(self, stepped: bool, also: Mapping[str, float]) -> None:
         """Log if the Trainer logs now. All processes call it at the end of each batch, after the masks were updated.
@@ -219,9 +222,9 @@ class Watch:
         step = count - 1
         if stepped:
             # Not when fit starts: the kernels are known after the first step.
-            if self._latest is None:
+            if self.latest is None:
                 self._introduce(step)
-            self._latest = step
+            self.latest = step
 
         # The rule of Lightning's logger connector: pl_module.log() would drop values at other steps.
         # The Trainer has the attribute, but no annotation of it.
@@ -238,20 +241,20 @@ class Watch:
         self._record(step)
         if _passed(count, every, monitor.histograms_every):
             self._draw_margins(step)
-        drawn = self._drawn_at
+        drawn = self.drawn_at
         is_longer = drawn is None or step + 1 >= MAPS_GROWTH * (drawn + 1)
         if is_longer and _passed(count, every, monitor.images_every):
             self._draw_maps(step)
 
     def finish(self) -> None:
         """Write what is known at the end of a fit. All processes call it, before the masks are removed."""
-        step = self._latest
+        step = self.latest
         if step is None or not TensorBoardWriter.has_logger(self.trainer):
             return
         # The last step has a column and maps even if the Trainer did not log it.
         if step not in self.history.steps:
             self._record(step)
-        if self.monitor.images_every and self._drawn_at != step:
+        if self.monitor.images_every and self.drawn_at != step:
             self._draw_maps(step)
         if self.monitor.layer_table:
             self._summarize(step)
@@ -277,7 +280,7 @@ class Watch:
                 writer.add_text("nm/environment", parts, step)
             if self.monitor.custom_scalars:
                 # The chart of costs would be empty in most runs.
-                names = [name for name in self._names if self._wanted(name) and name != COSTS]
+                names = [name for name in self.names if self._wanted(name) and name != COSTS]
                 writer.add_custom_scalars(custom_scalars_layout(names, self.monitor.log_layers))
 
         self._write(draw)
@@ -294,7 +297,7 @@ class Watch:
 
         def draw(writer: Any) -> None:
             summary = markdown_table(("statistic", "value", "meaning"), rows)
-            writer.add_text(f"nm/summary{self._suffix}", summary, step)
+            writer.add_text(f"nm/summary{self.suffix}", summary, step)
             if router is not None and router.used():
                 kernels = markdown_table(*kernel_columns(router))
                 writer.add_text("nm/kernels", kernels, step)
@@ -346,19 +349,19 @@ class Watch:
         tag = f"nm/{COSTS}"
         points = {step: ratio}
         loggers = self.trainer.loggers
-        if self._first_ratio is None:
-            self._first_ratio = ratio
-            self._ratio_step = step
+        if self.first_ratio is None:
+            self.first_ratio = ratio
+            self.ratio_step = step
             text = f"{ratio:.4g} of the multiply-adds of a dense training step; a curve follows if this changes"
             self._write(lambda writer: writer.add_text(tag, text, step))
             loggers = [logger for logger in loggers if not isinstance(logger, TensorBoardLogger)]
-        elif self._ratio_step is not None:
-            if ratio == self._first_ratio:
-                self._ratio_step = step
+        elif self.ratio_step is not None:
+            if ratio == self.first_ratio:
+                self.ratio_step = step
                 return
             # The curve begins with the last value before the change.
-            points = {self._ratio_step: self._first_ratio, step: ratio}
-            self._ratio_step = None
+            points = {self.ratio_step: self.first_ratio, step: ratio}
+            self.ratio_step = None
         for at, value in points.items():
             for logger in loggers:
                 logger.log_metrics({tag: value}, at)
@@ -393,7 +396,7 @@ class Watch:
         history = self.history
         if not self.monitor.heat_maps or not history.steps:
             return
-        self._drawn_at = step
+        self.drawn_at = step
 
         def draw(writer: Any) -> None:
             for index, name in enumerate(MAPS):
@@ -403,7 +406,7 @@ class Watch:
                 values = history.values[:, index]  # [columns, layers]
                 figure = heat_map(title, history.layers, history.steps, values, root=root)
                 # pyplot does not know the figure, so there is nothing to close.
-                writer.add_figure(f"nm/{name}_map{self._suffix}", figure, step, close=False)
+                writer.add_figure(f"nm/{name}_map{self.suffix}", figure, step, close=False)
 
         if can_draw():
             self._write(draw)
