@@ -383,11 +383,7 @@ def layer_table(sparsifier: NMSparsifier, width: int = 80) -> Table:
     title = "N:M layers"
     if other_width() + max(map(len, columns["layer"])) > width:
         for head in ("pattern", "method"):
-            masked = {
-                cell
-                for cell, is_dense in zip(columns[head], are_dense, strict=True)
-                if not is_dense
-            }
+            masked = {cell for cell in columns[head] if cell != "-"}
             if len(masked) == 1:
                 title += f", {head} {masked.pop()}"
                 del columns[head]
@@ -414,7 +410,14 @@ def layer_reasons(sparsifier: NMSparsifier) -> dict[str, int]:
 
 def layer_rows(sparsifier: NMSparsifier) -> Iterator[tuple[str, ...]]:
     """Yield every weight in the order of the model: layer, shape, pattern, method, forward, dgrad, wgrad, reason."""
-    rows = {name: _row(sparsifier, layer) for name, layer in sparsifier.layers.items()}
+    rows: dict[str, tuple[str, ...]] = {}
+    for name, layer in sparsifier.layers.items():
+        gemms = layer.gemms()._asdict()
+        labels = [gemm.label for gemm in gemms.values()]
+        reasons = [f"{kind}: {gemm.reason}" for kind, gemm in gemms.items() if gemm.reason]
+        method = layer.spec.method.short_name or type(layer.spec.method).__name__
+        cells = (_shape(layer.view.shape), str(layer.spec.pattern), method, *labels)
+        rows[name] = (*cells, "; ".join(reasons))
     shapes = {}
     for name, parameter in sparsifier.model.named_parameters(remove_duplicate=False):
         shapes[plain_name(name)] = known_shape(parameter)
@@ -448,19 +451,6 @@ def layers_markdown(sparsifier: NMSparsifier, router: Router | None) -> str:
         # GEMMs that no router has seen ran as torch computes them.
         rows.append((name, *cells, ", ".join(texts) or "dense product"))
     return markdown_table((*_LAYER_COLUMNS, "kernel"), rows)
-
-
-def _row(sparsifier: NMSparsifier, layer: NMLayer) -> tuple[str, ...]:
-    """The cells of a masked layer, after its name."""
-    operands = []
-    reasons = []
-    for kind, gemm in layer.gemms()._asdict().items():
-        operands.append(gemm.label)
-        if gemm.reason:
-            reasons.append(f"{kind}: {gemm.reason}")
-    method = layer.spec.method.short_name or type(layer.spec.method).__name__
-    pattern = str(layer.spec.pattern)
-    return _shape(layer.view.shape), pattern, method, *operands, "; ".join(reasons)
 
 
 def broken_name(name: str, width: int) -> str:
