@@ -254,9 +254,9 @@ class Watching(MaskMonitor):
         watch = super().watch(trainer, *args)
         after_batch = watch.after_batch
 
-        def timed(*args: Any) -> None:
+        def timed(stepped: bool, also: Mapping[str, float]) -> None:
             start, step = time.perf_counter(), trainer.global_step
-            after_batch(*args)
+            after_batch(stepped, also)
             kind = "quiet" if step % self.every else "draw" if step // self.every % 2 else "log"
             self.seconds[kind].append(time.perf_counter() - start)
 
