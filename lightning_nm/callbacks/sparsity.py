@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
@@ -120,12 +120,11 @@ class NMSparsityCallback(pl.Callback):
         """The sparsifier of the current fit; ``None`` outside fit."""
         self._lifecycle = Lifecycle()
         # Of the current fit:
-        self._trainer: Callable[[], pl.Trainer | None] = lambda: None
+        self._trainer: weakref.ref[pl.Trainer] | None = None
         self._watch: Watch | None = None  # what the monitor logs
         self._consistency: ProcessConsistency | None = None  # None if a single process trains
-        self._tuned_kinds: set[Hashable] = (
-            set()
-        )  # of accumulation windows, see on_train_batch_start()
+        # Of accumulation windows, see on_train_batch_start().
+        self._tuned_kinds: set[Hashable] = set()
         self._last_step: int | None = None  # of the Trainer's plan, where that matters
         self._stepped_late = False  # whether a step after the last batch's end was ended
         self._said_left_out = False
@@ -205,7 +204,8 @@ class NMSparsityCallback(pl.Callback):
         # This is the first hook in which optimizers exist, which tell the trained weights from frozen ones. The
         # sanity validation, which follows, sees the sparse model already.
         if self.sparsifier is not None:
-            is_same_fit = self.sparsifier.model is pl_module and self._trainer() is trainer
+            is_same_trainer = self._trainer is not None and self._trainer() is trainer
+            is_same_fit = is_same_trainer and self.sparsifier.model is pl_module
             if is_same_fit and not self._lifecycle.interrupted:
                 return  # its masks are there
             # An exception kept the last fit from ending. In a search Lightning does not even tell of it.
