@@ -634,24 +634,27 @@ def print_summary(
     total = len(sparsifier.layers)
     able = [layer for layer in sparsifier.layers.values() if not layer.spec.forward_reason]
     # Of methods that have masks at other times, but not now.
-    dense = [layer for layer in able if layer.forward_mask is None]
-    dense = [layer for layer in dense if isinstance(layer.spec.method, MaskMethod)]
+    dense = [
+        layer
+        for layer in able
+        if layer.forward_mask is None and isinstance(layer.spec.method, MaskMethod)
+    ]
     if dense:
         console.print(
             f"[yellow]warning:[/] the trained model is dense in {len(dense)} of {total} layers: their masks have not "
             "started yet, or have ended (dense_end)"
         )
     # Of methods whose mask is still denser than the pattern.
-    unfinished = {
-        layer.name: type(layer.spec.method).__name__
+    unfinished = [
+        type(layer.spec.method).__name__
         for layer in able
         if layer.masks.has_forward
         and layer.spec.method.current_pattern(layer) != layer.spec.pattern
-    }
+    ]
     if unfinished:
         console.print(
             f"[yellow]warning:[/] the trained model is not N:M in {len(unfinished)} of {total} layers: the masks of "
-            f"{', '.join(sorted({*unfinished.values()}))} had not reached their pattern when the training ended"
+            f"{', '.join(sorted(set(unfinished)))} had not reached their pattern when the training ended"
         )
     # Not every checkpoint callback has these attributes, and ModelCheckpoint's are empty until it has saved.
     checkpoint = trainer.checkpoint_callback
