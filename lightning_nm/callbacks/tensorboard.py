@@ -292,6 +292,7 @@ def margin_histogram(layer: NMLayer) -> Tensor:
 
     Example:
         >>> from torch import nn
+        >>> from lightning_nm import NMSparsifier
         >>> sparsifier = NMSparsifier(nn.Linear(8, 8), "2:4", "sr-ste", skip_first_last=False).attach()
         >>> (layer,) = sparsifier.layers.values()
         >>> margin_histogram(layer)[4:].sum()
