@@ -29,6 +29,7 @@ import logging
 import statistics
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -54,6 +55,7 @@ from lightning_nm import (
     RigL,
     TopN,
 )
+from lightning_nm.callbacks.monitor import Watch
 from lightning_nm.demo import ResidualCNN
 from lightning_nm.kernels.cpu.library import cpu_name
 from lightning_nm.nn.layer import NMLayer
@@ -248,12 +250,19 @@ class Watching(MaskMonitor):
         self.every = every
         self.seconds: dict[str, list[float]] = {"quiet": [], "log": [], "draw": []}
 
-    def watch(self, trainer: pl.Trainer, *args: Any) -> None:
+    def watch(self, trainer: pl.Trainer, *args: Any) -> Watch:
         """As MaskMonitor."""
-        start, step = time.perf_counter(), trainer.global_step
-        super().watch(trainer, *args)
-        kind = "quiet" if step % self.every else "draw" if step // self.every % 2 else "log"
-        self.seconds[kind].append(time.perf_counter() - start)
+        watch = super().watch(trainer, *args)
+        after_batch = watch.after_batch
+
+        def timed(stepped: bool, also: Mapping[str, float]) -> None:
+            start, step = time.perf_counter(), trainer.global_step
+            after_batch(stepped, also)
+            kind = "quiet" if step % self.every else "draw" if step // self.every % 2 else "log"
+            self.seconds[kind].append(time.perf_counter() - start)
+
+        watch.after_batch = timed  # type: ignore[method-assign]
+        return watch
 
 
 class TimedLogger(TensorBoardLogger):

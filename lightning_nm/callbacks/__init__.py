@@ -1,8 +1,5 @@
 """Lightning callbacks."""
 
-from lightning_nm.callbacks.monitor import MaskMonitor
-from lightning_nm.callbacks.quantization import QuantizationAwareTraining
-from lightning_nm.callbacks.rng_state import RNGState
-from lightning_nm.callbacks.sparsity import NMSparsityCallback
+import lazy_loader
 
-__all__ = ["MaskMonitor", "NMSparsityCallback", "QuantizationAwareTraining", "RNGState"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,28 +1,46 @@
-"""Trainers that NMSparsityCallback cannot work in."""
+"""What is refused or warned of in a fit: the Trainer, the data, masks that differ between processes."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelPruning
+from lightning.pytorch.callbacks import (
+    GradientAccumulationScheduler,
+    ModelPruning,
+    WeightAveraging,
+)
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
-from lightning_nm.callbacks.state import Lifecycle, Origin
 from lightning_nm.estimators import GradientEstimator
 from lightning_nm.methods import Method
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.selection import Rule
-from lightning_nm.plugins import NMDDPStrategy
+from lightning_nm.plugins.ddp import NMDDPStrategy
 from lightning_nm.sparsifier import NMSparsifier
 from lightning_nm.training.optimizers import is_frozen
 from lightning_nm.training.phases import finished_phases, told_as_dense
 from lightning_nm.training.ranks import compare_ranks, reduce_gradients
 from lightning_nm.training.statistics import layers_short_of_tokens
+
+CallbackT = TypeVar("CallbackT", bound=pl.Callback)
+
+
+def callbacks_of(trainer: pl.Trainer, kind: type[CallbackT]) -> list[CallbackT]:
+    """Return the Trainer's callbacks of a class.
+
+    Example:
+        >>> callbacks_of(pl.Trainer(logger=False, accelerator="cpu"), ModelPruning)
+        []
+    """
+    # The Trainer has the attribute, but no annotation of it.
+    callbacks = getattr(trainer, "callbacks", [])
+    return [callback for callback in callbacks if isinstance(callback, kind)]
 
 
 def check_trainer(trainer: pl.Trainer) -> None:
@@ -40,12 +58,33 @@ def check_trainer(trainer: pl.Trainer) -> None:
         package = type(trainer).__module__
         fault = f"NMSparsityCallback is made for lightning.pytorch, but this Trainer is {package}'s"
         raise TypeError(f"{fault}: import from `lightning.pytorch`, not from `pytorch_lightning`")
-    # By getattr, because the Trainer's annotations lack it.
-    callbacks: list[pl.Callback] = getattr(trainer, "callbacks", [])
-    if any(isinstance(callback, ModelPruning) for callback in callbacks):
+    if callbacks_of(trainer, ModelPruning):
         raise ValueError(
             "ModelPruning and NMSparsityCallback in one Trainer would mask the same weights twice: remove one"
         )
+
+
+def check_averaging_order(callback: pl.Callback, trainer: pl.Trainer) -> None:
+    """Raise a ``ValueError`` if a WeightAveraging callback follows this one: its weights could not be masked."""
+    # Lightning calls on_save_checkpoint in the callbacks' order: the average must be in the checkpoint already.
+    callbacks = callbacks_of(trainer, pl.Callback)
+    for other in callbacks[callbacks.index(callback) + 1 :]:
+        if isinstance(other, WeightAveraging):
+            raise ValueError(
+                f"{type(other).__name__} comes after NMSparsityCallback in the Trainer's callbacks, so its checkpoints "
+                "would hold dense weights: put it before NMSparsityCallback"
+            )
+
+
+def refuse_unreadable(path: str | Path | None, error: Exception) -> None:
+    """Say by a ``ValueError`` why a checkpoint cannot be read, where torch's own error does not name the file."""
+    # Only here: most fits read no checkpoint.
+    from lightning_nm.export.files import file_fault
+
+    # Distributed checkpoints are folders.
+    fault = file_fault(Path(path)) if path and Path(path).is_file() else ""
+    if fault:
+        raise ValueError(f"cannot read '{path}': {fault}") from error
 
 
 _LEFT_OUT = (
@@ -72,6 +111,8 @@ class ProcessConsistency:
         self.sparsifier = sparsifier
         self.comm_hook = strategy.comm_hook if isinstance(strategy, NMDDPStrategy) else None
         self.every = 1 if self.comm_hook is not None else every
+        self.statistics = ["grad_bytes_ratio"] if self.comm_hook is not None else []
+        """The names of what :meth:`after_batch` returns."""
         self._steps = 0  # of any optimizer, in this fit
         self._due = self.every > 0  # the first masks are compared, too
         self._layer_count = 0
@@ -164,6 +205,11 @@ class ProcessConsistency:
         if self.every and self._steps % self.every == 0:
             self._due = True
 
+    def after_batch(self) -> dict[str, float]:
+        """Return the statistics of the step that this batch ended, if it did; call it once in each batch."""
+        ratio = None if self.comm_hook is None else self.comm_hook.end_step()
+        return {} if ratio is None else {"grad_bytes_ratio": ratio}
+
     def at_end(self) -> None:
         """Compare once more at the end of training, before rank 0 saves the model."""
         if self.every:
@@ -199,8 +245,7 @@ def planned_steps(trainer: pl.Trainer, pl_module: pl.LightningModule) -> int | N
         return None
     if getattr(trainer, "fast_dev_run", False):  # one step of a training of unknown length
         return 1 << 30
-    callbacks: list[pl.Callback] = getattr(trainer, "callbacks", [])
-    if any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks):
+    if callbacks_of(trainer, GradientAccumulationScheduler):
         # Lightning cannot estimate the number of steps where they have different numbers of batches. -1 is its sign for
         # no limit of epochs: then max_steps alone ends the training.
         planned: float = trainer.max_steps if trainer.max_epochs == -1 else math.inf
@@ -243,15 +288,15 @@ def warn_at_start(sparsifier: NMSparsifier, *, continues: bool) -> None:
         )
 
 
-def warn_of_resume(trainer: pl.Trainer, lifecycle: Lifecycle) -> None:
-    """Warn of a checkpoint without masks, and of one from which the data do not go on where they were."""
-    path = trainer.ckpt_path
-    if lifecycle.is_new and lifecycle.steps_before:
+def warn_of_resume(trainer: pl.Trainer, *, joined_at: int, is_resumed: bool) -> None:
+    """Warn of a checkpoint of so many steps without masks, and of one from which the data do not continue."""
+    if joined_at:
         rank_zero_warn(
-            f"'{path}' has no state of NMSparsityCallback: it is of a dense training, or of another callback. Masks "
-            f"begin now, after its {lifecycle.steps_before} steps; load the weights alone for a training of its own"
+            f"'{trainer.ckpt_path}' has no state of NMSparsityCallback: it is of a dense training, or of another "
+            f"callback. Masks begin now, after its {joined_at} steps; load the weights alone for a training "
+            "of its own"
         )
-    if lifecycle.origin is Origin.CHECKPOINT and _data_begin_again(trainer):
+    if is_resumed and _data_begin_again(trainer):
         rank_zero_warn(
             "the checkpoint was saved within an epoch, and this DataLoader cannot resume there: the run goes on with "
             "other batches than an uninterrupted one. Use a loader with state_dict(), such as StatefulDataLoader of "

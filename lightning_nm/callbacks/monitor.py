@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lightning_nm.callbacks.checks import callbacks_of
 from lightning_nm.callbacks.tables import (
     PREFIX,
     environment,
     kernel_columns,
+    layers_markdown,
+    markdown_table,
     router_of,
     summary_rows,
 )
@@ -26,9 +29,7 @@ from lightning_nm.callbacks.tensorboard import (
     draw_histogram,
     heat_map,
     layer_column,
-    layers_markdown,
     margin_histogram,
-    markdown_table,
 )
 from lightning_nm.sparsifier import NMSparsifier
 
@@ -42,33 +43,6 @@ MAPS_GROWTH = 1.25
 
 Drawing them all takes a time that grows with the logarithm of the run's length.
 """
-
-
-@dataclass
-class _Watched:
-    """The state of logging for one sparsifier in one fit.
-
-    Attributes:
-        names: The statistics that are logged.
-        suffix: The end of the tags that several callbacks would share.
-        introduced: Whether the table of layers was written.
-        first_ratio: The first FLOPs ratio that was logged.
-        ratio_step: The last log with this one; ``None`` once there was another ratio.
-        history: The columns of the heat maps.
-        latest: The last step of this fit.
-        drawn_step: The step of the last heat maps.
-
-    Steps are numbered from 0, as Lightning's loggers do.
-    """
-
-    names: list[str]
-    suffix: str = ""
-    introduced: bool = False
-    first_ratio: float | None = None
-    ratio_step: int | None = 0
-    history: LayerHistory = field(default_factory=LayerHistory)
-    latest: int | None = None
-    drawn_step: int | None = None
 
 
 class MaskMonitor(pl.Callback):
@@ -135,8 +109,8 @@ class MaskMonitor(pl.Callback):
         self.layer_table = layer_table
         self.heat_maps = heat_maps
         self.progress_bar = progress_bar
+        self._watched: list[Watch] = []  # of the current fit, one for each callback
         self._tensorboard = TensorBoardWriter()
-        self._watched: dict[NMSparsifier, _Watched] = {}
         self._missed_maps = False  # whether the warning was given that matplotlib is missing
 
     @classmethod
@@ -154,8 +128,7 @@ class MaskMonitor(pl.Callback):
             return monitor
         if not monitor:
             return None
-        callbacks: list[pl.Callback] = getattr(trainer, "callbacks", [])
-        monitors = [callback for callback in callbacks if isinstance(callback, MaskMonitor)]
+        monitors = callbacks_of(trainer, MaskMonitor)
         if len(monitors) > 1:
             raise ValueError(
                 f"there are {len(monitors)} MaskMonitors among the Trainer's callbacks: keep one of them"
@@ -168,22 +141,27 @@ class MaskMonitor(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Raise an error if no callback uses this monitor."""
-        # All callbacks have called start() in on_fit_start by now, whatever their order.
+        # All callbacks have called watch() in on_fit_start by now, whatever their order.
         if not self._watched:
             advice = "add an NMSparsityCallback without a `monitor` of its own"
             raise ValueError(f"MaskMonitor: there are no masks for it to watch: {advice}")
 
-    def start(
+    def watch(
         self,
+        trainer: pl.Trainer,
         sparsifier: NMSparsifier,
         also: Sequence[str] = (),
         name: str | None = None,
         history: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Start a fit. The callback calls this, :meth:`watch`, :meth:`finish`, :meth:`history` and :meth:`stop`.
+    ) -> Watch:
+        """Start to watch a sparsifier in a fit, as a callback does when it has masked the layers.
 
-        ``also`` names the statistics that :meth:`watch` gets besides the sparsifier's, ``name`` is that of the
-        callback, and ``history`` what :meth:`history` returned in the run that this fit resumes.
+        Args:
+            trainer: That of the fit.
+            sparsifier: The sparsifier.
+            also: The statistics that the callback has besides the sparsifier's.
+            name: That of the callback.
+            history: The heat maps' columns of the run that this fit resumes.
 
         Raises:
             ValueError: If a requested statistic does not exist.
@@ -197,47 +175,56 @@ class MaskMonitor(pl.Callback):
                     raise ValueError(
                         f"MaskMonitor: there is no statistic '{requested}' in this training, only {names}"
                     )
-        logged = [statistic for statistic in names if self._wanted(statistic)]
-        watched = _Watched(logged, f"/{name}" if name else "")
-        if history:
-            watched.history = LayerHistory.from_state(history)
-        self._watched[sparsifier] = watched
+        suffix = f"/{name}" if name else ""
+        columns = LayerHistory.from_state(history) if history else LayerHistory()
+        watch = Watch(self, trainer, sparsifier, names, suffix, columns)
+        self._watched.append(watch)
+        return watch
 
-    def history(self, sparsifier: NMSparsifier) -> dict[str, Any]:
-        """Return the heat maps' columns for a checkpoint; empty if there are none."""
-        watched = self._watched.get(sparsifier)
-        if watched is None or not watched.history.steps:
-            return {}
-        return watched.history.state_dict()
 
-    def stop(self, sparsifier: NMSparsifier) -> None:
-        """End a fit."""
-        self._watched.pop(sparsifier, None)
+@dataclass(eq=False)
+class Watch:
+    """Logs one sparsifier in one fit with the settings of a :class:`MaskMonitor`.
 
-    def watch(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        sparsifier: NMSparsifier,
-        stepped: bool,
-        also: Mapping[str, float],
-    ) -> None:
+    Attributes:
+        names: The statistics that there are.
+        suffix: The end of tags that several callbacks of a Trainer share.
+        history: The columns of the heat maps.
+        latest: The last step of this fit.
+        drawn_at: The step of the last heat maps.
+        first_ratio: The first FLOPs ratio that was logged.
+        ratio_step: The last log with this one; ``None`` once there was another ratio.
+
+    Steps are numbered from 0, as Lightning's loggers do.
+    """
+
+    monitor: MaskMonitor
+    trainer: pl.Trainer
+    sparsifier: NMSparsifier
+    names: list[str]
+    suffix: str
+    history: LayerHistory
+    latest: int | None = None
+    drawn_at: int | None = None
+    first_ratio: float | None = None
+    ratio_step: int | None = None
+
+    def after_batch(self, stepped: bool, also: Mapping[str, float]) -> None:
         """Log if the Trainer logs now. All processes call it at the end of each batch, after the masks were updated.
 
         ``stepped`` tells whether an optimizer stepped in this batch; ``also`` holds further statistics.
         """
         # Lightning numbers scalars by batches that end a step. With manual optimization every batch counts, and
         # global_step may count several steps in one.
-        automatic = pl_module.automatic_optimization
+        trainer, monitor = self.trainer, self.monitor
+        automatic = trainer.lightning_module.automatic_optimization
         count = trainer.global_step if automatic else trainer.fit_loop.total_batch_idx + 1
         step = count - 1
-        watched = self._watched[sparsifier]
         if stepped:
-            watched.latest = step
             # Not when fit starts: the kernels are known after the first step.
-            if not watched.introduced:
-                watched.introduced = True
-                self._introduce(trainer, sparsifier, step)
+            if self.latest is None:
+                self._introduce(step)
+            self.latest = step
 
         # The rule of Lightning's logger connector: pl_module.log() would drop values at other steps.
         # The Trainer has the attribute, but no annotation of it.
@@ -247,143 +234,143 @@ class MaskMonitor(pl.Callback):
         is_within_step = automatic and not stepped
         if not is_due or is_within_step:
             return
-        stats = {**sparsifier.stats(), **also, **_kernel_statistics(trainer)}
-        self._log(trainer, pl_module, sparsifier, stats, step)
+        self._log(step, also)
         # What follows is computed in all processes, which may share weights, and written by rank 0.
         if not TensorBoardWriter.has_logger(trainer):
             return
-        self._record(trainer, sparsifier, step)
-        if _passed(count, every, self.histograms_every):
-            self._draw_margins(trainer, sparsifier, step)
-        drawn = watched.drawn_step
+        self._record(step)
+        if _passed(count, every, monitor.histograms_every):
+            self._draw_margins(step)
+        drawn = self.drawn_at
         is_longer = drawn is None or step + 1 >= MAPS_GROWTH * (drawn + 1)
-        if is_longer and _passed(count, every, self.images_every):
-            self._draw_maps(trainer, sparsifier, step)
+        if is_longer and _passed(count, every, monitor.images_every):
+            self._draw_maps(step)
 
-    def finish(self, trainer: pl.Trainer, sparsifier: NMSparsifier) -> None:
+    def finish(self) -> None:
         """Write what is known at the end of a fit. All processes call it, before the masks are removed."""
-        watched = self._watched[sparsifier]
-        if watched.latest is None or not TensorBoardWriter.has_logger(trainer):
+        step = self.latest
+        if step is None or not TensorBoardWriter.has_logger(self.trainer):
             return
         # The last step has a column and maps even if the Trainer did not log it.
-        if watched.latest not in watched.history.steps:
-            self._record(trainer, sparsifier, watched.latest)
-        if self.images_every and watched.drawn_step != watched.latest:
-            self._draw_maps(trainer, sparsifier, watched.latest)
-        if self.layer_table:
-            self._summarize(trainer, sparsifier, watched)
+        if step not in self.history.steps:
+            self._record(step)
+        if self.monitor.images_every and self.drawn_at != step:
+            self._draw_maps(step)
+        if self.monitor.layer_table:
+            self._summarize(step)
+
+    def stop(self) -> None:
+        """End the fit."""
+        self.monitor._watched.remove(self)
 
     def _wanted(self, statistic: str) -> bool:
-        return self.statistics is None or statistic in self.statistics
+        return self.monitor.statistics is None or statistic in self.monitor.statistics
 
-    def _introduce(self, trainer: pl.Trainer, sparsifier: NMSparsifier, step: int) -> None:
-        """Write the table of layers and the layout."""
+    def _write(self, draw: Callable[[Any], None]) -> None:
+        self.monitor._tensorboard.write(self.trainer, draw)
+
+    def _introduce(self, step: int) -> None:
+        """Write the table of layers, the environment and the layout."""
 
         def draw(writer: Any) -> None:
-            if self.layer_table:
-                writer.add_text("nm/layers", layers_markdown(sparsifier, router_of(trainer)), step)
-                parts = markdown_table(("part", "value"), environment(trainer).items())
+            if self.monitor.layer_table:
+                layers = layers_markdown(self.sparsifier, router_of(self.trainer))
+                writer.add_text("nm/layers", layers, step)
+                parts = markdown_table(("part", "value"), environment(self.trainer).items())
                 writer.add_text("nm/environment", parts, step)
-            if self.custom_scalars:
+            if self.monitor.custom_scalars:
                 # The chart of costs would be empty in most runs.
-                names = [name for name in self._watched[sparsifier].names if name != COSTS]
-                writer.add_custom_scalars(custom_scalars_layout(names, self.log_layers))
+                names = [name for name in self.names if self._wanted(name) and name != COSTS]
+                writer.add_custom_scalars(custom_scalars_layout(names, self.monitor.log_layers))
 
-        self._tensorboard.write(trainer, draw)
+        self._write(draw)
 
-    def _summarize(self, trainer: pl.Trainer, sparsifier: NMSparsifier, watched: _Watched) -> None:
+    def _summarize(self, step: int) -> None:
         """Write the summary, and the kernels that ran."""
         try:
-            rows = list(summary_rows(sparsifier, dict(trainer.callback_metrics)))
+            rows = list(summary_rows(self.sparsifier, dict(self.trainer.callback_metrics)))
         except ValueError as error:  # a weight holds NaN
             rank_zero_warn(f"MaskMonitor writes no summary: {error}")
             return
         # The strategy is torn down, and its router has freed its packs, but it still reports what ran.
-        router = router_of(trainer)
+        router = router_of(self.trainer)
 
         def draw(writer: Any) -> None:
             summary = markdown_table(("statistic", "value", "meaning"), rows)
-            writer.add_text(f"nm/summary{watched.suffix}", summary, watched.latest)
+            writer.add_text(f"nm/summary{self.suffix}", summary, step)
             if router is not None and router.used():
                 kernels = markdown_table(*kernel_columns(router))
-                writer.add_text("nm/kernels", kernels, watched.latest)
+                writer.add_text("nm/kernels", kernels, step)
 
-        self._tensorboard.write(trainer, draw)
+        self._write(draw)
 
-    def _log(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        sparsifier: NMSparsifier,
-        stats: dict[str, float],
-        step: int,
-    ) -> None:
+    def _log(self, step: int, also: Mapping[str, float]) -> None:
         """Log scalars, and show some in the progress bar by short names that do not collide with the model's."""
-        scalars = {f"nm/{name}": value for name, value in stats.items() if self._wanted(name)}
-        if self.log_layers:
-            for layer, values in sparsifier.layer_stats().items():
-                for name, value in values.items():
-                    if self._wanted(name):
-                        scalars[f"nm/{name}/{layer}"] = value
+        trainer = self.trainer
+        stats = {**self.sparsifier.stats(), **also}
+        router = router_of(trainer)
+        if router is not None and router.tuned and router.used():
+            stats["sparse_gemm_share"], _ = router.sparse_share()  # so far
+        groups = {"": stats}
+        if self.monitor.log_layers:
+            for layer_name, values in self.sparsifier.layer_stats().items():
+                groups[f"/{layer_name}"] = values
         # Through the model, so that the values reach every logger and trainer.callback_metrics.
-        for tag, value in scalars.items():
-            logger = None  # if there is one
-            if tag == f"nm/{COSTS}":
-                self._log_costs(trainer, sparsifier, value, step)
-                logger = False
-            pl_module.log(tag, value, on_step=True, on_epoch=False, logger=logger)
+        log = trainer.lightning_module.log
+        for suffix, values in groups.items():
+            for name in filter(self._wanted, values):
+                logger = None  # if there is one
+                if name == COSTS:
+                    self._log_costs(values[name], step)
+                    logger = False
+                tag = f"nm/{name}{suffix}"
+                log(tag, values[name], on_step=True, on_epoch=False, logger=logger)
 
-        if not self.progress_bar or trainer.progress_bar_callback is None:
+        if not self.monitor.progress_bar or trainer.progress_bar_callback is None:
             return
         # Short names leave room for the model's own metrics. Layers may have several methods.
         shown = {"density": "density", "flips": "flip_rate"}
-        for watched_layer in sparsifier.layers.values():
-            headline = watched_layer.spec.method.headline
-            shown[headline] = headline
+        for layer in self.sparsifier.layers.values():
+            shown[layer.spec.method.headline] = layer.spec.method.headline
         for short, name in shown.items():
-            if name not in stats:
-                continue
-            # logger=False: the loggers have the value under its full name.
-            pl_module.log(
-                PREFIX + short,
-                stats[name],
-                on_step=True,
-                on_epoch=False,
-                prog_bar=True,
-                logger=False,
-            )
+            if name in stats:
+                # logger=False: the loggers have the value under its full name.
+                log(
+                    PREFIX + short,
+                    stats[name],
+                    on_step=True,
+                    on_epoch=False,
+                    prog_bar=True,
+                    logger=False,
+                )
 
-    def _log_costs(
-        self, trainer: pl.Trainer, sparsifier: NMSparsifier, ratio: float, step: int
-    ) -> None:
+    def _log_costs(self, ratio: float, step: int) -> None:
         """Log the FLOPs ratio: until it changes in this fit as a text, and as one value in loggers without texts."""
-        watched = self._watched[sparsifier]
+        tag = f"nm/{COSTS}"
         points = {step: ratio}
-        loggers = trainer.loggers
-        if watched.first_ratio is None:
-            watched.first_ratio = ratio
-            watched.ratio_step = step
+        loggers = self.trainer.loggers
+        if self.first_ratio is None:
+            self.first_ratio = ratio
+            self.ratio_step = step
             text = f"{ratio:.4g} of the multiply-adds of a dense training step; a curve follows if this changes"
-            self._tensorboard.write(
-                trainer, lambda writer: writer.add_text(f"nm/{COSTS}", text, step)
-            )
+            self._write(lambda writer: writer.add_text(tag, text, step))
             loggers = [logger for logger in loggers if not isinstance(logger, TensorBoardLogger)]
-        elif watched.ratio_step is not None:
-            if ratio == watched.first_ratio:
-                watched.ratio_step = step
+        elif self.ratio_step is not None:
+            if ratio == self.first_ratio:
+                self.ratio_step = step
                 return
             # The curve begins with the last value before the change.
-            points = {watched.ratio_step: watched.first_ratio, step: ratio}
-            watched.ratio_step = None
+            points = {self.ratio_step: self.first_ratio, step: ratio}
+            self.ratio_step = None
         for at, value in points.items():
             for logger in loggers:
-                logger.log_metrics({f"nm/{COSTS}": value}, at)
+                logger.log_metrics({tag: value}, at)
 
-    def _draw_margins(self, trainer: pl.Trainer, sparsifier: NMSparsifier, step: int) -> None:
+    def _draw_margins(self, step: int) -> None:
         """Write the histogram of all margins, and with ``log_layers`` those of the layers."""
         histograms = {
             name: margin_histogram(layer)
-            for name, layer in sparsifier.layers.items()
+            for name, layer in self.sparsifier.layers.items()
             if layer.forward_mask is not None
         }
         if not histograms:
@@ -391,28 +378,27 @@ class MaskMonitor(pl.Callback):
 
         def draw(writer: Any) -> None:
             draw_histogram(writer, "nm/margin", list(histograms.values()), step)
-            if self.log_layers:
+            if self.monitor.log_layers:
                 for name, histogram in histograms.items():
                     draw_histogram(writer, f"nm/margin/{name}", [histogram], step)
 
-        self._tensorboard.write(trainer, draw)
+        self._write(draw)
 
-    def _record(self, trainer: pl.Trainer, sparsifier: NMSparsifier, step: int) -> None:
+    def _record(self, step: int) -> None:
         """Add a column to the heat maps."""
-        if not self.heat_maps or not sparsifier.layers:
-            return
         # All layers, whatever log_layers says: heat maps are about the differences between layers.
-        column = layer_column(list(sparsifier.layers.values()))
-        self._watched[sparsifier].history.add(step, list(sparsifier.layers), column)
+        layers = self.sparsifier.layers
+        if self.monitor.heat_maps and layers:
+            self.history.add(step, list(layers), layer_column(list(layers.values())))
 
-    def _draw_maps(self, trainer: pl.Trainer, sparsifier: NMSparsifier, step: int) -> None:
+    def _draw_maps(self, step: int) -> None:
         """Write the heat maps of the run so far; one warning if matplotlib is missing."""
-        watched = self._watched[sparsifier]
-        if not self.heat_maps or not watched.history.steps:
+        history = self.history
+        if not self.monitor.heat_maps or not history.steps:
             return
+        self.drawn_at = step
 
         def draw(writer: Any) -> None:
-            history = watched.history
             for index, name in enumerate(MAPS):
                 title = f"{name.replace('_', ' ')} of layers over steps"
                 # Flip rates fall by orders of magnitude; by their square root the late ones still differ in colour.
@@ -420,31 +406,21 @@ class MaskMonitor(pl.Callback):
                 values = history.values[:, index]  # [columns, layers]
                 figure = heat_map(title, history.layers, history.steps, values, root=root)
                 # pyplot does not know the figure, so there is nothing to close.
-                writer.add_figure(f"nm/{name}_map{watched.suffix}", figure, step, close=False)
+                writer.add_figure(f"nm/{name}_map{self.suffix}", figure, step, close=False)
 
         if can_draw():
-            self._tensorboard.write(trainer, draw)
-        elif not self._missed_maps:
-            self._missed_maps = True
+            self._write(draw)
+        elif not self.monitor._missed_maps:
+            self.monitor._missed_maps = True
             rank_zero_warn(
                 "MaskMonitor draws no heat maps, because matplotlib is missing: pip install matplotlib"
             )
-        watched.drawn_step = step
 
 
 def _check_interval(name: str, number: int) -> None:
     # bool is a subclass of int, but True is no number of steps.
     if not isinstance(number, int) or isinstance(number, bool) or number < 0:
         raise ValueError(f"{name}={number} must be a number of optimizer steps, or 0 for never")
-
-
-def _kernel_statistics(trainer: pl.Trainer) -> dict[str, float]:
-    """The share of GEMM time on sparse kernels so far; nothing without a router, or before it has chosen kernels."""
-    router = router_of(trainer)
-    if router is None or not router.tuned or not router.used():
-        return {}
-    share, _ = router.sparse_share()
-    return {"sparse_gemm_share": share}
 
 
 def _passed(count: int, logged_every: int, every: int) -> bool:
@@ -459,7 +435,7 @@ def _passed(count: int, logged_every: int, every: int) -> bool:
 
 def _statistic_names(sparsifier: NMSparsifier) -> list[str]:
     """The names of a sparsifier's statistics."""
-    names = ["density", "flip_rate", "kept_magnitude", "overlap", "train_flops_ratio"]
+    names = ["density", "flip_rate", "kept_magnitude", "overlap", COSTS]
     layers = sparsifier.layers.values()
     if sparsifier.config.grad_snr_every and any(
         layer.spec.estimator is not None for layer in layers

@@ -7,7 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 from torch import nn
 
-from lightning_nm.callbacks.checks import planned_steps
+from lightning_nm.callbacks.checks import callbacks_of, planned_steps
 from lightning_nm.callbacks.sparsity import NMSparsityCallback
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.schedule import Moment, check_moment
@@ -56,8 +56,8 @@ class QuantizationAwareTraining(pl.Callback):
                 "QuantizationAwareTraining rounds weights for one backward pass of a batch: it does not work under "
                 "manual optimization. Use Int8Rounding of lightning_nm.training.int8_rounding in training_step"
             )
-        callbacks: list[pl.Callback] = getattr(trainer, "callbacks", [])
-        others = [each for each in callbacks if isinstance(each, NMSparsityCallback)]
+        callbacks = callbacks_of(trainer, pl.Callback)
+        others = callbacks_of(trainer, NMSparsityCallback)
         # The other one ends a fit that fails, and must find the weights as they were.
         if not others or callbacks.index(others[0]) < callbacks.index(self):
             raise ValueError(
@@ -138,12 +138,8 @@ class QuantizationAwareTraining(pl.Callback):
 
 def _layers(trainer: pl.Trainer) -> list[NMLayer]:
     """The masked layers of all sparsifiers of a Trainer; none outside fit."""
-    callbacks: list[pl.Callback] = getattr(trainer, "callbacks", [])
-    found: list[NMLayer] = []
-    for each in callbacks:
-        if isinstance(each, NMSparsityCallback) and each.sparsifier is not None:
-            found += each.sparsifier.layers.values()
-    return found
+    sparsifiers = [callback.sparsifier for callback in callbacks_of(trainer, NMSparsityCallback)]
+    return [layer for each in sparsifiers if each is not None for layer in each.layers.values()]
 
 
 def _is_compiled(module: nn.Module) -> bool:

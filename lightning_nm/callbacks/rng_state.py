@@ -75,9 +75,9 @@ class RNGState(pl.Callback):
         own = states[trainer.global_rank]
         # Processes that save at different moments could meet in one gather.
         moment = (trainer.global_step, trainer.fit_loop.total_batch_idx, trainer.current_epoch)
-        messages: list[Any] | None = None  # of all ranks, on rank 0
+        messages: list[tuple[Any, Any]] | None = None  # of all ranks, on rank 0
         if trainer.is_global_zero:
-            messages = [None] * trainer.world_size
+            messages = [(None, None)] * trainer.world_size
         if self._group is not None:
             try:
                 dist.gather_object((moment, own), messages, dst=0, group=self._group)
@@ -86,10 +86,7 @@ class RNGState(pl.Callback):
         if messages is None:
             return
 
-        for rank, message in enumerate(messages):
-            if message is None:  # the gather failed
-                continue
-            sent_at, state = message
+        for rank, (sent_at, state) in enumerate(messages):
             if sent_at == moment:
                 states[rank] = state
         missing = [rank for rank, state in enumerate(states) if state is None]
@@ -117,34 +114,31 @@ class RNGState(pl.Callback):
         self._loaded = []  # a second fit goes on from where this one ends
         if not saved:
             return
-        _warn_of_world_size(len(saved), trainer.world_size)
+        then, now = len(saved), trainer.world_size
+        if then != now:
+            # The ranks that are in one of the runs alone.
+            ranks = list(range(min(then, now), max(then, now)))
+            fate = "are not used" if then > now else "go on as they were seeded"
+            rank_zero_warn(
+                f"the checkpoint is of {then} processes, this run has {now}: the random states of ranks {ranks} {fate}"
+            )
         rank = trainer.global_rank
         if rank >= len(saved):  # a process more than in the run that was saved
             return
         state = saved[rank]
         if state is None:
-            lost = f"the checkpoint was written without the random states of rank {rank}"
-            warnings.warn(f"{lost}: they go on as they were seeded", stacklevel=2)
+            warnings.warn(
+                f"the checkpoint was written without the random states of rank {rank}: they go on as they were seeded",
+                stacklevel=2,
+            )
             return
         devices = _devices(trainer)
         set_rng_state(state, devices)
-        then = len(state["cuda"])
-        now = len(devices)
+        then, now = len(state["cuda"]), len(devices)
         if then != now:
             found = f"{then} CUDA devices in the checkpoint and {now} devices here"
             message = f"rank {rank} has random states of {found}: only those of the first {min(then, now)} continue"
             warnings.warn(message, stacklevel=2)
-
-
-def _warn_of_world_size(saved: int, now: int) -> None:
-    if saved == now:
-        return
-    # The ranks that are in one of the runs alone.
-    ranks = list(range(min(saved, now), max(saved, now)))
-    fate = "are not used" if saved > now else "go on as they were seeded"
-    rank_zero_warn(
-        f"the checkpoint is of {saved} processes, this run has {now}: the random states of ranks {ranks} {fate}"
-    )
 
 
 def _devices(trainer: pl.Trainer) -> list[int]:
@@ -163,6 +157,8 @@ def _devices(trainer: pl.Trainer) -> list[int]:
 def rng_state(devices: Sequence[int] = ()) -> dict[str, Any]:
     """Return the global random states of torch, CUDA devices, numpy and Python as tensors and primitives.
 
+    That of numpy is ``None`` unless its global generator is MT19937.
+
     Example:
         >>> state = rng_state()
         >>> first = torch.rand(2)
@@ -172,6 +168,16 @@ def rng_state(devices: Sequence[int] = ()) -> dict[str, Any]:
     """
     # Tensors and primitives alone: torch reads them with weights_only=True.
     version, words, gauss = random.getstate()
+    found: Any = np.random.get_state(legacy=False)
+    numpy = None
+    if found["bit_generator"] == "MT19937":
+        numpy = {
+            # torch has no uint32: the words become int64.
+            "words": torch.tensor(found["state"]["key"].tolist(), dtype=torch.int64),
+            "position": int(found["state"]["pos"]),
+            "has_gauss": int(found["has_gauss"]),
+            "gauss": float(found["gauss"]),
+        }
     return {
         "torch": torch.get_rng_state(),
         "cuda": [torch.cuda.get_rng_state(device) for device in devices],
@@ -180,21 +186,7 @@ def rng_state(devices: Sequence[int] = ()) -> dict[str, Any]:
             "words": torch.tensor(words, dtype=torch.int64),
             "gauss": gauss,
         },
-        "numpy": _numpy_state(),
-    }
-
-
-def _numpy_state() -> dict[str, Any] | None:
-    """The state of numpy's global generator; ``None`` unless it is MT19937."""
-    state: Any = np.random.get_state(legacy=False)
-    if state["bit_generator"] != "MT19937":
-        return None
-    return {
-        # torch has no uint32: the words become int64.
-        "words": torch.tensor(state["state"]["key"].tolist(), dtype=torch.int64),
-        "position": int(state["state"]["pos"]),
-        "has_gauss": int(state["has_gauss"]),
-        "gauss": float(state["gauss"]),
+        "numpy": numpy,
     }
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,22 +14,18 @@ from torch.optim import Optimizer
 
 from lightning_nm.callbacks.checks import (
     ProcessConsistency,
+    check_averaging_order,
     check_trainer,
     is_scheduled,
     planned_steps,
+    refuse_unreadable,
     warn_after_first_batch,
     warn_at_start,
     warn_of_replaced,
     warn_of_resume,
 )
-from lightning_nm.callbacks.monitor import NOT_THE_DEFAULT, MaskMonitor
-from lightning_nm.callbacks.state import (
-    Lifecycle,
-    Origin,
-    Phase,
-    SavedSparsity,
-    check_averaging_order,
-)
+from lightning_nm.callbacks.monitor import NOT_THE_DEFAULT, MaskMonitor, Watch
+from lightning_nm.callbacks.state import Lifecycle, Origin, mask_average, restore_average
 from lightning_nm.callbacks.tables import (
     log_hyperparameters,
     print_kernels,
@@ -45,10 +42,10 @@ from lightning_nm.schedule import UnknownLength
 from lightning_nm.short_names import EstimatorName, MethodName
 from lightning_nm.sparsifier import NMSparsifier
 from lightning_nm.spelling import not_given
-from lightning_nm.training.comm_hook import CommHookState
+from lightning_nm.training.checkpoint import check_schema
 
 
-class NMSparsityCallback(SavedSparsity):
+class NMSparsityCallback(pl.Callback):
     """Trains the weights of any LightningModule N:M sparse.
 
     Masks are installed when fit starts and are updated after each batch whose optimizer made a step. While they are
@@ -122,23 +119,23 @@ class NMSparsityCallback(SavedSparsity):
         self.sparsifier: NMSparsifier | None = None
         """The sparsifier of the current fit; ``None`` outside fit."""
         self._lifecycle = Lifecycle()
-        self._monitor: MaskMonitor | None = None  # what `monitor` stands for in the current fit
+        # Of the current fit:
+        self._trainer: weakref.ref[pl.Trainer] | None = None
+        self._watch: Watch | None = None  # what the monitor logs
         self._consistency: ProcessConsistency | None = None  # None if a single process trains
-        self._finished_layers: dict[str, NMLayer] = {}  # of the last fit, after it
-        # What products the masked layers had in the batches so far, see _kind_of_window().
-        self._seen_kinds: set[Hashable] = set()
-        self._trainer: Callable[[], pl.Trainer | None] = _none  # of the current fit
+        # Of accumulation windows, see on_train_batch_start().
+        self._tuned_kinds: set[Hashable] = set()
+        self._last_step: int | None = None  # of the Trainer's plan, where that matters
+        self._stepped_late = False  # whether a step after the last batch's end was ended
         self._said_left_out = False
-        self._stepped_late = False  # whether a step after a batch's end was ended before this batch
-        self._last_step: int | None = (
-            None  # the Trainer's count of steps at the end of its plan, if that matters
-        )
+        self._read_checkpoint = False  # whether this call of the Trainer has read one
+        # Of the last fit, after it:
+        self._finished_layers: dict[str, NMLayer] = {}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(config={self.config})"
 
-    # Lightning calls the hooks of a fit in this order, and so are the methods below; SavedSparsity has those of
-    # checkpoints.
+    # Lightning calls the hooks of a fit in this order, and so are the methods below.
     #
     #   setup                       no optimizers yet
     #   on_load_checkpoint, load_state_dict     (with FSDP and ModelParallelStrategy only after on_fit_start)
@@ -158,23 +155,58 @@ class NMSparsityCallback(SavedSparsity):
     #   on_fit_end                  the strategy has moved the model to the CPU
     #   teardown
     #
-    # After an exception on_exception is called instead of the last three.
+    # After an exception on_exception is called instead of the last three. A checkpoint may be saved at any time: first
+    # the model's state_dict(), in which masked layers put their sparse weights, then state_dict() of every callback,
+    # then on_save_checkpoint() of every callback.
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Refuse a Trainer of the package ``pytorch_lightning``, and Lightning's own pruning beside this one."""
+        """Refuse a Trainer of the package ``pytorch_lightning``, and Lightning's own pruning next to this one."""
         # This comes first in fit, validate, test and predict, before a checkpoint is read. What an earlier call of the
         # Trainer has read does not count.
         self._lifecycle.steps_before = 0
-        check_trainer(trainer)
         self._read_checkpoint = False
+        check_trainer(trainer)
+
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Refuse a damaged file; restore averaged weights when a fit resumes."""
+        # Only here: most processes read no checkpoint.
+        from lightning_nm.export.files import check_archive
+
+        # Lightning calls this also if the checkpoint has no state of this callback, unlike load_state_dict.
+        self._read_checkpoint = True
+        path = trainer.ckpt_path
+        # This reads the whole file, so one process does it for all.
+        if trainer.is_global_zero and path and Path(path).is_file():
+            check_archive(path)
+        self._lifecycle.resumes = trainer.state.fn == "fit"
+        self._lifecycle.steps_before = 0
+        if self._lifecycle.resumes:
+            self._lifecycle.steps_before = checkpoint.get("global_step", 0)
+            state = checkpoint.get("callbacks", {}).get(self.state_key, {})
+            restore_average(checkpoint, state, trainer, pl_module)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore now if masks are installed, else when fit starts; which comes first depends on the strategy."""
+        if not state_dict:
+            return
+        check_schema(state_dict)
+        if self.sparsifier is None:
+            self._lifecycle.receive(state_dict)
+        else:
+            self.sparsifier.load_state_dict(state_dict)
+            self._lifecycle.receive(state_dict)
+            self._lifecycle.restored()
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Install the masks, new or as saved."""
         # This is the first hook in which optimizers exist, which tell the trained weights from frozen ones. The
         # sanity validation, which follows, sees the sparse model already.
         if self.sparsifier is not None:
-            is_same_fit = self.sparsifier.model is pl_module and self._trainer() is trainer
-            if is_same_fit and self._lifecycle.phase is not Phase.INTERRUPTED:
+            is_same_trainer = self._trainer is not None and self._trainer() is trainer
+            is_same_fit = is_same_trainer and self.sparsifier.model is pl_module
+            if is_same_fit and not self._lifecycle.interrupted:
                 return  # its masks are there
             # An exception kept the last fit from ending. In a search Lightning does not even tell of it.
             self._finish()
@@ -182,35 +214,52 @@ class NMSparsityCallback(SavedSparsity):
         self._lifecycle.begin_fit()
         self._trainer = weakref.ref(trainer)
         self._finished_layers = {}
-        self._monitor = MaskMonitor.chosen(self.monitor, trainer, self.log_layers)
-        self._install(trainer, pl_module)
+        monitor = MaskMonitor.chosen(self.monitor, trainer, self.log_layers)
+        self._install(trainer, pl_module, monitor)
         log_hyperparameters(trainer, self._installed(), self.name)
 
-    def _install(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def _install(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, monitor: MaskMonitor | None
+    ) -> None:
         """Mask the layers, and start all that works with them; after an error the model is as before."""
+        lifecycle = self._lifecycle
+        saved = lifecycle.state
         sparsifier = self._attach(trainer, pl_module)
-        # Restoring clears the lifecycle's state. The monitor needs a part of it, and after an error the next fit all.
-        carried = self._lifecycle.state
         try:
-            sparsifier = self._restore(sparsifier, trainer, pl_module)
+            if saved is not None:
+                try:
+                    sparsifier.load_state_dict(saved)
+                    lifecycle.restored()
+                except ValueError as error:
+                    # A resumed checkpoint has to fit. A second fit may be of another model, which starts anew.
+                    if lifecycle.origin is Origin.CHECKPOINT:
+                        raise
+                    rank_zero_warn(
+                        f"NMSparsityCallback starts anew instead of continuing its last fit: {error}"
+                    )
+                    saved = None
+                    lifecycle.end(None)
+                    # The state has decided on the selected layers and their masks, so they are chosen again.
+                    sparsifier.detach()
+                    sparsifier = self._attach(trainer, pl_module)
             for optimizer in trainer.optimizers:
                 sparsifier.register(optimizer)
             self._consistency = ProcessConsistency.create(
                 trainer, sparsifier, self.compare_ranks_every
             )
-            if self._monitor is not None:
-                # The heat maps of a state that did not fit the model are not continued.
-                history = None if self._lifecycle.is_new else (carried or {}).get("history")
-                also = ["grad_bytes_ratio"] if self._comm_hook is not None else []
-                self._monitor.start(sparsifier, also, self.name, history)
+            if monitor is not None:
+                also = [] if self._consistency is None else self._consistency.statistics
+                history = (saved or {}).get("history")
+                self._watch = monitor.watch(trainer, sparsifier, also, self.name, history)
         except BaseException:  # KeyboardInterrupt, too, must not leave masks behind
-            if self._lifecycle.give_back(carried):
-                sparsifier.bake()  # the model had these weights; the state has the values behind its masks
+            if saved is not None and lifecycle.state is None:
+                # It was restored: the model had these weights, and the state has the values behind its masks.
+                lifecycle.state = saved
+                sparsifier.bake()
             sparsifier.detach()
             raise
         self.sparsifier = sparsifier
-        self._seen_kinds = {_kind_of_window(sparsifier)}
-        self._lifecycle.phase = Phase.INSTALLED
+        self._tuned_kinds = set()
 
     def _attach(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> NMSparsifier:
         """Return a sparsifier with its first masks installed."""
@@ -219,18 +268,23 @@ class NMSparsityCallback(SavedSparsity):
         data_rank = sampler_arguments.get("rank")
         sparsifier = NMSparsifier(pl_module, config=self.config, data_rank=data_rank, managed=True)
         sparsifier.training.is_suspended = lambda: self._is_left_out(trainer)
+        # The length matters only where a method or an estimator starts or stops during training. The clock does not
+        # count the Trainer's steps before this callback joined the run.
         self._last_step = None
-        if _any_schedule(sparsifier):
-            sparsifier.planned_steps = self._planned_steps(trainer, pl_module)
+        if any(is_scheduled(rule) for rule in sparsifier.settings.rules):
+            self._last_step = planned_steps(trainer, pl_module)
+        if self._last_step is not None:
+            sparsifier.planned_steps = self._last_step - self._lifecycle.joined_at
         try:
             return sparsifier.attach(self._lifecycle.state, trainer.optimizers)
         except UnknownLength as error:
+            advice = ". Under manual optimization the Trainer knows none"
             if pl_module.automatic_optimization:
-                why = "the training is endless, its data have no length, or gradient accumulation changes"
-                raise ValueError(f"{error}, or give the Trainer max_steps: {why}") from error
-            raise ValueError(
-                f"{error}. Under manual optimization the Trainer knows none"
-            ) from error
+                advice = (
+                    ", or give the Trainer max_steps: the training is endless, its data have no length, or gradient "
+                    "accumulation changes"
+                )
+            raise ValueError(f"{error}{advice}") from error
 
     def _is_left_out(self, trainer: pl.Trainer) -> bool:
         """Whether the Trainer trains without this callback now, as lr_find and the batch-size finder do in mid-fit."""
@@ -247,37 +301,6 @@ class NMSparsityCallback(SavedSparsity):
             )
         return True
 
-    def _planned_steps(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> int | None:
-        """The optimizer steps of the training on this callback's own clock; ``None`` if the Trainer does not know."""
-        planned = planned_steps(trainer, pl_module)
-        self._last_step = planned
-        # The clock starts where this callback joins the run: it does not count the steps before.
-        if planned is not None and self._lifecycle.is_new:
-            planned -= self._lifecycle.steps_before
-        return planned
-
-    def _restore(
-        self, sparsifier: NMSparsifier, trainer: pl.Trainer, pl_module: pl.LightningModule
-    ) -> NMSparsifier:
-        """Load the saved state if there is one; return the sparsifier, or a new one if the state may be dropped."""
-        if self._lifecycle.state is None:
-            return sparsifier
-        try:
-            sparsifier.load_state_dict(self._lifecycle.state)
-        except ValueError as error:
-            # A resumed checkpoint has to fit. A second fit may be of another model, which starts anew.
-            if self._lifecycle.origin is Origin.CHECKPOINT:
-                raise
-            rank_zero_warn(
-                f"NMSparsityCallback starts anew instead of continuing its last fit: {error}"
-            )
-            self._lifecycle.start_anew()
-            # The state has decided on the selected layers and their masks, so they are chosen again.
-            sparsifier.detach()
-            return self._attach(trainer, pl_module)
-        self._lifecycle.restored(self._lifecycle.state)
-        return sparsifier
-
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Print the table of layers, and register optimizers that were replaced since fit started."""
         sparsifier = self._installed()
@@ -291,7 +314,8 @@ class NMSparsityCallback(SavedSparsity):
         self._lifecycle.batch_open = False
         # Not earlier: some strategies load the state only after on_fit_start, and with it more layers may be masked.
         warn_at_start(sparsifier, continues=not self._lifecycle.is_new)
-        warn_of_resume(trainer, self._lifecycle)
+        is_resumed = self._lifecycle.origin is Origin.CHECKPOINT
+        warn_of_resume(trainer, joined_at=self._lifecycle.joined_at, is_resumed=is_resumed)
         if self.show_tables:
             rank_zero_only(print_layers)(sparsifier)
 
@@ -310,13 +334,18 @@ class NMSparsityCallback(SavedSparsity):
         sparsifier = self._installed()
         sparsifier.training.follow(trainer.optimizers)
         sparsifier.mask_unfrozen()
-        kind = _kind_of_window(sparsifier)
-        if kind in self._seen_kinds:
-            return
-        self._seen_kinds.add(kind)
         router = router_of(trainer)
-        if router is not None:
-            router.tune_again()  # products of new layers, patterns and gradients are not measured yet
+        if router is None:
+            return
+        # What decides which GEMMs the masked layers have until the next step. Methods may alternate between a few
+        # kinds, as with a dense weight gradient in every second step; those of a new kind are not measured yet.
+        kind = tuple(
+            (layer.progress.stage, layer.progress.dense_gradient, layer.progress.estimating)
+            for layer in sparsifier.layers.values()
+        )
+        if kind not in self._tuned_kinds:
+            self._tuned_kinds.add(kind)
+            router.tune_again()
 
     def _end_pending_step(self) -> None:
         """Update the masks if an optimizer stepped after the end of the last batch.
@@ -332,7 +361,8 @@ class NMSparsityCallback(SavedSparsity):
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Let a validation within a fit see the masks of the last step."""
         # A sanity validation comes before the resumed step is ended; Trainer.validate() has no masks.
-        if self.sparsifier is not None and self._lifecycle.phase is Phase.TRAINING:
+        is_training = not (self._lifecycle.in_first_batch or self._lifecycle.interrupted)
+        if self.sparsifier is not None and is_training:
             self._end_pending_step()
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -386,7 +416,7 @@ class NMSparsityCallback(SavedSparsity):
         # Every batch comes here, also one that only accumulates gradients: estimators draw new random numbers for each.
         # ModelCheckpoint comes after all other callbacks, so it saves the updated masks.
         sparsifier = self._installed()
-        if self._lifecycle.phase is Phase.INSTALLED:
+        if self._lifecycle.in_first_batch:
             # Not earlier: the first batch may unfreeze layers.
             warn_after_first_batch(sparsifier)
         stepped = sparsifier.step() or self._stepped_late
@@ -394,12 +424,41 @@ class NMSparsityCallback(SavedSparsity):
         # The Trainer counts the steps that a gradient scaler skips, too: its plan may end before the sparsifier's.
         if self._last_step is not None and trainer.global_step >= self._last_step:
             sparsifier.finish()
-        self._lifecycle.end_batch()
-        # The hook counts the bytes of a step, whether somebody reads them or not.
-        bytes_ratio = None if self._comm_hook is None else self._comm_hook.end_step()
-        if self._monitor is not None:
-            also = {} if bytes_ratio is None else {"grad_bytes_ratio": bytes_ratio}
-            self._monitor.watch(trainer, pl_module, sparsifier, stepped, also)
+        self._lifecycle.in_first_batch = self._lifecycle.batch_open = False
+        # Whether somebody reads them or not: this begins the next count.
+        also = {} if self._consistency is None else self._consistency.after_batch()
+        if self._watch is not None:
+            self._watch.after_batch(stepped, also)
+
+    @property
+    def state_key(self) -> str:
+        """The key of the state in a checkpoint: the class's name, and that of the callback."""
+        # Without the arguments, which Lightning's own keys have: a resume with others finds the state and is refused.
+        class_name = type(self).__qualname__
+        return f"{class_name}[{self.name}]" if self.name else class_name
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sparsifier's state, during fit and after it."""
+        # After fit, trainer.save_checkpoint() saves what the fit left.
+        if self.sparsifier is None:
+            return self._lifecycle.state or {}
+        state = self.sparsifier.state_dict()
+        state["open"] = self._lifecycle.batch_open
+        if self._watch is not None and self._watch.history.steps:
+            state["history"] = self._watch.history.state_dict()
+        return state
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Mask the averaged weights that WeightAveraging saves, and save the dropped entries."""
+        layers = self._finished_layers if self.sparsifier is None else self.sparsifier.layers
+        # Under this key WeightAveraging saves the model itself: "state_dict" then holds the average, which is dense.
+        if layers and "current_model_state" in checkpoint:
+            averages = mask_average(checkpoint["state_dict"], pl_module, layers)
+            # A new dictionary: the callback's own state may be the one that its next fit continues.
+            states = checkpoint["callbacks"]
+            states[self.state_key] = {**states[self.state_key], "averages": averages}
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Compare the masks of all processes a last time."""
@@ -409,8 +468,8 @@ class NMSparsityCallback(SavedSparsity):
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Print the summary, and let the monitor write it."""
-        if self._monitor is not None:
-            self._monitor.finish(trainer, self._installed())
+        if self._watch is not None:
+            self._watch.finish()
         if not self.show_tables:
             return
         # All processes compute it: statistics of sharded weights need all of them.
@@ -435,50 +494,39 @@ class NMSparsityCallback(SavedSparsity):
         # Lightning calls no teardown after an exception. The error may be of this process alone, so nothing here may
         # wait for the others.
         layers = [] if self.sparsifier is None else self.sparsifier.selection.layers
-        any_sharded = any(layer.view.is_sharded for layer in layers)
-        if any_sharded and self._has_trained(layers):
-            self._lifecycle.phase = Phase.INTERRUPTED
+        if any(layer.view.is_sharded for layer in layers) and self._has_trained():
+            self._lifecycle.interrupted = True
         else:
             self._finish()
-        self.refuse_unreadable(trainer, exception)
+        # A KeyboardInterrupt is no fault of the file.
+        if not self._read_checkpoint and isinstance(exception, Exception):
+            refuse_unreadable(trainer.ckpt_path, exception)
 
-    def _has_trained(self, layers: Sequence[NMLayer]) -> bool:
+    def _has_trained(self) -> bool:
         """Whether there is a training to continue: a resumed one, or at least one optimizer step."""
-        # The clock also counts steps in which all masked layers were frozen.
-        has_stepped = self._installed().clock > 0 or any(layer.step for layer in layers)
-        return not self._lifecycle.is_new or has_stepped
+        return not self._lifecycle.is_new or self._installed().clock > 0
 
     def _finish(self) -> None:
         """End the fit: remove the masks, and keep the state for a next fit. Does nothing outside fit."""
         sparsifier = self.sparsifier
         if sparsifier is None:
             return
-        if not self._has_trained(sparsifier.selection.layers):
-            self._stop_helpers(sparsifier)
-            self._lifecycle.end(None)
-            sparsifier.detach()  # the model keeps its dense weights
-            return
-        # Before the helpers stop, since it holds the monitor's history, and before the pruned entries are lost.
-        state = self.state_dict()
-        self._stop_helpers(sparsifier)
-        self._lifecycle.end(state)
-        sparsifier.bake()
-        sparsifier.detach(keep_parameters=True)  # trainer.save_checkpoint() may follow
-        self._finished_layers = sparsifier.layers  # averages may be saved after fit, too
-
-    def _stop_helpers(self, sparsifier: NMSparsifier) -> None:
-        """Leave the fit: from here on :meth:`state_dict` returns the state that the lifecycle keeps."""
+        # Before the pruned entries are lost, and the history of what is watched.
+        state = self.state_dict() if self._has_trained() else None
         self.sparsifier = None
-        if self._monitor is not None:
-            self._monitor.stop(sparsifier)
+        self._lifecycle.end(state)
+        if self._watch is not None:
+            self._watch.stop()
+            self._watch = None
         if self._consistency is not None:
             self._consistency.close()
             self._consistency = None
-
-    @property
-    def _comm_hook(self) -> CommHookState | None:
-        """The communication hook of the strategy ``nm_ddp``, which counts the bytes that it sends."""
-        return None if self._consistency is None else self._consistency.comm_hook
+        if state is None:
+            sparsifier.detach()  # the model keeps its dense weights
+            return
+        sparsifier.bake()
+        sparsifier.detach(keep_parameters=True)  # trainer.save_checkpoint() may follow
+        self._finished_layers = sparsifier.layers  # averages may be saved after fit, too
 
     def _installed(self) -> NMSparsifier:
         """The sparsifier of the current fit."""
@@ -487,23 +535,3 @@ class NMSparsityCallback(SavedSparsity):
                 "NMSparsityCallback is not installed: its on_fit_start was not called for this fit"
             )
         return self.sparsifier
-
-
-def _none() -> None:
-    return None
-
-
-def _kind_of_window(sparsifier: NMSparsifier) -> Hashable:
-    """What decides which products the masked layers have until the next step.
-
-    Methods may alternate between a few kinds, as with a dense weight gradient in every second step.
-    """
-    return tuple(
-        (layer.progress.stage, layer.progress.dense_gradient, layer.progress.estimating)
-        for layer in sparsifier.layers.values()
-    )
-
-
-def _any_schedule(sparsifier: NMSparsifier) -> bool:
-    """Whether a method or an estimator starts or stops during training: only then the planned length matters."""
-    return any(is_scheduled(rule) for rule in sparsifier.settings.rules)

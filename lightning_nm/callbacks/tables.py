@@ -1,17 +1,17 @@
-"""Output of the callbacks: tables, TensorBoard, pictures of masks and the progress bar."""
+"""Tables of layers, kernels, statistics and the environment, in a terminal and in Markdown; hyperparameters."""
 
 from __future__ import annotations
 
 import platform
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.loggers import TensorBoardLogger
 from rich.box import SIMPLE_HEAD
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console
 from rich.table import Table
 
 from lightning_nm.kernels import GemmKey, Router
@@ -152,7 +152,7 @@ def log_hyperparameters(trainer: pl.Trainer, sparsifier: NMSparsifier, name: str
             logger.log_hyperparams(settings)
 
 
-@dataclass(frozen=True)
+@dataclass
 class KernelRow:
     """A product of the masked layers, with its kernel and the measured times, None where they are unknown.
 
@@ -200,7 +200,6 @@ def kernel_rows(router: Router) -> list[KernelRow]:
     uses_of_key: dict[GemmKey, list[GemmUse]] = {}
     for used in router.used():
         uses_of_key.setdefault(used.product.key, []).append(used)
-    names = _names(uses_of_key)
     rows = []
     for key, uses in uses_of_key.items():
         # Uses are by layer and kernel. A kernel may change during a fit, from the first batch, which is dense, to the
@@ -213,19 +212,16 @@ def kernel_rows(router: Router) -> list[KernelRow]:
             calls = sum(used.calls for used in before)
             reasons.append(f"{calls} calls before that on {others}")
         row = KernelRow(
-            product=names[key],
+            product=_name(key, uses_of_key),
             calls=sum(used.calls for used in uses),
             kernel=last.kernel,
             why="; ".join(dict.fromkeys(reasons)),  # equal reasons of several layers once
         )
         if last.decision is not None:
-            row = replace(
-                row,
-                dense_ms=last.decision.dense_ms,
-                sparse_ms=last.decision.sparse_ms,
-                pack_ms=last.decision.pack_ms,
-                pack_uses=uses_of_pack(key, router.pack_reuse(key.device)),
-            )
+            row.dense_ms = last.decision.dense_ms
+            row.sparse_ms = last.decision.sparse_ms
+            row.pack_ms = last.decision.pack_ms
+            row.pack_uses = uses_of_pack(key, router.pack_reuse(key.device))
         rows.append(row)
     return rows
 
@@ -239,20 +235,16 @@ def _reason(used: GemmUse) -> str:
     return used.decision.reason
 
 
-def _names(keys: Iterable[GemmKey]) -> dict[GemmKey, str]:
-    """A name for each product: its GEMM and sizes, and where these are equal, what else differs."""
-    keys_of_sizes: dict[str, list[GemmKey]] = {}
-    for key in keys:
-        sizes = f"{key.gemm} {key.rows}x{key.depth}x{key.columns}"
-        keys_of_sizes.setdefault(sizes, []).append(key)
-    names = {}
-    for sizes, equal in keys_of_sizes.items():
-        # A single product shares all properties with itself, so its name is its sizes alone.
-        common = set.intersection(*(set(_properties(key)) for key in equal))
-        for key in equal:
-            differing = [text for text in _properties(key) if text not in common]
-            names[key] = " ".join([sizes, *differing])
-    return names
+def _name(key: GemmKey, keys: Iterable[GemmKey]) -> str:
+    """The name of a GEMM: its kind and sizes, and where others of ``keys`` have the same, what else differs."""
+    sizes = (key.gemm, key.rows, key.depth, key.columns)
+    equal = [
+        set(_properties(other))
+        for other in keys
+        if (other.gemm, other.rows, other.depth, other.columns) == sizes
+    ]
+    differing = [text for text in _properties(key) if any(text not in other for other in equal)]
+    return " ".join([f"{key.gemm} {key.rows}x{key.depth}x{key.columns}", *differing])
 
 
 def _properties(key: GemmKey) -> list[str]:
@@ -269,47 +261,20 @@ def _properties(key: GemmKey) -> list[str]:
 
 
 def kernel_columns(router: Router) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Return the head and the cells of a table with every time and reason; without times if none was measured."""
+    """Return the head and the cells of the table of kernels; without times if none was measured."""
     rows = kernel_rows(router)
     is_measured = any(row.dense_ms for row in rows)
-    times_head = ("dense ms", "sparse ms", "pack ms") if is_measured else ()
+    times_head = ("dense ms", "sparse ms", "gain") if is_measured else ()
     head = ("rows x depth x columns", "calls", *times_head, "kernel", "why")
     cells = []
     for row in rows:
         times = []
         if is_measured:
-            times = [_ms(row.dense_ms), _ms(row.sparse_ms), _ms(row.pack_ms)]
+            milliseconds = (row.dense_ms, row.sparse_and_pack_ms)
+            times = ["-" if each is None else f"{each:.3f}" for each in milliseconds]
+            times.append("-" if row.gain is None else f"{row.gain:.2f}x")
         cells.append((row.product, str(row.calls), *times, row.kernel, row.why))
     return head, cells
-
-
-def _ms(milliseconds: float | None) -> str:
-    return "-" if milliseconds is None else f"{milliseconds:.3f}"
-
-
-def _kernel_table(rows: list[KernelRow], notes: dict[str, int]) -> Table:
-    """The table of a terminal: it fits into 80 columns, so ``why`` is the number of a note."""
-    # Only sizes and names of kernels may take several lines: a broken number would be misread.
-    table = plain_table("N:M kernels")
-    table.add_column("rows x depth x columns", overflow="fold")
-    table.add_column("calls", justify="right", no_wrap=True)
-    is_measured = any(row.dense_ms for row in rows)
-    if is_measured:
-        for column in ("dense ms", "sparse ms", "gain"):
-            table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("kernel", overflow="fold")
-    table.add_column("why", justify="right", no_wrap=True)
-    for row in rows:
-        times = []
-        if is_measured:
-            gain = "-" if row.gain is None else f"{row.gain:.2f}x"
-            times = [_ms(row.dense_ms), _ms(row.sparse_and_pack_ms), gain]
-        note = notes.get(row.why, "")
-        table.add_row(row.product, str(row.calls), *times, row.kernel, str(note))
-    if is_measured:
-        table.caption = "times of a call, packing included; gain: dense / sparse"
-        table.caption_justify = "left"
-    return table
 
 
 def print_kernels(router: Router, console: Console | None = None) -> None:
@@ -321,11 +286,25 @@ def print_kernels(router: Router, console: Console | None = None) -> None:
             f"[yellow]warning:[/] every product was dense, no sparse kernel works here: {reason}"
         )
         return
-    rows = kernel_rows(router)
-    # Why a product is sparse is in its gain, so only dense ones get a note; every reason is in TensorBoard.
-    reasons = dict.fromkeys(row.why for row in rows if row.kernel == router.registry.reference.name)
-    notes = {reason: number for number, reason in enumerate(reasons, 1)}
-    console.print(_kernel_table(rows, notes))
+    head, rows = kernel_columns(router)
+    # The table fits into 80 columns, so a reason is the number of a note. Why a product is sparse is in its gain, so
+    # only dense ones get a note; every reason is in TensorBoard.
+    dense = router.registry.reference.name
+    reasons = dict.fromkeys(why for *_, kernel, why in rows if kernel == dense)
+    notes = {reason: str(number) for number, reason in enumerate(reasons, 1)}
+    table = plain_table("N:M kernels")
+    for column in head:
+        # Only sizes and names of kernels may take several lines: a broken number would be misread.
+        if column in ("rows x depth x columns", "kernel"):
+            table.add_column(column, overflow="fold")
+        else:
+            table.add_column(column, justify="right", no_wrap=True)
+    for *cells, why in rows:
+        table.add_row(*cells, notes.get(why, ""))
+    if "gain" in head:
+        table.caption = "times of a call, packing included; gain: dense / sparse"
+        table.caption_justify = "left"
+    console.print(table)
     for reason, number in notes.items():
         console.print(f"{number}: {reason}", markup=False, highlight=False)
     share, basis = router.sparse_share()
@@ -346,7 +325,7 @@ COUNTINGS = {
     "eligible": "GEMMs that N:M hardware could skip; not a time",
 }
 
-_LAYER_COLUMNS = ("shape", "pattern", "method", "fwd", "dgrad", "wgrad", "why")  # after the names
+_LAYER_COLUMNS = ("layer", "shape", "pattern", "method", "fwd", "dgrad", "wgrad", "why")
 
 PREFIX = "nm_"  # of the statistics in the progress bar, to keep them apart from the model's metrics
 
@@ -367,6 +346,23 @@ def plain_table(title: str, *, show_header: bool = True) -> Table:
     )
 
 
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    r"""Return a table in Markdown.
+
+    Example:
+        >>> print(markdown_table(["layer", "shape"], [["net_1", "8 x 8"]]))
+        | layer | shape |
+        | --- | --- |
+        | net\_1 | 8 x 8 |
+    """
+    lines = []
+    for cells in (head, ["---" for _ in head], *rows):
+        # In one line, with Markdown's special characters escaped; an empty cell needs a space.
+        texts = [re.sub(r"([\\|*_])", r"\\\1", " ".join(cell.split())) or " " for cell in cells]
+        lines.append(f"| {' | '.join(texts)} |")
+    return "\n".join(lines)
+
+
 def layer_table(sparsifier: NMSparsifier, width: int = 80) -> Table:
     """Return the table of layers: how each weight's three GEMMs run, and why, as numbers of :func:`layer_reasons`.
 
@@ -375,43 +371,35 @@ def layer_table(sparsifier: NMSparsifier, width: int = 80) -> Table:
     """
     numbers = layer_reasons(sparsifier)
     rows = []
-    for name, *cells, reason in grouped(layer_rows(sparsifier)):
-        number = f"({numbers[reason]})" if reason else ""
-        row = dict(zip(_LAYER_COLUMNS, [*cells, number], strict=True))
-        rows.append((name, row, row["pattern"] == "-"))
+    for *cells, reason in grouped(layer_rows(sparsifier)):
+        rows.append((*cells, f"({numbers[reason]})" if reason else ""))
+    columns = dict(zip(_LAYER_COLUMNS, map(list, zip(*rows, strict=True)), strict=True))
+    are_dense = [pattern == "-" for pattern in columns["pattern"]]
+
+    def other_width() -> int:
+        """The width of all columns but the names, with the padding of each and of the table."""
+        others = [[head, *cells] for head, cells in columns.items() if head != "layer"]
+        return 3 + sum(2 + max(map(len, cells)) for cells in others)
 
     title = "N:M layers"
-    columns = list(_LAYER_COLUMNS)
-    longest_name = max(len(name) for name, _, _ in rows)
-    if _width_beside_names(rows, columns) + longest_name > width:
-        for column in ("pattern", "method"):
-            values = {row[column] for _, row, is_dense in rows if not is_dense}
-            if len(values) == 1:
-                title += f", {column} {values.pop()}"
-                columns.remove(column)
+    if other_width() + max(map(len, columns["layer"])) > width:
+        for head in ("pattern", "method"):
+            masked = {cell for cell in columns[head] if cell != "-"}
+            if len(masked) == 1:
+                title += f", {head} {masked.pop()}"
+                del columns[head]
+    names = [broken_name(name, width - other_width()) for name in columns["layer"]]
+    columns["layer"] = names
 
     table = plain_table(title)
-    for head in ("layer", *columns):
-        table.add_column(head, no_wrap=True)
-    other_width = _width_beside_names(rows, columns)
-    name_width = 0
-    for name, row, is_dense in rows:
-        broken = broken_name(name, width - other_width)
-        name_width = max(name_width, *(len(line) for line in broken.splitlines()))
-        table.add_row(broken, *map(row.get, columns), style="dim" if is_dense else None)
-    table.min_width = other_width + name_width
-    return table
-
-
-def _width_beside_names(
-    rows: Sequence[tuple[str, dict[str, str], bool]], columns: Sequence[str]
-) -> int:
-    """The width of all columns but the first: only names may be broken."""
-    width = 3  # the padding of the first column and of the table
     for head in columns:
-        width += max(len(cell) for cell in (head, *(row[head] for _, row, _ in rows)))
-        width += 2  # the padding
-    return width
+        table.add_column(head, no_wrap=True)
+    for is_dense, *row in zip(are_dense, *columns.values(), strict=True):
+        table.add_row(*row, style="dim" if is_dense else None)
+    # Even if the console is narrower: rich would cut the cells; a terminal breaks lines that are too long, and a file
+    # holds them whole.
+    table.width = other_width() + max(len(line) for name in names for line in name.splitlines())
+    return table
 
 
 def layer_reasons(sparsifier: NMSparsifier) -> dict[str, int]:
@@ -421,21 +409,16 @@ def layer_reasons(sparsifier: NMSparsifier) -> dict[str, int]:
     return {reason: number for number, reason in enumerate(reasons, 1)}
 
 
-class Whole:
-    """Renders a table at its full width, even if the console is narrower."""
-
-    def __init__(self, table: Table) -> None:
-        self.table = table
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        # rich would cut the cells; a terminal breaks lines that are too long, and a file holds them whole.
-        width = max(options.max_width, self.table.min_width or 0)
-        yield from console.render(self.table, options.update(width=width))
-
-
 def layer_rows(sparsifier: NMSparsifier) -> Iterator[tuple[str, ...]]:
     """Yield every weight in the order of the model: layer, shape, pattern, method, forward, dgrad, wgrad, reason."""
-    rows = {name: _row(sparsifier, layer) for name, layer in sparsifier.layers.items()}
+    rows: dict[str, tuple[str, ...]] = {}
+    for name, layer in sparsifier.layers.items():
+        gemms = layer.gemms()._asdict()
+        labels = [gemm.label for gemm in gemms.values()]
+        reasons = [f"{kind}: {gemm.reason}" for kind, gemm in gemms.items() if gemm.reason]
+        method = layer.spec.method.short_name or type(layer.spec.method).__name__
+        cells = (_shape(layer.view.shape), str(layer.spec.pattern), method, *labels)
+        rows[name] = (*cells, "; ".join(reasons))
     shapes = {}
     for name, parameter in sparsifier.model.named_parameters(remove_duplicate=False):
         shapes[plain_name(name)] = known_shape(parameter)
@@ -458,17 +441,17 @@ def layer_rows(sparsifier: NMSparsifier) -> Iterator[tuple[str, ...]]:
         yield name, *rows[name]
 
 
-def _row(sparsifier: NMSparsifier, layer: NMLayer) -> tuple[str, ...]:
-    """The cells of a masked layer, after its name."""
-    operands = []
-    reasons = []
-    for kind, gemm in layer.gemms()._asdict().items():
-        operands.append(gemm.label)
-        if gemm.reason:
-            reasons.append(f"{kind}: {gemm.reason}")
-    method = layer.spec.method.short_name or type(layer.spec.method).__name__
-    pattern = str(layer.spec.pattern)
-    return _shape(layer.view.shape), pattern, method, *operands, "; ".join(reasons)
+def layers_markdown(sparsifier: NMSparsifier, router: Router | None) -> str:
+    """Return the table of layers in Markdown, with the kernels of a router after its first products."""
+    kernels: dict[str, dict[str, str]] = {}  # by layer and GEMM; the last one, if it changed
+    for used in [] if router is None else router.used():
+        kernels.setdefault(used.product.layer, {})[used.product.key.gemm] = used.kernel
+    rows = []
+    for name, *cells in layer_rows(sparsifier):
+        texts = [f"{gemm}: {kernel}" for gemm, kernel in kernels.get(name, {}).items()]
+        # GEMMs that no router has seen ran as torch computes them.
+        rows.append((name, *cells, ", ".join(texts) or "dense product"))
+    return markdown_table((*_LAYER_COLUMNS, "kernel"), rows)
 
 
 def broken_name(name: str, width: int) -> str:
@@ -581,7 +564,7 @@ def _notes(sparsifier: NMSparsifier) -> Iterator[str]:
 def print_layers(sparsifier: NMSparsifier, console: Console | None = None) -> None:
     """Print the table of layers and the masked share of the model; warn if it is small."""
     console = console or Console()
-    console.print(Whole(layer_table(sparsifier, console.width)), crop=False, soft_wrap=True)
+    console.print(layer_table(sparsifier, console.width), crop=False, soft_wrap=True)
     for note in _notes(sparsifier):
         # Names of layers may look like rich's markup.
         console.print(note, style="dim", soft_wrap=True, highlight=False, markup=False)
@@ -658,24 +641,27 @@ def print_summary(
     total = len(sparsifier.layers)
     able = [layer for layer in sparsifier.layers.values() if not layer.spec.forward_reason]
     # Of methods that have masks at other times, but not now.
-    dense = [layer for layer in able if layer.forward_mask is None]
-    dense = [layer for layer in dense if isinstance(layer.spec.method, MaskMethod)]
+    dense = [
+        layer
+        for layer in able
+        if layer.forward_mask is None and isinstance(layer.spec.method, MaskMethod)
+    ]
     if dense:
         console.print(
             f"[yellow]warning:[/] the trained model is dense in {len(dense)} of {total} layers: their masks have not "
             "started yet, or have ended (dense_end)"
         )
     # Of methods whose mask is still denser than the pattern.
-    unfinished = {
-        layer.name: type(layer.spec.method).__name__
+    unfinished = [
+        type(layer.spec.method).__name__
         for layer in able
         if layer.masks.has_forward
         and layer.spec.method.current_pattern(layer) != layer.spec.pattern
-    }
+    ]
     if unfinished:
         console.print(
             f"[yellow]warning:[/] the trained model is not N:M in {len(unfinished)} of {total} layers: the masks of "
-            f"{', '.join(sorted({*unfinished.values()}))} had not reached their pattern when the training ended"
+            f"{', '.join(sorted(set(unfinished)))} had not reached their pattern when the training ended"
         )
     # Not every checkpoint callback has these attributes, and ModelCheckpoint's are empty until it has saved.
     checkpoint = trainer.checkpoint_callback

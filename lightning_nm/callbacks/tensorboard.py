@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -15,12 +16,9 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from lightning_nm.callbacks.tables import layer_rows
 from lightning_nm.functional import mask_margin
 from lightning_nm.functional.statistics import FLIP_RATE, KEPT_MAGNITUDE, magnitude_sum
-from lightning_nm.kernels import Router
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.sparsifier import NMSparsifier
 
 if TYPE_CHECKING:  # for the types only
     from matplotlib.figure import Figure
@@ -90,16 +88,21 @@ def layer_column(layers: Sequence[NMLayer]) -> Tensor:
     return torch.stack([FLIP_RATE.exact(flips, entries), margin, KEPT_MAGNITUDE.exact(used, whole)])
 
 
+@dataclass
 class LayerHistory:
     """The columns of a run: at most :data:`COLUMNS`, each the mean of equally many logs.
 
     When all columns are full, each two neighbours are joined, so that a column holds twice as many logs from then on.
     A run of any length thus fits, from its first step on, in 1536 bytes for a layer.
 
+    Checkpoints hold all attributes.
+
     Attributes:
         layers: Names of the layers, in the order of the rows.
         steps: The step of the last log of each column.
         values: float32 ``[columns, 3, layers]``; NaN where a layer was not masked.
+        stride: Logs of a column.
+        filled: Logs of the last column so far.
 
     Example:
         >>> history = LayerHistory()
@@ -109,12 +112,13 @@ class LayerHistory:
         ([1, 3, 5], 129, torch.Size([65, 3, 2]))
     """
 
-    def __init__(self) -> None:
-        self.layers: list[str] = []
-        self.steps: list[int] = []
-        self.values = torch.empty(0, len(MAPS), 0, dtype=torch.float32)
-        self._stride = 1  # logs of a column
-        self._filled = 1  # logs of the last column so far
+    layers: list[str] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
+    values: Tensor = field(
+        default_factory=lambda: torch.empty(0, len(MAPS), 0, dtype=torch.float32)
+    )
+    stride: int = 1
+    filled: int = 1
 
     def add(self, step: int, layers: Sequence[str], column: Tensor) -> None:
         """Add the values of a log, ``[3, layers]``; columns that reach that step or later ones are dropped.
@@ -130,46 +134,35 @@ class LayerHistory:
         # A run that resumes from an earlier checkpoint comes by steps that it has seen.
         kept = sum(earlier < step for earlier in self.steps)
         if kept < len(self.steps):
-            self._filled = self._stride  # all columns before them are full
+            self.filled = self.stride  # all columns before them are full
         steps, values = self.steps[:kept], self.values[:kept]
-        if self._filled == self._stride and kept == COLUMNS:
+        if self.filled == self.stride and kept == COLUMNS:
             steps = steps[1::2]  # a column has the step of its last log
             values = values.unflatten(0, (-1, 2)).nanmean(1)
-            self._stride *= 2
-            self._filled *= 2
+            self.stride *= 2
+            self.filled *= 2
         column = column.float()
-        if steps and self._filled < self._stride:
+        if steps and self.filled < self.stride:
             # The last column is written again: its running mean has one log more. A NaN does not count.
-            self._filled += 1
+            self.filled += 1
             mean = values[-1]
             column = torch.where(column.isnan(), mean, column)
-            column = torch.where(mean.isnan(), column, mean + (column - mean) / self._filled)
+            column = torch.where(mean.isnan(), column, mean + (column - mean) / self.filled)
             steps, values = steps[:-1], values[:-1]
         else:
-            self._filled = 1
+            self.filled = 1
         self.steps = [*steps, step]
         self.values = torch.cat([values, column.unsqueeze(0)])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the columns as plain tensors and names."""
-        return {
-            "layers": self.layers,
-            "steps": self.steps,
-            "values": self.values,
-            "stride": self._stride,
-            "filled": self._filled,
-        }
+        return dict(vars(self))
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> LayerHistory:
         """Return the history of a :meth:`state_dict`, in 0.3 of float16 values."""
-        history = cls()
-        history.layers = list(state["layers"])
-        history.steps = list(state["steps"])
-        history.values = state["values"].to("cpu", torch.float32)
-        history._stride = state["stride"]
-        history._filled = state["filled"]
-        return history
+        values = state["values"].to("cpu", torch.float32)
+        return cls(state["layers"], state["steps"], values, state["stride"], state["filled"])
 
 
 def can_draw() -> bool:
@@ -299,6 +292,7 @@ def margin_histogram(layer: NMLayer) -> Tensor:
 
     Example:
         >>> from torch import nn
+        >>> from lightning_nm import NMSparsifier
         >>> sparsifier = NMSparsifier(nn.Linear(8, 8), "2:4", "sr-ste", skip_first_last=False).attach()
         >>> (layer,) = sparsifier.layers.values()
         >>> margin_histogram(layer)[4:].sum()
@@ -363,39 +357,3 @@ def custom_scalars_layout(names: Sequence[str], layers: bool) -> Layout:
         if name not in MODEL_ONLY:
             layer_charts[title] = ["Multiline", [f"^(.+-)?nm/{re.escape(name)}/"]]
     return {"N:M masks": model_charts, **({"N:M layers": layer_charts} if layers else {})}
-
-
-def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    r"""Return a table in Markdown.
-
-    Example:
-        >>> print(markdown_table(["layer", "shape"], [["net_1", "8 x 8"]]))
-        | layer | shape |
-        | --- | --- |
-        | net\_1 | 8 x 8 |
-    """
-    lines = []
-    for cells in (head, ["---" for _ in head], *rows):
-        # In one line, with Markdown's special characters escaped; an empty cell needs a space.
-        texts = [re.sub(r"([\\|*_])", r"\\\1", " ".join(cell.split())) or " " for cell in cells]
-        lines.append(f"| {' | '.join(texts)} |")
-    return "\n".join(lines)
-
-
-def layers_markdown(sparsifier: NMSparsifier, router: Router | None) -> str:
-    """Return the table of layers in Markdown, with the kernels of a router after its first products."""
-    kernels_of_layer: dict[str, dict[str, str]] = {}  # by layer and GEMM
-    used_kernels = [] if router is None else router.used()
-    for used in used_kernels:
-        product = used.product
-        kernels = kernels_of_layer.setdefault(product.layer, {})
-        kernels[product.key.gemm] = used.kernel  # the last one, if it changed
-    rows = []
-    for row in layer_rows(sparsifier):
-        name = row[0]
-        kernels = kernels_of_layer.get(name, {})
-        text = ", ".join(f"{gemm}: {kernel}" for gemm, kernel in kernels.items())
-        # Products that no router has seen ran as torch computes them.
-        rows.append((*row, text or "dense product"))
-    head = ("layer", "shape", "pattern", "method", "fwd", "dgrad", "wgrad", "why", "kernel")
-    return markdown_table(head, rows)

@@ -17,7 +17,7 @@ from lightning_nm.callbacks import MaskMonitor, NMSparsityCallback
 from lightning_nm.commands.lightning_cli import NMLightningCLI
 from lightning_nm.export.graphs import import_class
 from lightning_nm.plugins import NMFSDPPrecision
-from lightning_nm.plugins.routing import KernelRouting
+from lightning_nm.plugins.precision import KernelRouting
 
 # Options that do not change what a training step computes. The training length is not among them:
 # schedules depend on it.

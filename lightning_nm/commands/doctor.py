@@ -27,7 +27,7 @@ from lightning_nm.commands.machine import examine, print_machine
 from lightning_nm.commands.output import add_json, print_json, print_line
 from lightning_nm.kernels import Router
 from lightning_nm.kernels.router import activate, routing
-from lightning_nm.plugins.routing import KernelRouting
+from lightning_nm.plugins.precision import KernelRouting
 
 # Optimizer steps. Kernels are chosen in the first; the others before the timed ones run them, unmeasured.
 _WARM_UP = 3

@@ -22,10 +22,10 @@ from lightning_nm.export.safetensors_file import (
     read_json,
     write_safetensors,
 )
+from lightning_nm.functional.int8 import INT8_DTYPES
 from lightning_nm.functional.nm_format import MAX_M, PACKED_DTYPES
 from lightning_nm.nn.packed.tensor import (
     EVERY_ENTRY,
-    INT8_DTYPES,
     LAYOUTS,
     PackedTensor,
     packed_shapes,

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_nm.export.packed_file import parts_of, write_packed
 from lightning_nm.export.patterns import Found, pattern_of
+from lightning_nm.functional.int8 import INT8_DTYPES
 from lightning_nm.nn.packed import (
     BUDGET_S,
     EVERY_ENTRY,
@@ -31,7 +32,6 @@ from lightning_nm.nn.packed import (
     refuse_to_fit,
     return_freed_memory,
 )
-from lightning_nm.nn.packed.tensor import INT8_DTYPES
 from lightning_nm.nn.weight import Layout, plain_name
 from lightning_nm.pattern import NMPattern, PatternLike
 

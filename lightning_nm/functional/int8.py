@@ -12,6 +12,9 @@ from torch import Tensor
 LARGEST = 127
 """The largest absolute value of an integer."""
 
+INT8_DTYPES = (torch.float32, torch.bfloat16)
+"""Dtypes of weights whose values may be int8: those of the inputs that int8 products take."""
+
 LEAST_SCALE = 2.0**-100
 MOST_SCALE = 2.0**100
 """The range of scales: the product of an integer that is not 0 and a scale is a normal number."""

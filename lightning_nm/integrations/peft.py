@@ -97,7 +97,10 @@ def mask_adapters(
         raise ValueError(f"{fault}: call get_peft_model() before mask_adapters()")
 
     # All layers are checked before the first one is changed.
-    faults = {name: _fault(module, wanted) for name, module in adapted.items()}
+    faults = {
+        name: _adapter_fault(module) or _base_fault(module.get_base_layer(), wanted)
+        for name, module in adapted.items()
+    }
     _refuse(faults, "Name layers that may be dense in `exclude`")
     hosts = list(_hosts(model))
     known = {module for host, _ in hosts for module in host.modules()}
@@ -232,16 +235,11 @@ def _refuse(faults: dict[str, str], advice: str) -> None:
     )
 
 
-def _fault(module: Any, wanted: NMPattern | None) -> str:
-    """Why the adapters of a layer cannot be masked; empty if they can."""
-    return _adapter_fault(module) or _base_fault(module.get_base_layer(), wanted)
-
-
 def _adapter_fault(module: Any) -> str:
     """Why adapters cannot be masked, whatever the base weight is; empty if they can."""
     if module is None:
         return _MISSING
-    kind = _kind(module)
+    kind = getattr(module, "nm_base", type(module))  # the class in peft
     if kind not in _MASKED:
         return f"{kind.__module__}.{kind.__name__} is no LoRA of a linear layer or a convolution"
     if module.lora_variant:
@@ -288,11 +286,6 @@ def _base_fault(base: Any, wanted: NMPattern | None) -> str:
     return f"its base weight is not {pattern}: {violations} of {blocks} blocks hold more"
 
 
-def _kind(module: nn.Module) -> type[nn.Module]:
-    """The class in peft."""
-    return module.nm_base if isinstance(module, _MaskedLora) else type(module)
-
-
 def _pattern(base: nn.Module, wanted: NMPattern | None) -> NMPattern:
     layer = _masked_layer(base)
     return wanted or (NMPattern(2, 4) if layer is None else layer.pattern)
@@ -315,7 +308,7 @@ def _mask(module: Any, wanted: NMPattern | None) -> None:
     mask = None if layer is None else layer.forward_mask
     if mask is None:
         mask = _base_weight(base).ne(0)
-    module.__class__ = _MASKED[_kind(module)]
+    module.__class__ = _MASKED[getattr(module, "nm_base", type(module))]
     module.nm_mask = mask
     module.nm_pattern = _pattern(base, wanted)
 

@@ -140,11 +140,20 @@ class NMTrainerCallback(TrainerCallback):
         assert model is not None
         assert optimizer is not None
         _check_setting(args, model, optimizer)
-        folder = self._folder(args, state) if state.global_step else None
+        folder = None
+        if state.global_step:
+            # The folder that the training resumes from, which the Trainer does not tell.
+            given = self.resume_from
+            if given is None:
+                given = args.resume_from_checkpoint
+                if not given or not Path(given).is_dir():
+                    name = f"checkpoint-{state.global_step}"
+                    given = saved_folder(args, state) or Path(args.output_dir) / name
+            folder = Path(given)
         saved = read_state(folder, state.global_step) if folder else None
         self._release(model, state, folder)
-        if folder is not None and _has_experts(model):
-            _load(model, folder)
+        if folder is not None and any(parameter.dim() == 3 for parameter in model.parameters()):
+            _load(model, folder)  # weights of experts, which the Trainer does not load
         sparsifier = NMSparsifier(
             model,
             config=self.config,
@@ -154,7 +163,13 @@ class NMTrainerCallback(TrainerCallback):
         )
         sparsifier.attach(saved, [optimizer])
         try:
-            _refuse_owners(sparsifier)
+            for layer in sparsifier.layers.values():
+                if layer.parameters:
+                    # The Trainer restores the optimizer before a callback can add them to it.
+                    owner = f"{type(layer.spec.method).__name__} owns parameters at layer '{layer.name}'"
+                    raise ValueError(
+                        f"{owner}, whose optimizer state a transformers Trainer cannot resume: use another method"
+                    )
             if saved is not None:
                 try:
                     sparsifier.load_state_dict(saved)
@@ -173,17 +188,6 @@ class NMTrainerCallback(TrainerCallback):
         warn_at_start(sparsifier, continues=saved is not None)
         if self.show_tables and state.is_world_process_zero:
             print_layers(sparsifier)
-
-    def _folder(self, args: TrainingArguments, state: TrainerState) -> Path:
-        """The folder that the training resumes from, which the Trainer does not tell."""
-        given = args.resume_from_checkpoint
-        if self.resume_from is not None:
-            return Path(self.resume_from)
-        if given and Path(given).is_dir():
-            return Path(given)
-        return (
-            saved_folder(args, state) or Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        )
 
     def _release(self, model: nn.Module, state: TrainerState, folder: Path | None) -> None:
         """Remove masks that a training left when an exception ended it; refuse a second callback."""
@@ -260,13 +264,10 @@ class NMTrainerCallback(TrainerCallback):
         **_: Any,
     ) -> None:
         """Add the statistics to a log of the training loss."""
-        if (
-            self.sparsifier is None
-            or logs is None
-            or "loss" not in logs
-            or not state.is_world_process_zero
-        ):
+        is_training_log = logs is not None and "loss" in logs
+        if self.sparsifier is None or not is_training_log or not state.is_world_process_zero:
             return
+        assert logs is not None
         scalars = {f"nm/{name}": value for name, value in self.sparsifier.stats().items()}
         for layer, values in self.sparsifier.layer_stats().items() if self.log_layers else ():
             scalars |= {f"nm/{name}/{layer}": value for name, value in values.items()}
@@ -285,16 +286,25 @@ class NMTrainerCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         """Remove the masks; the parameters become the sparse weights, of the best model if the Trainer loaded it."""
-        sparsifier, best = (
-            self.sparsifier,
-            state.best_model_checkpoint if args.load_best_model_at_end else None,
-        )
+        sparsifier = self.sparsifier
+        best = state.best_model_checkpoint if args.load_best_model_at_end else None
         self.finish()
         if sparsifier is None:
             return
         if best:  # the Trainer loaded it under the masks of the last step
             _load(sparsifier.model, Path(best))
-        dense = _dense_layers(sparsifier)
+        # Layers whose method masks the forward weight at other times.
+        dense = [
+            layer.name
+            for layer in sparsifier.layers.values()
+            if layer.spec.method.sparse_forward
+            and not layer.spec.forward_reason
+            and not is_nm(
+                layer.view.rows(layer.param.detach()),
+                layer.spec.method.current_pattern(layer) or layer.pattern,
+                dim=1,
+            )
+        ]
         if dense:
             which = f"those of '{best}'" if best else f"those of step {state.global_step}"
             fault = f"the weights of {len(dense)} masked layers, such as '{dense[0]}', are not N:M sparse"
@@ -351,32 +361,3 @@ def _load(model: nn.Module, folder: Path) -> None:
     if missing:
         raise ValueError(f"'{folder}' holds no weights '{missing[0]}' ({len(missing)} are missing)")
     model.load_state_dict(weights, strict=False)
-
-
-def _has_experts(model: nn.Module) -> bool:
-    return any(parameter.dim() == 3 for parameter in model.parameters())
-
-
-def _dense_layers(sparsifier: NMSparsifier) -> list[str]:
-    """The layers whose parameters, after training, are not N:M though their method masks the forward weight."""
-    return [
-        layer.name
-        for layer in sparsifier.layers.values()
-        if layer.spec.method.sparse_forward
-        and not layer.spec.forward_reason
-        and not is_nm(
-            layer.view.rows(layer.param.detach()),
-            layer.spec.method.current_pattern(layer) or layer.pattern,
-            dim=1,
-        )
-    ]
-
-
-def _refuse_owners(sparsifier: NMSparsifier) -> None:
-    """Refuse methods that own parameters: the Trainer restores the optimizer before a callback can add them to it."""
-    for layer in sparsifier.layers.values():
-        if layer.parameters:
-            owner = f"{type(layer.spec.method).__name__} owns parameters at layer '{layer.name}'"
-            raise ValueError(
-                f"{owner}, whose optimizer state a transformers Trainer cannot resume: use another method"
-            )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -70,20 +70,16 @@ class RatioMetric(NMMetric):
 
         Sums are not changed in place: one that was reset in inference mode may be updated outside of it.
         """
-        numerator, denominator = self.sums
-        numerator_sum = getattr(self, numerator)
-        denominator_sum = getattr(self, denominator)
+        totals = [getattr(self, name) for name in self.sums]
         # `parts` may be a generator that checks as it goes, and raises at a later layer.
-        for numerator_part, denominator_part in parts:
-            numerator_sum = numerator_sum + numerator_part
-            denominator_sum = denominator_sum + denominator_part
-        setattr(self, numerator, numerator_sum)
-        setattr(self, denominator, denominator_sum)
+        for part in parts:
+            totals = [total + value for total, value in zip(totals, part, strict=True)]
+        for name, total in zip(self.sums, totals, strict=True):
+            setattr(self, name, total)
 
     def compute(self) -> Tensor:
         """Return the ratio, float32 and without axes."""
-        numerator, denominator = self.sums
-        return self.ratio(getattr(self, numerator), getattr(self, denominator))
+        return self.ratio(*[getattr(self, name) for name in self.sums])
 
 
 def by_name(layers: Layers) -> Mapping[str, Tensor]:
@@ -102,15 +98,13 @@ def by_name(layers: Layers) -> Mapping[str, Tensor]:
     return layers
 
 
-def pairs(one: Layers, other: Layers) -> Iterator[tuple[Tensor, Tensor, str]]:
-    """Return an iterator over the two tensors and the name of each layer. Refuse different layers by a ValueError."""
+def pairs(one: Layers, other: Layers) -> list[tuple[Tensor, Tensor, str]]:
+    """Return the two tensors and the name of each layer. Refuse different layers by a ValueError."""
     first = by_name(one)
     second = by_name(other)
     if first.keys() != second.keys():
-        unmatched = first.keys() ^ second.keys()
-        names = ", ".join(repr(name) for name in unmatched)
+        names = ", ".join(map(repr, first.keys() ^ second.keys()))
         raise ValueError(
             f"both arguments name the same layers, or are two tensors: only one of them has {names}"
         )
-    # A generator expression and not `yield`: the check above runs when the function is called.
-    return ((tensor, second[name], name) for name, tensor in first.items())
+    return [(tensor, second[name], name) for name, tensor in first.items()]

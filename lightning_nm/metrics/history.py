@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,18 +17,6 @@ from lightning_nm.metrics.base import Layers, RatioMetric, by_name
 _KEY = "memory."
 
 
-class _StoredMask(NamedTuple):
-    """What is kept of a layer's mask until the next update.
-
-    Args:
-        shape: The shape of the mask.
-        rows: Its bits and what else the metric remembers, packed by :func:`pack_mask`, uint8 ``[rows, bytes]``.
-    """
-
-    shape: tuple[int, ...]
-    rows: Tensor
-
-
 class MaskHistory(RatioMetric):
     """A metric that stores each layer's packed mask until the next update, one bit per entry.
 
@@ -39,45 +27,34 @@ class MaskHistory(RatioMetric):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self._memory: dict[str, _StoredMask] = {}  # by layer
-        self._before_forward: dict[str, _StoredMask] | None = None
+        # By layer: the mask's shape; its bits, and what else the metric remembers, packed, uint8 [rows, bytes].
+        self._memory: dict[str, tuple[tuple[int, ...], Tensor]] = {}
+        self._before_forward: dict[str, tuple[tuple[int, ...], Tensor]] | None = None
 
-    def compare(self, packed: Tensor, rows: Tensor, entries: int) -> Tensor:
-        """Add the changes of a layer of so many entries, and return its new rows.
+    def compare(self, packed: Tensor, rows: Tensor | None, entries: int) -> Tensor:
+        """Add the changes of a layer of so many entries since its last rows, if any, and return its new rows.
 
         The old rows must not be changed in place: ``forward`` may restore them.
         """
         raise NotImplementedError
-
-    def remember(self, packed: Tensor) -> Tensor:
-        """Return the rows of the first mask of a layer, uint8 ``[rows, bytes]``."""
-        return packed.unsqueeze(0)
 
     def update(self, masks: Layers) -> None:
         """Compare bool masks with the last ones of the same names and shapes, and store them."""
         layers = by_name(masks)
         # All masks are checked before one is compared: nothing changes if an error is raised.
         for name, mask in layers.items():
-            self._check(name, mask)
+            check_masks({"mask": mask}, name)
+            shape = tuple(mask.shape)
+            known = self._memory.get(name, (shape,))[0]
+            if known != shape:
+                raise ValueError(
+                    f"the mask of layer '{name}' has shape {shape}, but had {known} before: name layers apart, or "
+                    "call forget()"
+                )
         for name, mask in layers.items():
-            packed = pack_mask(mask)
-            known = self._memory.get(name)
-            if known is None:
-                rows = self.remember(packed)
-            else:
-                rows = self.compare(packed, known.rows, mask.numel())
-            self._memory[name] = _StoredMask(tuple(mask.shape), rows)
-
-    def _check(self, name: str, mask: Tensor) -> None:
-        """Refuse what is no mask, and a mask of another shape than the last one of this name."""
-        check_masks({"mask": mask}, name)
-        shape = tuple(mask.shape)
-        known = self._memory.get(name)
-        if known is not None and known.shape != shape:
-            raise ValueError(
-                f"the mask of layer '{name}' has shape {shape}, but had {known.shape} before: name layers apart, or "
-                "call forget()"
-            )
+            rows = self._memory[name][1] if name in self._memory else None
+            rows = self.compare(pack_mask(mask), rows, mask.numel())
+            self._memory[name] = (tuple(mask.shape), rows)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Update, and return the value of this update only: the changes since the previous update."""
@@ -104,10 +81,8 @@ class MaskHistory(RatioMetric):
         # torchmetrics moves the states here, as torch moves buffers. Only the device concerns packed bits: a change of
         # dtype, which `fn` may be, would break them.
         module = super()._apply(fn, exclude_state)
-        moved = {}
-        for name, stored in self._memory.items():
-            moved[name] = _StoredMask(stored.shape, stored.rows.to(self.device))
-        self._memory = moved
+        for name, (shape, rows) in self._memory.items():
+            self._memory[name] = (shape, rows.to(self.device))
         return module
 
     def state_dict(  # type: ignore[override]  # torchmetrics' signature
@@ -117,38 +92,31 @@ class MaskHistory(RatioMetric):
         keep_vars: bool = False,
     ) -> dict[str, Any]:
         """Return the sums, and for each layer the shape and the bits of its mask, where they are persistent."""
-        destination = super().state_dict(
-            destination=destination, prefix=prefix, keep_vars=keep_vars
-        )
+        destination = super().state_dict(destination, prefix, keep_vars)
         if any(self._persistent.values()):
-            for name, stored in self._memory.items():
+            for name, (shape, rows) in self._memory.items():
                 key = f"{prefix}{_KEY}{name}"
-                destination[f"{key}.shape"] = torch.tensor(stored.shape, dtype=torch.int64)
-                destination[f"{key}.bits"] = stored.rows.clone()
+                destination[f"{key}.shape"] = torch.tensor(shape, dtype=torch.int64)
+                destination[f"{key}.bits"] = rows.clone()
         return destination
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # torch would report the keys of masks, which are no states, as unexpected.
         start = prefix + _KEY
-        saved = {}
-        for key in list(state_dict):
-            if key.startswith(start):
-                saved[key.removeprefix(start)] = state_dict.pop(key)
+        saved = {
+            key.removeprefix(start): state_dict.pop(key)
+            for key in list(state_dict)
+            if key.startswith(start)
+        }
         # Without its sums, the metric was not persistent: it keeps the masks that it has.
-        was_persistent = any(prefix + key in state_dict for key in self._defaults)
-        if was_persistent:
-            self._memory = self._stored_masks(saved)
+        if any(prefix + key in state_dict for key in self._defaults):
+            self._memory = {}
+            for key, rows in saved.items():
+                name, _, part = key.rpartition(".")
+                if part == "bits":
+                    shape = tuple(saved[f"{name}.shape"].tolist())
+                    self._memory[name] = (shape, rows.to(self.device, copy=True))
         super()._load_from_state_dict(state_dict, prefix, *args)
-
-    def _stored_masks(self, saved: dict[str, Tensor]) -> dict[str, _StoredMask]:
-        """Return the masks that :meth:`state_dict` wrote, by layer."""
-        masks = {}
-        for key, rows in saved.items():
-            if key.endswith(".bits"):
-                name = key.removesuffix(".bits")
-                shape = saved[f"{name}.shape"].tolist()
-                masks[name] = _StoredMask(tuple(shape), rows.to(self.device, copy=True))
-        return masks
 
 
 class MaskFlipRate(MaskHistory):
@@ -170,11 +138,11 @@ class MaskFlipRate(MaskHistory):
     ratio = FLIP_RATE
     sums = ("flips", "compared")
 
-    def compare(self, packed: Tensor, rows: Tensor, entries: int) -> Tensor:
+    def compare(self, packed: Tensor, rows: Tensor | None, entries: int) -> Tensor:
         """Count the flips."""
-        flips = packed ^ rows[0]
-        self.add([(count_bits(flips), entries)])
-        return self.remember(packed)
+        if rows is not None:
+            self.add([(count_bits(packed ^ rows[0]), entries)])
+        return packed.unsqueeze(0)
 
 
 class MaskOscillation(MaskHistory):
@@ -199,16 +167,12 @@ class MaskOscillation(MaskHistory):
     ratio = OSCILLATION
     sums = ("returns", "compared")
 
-    def remember(self, packed: Tensor) -> Tensor:
-        """Return the mask, and that no entry flipped yet."""
-        flipped = torch.zeros_like(packed)
-        return torch.stack([packed, flipped])
-
-    def compare(self, packed: Tensor, rows: Tensor, entries: int) -> Tensor:
+    def compare(self, packed: Tensor, rows: Tensor | None, entries: int) -> Tensor:
         """Count the flips of entries that flipped before."""
+        if rows is None:
+            return torch.stack([packed, torch.zeros_like(packed)])  # no entry flipped yet
         before, flipped = rows
         # Eight entries a byte: a bit of `flips` is 1 where the entry changed.
         flips = packed ^ before
-        flips_back = flips & flipped
-        self.add([(count_bits(flips_back), entries)])
+        self.add([(count_bits(flips & flipped), entries)])
         return torch.stack([packed, flipped | flips])

@@ -1,14 +1,5 @@
-"""What a Trainer takes beside callbacks: precision plugins that route the products of masked layers, and a strategy.
+"""Precision plugins that route the GEMMs of masked layers, and the strategy ``nm_ddp``; for Fabric in ``fabric``."""
 
-Those for Fabric are in ``plugins.fabric``. Importing the package registers the strategy as ``nm_ddp``.
-"""
+import lazy_loader
 
-from lightning_nm.plugins.ddp import NMDDPStrategy
-from lightning_nm.plugins.trainer import (
-    NMFSDPPrecision,
-    NMHalfPrecision,
-    NMMixedPrecision,
-    NMPrecision,
-)
-
-__all__ = ["NMDDPStrategy", "NMFSDPPrecision", "NMHalfPrecision", "NMMixedPrecision", "NMPrecision"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

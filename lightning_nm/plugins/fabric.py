@@ -5,7 +5,7 @@ from __future__ import annotations
 from lightning.fabric.plugins import FSDPPrecision, HalfPrecision, MixedPrecision, Precision
 from torch import nn
 
-from lightning_nm.plugins.routing import (
+from lightning_nm.plugins.precision import (
     HalfArguments,
     KernelRouting,
     MixedArguments,

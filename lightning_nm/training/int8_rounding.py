@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_nm.functional.int8 import fake_quantise_tokens, fake_quantise_weight
+from lightning_nm.functional.int8 import INT8_DTYPES, fake_quantise_tokens, fake_quantise_weight
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.nn.packed.tensor import INT8_DTYPES
 
 
 class Int8Rounding:

@@ -1,73 +1,51 @@
-"""The phases of the callback, without a model."""
+"""What one fit leaves to the next, without a model."""
 
 import pytest
 
-from lightning_nm.callbacks.state import Lifecycle, Origin, Phase
+from lightning_nm.callbacks.state import Lifecycle, Origin
 
 STATE = {"schema": 1, "open": False}
 
 
-def fit(lifecycle, batches=1):
+def fit(lifecycle):
     lifecycle.begin_fit()
     if lifecycle.state is not None:
-        lifecycle.restored(lifecycle.state)
-    lifecycle.phase = Phase.INSTALLED
-    for _ in range(batches):
-        lifecycle.batch_open = True
-        lifecycle.end_batch()
-
-
-def test_a_fit_goes_through_its_phases():
-    lifecycle = Lifecycle()
-    assert (lifecycle.phase, lifecycle.is_new) == (Phase.IDLE, True)
-    fit(lifecycle, 0)
-    assert lifecycle.phase is Phase.INSTALLED
-    lifecycle.batch_open = True
-    lifecycle.end_batch()
-    assert not lifecycle.batch_open
-    assert lifecycle.phase is Phase.TRAINING
-    lifecycle.end(STATE)
-    assert lifecycle.phase is Phase.IDLE
-    assert lifecycle.state is STATE
+        lifecycle.restored()
 
 
 def test_a_second_fit_carries_the_state_over():
     lifecycle = Lifecycle()
     fit(lifecycle)
+    assert lifecycle.is_new
     lifecycle.end(STATE)
-    assert lifecycle.origin is Origin.CARRIED_OVER
-    fit(lifecycle, 0)
-    assert (lifecycle.phase, lifecycle.origin, lifecycle.state) == (
-        Phase.INSTALLED,
-        Origin.CARRIED_OVER,
-        None,
-    )
+    assert lifecycle.state is STATE
+    fit(lifecycle)
+    assert (lifecycle.origin, lifecycle.state) == (Origin.CARRIED_OVER, None)
     assert not lifecycle.is_new
 
 
 def test_a_fit_that_trained_nothing_leaves_nothing_behind():
     lifecycle = Lifecycle()
-    fit(lifecycle, 0)
+    fit(lifecycle)
     lifecycle.end(None)
-    assert (lifecycle.phase, lifecycle.origin, lifecycle.state) == (Phase.IDLE, Origin.NEW, None)
+    assert (lifecycle.origin, lifecycle.state) == (Origin.NEW, None)
 
 
 @pytest.mark.parametrize(
-    ("resumes", "origin", "steps"), [(True, Origin.CHECKPOINT, 7), (False, Origin.CARRIED_OVER, 0)]
+    ("resumes", "origin"), [(True, Origin.CHECKPOINT), (False, Origin.CARRIED_OVER)]
 )
-def test_the_origin_of_a_loaded_state(resumes, origin, steps):
-    lifecycle = Lifecycle()
-    lifecycle.read_checkpoint(resumes=resumes, global_step=7)
-    assert lifecycle.steps_before == steps
+def test_the_origin_of_a_loaded_state(resumes, origin):
+    lifecycle = Lifecycle(resumes=resumes, steps_before=7)
+    assert lifecycle.joined_at == 7
     lifecycle.receive(STATE)
     lifecycle.begin_fit()
     assert lifecycle.origin is origin
+    assert lifecycle.joined_at == 0, "its state counts these steps"
     assert lifecycle.state is STATE, "it is kept until it is restored"
 
 
 def test_the_state_of_a_later_fit_does_not_inherit_the_origin_of_a_checkpoint():
-    lifecycle = Lifecycle()
-    lifecycle.read_checkpoint(resumes=True, global_step=7)
+    lifecycle = Lifecycle(resumes=True)
     lifecycle.receive(STATE)
     fit(lifecycle)
     assert lifecycle.origin is Origin.CHECKPOINT
@@ -83,36 +61,24 @@ def test_a_checkpoint_within_a_batch_opens_it(state, is_open):
     lifecycle.receive(state)
     lifecycle.begin_fit()
     assert not lifecycle.batch_open
-    lifecycle.restored(state)
+    lifecycle.restored()
     assert (lifecycle.batch_open, lifecycle.state) == (is_open, None)
-
-
-def test_a_state_of_another_model_is_dropped():
-    lifecycle = Lifecycle()
-    lifecycle.receive(STATE)
-    lifecycle.begin_fit()
-    lifecycle.start_anew()
-    assert (lifecycle.is_new, lifecycle.state) == (True, None)
 
 
 def test_a_fit_that_failed_after_it_restored_the_state_starts_anew():
     lifecycle = Lifecycle()
     lifecycle.receive(STATE)
-    lifecycle.begin_fit()
-    lifecycle.restored(STATE)  # and something failed before masks were installed
+    fit(lifecycle)  # and something failed before masks were installed
     lifecycle.begin_fit()
     assert lifecycle.is_new
 
 
-def test_an_interrupted_fit_keeps_its_batch_until_it_ends():
-    lifecycle = Lifecycle()
-    fit(lifecycle)
-    lifecycle.batch_open = True
-    lifecycle.phase = Phase.INTERRUPTED
-    assert (lifecycle.phase, lifecycle.batch_open) == (Phase.INTERRUPTED, True)
+def test_an_interrupted_fit_ends_when_the_next_one_begins():
+    lifecycle = Lifecycle(batch_open=True, in_first_batch=False, interrupted=True)
     lifecycle.end(STATE)
-    assert (lifecycle.phase, lifecycle.batch_open) == (Phase.IDLE, True), (
-        "the saved state says so as well"
-    )
     lifecycle.begin_fit()
-    assert not lifecycle.batch_open
+    assert (lifecycle.batch_open, lifecycle.in_first_batch, lifecycle.interrupted) == (
+        False,
+        True,
+        False,
+    )

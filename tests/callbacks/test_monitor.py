@@ -173,7 +173,7 @@ def test_every_method_has_what_it_has(tmp_path, method):
         assert events.steps("nm/margin")[0] == 3
 
 
-def test_manual_optimization_logs_at_the_same_steps(tmp_path):
+def test_manual_optimization_logs_at_the_same_steps(tmp_path, monkeypatch):
     class Manual(Net):
         automatic_optimization = False
 
@@ -193,8 +193,8 @@ def test_manual_optimization_logs_at_the_same_steps(tmp_path):
             ]
 
     nm = callback("sr-ste", monitor=MaskMonitor(histograms_every=4, images_every=4))
-    calls = []
-    nm.monitor._log = lambda *args, _real=nm.monitor._log: calls.append(1) or _real(*args)
+    calls, real = [], monitor_file.Watch._log
+    monkeypatch.setattr(monitor_file.Watch, "_log", lambda *a: calls.append(1) or real(*a))
     fit(tmp_path, nm, model=Manual())
     events = Events(tmp_path / "logs" / "version_0")
     assert events.steps("nm/density") == [1, 3, 5, 7, 9, 11]

@@ -11,8 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_nm import NMSparsifier, NMSparsityCallback, pack, prune
-from lightning_nm.callbacks.tables import layer_rows, print_layers
-from lightning_nm.callbacks.tensorboard import layers_markdown
+from lightning_nm.callbacks.tables import layer_rows, layers_markdown, print_layers
 from lightning_nm.export import verify
 from lightning_nm.nn import Adapter
 from lightning_nm.training.macs import forward_macs

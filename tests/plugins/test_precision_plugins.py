@@ -27,7 +27,7 @@ from lightning_nm import (
 from lightning_nm.kernels import SimulatedSparseKernel
 from lightning_nm.kernels import router as router_module
 from lightning_nm.kernels.cpu import CpuCsrKernel
-from lightning_nm.plugins.routing import DECISIONS
+from lightning_nm.plugins.precision import DECISIONS
 from tests.support.cpu_products import needs_library
 from tests.support.fake_kernels import FakeKernel, FakeTimer
 from tests.support.lightning_models import assert_equal_models, callback, make_trainer

@@ -16,7 +16,6 @@ from lightning_nm.nn.packed.replace import (
 from lightning_nm.nn.packed.tensor import (
     EVERY_ENTRY,
     EXPERTS,
-    INT8_DTYPES,
     LAYOUTS,
     PackedTensor,
     Role,
@@ -31,7 +30,6 @@ __all__ = [
     "BUDGET_S",
     "EVERY_ENTRY",
     "EXPERTS",
-    "INT8_DTYPES",
     "LAYOUTS",
     "Budget",
     "Kernels",

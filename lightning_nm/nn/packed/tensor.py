@@ -8,7 +8,12 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_nm.functional.int8 import check_quantised, dequantise_weight, quantise_weight
+from lightning_nm.functional.int8 import (
+    INT8_DTYPES,
+    check_quantised,
+    dequantise_weight,
+    quantise_weight,
+)
 from lightning_nm.functional.nm_format import (
     check_packed,
     check_packed_sizes,
@@ -19,9 +24,6 @@ from lightning_nm.functional.nm_format import (
 )
 from lightning_nm.nn.weight import Layout
 from lightning_nm.pattern import NMPattern
-
-INT8_DTYPES = (torch.float32, torch.bfloat16)
-"""Dtypes of weights whose values may be int8: those of the inputs that int8 products take."""
 
 Role = Literal["linear", "transposed", "convolution", "experts", "experts-transposed", "embedding"]
 """Of a module: its weight is ``[out, in]``, ``[in, out]``, ``[out, in / groups, *taps]``, for experts

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_nm.functional.int8 import dequantise_weight
+from lightning_nm.functional.int8 import INT8_DTYPES, dequantise_weight
 from lightning_nm.functional.nm_format import PACKED_DTYPES
 from lightning_nm.kernels.cpu.int8 import int8_matrix
 from lightning_nm.nn.packed.kernel_choice import Budget, Kernels
 from lightning_nm.nn.packed.memory import return_freed_memory
 from lightning_nm.nn.packed.operand import Operand, dense_matrix, lay_out, lay_out_int8
-from lightning_nm.nn.packed.tensor import INT8_DTYPES, PackedTensor, Role, check_scales
+from lightning_nm.nn.packed.tensor import PackedTensor, Role, check_scales
 
 _IN_LAYOUT = ("kernel_values", "kernel_index", "kernel_offset")
 
