@@ -12,10 +12,11 @@ from torch.optim import Optimizer
 
 from lightning_nm.functional.select import mask_
 from lightning_nm.nn.layer import NMLayer, init_masks
-from lightning_nm.nn.selection import grouped, quoted, refuse_masked, refuse_nan
+from lightning_nm.nn.selection import refuse_masked, refuse_nan
 from lightning_nm.nn.state import same_estimator, saved_layer, saved_stages, state_difference
 from lightning_nm.nn.weight import is_sharded, local_shard, local_values
 from lightning_nm.schedule import Stages
+from lightning_nm.spelling import grouped, quoted
 from lightning_nm.training.optimizers import trained_layer
 
 
