@@ -418,7 +418,7 @@ class Candidate:
     """Why it stays dense as the first or the last layer."""
     holders: list[_Holder] = field(default_factory=list)
     """Every module that holds its weight, in the model's order; empty if the weight is not stored."""
-    wrappers: list[Any] = field(default_factory=list)
+    fsdp: list[Any] = field(default_factory=list)
     """The FSDP modules that hold its module, or are it."""
 
     @property
@@ -460,7 +460,7 @@ class Candidate:
     @property
     def cuts(self) -> dict[int, int]:
         """How many parts each dimension is cut into while the module runs."""
-        return cuts_in_forward(self.weight, fsdp=bool(self.wrappers))
+        return cuts_in_forward(self.weight, fsdp=bool(self.fsdp))
 
 
 def _members(candidate: Candidate) -> list[Candidate]:
@@ -503,7 +503,7 @@ def _complete(
         candidate.is_excluded = _match(names, exclude)
         path = f"{candidate.module_name}."
         # The model itself has no name, and holds every module.
-        candidate.wrappers = [
+        candidate.fsdp = [
             wrapper for name, wrapper in fsdp_modules if not name or path.startswith(f"{name}.")
         ]
 
@@ -717,7 +717,7 @@ def _layer(candidate: Candidate, rule: Rule, seed: int) -> NMLayer:
         schedule=rule.schedule,
         tied=tuple((other.module, other.spec.parameter) for other in candidate.tied),
     )
-    return NMLayer(layer_spec, seed=seed, wrappers=candidate.wrappers)
+    return NMLayer(layer_spec, seed=seed, wrappers=candidate.fsdp)
 
 
 def refuse_masked(name: str, module: nn.Module, parameter: str) -> None:
