@@ -72,14 +72,12 @@ class Preset:
         return f"{self.source}: {listed}"
 
 
-# The preset of a rule that leaves layers dense, and of the dense baseline. Its source is empty, which tells it apart
-# from presets that set something.
-_DENSE = Preset()
+# Of layers that stay dense, and where no preset is asked for: the package's defaults.
+_NEUTRAL = Preset()
 
 # By preset, then by the method's short name. Arguments that are not listed keep the method's own default.
 _PRESETS: dict[PresetName, dict[str, Preset]] = {
     "paper": {
-        "dense": _DENSE,
         "sr-ste": Preset(
             "arXiv 2102.04010",
             # The code adds the decay in every process, and then sums the gradients of all.
@@ -142,7 +140,6 @@ _PRESETS: dict[PresetName, dict[str, Preset]] = {
         ),
     },
     "fst": {
-        "dense": _DENSE,
         "transposable": Preset(
             "arXiv 2404.01847",
             {"update_every": 40, "decay": 6e-5, "decay_at": "after-clipping", "dense_end": 1 / 6},
@@ -168,13 +165,12 @@ def preset_of(preset: PresetName, method: MethodName | Method) -> Preset:
     known = _PRESETS[preset]
     # For its error alone: a name that no method has is not the preset's fault.
     resolve_method(method)
-    for name, found in known.items():
+    for name, found in {**known, "dense": _NEUTRAL}.items():
         # The exact class: the papers' settings say nothing about a user's subclass.
         if method == name or type(method) is METHODS[name]:
             return found
     wanted = repr(method) if isinstance(method, str) else f"{type(method).__name__} objects"
-    # Dense layers have a preset for rules' sake only, so it is not offered.
-    names = ", ".join(repr(name) for name in known if name != "dense")
+    names = ", ".join(map(repr, known))
     raise ValueError(
         f"preset={preset!r} has no settings for method {wanted}: it has them for {names}"
     )
@@ -538,28 +534,28 @@ class SparsityConfig:
         default = Rule(None, NMPattern(2, 4), Dense())
         general = self._rule(general_spec, default, takes_own_estimator=True)
 
-        # Dense layers have a preset without a source. Where the general method is dense, the masked layers are those of
-        # the rules, so the presets of the rules decide in place of the general one.
+        # Where the general method is dense, the masked layers are those of the rules, so the presets of the rules
+        # decide in place of the general one.
         general_preset = self._preset(self.method)
-        is_dense = general_preset is not None and not general_preset.source
-        takes_own_estimator = is_dense and self.grad_estimator is None
+        is_neutral = general_preset is _NEUTRAL
+        takes_own_estimator = is_neutral and self.grad_estimator is None
         rules = [self._rule(spec, general, takes_own_estimator) for spec in specs]
 
         methods = [self.method, *(spec["method"] for spec in specs if "method" in spec)]
         # In the order of use, each once: the table of layers prints them.
         presets: list[Preset] = []
         for preset in map(self._preset, methods):
-            if preset is not None and preset.source and preset not in presets:
+            if preset is not _NEUTRAL and preset not in presets:
                 presets.append(preset)
 
         scheduled = with_schedules([*rules, general])
         if self.skip_first_last is not None:
             skip_first, skip_last = parse_skip_first_last(self.skip_first_last)
         else:
-            deciding = presets if general_preset is None or is_dense else [general_preset]
             # Without a preset both stay dense. A layer that one of several presets leaves dense stays dense.
-            skip_first = not deciding or any(preset.skip_first for preset in deciding)
-            skip_last = not deciding or any(preset.skip_last for preset in deciding)
+            deciding = (presets if is_neutral else [general_preset]) or [_NEUTRAL]
+            skip_first = any(preset.skip_first for preset in deciding)
+            skip_last = any(preset.skip_last for preset in deciding)
         return ResolvedRules(
             # The first match decides: the general rule comes last, because it may match every layer.
             rules=scheduled,
@@ -569,8 +565,8 @@ class SparsityConfig:
             presets=presets,
         )
 
-    def _preset(self, method: MethodName | Method) -> Preset | None:
-        return None if self.preset is None else preset_of(self.preset, method)
+    def _preset(self, method: MethodName | Method) -> Preset:
+        return _NEUTRAL if self.preset is None else preset_of(self.preset, method)
 
     def _rule(self, spec: Mapping[str, Any], base: Rule, takes_own_estimator: bool) -> Rule:
         """Read one of the ``rules``, or the settings of all other layers; keys that it lacks are those of ``base``.
@@ -586,12 +582,10 @@ class SparsityConfig:
         # A method of the rule's own comes with a preset of its own.
         if "method" in spec:
             preset = self._preset(spec["method"])
-            settings: Mapping[str, Any] = {} if preset is None else preset.settings
-            values["method"] = resolve_method(spec["method"], **settings)
-            if preset is not None:
-                values["conv_layout"] = self.conv_layout or preset.conv_layout
-                if takes_own_estimator:
-                    values["estimator"] = resolve_estimator(preset.grad_estimator)
+            values["method"] = resolve_method(spec["method"], **preset.settings)
+            values["conv_layout"] = self.conv_layout or preset.conv_layout
+            if takes_own_estimator:
+                values["estimator"] = resolve_estimator(preset.grad_estimator)
         # What the rule says precedes everything. In YAML a key may be there with the value null: as an estimator it
         # keeps dY, as a layout it counts as not given.
         if "pattern" in spec:

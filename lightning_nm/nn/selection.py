@@ -586,11 +586,15 @@ def _first_and_last(
     roles = {candidate.module_name: candidate.adapter.role for candidate in candidates}
     before = saved or {}
     lost = {reason for name, reason in before.items() if name not in roles}
-    found = {}
-    for (role, place, reason), is_skipped in zip(_ENDS, skipped, strict=True):
-        if not is_skipped:
+    masked = {role for (role, *_), is_skipped in zip(_ENDS, skipped, strict=True) if not is_skipped}
+    found = {
+        name: reason
+        for name, reason in before.items()
+        if name in roles and roles[name] not in masked
+    }
+    for role, place, reason in _ENDS:
+        if role in masked:
             continue
-        found.update({name: why for name, why in before.items() if roles.get(name) == role})
         layers = [candidate for candidate in candidates if candidate.adapter.role == role]
         if role == "linear":
             # The output projection of an attention layer is inside a block, never the output layer.
