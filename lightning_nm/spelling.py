@@ -127,3 +127,14 @@ def quoted(group: str) -> str:
     if separator and count.isdigit():
         return f"'{name}' ({count})"
     return f"'{group}'"
+
+
+def some_of(texts: Sequence[str], most: int = 8) -> str:
+    """The first texts as one, and how many more there are.
+
+    Example:
+        >>> some_of(["a", "b", "c"], most=2)
+        'a; b; and 1 more'
+    """
+    shown = "; ".join(texts[:most])
+    return shown if len(texts) <= most else f"{shown}; and {len(texts) - most} more"

@@ -27,6 +27,7 @@ from lightning_nm.nn.adapters.experts import holds_matrices
 from lightning_nm.nn.layer import LayerSpec, NMLayer
 from lightning_nm.nn.weight import (
     ConvLayout,
+    Layout,
     cuts_in_forward,
     gather,
     is_sharded,
@@ -35,7 +36,6 @@ from lightning_nm.nn.weight import (
     misfit,
     parameter_key,
     plain_name,
-    row_sizes,
 )
 from lightning_nm.pattern import NMPattern
 from lightning_nm.schedule import Schedule
@@ -530,7 +530,7 @@ def _tie_fault(candidate: Candidate) -> str:
     # An embedding looks up plain rows of the whole weight.
     if is_sharded(candidate.weight):
         return f"its weight is sharded, and {shared}"
-    if any(member.spec.layout != "plain" for member in members):
+    if any(member.spec.layout != Layout.PLAIN for member in members):
         return f"its weight is {shared}, along whose rows other blocks lie"
     return ""
 
@@ -613,9 +613,10 @@ def _misfits(candidate: Candidate, rule: Rule) -> tuple[WeightSpec, str, str]:
     specs = candidate.adapter.specs(candidate.module, rule.conv_layout)
     spec = next(each for each in specs if each.parameter == candidate.spec.parameter)
     cuts = candidate.cuts
-    out, depth = row_sizes(candidate.weight.shape, spec.layout)
+    layout = Layout(spec.layout)
+    out, depth = layout.row_sizes(candidate.weight.shape)
     # The groups of a layer of experts are its experts, whose sizes the user knows as plain in and out.
-    is_grouped = spec.groups > 1 and not spec.layout.startswith("experts")
+    is_grouped = spec.groups > 1 and not layout.has_experts
     per_group = "/group" if is_grouped else ""
     m = rule.pattern.m
     forward = misfit(f"in{per_group}", depth, m, cuts.get(1, 1))
@@ -711,7 +712,7 @@ def _layer(candidate: Candidate, rule: Rule, seed: int) -> NMLayer:
         rule.method,
         # The gradient of an embedding is a sum over tokens, and no product of dY.
         None if candidate.is_embedding else rule.estimator,
-        layout=spec.layout,
+        layout=Layout(spec.layout),
         # Nor does a dgrad block cross the rows of two processes.
         groups=spec.groups * cuts.get(0, 1),
         forward_reason=forward_reason,
