@@ -171,7 +171,8 @@ def used_backward_weight(layer):
     weight = layer.weight.detach()
 
     def draw(part, weight):
-        return estimates.backward_weight(part, weight, layer.noise.words, weight.dtype)
+        drawn = estimates.drawn_matrix(part, weight, layer.noise.words, weight.dtype)
+        return part.view.unrows(drawn.reshape(part.view.rows(weight).shape))
 
     if layer.spec.layout.startswith("experts"):
         # Each expert has products, and so draws, of its own.

@@ -371,10 +371,13 @@ def products(router: Router) -> dict[str, str]:
     if router.unavailable_reason:
         return {"all": f"{router.registry.reference.name}: {router.unavailable_reason}"}
     return {
-        f"{product.layer} {product.key.gemm}": ": ".join(
-            filter(None, (kernel, product.reason or (decision.reason if decision else "")))
+        f"{use.product.layer} {use.product.key.gemm}": ": ".join(
+            filter(
+                None,
+                (use.kernel, use.product.reason or (use.decision.reason if use.decision else "")),
+            )
         )
-        for product, kernel, _, decision in router.used()
+        for use in router.used()
     }
 
 

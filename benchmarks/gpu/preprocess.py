@@ -30,15 +30,13 @@ from benchmarks.gpu.report import Report
 from benchmarks.gpu.setting import NotAsked, Setting
 from benchmarks.timing import interleaved
 from lightning_nm.functional import fold_seed, nm_mask
-from lightning_nm.functional.evolution import as_blocks, best_swaps, evidence_scores
+from lightning_nm.functional.evolution import BlockGrid, as_blocks, best_swaps, evidence_scores
 from lightning_nm.functional.mask_storage import BACKWARD_BIT, FORWARD_BIT
 from lightning_nm.functional.select import mask_
-from lightning_nm.kernels.blocks import BlockGrid, EvidenceStep
 from lightning_nm.kernels.evolution import passes_for
 from lightning_nm.kernels.operands import (
     TOKENS,
-    masked_backward,
-    masked_forward,
+    masked_operand,
     masked_reference,
     mvue_transposed,
     mvue_transposed_reference,
@@ -102,8 +100,10 @@ def both(*functions: Callable[[], object]) -> Callable[[], object]:
 def ways_of_a_weight(weight: Tensor, marks: Tensor, permutation: Tensor | None) -> list[Way]:
     half, read = 2 * weight.numel(), (weight.element_size() + 1) * weight.numel()
     dtype = torch.bfloat16
-    forward = partial(masked_forward, weight, marks, dtype)
-    backward = partial(masked_backward, weight, marks, dtype, permutation, own_backward=True)
+    forward = partial(masked_operand, weight, marks, dtype)
+    backward = partial(
+        masked_operand, weight, marks, dtype, BACKWARD_BIT, permutation, transposed=True
+    )
     forward_twin = partial(masked_reference, weight, marks, dtype, FORWARD_BIT, None, False)
     backward_twin = partial(masked_reference, weight, marks, dtype, BACKWARD_BIT, permutation, True)
     return [
@@ -147,14 +147,15 @@ def ways_of_an_adaptation(weight: Tensor, pattern: NMPattern) -> list[Way]:
     old = Evidence(value / SCALE, value.square(), torch.ones((), device=weight.device))
     rate, limit = torch.tensor([1e-3, 1e3], device=weight.device)
     correction = bias_correction(old.count + 1)
-    step = EvidenceStep(SCALE, 1.0, limit, correction, rate, DECAY, EPSILON)
+    step = {"correction": correction, "limit": limit, "size": rate}
+    step |= {"unit": SCALE, "own_ratio": 1.0, "decay": DECAY, "epsilon": EPSILON}
     grid = BlockGrid.of(weight, m)
     passes = passes_for(weight, bits, value)
 
     def advance() -> object:
         if passes is None:
             return advance_twin()
-        return passes.gather_evidence(bits, grad, old.value, old.square, step, mask_grad=True)
+        return passes.gather_evidence(bits, grad, old.value, old.square, **step)
 
     def advance_twin() -> object:
         value = torch.where(mask, 0, old.value * SCALE)

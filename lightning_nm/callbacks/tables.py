@@ -16,7 +16,7 @@ from rich.table import Table
 
 from lightning_nm.kernels import GemmKey, Router
 from lightning_nm.kernels.api import uses_of_pack
-from lightning_nm.kernels.router import Used
+from lightning_nm.kernels.router import GemmUse
 from lightning_nm.kernels.tuner import environment_of
 from lightning_nm.methods import MaskMethod
 from lightning_nm.nn.layer import NMLayer
@@ -198,7 +198,7 @@ class KernelRow:
 
 def kernel_rows(router: Router) -> list[KernelRow]:
     """Return one row for each product, in the order of first use; equal products of several layers share it."""
-    uses_of_key: dict[GemmKey, list[Used]] = {}
+    uses_of_key: dict[GemmKey, list[GemmUse]] = {}
     for used in router.used():
         uses_of_key.setdefault(used.product.key, []).append(used)
     names = _names(uses_of_key)
@@ -231,7 +231,7 @@ def kernel_rows(router: Router) -> list[KernelRow]:
     return rows
 
 
-def _reason(used: Used) -> str:
+def _reason(used: GemmUse) -> str:
     # What holds for the product, such as a size that no kernel takes, comes before any measurement.
     if used.product.reason:
         return used.product.reason

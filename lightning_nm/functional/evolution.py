@@ -11,10 +11,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+LONGEST_BLOCK = 32
+"""The longest blocks that kernels exchange entries of."""
 
 
 class Swaps(NamedTuple):
@@ -72,6 +76,57 @@ def block_index(
     first_column = blocks % blocks_per_row * m
     column_index = first_column + entries
     return out_index, column_index, *tap_indices
+
+
+@dataclass(frozen=True)
+class BlockGrid:
+    """Where the blocks that :func:`as_blocks` numbers lie in the memory of a row-major weight, in entries.
+
+    Block ``(o * taps + t) * blocks_per_row + c`` has its entry k at
+    ``o * out_stride + t * tap_stride + (c * m + k) * in_stride``.
+    """
+
+    m: int
+    blocks_per_row: int
+    taps: int
+    out_stride: int
+    tap_stride: int
+    in_stride: int
+    in_line: bool  # whether the blocks follow each other, and the entries of each
+
+    @classmethod
+    def of(cls, rows: Tensor, m: int) -> BlockGrid | None:
+        """The blocks of ``rows [out, in, *taps]``, a view of a row-major tensor; ``None`` where it cannot say that."""
+        _, columns, *taps = rows.shape
+        out_stride, in_stride, *tap_strides = rows.stride()
+        if m > LONGEST_BLOCK or columns % m or not rows.numel():
+            return None
+        tap_stride = tap_strides[-1] if taps else 0
+        # The taps of a convolution must follow each other at one distance.
+        expected = tap_stride
+        for size, stride in zip(reversed(taps), reversed(tap_strides), strict=True):
+            if stride != expected:
+                return None
+            expected *= size
+        number_of_taps = math.prod(taps)
+        in_line = number_of_taps == 1 and in_stride == 1 and out_stride == columns
+        return cls(m, columns // m, number_of_taps, out_stride, tap_stride, in_stride, in_line)
+
+    def places(self, blocks: Tensor, entries: Tensor) -> Tensor:
+        """Where entries of blocks lie in memory, in entries of the weight.
+
+        Args:
+            blocks: The number of each block, int64.
+            entries: The entry within each block, of the same shape.
+
+        Returns:
+            int64 of the same shape.
+        """
+        row = blocks // self.blocks_per_row  # out * taps + tap
+        column = blocks % self.blocks_per_row * self.m + entries
+        out_place = row // self.taps * self.out_stride
+        tap_place = row % self.taps * self.tap_stride
+        return out_place + tap_place + column * self.in_stride
 
 
 def look_ahead_scores(weight: Tensor, grad: Tensor, mask: Tensor, step: Tensor | float) -> Tensor:

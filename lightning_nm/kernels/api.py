@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -24,7 +25,7 @@ a mask alone."""
 
 
 class Convolution(NamedTuple):
-    """The geometry of a convolution in two dimensions, pairs of height and width; one in one dimension has height 1.
+    """The sizes of a convolution; kernels take those in two dimensions, of height and width, see :attr:`planar`.
 
     Example::
 
@@ -35,40 +36,49 @@ class Convolution(NamedTuple):
 
     inputs: int  # channels, of all groups
     outputs: int  # as well
-    size: tuple[int, int]  # of the input
-    kernel: tuple[int, int]
-    stride: tuple[int, int] = (1, 1)
-    padding: tuple[int, int] = (0, 0)
-    dilation: tuple[int, int] = (1, 1)
+    size: tuple[int, ...]  # of the input
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...] = (1, 1)
+    padding: tuple[int, ...] = (0, 0)
+    dilation: tuple[int, ...] = (1, 1)
     groups: int = 1
 
     def __str__(self) -> str:
-        height, width = self.size
-        parts = [f"{self.inputs}>{self.outputs}@{height}x{width}"]
+        parts = [f"{self.inputs}>{self.outputs}@{'x'.join(map(str, self.size))}"]
         for name in ("kernel", "stride", "padding", "dilation"):
-            along_height, along_width = getattr(self, name)
-            parts.append(f"{name}{along_height}x{along_width}")
+            parts.append(name + "x".join(map(str, getattr(self, name))))
         parts.append(f"groups{self.groups}")
         return ",".join(parts)
 
     @property
-    def positions(self) -> tuple[int, int]:
-        """Height and width of the output."""
-        return self._positions_along(0), self._positions_along(1)
-
-    def _positions_along(self, axis: int) -> int:
-        """Output positions along an axis, 0 for the height and 1 for the width, as torch counts them."""
-        padded = self.size[axis] + 2 * self.padding[axis]
-        reach = self.dilation[axis] * (self.kernel[axis] - 1) + 1  # from the first tap to the last
-        return (padded - reach) // self.stride[axis] + 1
+    def planar(self) -> Convolution:
+        """This convolution; of one in one dimension the same in two, over images of height 1."""
+        if len(self.size) > 1:
+            return self
+        return self._replace(
+            size=(1, *self.size),
+            kernel=(1, *self.kernel),
+            stride=(1, *self.stride),
+            padding=(0, *self.padding),
+            dilation=(1, *self.dilation),
+        )
 
     @property
-    def arguments(self) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int], int]:
+    def positions(self) -> tuple[int, ...]:
+        """The sizes of the output, as torch counts them."""
+        found = []
+        for size, taps, stride, padding, dilation in zip(*self[2:7], strict=True):
+            reach = dilation * (taps - 1) + 1  # from the first tap to the last
+            found.append((size + 2 * padding - reach) // stride + 1)
+        return tuple(found)
+
+    @property
+    def arguments(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]:
         """Stride, padding, dilation and groups, as torch's convolutions take them."""
         return self.stride, self.padding, self.dilation, self.groups
 
     @property
-    def weight_shape(self) -> tuple[int, int, int, int]:
+    def weight_shape(self) -> tuple[int, ...]:
         """``[out, in / groups, *kernel]``."""
         return self.outputs, self.inputs // self.groups, *self.kernel
 
@@ -128,9 +138,8 @@ class GemmKey:
     def images(self) -> int:
         """Images of a convolution with these tokens."""
         assert self.conv is not None
-        height, width = self.conv.positions
         # A bucket of tokens need not hold whole images; what is left over is not counted.
-        return self.tokens // (height * width)
+        return self.tokens // math.prod(self.conv.positions)
 
     @property
     def result_shape(self) -> tuple[int, ...]:
@@ -263,6 +272,38 @@ class GemmKernel:
         # The result is [out, in / groups * taps].
         shape = torch.Size(conv.weight_shape)
         return nn_grad.conv2d_weight(x, shape, grad, *conv.arguments).flatten(1)
+
+
+def multiply(
+    kernel: GemmKernel,
+    key: GemmKey,
+    packed: Any,
+    other: Tensor,
+    bias: Tensor | None = None,
+    grad: Tensor | None = None,
+) -> Tensor:
+    """The GEMM that a key describes, by the method of a kernel that computes it.
+
+    Args:
+        kernel: The kernel.
+        key: Names the method and has the geometry of a convolution.
+        packed: The packed A. Where outputs are sparse it is the layout of their mask.
+        other: The dense operand: X of the forward and of wgrad, or dY of dgrad.
+        bias: Of the forward.
+        grad: dY, where outputs are sparse.
+    """
+    if key.conv is not None:
+        if key.gemm == "forward":
+            return kernel.conv(packed, other, key.conv, bias)
+        if key.gemm == "dgrad":
+            return kernel.conv_input(packed, other, key.conv)
+        assert grad is not None
+        return kernel.conv_sampled(packed, grad, other, key.conv)
+    if key.gemm != "wgrad":
+        return kernel.linear(packed, other, bias)
+    if grad is not None:
+        return kernel.sampled(packed, grad, other)
+    return kernel.matmul(packed, other)
 
 
 def token_bucket(tokens: int) -> int:

@@ -5,8 +5,8 @@ for CUDA tensors, by functions of the same arguments. Other tensors are left to 
 :mod:`lightning_nm.methods.bame`, which define the results. A training step calls:
 
 * ``gather_evidence`` before the optimizer's step: U and V advance by the gradient, which is masked then;
-* ``best`` after it: the weight is masked, and the best exchange of every block is found;
-* ``exchange``, which does that, too, chooses the blocks that change, and changes them;
+* ``exchange`` after it: the weight is masked, the best exchange of every block is found (``best`` of the Triton
+  kernels), the blocks that change are chosen and changed;
 * ``keep_evidence``: U and V go to where they stay until the next step.
 """
 
@@ -21,7 +21,7 @@ from lightning_nm.kernels.cpu import evolution as cpu_passes
 from lightning_nm.kernels.gpu import triton_use
 
 
-def passes_for(*tensors: Tensor | None) -> ModuleType | None:
+def passes_for(first: Tensor, *others: Tensor | None) -> ModuleType | None:
     """Return the module whose passes take these tensors; ``None`` if torch operations must do.
 
     A pass takes tensors of one device in row-major order: weights, gradients and optimizer state of float32, bfloat16
@@ -29,14 +29,12 @@ def passes_for(*tensors: Tensor | None) -> ModuleType | None:
     """
     if torch.compiler.is_compiling():
         return None
-    present = [tensor for tensor in tensors if tensor is not None]
-    device = present[0].device
-    if triton_use.runs_on(device):
-        fits = all(
-            tensor.numel() > 0
-            and tensor.device == device
-            and cpu_passes.is_row_major(tensor, device.type)
-            for tensor in present
-        )
-        return triton_use.kernels("evolution_triton") if fits else None
-    return cpu_passes if cpu_passes.runs(*present) else None
+    tensors = first, *others
+    if not triton_use.runs_on(first.device):
+        return cpu_passes if cpu_passes.runs(*tensors) else None
+    for tensor in tensors:
+        if tensor is not None and (tensor.device != first.device or not tensor.numel()):
+            return None
+    if not cpu_passes.is_row_major(*tensors, device_type=first.device.type):
+        return None
+    return triton_use.kernels("evolution_triton")

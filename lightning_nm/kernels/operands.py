@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_nm.functional import counter_uniform, mvue
-from lightning_nm.functional.mask_storage import BACKWARD_BIT, FORWARD_BIT
+from lightning_nm.functional.mask_storage import FORWARD_BIT
 from lightning_nm.functional.select import masked
 from lightning_nm.kernels.gpu import triton_use
 from lightning_nm.pattern import NMPattern, PatternLike
@@ -30,61 +30,39 @@ TOKENS = 16
 _TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def masked_forward(weight: Tensor, marks: Tensor, dtype: torch.dtype) -> Tensor:
-    """Mask a weight for the forward GEMM: ``W_F[o, i] = W[o, i]`` where the forward bit is set, else +0.
+def masked_operand(
+    weight: Tensor,
+    marks: Tensor,
+    dtype: torch.dtype,
+    bit: int = FORWARD_BIT,
+    permutation: Tensor | None = None,
+    *,
+    transposed: bool = False,
+) -> Tensor:
+    """Mask a weight for a GEMM: ``R[o, i] = W[p, i]`` with ``p = permutation[o]`` where the bit is set, else +0.
 
-    Never -0, which some compressors take for a nonzero (NVIDIA/cutlass#2110).
+    Never -0, which some compressors take for a nonzero (NVIDIA/cutlass#2110). The forward GEMM takes the result
+    itself, dgrad takes it transposed.
 
     Args:
         weight: W ``[out, in]``, any floating dtype and strides.
         marks: Mask bits, see :mod:`lightning_nm.functional.mask_storage`, uint8 ``[out, in]``, with the strides of W.
-        dtype: Floating dtype of the result, W_F ``[out, in]``.
+        dtype: Floating dtype of the result.
+        bit: The bit of the mask.
+        permutation: Order of the rows of W, int64 ``[out]``, each row once; ``None`` leaves them. Its values are not
+            checked: on a GPU that would synchronise.
+        transposed: Whether to return the transposed matrix, ``[in, out]``.
 
     Example::
 
-        >>> masked_forward(torch.tensor([[-1.0, 2.0]]), torch.tensor([[2, 3]], dtype=torch.uint8), torch.float32)
+        >>> masked_operand(torch.tensor([[-1.0, 2.0]]), torch.tensor([[2, 3]], dtype=torch.uint8), torch.float32)
         tensor([[0., 2.]])
     """
-    return _masked(weight, marks, dtype, FORWARD_BIT, None, transposed=False)
-
-
-def masked_backward(
-    weight: Tensor,
-    marks: Tensor,
-    dtype: torch.dtype,
-    permutation: Tensor | None = None,
-    *,
-    own_backward: bool,
-) -> Tensor:
-    """Mask a weight for the dgrad GEMM, transposed: ``W_B^T[i, o] = W[p, i]`` with ``p = permutation[o]``, else +0.
-
-    Args:
-        weight: W ``[out, in]``, any floating dtype and strides.
-        marks: Mask bits, as for :func:`masked_forward`.
-        dtype: Floating dtype of the result, W_B^T ``[in, out]``.
-        permutation: Order of the rows of W_B, int64 ``[out]``, each row once; ``None`` leaves them. Its values are not
-            checked: on a GPU that would synchronise.
-        own_backward: Whether the backward bits are the mask; without a backward mask the forward bits are.
-    """
-    bit = BACKWARD_BIT if own_backward else FORWARD_BIT
-    return _masked(weight, marks, dtype, bit, permutation, transposed=True)
-
-
-def _masked(
-    weight: Tensor,
-    mask_bits: Tensor,
-    dtype: torch.dtype,
-    bit: int,
-    permutation: Tensor | None,
-    *,
-    transposed: bool,
-) -> Tensor:
-    """Check the arguments, then compute by Triton or by torch; `bit` is the bit of the mask to apply."""
-    _check_weight(weight, mask_bits, dtype, permutation)
+    _check_weight(weight, marks, dtype, permutation)
     # The Triton module has functions of the same arguments.
     kernels = _kernels_for(weight, dtype)
     compute = masked_reference if kernels is None else kernels.masked
-    result: Tensor = compute(weight.detach(), mask_bits, dtype, bit, permutation, transposed)
+    result: Tensor = compute(weight.detach(), marks, dtype, bit, permutation, transposed)
     return result
 
 
@@ -96,7 +74,7 @@ def masked_reference(
     permutation: Tensor | None,
     transposed: bool,
 ) -> Tensor:
-    """Compute :func:`masked_forward` or :func:`masked_backward` by torch operations, from checked arguments."""
+    """Compute :func:`masked_operand` by torch operations, from checked arguments."""
     mask = (mask_bits & bit).ne(0)
     result = masked(weight, mask).to(dtype)
     # The rows of W_B are output channels, which dgrad sums over in the order of R, see `permuted_columns`.
@@ -112,7 +90,7 @@ def permuted_columns(grad: Tensor, permutation: Tensor) -> Tensor:
 
     Args:
         grad: dY ``[tokens, out]``, contiguous, any floating dtype, as R.
-        permutation: int64 ``[out]``, each column once, as for :func:`masked_backward`.
+        permutation: int64 ``[out]``, each column once, as for :func:`masked_operand`.
 
     Example::
 

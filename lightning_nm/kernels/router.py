@@ -48,29 +48,14 @@ class Product(NamedTuple):
     reason: str = ""  # why the product is always dense; empty if it is not
 
 
-class Used(NamedTuple):
-    """How often a product ran on a kernel, and the decision for it; None if there was nothing to decide."""
+@dataclass
+class GemmUse:
+    """How often a product ran on a kernel, its tokens bucketed, and why there; None if nothing had to be decided."""
 
     product: Product
     kernel: str
-    calls: int
-    decision: Decision | None
-
-
-@dataclass
-class _Uses:
-    """Calls of a product, its tokens bucketed, on a kernel, and the decision for it."""
-
     calls: int = 0
     decision: Decision | None = None
-
-
-class _Chosen(NamedTuple):
-    """The kernel of a product of one exact size; it holds until a kernel fails or determinism is switched."""
-
-    kernel: GemmKernel
-    uses: _Uses  # shared by all sizes of one bucket
-    validity: tuple[int, bool]  # the number of failed kernels, and whether torch is deterministic
 
 
 class Router(HasHandle):
@@ -151,9 +136,11 @@ class Router(HasHandle):
 
         # A dict instead of a set: it keeps the order of the products.
         self._recorded: dict[Product, None] = {}
-        self._chosen: dict[Product, _Chosen] = {}
+        # For products of one exact size; the use is shared by all sizes of a bucket.
+        self._chosen: dict[Product, tuple[GemmKernel, GemmUse]] = {}
+        self._validity = (0, False)  # under which they were chosen, see `kernel`
         # By the bucketed product and the kernel's name.
-        self._uses: dict[tuple[Product, str], _Uses] = {}
+        self._uses: dict[tuple[Product, str], GemmUse] = {}
         self._takes: dict[str, frozenset[Sparsity]] = {}
         self.convolving = frozenset(
             kernel.device_type for kernel in self.registry.backends if kernel.convolutions
@@ -192,15 +179,17 @@ class Router(HasHandle):
 
     def kernel(self, product: Product) -> GemmKernel:
         """Return the kernel for a product that is about to run, and count the call."""
-        # This runs for every product of every step: one look-up if the kernel is chosen already.
+        # This runs for every product of every step: one look-up if the kernel is chosen already. A choice holds until a
+        # kernel fails or determinism is switched.
         validity = len(self.registry.failures), torch.are_deterministic_algorithms_enabled()
-        chosen = self._chosen.get(product)
-        if chosen is None or chosen.validity != validity:
-            chosen = self._choose(product, validity)
-        chosen.uses.calls += 1
-        return chosen.kernel
+        if validity != self._validity:
+            self._chosen.clear()
+            self._validity = validity
+        kernel, use = self._chosen.get(product) or self._choose(product)
+        use.calls += 1
+        return kernel
 
-    def _choose(self, product: Product, validity: tuple[int, bool]) -> _Chosen:
+    def _choose(self, product: Product) -> tuple[GemmKernel, GemmUse]:
         """Choose the kernel of a product, and remember it unless the choice is for the moment."""
         decision = None
         kernel = self.registry.reference
@@ -210,14 +199,13 @@ class Router(HasHandle):
             decision = self.initialize(torch.device(product.key.device)).decide(product.key)
             kernel = self.registry.kernels[decision.kernel]
         bucket = product._replace(key=bucketed(product.key))
-        uses = self._uses.setdefault((bucket, kernel.name), _Uses())
-        uses.decision = decision
-        chosen = _Chosen(kernel, uses, validity)
+        use = self._uses.setdefault((bucket, kernel.name), GemmUse(bucket, kernel.name))
+        use.decision = decision
         if lasting:
             if len(self._chosen) >= _MOST_CHOSEN:
                 self._chosen.clear()
-            self._chosen[product] = chosen
-        return chosen
+            self._chosen[product] = kernel, use
+        return kernel, use
 
     def tune_if_single(self) -> None:
         """Call :meth:`tune`, unless other processes have to take part or a CUDA graph is captured."""
@@ -255,26 +243,17 @@ class Router(HasHandle):
             if self.tuner is not None and keys:
                 # Those of an earlier call may come again: a dense gradient in every second step has other products.
                 self._tuned_keys = list(dict.fromkeys([*self._tuned_keys, *keys]))
-                self._update_none_sparse(self.tuner)
+                dense = self.registry.reference.name
+                decisions = [self.tuner.decisions.get(key) for key in self._tuned_keys]
+                self._none_sparse = all(found and found.kernel == dense for found in decisions)
                 self._warn_of_postponed(self.tuner)
 
     def _share_decisions(self) -> None:
         """Take over the decisions of the first process; those that it does not have stay."""
         if self.tuner is not None:
-            own = self.tuner.decisions
+            self.tuner.take_over(share(self.tuner.decisions))
         else:
-            own = Decisions(environment_of(torch.device("cpu")))
-        shared = share(own)
-        if self.tuner is not None:
-            self.tuner.take_over(shared)
-        else:
-            self._received = shared
-
-    def _update_none_sparse(self, tuner: Tuner) -> None:
-        """Note whether no product of the recorded batches is faster sparse, as far as they were measured."""
-        reference = self.registry.reference.name
-        decisions = [tuner.decisions.get(key) for key in self._tuned_keys]
-        self._none_sparse = all(found and found.kernel == reference for found in decisions)
+            self._received = share(Decisions(environment_of(torch.device("cpu"))))
 
     def _warn_of_postponed(self, tuner: Tuner) -> None:
         """Say which part of the products is dense because it was not measured yet."""
@@ -309,9 +288,9 @@ class Router(HasHandle):
             return
         self.all_dense = True
         # Products that ran before they were measured, for the report. A copy: another thread may run a product.
-        for (product, _), uses in list(self._uses.items()):
-            if uses.decision is None and not product.reason:
-                uses.decision = self.tuner.decisions.get(product.key)
+        for use in list(self._uses.values()):
+            if use.decision is None and not use.product.reason:
+                use.decision = self.tuner.decisions.get(use.product.key)
 
     def save(self) -> None:
         """Add new measurements to the file, if there is one; a file that cannot be written gives a warning."""
@@ -362,19 +341,8 @@ class Router(HasHandle):
         keeps = any(kernel.keeps_packs for kernel in self.registry.made_for(device))
         return self.reuse if keeps else 1
 
-    def packed(self, owner: Any, name: Hashable, stamp: Hashable, make: Callable[[], Any]) -> Any:
-        """Return a packed operand; it is kept for its owner, a layer, and reused while `stamp` stays the same."""
-        return self._kept(owner, name, stamp, make) if self.reuse > 1 else make()
-
-    def layout(self, owner: Any, name: Hashable, stamp: Hashable, make: Callable[[], Any]) -> Any:
-        """Return the part of a packed operand that depends on the mask alone; it is kept while `stamp` stays the same.
-
-        The stamp is the state of the masks.
-        """
-        return self._kept(owner, name, stamp, make) if self.keeps_layouts else make()
-
-    def _kept(self, owner: Any, name: Hashable, stamp: Hashable, make: Callable[[], Any]) -> Any:
-        """Return what `make` returned for the same owner, name and stamp before, or now."""
+    def kept(self, owner: Any, name: Hashable, stamp: Hashable, make: Callable[[], Any]) -> Any:
+        """Return what `make` returned for the same owner, a layer, name and stamp before, or now."""
         if _capturing():  # a replayed graph would use the pack of the capture
             return make()
         packs = self._packs.setdefault(owner, {})
@@ -394,14 +362,10 @@ class Router(HasHandle):
 
     # ------------------------------------------------------------------------------------------------- report
 
-    def used(self) -> list[Used]:
-        """Products that ran since the last :meth:`reset`, in the order of first use, their tokens bucketed."""
-        used = []
+    def used(self) -> list[GemmUse]:
+        """Products that ran since the last :meth:`reset`, in the order of first use."""
         # A copy: another thread may run a product.
-        for (product, kernel), uses in list(self._uses.items()):
-            if uses.calls:
-                used.append(Used(product, kernel, uses.calls, uses.decision))
-        return used
+        return [use for use in list(self._uses.values()) if use.calls]
 
     def sparse_share(self) -> tuple[float, str]:
         """Return the share of masked layers' GEMM time on sparse kernels, and its basis.
@@ -410,30 +374,32 @@ class Router(HasHandle):
         nothing was measured, the share is one of dense multiply-adds.
         """
         used = self.used()
-        dense_times: list[float] = []
-        dense_work: list[int] = []
-        for use in used:
-            if use.decision is not None and use.decision.dense_ms:
-                dense_times.append(use.decision.dense_ms)
-                dense_work.append(multiply_adds(use.product.key))
+        measured = [
+            (use.decision.dense_ms, multiply_adds(use.product.key))
+            for use in used
+            if use.decision is not None and use.decision.dense_ms
+        ]
         # Milliseconds per multiply-add. Without any measurement the unit of time is one multiply-add.
-        rate = sum(dense_times) / sum(dense_work) if dense_times else None
-        basis = "measured times" if rate else "dense multiply-adds"
-
+        rate = 1.0
+        basis = "dense multiply-adds"
+        if measured:
+            dense_times, dense_work = zip(*measured, strict=True)
+            rate = sum(dense_times) / sum(dense_work)
+            basis = "measured times"
         total = 0.0
         sparse = 0.0
-        for product, kernel, calls, decision in used:
-            on_sparse = kernel != self.registry.reference.name
-            cost = multiply_adds(product.key) * (rate or 1.0)
-            if rate and decision is not None and decision.dense_ms:
+        for use in used:
+            key, decision = use.product.key, use.decision
+            on_sparse = use.kernel != self.registry.reference.name
+            cost = multiply_adds(key) * rate
+            if decision is not None and decision.dense_ms:
                 cost = decision.dense_ms
                 if on_sparse and decision.sparse_ms is not None and decision.pack_ms is not None:
-                    reuse = self.pack_reuse(product.key.device)
-                    uses = uses_of_pack(product.key, reuse)
+                    uses = uses_of_pack(key, self.pack_reuse(key.device))
                     cost = decision.sparse_ms + decision.pack_ms / uses
-            total += calls * cost
+            total += use.calls * cost
             if on_sparse:
-                sparse += calls * cost
+                sparse += use.calls * cost
         # Nothing ran, or nothing but empty products.
         if not total:
             return 0.0, basis

@@ -16,7 +16,7 @@ from itertools import cycle
 from pathlib import Path
 from statistics import fmean, median
 from time import perf_counter
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, cast
+from typing import Any, ClassVar, Literal, Protocol
 from uuid import uuid4
 
 import torch
@@ -31,11 +31,11 @@ from lightning_nm.kernels.api import (
     Convolution,
     GemmKernel,
     GemmKey,
-    GemmName,
     MaskedMatrix,
     Sparsity,
     bucketed,
     check_mode,
+    multiply,
     multiply_adds,
     uses_of_pack,
 )
@@ -234,11 +234,11 @@ class Decision:
     """The kernel of a product and why, with measured times, None where they are unknown."""
 
     kernel: str
-    dense_ms: float | None
-    sparse_ms: float | None  # of the best sparse product without packing, chosen or not
-    pack_ms: float | None  # of packing its operand once
-    reason: str  # why this kernel, and why not others
-    source: Source
+    dense_ms: float | None = None
+    sparse_ms: float | None = None  # of the best sparse product without packing, chosen or not
+    pack_ms: float | None = None  # of packing its operand once
+    reason: str = "there is no sparse kernel"  # why this kernel, and why not others
+    source: Source = "default"
     # When it holds: available kernels, uses of a pack, margin, whether products must be deterministic.
     terms: str = ""
 
@@ -335,10 +335,7 @@ class Decisions(MutableMapping[GemmKey, Decision]):
 
     def _save(self, path: Path) -> None:
         """Add the decisions to a file, which is locked by the caller."""
-        try:
-            environments = _read(path)
-        except (FileNotFoundError, _OtherSchemaError):
-            environments = {}
+        environments = _read(path) if path.exists() else {}
         # Read again at each save: another process may have added decisions.
         entries = environments.setdefault(str(self.environment), {})
         for key, decision in self.items():
@@ -370,12 +367,8 @@ def _locked(folder: Path) -> Iterator[None]:
         os.close(descriptor)  # which unlocks
 
 
-class _OtherSchemaError(ValueError):
-    """The file holds decisions of another release."""
-
-
 def _read(path: Path) -> dict[str, dict[str, Any]]:
-    """Read the entries of a file, by environment."""
+    """Read the entries of a file, by environment; one of another schema has none."""
     text = path.read_text()
     try:
         content = json.loads(text)
@@ -387,9 +380,7 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
         raise ValueError(
             f"{path} does not hold decisions: give another path, or remove it"
         ) from error
-    if schema != SCHEMA:
-        raise _OtherSchemaError(f"{path} is of schema {schema!r}, not {SCHEMA}")
-    return cast("dict[str, dict[str, Any]]", environments)
+    return environments if schema == SCHEMA else {}
 
 
 def _written_key(key: GemmKey) -> str:
@@ -641,8 +632,11 @@ def check(kernel: GemmKernel, key: GemmKey) -> str:
         What is wrong; empty if nothing is. Exceptions of the kernel pass through.
     """
     with _no_autocast():
-        matrix, dense = _operands(key, _generator(key))
-        expected = _product(GemmKernel(), key, matrix, dense)
+        generator = _generator(key)
+        matrix = _sparse_operand(key, generator)
+        dense = _dense_operand(key, generator)
+        reference = GemmKernel()
+        expected = _product(reference, key, _packed(reference, key, matrix), dense)
         matrix_copy = matrix.clone()
         dense_copy = dense.clone()
         packed = _packed(kernel, key, matrix_copy)
@@ -667,7 +661,7 @@ def check(kernel: GemmKernel, key: GemmKey) -> str:
         if torch.are_deterministic_algorithms_enabled():
             products = [result, second]
             for _ in range(REPEATS - 1):
-                # Packed anew: the packing has to be deterministic, too.
+                # Packed again: the packing has to be deterministic, too.
                 products.append(_product(kernel, key, _packed(kernel, key, matrix), dense))
             # Bytes are compared, because a NaN does not equal itself and -0 equals +0.
             bits = [product.contiguous().view(torch.uint8) for product in products]
@@ -680,7 +674,8 @@ def check_bias(kernel: GemmKernel, key: GemmKey) -> str:
     """Compare a kernel's product with a bias with the dense one, in a test of a kernel; return what is wrong."""
     with _no_autocast():
         generator = _generator(key)
-        matrix, dense = _operands(key, generator)
+        matrix = _sparse_operand(key, generator)
+        dense = _dense_operand(key, generator)
         # Large, so that a bias that is left out exceeds the tolerance.
         bias = 10 * _random(key, (key.rows,), generator)
         result = kernel.linear(_packed(kernel, key, matrix), dense, bias)
@@ -706,53 +701,60 @@ def _difference(result: Tensor, expected: Tensor, most: float | None) -> str:
 
 def dense_ms(key: GemmKey, timer: Timer) -> float:
     """Milliseconds of the dense product of the N:M operand as the layer has it."""
-    with _no_autocast():
-        matrices, others = _copies(key)
-        # The reference takes a matrix as its packed form.
-        dense_product = partial(_product, GemmKernel(), key)
-        return _milliseconds(timer, key, dense_product, matrices, others)
+    return _product_ms(GemmKernel(), key, timer)
 
 
 def sparse_ms(kernel: GemmKernel, key: GemmKey, timer: Timer) -> tuple[float, float]:
     """Milliseconds of a kernel's product, permuting the dense matrix included, and of packing the sparse operand once.
 
-    Packing is from the mask on, as if the mask had moved. Where outputs are sparse nothing is packed for the product.
-    The operand of a kernel for N:M matrices is contiguous, so transposed where the layer packs a transposed one. Like
-    the dense product's, the times include neither masking nor drawing.
+    Packing includes building the layout from the mask, as if the mask had moved. Where outputs are sparse nothing is
+    packed for the product. The operand of a kernel for N:M matrices is contiguous, so transposed where the layer packs
+    a transposed one. Like the dense product's, the times include neither masking nor drawing.
     """
+    product_ms = _product_ms(kernel, key, timer)
+    if key.sparsity == "outputs":
+        return product_ms, 0.0
     with _no_autocast():
-        product_ms = time_product(kernel, key, timer)
-        if key.sparsity == "outputs":
-            return product_ms, 0.0
-        matrices, _ = _copies(key)
+        matrices = _copies(key, key.rows, _sparse_operand)
         if key.packs_each_time:
-            # What is drawn anew for each product has no mask to lay out.
+            # What is drawn for each product has no mask to lay out.
             contiguous = [matrix.contiguous() for matrix in matrices]
             return product_ms, _milliseconds(timer, key, kernel.pack, contiguous)
         operands = [_masked(key, matrix, _order(key, kernel)) for matrix in matrices]
         for operand in operands:
             operand.dense()  # made once: making it is masking
-
-        def pack(operand: MaskedMatrix) -> Any:
-            return kernel.pack_masked(operand, kernel.layout(operand))
-
-        return product_ms, _milliseconds(timer, key, pack, operands)
+        return product_ms, _milliseconds(timer, key, partial(_pack_masked, kernel), operands)
 
 
-def time_product(kernel: GemmKernel, key: GemmKey, timer: Timer) -> float:
-    """Milliseconds of a kernel's product alone: the first time of :func:`sparse_ms`."""
+def _product_ms(kernel: GemmKernel, key: GemmKey, timer: Timer) -> float:
+    """Milliseconds of a kernel's product alone, or of the dense one by the reference."""
     with _no_autocast():
-        matrices, others = _copies(key)
-        packs = [_packed(kernel, key, matrix) for matrix in matrices]
-        order = _order(key, kernel)
+        packs = [_packed(kernel, key, x) for x in _copies(key, key.rows, _sparse_operand)]
+        others = _copies(key, key.columns, _dense_operand)
+        # Training permutes dY for each product, so it is part of the time.
+        order = None if type(kernel) is GemmKernel else _order(key, kernel)
 
         def product(packed: Any, dense: Tensor) -> Tensor:
-            # Training permutes dY for each product, so it is part of the time.
             if order is not None:
                 dense = permuted_columns(dense, order)
             return _product(kernel, key, packed, dense)
 
         return _milliseconds(timer, key, product, packs, others)
+
+
+def time_packed(kernel: GemmKernel, key: GemmKey, packed: Any, timer: Timer) -> float:
+    """Milliseconds of a kernel's forward product with an operand that is packed already; no other one is made."""
+    with _no_autocast():
+        dense = _dense_operand(key, _generator(key))
+        return _milliseconds(timer, key, partial(_product, kernel, key, packed), [dense])
+
+
+def _milliseconds(
+    timer: Timer, key: GemmKey, function: Callable[..., Any], *operands: Sequence[Any]
+) -> float:
+    """Milliseconds of one call of a function with the next copy of each operand in turn."""
+    call = rotated(function, *operands)
+    return 1e3 * timer.time(call, torch.device(key.device))
 
 
 @contextmanager
@@ -775,87 +777,66 @@ def _random(key: GemmKey, shape: Sequence[int], generator: torch.Generator) -> T
     return torch.randn(shape, dtype=key.dtype, device=key.device, generator=generator)
 
 
-def _matrix(key: GemmKey, generator: torch.Generator) -> Tensor:
-    """A random ``A [rows, depth]``, sparse as the key says, with the strides of W or dY; of a convolution W or dY."""
-    if key.conv is not None:
-        return _conv_matrix(key, key.conv, generator)
-    axis = 0 if key.sparsity == "masked" else 1
-    shape = [key.rows, key.depth]
+def _sparse_operand(key: GemmKey, generator: torch.Generator) -> Tensor:
+    """A random ``A [rows, depth]``, sparse as the key says, with the strides of W or dY.
+
+    Of a convolution it is ``W [out, in / groups * taps]``, N:M by rows, or for wgrad dY.
+    """
+    conv = key.conv
+    if conv is not None and key.gemm == "wgrad":
+        return _random(key, (key.images, conv.outputs, *conv.positions), generator)
+    axis = 0 if key.sparsity == "masked" and conv is None else 1
+    rows, depth = key.rows, key.depth
+    if conv is not None:
+        rows, depth = conv.outputs, math.prod(conv.weight_shape[1:])
+    shape = [rows, depth]
     shape[axis] += -shape[axis] % key.pattern.m  # whole blocks, the last one is cut below
     matrix = _random(key, shape, generator)
     if key.sparsity != "outputs":
         matrix = nm_prune(matrix, key.pattern, axis)
-    matrix = matrix[: key.rows, : key.depth]
+    matrix = matrix[:rows, :depth]
     if key.gemm == "wgrad" and key.sparsity == "n:m":  # estimates have padded tokens
-        matrix = pad(matrix, (0, -key.depth % TOKENS))
-    if key.gemm == "forward":
+        matrix = pad(matrix, (0, -depth % TOKENS))
+    if key.gemm == "forward" or conv is not None:
         return matrix.contiguous()
     # W^T of dgrad and dY^T of wgrad are transposed views of what lies in memory.
     return matrix.t().contiguous().t()
 
 
-def _conv_matrix(key: GemmKey, conv: Convolution, generator: torch.Generator) -> Tensor:
-    """A random ``W [out, in / groups * taps]``, N:M by rows, or for wgrad dY."""
-    if key.gemm == "wgrad":
-        return _random(key, (key.images, conv.outputs, *conv.positions), generator)
-    out, *fan_in = conv.weight_shape
-    depth = math.prod(fan_in)
-    padded_depth = depth + -depth % key.pattern.m
-    # Whole blocks are drawn and pruned; the last one is cut.
-    matrix = _random(key, (out, padded_depth), generator)
-    pruned = nm_prune(matrix, key.pattern, 1)
-    return pruned[:, :depth].contiguous()
-
-
-def _dense(key: GemmKey, generator: torch.Generator) -> Tensor:
+def _dense_operand(key: GemmKey, generator: torch.Generator) -> Tensor:
     """A random dense operand: x, or dY for dgrad."""
     shape: tuple[int, ...]
-    if key.conv is not None:
-        if key.gemm == "dgrad":
-            shape = (key.images, key.conv.outputs, *key.conv.positions)
-        else:
-            shape = (key.images, key.conv.inputs, *key.conv.size)
-    elif key.gemm == "wgrad":
-        shape = (key.depth, key.columns)  # B of `A B`
+    conv = key.conv
+    if conv is None:
+        # B of `A B`, or x of `x A^T`.
+        is_wgrad = key.gemm == "wgrad"
+        shape = (key.depth, key.columns) if is_wgrad else (key.columns, key.depth)
+    elif key.gemm == "dgrad":
+        shape = (key.images, conv.outputs, *conv.positions)
     else:
-        shape = (key.columns, key.depth)  # x of `x A^T`
+        shape = (key.images, conv.inputs, *conv.size)
     return _random(key, shape, generator)
 
 
-def _operands(key: GemmKey, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    matrix = _matrix(key, generator)
-    dense = _dense(key, generator)
-    return matrix, dense
+def _copies(
+    key: GemmKey, size: int, make: Callable[[GemmKey, torch.Generator], Tensor]
+) -> list[Tensor]:
+    """Copies of an operand that do not stay in the cache: as in training, they are read from memory.
 
-
-def _copies(key: GemmKey) -> tuple[list[Tensor], list[Tensor]]:
-    """Copies of both operands that do not stay in the cache: as in training, they are read from memory."""
+    `size` is that of the operand along the other axis than the depth.
+    """
     generator = _generator(key)
-    device = torch.device(key.device)
-    depth_bytes = key.depth * key.dtype.itemsize
-    matrix_count = copies_past_cache(key.rows * depth_bytes, device)
-    other_count = copies_past_cache(key.columns * depth_bytes, device)
-    matrices = [_matrix(key, generator) for _ in range(matrix_count)]
-    others = [_dense(key, generator) for _ in range(other_count)]
-    return matrices, others
+    operand_bytes = size * key.depth * key.dtype.itemsize
+    count = copies_past_cache(operand_bytes, torch.device(key.device))
+    return [make(key, generator) for _ in range(count)]
 
 
 def _masked(key: GemmKey, matrix: Tensor, order: Tensor | None = None) -> MaskedMatrix:
     """A matrix and its nonzeros as the mask; with an order, a matrix that is `matrix` in that order."""
     dense = matrix.contiguous()
-    values = matrix
-    if order is not None:
-        values = matrix.t()[order.argsort()].t()
+    values = matrix if order is None else matrix.t()[order.argsort()].t()
     bits = values.ne(0).view(torch.uint8)
-    return MaskedMatrix(
-        values=values,
-        bits=bits,
-        bit=FORWARD_BIT,
-        pattern=key.pattern,
-        dtype=key.dtype,
-        order=order,
-        dense=lambda: dense,
-    )
+    return MaskedMatrix(values, bits, FORWARD_BIT, key.pattern, key.dtype, order, lambda: dense)
 
 
 def _order(key: GemmKey, kernel: GemmKernel) -> Tensor | None:
@@ -877,70 +858,33 @@ def _needed(key: GemmKey) -> MaskedMatrix:
     return _masked(key, mask.to(key.dtype))
 
 
+def _pack_masked(kernel: GemmKernel, operand: MaskedMatrix) -> Any:
+    return kernel.pack_masked(operand, kernel.layout(operand))
+
+
 def _packed(kernel: GemmKernel, key: GemmKey, matrix: Tensor) -> Any:
     """What :func:`_product` takes of a matrix; where outputs are sparse, a pair of the mask's layout and dY."""
     if key.sparsity == "outputs":
-        layout = kernel.layout(_needed(key))
         # The matrix is dY^T, but dY itself of a convolution.
         grad = matrix.t().contiguous() if key.conv is None else matrix
-        return layout, grad
-    if key.packs_each_time:  # which no operand of a convolution is
+        return kernel.layout(_needed(key)), grad
+    if type(kernel) is GemmKernel:  # the reference multiplies the matrix as it is
+        return matrix
+    if key.packs_each_time:
         return kernel.pack(matrix.contiguous())
-    masked = _masked(key, matrix, _order(key, kernel))
-    return kernel.pack_masked(masked, kernel.layout(masked))
+    return _pack_masked(kernel, _masked(key, matrix, _order(key, kernel)))
 
 
 def _product(kernel: GemmKernel, key: GemmKey, packed: Any, dense: Tensor) -> Tensor:
-    """The product of what :func:`_packed` returned, or for the reference of the matrix itself."""
-    if key.conv is not None:
-        return _conv_product(kernel, key.gemm, key.conv, packed, dense)
-    if key.gemm != "wgrad":
-        return kernel.linear(packed, dense)
-    if key.sparsity == "outputs" and isinstance(packed, tuple):
+    """The product of what :func:`_packed` returned."""
+    if key.sparsity == "outputs":
         layout, grad = packed
-        return kernel.sampled(layout, grad, dense)
-    return kernel.matmul(packed, dense)
-
-
-def _conv_product(
-    kernel: GemmKernel, gemm: GemmName, conv: Convolution, packed: Any, dense: Tensor
-) -> Tensor:
-    if gemm == "forward":
-        return kernel.conv(packed, dense, conv)
-    if gemm == "dgrad":
-        return kernel.conv_input(packed, dense, conv)
-    if isinstance(packed, tuple):
-        layout, grad = packed
-        return kernel.conv_sampled(layout, grad, dense, conv)
-    return kernel.conv_sampled(None, packed, dense, conv)
-
-
-def time_packed(kernel: GemmKernel, key: GemmKey, packed: Any, timer: Timer) -> float:
-    """Milliseconds of a kernel's forward product with an operand that is packed already; no other one is made."""
-    with _no_autocast():
-        dense = _dense(key, _generator(key))
-        product = partial(_product, kernel, key, packed)
-        return _milliseconds(timer, key, product, [dense])
-
-
-def _milliseconds(
-    timer: Timer, key: GemmKey, function: Callable[..., Any], *operands: Sequence[Any]
-) -> float:
-    """Milliseconds of one call of a function with the next copy of each operand in turn."""
-    call = rotated(function, *operands)
-    return 1e3 * timer.time(call, torch.device(key.device))
+        return multiply(kernel, key, layout, dense, grad=grad)
+    return multiply(kernel, key, packed, dense)
 
 
 HYSTERESIS = 0.03
 """The share by which a sparse product must be faster to be chosen."""
-
-
-class _Candidate(NamedTuple):
-    """A kernel that computes a product right, and its milliseconds."""
-
-    kernel: GemmKernel
-    product_ms: float
-    pack_ms: float  # of packing the operand once
 
 
 class Tuner:
@@ -982,8 +926,6 @@ class Tuner:
         self.decisions = decisions if kernels == "auto" else Decisions(decisions.environment)
         self.timer = timer
         self.reuse = reuse
-        deciders = {"auto": self._measured, "sparse": self._forced, "reference": self._dense}
-        self._decide = deciders[kernels]
 
     def decide(self, key: GemmKey) -> Decision:
         """Decide for a product, or recall the decision.
@@ -997,7 +939,7 @@ class Tuner:
         # The decision holds for the whole bucket; the kernel may still refuse this very size, or have failed at it.
         reason = self.registry.reason_against(decision.kernel, key)
         if reason:
-            return _default([f"{decision.kernel}: {reason}"])
+            return Decision(self._dense, reason=f"{decision.kernel}: {reason}")
         return decision
 
     def tune(
@@ -1029,7 +971,8 @@ class Tuner:
                     self._remember(bucket, self._measured(key))
                 else:
                     reason = f"not measured yet: the budget of {budget_s:g} s is used up"
-                    self._remember(bucket, _unmeasured("reference", reason, "postponed"))
+                    postponed = Decision(self._dense, reason=reason, source="postponed")
+                    self._remember(bucket, postponed)
             # Other modes decide here; in "auto" this asks whether the kernel supports the size.
             self.decide(key)
 
@@ -1055,6 +998,11 @@ class Tuner:
             else:
                 yield kernel
 
+    @property
+    def _dense(self) -> str:
+        """The name of the reference."""
+        return self.registry.reference.name
+
     def _reason(self, kernel: GemmKernel, key: GemmKey) -> str:
         """Return why a kernel does not compute a product right; empty if it does."""
         return reason_or_error(partial(check, kernel, key))
@@ -1076,82 +1024,65 @@ class Tuner:
         """Store a decision with the terms under which it was made."""
         self.decisions[key] = replace(decision, terms=self._terms(key))
 
+    def _decide(self, key: GemmKey) -> Decision:
+        """Decide for a product by the mode."""
+        if self.kernels == "auto":
+            return self._measured(key)
+        if self.kernels == "reference":
+            return Decision(self._dense, reason="mode 'reference'", source="forced")
+        notes: list[str] = []
+        # No kernel after the first right one is tried.
+        kernel = next(self.legal(key, notes), None)
+        if kernel is None:
+            return _without_kernel(self._dense, notes)
+        reason = "; ".join(["mode 'sparse'", *notes])
+        return Decision(kernel.name, reason=reason, source="forced")
+
     def _measured(self, key: GemmKey) -> Decision:
-        """Decide by measurement: the mode ``"auto"``."""
+        """Take the fastest kernel if its speedup reaches the margin, else the reference."""
         notes: list[str] = []
         dense_times: list[float] = []
-        candidates: list[_Candidate] = []
+        times: dict[str, tuple[float, float]] = {}  # of the product and of packing, by kernel
         for kernel in self.legal(key, notes):
             try:
                 # Before and after each kernel: a GPU at its power limit slows down while it works.
                 if not dense_times:
                     dense_times.append(self._dense_ms(key))
-                candidates.append(_Candidate(kernel, *self._sparse_ms(kernel, key)))
+                times[kernel.name] = self._sparse_ms(kernel, key)
                 dense_times.append(self._dense_ms(key))
             except Exception as error:
                 notes.append(f"{kernel.name}: {describe_error(error)}")
-        if not candidates:
-            return _default(notes)
-        return self._fastest(key, fmean(dense_times), candidates, notes)
+        if not times:
+            return _without_kernel(self._dense, notes)
+        dense_ms = fmean(dense_times)
+        uses = uses_of_pack(key, self.reuse)
+        gains = {name: speedup(dense_ms, *ms, uses) for name, ms in times.items()}
+        # Of equally fast ones the first: the kernels are in order of preference.
+        best = max(gains, key=gains.__getitem__)
+        product_ms, pack_ms = times[best]
+        least_gain = 1 + self.hysteresis
+        measured = ", ".join(f"{name} {gain:.3f}x" for name, gain in gains.items())
+        return Decision(
+            kernel=best if gains[best] >= least_gain else self._dense,
+            dense_ms=dense_ms,
+            sparse_ms=product_ms,
+            pack_ms=pack_ms,
+            reason="; ".join([f"measured {measured}; sparse from {least_gain:g}x", *notes]),
+            source="measured",
+        )
 
     def _dense_ms(self, key: GemmKey) -> float:
-        """Milliseconds of the dense product."""
+        """Milliseconds of the dense product; a subclass may estimate them."""
         return dense_ms(key, self.timer)
 
     def _sparse_ms(self, kernel: GemmKernel, key: GemmKey) -> tuple[float, float]:
         """Milliseconds of a kernel's product, and of packing its operand."""
         return sparse_ms(kernel, key, self.timer)
 
-    def _fastest(
-        self, key: GemmKey, dense_ms: float, candidates: list[_Candidate], notes: list[str]
-    ) -> Decision:
-        """Decide from times: the fastest candidate if its speedup reaches the margin, else the reference."""
-        uses = uses_of_pack(key, self.reuse)
-        least_gain = 1 + self.hysteresis
-        gains = []
-        measured = []
-        for candidate in candidates:
-            gain = speedup(dense_ms, candidate.product_ms, candidate.pack_ms, uses)
-            gains.append(gain)
-            measured.append(f"{candidate.kernel.name} {gain:.3f}x")
-        best_gain = max(gains)
-        # Of equally fast ones the first: the kernels are in order of preference.
-        best = candidates[gains.index(best_gain)]
-        name = self.registry.reference.name
-        if best_gain >= least_gain:
-            name = best.kernel.name
-        reason = f"measured {', '.join(measured)}; sparse from {least_gain:g}x"
-        return Decision(
-            kernel=name,
-            dense_ms=dense_ms,
-            sparse_ms=best.product_ms,
-            pack_ms=best.pack_ms,
-            reason="; ".join([reason, *notes]),
-            source="measured",
-        )
 
-    def _forced(self, key: GemmKey) -> Decision:
-        """Decide for the first kernel that computes the product right: the mode ``"sparse"``."""
-        notes: list[str] = []
-        # No kernel after the first right one is tried.
-        kernel = next(self.legal(key, notes), None)
-        if kernel is None:
-            return _default(notes)
-        reason = "; ".join(["mode 'sparse'", *notes])
-        return _unmeasured(kernel.name, reason, "forced")
-
-    def _dense(self, key: GemmKey) -> Decision:
-        """Decide for the dense product: the mode ``"reference"``."""
-        return _unmeasured("reference", "mode 'reference'", "forced")
-
-
-def _default(notes: Sequence[str]) -> Decision:
-    reason = "; ".join(notes) or "there is no sparse kernel"
-    return _unmeasured("reference", reason, "default")
-
-
-def _unmeasured(kernel: str, reason: str, source: Source) -> Decision:
-    return Decision(kernel, None, None, None, reason, source)
+def _without_kernel(dense: str, notes: Sequence[str]) -> Decision:
+    """The dense product, for the reasons against each kernel; without any there is none."""
+    return Decision(dense, reason="; ".join(notes)) if notes else Decision(dense)
 
 
 def speedup(dense_ms: float, sparse_ms: float, pack_ms: float, reuse: int) -> float:

@@ -14,7 +14,6 @@ from torch.optim import Adam, AdamW, Optimizer
 from lightning_nm.functional import pack_mask, unpack_mask
 from lightning_nm.functional.select import mask_, masked
 from lightning_nm.functional.soft import decayed_moment
-from lightning_nm.methods.bame.optimizer_state import coupled_decay, group_of, will_be_skipped
 from lightning_nm.methods.base import (
     MaskMethod,
     check_count,
@@ -23,6 +22,7 @@ from lightning_nm.methods.base import (
     refuse_tensor_parallel,
     set_parameter,
 )
+from lightning_nm.methods.optimizer_state import coupled_decay, group_of, will_be_skipped
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.weight import local_values
 from lightning_nm.schedule import Moment, check_moment, resolve_moment

@@ -13,10 +13,9 @@ from lightning_nm.functional.evolution import as_blocks, block_index, drop_and_g
 from lightning_nm.methods.bame.exchange import (
     Exchange,
     dense_gradient_was_used,
-    exchange_state,
     gradient_of_window,
+    make_exchange,
 )
-from lightning_nm.methods.bame.optimizer_state import check_optimizer
 from lightning_nm.methods.base import (
     MaskMethod,
     check_count,
@@ -24,6 +23,7 @@ from lightning_nm.methods.base import (
     check_number,
     largest_entries,
 )
+from lightning_nm.methods.optimizer_state import check_optimizer
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.schedule import Moment, check_moment, resolve_moment
 
@@ -168,7 +168,7 @@ class RigL(MaskMethod):
                 )
             layer.progress.dense_gradient = False
         if exchange is not None:
-            self._exchange(layer, optimizer, mask, exchange)
+            layer.set_masks(make_exchange(layer, optimizer, mask, exchange))
 
     def _drops(self, layer: NMLayer, kept: int) -> int:
         """How many of ``kept`` entries are dropped at this point of the training."""
@@ -202,16 +202,3 @@ class RigL(MaskMethod):
             regrown=index_of(grown_blocks, grown_entries),
             held=torch.zeros((), dtype=torch.int64, device=mask.device),
         )
-
-    @staticmethod
-    def _exchange(layer: NMLayer, optimizer: Optimizer, mask: Tensor, exchange: Exchange) -> None:
-        """Make the exchange: weights, optimizer state, gradients and masks."""
-        exchange_state(optimizer, layer, mask, exchange, None)
-        layer.weight.detach()[exchange.pruned] = 0
-        if layer.weight.grad is not None:
-            # A loop may go on adding to gradients that it does not zero.
-            layer.weight.grad[exchange.pruned] = 0
-        forward = mask.clone()
-        forward[exchange.pruned] = False
-        forward[exchange.regrown] = True
-        layer.set_masks(forward)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 
-from lightning_nm.methods.bame.optimizer_state import coupled_decay, group_of, will_be_skipped
 from lightning_nm.methods.base import check_number, check_option
+from lightning_nm.methods.optimizer_state import coupled_decay, group_of, will_be_skipped
 from lightning_nm.methods.ste import STE
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.weight import local_values, sum_of_shards

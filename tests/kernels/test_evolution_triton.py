@@ -5,7 +5,6 @@
 
 import math
 import re
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_nm.kernels.blocks import BlockGrid, EvidenceStep
+from lightning_nm.functional.evolution import BlockGrid
 from lightning_nm.kernels.cpu import evolution as cpu_passes
 from lightning_nm.kernels.evolution import passes_for
 from lightning_nm.kernels.gpu import triton_use
@@ -57,6 +56,14 @@ def cases(draw):
     )
 
 
+def gather_a_step(bits, grad, value, square, unit, own_ratio):
+    one = torch.tensor(1.0)
+    numbers = {"limit": one, "correction": one, "size": one, "decay": 0.999, "epsilon": 1e-12}
+    return kernels.gather_evidence(
+        bits, grad, value, square, unit=unit, own_ratio=own_ratio, **numbers
+    )
+
+
 @needs_interpreter
 @settings(max_examples=40, deadline=None)
 @given(cases())
@@ -83,12 +90,8 @@ def test_every_operation_is_rounded_on_its_own(dtype, own_ratio, correction, see
     numbers = {"own_ratio": own_ratio, "correction": correction, "size": 0.3, "limit": 2.0}
     numbers = {name: torch.tensor(number) for name, number in numbers.items()}
     decay, epsilon = 0.999, 1e-12
-    step = EvidenceStep(
-        unit=2.0, decay=decay, epsilon=epsilon, **numbers | {"own_ratio": own_ratio}
-    )
-    value, square = kernels.gather_evidence(
-        c.bits, c.grad, c.value, c.square, step, mask_grad=False
-    )
+    step = {"unit": 2.0, "decay": decay, "epsilon": epsilon, **numbers, "own_ratio": own_ratio}
+    value, square = kernels.gather_evidence(c.bits, c.grad.clone(), c.value, c.square, **step)
 
     own_ratio, correction, size, limit = (number.double() for number in numbers.values())
     g, v = c.grad.double(), c.square.double()
@@ -131,11 +134,10 @@ def test_torch_notices_what_kernels_wrote():
     c = case(4, 2, 4)
     tensors = (c.weight, c.grad, c.value)
     versions = [tensor._version for tensor in tensors]
-    bits, states = c.bits, [(c.square.clone(), True)]
+    bits, states = c.bits, [c.square.clone()]
     one = torch.tensor(1.0)
-    step = EvidenceStep(1.0, 1.0, one, one, one, 0.999, 1e-12)
-    kernels.gather_evidence(bits, c.grad, c.value, c.square, step, mask_grad=True)
-    done = kernels.exchange(
+    gather_a_step(bits, c.grad, c.value, c.square, unit=1.0, own_ratio=1.0)
+    changed, _ = kernels.exchange(
         BlockGrid.of(c.weight, 4),
         bits,
         c.weight,
@@ -145,15 +147,16 @@ def test_torch_notices_what_kernels_wrote():
         torch.zeros(8, dtype=torch.uint8),
         torch.zeros(4, dtype=torch.uint8),
         states,
+        [True],
         8,
         one,
         1.0,
     )
-    assert done.blocks
+    assert changed
     for tensor, version in zip(tensors, versions, strict=True):
         assert tensor._version > version
     assert bits._version
-    assert states[0][0]._version
+    assert states[0]._version
 
 
 def by_torch(monkeypatch, function, *args):
@@ -266,9 +269,7 @@ def assert_rounded(ptx):
 @pytest.mark.parametrize("taps", [(), (3, 3)], ids=str)
 def test_passes_compile(dtype, m, taps, compiled):  # noqa: F811
     c = case(32, 4, m, taps, dtype=dtype)
-    one = torch.tensor(1.0)
-    step = EvidenceStep(2.0, 0.5, one, one, one, 0.999, 1e-12)
-    kernels.gather_evidence(c.bits, c.grad, c.value, c.square, step, mask_grad=True)
+    gather_a_step(c.bits, c.grad, c.value, c.square, unit=2.0, own_ratio=0.5)
     kernels.best(BlockGrid.of(c.rows, m), c.bits, c.weight, c.value)
     kernels.keep_evidence(
         c.bits,
@@ -301,8 +302,7 @@ def test_exchanges_compile(dtype, states, has_grad, compiled, monkeypatch):  # n
     places = torch.zeros(128, dtype=torch.uint8)
     # Nothing runs, so that no kernel finds these.
     monkeypatch.setattr(kernels, "best", lambda *args: (places, places + 1, gain))
-    second = [(c.square, True), (c.grad.clone(), False)]
-    done = kernels.exchange(
+    changed, _ = kernels.exchange(
         BlockGrid.of(c.rows, 4),
         c.bits,
         c.weight,
@@ -311,12 +311,13 @@ def test_exchanges_compile(dtype, states, has_grad, compiled, monkeypatch):  # n
         c.square,
         c.oscillation,
         torch.zeros(64, dtype=torch.uint8),
-        (2 * second)[:states],
+        [c.square, c.grad.clone(), c.square, c.grad.clone()][:states],
+        [True, False, True, False][:states],
         128,
         torch.tensor(1.0),
         1.0,
     )
-    assert done.blocks == 128
+    assert changed == 128
     assert_rounded(compiled["_exchange"])
     # U goes to half types to nearest, ties to even.
     cast = {torch.float32: "", torch.float16: "cvt.rn.f16", torch.bfloat16: "cvt.rn.bf16"}
@@ -327,14 +328,11 @@ def test_exchanges_compile(dtype, states, has_grad, compiled, monkeypatch):  # n
 
 
 def moved(value, device):
-    """Tensors on a device, also those in tuples, lists and steps; all else as it is."""
+    """Tensors on a device, also those in tuples and lists; all else as it is."""
     if isinstance(value, Tensor):
         return value.to(device)
     if isinstance(value, (tuple, list)):
         return type(value)(moved(item, device) for item in value)
-    if isinstance(value, EvidenceStep):
-        names = ("limit", "correction", "size")
-        return replace(value, **{name: getattr(value, name).to(device) for name in names})
     return value
 
 

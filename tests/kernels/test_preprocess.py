@@ -11,18 +11,18 @@ from lightning_nm.functional import fold_seed, is_nm, mask_storage
 from lightning_nm.kernels import operands as preprocess
 from lightning_nm.kernels.gpu import triton_use
 from lightning_nm.kernels.operands import (
-    masked_backward,
-    masked_forward,
+    masked_operand,
     mvue_transposed,
     permuted_columns,
 )
+from tests.support.triton_kernels import masked_backward
 
 SEED = fold_seed(0, "preprocess")
 
 
 def masked_pair(weight, marks, dtype, permutation=None, *, own_backward):
     return (
-        masked_forward(weight, marks, dtype),
+        masked_operand(weight, marks, dtype),
         masked_backward(weight, marks, dtype, permutation, own_backward=own_backward),
     )
 
@@ -113,7 +113,7 @@ def test_strides(dtype, own_backward, permuted, transposed):
 def test_a_single_row_may_be_strided_as_it_likes():
     weight, marks = torch.randn(1, 4), torch.full((4, 1), 3, dtype=torch.uint8).t()
     assert weight.stride() != marks.stride()
-    assert torch.equal(masked_forward(weight, marks, torch.float32), weight)
+    assert torch.equal(masked_operand(weight, marks, torch.float32), weight)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -251,7 +251,7 @@ def test_errors_of_a_weight(change, error, match):
     if "permutation" not in change:
         del arguments["own_backward"]
         with pytest.raises(error, match=match):
-            masked_forward(**arguments)
+            masked_operand(**arguments)
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from lightning_nm.functional import fold_seed, mvue, random
 from lightning_nm.kernels.operands import (
-    masked_backward,
-    masked_forward,
+    masked_operand,
     masked_reference,
     mvue_transposed,
     mvue_transposed_reference,
@@ -22,7 +21,13 @@ from lightning_nm.kernels.operands import (
     triton_kernels,
 )
 from lightning_nm.pattern import NMPattern
-from tests.support.triton_kernels import assembly, interpreted, needs_compiler, needs_interpreter
+from tests.support.triton_kernels import (
+    assembly,
+    interpreted,
+    masked_backward,
+    needs_compiler,
+    needs_interpreter,
+)
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 PATTERNS = ["2:4", "1:2", "1:4", "3:4", "2:8", "2:16"]
@@ -118,7 +123,7 @@ def test_interpreted_pair(out, columns, source, target, own_backward, permuted, 
     permutation = order(generator, out, permuted)
     if transposed:
         weight, marks = weight.t().contiguous().t(), marks.t().contiguous().t()
-    forward = masked_forward(weight, marks, target)
+    forward = masked_operand(weight, marks, target)
     backward = masked_backward(weight, marks, target, permutation, own_backward=own_backward)
     exact = pair_reference(weight.float(), marks, torch.float32, 1 + own_backward, permutation)
     for found, expected in zip((forward, backward), exact, strict=True):
@@ -349,7 +354,7 @@ def test_on_a_gpu(rows, columns, dtype, permuted):
     for target in DTYPES:
         expected = pair_reference(weight, marks, target, 2, moved)
         for lie in (lambda x: x.cuda(), lambda x: x.cuda().t().contiguous().t()):
-            forward = masked_forward(lie(weight), lie(marks), target)
+            forward = masked_operand(lie(weight), lie(marks), target)
             backward = masked_backward(
                 lie(weight), lie(marks), target, permutation, own_backward=True
             )
@@ -374,7 +379,7 @@ def test_more_than_2_31_entries_on_a_gpu():
     assert int(gathered.count_nonzero()) == 2 * columns
     del gathered
     marks = torch.full(x.shape, 3, dtype=torch.uint8, device="cuda")
-    forward = masked_forward(x, marks, torch.bfloat16)
+    forward = masked_operand(x, marks, torch.bfloat16)
     backward = masked_backward(x, marks, torch.bfloat16, own_backward=True)
     assert torch.equal(forward[-2:], x[-2:])
     assert torch.equal(backward[:, -2:], x[-2:].t())

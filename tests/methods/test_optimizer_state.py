@@ -6,8 +6,8 @@ from torch import nn
 
 from lightning_nm.functional import magnitude_mask
 from lightning_nm.functional.evolution import as_blocks, block_index
-from lightning_nm.methods.bame.exchange import Exchange, exchange_state
-from lightning_nm.methods.bame.optimizer_state import (
+from lightning_nm.methods.bame.exchange import Exchange, make_exchange
+from lightning_nm.methods.optimizer_state import (
     check_optimizer,
     clear_entries,
     entry_states,
@@ -160,7 +160,7 @@ def test_state_of_pruned_entries_is_zeroed_and_that_of_regrown_ones_started(name
     module.weight = weight
     layer = NMLayer(LayerSpec("l", module, "weight", NMPattern(2, 4), method=None))
     nothing = torch.zeros(())
-    exchange_state(optimizer, layer, mask, Exchange(blocks, at_pruned, at_regrown, nothing), None)
+    make_exchange(layer, optimizer, mask, Exchange(blocks, at_pruned, at_regrown, nothing))
     for key, state in states.items():
         expected = before[key].clone()
         for b, p, r in zip(blocks.tolist(), pruned.tolist(), regrown.tolist(), strict=True):

@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_nm import NMSparsifier
 from lightning_nm.nn import products as ops
-from lightning_nm.nn.products import conv_weight_gradient
+from lightning_nm.nn.products import conv_gradients
 
 
 class Calls(TorchDispatchMode):
@@ -76,9 +76,9 @@ def test_the_estimate_lies_in_memory_as_the_gradient(memory_format, monkeypatch)
 
     def noted(grad, *args):
         strides.append(grad.stride())
-        return conv_weight_gradient(grad, *args)
+        return conv_gradients(grad, *args)
 
-    monkeypatch.setattr(ops, "conv_weight_gradient", noted)
+    monkeypatch.setattr(ops, "conv_gradients", noted)
     module = nn.Conv2d(16, 32, 3, padding=1).to(memory_format=memory_format)
     NMSparsifier(module, "2:4", "bi-mask", "mvue", skip_first_last=False, grad_snr_every=0).attach()
     y = module(torch.randn(2, 16, 6, 6).to(memory_format=memory_format))

@@ -8,7 +8,7 @@ from torch import nn
 
 from lightning_nm import MVUE, NMPattern, NMSparsifier
 from lightning_nm.kernels.api import GemmKey
-from lightning_nm.nn.products import estimated, forward_operand, packable_backward, packable_forward
+from lightning_nm.nn.products import estimated, masked_matrix, packable
 from tests.support.kinds import KINDS, make
 from tests.support.routed import METHODS, attach
 
@@ -22,12 +22,12 @@ def test_operands_are_the_weights_that_the_dense_products_take(method, kind):
     for layer in attach(module, "2:4", METHODS[method]()).layers.values():
         weight = layer.weight.detach()
         expected = layer.view.matrix(layer.forward_weight()).bfloat16()
-        found = packable_forward(layer, weight, torch.bfloat16)
+        found = packable(layer, "forward", weight, torch.bfloat16)
         assert torch.equal(found, expected)
         backward = layer.view.matrix(layer.backward_weight()).bfloat16()
         if layer.masks.has_backward:
             backward = backward[layer.masks.permutation]
-        transposed = packable_backward(layer, weight, torch.bfloat16)
+        transposed = packable(layer, "dgrad", weight, torch.bfloat16)
         assert torch.equal(transposed, backward.t())
         for operand in (found, transposed):
             assert operand.is_contiguous()
@@ -45,7 +45,7 @@ def test_values_and_bits_of_an_operand_make_the_forward_weight(method, kind):
         expected = layer.view.matrix(layer.forward_weight())
         sizes = (*expected.shape, 8)
         key = GemmKey("forward", *sizes, torch.float32, NMPattern(2, 4), "cpu", sparsity="masked")
-        operand = forward_operand(layer, layer.weight.detach(), key)
+        operand = masked_matrix(layer, "forward", layer.weight.detach(), key)
         assert operand.values.shape == operand.bits.shape == expected.shape
         kept = (operand.bits & operand.bit).bool()
         torch.testing.assert_close(torch.where(kept, operand.values, 0), expected)

@@ -280,15 +280,15 @@ def test_dense_products_mask_in_one_pass_where_a_kernel_does(method, kind, monke
     expected = gradients(module, x, router)
     calls = []
     monkeypatch.setattr(routed_ops, "in_one_pass", lambda weight: calls.append(weight) or True)
-    for name in ("packable_forward", "packable_backward"):
-        original = getattr(routed_ops, name)
-        monkeypatch.setattr(
-            routed_ops,
-            name,
-            lambda *args, name=name, call=original: calls.append(name) or call(*args),
-        )
+    packable = routed_ops.packable
+
+    def noted(layer, which, weight, dtype):
+        calls.append(which)
+        return packable(layer, which, weight, dtype)
+
+    monkeypatch.setattr(routed_ops, "packable", noted)
     assert_equal(gradients(module, x, router), expected)
     (layer,) = module.nm_layers.values()
     permuted = layer.masks.permutation is not None
     names = [call for call in calls if isinstance(call, str)]
-    assert names == ["packable_forward", "packable_backward"][: 2 - permuted]
+    assert names == ["forward", "dgrad"][: 2 - permuted]

@@ -81,10 +81,12 @@ def test_the_operators_are_well_made(estimator):
     grad = torch.randn(6, 64).double()
     ops = torch.ops.lightning_nm
     torch.library.opcheck(
-        ops.forward_gemm, (x, weight, bias, tensors, True, 64, layer.handle_tensor, router.handle)
+        ops.forward_gemm,
+        (x, weight, bias, tensors, True, 64, [], layer.handle_tensor, router.handle),
     )
     torch.library.opcheck(
-        ops.forward_gemm, (x, weight, None, tensors, False, 64, layer.handle_tensor, router.handle)
+        ops.forward_gemm,
+        (x, weight, None, tensors, False, 64, [], layer.handle_tensor, router.handle),
     )
     for needs in ((True, True), (True, False), (False, True)):
         layer.progress.estimating = False  # every call draws other noise
@@ -95,6 +97,7 @@ def test_the_operators_are_well_made(estimator):
             layer.noise.words,
             tensors,
             *needs,
+            [],
             layer.handle_tensor,
             router.handle,
         )

@@ -8,7 +8,7 @@ from rich.console import Console
 from lightning_nm import NMPattern, NMPrecision
 from lightning_nm.callbacks.tables import kernel_columns, kernel_rows, print_kernels
 from lightning_nm.kernels import CuSparseLtKernel, GemmKey, Router
-from lightning_nm.kernels.router import Product, Used
+from lightning_nm.kernels.router import GemmUse, Product
 from lightning_nm.kernels.tuner import Decision
 from tests.plugins.test_precision_plugins import fit, mlp, plugin, sparse_callback, tabled  # noqa: F401
 from tests.support.fake_kernels import FakeKernel
@@ -87,10 +87,10 @@ def used_router(monkeypatch, *uses):
 def test_a_product_has_one_row_for_all_its_kernels_and_layers(monkeypatch):
     made = used_router(
         monkeypatch,
-        Used(product("a"), "reference", 2, None),
-        Used(product("b"), "reference", 2, None),
-        Used(product("a"), "cpu-permute", 5, decided()),
-        Used(product("b"), "cpu-permute", 6, decided()),
+        GemmUse(product("a"), "reference", 2, None),
+        GemmUse(product("b"), "reference", 2, None),
+        GemmUse(product("a"), "cpu-permute", 5, decided()),
+        GemmUse(product("b"), "cpu-permute", 6, decided()),
     )
     (row,) = kernel_rows(made)
     assert (row.product, row.calls, row.kernel) == ("forward 4096x16384x65536", 15, "cpu-permute")
@@ -104,7 +104,7 @@ def test_a_product_has_one_row_for_all_its_kernels_and_layers(monkeypatch):
 def test_products_of_equal_sizes_are_told_apart_by_what_differs(monkeypatch):
     keys = ({}, {"pattern": "1:4"}, {"permuted": True}, {"gemm": "dgrad"})
     made = used_router(
-        monkeypatch, *(Used(product("a", **key), "reference", 1, None) for key in keys)
+        monkeypatch, *(GemmUse(product("a", **key), "reference", 1, None) for key in keys)
     )
     names = [row.product for row in kernel_rows(made)]
     assert names == [
@@ -118,14 +118,14 @@ def test_products_of_equal_sizes_are_told_apart_by_what_differs(monkeypatch):
 def test_the_table_fits_into_80_columns(monkeypatch):
     made = used_router(
         monkeypatch,
-        Used(product("a"), "cusparselt", 123456, decided("cusparselt")),
-        Used(
+        GemmUse(product("a"), "cusparselt", 123456, decided("cusparselt")),
+        GemmUse(
             product("a", "wgrad", reason="none of its operands is N:M " * 9),
             "reference",
             123456,
             None,
         ),
-        Used(product("a", permuted=True), "cpu-permute", 123456, decided()),
+        GemmUse(product("a", permuted=True), "cpu-permute", 123456, decided()),
     )
     out = io.StringIO()
     print_kernels(made, Console(file=out, width=80))

@@ -8,13 +8,13 @@ from torch import Tensor
 
 from lightning_nm import functional as nmf
 from lightning_nm.functional.evolution import (
+    BlockGrid,
     as_blocks,
     best_swaps,
     block_index,
     evidence_scores,
     select_blocks,
 )
-from lightning_nm.kernels.blocks import BlockGrid, EvidenceStep
 from lightning_nm.kernels.cpu import evolution
 from lightning_nm.methods.bame.evidence import DECAY, EPSILON, SCALE, Evidence
 
@@ -205,7 +205,12 @@ def _compare_evidence(c, passes):
     for grad, size in ((None, 0.0), (c.grad, 0.3)):
         if grad is not None:
             evidence.add(grad, c.mask, torch.tensor(size))
-        step = EvidenceStep(
+        found_grad = None if grad is None else grad.clone()
+        value, square = passes.gather_evidence(
+            c.bits,
+            found_grad,
+            old_value,
+            c.square,
             unit=SCALE,
             own_ratio=own_ratio,
             limit=torch.tensor(limit),
@@ -214,13 +219,8 @@ def _compare_evidence(c, passes):
             decay=DECAY,
             epsilon=EPSILON,
         )
-        for mask_grad in (False, True):
-            found_grad = None if grad is None else grad.clone()
-            value, square = passes.gather_evidence(
-                c.bits, found_grad, old_value, c.square, step, mask_grad=mask_grad
-            )
-            if grad is not None:
-                assert same(found_grad, torch.where(c.mask, grad, 0) if mask_grad else grad)
+        if grad is not None:
+            assert same(found_grad, torch.where(c.mask, grad, 0))
         torch.testing.assert_close(value, evidence.value, rtol=1e-5, atol=1e-6, equal_nan=True)
         torch.testing.assert_close(square, evidence.square, rtol=1e-6, atol=0, equal_nan=True)
         assert not value[c.mask].any()
@@ -289,20 +289,21 @@ def _compare_exchange(c, passes, cast):
         "oscillation": c.oscillation.clone(),
         "exchanged": nmf.pack_mask(c.exchanged),
     }
-    states = [(c.grad.clone(), False), (c.square.clone(), True)]
+    states = [c.grad.clone(), c.square.clone()]
     grid = BlockGrid.of(c.rows, c.m)
     assert grid is not None
-    done = passes.exchange(
+    changed, held = passes.exchange(
         grid,
         square=c.square,
         states=states,
+        are_squares=[False, True],
         budget=c.budget,
         correction=torch.tensor(correction),
         moment=moment,
         **found,
     )
-    assert done.blocks == len(chosen)
-    assert done.held == int((swaps.gain > 0).sum()) - len(chosen)
+    assert changed == len(chosen)
+    assert held == int((swaps.gain > 0).sum()) - len(chosen)
     expected = {
         "bits": mask.to(torch.uint8) + (c.bits & 2),
         "weight": weight,
@@ -313,8 +314,8 @@ def _compare_exchange(c, passes, cast):
     }
     for name, tensor in expected.items():
         assert same(found[name], tensor), name
-    assert same(states[0][0], momentum)
-    assert same(states[1][0], second)
+    assert same(states[0], momentum)
+    assert same(states[1], second)
 
 
 def random_case(draw, seed):

@@ -12,21 +12,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from lightning_nm.functional import masks
+from lightning_nm.functional.evolution import LONGEST_BLOCK, BlockGrid
 from lightning_nm.functional.mask_storage import BACKWARD_BIT, FORWARD_BIT
-from lightning_nm.kernels.blocks import (
-    LONGEST_BLOCK,
-    BlockGrid,
-    EvidenceStep,
-    Exchanged,
-    count_writes,
-)
 from lightning_nm.kernels.cpu import library
-from lightning_nm.kernels.cpu.library import address
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """The dtypes of weights, gradients and optimizer state, by their numbers in the library."""
+MOST_STATES = 4
+"""Tensors of the optimizer's state that an exchange takes."""
 _FEW = 4096  # entries up to which calls of torch are as fast
 
 # The library reads and writes the two lowest bits.
@@ -42,44 +38,54 @@ def runs(*tensors: Tensor | None) -> bool:
     """Tell whether the library takes these tensors: on the CPU, in row-major order, of a dtype that it knows."""
     if torch.compiler.is_compiling() or library.unavailable():
         return False
-    return all(tensor is None or is_row_major(tensor) for tensor in tensors)
+    return is_row_major(*tensors)
 
 
-def is_row_major(tensor: Tensor, device_type: str = "cpu") -> bool:
-    """Tell whether a pass can read a tensor by its address: on a device of this type, row-major, of a known dtype."""
-    return (
-        library.is_plain(tensor, device_type)
-        and (tensor.dtype in DTYPES or tensor.dtype in (torch.uint8, torch.bool))
-        and tensor.is_contiguous()
-        and not tensor.is_inference()
-    )
+def is_row_major(*tensors: Tensor | None, device_type: str = "cpu") -> bool:
+    """Tell whether a pass can read tensors by their address: on a device of this type, row-major, of a known dtype."""
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        known_dtype = tensor.dtype in DTYPES or tensor.dtype in (torch.uint8, torch.bool)
+        if not known_dtype or not tensor.is_contiguous() or tensor.is_inference():
+            return False
+    return library.is_plain(*tensors, device_type=device_type)
 
 
-def _job(bits: Tensor, weight: Tensor | None = None, grad: Tensor | None = None) -> Any:
-    """Describe a weight, its gradient and its masks to the library."""
-    fields = bits.numel(), address(bits), address(weight), address(grad)
-    given = weight if grad is None else grad
-    dtype = 0 if given is None else DTYPES[given.dtype]
-    return library.structure("nm_evolution *", *fields, dtype)
+def _job(bits: Tensor, grid: BlockGrid | None = None, **fields: Any) -> Any:
+    """Make the library's description of a weight and its masks, ``nm_evolution`` in csrc/nm.h.
+
+    Args:
+        bits: The masks.
+        grid: The blocks, for passes that look at blocks.
+        fields: Other fields by their names; a tensor stands for its address, and must outlive the job.
+    """
+    weight = fields.get("weight")
+    typed = fields.get("grad") if weight is None else weight
+    description = {
+        "parallel": library.parallel() or library.ffi.NULL,
+        "threads": library.threads(),
+        "entries": bits.numel(),
+        "bits": bits.data_ptr(),
+        "dtype": 0 if typed is None else DTYPES[typed.dtype],
+    }
+    if grid is not None:
+        description.update(vars(grid), blocks=bits.numel() // grid.m)
+    for name, value in fields.items():
+        if value is not None:  # else NULL
+            description[name] = value.data_ptr() if isinstance(value, Tensor) else value
+    return library.ffi.new("nm_evolution *", description)
 
 
-def _run(name: str, job: Any) -> None:
-    """Run a pass by its name in csrc/nm.h."""
+def _run(name: str, job: Any, *written: Tensor | None) -> Any:
+    """Run a pass by its name in csrc/nm.h, let torch count a write to these tensors, and return the job."""
     lib = library.load()
     if lib.nm_evolution_pass(library.level(), getattr(lib, f"NM_{name}"), job):
         raise MemoryError("there is no memory for a pass over a weight")
-
-
-def _write_grid(grid: BlockGrid, job: Any) -> None:
-    """Describe the blocks of a weight to the library."""
-    job.blocks = job.entries // grid.m
-    job.blocks_per_row = grid.per_row
-    job.taps = grid.taps
-    job.m = grid.m
-    job.out_stride = grid.out_stride
-    job.tap_stride = grid.tap_stride
-    job.in_stride = grid.in_stride
-    job.in_line = grid.in_line
+    for tensor in written:
+        if tensor is not None:
+            increment_version(tensor)
+    return job
 
 
 @torch.no_grad()
@@ -91,8 +97,7 @@ def mask_(x: Tensor, bits: Tensor) -> bool:
     """
     if x.numel() <= _FEW or x.shape != bits.shape or not runs(x, bits):
         return False
-    _run("MASK", _job(bits, x))
-    count_writes(x)
+    _run("MASK", _job(bits, weight=x), x)
     return True
 
 
@@ -115,8 +120,9 @@ def top_n_mask(blocks_bmi: Tensor, n: int, magnitude: bool) -> Tensor | None:
         return None
     scores = blocks_bmi.contiguous()
     mask_bmi = torch.empty_like(scores, dtype=torch.bool)
-    fields = address(scores), address(mask_bmi), blocks * inner, inner, n, m, _SCORES[scores.dtype]
-    top = library.structure("nm_top *", *fields, magnitude)
+    addresses = scores.data_ptr(), mask_bmi.data_ptr()
+    sizes = blocks * inner, inner, n, m
+    top = library.structure("nm_top *", *addresses, *sizes, _SCORES[scores.dtype], magnitude)
     library.load().nm_top_mask(library.level(), top)
     return mask_bmi
 
@@ -128,10 +134,7 @@ masks.by_library = top_n_mask
 @torch.no_grad()
 def decay_(grad: Tensor, weight: Tensor, bits: Tensor, factor: float) -> None:
     """Add ``factor`` times the entries of a weight whose forward bit is not set to its gradient, in place."""
-    job = _job(bits, weight, grad)
-    job.size = factor
-    _run("DECAY", job)
-    count_writes(grad)
+    _run("DECAY", _job(bits, weight=weight, grad=grad, size=factor), grad)
 
 
 @torch.no_grad()
@@ -140,12 +143,7 @@ def keep_largest(grid: BlockGrid, n: int, weight: Tensor, bits: Tensor) -> int:
 
     Of equal entries the first are kept; NaN is below all numbers. Returns how many bits changed.
     """
-    job = _job(bits, weight)
-    _write_grid(grid, job)
-    job.n = n
-    _run("LARGEST", job)
-    count_writes(bits)
-    return int(job.better)
+    return int(_run("LARGEST", _job(bits, grid, weight=weight, n=n), bits).better)
 
 
 @torch.no_grad()
@@ -163,13 +161,8 @@ def keep_largest_of_columns(
         bits: uint8 of its shape, whose forward bits are read.
     """
     order = order.to(torch.int64).contiguous()
-    job = _job(bits, weight)
-    job.n = n
-    job.m = m
-    job.order = address(order)
-    job.columns = rows[0].numel()
-    _run("LARGEST_OF_COLUMNS", job)
-    count_writes(bits)
+    job = _job(bits, weight=weight, n=n, m=m, order=order, columns=rows[0].numel())
+    _run("LARGEST_OF_COLUMNS", job, bits)
 
 
 def has_whole_rows(rows: Tensor, weight: Tensor, m: int) -> bool:
@@ -185,8 +178,7 @@ def has_whole_rows(rows: Tensor, weight: Tensor, m: int) -> bool:
 
 def size_of_kept(weight: Tensor, bits: Tensor) -> float:
     """The root mean square of the entries of a weight whose forward bit is set; 0 if there are none."""
-    job = _job(bits, weight)
-    _run("KEPT_SIZE", job)
+    job = _run("KEPT_SIZE", _job(bits, weight=weight))
     return math.sqrt(job.kept_square / max(job.kept, 1))
 
 
@@ -196,39 +188,52 @@ def gather_evidence(
     grad: Tensor | None,
     old_value: Tensor,
     old_square: Tensor,
-    step: EvidenceStep,
     *,
-    mask_grad: bool,
+    unit: float,
+    own_ratio: float,
+    limit: Tensor,
+    correction: Tensor,
+    size: Tensor,
+    decay: float,
+    epsilon: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return U, which is 0 at kept entries, and V after one more gradient; without one, as they were.
+    r"""Return U, which is 0 at kept entries, and V after one more gradient; without one, as they were.
 
     Args:
         bits: The masks, uint8.
-        grad: The dense gradient of the weight; with ``mask_grad`` its pruned entries become +0.0 afterwards.
+        grad: The dense gradient G of the weight, whose pruned entries become +0.0 afterwards.
         old_value: What :func:`keep_evidence` kept of U, float32.
         old_square: The same of V.
-        step: The numbers.
-        mask_grad: Whether to mask the gradient, in place.
+        unit: A power of two; the old values are U divided by it.
+        own_ratio: What the old V of kept entries is multiplied by.
+        limit: Old values beyond it in magnitude are set to 0; float32 without axes, as the next two.
+        correction: :math:`1 - \beta^t`, of the gradients so far including this one.
+        size: r, see :class:`lightning_nm.methods.bame.evidence.Evidence`.
+        decay: :math:`\beta`.
+        epsilon: :math:`\epsilon`.
     """
     value = torch.empty_like(old_value)
     square = torch.empty_like(old_square)
-    job = _job(bits, grad=grad)
-    job.old_value = address(old_value)
-    job.old_square = address(old_square)
-    job.value = address(value)
-    job.square = address(square)
-    job.unit = step.unit
-    job.own_ratio = step.own_ratio
-    job.limit = float(step.limit)
-    job.decay = step.decay
-    job.take = 1 - step.decay
-    job.correction = float(step.correction)
-    job.epsilon = step.epsilon
-    job.size = float(step.size)
+    job = _job(
+        bits,
+        weight=grad,  # what the second pass masks
+        grad=grad,
+        old_value=old_value,
+        old_square=old_square,
+        value=value,
+        square=square,
+        unit=unit,
+        own_ratio=own_ratio,
+        limit=float(limit),
+        decay=decay,
+        take=1 - decay,
+        correction=float(correction),
+        epsilon=epsilon,
+        size=float(size),
+    )
     _run("GATHER", job)
-    if mask_grad and grad is not None:
-        _run("MASK", _job(bits, grad))
-        count_writes(grad)
+    if grad is not None:
+        _run("MASK", job, grad)
     return value, square
 
 
@@ -244,16 +249,17 @@ def keep_evidence(
     whole_square: bool,
 ) -> None:
     """Write U divided by ``unit``, and V: all entries, or only those whose forward bit is not set."""
-    job = _job(bits)
-    job.value = address(value)
-    job.square = address(square)
-    job.old_value = address(kept_value)
-    job.old_square = address(kept_square)
-    job.unit = unit
-    job.whole_value = whole_value
-    job.whole_square = whole_square
-    _run("KEEP", job)
-    count_writes(kept_value, kept_square)
+    job = _job(
+        bits,
+        value=value,
+        square=square,
+        old_value=kept_value,
+        old_square=kept_square,
+        unit=unit,
+        whole_value=whole_value,
+        whole_square=whole_square,
+    )
+    _run("KEEP", job, kept_value, kept_square)
 
 
 def exchange(
@@ -265,11 +271,12 @@ def exchange(
     square: Tensor,
     oscillation: Tensor,
     exchanged: Tensor,
-    states: Sequence[tuple[Tensor, bool]],
+    states: Sequence[Tensor],
+    are_squares: Sequence[bool],
     budget: int,
     correction: Tensor,
     moment: float,
-) -> Exchanged:
+) -> tuple[int, int | Tensor]:
     r"""Exchange entries by evidence, in place, and set the entries of the weight that were pruned before to +0.0.
 
     Args:
@@ -281,36 +288,42 @@ def exchange(
         square: V.
         oscillation: Oscillations of each block, uint8.
         exchanged: Whether each entry was exchanged before, one bit each.
-        states: Tensors of the optimizer's state, and whether each is a second moment. Those of a regrown entry become
+        states: Tensors of the optimizer's state.
+        are_squares: Whether each of them is a second moment. Those of a regrown entry become
             :math:`V / (1 - \beta^t)` times ``moment``; all others become 0.
         budget: How many blocks may change.
         correction: :math:`1 - \beta^t` of the evidence, without axes.
         moment: The same of the optimizer's second moment.
+
+    Returns:
+        The number of blocks that changed, and of those that did not, though an exchange would raise their score; a
+        tensor where only the device knows it.
     """
     blocks = weight.numel() // grid.m
     gain = torch.empty(blocks, dtype=torch.float32)
     pruned, regrown, chosen = torch.empty(3, blocks, dtype=torch.uint8)
-    job = _job(bits, weight)
-    job.grad = address(grad)
-    job.value = address(value)
-    job.square = address(square)
-    _write_grid(grid, job)
-    job.gain = address(gain)
-    job.pruned = address(pruned)
-    job.regrown = address(regrown)
-    job.chosen = address(chosen)
-    job.oscillation = address(oscillation)
-    job.exchanged = address(exchanged)
-    job.states = len(states)
-    for k, (state, is_square) in enumerate(states):
-        job.state[k] = address(state)
-        job.state_dtype[k] = DTYPES[state.dtype]
-        job.state_is_square[k] = is_square
-    job.correction = float(correction)
-    job.moment = moment
-    job.budget = budget
+    job = _job(
+        bits,
+        grid,
+        weight=weight,
+        grad=grad,
+        value=value,
+        square=square,
+        gain=gain,
+        pruned=pruned,
+        regrown=regrown,
+        chosen=chosen,
+        oscillation=oscillation,
+        exchanged=exchanged,
+        states=len(states),
+        state=list(map(Tensor.data_ptr, states)),
+        state_dtype=[DTYPES[state.dtype] for state in states],
+        state_is_square=are_squares,
+        correction=float(correction),
+        moment=moment,
+        budget=budget,
+    )
     _run("BEST", job)
-    count = int(library.load().nm_choose_blocks(job))
-    _run("EXCHANGE", job)
-    count_writes(bits, weight, grad, oscillation, exchanged, *(state for state, _ in states))
-    return Exchanged(blocks=count, held=int(job.better) - count)
+    changed = int(library.load().nm_choose_blocks(job))
+    _run("EXCHANGE", job, bits, weight, grad, oscillation, exchanged, *states)
+    return changed, int(job.better) - changed

@@ -7,6 +7,7 @@ whenever the weight changed.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -49,24 +50,24 @@ class PermuteLayout:
     rows: int
     depth: int
 
-    @property
+    @cached_property
     def lanes(self) -> int:
         """Values in a register."""
         return self.inputs.shape[3] // 2
 
-    @property
+    @cached_property
     def paired(self) -> bool:
         """Whether two slots of a row lie beside each other."""
         return self.inputs.dim() == 5
 
-    @property
+    @cached_property
     def block(self) -> int:
         """Inputs in a register."""
         if self.paired:
             return 2 * self.lanes
         return self.lanes
 
-    @property
+    @cached_property
     def slots(self) -> int:
         """Nonzeros of a row in one block, at most."""
         if self.paired:
@@ -107,7 +108,7 @@ class PermuteLayout:
             shape.append(2)
         inputs = torch.empty(shape, dtype=torch.uint8)
         mask, *_outlive = _mask(matrix)
-        if library.nm_permute_layout(mask, lanes, slots, paired, address(inputs)):
+        if library.nm_permute_layout(mask, lanes, slots, paired, inputs.data_ptr()):
             raise ValueError(
                 f"the mask of a matrix of shape {rows} x {depth} is not {pattern} along its last axis"
             )
@@ -123,7 +124,7 @@ class PermuteLayout:
         Raises:
             ValueError: If an index is not within its block.
         """
-        if not load().nm_permute_valid(address(self.inputs), self.inputs.numel(), self.block):
+        if not load().nm_permute_valid(self.inputs.data_ptr(), self.inputs.numel(), self.block):
             raise ValueError(
                 f"an index of the layout is neither below {self.block} nor {EMPTY}: make it from a mask"
             )
@@ -135,24 +136,23 @@ class PermuteLayout:
         # Pairs are multiplied as bfloat16; other instructions widen to float32, so that is done here once.
         dtype = torch.bfloat16 if self.paired else torch.float32
         values = torch.empty(self.inputs.shape, dtype=dtype)
-        mask, weight, _bits = _mask(matrix)
-        _check_shape(matrix, self.rows, self.depth)
+        mask, weight, _bits = _mask(matrix, (self.rows, self.depth))
         load().nm_permute_values(
             mask,
             self.lanes,
             self.slots,
             self.paired,
-            address(self.inputs),
-            address(weight),
+            self.inputs.data_ptr(),
+            weight.data_ptr(),
             DTYPES[weight.dtype],
             matrix.dtype == torch.bfloat16,  # whether values are rounded
-            address(values),
+            values.data_ptr(),
         )
         return values
 
     def operand(self, values: Tensor | None = None) -> Any:
         """Return the matrix as the library takes it; the tensors must outlive the call."""
-        fields = address(self.inputs), address(values), self.slots, self.paired
+        fields = self.inputs.data_ptr(), address(values), self.slots, self.paired
         return ffi.new("nm_permute *", fields)
 
 
@@ -192,7 +192,7 @@ class CsrLayout:
             )
         # The first pass counts the entries of each row, the second one fills them in.
         start = torch.empty(rows + 1, dtype=torch.int32)
-        entries = library.nm_csr_start(mask, address(start))
+        entries = library.nm_csr_start(mask, start.data_ptr())
         # Work space: the next free slot of each row.
         following = torch.empty(rows, dtype=torch.int32)
         offset = torch.empty(entries, dtype=torch.int32)
@@ -200,11 +200,11 @@ class CsrLayout:
         slot = torch.empty_like(offset)
         library.nm_csr_fill(
             mask,
-            address(start),
-            address(following),
-            address(offset),
-            address(source),
-            address(slot),
+            start.data_ptr(),
+            following.data_ptr(),
+            offset.data_ptr(),
+            source.data_ptr(),
+            slot.data_ptr(),
         )
         return cls(start, offset, source, slot, rows, depth)
 
@@ -219,9 +219,9 @@ class CsrLayout:
             ValueError: If an entry is not within the matrix.
         """
         valid = load().nm_csr_valid(
-            address(self.start),
+            self.start.data_ptr(),
             self.rows,
-            address(self.offset),
+            self.offset.data_ptr(),
             self.offset.numel(),
             self.depth,
         )
@@ -232,19 +232,18 @@ class CsrLayout:
 
     def values(self, matrix: MaskedMatrix) -> Tensor:
         """Values of the matrix at the entries of this layout, float32, rounded to the matrix's dtype."""
-        _, weight, _ = _mask(matrix)
-        _check_shape(matrix, self.rows, self.depth)
+        _, weight, _ = _mask(matrix, (self.rows, self.depth))
         values = torch.empty(self.offset.shape, dtype=torch.float32)
         load().nm_csr_values(
             parallel() or ffi.NULL,
             threads(),
-            address(self.source),
-            address(self.slot),
+            self.source.data_ptr(),
+            self.slot.data_ptr(),
             len(self.offset),
-            address(weight),
+            weight.data_ptr(),
             DTYPES[weight.dtype],
             matrix.dtype == torch.bfloat16,  # whether values are rounded
-            address(values),
+            values.data_ptr(),
         )
         return values
 
@@ -256,7 +255,8 @@ class CsrLayout:
 
     def operand(self, values: Tensor | None = None) -> Any:
         """Return the matrix as the library takes it; the tensors must outlive the call."""
-        return ffi.new("nm_csr *", (address(self.start), address(self.offset), address(values)))
+        fields = self.start.data_ptr(), self.offset.data_ptr(), address(values)
+        return ffi.new("nm_csr *", fields)
 
 
 def _divide_up(size: int, part: int) -> int:
@@ -264,12 +264,20 @@ def _divide_up(size: int, part: int) -> int:
     return -(-size // part)
 
 
-def _mask(matrix: MaskedMatrix) -> tuple[Any, Tensor, Tensor]:
+def _mask(matrix: MaskedMatrix, shape: tuple[int, int] | None = None) -> tuple[Any, Tensor, Tensor]:
     """The mask as the library takes it, the weight with the strides that the mask has, and the mask's bytes.
 
-    The structure has the bytes' address alone: they must outlive its use.
+    The structure has the bytes' address alone: they must outlive its use. `shape` is that of the layout whose values
+    are read.
+
+    Raises:
+        ValueError: If the matrix is of another shape than its layout, or the library cannot read it.
     """
     bits = matrix.bits
+    if shape is not None and tuple(bits.shape) != shape:
+        raise ValueError(
+            f"a layout of {shape[0]} x {shape[1]} is not one of a matrix of {bits.shape[0]} x {bits.shape[1]}"
+        )
     order = matrix.order
     weight = matrix.values.detach()
     if 1 not in bits.stride():
@@ -297,14 +305,5 @@ def _mask(matrix: MaskedMatrix) -> tuple[Any, Tensor, Tensor]:
                 f"the order of a depth of {depth} is {order.dtype} of shape {tuple(order.shape)}"
             )
     bit = matrix.bit.bit_length() - 1  # its number
-    fields = address(bits), bit, rows, depth, row_stride, depth_stride, address(order)
+    fields = bits.data_ptr(), bit, rows, depth, row_stride, depth_stride, address(order)
     return structure("nm_mask *", *fields), weight, bits
-
-
-def _check_shape(matrix: MaskedMatrix, rows: int, depth: int) -> None:
-    """Refuse a weight of another shape than its layout has."""
-    if matrix.shape != (rows, depth):
-        given_rows, given_depth = matrix.shape
-        raise ValueError(
-            f"a layout of {rows} x {depth} is not one of a matrix of {given_rows} x {given_depth}"
-        )

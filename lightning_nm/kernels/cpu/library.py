@@ -128,20 +128,22 @@ def compiled_from() -> str:
     return str(ffi.string(load().nm_source()).decode())
 
 
-def is_plain(tensor: Tensor, device_type: str = "cpu") -> bool:
-    """Tell whether a tensor's address is that of its values: it is on the CPU, and no transform of torch sees it.
+def is_plain(*tensors: Tensor | None, device_type: str = "cpu") -> bool:
+    """Tell whether tensors' addresses are those of their values: on the CPU, and no transform of torch sees them.
 
     Kernels for other devices name another type of device.
     """
-    return (
-        type(tensor) in (Tensor, nn.Parameter)
-        and tensor.device.type == device_type
-        and not tensor.is_neg()
-        and not tensor._is_zerotensor()  # it has no memory
-        and torch._C._functorch.peek_interpreter_stack() is None
-        # A trace of torch's operators does not see what the library writes.
-        and not torch._C._is_tracing()
-    )
+    # A trace of torch's operators does not see what the library writes.
+    if torch._C._functorch.peek_interpreter_stack() is not None or torch._C._is_tracing():
+        return False
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        if type(tensor) not in (Tensor, nn.Parameter) or tensor.device.type != device_type:
+            return False
+        if tensor.is_neg() or tensor._is_zerotensor():  # it has no memory
+            return False
+    return True
 
 
 @functools.cache
@@ -214,11 +216,8 @@ def operands(
 ) -> Any:
     """Return the dense operands of a product as the library takes them; the tensors must outlive the call."""
     # Written out: a small product takes some microseconds, and this is a fifth of it.
-    inputs = x.data_ptr(), address(bias), address(grad)
-    dtype = DTYPES[x.dtype]
-    loop = parallel() or ffi.NULL
-    fields = (loop, threads(), rows, depth, tokens, dtype, 0, *inputs, y.data_ptr())
-    return ffi.new(_OPERANDS, fields)
+    inputs = x.data_ptr(), address(bias), address(grad), y.data_ptr()
+    return structure(_OPERANDS, rows, depth, tokens, DTYPES[x.dtype], 0, *inputs)
 
 
 def conv_operands(

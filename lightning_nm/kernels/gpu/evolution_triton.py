@@ -19,9 +19,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
-from lightning_nm.functional.evolution import count_oscillations, select_blocks
-from lightning_nm.kernels.blocks import BlockGrid, EvidenceStep, Exchanged, count_writes
+from lightning_nm.functional.evolution import BlockGrid, count_oscillations, select_blocks
 
 TILE = 1024
 """Entries of a program."""
@@ -36,9 +36,14 @@ def gather_evidence(
     grad: Tensor | None,
     old_value: Tensor,
     old_square: Tensor,
-    step: EvidenceStep,
     *,
-    mask_grad: bool,
+    unit: float,
+    own_ratio: float,
+    limit: Tensor,
+    correction: Tensor,
+    size: Tensor,
+    decay: float,
+    epsilon: float,
 ) -> tuple[Tensor, Tensor]:
     """Do what :func:`lightning_nm.kernels.cpu.evolution.gather_evidence` does."""
     value = torch.empty_like(old_value)
@@ -52,21 +57,19 @@ def gather_evidence(
             old_square,
             value,
             square,
-            step.limit,
-            step.correction,
-            step.size,
+            limit,
+            correction,
+            size,
             entries,
-            step.own_ratio,
-            UNIT=step.unit,
-            DECAY=step.decay,
-            TAKE=1 - step.decay,
-            EPSILON=step.epsilon,
-            MASK_GRAD=mask_grad,
+            own_ratio,
+            UNIT=unit,
+            DECAY=decay,
+            TAKE=1 - decay,
+            EPSILON=epsilon,
             TILE=TILE,
             **OPTIONS,
         )
-    if mask_grad:
-        count_writes(grad)
+    _count_writes(grad)
     return value, square
 
 
@@ -98,7 +101,7 @@ def keep_evidence(
             TILE=TILE,
             **OPTIONS,
         )
-    count_writes(kept_value, kept_square)
+    _count_writes(kept_value, kept_square)
 
 
 @torch.no_grad()
@@ -132,7 +135,7 @@ def best(
             pruned,
             regrown,
             blocks,
-            grid.per_row,
+            grid.blocks_per_row,
             grid.taps,
             grid.out_stride,
             grid.tap_stride,
@@ -143,7 +146,7 @@ def best(
             TILE=tile,
             **OPTIONS,
         )
-    count_writes(weight)
+    _count_writes(weight)
     return pruned, regrown, gain
 
 
@@ -157,17 +160,18 @@ def exchange(
     square: Tensor,
     oscillation: Tensor,
     exchanged: Tensor,
-    states: Sequence[tuple[Tensor, bool]],
+    states: Sequence[Tensor],
+    are_squares: Sequence[bool],
     budget: int,
     correction: Tensor,
     moment: float,
-) -> Exchanged:
+) -> tuple[int, int | Tensor]:
     """Do what :func:`lightning_nm.kernels.cpu.evolution.exchange` does; which blocks change is chosen by torch."""
     pruned, regrown, gain = best(grid, bits, weight, value)
     chosen = select_blocks(gain, oscillation, budget)
     held = (gain > 0).sum() - len(chosen)
     if not len(chosen):
-        return Exchanged(blocks=0, held=held)
+        return 0, held
     pruned_places = grid.places(chosen, pruned[chosen].long())
     regrown_places = grid.places(chosen, regrown[chosen].long())
     with torch.cuda.device_of(weight):
@@ -179,17 +183,24 @@ def exchange(
             grad,
             value,
             square,
-            tuple(state for state, _ in states),
+            tuple(states),
             correction,
             len(chosen),
             moment,
-            ARE_SQUARES=tuple(is_square for _, is_square in states),
+            ARE_SQUARES=tuple(are_squares),
             TILE=TILE,
             **OPTIONS,
         )
     count_oscillations(oscillation, exchanged, chosen, pruned_places, regrown_places)
-    count_writes(bits, weight, grad, value, *(state for state, _ in states))
-    return Exchanged(blocks=len(chosen), held=held)
+    _count_writes(bits, weight, grad, value, *states)
+    return len(chosen), held
+
+
+def _count_writes(*tensors: Tensor | None) -> None:
+    """Let torch count a write to each of these tensors."""
+    for tensor in tensors:
+        if tensor is not None:
+            increment_version(tensor)
 
 
 @triton.jit
@@ -221,7 +232,6 @@ def _gather(
     DECAY: tl.constexpr,
     TAKE: tl.constexpr,
     EPSILON: tl.constexpr,
-    MASK_GRAD: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """Advance U and V of some entries by one gradient, and mask it."""
@@ -242,9 +252,8 @@ def _gather(
         root = tl.div_rn(1.0, tl.div_rn(1.0, root))
         step = tl.div_rn(1.0, root + EPSILON) * g * tl.load(size)
         u = tl.where(keep, 0.0, u - step)
-        if MASK_GRAD:
-            # A select and not a product: a pruned infinity is 0, and a pruned negative number is +0.
-            tl.store(grad + at, tl.where(keep, own, 0.0), mask=inside)
+        # A select and not a product: a pruned infinity is 0, and a pruned negative number is +0.
+        tl.store(grad + at, tl.where(keep, own, 0.0), mask=inside)
     tl.store(value + at, u, mask=inside)
     tl.store(square + at, v, mask=inside)
 
@@ -286,7 +295,7 @@ def _best(
     pruned,
     regrown,
     blocks,
-    per_row,
+    blocks_per_row,
     taps,
     out_stride,
     tap_stride,
@@ -302,8 +311,12 @@ def _best(
     if IN_LINE:  # without the divisions, and with strides that the compiler knows
         at = (block * M)[:, None] + entry[None, :]
     else:
-        row = block // per_row
-        first = row // taps * out_stride + row % taps * tap_stride + block % per_row * M * in_stride
+        row = block // blocks_per_row
+        first = (
+            row // taps * out_stride
+            + row % taps * tap_stride
+            + block % blocks_per_row * M * in_stride
+        )
         at = first[:, None] + (entry * in_stride)[None, :]
     inside = (block < blocks)[:, None] & (entry < M)[None, :]
     keep = _is_kept(bits + at, inside)

@@ -39,7 +39,7 @@ def masked(
     permutation: Tensor | None,
     transposed: bool,
 ) -> Tensor:
-    """Launch ``masked_forward``, or if `transposed` ``masked_backward``, on checked arguments."""
+    """Launch ``masked_operand`` on checked arguments."""
     out, columns = weight.shape
     result = torch.empty(
         (columns, out) if transposed else (out, columns), dtype=dtype, device=weight.device

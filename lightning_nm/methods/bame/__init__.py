@@ -1,4 +1,4 @@
-"""BAME: the method, its exchanges, and what they do to the optimizer's state."""
+"""BAME: the method, its evidence and its exchanges."""
 
 from lightning_nm.methods.bame.method import BAME
 

@@ -13,10 +13,9 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer, RAdam
 
 from lightning_nm.functional.select import mask_, masked, merged
-from lightning_nm.kernels.blocks import EvidenceStep
 from lightning_nm.kernels.cpu import evolution
 from lightning_nm.kernels.evolution import passes_for
-from lightning_nm.methods.bame.optimizer_state import clear_entries, group_of, moment_correction
+from lightning_nm.methods.optimizer_state import clear_entries, group_of, moment_correction
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.weight import gather, is_sharded, local_shard, local_values
 
@@ -49,13 +48,15 @@ class Evidence:
 
     Attributes:
         value: U, of the weight's shape, 0 at kept entries.
-        square: V, likewise, of all entries.
+        square: V, of the same shape, of all entries.
         count: t, a scalar.
+        passes: The kernels that advanced it, and go on with it; ``None`` for torch operations.
     """
 
     value: Tensor
     square: Tensor
     count: Tensor
+    passes: ModuleType | None = None
 
     @classmethod
     def none(cls, weight: Tensor) -> Evidence:
@@ -91,10 +92,74 @@ def bias_correction(count: Tensor) -> Tensor:
     return -torch.expm1(count * math.log(DECAY))
 
 
-def _size_of_kept(layer: NMLayer, mask: Tensor) -> Tensor:
-    """The root mean square of kept weights, float32 without axes."""
-    weight = layer.weight.detach()
+def gather_evidence(
+    layer: NMLayer, optimizer: Optimizer, mask: Tensor, rate: float, *, fresh: bool
+) -> Evidence:
+    """The evidence so far, with the gradient of the coming step if that is dense; this gradient is masked then.
+
+    Args:
+        layer: The layer.
+        optimizer: Keeps the evidence, see :func:`write_evidence`.
+        mask: The forward mask.
+        rate: The largest r relative to the size of kept weights.
+        fresh: Whether the masks are new: there is no evidence yet.
+    """
+    parameter = layer.weight
+    weight = parameter.detach()
+    grad = parameter.grad if layer.progress.dense_gradient else None
+    kept = None if fresh else _read(layer, optimizer)
+    if kept is None and grad is None:
+        return Evidence.none(weight)
+    evidence, own_ratio = kept or (Evidence.none(weight), 1.0)
     bits = layer.masks.bits
+    size_of_kept = _size_of_kept(weight, bits, mask)
+    size = _rate_now(rate, group_of(optimizer, layer.param)) * size_of_kept
+    limit = _PLAUSIBLE * size_of_kept
+
+    # oneDNN returns the weight gradients of convolutions in another memory order: a pass reads and masks a copy.
+    row_major = None if grad is None else grad.contiguous()
+    passes = None
+    if bits is not None and _is_single(evidence.value, evidence.square):
+        # Sharded parameters are left to torch.
+        passes = passes_for(layer.param, bits, evidence.value, evidence.square, row_major)
+    if passes is not None:
+        count = evidence.count if grad is None else evidence.count + 1
+        value, square = passes.gather_evidence(
+            bits,
+            row_major,
+            evidence.value,
+            evidence.square,
+            unit=SCALE,
+            own_ratio=own_ratio,
+            limit=limit,
+            correction=bias_correction(count.clamp(min=1)),
+            size=size,
+            decay=DECAY,
+            epsilon=EPSILON,
+        )
+        evidence = Evidence(value, square, count, passes)
+    else:
+        # Into new tensors: the optimizer's step still reads its state.
+        square = merged(mask, evidence.square * own_ratio, evidence.square)
+        value = masked(evidence.value, ~mask).mul_(SCALE)
+        implausible = value.abs() > limit
+        evidence = Evidence(mask_(value, ~implausible), square, evidence.count)
+        if grad is not None:
+            evidence.add(grad, mask, size)
+    if grad is not None and (passes is None or row_major is not grad):
+        local_grad = layer.view.local_grad
+        assert local_grad is not None
+        layer.zero_pruned(local_grad)
+    return evidence
+
+
+def _is_single(value: Tensor, square: Tensor) -> bool:
+    """Whether U and V are of the dtype that passes take."""
+    return value.dtype == square.dtype == torch.float32
+
+
+def _size_of_kept(weight: Tensor, bits: Tensor | None, mask: Tensor) -> Tensor:
+    """The root mean square of kept weights, float32 without axes."""
     if bits is not None and evolution.runs(weight, bits):
         return torch.tensor(evolution.size_of_kept(weight, bits), dtype=torch.float32)
     # In float64, so that the order of summation hardly ever changes the result.
@@ -103,19 +168,20 @@ def _size_of_kept(layer: NMLayer, mask: Tensor) -> Tensor:
     return mean_square.sqrt().float()
 
 
-def _rate_now(rate: float, optimizer: Optimizer, parameter: Tensor) -> float:
+def _rate_now(rate: float, group: Mapping[str, Any]) -> float:
     """``rate`` in the shape of the learning-rate schedule, negative for an optimizer that climbs.
 
     That shape is the learning rate over the largest one known: ``max_lr`` or ``initial_lr``, which schedulers keep in
     the parameter's group.
     """
-    group = group_of(optimizer, parameter)
     now = float(group["lr"])
     # A group may have these keys with the value None.
-    known = [now, float(group.get("max_lr") or 0), float(group.get("initial_lr") or 0)]
-    largest = max(known)
-    share = now / largest if largest else 0.0
-    return -rate * share if group.get("maximize") else rate * share
+    largest = max(now, float(group.get("max_lr") or 0), float(group.get("initial_lr") or 0))
+    fraction = now / largest if largest else 0.0
+    return -rate * fraction if group.get("maximize") else rate * fraction
+
+
+# Between two steps U / SCALE and V are in the optimizer's state of pruned entries, or else in buffers of the layer.
 
 
 def _places(optimizer: Optimizer, parameter: Tensor) -> tuple[str | None, str | None]:
@@ -132,193 +198,80 @@ def _places(optimizer: Optimizer, parameter: Tensor) -> tuple[str | None, str | 
     return None, None
 
 
-def _kept(layer: NMLayer, optimizer: Optimizer, key: str | None, name: str) -> Tensor | None:
-    """The full tensor that is kept under a key of the optimizer's state, or under a name of a buffer."""
-    buffer = layer.buffers.get(name)
-    if key is None:
-        return None if buffer is None else gather(buffer)
-    kept = optimizer.state.get(layer.param, {}).get(key)
-    if kept is None:
-        return None
-    mask = layer.masks.forward_view
-    if buffer is not None and mask is not None and not is_sharded(kept):
-        # Version 0.3 kept the evidence of packed weights in buffers, until the next step here.
-        kept = merged(mask, kept, buffer)
-    return gather(kept)
+def _read(layer: NMLayer, optimizer: Optimizer) -> tuple[Evidence, float] | None:
+    """What :func:`write_evidence` kept, and what V of kept entries is multiplied by; ``None`` if a part is missing.
 
-
-@dataclass
-class _Stored:
-    """The full tensors in which :func:`write_evidence` kept the evidence."""
-
-    value: Tensor  # U / SCALE; of kept entries perhaps the optimizer's momentum
-    square: Tensor
-    count: Tensor
-    own_ratio: float | None
-    """What V of kept entries is multiplied by: it is the optimizer's own, which counts from its first step."""
-
-
-def _stored(layer: NMLayer, optimizer: Optimizer) -> _Stored | None:
-    """What is kept; ``None`` where a part of it is not there any more."""
-    value_key, square_key = _places(optimizer, layer.param)
-    value = _kept(layer, optimizer, value_key, VALUE)
-    square = _kept(layer, optimizer, square_key, SQUARE)
+    The value is U / SCALE, and of kept entries perhaps momentum; V of kept entries may be the optimizer's own.
+    """
+    param = layer.param
+    state = optimizer.state.get(param, {})
+    value_key, square_key = _places(optimizer, param)
+    value = layer.buffers.get(VALUE) if value_key is None else state.get(value_key)
+    square = layer.buffers.get(SQUARE) if square_key is None else state.get(square_key)
     count = layer.buffers.get(COUNT)
     if count is None or value is None or square is None:
         return None
-    own_ratio = None
+    own_ratio = 1.0
     if square_key is not None:
-        own_ratio = _own_ratio(layer, optimizer)
-    return _Stored(value, square, count, own_ratio)
+        # It counts from the optimizer's first step.
+        own_ratio = float(bias_correction(count) / moment_correction(optimizer, param))
+    return Evidence(gather(value), gather(square), count), own_ratio
 
 
-def _own_ratio(layer: NMLayer, optimizer: Optimizer) -> float:
-    """What makes V of the optimizer's own second moment, which counts from its first step."""
-    count = layer.buffers[COUNT]
-    return float(bias_correction(count) / moment_correction(optimizer, layer.param))
-
-
-def gather_evidence(
-    layer: NMLayer, optimizer: Optimizer, mask: Tensor, rate: float, *, fresh: bool
-) -> Evidence:
-    """The evidence so far, with the gradient of the coming step if that is dense; this gradient is masked then.
-
-    Args:
-        layer: The layer.
-        optimizer: Keeps the evidence, see :func:`write_evidence`.
-        mask: The forward mask.
-        rate: The largest r relative to the size of kept weights.
-        fresh: Whether the masks are new: there is no evidence yet.
-    """
-    grad = layer.weight.grad if layer.progress.dense_gradient else None
-    stored = None if fresh else _stored(layer, optimizer)
-    if stored is None:
-        none = Evidence.none(layer.weight)
-        if grad is None:
-            return none
-        stored = _Stored(none.value, none.square, none.count, None)
-    size_of_kept = _size_of_kept(layer, mask)
-    size = _rate_now(rate, optimizer, layer.param) * size_of_kept
-    limit = _PLAUSIBLE * size_of_kept
-    passes = _passes_of(layer, stored.value, stored.square)
-    masks_grad = False
-    if passes is not None:
-        assert layer.masks.bits is not None
-        # oneDNN returns the weight gradients of convolutions in another memory order: the pass reads a copy.
-        masks_grad = grad is not None and passes_for(grad) is passes
-        evidence = _gather_in_one_pass(
-            passes, layer.masks.bits, stored, grad, size, limit, mask_grad=masks_grad
-        )
-    else:
-        evidence = _read(stored, mask, limit)
-        if grad is not None:
-            evidence.add(grad, mask, size)
-    local_grad = layer.view.local_grad
-    if grad is not None and not masks_grad and local_grad is not None:
-        layer.zero_pruned(local_grad)
-    return evidence
-
-
-def _read(stored: _Stored, mask: Tensor, limit: Tensor) -> Evidence:
-    square = stored.square
-    if stored.own_ratio is None:
-        square = square.clone()
-    else:
-        square = merged(mask, square * stored.own_ratio, square)
-    value = masked(stored.value, ~mask).mul_(SCALE)
-    implausible = value.abs() > limit
-    return Evidence(mask_(value, ~implausible), square, stored.count)
-
-
-def _passes_of(layer: NMLayer, value: Tensor, square: Tensor) -> ModuleType | None:
-    """The passes that take the tensors of a layer; ``None`` if torch operations must do."""
-    in_single_precision = value.dtype == square.dtype == torch.float32
-    bits = layer.masks.bits
-    if not in_single_precision or bits is None:
-        return None
-    return passes_for(layer.param.detach(), bits, value, square)
-
-
-def _gather_in_one_pass(
-    passes: ModuleType,
-    bits: Tensor,
-    stored: _Stored,
-    grad: Tensor | None,
-    size: Tensor,
-    limit: Tensor,
-    *,
-    mask_grad: bool,
-) -> Evidence:
-    count = stored.count if grad is None else stored.count + 1
-    step = EvidenceStep(
-        unit=SCALE,
-        own_ratio=1.0 if stored.own_ratio is None else stored.own_ratio,
-        limit=limit,
-        correction=bias_correction(count.clamp(min=1)),
-        size=size,
-        decay=DECAY,
-        epsilon=EPSILON,
-    )
-    grad = None if grad is None else grad.contiguous()
-    value, square = passes.gather_evidence(
-        bits, grad, stored.value, stored.square, step, mask_grad=mask_grad
-    )
-    return Evidence(value, square, count)
-
-
-def write_evidence(layer: NMLayer, optimizer: Optimizer, mask: Tensor, evidence: Evidence) -> None:
-    """Keep the evidence until the next step; ``mask`` is the forward mask that it is for."""
-    state = optimizer.state.get(layer.param, {})
+def write_evidence(layer: NMLayer, optimizer: Optimizer, evidence: Evidence) -> None:
+    """Keep the evidence until the next step, for the layer's masks as they are now."""
+    param = layer.param
+    state = optimizer.state.get(param, {})
+    places = _places(optimizer, param)
     layer.buffers[COUNT] = evidence.count
-    value_key, square_key = _places(optimizer, layer.param)
-    for name in (VALUE, SQUARE):
+    targets = []
+    for key, name, tensor in zip(
+        places, (VALUE, SQUARE), (evidence.value, evidence.square), strict=True
+    ):
         layer.buffers.pop(name, None)
-    if _write_in_one_pass(layer, state, value_key, square_key, evidence):
+        if key is None:
+            layer.buffers[name] = torch.empty_like(tensor)
+        # The optimizer may not have stepped this weight yet.
+        targets.append(layer.buffers[name] if key is None else state.get(key))
+    value, square = targets
+    passes = evidence.passes
+    fits = value is not None and square is not None and _is_single(value, square)
+    if passes is not None and fits and passes_for(value, square) is passes:
+        passes.keep_evidence(
+            layer.masks.bits,
+            evidence.value,
+            evidence.square,
+            value,
+            square,
+            SCALE,
+            whole_value=places[0] is None,
+            whole_square=places[1] is None,
+        )
         return
-    for key, name, tensor in (
-        (value_key, VALUE, evidence.value / SCALE),
-        (square_key, SQUARE, evidence.square),
+    mask = layer.masks.forward_view
+    assert mask is not None
+    for target, key, tensor in zip(
+        targets, places, (evidence.value / SCALE, evidence.square), strict=True
     ):
         if key is None:
-            layer.buffers[name] = tensor
-        elif key in state:  # else the optimizer has not stepped this weight yet
-            local_state = local_values(state[key])
-            local_mask = local_shard(mask, state[key])
-            local_evidence = local_shard(tensor, state[key])
-            local_state.copy_(merged(local_mask, local_state, local_evidence))
+            target.copy_(tensor)
+        elif target is not None:
+            local_state = local_values(target)
+            local_mask = local_shard(mask, target)
+            local_state.copy_(merged(local_mask, local_state, local_shard(tensor, target)))
 
 
-def _write_in_one_pass(
-    layer: NMLayer,
-    state: Mapping[str, Any],
-    value_key: str | None,
-    square_key: str | None,
-    evidence: Evidence,
-) -> bool:
-    """Do it by a kernel; return whether that was possible."""
-    if any(key is not None and key not in state for key in (value_key, square_key)):
-        return False
-    value = torch.empty_like(evidence.value) if value_key is None else state[value_key]
-    square = torch.empty_like(evidence.square) if square_key is None else state[square_key]
-    bits = layer.masks.bits
-    passes = _passes_of(layer, value, square)
-    if bits is None or passes is None or passes_for(evidence.value, evidence.square) is not passes:
-        return False
-    passes.keep_evidence(
-        bits,
-        evidence.value,
-        evidence.square,
-        value,
-        square,
-        SCALE,
-        whole_value=value_key is None,
-        whole_square=square_key is None,
-    )
-    if value_key is None:
-        layer.buffers[VALUE] = value
-    if square_key is None:
-        layer.buffers[SQUARE] = square
-    return True
+def unpack_evidence(layer: NMLayer, optimizer: Optimizer) -> None:
+    """Read evidence that version 0.3 kept in buffers, for packed weights, into the optimizer's state."""
+    param = layer.param
+    if is_sharded(param):
+        return
+    state = optimizer.state.get(param, {})
+    mask = layer.masks.forward_view
+    places = _places(optimizer, param)
+    for key, name in zip(places, (VALUE, SQUARE), strict=True):
+        if mask is not None and key in state and name in layer.buffers:
+            state[key].copy_(merged(mask, state[key], layer.buffers[name]))
 
 
 def drop_evidence(layer: NMLayer, optimizer: Optimizer) -> None:

@@ -1,8 +1,7 @@
-"""The exchange of entries in one weight that an adaptation makes."""
+"""The exchange of entries in one weight: finding it by evidence or by a gradient, and making it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,11 +19,12 @@ from lightning_nm.functional.evolution import (
     select_blocks,
 )
 from lightning_nm.functional.select import mask_, masked
-from lightning_nm.kernels.blocks import MOST_STATES, Exchanged
+from lightning_nm.kernels.cpu.evolution import MOST_STATES
 from lightning_nm.kernels.evolution import passes_for
 from lightning_nm.methods.bame.evidence import Evidence
-from lightning_nm.methods.bame.optimizer_state import (
+from lightning_nm.methods.optimizer_state import (
     SECOND_MOMENTS,
+    StepSize,
     entry_states,
     moment_correction,
     step_size,
@@ -57,19 +57,6 @@ class Exchange:
     loss_change: Tensor | None = None
 
 
-@dataclass
-class PendingStep:
-    """The state that one call of a step leaves to the next."""
-
-    fresh: bool = False  # the masks are new: pruned entries of the weight and the optimizer's state may be nonzero
-    ready: bool = False  # before_step() has run for the coming step
-    # To be made after that step; afterwards the last one, until the batch ends.
-    exchange: Exchange | None = None
-    # With the coming step's gradient: it counts once the optimizer has stepped.
-    evidence: Evidence | None = None
-    due: bool = False  # an exchange by evidence follows the coming step
-
-
 def dense_gradient_was_used(layer: NMLayer, mask: Tensor) -> bool:
     """Whether an earlier call before the same step used this dense gradient: it left zeros at pruned entries.
 
@@ -91,115 +78,38 @@ def gradient_of_window(layer: NMLayer, grad: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def exchange_by_gradient(
-    layer: NMLayer, optimizer: Optimizer, mask: Tensor, budget: Callable[[int], int]
+def find_exchange(
+    layer: NMLayer, optimizer: Optimizer, mask: Tensor, evidence: Evidence | None, budget: int
 ) -> Exchange:
-    """Find the exchanges that one dense gradient speaks for, before the optimizer's step.
+    """Find the exchanges that the evidence speaks for, after the optimizer's step.
 
-    ``budget`` gives the number of blocks that may change for the number of all.
+    Without evidence, those that one dense gradient speaks for, before it. At most ``budget`` blocks change.
     """
-    assert layer.weight.grad is not None
-    size = step_size(optimizer, layer.param)
-
-    # All are blocks [B, M].
-    def best(weight: Tensor, grad: Tensor, keep: Tensor, *moments: Tensor) -> tuple[Swaps, Tensor]:
-        if size.maximize:
-            grad = -grad
-        step = size.of_blocks(grad, keep, *moments)
-        swaps = best_swaps(look_ahead_scores(weight, grad, keep, step), keep)
-        return swaps, expected_loss_change(weight, grad, keep, step, swaps)
-
-    tensors = [layer.weight.detach(), layer.weight.grad, mask, *size.tensors]
-    return _find(layer, best, tensors, budget)
-
-
-@torch.no_grad()
-def exchange_by_evidence(
-    layer: NMLayer, mask: Tensor, evidence: Evidence, budget: Callable[[int], int]
-) -> Exchange:
-    """Find the exchanges that the accumulated evidence speaks for, after the optimizer's step."""
-
-    # All are blocks [B, M].
-    def best(weight: Tensor, value: Tensor, keep: Tensor) -> tuple[Swaps, None]:
-        swaps = best_swaps(evidence_scores(weight, value, keep), keep)
-        return swaps, None
-
-    return _find(layer, best, [layer.weight.detach(), evidence.value, mask], budget)
-
-
-def exchange_in_one_pass(
-    layer: NMLayer, optimizer: Optimizer, evidence: Evidence, budget: Callable[[int], int]
-) -> Exchanged | None:
-    """Find and make the exchanges that the accumulated evidence speaks for, by kernels.
-
-    Weights, evidence, optimizer state, masks and counts of oscillation change as by the code for other tensors.
-
-    Returns:
-        What was done; ``None``, and nothing changed, where no kernel takes the tensors.
-    """
-    masks = layer.masks
-    if masks.bits is None or masks.has_backward:
-        return None
-    weight = layer.param.detach()
-    tensors = [weight, masks.bits, evidence.value, evidence.square]
-    states = [
-        (state, key in SECOND_MOMENTS)
-        for key, state in entry_states(optimizer, layer.param, layer.name)
-    ]
-    passes = passes_for(*tensors, *(state for state, _ in states))
-    if passes is None or len(states) > MOST_STATES:
-        return None
-    grid = layer.view.blocks(layer.pattern.m)
-    if grid is None:
-        return None
-    grad = layer.weight.grad
-    grad_is_plain = grad is not None and grad.dtype == weight.dtype and passes_for(grad) is passes
-    found: Exchanged = passes.exchange(
-        grid,
-        masks.bits,
-        weight,
-        grad if grad_is_plain else None,
-        evidence.value,
-        evidence.square,
-        layer.buffers["oscillation"],
-        layer.buffers["exchanged"],
-        states,
-        budget(weight.numel() // layer.pattern.m),
-        evidence.correction(),
-        moment_correction(optimizer, layer.param),
-    )
-    masks.count_moved(2 * found.blocks)
-    if grad is not None and not grad_is_plain:
-        mask = masks.forward_view
-        assert mask is not None
-        mask_(grad, mask)
-    return found
-
-
-def _find(
-    layer: NMLayer,
-    best: Callable[..., tuple[Swaps, Tensor | None]],
-    tensors: Sequence[Tensor],
-    budget: Callable[[int], int],
-) -> Exchange:
-    """Choose the exchanges, a few rows of the weight at a time; ``best`` gets blocks of the tensors."""
+    size = None
+    if evidence is None:
+        assert layer.weight.grad is not None
+        size = step_size(optimizer, layer.param)
+        tensors = [mask, layer.weight.detach(), layer.weight.grad, *size.tensors]
+    else:
+        tensors = [mask, layer.weight.detach(), evidence.value]
     m = layer.pattern.m
-    rows = [
-        layer.view.rows(tensor) for tensor in tensors
-    ]  # [out, in] each, convolutions with their taps
+    # [out, in] each, convolutions with their taps
+    rows = [layer.view.rows(tensor) for tensor in tensors]
     shape = rows[0].shape
+    # A few rows of the weight at a time.
     rows_of_chunk = max(1, _CHUNK * len(rows[0]) // rows[0].numel())
     found: list[Swaps] = []
     loss_changes: list[Tensor] = []
     for chunk in zip(*(tensor.split(rows_of_chunk) for tensor in rows), strict=True):
-        blocks = [_in_single_precision(as_blocks(tensor, m)) for tensor in chunk]
-        swaps, loss_change = best(*blocks)
-        found.append(swaps)
-        if loss_change is not None:
+        keep, weight, *others = (_in_single_precision(as_blocks(tensor, m)) for tensor in chunk)
+        if size is None:
+            swaps = best_swaps(evidence_scores(weight, others[0], keep), keep)
+        else:
+            swaps, loss_change = _best_by_gradient(size, keep, weight, *others)
             loss_changes.append(loss_change)
+        found.append(swaps)
     swaps = Swaps(*(torch.cat(column) for column in zip(*found, strict=True)))
-
-    chosen = select_blocks(swaps.gain, layer.buffers["oscillation"], budget(len(swaps.gain)))
+    chosen = select_blocks(swaps.gain, layer.buffers["oscillation"], budget)
 
     def index_of(entry: Tensor) -> Index:
         """Where an entry of each chosen block lies in the weight."""
@@ -214,6 +124,17 @@ def _find(
     )
 
 
+def _best_by_gradient(
+    size: StepSize, keep: Tensor, weight: Tensor, grad: Tensor, *moments: Tensor
+) -> tuple[Swaps, Tensor]:
+    """The best exchange of each block one step ahead, and the change of the loss that is expected of it."""
+    if size.maximize:
+        grad = -grad
+    step = size.of_blocks(grad, keep, *moments)
+    swaps = best_swaps(look_ahead_scores(weight, grad, keep, step), keep)
+    return swaps, expected_loss_change(weight, grad, keep, step, swaps)
+
+
 def _in_single_precision(tensor: Tensor) -> Tensor:
     """At least float32: half precision would make ties of scores that differ. Masks stay bool."""
     if tensor.dtype == torch.bool:
@@ -222,24 +143,26 @@ def _in_single_precision(tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def exchange_state(
-    optimizer: Optimizer,
+def make_exchange(
     layer: NMLayer,
+    optimizer: Optimizer,
     mask: Tensor,
     exchange: Exchange,
-    evidence: Evidence | None,
-) -> None:
-    """Set the optimizer's state: 0 for pruned entries; regrown ones start at 0, but for what scales steps.
+    evidence: Evidence | None = None,
+) -> Tensor:
+    """Make the exchanges in weight, gradient, evidence and the optimizer's state; returns the forward mask after them.
 
-    That is the mean square of the entry's gradients in the evidence; without evidence, the mean over the entries of the
-    block that ``mask`` kept before the exchange.
+    Pruned entries become 0. Regrown ones start at their evidence, or at 0, and their state at 0, but for what scales
+    steps: that is the mean square of the entry's gradients in the evidence; without evidence, the mean over the entries
+    of the block that ``mask`` kept before the exchange.
     """
     m = layer.pattern.m
-    for key, kept_state in entry_states(optimizer, layer.param, layer.name):
+    param = layer.param
+    for key, kept_state in entry_states(optimizer, param, layer.name):
         state = gather(kept_state)
         start: Tensor | float = 0.0
         if key in SECOND_MOMENTS and evidence is not None:
-            scale = moment_correction(optimizer, layer.param)
+            scale = moment_correction(optimizer, param)
             start = (evidence.mean_square()[exchange.regrown] * scale).to(state.dtype)
         elif key in SECOND_MOMENTS:
             kept = as_blocks(layer.view.rows(mask), m)[exchange.blocks]  # [K, M]
@@ -249,3 +172,66 @@ def exchange_state(
         state[exchange.regrown] = start
         if is_sharded(kept_state):
             local_values(kept_state).copy_(local_shard(state, kept_state))
+
+    weight = layer.weight.detach()
+    weight[exchange.pruned] = 0
+    if evidence is not None:
+        weight[exchange.regrown] = evidence.value[exchange.regrown].to(weight.dtype)
+        evidence.value[exchange.regrown] = 0
+    if layer.weight.grad is not None:
+        # A loop may go on adding to gradients that it does not zero.
+        layer.weight.grad[exchange.pruned] = 0
+    forward = mask.clone()
+    forward[exchange.pruned] = False
+    forward[exchange.regrown] = True
+    return forward
+
+
+def exchange_in_one_pass(
+    layer: NMLayer, optimizer: Optimizer, evidence: Evidence, budget: int
+) -> tuple[int, int | Tensor] | None:
+    """Find and make the exchanges that the evidence speaks for, by kernels.
+
+    Weight, gradient, evidence, optimizer state, masks and counts of oscillation change as by :func:`find_exchange` and
+    :func:`make_exchange`.
+
+    Returns:
+        The number of blocks that changed, and of those that did not, though an exchange would raise their score;
+        ``None``, and nothing changed, where no kernel takes the tensors.
+    """
+    masks = layer.masks
+    passes = evidence.passes
+    if passes is None or masks.has_backward:
+        return None
+    param = layer.param
+    weight = param.detach()
+    names, states = [], []
+    for name, state in entry_states(optimizer, param, layer.name):
+        names.append(name)
+        states.append(state)
+    grid = layer.view.blocks(layer.pattern.m)
+    grad = param.grad
+    if grad is not None and not (grad.is_contiguous() and grad.dtype == weight.dtype):
+        grad = None  # it is masked apart
+    fits = grid is not None and len(states) <= MOST_STATES
+    if not fits or passes_for(weight, grad, *states) is not passes:
+        return None
+    blocks, held = passes.exchange(
+        grid,
+        masks.bits,
+        weight,
+        grad,
+        evidence.value,
+        evidence.square,
+        layer.buffers["oscillation"],
+        layer.buffers["exchanged"],
+        states,
+        [name in SECOND_MOMENTS for name in names],
+        budget,
+        evidence.correction(),
+        moment_correction(optimizer, param),
+    )
+    masks.count_moved(2 * blocks)
+    if grad is None and param.grad is not None:
+        layer.zero_pruned(param.grad)
+    return blocks, held

@@ -4,38 +4,61 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_nm.functional import magnitude_mask, pack_mask, unpack_mask
-from lightning_nm.functional.evolution import swap_budget
+from lightning_nm.functional import magnitude_mask, unpack_mask
+from lightning_nm.functional.evolution import count_oscillations, swap_budget
 from lightning_nm.methods.bame.evidence import (
     COUNT,
     Evidence,
     drop_evidence,
     gather_evidence,
+    unpack_evidence,
     write_evidence,
 )
 from lightning_nm.methods.bame.exchange import (
     Exchange,
-    PendingStep,
     dense_gradient_was_used,
-    exchange_by_evidence,
-    exchange_by_gradient,
     exchange_in_one_pass,
-    exchange_state,
+    find_exchange,
     gradient_of_window,
+    make_exchange,
 )
-from lightning_nm.methods.bame.optimizer_state import check_optimizer, clear_entries, group_of
-from lightning_nm.methods.bame.statistics import PhaseTotals, evolution_statistics
 from lightning_nm.methods.base import MaskMethod, check_moving_masks, check_option
 from lightning_nm.methods.bi_mask import BiMask
+from lightning_nm.methods.optimizer_state import check_optimizer, clear_entries, group_of
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.schedule import Moment, check_moment, resolve_moment
+
+_FEW = 1e-3
+"""Exchanges a block. A phase with fewer of them has trained nearly a fixed mask."""
+
+
+@dataclass
+class PendingStep:
+    """Data passed from ``before_step`` to ``after_step``."""
+
+    fresh: bool = False  # the masks are new: pruned entries of the weight and the optimizer's state may be nonzero
+    ready: bool = False  # before_step() has run for the coming step
+    # To be made after that step; afterwards the last one that was made by torch operations, until the batch ends.
+    exchange: Exchange | None = None
+    # With the coming step's gradient: it counts once the optimizer has stepped.
+    evidence: Evidence | None = None
+    due: bool = False  # an exchange by evidence follows the coming step
+
+
+@dataclass
+class PhaseTotals:
+    """What the layers of one method did in their adaptation phase, to tell a phase in which masks hardly moved."""
+
+    blocks: int = 0
+    exchanges: int = 0
+    adaptations: int = 0
 
 
 class BAME(MaskMethod):
@@ -179,20 +202,56 @@ class BAME(MaskMethod):
         """Refuse a dense start that lasts until ``stop``, and warn of a ramp that does."""
         check_moving_masks(layer, layer.progress.schedule[1])
 
+    def check_optimizer(self, layer: NMLayer, optimizer: Optimizer) -> None:
+        """Refuse an optimizer whose state cannot be matched to entries of the weight."""
+        check_optimizer(optimizer, layer.param, layer.name)
+
+    def check_optimizer_state(self, layer: NMLayer, optimizer: Optimizer) -> None:
+        """Bring evidence that version 0.3 saved into the form of this version."""
+        if COUNT in layer.buffers:
+            unpack_evidence(layer, optimizer)
+
+    @torch.no_grad()
+    def init_masks(self, layer: NMLayer) -> None:
+        """Keep the largest entries; nothing has oscillated yet."""
+        layer.masks.set_permutation(None)
+        layer.pending = PendingStep(fresh=True)
+        layer.buffers.clear()
+        forward = None
+        if not layer.spec.forward_reason:
+            forward = layer.view.by_rows(lambda rows: magnitude_mask(rows, layer.pattern, dim=1))
+            entries, device = layer.param.numel(), layer.param.device
+            blocks = entries // layer.pattern.m
+            layer.buffers.update(
+                # Whether each entry was exchanged at least once, one bit each.
+                exchanged=torch.zeros((entries + 7) // 8, dtype=torch.uint8, device=device),
+                # How often each block oscillated, up to 255.
+                oscillation=torch.zeros(blocks, dtype=torch.uint8, device=device),
+                # Of the last adaptation: blocks that adapted, blocks held back, the predicted change of the loss.
+                adaptation=torch.zeros(3, dtype=torch.float32, device=device),
+                # All exchanges so far.
+                exchanges=torch.zeros((), dtype=torch.int64, device=device),
+            )
+        layer.set_masks(forward, self._select_backward(layer, forward, search=False))
+
     def end_masks(self, layer: NMLayer) -> None:
         """End the masks, and with them the evidence and the counts of exchanges."""
         layer.pending = None
         layer.buffers.clear()
         layer.set_masks(None)
 
-    def _adapting(self, layer: NMLayer) -> bool:
-        """Whether the coming window lies in the adaptation phase."""
-        if not layer.masks.has_forward:
-            return False
-        start, stop = layer.progress.schedule
-        clock = layer.progress.clock
-        # An empty phase, start == stop, has one adaptation.
-        return start <= clock < stop or clock == start == stop
+    def _select_backward(
+        self, layer: NMLayer, forward: Tensor | None, *, search: bool
+    ) -> Tensor | None:
+        """The backward mask for a forward mask; ``None`` where dgrad has none."""
+        if self._bi_mask is None or layer.spec.dgrad_reason:
+            return None
+        weight_rows = layer.view.rows(layer.weight.detach())
+        mask_rows = None if forward is None else layer.view.rows(forward)
+        backward = self._bi_mask.select_backward(layer, weight_rows, mask_rows, search=search)
+        return layer.view.unrows(backward)
+
+    # A window begins: will its gradient be dense?
 
     def needs_dense_gradient(self, layer: NMLayer) -> bool:
         """Whether the coming window's gradient is to be dense: it is its turn, or an earlier one could not."""
@@ -204,6 +263,15 @@ class BAME(MaskMethod):
             return self._turn(layer, self.gradient_every)
         start, _ = layer.progress.schedule
         return (layer.progress.clock - start) % self.every == 0
+
+    def _adapting(self, layer: NMLayer) -> bool:
+        """Whether the coming window lies in the adaptation phase."""
+        if not layer.masks.has_forward:
+            return False
+        start, stop = layer.progress.schedule
+        clock = layer.progress.clock
+        # An empty phase, start == stop, has one adaptation.
+        return start <= clock < stop or clock == start == stop
 
     @staticmethod
     def _turn(layer: NMLayer, every: int) -> bool:
@@ -218,38 +286,13 @@ class BAME(MaskMethod):
         """Whether the masks need the dense gradient of this window."""
         return layer.progress.dense_gradient
 
-    def check_optimizer(self, layer: NMLayer, optimizer: Optimizer) -> None:
-        """Refuse an optimizer whose state cannot be matched to entries of the weight."""
-        check_optimizer(optimizer, layer.param, layer.name)
-
-    @torch.no_grad()
-    def init_masks(self, layer: NMLayer) -> None:
-        """Keep the largest entries; nothing has oscillated yet."""
-        layer.masks.set_permutation(None)
-        layer.pending = PendingStep(fresh=True)
-        layer.buffers.clear()
-        forward = None
-        if not layer.spec.forward_reason:
-            forward = layer.view.by_rows(lambda rows: magnitude_mask(rows, layer.pattern, dim=1))
-            layer.buffers.update(_new_buffers(layer))
-        layer.set_masks(forward, self._select_backward(layer, forward, search=False))
-
-    def _select_backward(
-        self, layer: NMLayer, forward: Tensor | None, *, search: bool
-    ) -> Tensor | None:
-        """The backward mask for a forward mask; ``None`` where dgrad has none."""
-        if self._bi_mask is None or layer.spec.dgrad_reason:
-            return None
-        weight_rows = layer.view.rows(layer.weight.detach())
-        mask_rows = None if forward is None else layer.view.rows(forward)
-        backward = self._bi_mask.select_backward(layer, weight_rows, mask_rows, search=search)
-        return layer.view.unrows(backward)
-
     def weight_gradient(
         self, layer: NMLayer, weight: Tensor, grad: Tensor
     ) -> tuple[Tensor | None, ...]:
         """The gradient at kept entries; all of it in a window whose gradient is dense."""
         return (gradient_of_window(layer, grad),)
+
+    # The optimizer steps.
 
     @torch.no_grad()
     def before_step(self, layer: NMLayer, optimizer: Optimizer) -> None:
@@ -258,31 +301,21 @@ class BAME(MaskMethod):
         if mask is None or dense_gradient_was_used(layer, mask):
             return
         pending = PendingStep(fresh=self._pending(layer).fresh, ready=True)
-        dense_grad = layer.view.local_grad if layer.progress.dense_gradient else None
         if self.evidence == "accumulated" and self._adapting(layer):
+            rate = self.evidence_rate * self.gradient_every**0.5
             # It masks the gradient, too.
-            pending.evidence = gather_evidence(
-                layer, optimizer, mask, self._largest_rate, fresh=pending.fresh
-            )
-            pending.due = self._is_due(layer, optimizer, layer.weight.grad)
-        elif dense_grad is not None:
-            if self.evidence == "batch":
-                pending.exchange = exchange_by_gradient(
-                    layer, optimizer, mask, lambda blocks: self._budget(layer, blocks)
-                )
-            layer.zero_pruned(dense_grad)
+            pending.evidence = gather_evidence(layer, optimizer, mask, rate, fresh=pending.fresh)
+            param = layer.param
+            trains = param.grad is not None and bool(group_of(optimizer, param)["lr"])
+            pending.due = trains and self._turn(layer, self.every)
+        elif layer.progress.dense_gradient:
+            dense_grad = layer.view.local_grad
+            if dense_grad is not None:
+                if self.evidence == "batch":
+                    budget = self._budget(layer)
+                    pending.exchange = find_exchange(layer, optimizer, mask, None, budget)
+                layer.zero_pruned(dense_grad)
         layer.pending = pending
-
-    @property
-    def _largest_rate(self) -> float:
-        """The largest r relative to the size of kept weights."""
-        return self.evidence_rate * self.gradient_every**0.5
-
-    def _is_due(self, layer: NMLayer, optimizer: Optimizer, grad: Tensor | None) -> bool:
-        """Whether an exchange by evidence follows the coming step."""
-        has_rate = bool(group_of(optimizer, layer.param)["lr"])
-        trains = grad is not None and has_rate
-        return trains and self._turn(layer, self.every)
 
     def lost_without_before_step(self, layer: NMLayer) -> str:
         """An empty text: where a mask cannot adapt without that call, :meth:`after_step` raises an error."""
@@ -290,14 +323,16 @@ class BAME(MaskMethod):
 
     @torch.no_grad()
     def after_step(self, layer: NMLayer, optimizer: Optimizer) -> None:
-        """Keep pruned entries at zero, whatever the optimizer did; then make the exchange."""
-        if not layer.masks.has_forward:
+        """Keep pruned entries at zero, whatever the optimizer did; then make the exchange, and keep the evidence."""
+        mask = layer.masks.forward_view
+        if mask is None:
             return
+        param = layer.param
         pending = self._pending(layer)
         layer.zero_pruned(layer.view.local)
         has_evidence = COUNT in layer.buffers
         holds_evidence = self.evidence == "accumulated" and has_evidence and self._adapting(layer)
-        if layer.param.grad is not None and (layer.progress.dense_gradient or holds_evidence):
+        if param.grad is not None and (layer.progress.dense_gradient or holds_evidence):
             if not pending.ready:
                 raise RuntimeError(
                     f"the optimizer stepped without before_step() for layer '{layer.name}', so its mask cannot adapt: "
@@ -305,44 +340,100 @@ class BAME(MaskMethod):
                     "self.optimizers()"
                 )
             layer.progress.dense_gradient = False
-        self._make_exchange(layer, optimizer, pending)
-        if has_evidence and not holds_evidence:
-            # The phase has ended.
-            drop_evidence(layer, optimizer)
-        _, stop = layer.progress.schedule
-        # By the next step of any layer, the phase of all layers has ended.
-        if self._totals.blocks and layer.progress.clock >= stop:
-            self._warn_of_idleness()
-
-    def _make_exchange(self, layer: NMLayer, optimizer: Optimizer, pending: PendingStep) -> None:
-        """Make the exchange, and keep the evidence."""
-        mask = layer.masks.forward_view
-        assert mask is not None
         if pending.fresh:
             # Not earlier: a fit that fails before its first step has cost the user no weight.
-            clear_entries(optimizer, layer.param, ~mask, layer.name)
+            clear_entries(optimizer, param, ~mask, layer.name)
+
         evidence = pending.evidence
         exchange = pending.exchange if pending.ready else None
         if evidence is not None and pending.due:
-            exchange = self._exchange_by_evidence(layer, optimizer, mask, evidence)
+            budget = self._budget(layer)
+            done = exchange_in_one_pass(layer, optimizer, evidence, budget)
+            if done is None:
+                exchange = find_exchange(layer, optimizer, mask, evidence, budget)
+            else:
+                self._count(layer, *done, 0.0)
         if exchange is not None:
             self._exchange(layer, optimizer, mask, exchange, evidence)
         if evidence is not None:
-            forward = layer.masks.forward_view
-            assert forward is not None
-            write_evidence(layer, optimizer, forward, evidence)
+            write_evidence(layer, optimizer, evidence)
         layer.pending = PendingStep(exchange=exchange)
+
+        if has_evidence and not holds_evidence:
+            # The phase has ended.
+            drop_evidence(layer, optimizer)
+        # By the next step of any layer, the phase of all layers has ended.
+        if self._totals.blocks and layer.progress.clock >= layer.progress.schedule[1]:
+            self._warn_of_idleness()
+
+    @staticmethod
+    def _pending(layer: NMLayer) -> PendingStep:
+        """What the layer keeps for the next call of this step; a layer that was loaded keeps nothing yet."""
+        pending: PendingStep = layer.pending or PendingStep(fresh=True)
+        if COUNT in layer.buffers:
+            # A saved state was loaded: the optimizer's state at pruned entries is evidence, which must stay.
+            pending.fresh = False
+        return pending
+
+    def _budget(self, layer: NMLayer) -> int:
+        """How many blocks may change at this point of the phase."""
+        start, stop = layer.progress.schedule
+        fraction_done = 0.0
+        if stop > start:
+            fraction_done = (layer.progress.clock - start) / (stop - start)
+        return swap_budget(len(layer.buffers["oscillation"]), self.budget, fraction_done)
+
+    def _exchange(
+        self,
+        layer: NMLayer,
+        optimizer: Optimizer,
+        mask: Tensor,
+        exchange: Exchange,
+        evidence: Evidence | None,
+    ) -> None:
+        """Make the exchanges by torch operations: all tensors, the masks, and the counts of oscillations."""
+        forward = make_exchange(layer, optimizer, mask, exchange, evidence)
+        layer.set_masks(forward, self._select_backward(layer, forward, search=False))
+        numbers = []  # of the entries in row-major order
+        for index in (exchange.pruned, exchange.regrown):
+            number = torch.zeros_like(exchange.blocks)
+            for size, position in zip(mask.shape, index, strict=True):
+                number = number * size + position
+            numbers.append(number)
+        buffers = layer.buffers
+        count_oscillations(buffers["oscillation"], buffers["exchanged"], exchange.blocks, *numbers)
+        loss_change = 0.0 if exchange.loss_change is None else exchange.loss_change
+        self._count(layer, len(exchange.blocks), exchange.held, loss_change)
+
+    @staticmethod
+    def _count(
+        layer: NMLayer, blocks: int, held: Tensor | int, loss_change: Tensor | float
+    ) -> None:
+        """Count an adaptation; its numbers stay on their device."""
+        layer.buffers["exchanges"] += blocks
+        adaptation = layer.buffers["adaptation"]
+        adaptation[0] = blocks
+        adaptation[1] = held
+        adaptation[2] = loss_change
+
+    # The batch ends.
 
     @torch.no_grad()
     def update(self, layer: NMLayer) -> None:
         """Let the backward mask follow the weights; the forward mask moved right after the step."""
-        layer.pending = replace(self._pending(layer), exchange=None)
+        if layer.pending is not None:
+            layer.pending.exchange = None
         if self._bi_mask is not None and layer.progress.crossed(self._bi_mask.permute_every):
             backward = self._select_backward(layer, layer.forward_mask, search=True)
             if backward is not None:
                 layer.masks.set_backward(backward)
-        if layer.progress.clock == layer.progress.schedule[1]:
-            self._totals.add(layer, self.every)
+        start, stop = layer.progress.schedule
+        if layer.progress.clock == stop and layer.masks.has_forward and layer.buffers:
+            totals = self._totals
+            totals.blocks += len(layer.buffers["oscillation"])
+            totals.exchanges += int(layer.buffers["exchanges"])
+            adaptations = min(layer.step, stop - start) // self.every
+            totals.adaptations = max(totals.adaptations, adaptations)
 
     def _warn_of_idleness(self) -> None:
         """Warn if masks hardly moved in a phase that was long enough, and forget the phase."""
@@ -355,91 +446,12 @@ class BAME(MaskMethod):
         else:
             was_long_enough = totals.adaptations >= 5
             advice = "use evidence='accumulated' with every=1"
-        if totals.idle() and was_long_enough:
+        if totals.exchanges <= _FEW * totals.blocks and was_long_enough:
             warnings.warn(
-                f"BAME's masks hardly moved, so this trains nearly a fixed mask: {totals}; {advice}",
+                f"BAME's masks hardly moved, so this trains nearly a fixed mask: {totals.exchanges} exchanges in "
+                f"{totals.blocks} blocks at {totals.adaptations} adaptations; {advice}",
                 stacklevel=2,
             )
-
-    @staticmethod
-    def _pending(layer: NMLayer) -> PendingStep:
-        """What the layer keeps for the next call of this step; a layer that was loaded keeps nothing yet."""
-        pending = layer.pending or PendingStep(fresh=True)
-        if COUNT in layer.buffers:
-            # A saved state was loaded: the optimizer's state at pruned entries is evidence, which must stay.
-            return replace(pending, fresh=False)
-        return pending
-
-    def _budget(self, layer: NMLayer, blocks: int) -> int:
-        """How many of `blocks` blocks may change at this point of the phase."""
-        start, stop = layer.progress.schedule
-        share_done = 0.0
-        if stop > start:
-            share_done = (layer.progress.clock - start) / (stop - start)
-        return swap_budget(blocks, self.budget, share_done)
-
-    def _exchange_by_evidence(
-        self, layer: NMLayer, optimizer: Optimizer, mask: Tensor, evidence: Evidence
-    ) -> Exchange | None:
-        """The exchanges that the evidence speaks for; ``None`` if they were made already, in one pass."""
-
-        def budget(blocks: int) -> int:
-            return self._budget(layer, blocks)
-
-        done = exchange_in_one_pass(layer, optimizer, evidence, budget)
-        if done is None:
-            return exchange_by_evidence(layer, mask, evidence, budget)
-        self._count_exchanges(layer, done.blocks, done.held, 0.0)
-        return None
-
-    def _exchange(
-        self,
-        layer: NMLayer,
-        optimizer: Optimizer,
-        mask: Tensor,
-        exchange: Exchange,
-        evidence: Evidence | None,
-    ) -> None:
-        """Make the exchanges: weights, evidence, optimizer state, masks, and the count of oscillations."""
-        weight = layer.weight.detach()
-        pruned = exchange.pruned
-        regrown = exchange.regrown
-        exchange_state(optimizer, layer, mask, exchange, evidence)
-        weight[pruned] = 0
-        if evidence is not None:
-            weight[regrown] = evidence.value[regrown].to(weight.dtype)
-            evidence.value[regrown] = 0
-        if layer.weight.grad is not None:
-            # A loop may go on adding to gradients that it does not zero.
-            layer.weight.grad[pruned] = 0
-        forward = mask.clone()
-        forward[pruned] = False
-        forward[regrown] = True
-        layer.set_masks(forward, self._select_backward(layer, forward, search=False))
-
-        buffers = layer.buffers
-        exchanged = unpack_mask(buffers["exchanged"], weight.shape)
-        blocks = exchange.blocks[exchanged[pruned] | exchanged[regrown]]
-        buffers["oscillation"][blocks] = buffers["oscillation"][blocks].clamp(max=254) + 1
-        exchanged[pruned] = True
-        exchanged[regrown] = True
-        buffers["exchanged"].copy_(pack_mask(exchanged))
-        loss_change = 0.0 if exchange.loss_change is None else exchange.loss_change
-        self._count_exchanges(layer, len(exchange.blocks), exchange.held, loss_change)
-
-    @staticmethod
-    def _count_exchanges(
-        layer: NMLayer, blocks: int, held: Tensor | int, loss_change: Tensor | float
-    ) -> None:
-        """Count an adaptation; its numbers stay on their device."""
-        buffers = layer.buffers
-        buffers["exchanges"] += blocks
-        adaptation = buffers["adaptation"]
-        last = [
-            torch.as_tensor(number, dtype=torch.float32, device=adaptation.device)
-            for number in (blocks, held, loss_change)
-        ]
-        adaptation.copy_(torch.stack(last))
 
     def statistics(self, layers: Sequence[NMLayer]) -> dict[str, float]:
         """Statistics of the evolution.
@@ -449,21 +461,34 @@ class BAME(MaskMethod):
         changed; ``frozen_blocks``: share of blocks that did not, though an exchange promised a gain; with the evidence
         of a batch also ``predicted_loss_change``, summed over the layers. After the phase these are 0, 1 and 0.
         """
-        return evolution_statistics(layers, expected_loss=self.evidence == "batch")
-
-
-def _new_buffers(layer: NMLayer) -> dict[str, Tensor]:
-    """The counts of exchanges of a layer that begins to train."""
-    entries = layer.param.numel()
-    blocks = entries // layer.pattern.m
-    device = layer.param.device
-    return {
-        # Whether each entry was exchanged at least once, one bit each.
-        "exchanged": torch.zeros((entries + 7) // 8, dtype=torch.uint8, device=device),
-        # How often each block oscillated, up to 255.
-        "oscillation": torch.zeros(blocks, dtype=torch.uint8, device=device),
-        # Of the last adaptation: blocks that adapted, blocks held back, the predicted change of the loss.
-        "adaptation": torch.zeros(3, dtype=torch.float32, device=device),
-        # All exchanges so far.
-        "exchanges": torch.zeros((), dtype=torch.int64, device=device),
-    }
+        blocks = oscillations = adapted = held = loss = alive = exchanges = 0.0
+        for layer in layers:
+            if not layer.buffers:
+                continue
+            counts = layer.buffers["oscillation"]
+            blocks += len(counts)
+            oscillations += int(counts.sum())
+            mask = layer.masks.forward_view
+            if mask is not None:
+                # The last exchange of such an entry regrew it. Of those that regrew it before, each was undone.
+                exchanged = unpack_mask(layer.buffers["exchanged"], mask.shape)
+                alive += int((exchanged & mask).sum())
+                exchanges += int(layer.buffers["exchanges"])
+            start, stop = layer.progress.schedule
+            if layer.progress.clock > max(stop, start + 1):
+                held += len(counts)  # all blocks are frozen
+            else:
+                last_adapted, last_held, last_loss = layer.buffers["adaptation"].tolist()
+                adapted += last_adapted
+                held += last_held
+                loss += last_loss
+        blocks = max(blocks, 1)
+        found = {
+            "oscillation": oscillations / blocks,
+            "adapted_blocks": adapted / blocks,
+            "frozen_blocks": held / blocks,
+            "regrown_alive": alive / max(exchanges, 1),
+        }
+        if self.evidence == "batch":
+            found["predicted_loss_change"] = loss
+        return found

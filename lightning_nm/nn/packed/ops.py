@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_nm.kernels.api import Convolution, lookup
 from lightning_nm.nn.packed.operand import Operand
 from lightning_nm.nn.packed.weight import PackedWeight
-from lightning_nm.nn.products import CONVOLUTIONS, OPTIONS, flattened, unflattened
+from lightning_nm.nn.products import CONVOLUTIONS, OPTIONS
 
 
 def packed_linear(
@@ -83,7 +83,9 @@ def packed_conv(
     is_1d = weight.dim() == 3
     taps = [1, *weight.shape[2:]] if is_1d else list(weight.shape[2:])
     image = x.unsqueeze(2) if is_1d else x
-    geometry = [*flattened(stride, padding, dilation, groups), weight.shape[0], *taps]
+    if is_1d:
+        stride, padding, dilation = (1, *stride), (0, *padding), (1, *dilation)
+    geometry = [*stride, *padding, *dilation, groups, weight.shape[0], *taps]
     if torch.compiler.is_compiling():
         y = torch.ops.lightning_nm.packed_conv(image, bias, geometry, operand.handle_tensor)
     else:
@@ -177,16 +179,7 @@ def _(x: Tensor, bias: Tensor | None, geometry: Sequence[int], tag: Tensor) -> T
 
 def _convolution(x: Tensor, geometry: Sequence[int]) -> Convolution:
     """The geometry for ``x [images, in, height, width]``."""
-    stride, padding, dilation, groups = unflattened(geometry[:7])
-    out, tap_rows, tap_columns = geometry[7:]
-    height, width = x.shape[2:]
-    return Convolution(
-        x.shape[1],
-        out,
-        (height, width),
-        (tap_rows, tap_columns),
-        stride,
-        padding,
-        dilation,
-        groups,
-    )
+    stride, padding, dilation = (tuple(geometry[axis : axis + 2]) for axis in (0, 2, 4))
+    groups, out, *taps = geometry[6:]
+    size = tuple(x.shape[2:])
+    return Convolution(x.shape[1], out, size, tuple(taps), stride, padding, dilation, groups)

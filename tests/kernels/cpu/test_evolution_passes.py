@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lightning_nm import BAME, BiMask, NMSparsifier
-from lightning_nm.kernels.blocks import BlockGrid
+from lightning_nm.functional.evolution import BlockGrid
 from lightning_nm.kernels.cpu import evolution, library
 from tests.support.bame import trained
 from tests.support.cpu_products import LEVELS, at_level
@@ -49,7 +49,7 @@ def test_all_halves_are_read_and_written():
         weight = torch.zeros(len(value), 2, dtype=dtype)
         bits = torch.tensor([1, 0], dtype=torch.uint8).expand(len(value), 2).contiguous()
         grid = BlockGrid.of(weight, 2)
-        done = evolution.exchange(
+        changed, _ = evolution.exchange(
             grid,
             bits,
             weight,
@@ -59,11 +59,12 @@ def test_all_halves_are_read_and_written():
             torch.zeros(len(value), dtype=torch.uint8),
             torch.zeros(len(value) // 4 + 1, dtype=torch.uint8),
             [],
+            [],
             len(value),
             torch.tensor(1.0),
             1.0,
         )
-        assert done.blocks == int(finite.sum())
+        assert changed == int(finite.sum())
         assert torch.equal(weight[finite, 1], value[finite, 1].to(dtype))
 
 

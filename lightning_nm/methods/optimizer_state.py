@@ -102,8 +102,9 @@ def step_size(optimizer: Optimizer, parameter: Tensor) -> StepSize:
 def group_of(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
     """The optimizer's group of a parameter; a ``RuntimeError`` if there is none."""
     for group in optimizer.param_groups:
-        if any(p is parameter for p in group["params"]):
-            return group
+        for held in group["params"]:
+            if held is parameter:
+                return group
     raise RuntimeError(
         f"a masked weight of shape {tuple(parameter.shape)} is not in {type(optimizer).__name__} any more: it was "
         "replaced by another parameter; change weights in place, or give the optimizer the new parameter"
