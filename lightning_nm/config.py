@@ -9,35 +9,16 @@ from dataclasses import dataclass, field, fields, replace
 from importlib import import_module
 from typing import Any, Literal, TypedDict, TypeVar, get_args
 
-from torch import nn
 from typing_extensions import Required
 
 from lightning_nm.estimators import GradientEstimator
-from lightning_nm.methods import (
-    ASP,
-    LBC,
-    SRSTE,
-    SSTE,
-    BiMask,
-    Dense,
-    MaskLogits,
-    MaxQ,
-    Method,
-    SLoPe,
-    TransposableMask,
-)
-from lightning_nm.nn.selection import (
-    Rule,
-    Selection,
-    SkipFirstLast,
-    as_globs,
-    parse_skip_first_last,
-    select,
-)
+from lightning_nm.methods import Dense, Method
+from lightning_nm.nn.selection import Rule, SkipFirstLast, as_globs, parse_skip_first_last
 from lightning_nm.nn.weight import ConvLayout
 from lightning_nm.pattern import NMPattern, PatternLike
 from lightning_nm.schedule import Schedule, ScheduleSpec, check_narrower
 from lightning_nm.short_names import (
+    METHODS,
     DgradName,
     EstimatorName,
     MethodName,
@@ -58,7 +39,6 @@ class Preset:
     """Settings of the authors' code for one method, which fill in the arguments that are not given.
 
     Attributes:
-        method: The method's class.
         source: Where the settings are from.
         settings: Arguments of the method.
         conv_layout: How the blocks of convolutions lie.
@@ -67,14 +47,10 @@ class Preset:
         grad_estimator: The estimator of output gradients.
 
     Example:
-        >>> preset = Preset(SRSTE, "arXiv 2102.04010", {"decay": 2e-4}, skip_first=False)
-        >>> preset.made(decay=1e-4).decay
-        0.0001
-        >>> print(preset)
+        >>> print(Preset("arXiv 2102.04010", {"decay": 2e-4}, skip_first=False))
         arXiv 2102.04010: decay=0.0002, conv_layout=channels, skip_first=False, skip_last=True
     """
 
-    method: type[Method]
     source: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
     conv_layout: ConvLayout = "channels"
@@ -82,40 +58,33 @@ class Preset:
     skip_last: bool = True
     grad_estimator: EstimatorName | None = None
 
-    def made(self, **changes: Any) -> Method:
-        """Return a new method with these settings, and with ``changes`` in place of some of them."""
-        arguments = {**self.settings, **changes}
-        return self.method(**arguments)
-
     def __str__(self) -> str:
         """Return the source and all settings, on one line."""
-        settings: dict[str, Any] = dict(self.settings)
-        settings["conv_layout"] = self.conv_layout
-        settings["skip_first"] = self.skip_first
-        settings["skip_last"] = self.skip_last
+        settings: dict[str, Any] = {
+            **self.settings,
+            "conv_layout": self.conv_layout,
+            "skip_first": self.skip_first,
+            "skip_last": self.skip_last,
+        }
         if self.grad_estimator:
             settings["grad_estimator"] = self.grad_estimator
         listed = ", ".join(f"{name}={value}" for name, value in settings.items())
         return f"{self.source}: {listed}"
 
 
-# The preset of a rule that leaves layers dense, and of the dense baseline. Its source is empty, which tells it apart
-# from presets that set something.
-_DENSE = Preset(Dense)
+# Of layers that stay dense, and where no preset is asked for: the package's defaults.
+_NEUTRAL = Preset()
 
 # By preset, then by the method's short name. Arguments that are not listed keep the method's own default.
 _PRESETS: dict[PresetName, dict[str, Preset]] = {
     "paper": {
-        "dense": _DENSE,
         "sr-ste": Preset(
-            SRSTE,
             "arXiv 2102.04010",
             # The code adds the decay in every process, and then sums the gradients of all.
             {"decay": 2e-4, "decay_scale": "world-size"},
             skip_first=False,
         ),
         "bi-mask": Preset(
-            BiMask,
             "arXiv 2302.06058",
             {
                 # The code counts forward passes from 1: rows keep their own order for 99 of them.
@@ -130,22 +99,19 @@ _PRESETS: dict[PresetName, dict[str, Preset]] = {
             conv_layout="flat",
         ),
         # Its code is for transformers: the layout of convolutions is the default one.
-        "s-ste": Preset(SSTE, "arXiv 2409.09099", grad_estimator="approx-mvue"),
+        "s-ste": Preset("arXiv 2409.09099", grad_estimator="approx-mvue"),
         "asp": Preset(
-            ASP,
             "arXiv 2104.08378",
             {"start": 0, "init": "magnitude"},
             skip_first=False,
             skip_last=False,
         ),
         "slope": Preset(
-            SLoPe,
             "arXiv 2405.16325",
             # The code selects the backward masks after every step whose number leaves 99 when divided by 100.
             {"refresh_every": 100, "first_refresh": 99, "start": 0, "init": "magnitude"},
         ),
         "transposable": Preset(
-            TransposableMask,
             "arXiv 2102.08124",
             # Masks change before the 40th forward pass: after 39 steps.
             {"update_every": 40, "first_update": 39, "decay": 0.0},
@@ -153,19 +119,16 @@ _PRESETS: dict[PresetName, dict[str, Preset]] = {
             skip_first=False,
         ),
         "lbc": Preset(
-            LBC,
             "arXiv 2206.06662",
             # The command of the code: 60 of 120 epochs.
             {"stop": 0.5},
         ),
         "maxq": Preset(
-            MaxQ,
             "arXiv 2312.07061",
             # The scripts of the code: 30 of 120 epochs. Stems of 7x7 cannot be given to its convolutions.
             {"start": 0, "stop": 0.25, "ramp": "linear", "decay": 2e-4, "temperature": 0.01},
         ),
         "mask-logits": Preset(
-            MaskLogits,
             "arXiv 2409.17481",
             {
                 "temperature": (4.0, 0.05),
@@ -177,9 +140,7 @@ _PRESETS: dict[PresetName, dict[str, Preset]] = {
         ),
     },
     "fst": {
-        "dense": _DENSE,
         "transposable": Preset(
-            TransposableMask,
             "arXiv 2404.01847",
             {"update_every": 40, "decay": 6e-5, "decay_at": "after-clipping", "dense_end": 1 / 6},
             grad_estimator="approx-mvue",
@@ -201,24 +162,18 @@ def preset_of(preset: PresetName, method: MethodName | Method) -> Preset:
     if preset not in _PRESETS:
         choices = " or ".join(repr(name) for name in get_args(PresetName))
         raise ValueError(f"preset={preset!r} is unknown: use {choices}")
-    preset_of_name = _PRESETS[preset]
-    resolve_method(
-        method
-    )  # for its error alone: a name that no method has is not the preset's fault
-    if isinstance(method, str):
-        found = preset_of_name.get(method)
-    else:
+    known = _PRESETS[preset]
+    # For its error alone: a name that no method has is not the preset's fault.
+    resolve_method(method)
+    for name, found in {**known, "dense": _NEUTRAL}.items():
         # The exact class: the papers' settings say nothing about a user's subclass.
-        preset_of_class = {each.method: each for each in preset_of_name.values()}
-        found = preset_of_class.get(type(method))
-    if found is None:
-        wanted = repr(method) if isinstance(method, str) else f"{type(method).__name__} objects"
-        # Dense layers have a preset for rules' sake only, so it is not offered.
-        names = ", ".join(repr(name) for name in preset_of_name if name != "dense")
-        raise ValueError(
-            f"preset={preset!r} has no settings for method {wanted}: it has them for {names}"
-        )
-    return found
+        if method == name or type(method) is METHODS[name]:
+            return found
+    wanted = repr(method) if isinstance(method, str) else f"{type(method).__name__} objects"
+    names = ", ".join(map(repr, known))
+    raise ValueError(
+        f"preset={preset!r} has no settings for method {wanted}: it has them for {names}"
+    )
 
 
 def preset_method(method: MethodName, preset: PresetName = "paper", **changes: Any) -> Method:
@@ -241,7 +196,8 @@ def preset_method(method: MethodName, preset: PresetName = "paper", **changes: A
         >>> preset_method("bi-mask").search
         'redraw'
     """
-    return preset_of(preset, method).made(**changes)
+    arguments = {**preset_of(preset, method).settings, **changes}
+    return METHODS[method](**arguments)
 
 
 Part = TypeVar("Part", Method, GradientEstimator)
@@ -348,18 +304,6 @@ def _name(method: Method) -> str:
     return f"'{method.short_name}'" if method.short_name else type(method).__name__
 
 
-SHORT_NAMES: dict[str, str] = {
-    type(resolve_method(name)).__name__: name for name in get_args(MethodName)
-}
-# "dense" is no estimator: it resolves to None.
-SHORT_NAMES |= {
-    type(resolve_estimator(name)).__name__: name
-    for name in get_args(EstimatorName)
-    if name != "dense"
-}
-"""The short names of methods and estimators by the names of their classes, which saved states hold."""
-
-
 class RuleSpec(TypedDict, total=False):
     """One of the ``rules`` of :class:`~lightning_nm.SparsityConfig`, as users write it.
 
@@ -402,122 +346,6 @@ class ResolvedRules:
     skip_last: bool
     presets: list[Preset]
 
-    def select(self, model: nn.Module, **options: Any) -> Selection:
-        """Select the layers of a model by these settings.
-
-        Args:
-            model: The model; it is not changed.
-            options: The other arguments of :func:`~lightning_nm.nn.selection.select`, by name.
-        """
-        return select(
-            model,
-            self.rules,
-            self.exclude,
-            skip_first=self.skip_first,
-            skip_last=self.skip_last,
-            **options,
-        )
-
-
-def resolve_rules(
-    pattern: PatternLike,
-    method: MethodName | Method,
-    grad_estimator: EstimatorName | GradientEstimator | None,
-    include: str | Sequence[str] | None,
-    exclude: str | Sequence[str] | None,
-    rules: Sequence[Mapping[str, Any]] | None,
-    preset: PresetName | None,
-    skip_first_last: SkipFirstLast | None,
-    conv_layout: ConvLayout | None,
-    dgrad: DgradName | None = None,
-    schedule: Mapping[str, Any] | None = None,
-) -> ResolvedRules:
-    """Resolve the settings of :class:`~lightning_nm.SparsityConfig` of the same names.
-
-    What is given comes first, then what the preset says, then the package's defaults. A method that is an object is
-    taken as it is.
-
-    Raises:
-        ValueError: For an impossible pattern, an unknown name or preset, or a bad rule.
-        TypeError: If ``rules`` is no list of mappings, or for globs that are no strings.
-    """
-    _check_layout(conv_layout)
-    _check_list(rules)
-    specs = rules or ()
-    general_preset = _preset_or_none(preset, method)
-    general = _general_rule(
-        pattern, method, grad_estimator, include, conv_layout, general_preset, dgrad, schedule
-    )
-
-    # Dense layers have a preset without a source. Where the general method is dense, the masked layers are those of
-    # the rules, so the presets of the rules decide in place of the general one.
-    general_is_dense = general_preset is not None and not general_preset.source
-    takes_own_estimator = general_is_dense and grad_estimator is None
-    parsed = [
-        _parse_rule(spec, general, preset, conv_layout, takes_own_estimator) for spec in specs
-    ]
-
-    rule_presets = [_preset_or_none(preset, spec["method"]) for spec in specs if "method" in spec]
-    # In the order of use, each once: the table of layers prints them.
-    presets: list[Preset] = []
-    for used in (general_preset, *rule_presets):
-        if used is not None and used.source and used not in presets:
-            presets.append(used)
-
-    scheduled = with_schedules([*parsed, general])
-    deciding = presets
-    if general_preset is not None and not general_is_dense:
-        deciding = [general_preset]
-    skip_first, skip_last = _skips(skip_first_last, deciding)
-    return ResolvedRules(
-        # The first match decides: the general rule comes last, because it may match every layer.
-        rules=scheduled,
-        exclude=as_globs(exclude, "exclude") or (),
-        skip_first=skip_first,
-        skip_last=skip_last,
-        presets=presets,
-    )
-
-
-def _skips(skip_first_last: SkipFirstLast | None, presets: Sequence[Preset]) -> tuple[bool, bool]:
-    """Whether the first convolution, and whether the last linear layer stays dense, as given or by the presets."""
-    if skip_first_last is not None:
-        return parse_skip_first_last(skip_first_last)
-    if not presets:
-        return True, True  # the package's default
-    # A layer that one of several presets leaves dense stays dense.
-    skip_first = any(preset.skip_first for preset in presets)
-    skip_last = any(preset.skip_last for preset in presets)
-    return skip_first, skip_last
-
-
-def _general_rule(
-    pattern: PatternLike,
-    method: MethodName | Method,
-    grad_estimator: EstimatorName | GradientEstimator | None,
-    include: str | Sequence[str] | None,
-    conv_layout: ConvLayout | None,
-    own_preset: Preset | None,
-    dgrad: DgradName | None,
-    schedule: Mapping[str, Any] | None,
-) -> Rule:
-    """The rule of the layers that none of the ``rules`` matches; ``own_preset`` is that of its method."""
-    # None means "not given". "dense" is given: it keeps dY even where the preset has an estimator.
-    if grad_estimator is None and own_preset is not None:
-        grad_estimator = own_preset.grad_estimator
-    default_layout: ConvLayout = "channels" if own_preset is None else own_preset.conv_layout
-    rule = Rule(
-        include=as_globs(include, "include"),
-        pattern=NMPattern.parse(pattern),
-        method=_method(own_preset, method),
-        estimator=resolve_estimator(grad_estimator),
-        conv_layout=conv_layout or default_layout,
-        dgrad=resolve_dgrad(dgrad),
-        schedule=Schedule.parse(schedule),
-    )
-    _check_dgrad(rule)
-    return rule
-
 
 def _check_dgrad(rule: Rule) -> None:
     """Refuse to draw the backward weight of a method that makes its own, by a ``ValueError``."""
@@ -538,72 +366,6 @@ def _check_dgrad(rule: Rule) -> None:
         f"dgrad='mvue' draws the backward weight{place}, but method '{name}' {made}: leave dgrad out (in one of the "
         "`rules`: dgrad: null), or use a method whose dgrad takes the forward weight, such as 'sr-ste'"
     )
-
-
-def _parse_rule(
-    spec: Mapping[str, Any],
-    general: Rule,
-    preset: PresetName | None,
-    conv_layout: ConvLayout | None,
-    takes_own_estimator: bool,
-) -> Rule:
-    """Parse one of the ``rules``; keys that it lacks are taken from the general rule, or from its method's preset.
-
-    Args:
-        spec: The rule as the user wrote it.
-        general: The rule of all other layers.
-        preset: The name of the preset in use.
-        conv_layout: The layout that the user gave for all layers; it precedes that of a preset.
-        takes_own_estimator: Whether the preset of the rule's method precedes the general rule's estimator.
-
-    Raises:
-        ValueError: For an unknown key, a missing ``include``, or a bad value.
-    """
-    _check_keys(spec)
-    _check_layout(spec.get("conv_layout"))
-    pattern = general.pattern
-    method = general.method
-    estimator = general.estimator
-    layout = general.conv_layout
-    dgrad = general.dgrad
-    schedule = general.schedule
-
-    # A method of the rule's own comes with a preset of its own.
-    if "method" in spec:
-        own_preset = _preset_or_none(preset, spec["method"])
-        method = _method(own_preset, spec["method"])
-        if own_preset is not None:
-            layout = conv_layout or own_preset.conv_layout
-            if takes_own_estimator:
-                estimator = resolve_estimator(own_preset.grad_estimator)
-
-    # What the rule says precedes everything. In YAML a key may be there with the value null: as an estimator it keeps
-    # dY, as a layout it counts as not given.
-    if "pattern" in spec:
-        pattern = NMPattern.parse(spec["pattern"])
-    if "grad_estimator" in spec:
-        estimator = resolve_estimator(spec["grad_estimator"])
-    if spec.get("conv_layout"):
-        layout = spec["conv_layout"]
-    if "dgrad" in spec:
-        dgrad = resolve_dgrad(spec["dgrad"])
-    if "schedule" in spec:
-        schedule = Schedule.parse(spec["schedule"])
-    globs = as_globs(spec["include"], "include")
-    rule = Rule(globs, pattern, method, estimator, layout, dgrad=dgrad, schedule=schedule)
-    _check_dgrad(rule)
-    return rule
-
-
-def _preset_or_none(preset: PresetName | None, method: MethodName | Method) -> Preset | None:
-    return None if preset is None else preset_of(preset, method)
-
-
-def _method(preset: Preset | None, method: MethodName | Method) -> Method:
-    """Make a method from its short name, with the preset's settings if there is one; an object stays as it is."""
-    if preset is not None and isinstance(method, str):
-        return preset.made()
-    return resolve_method(method)
 
 
 def _check_layout(conv_layout: Any) -> None:
@@ -751,21 +513,85 @@ class SparsityConfig:
     def resolve(self) -> ResolvedRules:
         """Return the rules of the layers, with objects in place of short names.
 
-        Each call makes new methods from short names, so two trainings with one configuration share none.
+        What is given comes first, then what the preset says, then the package's defaults. Each call makes new methods
+        from short names, so two trainings with one configuration share none.
         """
-        return resolve_rules(
-            self.pattern,
-            self.method,
-            self.grad_estimator,
-            self.include,
-            self.exclude,
-            self.rules,
-            self.preset,
-            self.skip_first_last,
-            self.conv_layout,
-            self.dgrad,
-            self.schedule,
+        _check_list(self.rules)
+        specs: Sequence[Mapping[str, Any]] = self.rules or ()
+        general_spec = {key: getattr(self, key) for key in RuleSpec.__annotations__}
+        # None means "not given". "dense" is given: it keeps dY even where the preset has an estimator.
+        if self.grad_estimator is None:
+            del general_spec["grad_estimator"]
+        default = Rule(None, NMPattern(2, 4), Dense())
+        general = self._rule(general_spec, default, takes_own_estimator=True)
+
+        # Where the general method is dense, the masked layers are those of the rules, so the presets of the rules
+        # decide in place of the general one.
+        general_preset = self._preset(self.method)
+        is_neutral = general_preset is _NEUTRAL
+        takes_own_estimator = is_neutral and self.grad_estimator is None
+        rules = [self._rule(spec, general, takes_own_estimator) for spec in specs]
+
+        methods = [self.method, *(spec["method"] for spec in specs if "method" in spec)]
+        # In the order of use, each once: the table of layers prints them.
+        presets: list[Preset] = []
+        for preset in map(self._preset, methods):
+            if preset is not _NEUTRAL and preset not in presets:
+                presets.append(preset)
+
+        scheduled = with_schedules([*rules, general])
+        if self.skip_first_last is not None:
+            skip_first, skip_last = parse_skip_first_last(self.skip_first_last)
+        else:
+            # Without a preset both stay dense. A layer that one of several presets leaves dense stays dense.
+            deciding = (presets if is_neutral else [general_preset]) or [_NEUTRAL]
+            skip_first = any(preset.skip_first for preset in deciding)
+            skip_last = any(preset.skip_last for preset in deciding)
+        return ResolvedRules(
+            # The first match decides: the general rule comes last, because it may match every layer.
+            rules=scheduled,
+            exclude=as_globs(self.exclude, "exclude") or (),
+            skip_first=skip_first,
+            skip_last=skip_last,
+            presets=presets,
         )
+
+    def _preset(self, method: MethodName | Method) -> Preset:
+        return _NEUTRAL if self.preset is None else preset_of(self.preset, method)
+
+    def _rule(self, spec: Mapping[str, Any], base: Rule, takes_own_estimator: bool) -> Rule:
+        """Read one of the ``rules``, or the settings of all other layers; keys that it lacks are those of ``base``.
+
+        With ``takes_own_estimator``, the preset of the rule's method precedes the estimator of ``base``.
+
+        Raises:
+            ValueError: For an unknown key, a missing ``include``, or a bad value.
+        """
+        _check_keys(spec)
+        _check_layout(spec.get("conv_layout"))
+        values: dict[str, Any] = {"include": as_globs(spec["include"], "include")}
+        # A method of the rule's own comes with a preset of its own.
+        if "method" in spec:
+            preset = self._preset(spec["method"])
+            values["method"] = resolve_method(spec["method"], **preset.settings)
+            values["conv_layout"] = self.conv_layout or preset.conv_layout
+            if takes_own_estimator:
+                values["estimator"] = resolve_estimator(preset.grad_estimator)
+        # What the rule says precedes everything. In YAML a key may be there with the value null: as an estimator it
+        # keeps dY, as a layout it counts as not given.
+        if "pattern" in spec:
+            values["pattern"] = NMPattern.parse(spec["pattern"])
+        if "grad_estimator" in spec:
+            values["estimator"] = resolve_estimator(spec["grad_estimator"])
+        if spec.get("conv_layout"):
+            values["conv_layout"] = spec["conv_layout"]
+        if "dgrad" in spec:
+            values["dgrad"] = resolve_dgrad(spec["dgrad"])
+        if "schedule" in spec:
+            values["schedule"] = Schedule.parse(spec["schedule"])
+        rule = replace(base, **values)
+        _check_dgrad(rule)
+        return rule
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings that are not the default, as primitives that JSON and YAML hold.

@@ -45,29 +45,32 @@ MethodName = Literal[
 """The short names; each is the ``short_name`` of a class in this package."""
 
 
-_METHODS: dict[str, type[Method]] = {
-    "dense": Dense,
-    "ste": STE,
-    "sr-ste": SRSTE,
-    "s-ste": SSTE,
-    "step": STEP,
-    "decaying": DecayingMask,
-    "asp": ASP,
-    "transposable": TransposableMask,
-    "bi-mask": BiMask,
-    "slope": SLoPe,
-    "bame": BAME,
-    "rigl": RigL,
-    "cast": CAST,
-    "lbc": LBC,
-    "maxq": MaxQ,
-    "mask-logits": MaskLogits,
+METHODS: dict[str, type[Method]] = {
+    kind.short_name: kind
+    for kind in (
+        Dense,
+        STE,
+        SRSTE,
+        SSTE,
+        STEP,
+        DecayingMask,
+        ASP,
+        TransposableMask,
+        BiMask,
+        SLoPe,
+        BAME,
+        RigL,
+        CAST,
+        LBC,
+        MaxQ,
+        MaskLogits,
+    )
 }
 """The class of each short name."""
 
 
-def resolve_method(method: MethodName | Method | Any) -> Method:
-    """Make a method from its short name; an object is returned as it is.
+def resolve_method(method: MethodName | Method | Any, **settings: Any) -> Method:
+    """Make a method from its short name and arguments of its class; an object is returned as it is.
 
     Raises:
         ValueError: If no method has this name.
@@ -75,15 +78,15 @@ def resolve_method(method: MethodName | Method | Any) -> Method:
     """
     if isinstance(method, Method):
         return method
-    if isinstance(method, str):
-        if method not in _METHODS:
-            names = ", ".join(map(repr, get_args(MethodName)))
-            meant = did_you_mean(method, _METHODS)
-            raise ValueError(
-                f"method {method!r} does not exist: use one of {names} or an object{meant}"
-            )
-        return _METHODS[method]()
-    raise TypeError(f"method must be a short name or a Method{not_given(method)}")
+    if not isinstance(method, str):
+        raise TypeError(f"method must be a short name or a Method{not_given(method)}")
+    if method not in METHODS:
+        names = ", ".join(map(repr, METHODS))
+        meant = did_you_mean(method, METHODS)
+        raise ValueError(
+            f"method {method!r} does not exist: use one of {names} or an object{meant}"
+        )
+    return METHODS[method](**settings)
 
 
 EstimatorName = Literal["dense", "mvue", "approx-mvue", "top-n"]
@@ -98,6 +101,10 @@ _ESTIMATORS: dict[str, type[GradientEstimator]] = {
     "approx-mvue": ApproxMVUE,
     "top-n": TopN,
 }
+
+
+SHORT_NAMES = {kind.__name__: name for name, kind in (METHODS | _ESTIMATORS).items()}
+"""The short names of methods and estimators by the names of their classes, which saved states hold."""
 
 
 def resolve_estimator(
@@ -124,12 +131,11 @@ def resolve_estimator(
     if estimator not in _ESTIMATORS:
         names = get_args(EstimatorName)
         choices = ", ".join(map(repr, names))
-        hint = did_you_mean(estimator, names)  # empty if no name is close
+        meant = did_you_mean(estimator, names)
         raise ValueError(
-            f"grad_estimator {estimator!r} does not exist: use one of {choices}, an object or None{hint}"
+            f"grad_estimator {estimator!r} does not exist: use one of {choices}, an object or None{meant}"
         )
-    estimator_class = _ESTIMATORS[estimator]
-    return estimator_class()
+    return _ESTIMATORS[estimator]()
 
 
 def resolve_dgrad(dgrad: DgradName | Any | None) -> GradientEstimator | None:

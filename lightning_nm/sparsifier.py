@@ -11,17 +11,17 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from lightning_nm.config import SHORT_NAMES, SparsityConfig, chosen_config, refuse_unknown
+from lightning_nm.config import SparsityConfig, chosen_config, refuse_unknown
 from lightning_nm.estimators import GradientEstimator
 from lightning_nm.methods import Method
 from lightning_nm.nn.costs import mean_densities
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.nn.selection import Selection, warn_of_adapters
+from lightning_nm.nn.selection import Selection, select, warn_of_adapters
 from lightning_nm.nn.state import layer_state
 from lightning_nm.nn.weight import reshard
 from lightning_nm.pattern import PatternLike
 from lightning_nm.schedule import UnknownLength
-from lightning_nm.short_names import EstimatorName, MethodName
+from lightning_nm.short_names import SHORT_NAMES, EstimatorName, MethodName
 from lightning_nm.training.checkpoint import (
     SCHEMA,
     apply_state,
@@ -194,8 +194,12 @@ class NMSparsifier:
 
         waits = self.config.frozen != "mask"
         saved = state.get("layers", {})
-        selection = self.settings.select(
+        selection = select(
             self.model,
+            self.settings.rules,
+            self.settings.exclude,
+            skip_first=self.settings.skip_first,
+            skip_last=self.settings.skip_last,
             seed=self.seed,
             is_trained=is_trained if waits else None,
             is_held=is_held if waits else None,

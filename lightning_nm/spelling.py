@@ -1,7 +1,8 @@
-"""What was meant by a name that does not exist."""
+"""How messages write names: what was meant by one that does not exist, and ranges in place of many."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
@@ -66,6 +67,66 @@ def check_keys(name: str, given: Any, known: Sequence[str]) -> None:
 def _letters(name: str) -> str:
     """Return the letters and digits of a name, in lower case."""
     return "".join(filter(str.isalnum, name.lower()))
+
+
+def grouped(rows: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Join rows that are equal but for the numbers in their names, which become ranges.
+
+    Args:
+        rows: A name and further cells, which must be equal in the rows that are joined.
+
+    Example:
+        >>> grouped([("blocks.0.up", "2:4"), ("head", "-"), ("blocks.1.up", "2:4"), ("blocks.3.up", "2:4")])
+        [('blocks.{0,1,3}.up x3', '2:4'), ('head', '-')]
+    """
+    # (template, cells) -> the numbers of each row, in the order of their places in the template
+    groups: dict[tuple[str, tuple[str, ...]], list[list[str]]] = {}
+    for name, *cells in rows:
+        parts = name.split(".")
+        template = ".".join("#" if part.isdigit() else part for part in parts)
+        numbers = [part for part in parts if part.isdigit()]
+        groups.setdefault((template, tuple(cells)), []).append(numbers)
+    joined: list[tuple[str, ...]] = []
+    for (template, key), members in groups.items():
+        places = [sorted(set(numbers), key=int) for numbers in zip(*members, strict=True)]
+        if math.prod(map(len, places)) == len(members):
+            count = f" x{len(members)}" if len(members) > 1 else ""
+            names = [_fill(template, map(_range, places)) + count]
+        else:
+            # The ranges would promise layers that are not there.
+            names = [_fill(template, numbers) for numbers in members]
+        joined += [(name, *key) for name in names]
+    return joined
+
+
+def _fill(template: str, numbers: Iterable[str]) -> str:
+    """Put numbers, or ranges of them, into the places of a template."""
+    remaining = iter(numbers)
+    return ".".join(next(remaining) if part == "#" else part for part in template.split("."))
+
+
+def _range(numbers: Sequence[str]) -> str:
+    """Write sorted numbers as one, as ``{first..last}`` without gaps, or as a list in braces."""
+    if len(numbers) == 1:
+        return numbers[0]
+    first, last = int(numbers[0]), int(numbers[-1])
+    has_gaps = last - first + 1 != len(numbers)
+    # "{0,1}" reads better than "{0..1}".
+    between = ",".join(numbers) if has_gaps or len(numbers) == 2 else f"{first}..{last}"
+    return "{" + between + "}"
+
+
+def quoted(group: str) -> str:
+    """Put a name that :func:`grouped` wrote in quotes, and the number of names behind it in parentheses.
+
+    Example:
+        >>> quoted("blocks.{0,1,3}.up x3"), quoted("head")
+        ("'blocks.{0,1,3}.up' (3)", "'head'")
+    """
+    name, separator, count = group.rpartition(" x")
+    if separator and count.isdigit():
+        return f"'{name}' ({count})"
+    return f"'{group}'"
 
 
 def some_of(texts: Sequence[str], most: int = 8) -> str:

@@ -20,10 +20,11 @@ from lightning_nm.kernels.router import GemmUse
 from lightning_nm.kernels.tuner import environment_of
 from lightning_nm.methods import MaskMethod
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.nn.selection import NO_MATRICES, grouped
+from lightning_nm.nn.selection import NO_MATRICES
 from lightning_nm.nn.weight import known_shape, plain_name
 from lightning_nm.schedule import DENSE, describe
 from lightning_nm.sparsifier import NMSparsifier
+from lightning_nm.spelling import grouped
 from lightning_nm.training.statistics import mean_flip_rate, share_of_products, shares_of
 
 if TYPE_CHECKING:  # for the types only

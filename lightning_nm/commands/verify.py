@@ -13,7 +13,7 @@ from rich.table import Table
 from lightning_nm.commands.output import add_json, columns_table, print_json, print_line
 from lightning_nm.export.verdicts import Verdict
 from lightning_nm.export.verification import Verification, verify
-from lightning_nm.nn.selection import grouped
+from lightning_nm.spelling import grouped
 
 
 def main(args: Sequence[str]) -> int:

@@ -27,11 +27,11 @@ from lightning_nm.export.verdicts import (
 )
 from lightning_nm.nn.packed import EVERY_ENTRY
 from lightning_nm.nn.packed.tensor import blocks_last
-from lightning_nm.nn.selection import grouped, quoted
 from lightning_nm.nn.state import saved_stages
 from lightning_nm.nn.weight import Layout, key_of_layer, misfit, plain_name
 from lightning_nm.pattern import NMPattern, PatternLike
 from lightning_nm.schedule import DENSE, FINAL
+from lightning_nm.spelling import grouped, quoted
 
 
 @dataclass(frozen=True)

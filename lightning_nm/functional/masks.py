@@ -9,7 +9,7 @@ left, tensors on other devices and CPUs without the library, takes the same expr
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations
 
 import torch
@@ -275,6 +275,46 @@ def memory_order(x: Tensor) -> tuple[list[int], list[int]]:
     """
     order = sorted(range(x.dim()), key=x.stride().__getitem__, reverse=True)
     return order, [order.index(axis) for axis in range(x.dim())]
+
+
+def pieces(entries: tuple[int, int], *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Cut tensors ``[B, ..., I, ...]`` into pieces along their axes 0 and 2, whose sizes are equal in all of them.
+
+    ``entries`` bounds those of the first tensor's pieces: on a CPU per thread, so that temporaries stay in its cache,
+    and on other devices, whose memory it bounds.
+    """
+    first = tensors[0]
+    per_thread, on_device = entries
+    bound = per_thread * torch.get_num_threads() if first.device.type == "cpu" else on_device
+    inner = first.shape[2]
+    at_once = max(1, bound // first[0, :, 0].numel())
+    # Whole rows, or parts of one if that is already too much.
+    height = max(1, at_once // inner)
+    width = min(at_once, inner)
+    for rows in zip(*(tensor.split(height) for tensor in tensors), strict=True):
+        yield from zip(*(tensor.split(width, 2) for tensor in rows), strict=True)
+
+
+def largest(
+    rows: Sequence[Tensor],
+    n: int,
+    high: Callable[..., Tensor] = torch.maximum,
+    low: Callable[..., Tensor] = torch.minimum,
+) -> list[Tensor]:
+    """Return the n largest of the rows, elementwise, in order: a network that inserts one row after the other.
+
+    ``high`` and ``low`` are maximum and minimum, or OR and AND for bits.
+    """
+    top: list[Tensor] = []
+    for row in rows:
+        # The larger stays in its place, and the smaller goes on to the next one.
+        for k, held in enumerate(top):
+            top[k] = high(held, row)
+            if k < n - 1:
+                row = low(held, row)
+        if len(top) < n:
+            top.append(row)
+    return top
 
 
 def _top_n_mask(scores: Tensor, pattern: PatternLike, dim: int, magnitude: bool) -> Tensor:

@@ -10,14 +10,14 @@ number of columns, T that of tiles (runs of blocks that exchange rows with each 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import reduce
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 from torch import Generator, Tensor
 
-from lightning_nm.functional.masks import check_output_blocks, checked_permutation
+from lightning_nm.functional.masks import check_output_blocks, checked_permutation, largest
 from lightning_nm.pattern import NMPattern, PatternLike
 
 Search: TypeAlias = Literal["swap", "random", "redraw"]
@@ -267,7 +267,7 @@ def _magnitude_scores(table: Tensor, permutations: Tensor, pattern: NMPattern) -
         step = max(1, _CACHE // columns.numel())
         for part, score in zip(permutations.split(step), scores.split(step), strict=True):
             slots = _slots(columns, part, pattern.m)
-            kept = _top(slots, pattern.n, torch.maximum, torch.minimum)
+            kept = largest(slots, pattern.n)
             of_blocks = reduce(torch.add, kept)  # [count * blocks, columns]
             of_blocks = of_blocks.view(len(part), -1)
             score += of_blocks.sum(1, dtype=torch.float64)  # a view of scores
@@ -280,28 +280,6 @@ def _slots(table: Tensor, permutations: Tensor, m: int) -> tuple[Tensor, ...]:
     rows = permutations.reshape(-1, m).t().reshape(-1)
     gathered = table.index_select(0, rows)
     return gathered.view(m, -1, table.shape[1]).unbind()
-
-
-def _top(
-    rows: Sequence[Tensor],
-    n: int,
-    high: Callable[..., Tensor],
-    low: Callable[..., Tensor],
-) -> list[Tensor]:
-    """Return the n largest of the rows, elementwise, in order: a network that inserts one row after the other.
-
-    ``high`` and ``low`` are maximum and minimum, or OR and AND for bits.
-    """
-    top: list[Tensor] = []
-    for row in rows:
-        # The larger stays in its place, and the smaller goes on to the next one.
-        for k, held in enumerate(top):
-            top[k] = high(held, row)
-            if k < n - 1:
-                row = low(held, row)
-        if len(top) < n:
-            top.append(row)
-    return top
 
 
 def _pack(bits: Tensor) -> Tensor:
@@ -327,11 +305,11 @@ def _bit_scores(
     ``min(nnz, N)``.
     """
     slots = _slots(words, permutations, pattern.m)
-    if criterion == "eligible":  # a block with N + 1 nonzeros or more is not
-        top = _top(slots, pattern.n + 1, torch.bitwise_or, torch.bitwise_and)
-        planes = top[-1:]
-    else:
-        planes = _top(slots, pattern.n, torch.bitwise_or, torch.bitwise_and)
+    counts_eligible = criterion == "eligible"
+    n = pattern.n + 1 if counts_eligible else pattern.n
+    planes = largest(slots, n, torch.bitwise_or, torch.bitwise_and)
+    if counts_eligible:  # a block with N + 1 nonzeros or more is not
+        planes = planes[-1:]
     count = len(permutations)
     length = planes[0].numel() // count  # words of one permutation
     scores = permutations.new_zeros(count)

@@ -23,7 +23,7 @@ from itertools import combinations, product
 import torch
 from torch import Tensor
 
-from lightning_nm.functional.masks import nm_mask
+from lightning_nm.functional.masks import largest, nm_mask, pieces
 from lightning_nm.pattern import NMPattern, PatternLike
 
 # Up to this M all masks of a tile are tried: 90 for 2:4; for 2:5 it would be 2,040.
@@ -85,22 +85,8 @@ def transposable_mask(weight: Tensor, pattern: PatternLike, groups: int = 1) -> 
     table = None
     if m <= _MAX_TABLE_M:
         table = _masks_of_a_tile(pattern).to(weight.device)
-    on_cpu = weight.device.type == "cpu"
-    chunk = _CHUNK * torch.get_num_threads() if on_cpu else _DEVICE_CHUNK
-    # Pieces of whole rows of tiles, or of one if that is already too much.
-    step_rows = max(1, chunk // tiles[0].numel())
-    step_columns = columns
-    if step_rows == 1:
-        step_columns = max(1, chunk // tiles[0, :, 0].numel())
-    for some_tiles, some_masks in zip(
-        tiles.split(step_rows), mask_tiles.split(step_rows), strict=True
-    ):
-        for piece, piece_mask in zip(
-            some_tiles.split(step_columns, dim=2),
-            some_masks.split(step_columns, dim=2),
-            strict=True,
-        ):
-            _solve_piece(piece, piece_mask, pattern, table)
+    for piece, piece_mask in pieces((_CHUNK, _DEVICE_CHUNK), tiles, mask_tiles):
+        _solve_piece(piece, piece_mask, pattern, table)
     return mask
 
 
@@ -261,16 +247,8 @@ def _prices(values: Tensor, pattern: NMPattern) -> Tensor:
 
 
 def _margin(entries: Sequence[Tensor], n: int) -> Tensor:
-    """Return the middle between the n-th and the next largest of the entries, elementwise, by insertion."""
-    top: list[Tensor] = []
-    for entry in entries:
-        # The larger stays in its place, and the smaller goes on to the next one.
-        for k, held in enumerate(top):
-            top[k] = torch.maximum(held, entry)
-            if k < n:
-                entry = torch.minimum(held, entry)
-        if len(top) <= n:
-            top.append(entry)
+    """Return the middle between the n-th and the next largest of the entries, elementwise."""
+    top = largest(entries, n + 1)
     return (top[n - 1] + top[n]) >> 1
 
 

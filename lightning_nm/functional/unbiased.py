@@ -18,7 +18,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from lightning_nm.functional.masks import _check_blocks, memory_order
+from lightning_nm.functional.masks import _check_blocks, memory_order, pieces
 from lightning_nm.pattern import NMPattern, PatternLike
 
 # Entries handled at a time: on a CPU, per thread, ten planes of each fit its cache; elsewhere it only bounds memory.
@@ -213,39 +213,12 @@ def _map_blocks(
         # The random numbers have one axis more, in front: [rows, B, I].
         number_order = [0, *(axis + 1 for axis in order)]
         numbers_rbi = uniform.permute(number_order).reshape(len(uniform), len(x_bmi), inner)
-        _map_chunks(function, x_bmi, numbers_rbi, result.view(-1, m, inner))
-    return result.permute(inverse_order)
-
-
-def _map_chunks(
-    function: Callable[[Planes, Tensor, bool], Planes],
-    x_bmi: Tensor,
-    numbers_rbi: Tensor,
-    result_bmi: Tensor,
-) -> None:
-    """Apply a function of :func:`_map_blocks` to blocks ``[B, M, I]``, in pieces, and write what it returns."""
-    m, inner = x_bmi.shape[1:]
-    on_cpu = x_bmi.device.type == "cpu"
-    entries_at_once = _CHUNK * torch.get_num_threads() if on_cpu else _DEVICE_CHUNK
-    blocks_at_once = max(1, entries_at_once // m)
-    # Pieces of whole rows of blocks, or of one row if that is already too much.
-    height = max(1, blocks_at_once // inner)
-    width = min(blocks_at_once, inner)
-    for rows_bmi, row_numbers_rbi, to_rows_bmi in zip(
-        x_bmi.split(height),
-        numbers_rbi.split(height, 1),
-        result_bmi.split(height),
-        strict=True,
-    ):
-        for piece_bmi, piece_numbers_rbi, to_bmi in zip(
-            rows_bmi.split(width, 2),
-            row_numbers_rbi.split(width, 2),
-            to_rows_bmi.split(width, 2),
-            strict=True,
-        ):
-            results = _apply_to_piece(function, piece_bmi, piece_numbers_rbi)
+        parts = (x_bmi, numbers_rbi.transpose(0, 1), result.view(-1, m, inner))
+        for piece_bmi, numbers_bri, to_bmi in pieces((_CHUNK, _DEVICE_CHUNK), *parts):
+            results = _apply_to_piece(function, piece_bmi, numbers_bri.transpose(0, 1))
             for to_bi, result_bi in zip(to_bmi.unbind(1), results, strict=True):
                 to_bi.copy_(result_bi)
+    return result.permute(inverse_order)
 
 
 def _apply_to_piece(

@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from peft import PEFT_TYPE_TO_CONFIG_MAPPING, LoraConfig, PeftType
 from peft.tuners.lora import layer as lora
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
@@ -23,7 +24,7 @@ from lightning_nm.functional import count_violations
 from lightning_nm.functional.select import masked
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.packed import PackedWeight
-from lightning_nm.nn.selection import KeepsMask, as_globs, masked_delta
+from lightning_nm.nn.selection import as_globs
 from lightning_nm.nn.weight import is_sharded, plain_name
 from lightning_nm.pattern import NMPattern, PatternLike
 
@@ -313,10 +314,78 @@ def _mask(module: Any, wanted: NMPattern | None) -> None:
     module.nm_pattern = _pattern(base, wanted)
 
 
-class _MaskedLora(KeepsMask):
+def masked_delta(x: Tensor, a: Tensor, b: Tensor, mask: Tensor, scaling: float) -> Tensor:
+    r""":math:`y = s \, x (M \odot (B A))^T`, without keeping a tensor of the weight's shape for the backward pass.
+
+    With G = dY^T X, the gradients are :math:`dA = s \, B^T (M \odot G)`, :math:`dB = s \, (M \odot G) A^T` and
+    :math:`dX = s \, dY (M \odot (B A))`. B A is made again in the backward pass.
+
+    Args:
+        x: ``[..., in]``, floating point; under autocast it is cast, and the delta is after it was made.
+        a: A, ``[rank, in]``.
+        b: B, ``[out, rank]``, of the dtype of A.
+        mask: M, bool ``[out, in]``.
+        scaling: s.
+
+    Returns:
+        ``[..., out]`` in the dtype that ``F.linear`` would return.
+    """
+    device = x.device.type
+    # Float64 is left alone, as autocast leaves it.
+    if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
+        x = x.to(torch.get_autocast_dtype(device))
+    with torch.autocast(device, enabled=False):
+        x_ti = x.reshape(-1, x.shape[-1])
+        y_to = _MaskedDelta.apply(x_ti, a, b, mask, scaling)
+        return y_to.view(*x.shape[:-1], y_to.shape[-1])
+
+
+def _delta(a_ri: Tensor, b_or: Tensor, mask_oi: Tensor, scaling: float) -> Tensor:
+    """Return the masked change of the base weight, ``[out, in]``."""
+    return masked((b_or @ a_ri) * scaling, mask_oi)
+
+
+class _MaskedDelta(torch.autograd.Function):
+    """The product with the delta, which is made twice instead of saved.
+
+    Letters name dimensions: t tokens, i inputs, o outputs, r rank.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_ti: Tensor, a_ri: Tensor, b_or: Tensor, mask_oi: Tensor, scaling: float
+    ) -> Tensor:
+        ctx.save_for_backward(x_ti, a_ri, b_or, mask_oi)
+        ctx.scaling = scaling
+        # A and B keep their own dtype, often float32, until their product is made. The delta has no name of its own
+        # in that dtype: its memory is given back before the product.
+        return F.linear(x_ti, _delta(a_ri, b_or, mask_oi, scaling).to(x_ti.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (dy_to,) = grads
+        x_ti, a_ri, b_or, mask_oi = ctx.saved_tensors
+        needs_x, needs_a, needs_b, *_ = ctx.needs_input_grad
+        dx_ti = da_ri = db_or = None
+        if needs_x:
+            dx_ti = dy_to @ _delta(a_ri, b_or, mask_oi, ctx.scaling).to(x_ti.dtype)
+        if needs_a or needs_b:
+            # The gradient of the unmasked product B A.
+            grad_oi = (dy_to.t() @ x_ti).to(a_ri.dtype)
+            grad_oi = masked(grad_oi, mask_oi)
+            grad_oi = grad_oi * ctx.scaling
+            da_ri = b_or.t() @ grad_oi
+            db_or = grad_oi @ a_ri.t()
+        return dx_ti, da_ri, db_or, None, None
+
+
+class _MaskedLora(nn.Module):
     """Mixed into a LoRA layer of peft; the other adapters that it gets later are masked, too."""
 
     nm_base: type[nn.Module]
+
+    nm_mask: Tensor
+    """Bool, of the base weight's shape: its nonzeros. A selection knows by it that merging keeps the zeros."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """The base layer's output, plus that of the active adapters unless they are merged or disabled."""

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.nn.selection import Selection, grouped, quoted
+from lightning_nm.nn.selection import Selection
 from lightning_nm.nn.state import (
     check_fits,
     differences,
@@ -33,7 +33,7 @@ from lightning_nm.nn.state import (
     saved_stages,
 )
 from lightning_nm.schedule import describe
-from lightning_nm.spelling import some_of
+from lightning_nm.spelling import grouped, quoted, some_of
 from lightning_nm.training.macs import OTHERS
 from lightning_nm.training.phases import plan_stages
 from lightning_nm.training.scale import is_rescaled

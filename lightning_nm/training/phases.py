@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_nm.functional.select import mask_
 from lightning_nm.nn.layer import NMLayer, init_masks
-from lightning_nm.nn.selection import grouped, quoted, refuse_masked, refuse_nan
+from lightning_nm.nn.selection import refuse_masked, refuse_nan
 from lightning_nm.nn.state import (
     differences_of_layer,
     saved_layer,
@@ -20,7 +20,7 @@ from lightning_nm.nn.state import (
 )
 from lightning_nm.nn.weight import is_sharded, local_shard, local_values
 from lightning_nm.schedule import Stages
-from lightning_nm.spelling import some_of
+from lightning_nm.spelling import grouped, quoted, some_of
 from lightning_nm.training.optimizers import trained_layer
 
 

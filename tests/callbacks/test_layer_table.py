@@ -13,7 +13,8 @@ from torch import nn
 
 from lightning_nm import NMSparsifier
 from lightning_nm.callbacks.tables import broken_name, print_layers, print_summary
-from lightning_nm.nn.selection import NO_MATRICES, grouped
+from lightning_nm.nn.selection import NO_MATRICES
+from lightning_nm.spelling import grouped
 
 NAMES = st.lists(
     st.sampled_from(["0", "1", "2", "3", "10", "11", "up", "layers", "q_proj"]),

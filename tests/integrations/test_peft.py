@@ -16,8 +16,7 @@ pytest.importorskip("transformers")
 from lightning_nm import NMSparsifier, pack  # noqa: E402
 from lightning_nm import functional as nmf  # noqa: E402
 from lightning_nm.export import verify  # noqa: E402
-from lightning_nm.integrations.peft import mask_adapters, unmask_adapters  # noqa: E402
-from lightning_nm.nn.selection import masked_delta  # noqa: E402
+from lightning_nm.integrations.peft import mask_adapters, masked_delta, unmask_adapters  # noqa: E402
 from tests.docs.blocks import ShortTrainer, blocks, read  # noqa: E402
 from tests.support.adapted import (  # noqa: E402
     INPUTS,

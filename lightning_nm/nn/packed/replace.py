@@ -19,7 +19,7 @@ from lightning_nm.nn.packed.layers import (
 )
 from lightning_nm.nn.packed.tensor import Role
 from lightning_nm.nn.packed.weight import PackedWeight
-from lightning_nm.nn.selection import Selection, candidates_of
+from lightning_nm.nn.selection import candidates_of
 from lightning_nm.nn.weight import Layout, parameter_key, plain_name
 
 SAME_BLOCKS = {Layout.EXPERTS: Layout.FLAT, Layout.EXPERTS_TRANSPOSED: Layout.PLAIN}
@@ -64,11 +64,11 @@ def places_of(model: nn.Module) -> tuple[dict[str, Place], dict[str, str]]:
 
 def places_and_reasons(model: nn.Module) -> tuple[dict[str, Place], dict[str, str]]:
     """As :func:`places_of`; layers that are masked or packed are among those that cannot be packed."""
-    selection = Selection()
     found: dict[str, Place] = {}
     owners = _owner_counts(model)
     reasons: dict[str, str] = {}
-    for candidate in candidates_of(model, selection, "channels"):
+    candidates, skipped = candidates_of(model)
+    for candidate in candidates:
         module, parameter = candidate.module, candidate.spec.parameter
         key = parameter_key(candidate.module_name, parameter)
         kind = packed_kind(type(module))
@@ -94,7 +94,7 @@ def places_and_reasons(model: nn.Module) -> tuple[dict[str, Place], dict[str, st
             elif kind is PackedAdapted:
                 role = _role_of(weight, layout)
             found[key] = Place(module, parameter, layout, role)
-    return found, {**selection.skipped, **reasons}
+    return found, {**skipped, **reasons}
 
 
 def embeddings_of(model: nn.Module) -> dict[str, Place]:
