@@ -11,7 +11,7 @@ from lightning_nm.functional import backward_mask, magnitude_mask, search_permut
 from lightning_nm.functional.masks import checked_permutation
 from lightning_nm.functional.permutation import Criterion, Search
 from lightning_nm.kernels.cpu import evolution
-from lightning_nm.methods.base import check_count, check_option
+from lightning_nm.methods.checks import check_count, check_option
 from lightning_nm.methods.ste import SRSTE, DecayAt
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.schedule import Moment
@@ -54,7 +54,6 @@ class BiMask(SRSTE):
     """
 
     short_name = "bi-mask"
-    restores_masks = True
     sparse_dgrad = True
     headline = "overlap"
 

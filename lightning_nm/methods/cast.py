@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,17 +14,11 @@ from lightning_nm.functional import pack_mask, unpack_mask
 from lightning_nm.functional.select import mask_, masked
 from lightning_nm.functional.soft import decayed_moment
 from lightning_nm.methods.bame.optimizer_state import coupled_decay, group_of, will_be_skipped
-from lightning_nm.methods.base import (
-    MaskMethod,
-    check_count,
-    check_number,
-    largest_entries,
-    refuse_tensor_parallel,
-    set_parameter,
-)
+from lightning_nm.methods.base import MaskMethod, Method, largest_entries, set_parameter
+from lightning_nm.methods.checks import check_count, check_number, refuse_tensor_parallel
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.weight import local_values
-from lightning_nm.schedule import Moment, check_moment, resolve_moment
+from lightning_nm.schedule import Moment, Phases, Schedule, check_moment, resolve_moment
 
 KEPT = "kept"
 """The name of the buffer with the entries that are not decayed, one bit each."""
@@ -91,16 +84,6 @@ class CAST(MaskMethod):
     """
 
     short_name = "cast"
-    refused_schedule = MappingProxyType(
-        {
-            "dense_start": "it trains densely until its `end` anyway",
-            "ramp": "it has no masks before its `end`, and one pattern from there on",
-            "dense_end": "all of its training leads to an N:M model at its `end`. Train on without a callback for a "
-            "dense model",
-        }
-    )
-    restores_masks = True
-    selects_entries = False
     passes_read_buffers = False
     fixed = ("scale_groups",)
     headline = "decayed_magnitude"
@@ -126,10 +109,20 @@ class CAST(MaskMethod):
         self.scale_groups = scale_groups
         self.end = end
 
-    @property
-    def dense_start(self) -> Moment:  # type: ignore[override]
+    def follow(self, schedule: Schedule) -> Method:
+        """Refuse every part."""
+        schedule.refuse(
+            self,
+            dense_start="it trains densely until its `end` anyway",
+            ramp="it has no masks before its `end`, and one pattern from there on",
+            dense_end="all of its training leads to an N:M model at its `end`. Train on without a callback for a dense "
+            "model",
+        )
+        return self
+
+    def phases(self, layer: NMLayer) -> Phases:
         """The forward weight is dense until the end of the decay."""
-        return self.end
+        return Phases(layer.progress.schedule)
 
     def schedule(self, planned_steps: int | None) -> tuple[int, ...]:
         """The training step at which the model becomes N:M."""

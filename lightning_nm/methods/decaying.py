@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from types import MappingProxyType
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from lightning_nm.functional import magnitude_mask
-from lightning_nm.methods.base import check_number, check_option
+from lightning_nm.methods.base import Method
+from lightning_nm.methods.checks import check_number, check_option
 from lightning_nm.methods.ste import STE
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.pattern import NMPattern
 from lightning_nm.schedule import (
     Moment,
+    Phases,
+    Schedule,
     UnknownLength,
     check_moment,
     resolve_moment,
@@ -88,15 +90,6 @@ class DecayingMask(STE):
     """
 
     short_name = "decaying"
-    restores_masks = True
-    selects_entries = False  # pruned entries have values while they fade
-    plans_dense_phases = True
-    refused_schedule = MappingProxyType(
-        {
-            "ramp": "it reaches N:M by degrees itself. Give DecayingMask('structure'), which narrows the pattern by "
-            "halves, or use 'ste' with the ramp"
-        }
-    )
 
     def __init__(
         self,
@@ -163,13 +156,22 @@ class DecayingMask(STE):
         count = 2 if self.fades else len(narrowing_patterns(layer.pattern))
         return layer.progress.schedule[:count]
 
-    def sparse_window(self, layer: NMLayer) -> tuple[int, ...]:
+    def follow(self, schedule: Schedule) -> Method:
+        """Take the dense phases."""
+        schedule.refuse(
+            self,
+            ramp="it reaches N:M by degrees itself. Give DecayingMask('structure'), which narrows the pattern by "
+            "halves, or use 'ste' with the ramp",
+        )
+        return schedule.handed_to(self)
+
+    def phases(self, layer: NMLayer) -> Phases:
         """From where there are masks to the dense phase at the end."""
         frames = self._frames(layer)
         dense_from = layer.progress.schedule[len(frames) :]
         # Fading entries have no mask; a narrowing pattern has one in its first frame.
         begins = frames[-1] if self.fades else frames[0]
-        return (begins, *dense_from)
+        return Phases((begins, *dense_from))
 
     def current_pattern(self, layer: NMLayer) -> NMPattern:
         """The pattern of the frame; N:M where pruned entries fade, and before the first frame."""

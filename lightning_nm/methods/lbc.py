@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_nm.functional import pack_mask, unpack_mask
-from lightning_nm.functional.evolution import as_blocks, from_blocks
 from lightning_nm.functional.select import mask_, masked
 from lightning_nm.functional.soft import patterns_of_layer, surviving
 from lightning_nm.methods.base import (
     MaskMethod,
-    refuse_tensor_parallel,
+    Method,
+    blocks_of,
+    from_blocks_of,
     set_parameter,
-    warn_of_late_stop,
 )
+from lightning_nm.methods.checks import refuse_tensor_parallel, warn_of_late_stop
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.pattern import NMPattern
-from lightning_nm.schedule import Moment, check_moment, resolve_moment
+from lightning_nm.schedule import Moment, Schedule, check_moment, resolve_moment
 
 SCORES = "scores"
 """The layer's parameter: a score for each pattern of each block, ``[out, blocks, C]``; 0 once it is removed."""
@@ -66,15 +66,6 @@ class LBC(MaskMethod):
     """
 
     short_name = "lbc"
-    refused_schedule = MappingProxyType(
-        {
-            "dense_start": "it starts dense anyway, and removes entries until its `stop`",
-            "ramp": "its scores are of the combinations of one pattern, and masks narrow to it until its `stop`",
-            "dense_end": "it trains scores, and masks that narrow to N:M until its `stop`; without masks nothing of "
-            "that would be left",
-        }
-    )
-    restores_masks = True
     latent = False
     # The paper counts all three GEMMs by the share of kept entries.
     paper_counts_masked = True
@@ -82,6 +73,17 @@ class LBC(MaskMethod):
     def __init__(self, stop: Moment = 0.5) -> None:
         check_moment("stop", stop)
         self.stop = stop
+
+    def follow(self, schedule: Schedule) -> Method:
+        """Refuse every part."""
+        schedule.refuse(
+            self,
+            dense_start="it starts dense anyway, and removes entries until its `stop`",
+            ramp="its scores are of the combinations of one pattern, and masks narrow to it until its `stop`",
+            dense_end="it trains scores, and masks that narrow to N:M until its `stop`; without masks nothing of that "
+            "would be left",
+        )
+        return self
 
     def schedule(self, planned_steps: int | None) -> tuple[int, ...]:
         """The training step from which masks are N:M."""
@@ -147,8 +149,7 @@ class LBC(MaskMethod):
         patterns = layer.buffers[PATTERNS]
         # [blocks, C] x [C, M]: how many patterns that are left keep each entry.
         keepers = (~removed).flatten(0, 1).float() @ patterns.float()
-        rows = layer.view.rows(layer.weight).shape
-        layer.set_masks(layer.view.unrows(from_blocks(keepers > 0, rows)))
+        layer.set_masks(from_blocks_of(layer, keepers > 0))
 
     def gradient_at_pruned(self, layer: NMLayer) -> bool:
         """Whether there is no mask: a pruned entry is in no pattern that is left, so no score needs its gradient."""
@@ -164,7 +165,7 @@ class LBC(MaskMethod):
             return (grad, *[None] * len(layer.parameters))
         kept_grad = mask_(grad, mask)
         # What a mask that were a real number would get: dL/dm = W dL/dW_F.
-        of_mask = as_blocks(layer.view.rows(kept_grad * weight), layer.pattern.m).to(scores.dtype)
+        of_mask = blocks_of(layer, kept_grad * weight).to(scores.dtype)
         patterns = layer.buffers[PATTERNS].to(scores.dtype)
         of_scores = (of_mask @ patterns.t()).view(scores.shape)
         return kept_grad, masked(of_scores, scores.detach() != 0)
@@ -213,7 +214,7 @@ def _worst_first(layer: NMLayer, scores: Tensor, removed: Tensor) -> Tensor:
     """The patterns of each block in the order in which they go: those gone already, then by score, then magnitude."""
     patterns = layer.buffers[PATTERNS].to(scores.dtype)
     weight = layer.weight.detach()
-    magnitudes = as_blocks(layer.view.rows(weight).abs(), layer.pattern.m).to(scores.dtype)
+    magnitudes = blocks_of(layer, weight.abs()).to(scores.dtype)
     kept = (magnitudes @ patterns.t()).view(scores.shape)
     ranked = scores.masked_fill(removed, -torch.inf)
     by_magnitude = kept.argsort(dim=-1, stable=True)

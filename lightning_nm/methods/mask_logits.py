@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -13,7 +12,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_nm.functional import fold_seed, is_nm, pack_mask, unpack_mask
-from lightning_nm.functional.evolution import as_blocks, from_blocks
 from lightning_nm.functional.soft import (
     gumbel_noise,
     normal_noise,
@@ -23,15 +21,16 @@ from lightning_nm.functional.soft import (
 )
 from lightning_nm.methods.base import (
     MaskMethod,
-    check_number,
+    Method,
+    blocks_of,
+    from_blocks_of,
     largest_entries,
-    refuse_tensor_parallel,
     set_parameter,
-    warn_of_late_stop,
 )
+from lightning_nm.methods.checks import check_number, refuse_tensor_parallel, warn_of_late_stop
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.weight import key_of_layer
-from lightning_nm.schedule import Moment, check_moment, resolve_moment
+from lightning_nm.schedule import Moment, Schedule, check_moment, resolve_moment
 
 LOGITS = "logits"
 """The layer's parameter: a logit for each pattern of each block, ``[out, blocks, C]``."""
@@ -88,15 +87,6 @@ class MaskLogits(MaskMethod):
     """
 
     short_name = "mask-logits"
-    refused_schedule = MappingProxyType(
-        {
-            "dense_start": "it trains logits of the masks alone, so that a dense phase would train nothing",
-            "ramp": "its logits are of the combinations of one pattern",
-            "dense_end": "it trains logits of the masks alone, so that a dense phase would train nothing",
-        }
-    )
-    restores_masks = True
-    selects_entries = False
     trains_weight = False
 
     def __init__(
@@ -128,6 +118,13 @@ class MaskLogits(MaskMethod):
             self._prior = {
                 name: (pack_mask(value.detach() != 0), value.shape) for name, value in prior.items()
             }
+
+    def follow(self, schedule: Schedule) -> Method:
+        """Refuse every part."""
+        why = "it trains logits of the masks alone, so that a dense phase would train nothing"
+        ramp = "its logits are of the combinations of one pattern"
+        schedule.refuse(self, dense_start=why, ramp=ramp, dense_end=why)
+        return self
 
     def schedule(self, planned_steps: int | None) -> tuple[int, ...]:
         """The training step from which scale and temperature have their last values."""
@@ -166,7 +163,7 @@ class MaskLogits(MaskMethod):
         noise = normal_noise(rows.numel() // m * count, self._words(layer, "first"))
         logits = _SPREAD * noise.to(weight.device, dtype).view(shape)
         if self.prior_strength:
-            prior = as_blocks(layer.view.rows(self._prior_of(layer)), m)
+            prior = blocks_of(layer, self._prior_of(layer))
             shared = prior.to(dtype) @ patterns.to(dtype).t()  # [blocks, C]
             # The constant changes no choice.
             logits += self.prior_strength * _SPREAD * (shared.view(shape) - 1)
@@ -216,8 +213,7 @@ class MaskLogits(MaskMethod):
         patterns = layer.buffers[PATTERNS]
         best = logits.argmax(-1).flatten()  # [blocks]
         kept_blocks = patterns[best].bool()  # [blocks, M]
-        rows = layer.view.rows(layer.weight).shape
-        layer.set_masks(layer.view.unrows(from_blocks(kept_blocks, rows)))
+        layer.set_masks(from_blocks_of(layer, kept_blocks))
         progress = _progress(layer)
         annealed = [
             first + (last - first) * progress for first, last in (self.scale, self.temperature)
@@ -236,8 +232,7 @@ class MaskLogits(MaskMethod):
         """The soft mask of this step, of the weight's shape."""
         choice = self._choice(layer, logits).flatten(0, 1)  # [blocks, C]
         mask_blocks = choice @ layer.buffers[PATTERNS].to(choice.dtype)
-        rows = layer.view.rows(layer.weight).shape
-        return layer.view.unrows(from_blocks(mask_blocks, rows))
+        return from_blocks_of(layer, mask_blocks)
 
     def training_weight(self, layer: NMLayer, weight: Tensor) -> Tensor:
         """W times the soft mask."""
@@ -254,7 +249,7 @@ class MaskLogits(MaskMethod):
         if logits is None:
             return (None, *[None] * len(layer.parameters))
         # dL/dm = W dL/dW_F, and the mask is a sum over patterns.
-        of_mask = as_blocks(layer.view.rows(grad * weight), layer.pattern.m).to(logits.dtype)
+        of_mask = blocks_of(layer, grad * weight).to(logits.dtype)
         patterns = layer.buffers[PATTERNS].to(logits.dtype)
         of_choice = (of_mask @ patterns.t()).view(logits.shape)
         scale, temperature = layer.buffers[ANNEALED].unbind()

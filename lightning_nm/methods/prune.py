@@ -16,7 +16,6 @@ from lightning_nm.functional import magnitude_mask
 from lightning_nm.functional.allocation import allocate, retained_magnitudes
 from lightning_nm.functional.calibrated import sparsegpt, wanda_mask
 from lightning_nm.functional.select import masked
-from lightning_nm.methods.base import check_number, check_option
 from lightning_nm.methods.calibration import (
     Calibration,
     call_model,
@@ -26,6 +25,7 @@ from lightning_nm.methods.calibration import (
     set_matrices,
     squared_output,
 )
+from lightning_nm.methods.checks import check_number, check_option
 from lightning_nm.methods.ste import STE
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.selection import Rule, SkipFirstLast, as_globs, parse_skip_first_last, select

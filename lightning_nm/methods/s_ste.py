@@ -42,8 +42,6 @@ class SSTE(STE):
     """
 
     short_name = "s-ste"
-    restores_masks = True
-    selects_entries = False  # the values change, too
 
     def init_masks(self, layer: NMLayer) -> None:
         """Select the first masks and compute the factor, unless training starts dense."""

@@ -10,10 +10,11 @@ from torch.optim import Optimizer
 
 from lightning_nm.functional.select import masked
 from lightning_nm.kernels.cpu import evolution
-from lightning_nm.methods.base import MaskMethod, check_number, check_option, largest_entries
+from lightning_nm.methods.base import MaskMethod, largest_entries
+from lightning_nm.methods.checks import check_number, check_option
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.pattern import NMPattern
-from lightning_nm.schedule import Moment, check_window, resolve_window, within
+from lightning_nm.schedule import Moment, Phases, check_window, resolve_window, within
 
 
 class STE(MaskMethod):
@@ -35,7 +36,6 @@ class STE(MaskMethod):
     """
 
     short_name = "ste"
-    restores_masks = True
 
     def __init__(self, dense_start: Moment = 0, dense_end: Moment = 0) -> None:
         check_window(dense_start, dense_end)
@@ -46,20 +46,23 @@ class STE(MaskMethod):
         """The training steps at which the masks come and go; ``()`` if they are always there."""
         return resolve_window(self, self.dense_start, self.dense_end, planned_steps)
 
+    def phases(self, layer: NMLayer) -> Phases:
+        """Masks are there between the dense phases."""
+        return Phases(layer.progress.schedule)
+
     def init_masks(self, layer: NMLayer) -> None:
         """Select the first masks, unless training starts dense."""
-        if within(self.sparse_window(layer), layer.progress.clock):
+        if within(self.phases(layer).sparse, layer.progress.clock):
             self.select(layer)
         else:
             layer.set_masks(None)
 
     def update(self, layer: NMLayer) -> None:
-        """Select the masks anew when it is time; none in a dense phase."""
-        if not within(self.sparse_window(layer), layer.progress.clock):
-            layer.set_masks(None)
-            return
+        """Select the masks again when it is time; none in a dense phase."""
         begins = layer.masks.bits is None
-        if begins or self.due(layer):
+        if not within(self.phases(layer).sparse, layer.progress.clock):
+            layer.set_masks(None)
+        elif begins or self.due(layer):
             self.select(layer)
 
     def due(self, layer: NMLayer) -> bool:

@@ -277,7 +277,7 @@ def changed_settings(layer: NMLayer, state: Mapping[str, Any]) -> list[str]:
     method = layer.spec.method
     # These became training steps when training began: what is compared is the schedule.
     planned = {"dense_start", "dense_end"}
-    if layer.progress.schedule or method.dense_start:
+    if layer.progress.schedule or hasattr(method, "start"):
         planned |= {"start", "stop", "latest"}
     changes = []
     for part, settings, key in (

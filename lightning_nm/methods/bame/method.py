@@ -32,10 +32,11 @@ from lightning_nm.methods.bame.exchange import (
 )
 from lightning_nm.methods.bame.optimizer_state import check_optimizer, clear_entries, group_of
 from lightning_nm.methods.bame.statistics import PhaseTotals, evolution_statistics
-from lightning_nm.methods.base import MaskMethod, check_moving_masks, check_option
+from lightning_nm.methods.base import MaskMethod
 from lightning_nm.methods.bi_mask import BiMask
+from lightning_nm.methods.checks import check_option
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.schedule import Moment, check_moment, resolve_moment
+from lightning_nm.schedule import Moment, Phases, check_moment, resolve_moment
 
 
 class BAME(MaskMethod):
@@ -91,7 +92,6 @@ class BAME(MaskMethod):
     """
 
     short_name = "bame"
-    restores_masks = True
     latent = False
     paper_counts_masked = True
     passes_read_buffers = False
@@ -175,15 +175,9 @@ class BAME(MaskMethod):
                 stacklevel=2,
             )
 
-    def check_stages(self, layer: NMLayer) -> None:
-        """Refuse a dense start that lasts until ``stop``, and warn of a ramp that does."""
-        check_moving_masks(layer, layer.progress.schedule[1])
-
-    def end_masks(self, layer: NMLayer) -> None:
-        """End the masks, and with them the evidence and the counts of exchanges."""
-        layer.pending = None
-        layer.buffers.clear()
-        layer.set_masks(None)
+    def phases(self, layer: NMLayer) -> Phases:
+        """Masks move until ``stop``."""
+        return Phases(moves_until=layer.progress.schedule[1])
 
     def _adapting(self, layer: NMLayer) -> bool:
         """Whether the coming window lies in the adaptation phase."""
