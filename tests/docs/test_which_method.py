@@ -66,8 +66,7 @@ def refuses(method, part):
     value = ["3:4"] if part == "ramp" else 2
     try:
         method.follow(Schedule.parse({part: value}))
-    except ValueError as error:
-        assert "refuses" in str(error)
+    except ValueError:
         return True
     return False
 
