@@ -125,15 +125,7 @@ class Method:
             # What a base class says of its gradient need not hold for another one.
             cls.gradient_at_pruned = Method.gradient_at_pruned  # type: ignore[method-assign]
 
-    def defined_hooks(self) -> frozenset[str]:
-        """The hooks of a step that this method overrides; the others are not called."""
-        found = set()
-        for name in _STEP_HOOKS:
-            hook = getattr(self, name)
-            # A bound method keeps its function; one that was set on the object may be a plain function.
-            if getattr(hook, "__func__", hook) is not getattr(Method, name):
-                found.add(name)
-        return frozenset(found)
+    # ------------------------------------------------------------------------ the plan of a training
 
     def schedule(self, planned_steps: int | None) -> tuple[int, ...]:
         """The training steps at which something begins or ends; resolved once and kept as ``layer.progress.schedule``.
@@ -170,6 +162,78 @@ class Method:
     def check(self, planned_steps: int | None) -> None:
         """Refuse settings that cannot work with this plan, by a ``ValueError``; warn of those that have no effect."""
 
+    # --------------------------------------------------------------------------------- the optimizer
+
+    def check_optimizer(self, layer: NMLayer, optimizer: Optimizer) -> None:
+        """Refuse an optimizer that the method cannot work with, by a ``ValueError`` that names it and the layer."""
+
+    def check_optimizer_state(self, layer: NMLayer, optimizer: Optimizer) -> None:
+        """Refuse to go on without state that the optimizer should have by now, by a ``ValueError`` that says how.
+
+        It is called before the first batch of a fit, when masks and optimizers have what a checkpoint holds of them.
+        A plain loop calls ``NMSparsifier.check_optimizer_states()`` for it.
+        """
+
+    # ----------------------------------------------------------------------------------------- masks
+
+    def init_masks(self, layer: NMLayer) -> None:
+        """Choose the first masks of a layer whose weight has just been set or loaded; the weight is not written to.
+
+        It is called again at each pattern of a user's ``schedule``, which is ``layer.pattern`` then. A weight keeps its
+        pruned entries until the next step ends: a fit that fails before has changed nothing, and a saved state that
+        keeps more entries may be loaded next.
+        """
+
+    def update(self, layer: NMLayer) -> None:
+        """Move the masks: at the end of a batch with a step of this layer, and at every step of the layer's schedule.
+
+        ``layer.step`` counts the layer's optimizer steps, ``layer.progress.updated_at`` is the last update's, and
+        ``layer.progress.clock`` counts training steps, this one included.
+        """
+
+    def finish(self, layer: NMLayer) -> None:
+        """Do what was scheduled for the end of the training: the planned training has ended.
+
+        The clock may lie before the planned end: it does not count the steps that a gradient scaler skipped.
+        """
+
+    def current_pattern(self, layer: NMLayer) -> NMPattern | None:
+        """The pattern of the masks now, for a method whose N changes while it trains; ``layer.pattern`` by default.
+
+        ``None`` while the masks hold to no N:M, as those that shrink entry by entry. Then no product counts as N:M, the
+        share of kept entries is measured, and ``violations`` of the sparsifier goes by the layer's pattern.
+        """
+        return layer.pattern
+
+    # --------------------------------------------------------------------------------------- weights
+
+    def forward_weight(self, layer: NMLayer, weight: Tensor) -> Tensor:
+        """W_F, of the weight's shape; built with a select, so that pruned entries are +0.0."""
+        return weight
+
+    def backward_weight(self, layer: NMLayer, weight: Tensor) -> Tensor:
+        """W_B, of the weight's shape; the forward weight unless overridden."""
+        return self.forward_weight(layer, weight)
+
+    def training_weight(self, layer: NMLayer, weight: Tensor) -> Tensor:
+        """What both GEMMs use in place of W_F and W_B while the layer's module is in training mode; W_F by default.
+
+        For methods that train by other values than those of the model, such as random or soft masks. State dicts,
+        files, statistics and evaluation have W_F. Where it is overridden, the products of layers count as dense.
+        """
+        return self.forward_weight(layer, weight)
+
+    # ------------------------------------------------------------------------------------- gradients
+
+    def weight_gradient(
+        self, layer: NMLayer, weight: Tensor, grad: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        """Turn ``dL/dW_F`` into the gradients of the weight and of ``layer.parameters``, in that order.
+
+        ``grad`` may be overwritten. The default is the straight-through estimator: the weight receives it unchanged.
+        """
+        return (grad, *[None] * len(layer.parameters))
+
     def needs_dense_gradient(self, layer: NMLayer) -> bool:
         """Whether the window that begins at ``layer.progress.clock`` needs dL/dW_F at pruned entries, too.
 
@@ -188,49 +252,6 @@ class Method:
         """
         return True
 
-    def check_optimizer(self, layer: NMLayer, optimizer: Optimizer) -> None:
-        """Refuse an optimizer that the method cannot work with, by a ``ValueError`` that names it and the layer."""
-
-    def check_optimizer_state(self, layer: NMLayer, optimizer: Optimizer) -> None:
-        """Refuse to go on without state that the optimizer should have by now, by a ``ValueError`` that says how.
-
-        It is called before the first batch of a fit, when masks and optimizers have what a checkpoint holds of them.
-        A plain loop calls ``NMSparsifier.check_optimizer_states()`` for it.
-        """
-
-    def init_masks(self, layer: NMLayer) -> None:
-        """Choose the first masks of a layer whose weight has just been set or loaded; the weight is not written to.
-
-        It is called again at each pattern of a user's ``schedule``, which is ``layer.pattern`` then. A weight keeps its
-        pruned entries until the next step ends: a fit that fails before has changed nothing, and a saved state that
-        keeps more entries may be loaded next.
-        """
-
-    def forward_weight(self, layer: NMLayer, weight: Tensor) -> Tensor:
-        """W_F, of the weight's shape; built with a select, so that pruned entries are +0.0."""
-        return weight
-
-    def training_weight(self, layer: NMLayer, weight: Tensor) -> Tensor:
-        """What both GEMMs use in place of W_F and W_B while the layer's module is in training mode; W_F by default.
-
-        For methods that train by other values than those of the model, such as random or soft masks. State dicts,
-        files, statistics and evaluation have W_F. Where it is overridden, the products of layers count as dense.
-        """
-        return self.forward_weight(layer, weight)
-
-    def backward_weight(self, layer: NMLayer, weight: Tensor) -> Tensor:
-        """W_B, of the weight's shape; the forward weight unless overridden."""
-        return self.forward_weight(layer, weight)
-
-    def weight_gradient(
-        self, layer: NMLayer, weight: Tensor, grad: Tensor
-    ) -> tuple[Tensor | None, ...]:
-        """Turn ``dL/dW_F`` into the gradients of the weight and of ``layer.parameters``, in that order.
-
-        ``grad`` may be overwritten. The default is the straight-through estimator: the weight receives it unchanged.
-        """
-        return (grad, *[None] * len(layer.parameters))
-
     def penalty(self, layer: NMLayer) -> Tensor | None:
         """A scalar term added to the loss once per real optimizer step; ``None`` for no term.
 
@@ -238,6 +259,8 @@ class Method:
         accumulation, mixed precision and data parallelism.
         """
         return None
+
+    # ------------------------------------------------------------------------------------- each step
 
     def before_step(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Shape the complete gradient just before the optimizer uses it; the :meth:`penalty` is in it already."""
@@ -263,30 +286,21 @@ class Method:
         ``layer.step`` has advanced. Masks that belong to one certain step move here, others in :meth:`update`.
         """
 
-    def update(self, layer: NMLayer) -> None:
-        """Move the masks: at the end of a batch with a step of this layer, and at every step of the layer's schedule.
-
-        ``layer.step`` counts the layer's optimizer steps, ``layer.progress.updated_at`` is the last update's, and
-        ``layer.progress.clock`` counts training steps, this one included.
-        """
-
-    def finish(self, layer: NMLayer) -> None:
-        """Do what was scheduled for the end of the training: the planned training has ended.
-
-        The clock may lie before the planned end: it does not count the steps that a gradient scaler skipped.
-        """
-
-    def current_pattern(self, layer: NMLayer) -> NMPattern | None:
-        """The pattern of the masks now, for a method whose N changes while it trains; ``layer.pattern`` by default.
-
-        ``None`` while the masks hold to no N:M, as those that shrink entry by entry. Then no product counts as N:M, the
-        share of kept entries is measured, and ``violations`` of the sparsifier goes by the layer's pattern.
-        """
-        return layer.pattern
+    # ---------------------------------------------------------------------------------- what is told
 
     def statistics(self, layers: Sequence[NMLayer]) -> dict[str, float]:
         """Further statistics of these layers, whose methods are of this class; logged as ``nm/...``."""
         return {}
+
+    def defined_hooks(self) -> frozenset[str]:
+        """The hooks of a step that this method overrides; the others are not called."""
+        found = set()
+        for name in _STEP_HOOKS:
+            hook = getattr(self, name)
+            # A bound method keeps its function; one that was set on the object may be a plain function.
+            if getattr(hook, "__func__", hook) is not getattr(Method, name):
+                found.add(name)
+        return frozenset(found)
 
     def __repr__(self) -> str:
         settings = ", ".join(
