@@ -1,27 +1,28 @@
-"""The list of modules is that of the package, and pages name no module that is not there."""
+"""Every module says what it is, and pages name no module that is not there."""
 
+import ast
 import re
 
 import pytest
 
 from tests.docs.blocks import DOCS, ROOT, prose
-from tools.modules import PACKAGE, PAGE, first_line, modules, page
 
+PACKAGE = ROOT / "lightning_nm"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 
 
-def test_the_page_is_as_the_package():
-    assert PAGE.read_text(encoding="utf-8") == page(), "run `python -m tools.modules`"
-
-
 def test_every_module_says_what_it_is():
-    assert [path for path in modules(PACKAGE) if not first_line(path)] == []
+    modules = sorted(PACKAGE.rglob("*.py"))
+    assert len(modules) > 100
+    silent = [path for path in modules if not ast.get_docstring(ast.parse(path.read_text("utf-8")))]
+    assert silent == []
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
 def test_files_that_a_page_names_exist(path):
     named = re.findall(
-        r"`((?:lightning_nm|nn|kernels|functional|training|tests|benchmarks|tools)/[\w/]+\.py)`",
+        r"`((?:lightning_nm|nn|kernels|functional|training|methods|estimators|callbacks|plugins|tests|benchmarks|tools)"
+        r"/[\w/]+\.py)`",
         prose(path),
     )
     missing = [
