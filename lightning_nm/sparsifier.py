@@ -392,6 +392,7 @@ class NMSparsifier:
         self.mask_unfrozen()
         return stepped
 
+    @torch.no_grad()
     def finish(self) -> None:
         """Let the methods do now what they have scheduled for the end of the training, such as CAST's projection.
 

@@ -7,15 +7,20 @@ import inspect
 import re
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 
 from lightning_nm.methods import base
-from tools.modules import ROOT, plain
 
-PAGE = ROOT / "docs" / "extend" / "method.md"
+PAGE = Path(__file__).parent.parent / "docs" / "extend" / "method.md"
 BEGIN = "<!-- `python -m tools.hooks` writes what follows. -->\n"
 END = "<!-- end of the lists -->\n"
 # What the class derives, and no method sets.
 DERIVED = {"uses_masks", "selects_entries", "has_training_weight"}
+
+
+def plain(text: str) -> str:
+    """A docstring's text without the marks of reStructuredText, for Markdown."""
+    return re.sub(r":[a-z]+:`", "`", text).replace("``", "`").replace("`~", "`")
 
 
 def members() -> list[ast.stmt]:

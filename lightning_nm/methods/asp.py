@@ -5,13 +5,18 @@ from __future__ import annotations
 import warnings
 from typing import Literal
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_nm.functional import is_nm
-from lightning_nm.functional.select import mask_
-from lightning_nm.methods.base import MaskMethod, Method, largest_entries
+from lightning_nm.methods.base import (
+    Gradients,
+    MaskMethod,
+    Method,
+    at_kept,
+    largest_entries,
+    zero_pruned,
+)
 from lightning_nm.methods.checks import check_option
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.schedule import (
@@ -99,16 +104,14 @@ class ASP(MaskMethod):
         else:
             layer.set_masks(None)
 
-    @torch.no_grad()
     def update(self, layer: NMLayer) -> None:
         """Prune when the clock reaches ``start``."""
         has_begun = within(layer.progress.schedule, layer.progress.clock)
         if layer.masks.bits is None and has_begun:
             self._choose_mask(layer)
-            if layer.masks.has_forward and layer.step:
-                layer.view.zero_pruned(layer.view.local)
+            if layer.step:
+                zero_pruned(layer)
 
-    @torch.no_grad()
     def _choose_mask(self, layer: NMLayer) -> None:
         if layer.spec.forward_reason:
             return
@@ -128,17 +131,10 @@ class ASP(MaskMethod):
         """Whether training is still dense; after pruning, no step needs the gradient of pruned entries."""
         return not layer.masks.has_forward
 
-    def weight_gradient(
-        self, layer: NMLayer, weight: Tensor, grad: Tensor
-    ) -> tuple[Tensor | None, ...]:
+    def weight_gradient(self, layer: NMLayer, weight: Tensor, grad: Tensor) -> Gradients:
         """The gradient at kept entries, 0 at pruned ones."""
-        mask = layer.masks.forward_view
-        if mask is not None:
-            grad = mask_(grad, mask)
-        return super().weight_gradient(layer, weight, grad)
+        return super().weight_gradient(layer, weight, at_kept(layer, grad))
 
-    @torch.no_grad()
     def after_step(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Keep pruned entries at zero, whatever the optimizer did."""
-        if layer.masks.has_forward:
-            layer.view.zero_pruned(layer.view.local)
+        zero_pruned(layer)

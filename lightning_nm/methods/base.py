@@ -10,10 +10,13 @@ from torch.optim import Optimizer
 
 from lightning_nm.functional.evolution import as_blocks, from_blocks
 from lightning_nm.functional.masks import magnitude_mask
-from lightning_nm.functional.select import masked
+from lightning_nm.functional.select import mask_, masked
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.pattern import NMPattern
 from lightning_nm.schedule import Phases, Schedule, refuse_second
+
+Gradients = tuple[Tensor | None, ...]
+"""The gradients of a weight and of the parameters that the method owns, ``None`` for none."""
 
 _STEP_HOOKS = (
     "penalty",
@@ -62,6 +65,18 @@ def from_blocks_of(layer: NMLayer, blocks: Tensor) -> Tensor:
     return layer.view.unrows(from_blocks(blocks, layer.view.rows(layer.weight).shape))
 
 
+def zero_pruned(layer: NMLayer) -> None:
+    """Set the pruned entries of a layer's weight to zero, whatever the optimizer did."""
+    if layer.masks.has_forward:
+        layer.view.zero_pruned(layer.view.local)
+
+
+def at_kept(layer: NMLayer, grad: Tensor) -> Tensor:
+    """The gradient at the entries that the forward mask keeps, 0 at the others; in place."""
+    mask = layer.masks.forward_view
+    return grad if mask is None else mask_(grad, mask)
+
+
 def _place(cls: type, hook: str) -> int:
     """Which of the classes that a class inherits from, in the order of inheritance, defines a hook."""
     return next(place for place, base in enumerate(cls.__mro__) if hook in vars(base))
@@ -78,7 +93,7 @@ class Method:
     the optimizer's step, :meth:`after_step`, and at the end of the batch :meth:`update`. A step that a gradient scaler
     skips has a :meth:`before_step` alone. :meth:`forward_weight` runs in every forward pass, :meth:`backward_weight`
     and :meth:`weight_gradient` in every backward pass; these three are traced by ``torch.compile`` and must be plain
-    tensor code.
+    tensor code. The hooks of steps and masks run without autograd.
     """
 
     short_name: str = ""
@@ -225,9 +240,7 @@ class Method:
 
     # ------------------------------------------------------------------------------------- gradients
 
-    def weight_gradient(
-        self, layer: NMLayer, weight: Tensor, grad: Tensor
-    ) -> tuple[Tensor | None, ...]:
+    def weight_gradient(self, layer: NMLayer, weight: Tensor, grad: Tensor) -> Gradients:
         """Turn ``dL/dW_F`` into the gradients of the weight and of ``layer.parameters``, in that order.
 
         ``grad`` may be overwritten. The default is the straight-through estimator: the weight receives it unchanged.

@@ -87,7 +87,6 @@ class BiMask(SRSTE):
         layer.masks.set_permutation(None)
         super().init_masks(layer)
 
-    @torch.no_grad()
     def select(self, layer: NMLayer) -> None:
         """Select both masks from the weight as it is now; search the permutation when it is due."""
         if self._move_masks(layer):

@@ -11,10 +11,18 @@ from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 
 from lightning_nm.functional import pack_mask, unpack_mask
-from lightning_nm.functional.select import mask_, masked
+from lightning_nm.functional.select import masked
 from lightning_nm.functional.soft import decayed_moment
 from lightning_nm.methods.bame.optimizer_state import coupled_decay, group_of, will_be_skipped
-from lightning_nm.methods.base import MaskMethod, Method, largest_entries, set_parameter
+from lightning_nm.methods.base import (
+    Gradients,
+    MaskMethod,
+    Method,
+    at_kept,
+    largest_entries,
+    set_parameter,
+    zero_pruned,
+)
 from lightning_nm.methods.checks import check_count, check_number, refuse_tensor_parallel
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.weight import local_values
@@ -162,7 +170,6 @@ class CAST(MaskMethod):
         (end,) = layer.progress.schedule
         return layer.progress.clock >= end
 
-    @torch.no_grad()
     def init_masks(self, layer: NMLayer) -> None:
         """Start with the scale 1, and find the entries to decay."""
         layer.pending = None
@@ -196,9 +203,8 @@ class CAST(MaskMethod):
     def _project(self, layer: NMLayer) -> None:
         """Set the smaller entries to zero, for good."""
         self._choose_mask(layer)
-        layer.view.zero_pruned(layer.view.local)
+        zero_pruned(layer)
 
-    @torch.no_grad()
     def update(self, layer: NMLayer) -> None:
         """Find the entries to decay anew when it is time; make the weight N:M at the end."""
         if layer.spec.forward_reason or layer.masks.has_forward:
@@ -208,7 +214,6 @@ class CAST(MaskMethod):
         elif layer.progress.crossed(self.refresh_every):
             self._find_kept(layer)
 
-    @torch.no_grad()
     def finish(self, layer: NMLayer) -> None:
         """Make the weight N:M if its end was not reached."""
         if not layer.spec.forward_reason and not layer.masks.has_forward:
@@ -225,13 +230,9 @@ class CAST(MaskMethod):
         mask = layer.masks.forward_view
         return scaled if mask is None else masked(scaled, mask)
 
-    def weight_gradient(
-        self, layer: NMLayer, weight: Tensor, grad: Tensor
-    ) -> tuple[Tensor | None, ...]:
+    def weight_gradient(self, layer: NMLayer, weight: Tensor, grad: Tensor) -> Gradients:
         """The gradients of W, which is ``A * grad`` under the mask, and of A."""
-        mask = layer.masks.forward_view
-        if mask is not None:
-            grad = mask_(grad, mask)
+        grad = at_kept(layer, grad)
         scale = self._scale(layer, weight)
         if scale is None:
             return (grad,)
@@ -255,7 +256,6 @@ class CAST(MaskMethod):
         by_column = by_group.reshape(out, rows_shape[1], *[1] * (len(rows_shape) - 2))
         return layer.view.unrows(by_column.expand(rows_shape))
 
-    @torch.no_grad()
     def after_clipping(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Give the optimizer a moment and a gradient with which its own step is that of AdamS.
 
@@ -288,7 +288,6 @@ class CAST(MaskMethod):
             )
         grad.copy_(moment)
 
-    @torch.no_grad()
     def after_step(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Put moment and gradient back, the moment with the gradient in it; keep pruned entries at zero."""
         before: _BeforeStep | None = layer.pending
@@ -300,8 +299,7 @@ class CAST(MaskMethod):
             grad = layer.view.local_grad
             if grad is not None:
                 grad.copy_(before.grad)
-        if layer.masks.has_forward:
-            layer.view.zero_pruned(layer.view.local)
+        zero_pruned(layer)
 
     def statistics(self, layers: Sequence[NMLayer]) -> dict[str, float]:
         """``decayed_magnitude``: the share of the sum of :math:`|W|` in entries that the projection would set to zero.

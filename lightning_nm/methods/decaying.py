@@ -121,9 +121,12 @@ class DecayingMask(STE):
 
     def layer_schedule(self, layer: NMLayer, planned_steps: int | None) -> tuple[int, ...]:
         """:meth:`schedule`, with the beginning of every frame of the layer's pattern between the first two."""
-        if self.fades:
-            return self.schedule(planned_steps)
-        return self._moments(planned_steps, len(narrowing_patterns(layer.pattern)))
+        return self._moments(planned_steps, len(self._patterns(layer)))
+
+    def _patterns(self, layer: NMLayer) -> tuple[NMPattern, ...]:
+        """The patterns of the frames; a fade has two, before and after N:M is reached."""
+        pattern = layer.pattern
+        return (pattern, pattern) if self.fades else narrowing_patterns(pattern)
 
     def _moments(self, planned_steps: int | None, patterns: int) -> tuple[int, ...]:
         """The beginnings of so many frames of equal length, the last at ``stop``, and that of ``dense_end``, if any."""
@@ -146,15 +149,12 @@ class DecayingMask(STE):
                 f"DecayingMask would never be N:M: stop={self.stop} is step {stop}, which must lie between the end of "
                 f"dense_start={self.dense_start} at step {start} and the end of the sparse training at step {end}"
             )
-        frames = [start]
-        for k in range(1, patterns):
-            frames.append(start + round(k * (stop - start) / (patterns - 1)))
-        return (*frames, *dense_from)
+        frames = [start + round(k * (stop - start) / (patterns - 1)) for k in range(1, patterns)]
+        return (start, *frames, *dense_from)
 
     def _frames(self, layer: NMLayer) -> tuple[int, ...]:
         """The beginnings of the frames, of which the last is that of N:M."""
-        count = 2 if self.fades else len(narrowing_patterns(layer.pattern))
-        return layer.progress.schedule[:count]
+        return layer.progress.schedule[: len(self._patterns(layer))]
 
     def follow(self, schedule: Schedule) -> Method:
         """Take the dense phases."""
@@ -175,11 +175,9 @@ class DecayingMask(STE):
 
     def current_pattern(self, layer: NMLayer) -> NMPattern:
         """The pattern of the frame; N:M where pruned entries fade, and before the first frame."""
-        if self.fades:
-            return layer.pattern
         begun = bisect_right(self._frames(layer), layer.progress.clock)
         # A narrowing pattern of one frame alone, as of 1:2, is N:M from the start.
-        return narrowing_patterns(layer.pattern)[begun - 1] if begun else layer.pattern
+        return self._patterns(layer)[begun - 1] if begun else layer.pattern
 
     # ---------------------------------------------------------------------------------------------------------- masks
 
@@ -195,26 +193,20 @@ class DecayingMask(STE):
 
     def _set_fade(self, layer: NMLayer) -> None:
         """Keep b as a tensor, which a compiled graph reads; there is none before and after the fade."""
-        factor = self._factor(layer)
-        known = layer.buffers.get(FADE)
-        if factor is None or layer.spec.forward_reason:
+        clock = layer.progress.clock
+        frames = self._frames(layer)
+        if not self.fades or layer.spec.forward_reason or not within(frames, clock):
             layer.buffers.pop(FADE, None)
-        elif known is None:
+            return
+        start, stop = frames
+        share = (clock - start) / (stop - start)
+        factor = 1 - share if self.decay == "linear" else math.exp(-self.rate * share)
+        if FADE in layer.buffers:
+            layer.buffers[FADE].fill_(factor)
+        else:
             weight = layer.param
             dtype = torch.promote_types(weight.dtype, torch.float32)
             layer.buffers[FADE] = torch.tensor([factor], dtype=dtype, device=weight.device)
-        else:
-            known.fill_(factor)
-
-    def _factor(self, layer: NMLayer) -> float | None:
-        """The factor b at this training step; ``None`` before and after the fade."""
-        clock = layer.progress.clock
-        frames = self._frames(layer)
-        if not self.fades or not within(frames, clock):
-            return None
-        start, stop = frames
-        share = (clock - start) / (stop - start)
-        return 1 - share if self.decay == "linear" else math.exp(-self.rate * share)
 
     def forward_weight(self, layer: NMLayer, weight: Tensor) -> Tensor:
         """W under the mask; while pruned entries fade, W with these multiplied by b."""

@@ -10,14 +10,17 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_nm.functional import pack_mask, unpack_mask
-from lightning_nm.functional.select import mask_, masked
+from lightning_nm.functional.select import masked
 from lightning_nm.functional.soft import patterns_of_layer, surviving
 from lightning_nm.methods.base import (
+    Gradients,
     MaskMethod,
     Method,
+    at_kept,
     blocks_of,
     from_blocks_of,
     set_parameter,
+    zero_pruned,
 )
 from lightning_nm.methods.checks import refuse_tensor_parallel, warn_of_late_stop
 from lightning_nm.nn.layer import NMLayer
@@ -123,15 +126,13 @@ class LBC(MaskMethod):
         layer.set_masks(torch.ones(layer.view.shape, dtype=torch.bool, device=device))
         self._remove_patterns(layer)
 
-    @torch.no_grad()
     def update(self, layer: NMLayer) -> None:
         """Remove the lowest scores of each block, as many as it is time for, and what they alone kept."""
         if SCORES in layer.parameters:
             self._remove_patterns(layer)
             if layer.step:
-                layer.view.zero_pruned(layer.view.local)
+                zero_pruned(layer)
 
-    @torch.no_grad()
     def _remove_patterns(self, layer: NMLayer) -> None:
         """Remove the scores that are due, and move the mask; the weight stays."""
         scores = layer.parameters[SCORES]
@@ -155,15 +156,12 @@ class LBC(MaskMethod):
         """Whether there is no mask: a pruned entry is in no pattern that is left, so no score needs its gradient."""
         return not layer.masks.has_forward
 
-    def weight_gradient(
-        self, layer: NMLayer, weight: Tensor, grad: Tensor
-    ) -> tuple[Tensor | None, ...]:
+    def weight_gradient(self, layer: NMLayer, weight: Tensor, grad: Tensor) -> Gradients:
         """The gradient at kept entries, and that of the scores that are left."""
-        mask = layer.masks.forward_view
+        kept_grad = at_kept(layer, grad)
         scores = layer.parameters.get(SCORES)
-        if mask is None or scores is None:
-            return (grad, *[None] * len(layer.parameters))
-        kept_grad = mask_(grad, mask)
+        if scores is None:
+            return (kept_grad,)
         # What a mask that were a real number would get: dL/dm = W dL/dW_F.
         of_mask = blocks_of(layer, kept_grad * weight).to(scores.dtype)
         patterns = layer.buffers[PATTERNS].to(scores.dtype)
@@ -179,11 +177,9 @@ class LBC(MaskMethod):
         """An empty text: the gradient of the last scores changes no mask."""
         return ""
 
-    @torch.no_grad()
     def after_step(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Keep pruned entries and removed scores at zero, whatever the optimizer did."""
-        if layer.masks.has_forward:
-            layer.view.zero_pruned(layer.view.local)
+        zero_pruned(layer)
         if SCORES in layer.parameters:
             layer.parameters[SCORES].masked_fill_(_removed(layer), 0)
 

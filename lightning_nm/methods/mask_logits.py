@@ -20,6 +20,7 @@ from lightning_nm.functional.soft import (
     soft_choice_gradient,
 )
 from lightning_nm.methods.base import (
+    Gradients,
     MaskMethod,
     Method,
     blocks_of,
@@ -145,7 +146,6 @@ class MaskLogits(MaskMethod):
                 "optimizer"
             )
 
-    @torch.no_grad()
     def init_masks(self, layer: NMLayer) -> None:
         """Draw the first logits around the prior."""
         layer.set_masks(None)
@@ -202,7 +202,6 @@ class MaskLogits(MaskMethod):
         """The words that the random numbers of a layer in a step follow from; equal in all processes."""
         return fold_seed(layer.noise.seed, layer.name, "mask-logits", step)
 
-    @torch.no_grad()
     def update(self, layer: NMLayer) -> None:
         """Mask by the largest logits, and prepare the noise, the scale and the temperature of the next step."""
         logits = layer.parameters.get(LOGITS)
@@ -241,9 +240,7 @@ class MaskLogits(MaskMethod):
         mask = self._soft_mask(layer, layer.parameters[LOGITS].detach())
         return (weight * mask).to(weight.dtype)
 
-    def weight_gradient(
-        self, layer: NMLayer, weight: Tensor, grad: Tensor
-    ) -> tuple[Tensor | None, ...]:
+    def weight_gradient(self, layer: NMLayer, weight: Tensor, grad: Tensor) -> Gradients:
         """No gradient of the weight, and that of the logits."""
         logits = layer.parameters.get(LOGITS)
         if logits is None:

@@ -135,7 +135,6 @@ class MaxQ(SRSTE):
         """Select the masks and thresholds of the weight as it is now."""
         self.select(layer)
 
-    @torch.no_grad()
     def select(self, layer: NMLayer) -> None:
         """Select the masks and thresholds."""
         if layer.spec.forward_reason:

@@ -17,7 +17,7 @@ from lightning_nm.methods.bame.exchange import (
     gradient_of_window,
 )
 from lightning_nm.methods.bame.optimizer_state import check_optimizer
-from lightning_nm.methods.base import MaskMethod, blocks_of, largest_entries
+from lightning_nm.methods.base import Gradients, MaskMethod, blocks_of, largest_entries, zero_pruned
 from lightning_nm.methods.checks import check_count, check_number
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.schedule import Moment, Phases, check_moment, resolve_moment
@@ -112,7 +112,6 @@ class RigL(MaskMethod):
         """Refuse an optimizer whose state cannot be matched to entries of the weight."""
         check_optimizer(optimizer, layer.param, layer.name)
 
-    @torch.no_grad()
     def init_masks(self, layer: NMLayer) -> None:
         """Keep the largest entries."""
         layer.pending = None
@@ -121,13 +120,10 @@ class RigL(MaskMethod):
             return
         layer.set_masks(largest_entries(layer))
 
-    def weight_gradient(
-        self, layer: NMLayer, weight: Tensor, grad: Tensor
-    ) -> tuple[Tensor | None, ...]:
+    def weight_gradient(self, layer: NMLayer, weight: Tensor, grad: Tensor) -> Gradients:
         """The gradient at kept entries; all of it in a window whose gradient moves the mask."""
         return (gradient_of_window(layer, grad),)
 
-    @torch.no_grad()
     def before_step(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Find the exchange that the dense gradient speaks for, then leave the optimizer that of kept entries."""
         mask = layer.masks.forward_view
@@ -144,13 +140,12 @@ class RigL(MaskMethod):
         """An empty text: where a mask cannot move without that call, :meth:`after_step` raises an error."""
         return ""
 
-    @torch.no_grad()
     def after_step(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Keep pruned entries at zero, whatever the optimizer did; then make the exchange."""
         mask = layer.masks.forward_view
         if mask is None:
             return
-        layer.view.zero_pruned(layer.view.local)
+        zero_pruned(layer)
         exchange: Exchange | None = layer.pending
         layer.pending = None
         if layer.progress.dense_gradient and layer.view.local_grad is not None:

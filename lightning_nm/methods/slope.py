@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-import torch
-
 from lightning_nm.functional import backward_mask
 from lightning_nm.methods.asp import ASP
 from lightning_nm.methods.checks import check_count
@@ -67,7 +65,6 @@ class SLoPe(ASP):
         super()._choose_mask(layer)
         self._choose_backward(layer)
 
-    @torch.no_grad()
     def update(self, layer: NMLayer) -> None:
         """Prune when the clock reaches ``start``; select the backward mask anew when it is time."""
         was_pruned = layer.masks.bits is not None

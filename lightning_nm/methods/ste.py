@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
@@ -69,7 +68,6 @@ class STE(MaskMethod):
         """Whether the masks are to be selected after this step."""
         return True
 
-    @torch.no_grad()
     def select(self, layer: NMLayer) -> None:
         """Select the masks from the weight as it is now."""
         pattern = self.current_pattern(layer)
@@ -79,7 +77,6 @@ class STE(MaskMethod):
         layer.set_masks(largest_entries(layer, pattern))
 
 
-@torch.no_grad()
 def keep_largest(layer: NMLayer, pattern: NMPattern) -> bool:
     """Move the forward mask, where there is one and no other, to the largest entries, by the library of CPU kernels.
 
@@ -176,7 +173,6 @@ class SRSTE(STE):
         if self.decay_at == "after-clipping":
             self._add_decay(layer)
 
-    @torch.no_grad()
     def _add_decay(self, layer: NMLayer) -> None:
         mask = layer.masks.forward_view
         grad = layer.view.local_grad

@@ -250,7 +250,6 @@ class STEP(STE):
                 "checkpoint (fit(ckpt_path=...)), use the same optimizer again, or begin anew with a new callback"
             )
 
-    @torch.no_grad()
     def after_clipping(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Before the switch measure the change of the second moment; after it prepare a step that leaves it alone."""
         if will_be_skipped(optimizer):
@@ -338,7 +337,6 @@ class STEP(STE):
             gradient.add_(local_values(parameter), alpha=sign * decay)
         return pending
 
-    @torch.no_grad()
     def after_step(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Put the second moment and the gradient back; keep the change of a dense step."""
         pending = self._pending(layer)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-import torch
-
 from lightning_nm.functional import transposable_mask
 from lightning_nm.methods.checks import check_count
 from lightning_nm.methods.ste import SRSTE, DecayAt
@@ -61,7 +59,6 @@ class TransposableMask(SRSTE):
         """Every ``update_every`` steps."""
         return layer.progress.crossed(self.update_every, self.first_update or self.update_every)
 
-    @torch.no_grad()
     def select(self, layer: NMLayer) -> None:
         """Select the mask from the weight as it is now: row-wise where it cannot be transposable."""
         if layer.spec.dgrad_reason or layer.spec.forward_reason:

@@ -703,6 +703,7 @@ class NMLayer(HasHandle):
                     self.parameters[name] = parameter
 
 
+@torch.no_grad()
 def init_masks(layer: NMLayer) -> None:
     """Choose the masks for a weight that has just been set or loaded; none in a dense stage of the user's schedule."""
     if layer.progress.is_dense:

@@ -214,6 +214,7 @@ _LOOKS = 64  # at the masks of a method whose pattern changes between the moment
 _TOLD_APART = 64
 
 
+@torch.no_grad()
 def charge_plan(layers: Sequence[NMLayer], planned_steps: int | None) -> None:
     """Charge the costs of new layers as if the training that they are planned for had run.
 

@@ -93,6 +93,7 @@ class TrainingStep:
         """The hooks that are called for a layer: none in a dense stage."""
         return frozenset() if layer.progress.is_dense else self._hooks[layer.spec.method]
 
+    @torch.no_grad()
     def before_optimizer(self, optimizer: Optimizer, loss_scale: float = 1.0) -> None:
         """Shape the complete gradients, still multiplied by ``loss_scale``, of the optimizer's layers."""
         owned = self.owned(optimizer)
@@ -115,6 +116,7 @@ class TrainingStep:
                         method.before_step(layer, optimizer)
                 layer.progress.shaped = True
 
+    @torch.no_grad()
     def after_clipping(self, optimizer: Optimizer) -> None:
         """Shape the gradients that the optimizer's step is about to use."""
         shaping = [
@@ -130,6 +132,7 @@ class TrainingStep:
             with _unscaled(layer, loss_scale), layer.full(gradient=True):
                 layer.spec.method.after_clipping(layer, optimizer)
 
+    @torch.no_grad()
     def after_optimizer(self, optimizer: Optimizer) -> None:
         """Count a real step of the optimizer, and let the methods repair what it did to the weights."""
         self.stepped = True
@@ -151,6 +154,7 @@ class TrainingStep:
             # A batch may hold several steps, and each needs random numbers of its own.
             layer.draw_noise()
 
+    @torch.no_grad()
     def end_batch(self) -> bool:
         """Move the masks of the layers whose optimizer has stepped, and begin the next window.
 
