@@ -8,11 +8,11 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from lightning_nm.functional.select import masked
+from lightning_nm.kernels.blocks import BlockGrid
 from lightning_nm.kernels.cpu import evolution
 from lightning_nm.methods.base import MaskMethod, largest_entries
 from lightning_nm.methods.checks import check_number, check_option
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.pattern import NMPattern
 from lightning_nm.schedule import Moment, Phases, check_window, resolve_window, within
 
 
@@ -72,31 +72,32 @@ class STE(MaskMethod):
         """Select the masks from the weight as it is now."""
         pattern = self.current_pattern(layer)
         assert pattern is not None  # the masks of this class always hold to one
-        if layer.spec.forward_reason or keep_largest(layer, pattern):
+        if layer.spec.forward_reason:
             return
-        layer.set_masks(largest_entries(layer, pattern))
+        grid = grid_to_move(layer, backward=False)
+        if grid is None:
+            layer.set_masks(largest_entries(layer, pattern))
+            return
+        masks = layer.masks
+        assert masks.bits is not None
+        weight = layer.weight.detach()
+        masks.count_moved(evolution.keep_largest(grid, pattern.n, weight, masks.bits))
 
 
-def keep_largest(layer: NMLayer, pattern: NMPattern) -> bool:
-    """Move the forward mask, where there is one and no other, to the largest entries, by the library of CPU kernels.
+def grid_to_move(layer: NMLayer, *, backward: bool) -> BlockGrid | None:
+    """The blocks of a weight whose masks the library of CPU kernels can move in place; ``None`` where it cannot.
 
     Args:
         layer: The layer.
-        pattern: How many entries of each block are kept; its M is the layer's.
-
-    Returns:
-        Whether this was done.
+        backward: Whether there must be a backward mask, else there must be none.
     """
     masks = layer.masks
+    has_these = masks.has_forward and masks.has_backward == backward
+    if not has_these or masks.bits is None or layer.shards is not None:
+        return None
     weight = layer.weight.detach()
-    has_one_mask = masks.has_forward and not masks.has_backward
-    if not has_one_mask or masks.bits is None or layer.shards is not None:
-        return False
     grid = layer.view.grid(weight)
-    if grid is None or not evolution.runs(weight, masks.bits):
-        return False
-    masks.count_moved(evolution.keep_largest(grid, pattern.n, weight, masks.bits))
-    return True
+    return grid if grid is not None and evolution.runs(weight, masks.bits) else None
 
 
 DecayAt = Literal["before-clipping", "after-clipping"]
