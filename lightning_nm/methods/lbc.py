@@ -11,18 +11,18 @@ from torch.optim import Optimizer
 
 from lightning_nm.functional import pack_mask, unpack_mask
 from lightning_nm.functional.select import masked
-from lightning_nm.functional.soft import patterns_of_layer, surviving
+from lightning_nm.functional.soft import surviving
 from lightning_nm.methods.base import (
     Gradients,
     MaskMethod,
     Method,
     at_kept,
-    blocks_of,
     from_blocks_of,
     set_parameter,
     zero_pruned,
 )
-from lightning_nm.methods.checks import refuse_tensor_parallel, warn_of_late_stop
+from lightning_nm.methods.checks import warn_of_late_stop
+from lightning_nm.methods.pattern_scores import PATTERNS, begin_scores, sum_by_pattern
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.pattern import NMPattern
 from lightning_nm.schedule import Moment, Schedule, check_moment, resolve_moment
@@ -31,8 +31,6 @@ SCORES = "scores"
 """The layer's parameter: a score for each pattern of each block, ``[out, blocks, C]``; 0 once it is removed."""
 REMOVED = "removed"
 """The layer's buffer: whether each of them is removed, one bit each."""
-PATTERNS = "patterns"
-"""The layer's buffer: uint8 ``[C, M]``, 1 where a pattern keeps an entry."""
 
 
 class LBC(MaskMethod):
@@ -103,23 +101,17 @@ class LBC(MaskMethod):
 
     def init_masks(self, layer: NMLayer) -> None:
         """Give all patterns the same score, so that every entry is kept."""
-        layer.set_masks(None)
-        layer.buffers.clear()
-        if layer.spec.forward_reason:
+        shape = begin_scores(layer, "scores")
+        if shape is None:
             return
-        refuse_tensor_parallel(layer, "scores of all blocks")
-        patterns = patterns_of_layer(layer.name, layer.pattern)
-        count, m = patterns.shape
-        rows = layer.view.rows(layer.weight).shape
-        blocks = rows.numel() // m
-        device = layer.weight.device
+        weight = layer.weight
+        device = weight.device
+        n, m = layer.pattern.n, layer.pattern.m
         # One pattern in C(M-1, N-1) keeps a certain entry: the scores of those that do add up to 1.
-        score = 1 / math.comb(m - 1, layer.pattern.n - 1)
-        dtype = torch.promote_types(layer.weight.dtype, torch.float32)
-        # Three dimensions: Muon takes those of two for matrices of a layer.
-        scores = torch.full((rows[0], blocks // rows[0], count), score, dtype=dtype, device=device)
+        score = 1 / math.comb(m - 1, n - 1)
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        scores = torch.full(shape, score, dtype=dtype, device=device)
         set_parameter(layer, SCORES, scores)
-        layer.buffers[PATTERNS] = patterns.to(device, torch.uint8)
         layer.buffers[REMOVED] = torch.zeros(
             (scores.numel() + 7) // 8, dtype=torch.uint8, device=device
         )
@@ -162,10 +154,7 @@ class LBC(MaskMethod):
         scores = layer.parameters.get(SCORES)
         if scores is None:
             return (kept_grad,)
-        # What a mask that were a real number would get: dL/dm = W dL/dW_F.
-        of_mask = blocks_of(layer, kept_grad * weight).to(scores.dtype)
-        patterns = layer.buffers[PATTERNS].to(scores.dtype)
-        of_scores = (of_mask @ patterns.t()).view(scores.shape)
+        of_scores = sum_by_pattern(layer, kept_grad * weight, scores)
         return kept_grad, masked(of_scores, scores.detach() != 0)
 
     def before_step(self, layer: NMLayer, optimizer: Optimizer) -> None:
@@ -180,8 +169,9 @@ class LBC(MaskMethod):
     def after_step(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Keep pruned entries and removed scores at zero, whatever the optimizer did."""
         zero_pruned(layer)
-        if SCORES in layer.parameters:
-            layer.parameters[SCORES].masked_fill_(_removed(layer), 0)
+        scores = layer.parameters.get(SCORES)
+        if scores is not None:
+            scores.masked_fill_(_removed(layer), 0)
 
     def statistics(self, layers: Sequence[NMLayer]) -> dict[str, float]:
         """``surviving_patterns``: patterns that are left in a block, on average; 1 from ``stop`` on."""
@@ -208,10 +198,7 @@ def _removed(layer: NMLayer) -> Tensor:
 
 def _worst_first(layer: NMLayer, scores: Tensor, removed: Tensor) -> Tensor:
     """The patterns of each block in the order in which they go: those gone already, then by score, then magnitude."""
-    patterns = layer.buffers[PATTERNS].to(scores.dtype)
-    weight = layer.weight.detach()
-    magnitudes = blocks_of(layer, weight.abs()).to(scores.dtype)
-    kept = (magnitudes @ patterns.t()).view(scores.shape)
+    kept = sum_by_pattern(layer, layer.weight.detach().abs(), scores)
     ranked = scores.masked_fill(removed, -torch.inf)
     by_magnitude = kept.argsort(dim=-1, stable=True)
     by_score = ranked.gather(-1, by_magnitude).argsort(dim=-1, stable=True)

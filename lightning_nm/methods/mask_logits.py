@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,7 +16,6 @@ from lightning_nm.functional import fold_seed, is_nm, pack_mask, unpack_mask
 from lightning_nm.functional.soft import (
     gumbel_noise,
     normal_noise,
-    patterns_of_layer,
     soft_choice,
     soft_choice_gradient,
 )
@@ -23,20 +23,18 @@ from lightning_nm.methods.base import (
     Gradients,
     MaskMethod,
     Method,
-    blocks_of,
     from_blocks_of,
     largest_entries,
     set_parameter,
 )
-from lightning_nm.methods.checks import check_number, refuse_tensor_parallel, warn_of_late_stop
+from lightning_nm.methods.checks import check_number, warn_of_late_stop
+from lightning_nm.methods.pattern_scores import PATTERNS, begin_scores, sum_by_pattern
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.weight import key_of_layer
 from lightning_nm.schedule import Moment, Schedule, check_moment, resolve_moment
 
 LOGITS = "logits"
 """The layer's parameter: a logit for each pattern of each block, ``[out, blocks, C]``."""
-PATTERNS = "patterns"
-"""The layer's buffer: uint8 ``[C, M]``, 1 where a pattern keeps an entry."""
 WORDS = "words"
 """The layer's buffer: int64 [4], which the random numbers of the coming step follow from."""
 ANNEALED = "annealed"
@@ -148,27 +146,18 @@ class MaskLogits(MaskMethod):
 
     def init_masks(self, layer: NMLayer) -> None:
         """Draw the first logits around the prior."""
-        layer.set_masks(None)
-        layer.buffers.clear()
-        if layer.spec.forward_reason:
+        shape = begin_scores(layer, "logits")
+        if shape is None:
             return
-        refuse_tensor_parallel(layer, "logits of all blocks")
-        patterns = patterns_of_layer(layer.name, layer.pattern)
-        weight = layer.weight.detach()
-        rows = layer.view.rows(weight)
-        count, m = patterns.shape
-        shape = (len(rows), rows[0].numel() // m, count)
+        weight = layer.weight
         dtype = torch.promote_types(weight.dtype, torch.float32)
-        patterns = patterns.to(weight.device)
-        noise = normal_noise(rows.numel() // m * count, self._words(layer, "first"))
+        noise = normal_noise(math.prod(shape), self._words(layer, "first"))
         logits = _SPREAD * noise.to(weight.device, dtype).view(shape)
         if self.prior_strength:
-            prior = blocks_of(layer, self._prior_of(layer))
-            shared = prior.to(dtype) @ patterns.to(dtype).t()  # [blocks, C]
+            shared = sum_by_pattern(layer, self._prior_of(layer), logits)
             # The constant changes no choice.
-            logits += self.prior_strength * _SPREAD * (shared.view(shape) - 1)
+            logits += self.prior_strength * _SPREAD * (shared - 1)
         set_parameter(layer, LOGITS, logits)
-        layer.buffers[PATTERNS] = patterns.to(torch.uint8)
         layer.buffers[WORDS] = torch.zeros(4, dtype=torch.int64, device=weight.device)
         layer.buffers[ANNEALED] = torch.zeros(2, dtype=dtype, device=weight.device)
         self.update(layer)
@@ -245,10 +234,7 @@ class MaskLogits(MaskMethod):
         logits = layer.parameters.get(LOGITS)
         if logits is None:
             return (None, *[None] * len(layer.parameters))
-        # dL/dm = W dL/dW_F, and the mask is a sum over patterns.
-        of_mask = blocks_of(layer, grad * weight).to(logits.dtype)
-        patterns = layer.buffers[PATTERNS].to(logits.dtype)
-        of_choice = (of_mask @ patterns.t()).view(logits.shape)
+        of_choice = sum_by_pattern(layer, grad * weight, logits)
         scale, temperature = layer.buffers[ANNEALED].unbind()
         choice = self._choice(layer, logits.detach())
         return None, soft_choice_gradient(choice, of_choice, scale, temperature)

@@ -118,7 +118,7 @@ def choose_masks(
         init_hook = type(layer.spec.method).init_masks
         # A saved state replaces all that the package's own methods do there, such as a long search. What a method from
         # outside prepares is not known.
-        is_restored = init_hook.__module__.startswith("lightning_nm.")
+        is_restored = str(init_hook.__module__).startswith("lightning_nm.")
         if is_restored and state and not state_difference(layer, state):
             layer.adopt(saved_layer(layer, state))
         else:
