@@ -52,7 +52,7 @@ def _columns(layer: NMLayer) -> Tensor:
 def matrices_of(layer: NMLayer) -> Tensor:
     """The weight as ``[groups, out / groups, in]``, with the columns in the order of :func:`_columns`."""
     channels_last = layer.view.rows(layer.param.detach()).movedim(1, -1)
-    return channels_last.flatten(1).unflatten(0, (layer.spec.groups, -1))
+    return channels_last.flatten(1).contiguous().unflatten(0, (layer.spec.groups, -1))
 
 
 def set_matrices(layer: NMLayer, matrices: Tensor) -> None:

@@ -127,7 +127,7 @@ class LBC(MaskMethod):
 
     def _remove_patterns(self, layer: NMLayer) -> None:
         """Remove the scores that are due, and move the mask; the weight stays."""
-        scores = layer.parameters[SCORES]
+        scores = layer.parameters[SCORES].detach()
         (stop,) = layer.progress.schedule
         total = scores.shape[-1]
         left = surviving(total, layer.progress.clock, stop)
@@ -171,7 +171,7 @@ class LBC(MaskMethod):
         zero_pruned(layer)
         scores = layer.parameters.get(SCORES)
         if scores is not None:
-            scores.masked_fill_(_removed(layer), 0)
+            scores.detach().masked_fill_(_removed(layer), 0)
 
     def statistics(self, layers: Sequence[NMLayer]) -> dict[str, float]:
         """``surviving_patterns``: patterns that are left in a block, on average; 1 from ``stop`` on."""
