@@ -710,3 +710,12 @@ def init_masks(layer: NMLayer) -> None:
         layer.set_masks(None)
     else:
         layer.spec.method.init_masks(layer)
+
+
+def end_masks(layer: NMLayer) -> None:
+    """End the masks for a dense stage of the user's schedule, and what the method keeps of them."""
+    layer.set_masks(None)
+    layer.pending = None
+    if not layer.spec.method.latent:
+        # What such a method keeps is about exchanges of entries.
+        layer.buffers.clear()

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_nm.functional.select import mask_
-from lightning_nm.nn.layer import NMLayer, init_masks
+from lightning_nm.nn.layer import NMLayer, end_masks, init_masks
 from lightning_nm.nn.selection import grouped, quoted, refuse_masked, refuse_nan
 from lightning_nm.nn.state import same_estimator, saved_layer, saved_stages, state_difference
 from lightning_nm.nn.weight import is_sharded, local_shard, local_values
@@ -147,11 +147,7 @@ def begin_stage(layer: NMLayer, optimizers: Iterable[Optimizer] = ()) -> None:
         method.init_masks(layer)
         kept = layer.masks.forward
     else:
-        layer.set_masks(None)
-        layer.pending = None
-        if not method.latent:
-            # What such a method keeps is about exchanges of entries.
-            layer.buffers.clear()
+        end_masks(layer)
     # A weight that never made a step keeps its entries until its first one: a fit that fails before has cost nothing.
     if method.latent or kept is None or not layer.step:
         return
