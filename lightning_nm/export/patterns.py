@@ -34,13 +34,13 @@ class Found(NamedTuple):
     """
 
     pattern: NMPattern | None
-    layout: Layout = "plain"
+    layout: Layout = Layout.PLAIN
     reason: str = ""
 
 
 def possible_layouts(weight: Tensor) -> tuple[Layout, ...]:
     """The layouts that a weight of an unknown module may have, the most usual one first."""
-    return ("plain", "transposed") if weight.dim() == 2 else ("plain", "flat")
+    return (Layout.PLAIN, Layout.TRANSPOSED if weight.dim() == 2 else Layout.FLAT)
 
 
 @torch.no_grad()
@@ -136,8 +136,8 @@ def patterns_in(
             if key is None:
                 raise ValueError(f"the file has masks for '{name}' but no weight for it")
             own_pattern = NMPattern.parse(layer["pattern"])
-            layout = SAME_BLOCKS.get(layer["layout"], layer["layout"])
-            found[key] = pattern_of(weights[key], own_pattern, [layout])
+            layout = Layout(layer["layout"])
+            found[key] = pattern_of(weights[key], own_pattern, [SAME_BLOCKS.get(layout, layout)])
     # Tied weights have several keys, and a state names one of them.
     masked = {
         memory_of(weights[key]): each for key, each in found.items() if each.pattern is not None

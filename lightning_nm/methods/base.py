@@ -68,7 +68,7 @@ def from_blocks_of(layer: NMLayer, blocks: Tensor) -> Tensor:
 def zero_pruned(layer: NMLayer) -> None:
     """Set the pruned entries of a layer's weight to zero, whatever the optimizer did."""
     if layer.masks.has_forward:
-        layer.view.zero_pruned(layer.view.local)
+        layer.zero_pruned(layer.view.local)
 
 
 def at_kept(layer: NMLayer, grad: Tensor) -> Tensor:
@@ -186,7 +186,7 @@ class Method:
         """Refuse to go on without state that the optimizer should have by now, by a ``ValueError`` that says how.
 
         It is called before the first batch of a fit, when masks and optimizers have what a checkpoint holds of them.
-        A plain loop calls ``NMSparsifier.check_optimizer_states()`` for it.
+        A plain loop calls ``sparsifier.training.check_optimizer_states()`` for it.
         """
 
     # ----------------------------------------------------------------------------------------- masks

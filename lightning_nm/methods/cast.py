@@ -153,7 +153,7 @@ class CAST(MaskMethod):
                 f"CAST makes an optimizer's step that of AdamS, which it can do for Adam and AdamW, but not for {name} "
                 f"(layer '{layer.name}'): use one of them, or another method"
             )
-        group = group_of(optimizer, layer.optimizer_param)
+        group = group_of(optimizer, layer.view.optimizer_param)
         if coupled_decay(optimizer, group):
             raise ValueError(
                 f"{name} adds weight_decay={group['weight_decay']} to the gradient of layer '{layer.name}', which "
@@ -264,7 +264,7 @@ class CAST(MaskMethod):
         grad = layer.view.local_grad
         if grad is None or layer.spec.forward_reason or will_be_skipped(optimizer):
             return
-        parameter = layer.optimizer_param
+        parameter = layer.view.optimizer_param
         group = group_of(optimizer, parameter)
         state = optimizer.state[parameter]
         if not state:
@@ -295,7 +295,7 @@ class CAST(MaskMethod):
         if before is not None:
             moment = local_values(before.holder)
             moment.copy_(before.moment)
-            _add_gradient(moment, before.grad, group_of(optimizer, layer.optimizer_param))
+            _add_gradient(moment, before.grad, group_of(optimizer, layer.view.optimizer_param))
             grad = layer.view.local_grad
             if grad is not None:
                 grad.copy_(before.grad)

@@ -93,11 +93,10 @@ def grid_to_move(layer: NMLayer, *, backward: bool) -> BlockGrid | None:
     """
     masks = layer.masks
     has_these = masks.has_forward and masks.has_backward == backward
-    if not has_these or masks.bits is None or layer.shards is not None:
+    weight = layer.param.detach()
+    if not has_these or masks.bits is None or not evolution.runs(weight, masks.bits):
         return None
-    weight = layer.weight.detach()
-    grid = layer.view.grid(weight)
-    return grid if grid is not None and evolution.runs(weight, masks.bits) else None
+    return layer.view.blocks(layer.pattern.m)
 
 
 DecayAt = Literal["before-clipping", "after-clipping"]

@@ -32,7 +32,7 @@ from lightning_nm.kernels.operands import (
 )
 from lightning_nm.kernels.router import Product, Router, active
 from lightning_nm.nn.costs import LAYER_GEMMS, GemmKind
-from lightning_nm.nn.layer import NMLayer, memory_state
+from lightning_nm.nn.layer import NMLayer, tensor_fingerprint
 
 if TYPE_CHECKING:  # for the types only
     from lightning_nm.estimators.base import GradientEstimator
@@ -168,7 +168,7 @@ def _to_draw(
 ) -> tuple[Tensor, Tensor]:
     """W_F ``[out, in]`` and the words of one draw."""
     # What the exact product would use: rounded to the dtype of the product before it is drawn.
-    forward_oi = layer.view.matrix(layer.view.forward_of(weight))[rows].to(dtype)
+    forward_oi = layer.view.matrix(layer.forward_of(weight))[rows].to(dtype)
     first_row = layer.first_row + (rows.start or 0)
     return forward_oi, layer.noise.for_weight(noise, first_row)
 
@@ -183,7 +183,7 @@ def backward_matrix(
     """W_B ``[out, in]`` of a dense dgrad: drawn, or the method's; the arguments are those of :func:`drawn_matrix`."""
     if layer.draws_backward and noise is not None:
         return drawn_matrix(layer, weight, noise, dtype, rows)
-    return layer.view.matrix(layer.view.backward_of(weight))[rows].to(dtype)
+    return layer.view.matrix(layer.backward_of(weight))[rows].to(dtype)
 
 
 def backward_weight(
@@ -193,7 +193,7 @@ def backward_weight(
     if layer.draws_backward and noise is not None:
         drawn_oi = drawn_matrix(layer, weight, noise, dtype)
         return layer.view.unrows(drawn_oi.reshape(layer.view.rows(weight).shape))
-    return layer.view.backward_of(weight).to(dtype)
+    return layer.backward_of(weight).to(dtype)
 
 
 def packable_forward(layer: NMLayer, weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -203,7 +203,7 @@ def packable_forward(layer: NMLayer, weight: Tensor, dtype: torch.dtype) -> Tens
     bits = masks.bits if masks.has_forward and method.selects_entries else None
     # The one pass walks weight and bits together, so both must lie in the same order.
     if bits is None or bits.stride() != weight.stride():
-        weight_oi = layer.view.matrix(layer.view.forward_of(weight))
+        weight_oi = layer.view.matrix(layer.forward_of(weight))
         return weight_oi.to(dtype).contiguous()
     return masked_forward(layer.view.matrix(weight), layer.view.matrix(bits), dtype)
 
@@ -217,7 +217,7 @@ def packable_backward(layer: NMLayer, weight: Tensor, dtype: torch.dtype) -> Ten
     has_mask = masks.has_forward or own_backward
     bits = masks.bits if has_mask and method.selects_entries else None
     if bits is None or bits.stride() != weight.stride():
-        weight_oi = layer.view.matrix(layer.view.backward_of(weight))
+        weight_oi = layer.view.matrix(layer.backward_of(weight))
         return _transposed(weight_oi.to(dtype), order)
     return masked_backward(
         layer.view.matrix(weight), layer.view.matrix(bits), dtype, order, own_backward=own_backward
@@ -229,7 +229,7 @@ def forward_operand(layer: NMLayer, weight: Tensor, key: GemmKey) -> MaskedMatri
     method = layer.spec.method
     bits = layer.masks.bits
     if not method.selects_entries:
-        values = method.forward_weight(layer, weight).to(key.dtype)
+        values = layer.forward_of(weight).to(key.dtype)
         weight_oi = layer.view.matrix(values)
         return _operand(layer, values, bits, FORWARD_BIT, key, None, weight_oi.contiguous)
 
@@ -243,7 +243,7 @@ def backward_operand(layer: NMLayer, weight: Tensor, key: GemmKey) -> MaskedMatr
     """Return W_B^T ``[in, out]`` for kernels, with the permutation of a backward mask."""
     method = layer.spec.method
     masks = layer.masks
-    values = weight if method.selects_entries else method.backward_weight(layer, weight)
+    values = weight if method.selects_entries else layer.backward_of(weight)
     # Without a backward mask, dgrad uses the forward one, which has no permutation.
     bit = BACKWARD_BIT if masks.has_backward else FORWARD_BIT
     order = masks.permutation if masks.has_backward else None
@@ -264,7 +264,7 @@ def conv_backward_operand(layer: NMLayer, weight: Tensor, key: GemmKey) -> Maske
     """Return W_B ``[out, in / groups * taps]`` of a convolution for kernels, in the order of memory."""
 
     def dense() -> Tensor:
-        weight_oi = layer.view.matrix(layer.view.backward_of(weight))
+        weight_oi = layer.view.matrix(layer.backward_of(weight))
         return weight_oi.to(key.dtype).contiguous()
 
     matrix_io = backward_operand(layer, weight, key)
@@ -320,7 +320,7 @@ def layout_of(
     # Products of another dtype may take another layout.
     name = (kernel.name, "layout", side, product.key.dtype)
     # A method may change its pattern without moving the masks.
-    stamp: Hashable = (layer.masks.state, product.key.pattern)
+    stamp: Hashable = (layer.masks.cache_key, product.key.pattern)
     return router.layout(layer, name, stamp, lambda: kernel.layout(matrix()))
 
 
@@ -353,8 +353,8 @@ def pack_of(
     stream = torch.cuda.current_stream(weight.device).cuda_stream if weight.is_cuda else 0
     # Not every optimizer leaves a version of the weight, so steps count, too.
     stamp: Hashable = (
-        tuple(memory_state(tensor) for tensor in tensors),
-        layer.masks.state,
+        tuple(tensor_fingerprint(tensor) for tensor in tensors),
+        layer.masks.cache_key,
         layer.progress.step,
         layer.progress.clock,
         stream,
@@ -666,7 +666,7 @@ class _OutputGradient:
         if not self.packed or estimator is None or seed is None:
             return permuted_columns(dy_to, order)
         # An observed estimate is compared with dY, and so made where it is compared.
-        if layer.observation.active:
+        if layer.progress.observing:
             return permuted_columns(dy_to, order)
 
         self._estimate_ot, permuted_to = estimator.estimate_transposed(layer, dy_to, seed, order)
@@ -740,7 +740,7 @@ def _wgrad(
     # Without an estimator no operand of wgrad is sparse.
     if seed is None:
         return dy_to.t() @ x_ti
-    if layer.observation.active:
+    if layer.progress.observing:
         return _observed_wgrad(layer, router, kernel, product, dy_to, seed, x_ti)
 
     def sparse() -> Tensor:
@@ -773,7 +773,7 @@ def _observed_wgrad(
         return estimate_to.t() @ x_ti
 
     dweight_oi = run_kernel(router, kernel, product, sparse, dense)
-    layer.observation.add(layer.progress.clock, estimate_to, dy_to.t() @ x_ti, dweight_oi)
+    layer.progress.observe(estimate_to, dy_to.t() @ x_ti, dweight_oi)
     return dweight_oi
 
 
@@ -781,7 +781,7 @@ def _forward_matrix(layer: NMLayer, weight: Tensor, dtype: torch.dtype) -> Tenso
     """Return W_F ``[out, in]`` for a dense product: masked and cast in one pass where a kernel does that."""
     if in_one_pass(weight):
         return packable_forward(layer, weight, dtype)
-    return layer.view.matrix(layer.view.forward_of(weight)).to(dtype)
+    return layer.view.matrix(layer.forward_of(weight)).to(dtype)
 
 
 def _backward_matrix(
@@ -794,7 +794,7 @@ def _backward_matrix(
     is_permuted = layer.masks.has_backward and layer.masks.permutation is not None
     if in_one_pass(weight) and not is_permuted:
         return packable_backward(layer, weight, dtype).t()
-    return layer.view.matrix(layer.view.backward_of(weight)).to(dtype)
+    return layer.view.matrix(layer.backward_of(weight)).to(dtype)
 
 
 def plain(tensor: Tensor) -> Tensor:
@@ -910,7 +910,7 @@ def forward_conv(
 
     def dense() -> Tensor:
         # The shape of the weight has the height of 1, too.
-        forward_weight = layer.view.forward_of(weight).to(x.dtype)
+        forward_weight = layer.forward_of(weight).to(x.dtype)
         return F.conv2d(x, forward_weight.view(conv.weight_shape), bias, *conv.arguments)
 
     def sparse() -> Tensor:
@@ -1062,7 +1062,7 @@ def _dgrad_of_routed_conv(
     method = layer.spec.method
 
     def dense() -> Tensor:
-        backward_weight = layer.view.backward_of(weight).to(dy.dtype)
+        backward_weight = layer.backward_of(weight).to(dy.dtype)
         return conv_input_gradient(dy, x, backward_weight.view(conv.weight_shape), conv.arguments)
 
     def sparse() -> Tensor:
@@ -1317,8 +1317,8 @@ def _weight_gradient(
     if dy.dim() > 2 and not compiling and estimate.stride() != dy.stride():
         estimate = torch.empty_like(dy).copy_(estimate)
     dweight = multiply(estimate)
-    if not compiling and layer.observation.active:  # a compiled graph cannot hand figures out
-        layer.observation.add(layer.progress.clock, estimate, multiply(dy), dweight)
+    if not compiling and layer.progress.observing:  # a compiled graph cannot hand figures out
+        layer.progress.observe(estimate, multiply(dy), dweight)
     return dweight
 
 
@@ -1330,7 +1330,7 @@ def _route(
     Of those tensors, only the method's own parameters have a gradient. They are the last ones.
     """
     if not torch.compiler.is_compiling():
-        layer.progress.note_gradient()
+        layer.progress.trained_by_layer = True
     dweight = dweight.to(weight.dtype)
     if not layer.routes_gradients:
         return dweight, [None] * number
@@ -1369,7 +1369,7 @@ class _Linear(torch.autograd.Function):
             )
         record_dense(layer, ctx.router, "forward", len(x_ti), x_ti, _PART_REASON)
         # One name for W_F and its cast: the memory of the first is free during the product.
-        weight_oi = layer.view.matrix(layer.view.forward_of(weight))
+        weight_oi = layer.view.matrix(layer.forward_of(weight))
         weight_oi = weight_oi[ctx.rows].to(dtype)
         return F.linear(x_ti, weight_oi, bias)
 
@@ -1439,7 +1439,7 @@ class _Embedding(torch.autograd.Function):
         ctx.by_frequency = by_frequency
         method = layer.spec.method
         if not method.selects_entries:
-            return F.embedding(tokens, layer.view.forward_of(weight))
+            return F.embedding(tokens, layer.forward_of(weight))
         # Only the rows that are looked up are masked: W_F of a large vocabulary is never made.
         rows = F.embedding(tokens, weight)
         mask = layer.masks.forward_view
@@ -1490,7 +1490,7 @@ class _Conv(torch.autograd.Function):
             # Without the height of 1 that _planes added; no view, as in nm_linear.
             return torch.ops.aten._unsafe_view(y, [len(y), y.shape[1], y.shape[3]])
         convolve = CONVOLUTIONS[x.dim() - 3]
-        forward_weight = layer.view.forward_of(weight).to(dtype)
+        forward_weight = layer.forward_of(weight).to(dtype)
         y = convolve(x, forward_weight, bias, *geometry)
         record_dense(layer, router, "forward", y.numel() // y.shape[1], x, _dense_reason(x))
         return y

@@ -18,9 +18,14 @@ from torch.optim import Optimizer
 from lightning_nm.functional.select import mask_
 from lightning_nm.nn.layer import NMLayer, end_masks, init_masks
 from lightning_nm.nn.selection import grouped, quoted, refuse_masked, refuse_nan
-from lightning_nm.nn.state import same_estimator, saved_layer, saved_stages, state_difference
+from lightning_nm.nn.state import (
+    differences_of_layer,
+    saved_layer,
+    saved_stages,
+)
 from lightning_nm.nn.weight import is_sharded, local_shard, local_values
 from lightning_nm.schedule import DENSE, Stages
+from lightning_nm.spelling import some_of
 from lightning_nm.training.optimizers import trained_layer
 
 # -------------------------------------------------------------------------------------------- plan
@@ -71,10 +76,10 @@ def plan_schedules(
             progress.stages = plan_stages(layer, planned_steps)
             _check_moving_masks(layer)
         progress.enter_stage()
-        if same_estimator(layer, state):
-            progress.estimator_schedule = tuple(state["estimator_schedule"])
-        elif estimator is not None:
-            progress.estimator_schedule = tuple(estimator.schedule(planned_steps))
+        if estimator is not None:
+            is_same = state.get("estimator") == type(estimator).__name__
+            schedule = state["estimator_schedule"] if is_same else estimator.schedule(planned_steps)
+            progress.estimator_schedule = tuple(schedule)
     for method in new:
         method.check(planned_steps)
 
@@ -119,7 +124,7 @@ def choose_masks(
         # A saved state replaces all that the package's own methods do there, such as a long search. What a method from
         # outside prepares is not known.
         is_restored = str(init_hook.__module__).startswith("lightning_nm.")
-        if is_restored and state and not state_difference(layer, state):
+        if is_restored and state and not differences_of_layer(layer, state)[0]:
             layer.adopt(saved_layer(layer, state))
         else:
             with layer.full():
@@ -152,7 +157,7 @@ def begin_stage(layer: NMLayer, optimizers: Iterable[Optimizer] = ()) -> None:
     if method.latent or kept is None or not layer.step:
         return
     if layer.masks.has_forward:
-        layer.view.zero_pruned(layer.view.local)
+        layer.zero_pruned(layer.view.local)
     zero_pruned_state(layer, kept, optimizers)
 
 
@@ -167,7 +172,7 @@ def zero_pruned_state(layer: NMLayer, kept: Tensor, optimizers: Iterable[Optimiz
         kept: The forward mask.
         optimizers: All that may own its weight.
     """
-    parameter = layer.optimizer_param
+    parameter = layer.view.optimizer_param
     for optimizer in optimizers:
         for state in optimizer.state.get(parameter, {}).values():
             has_entries = isinstance(state, Tensor) and state.shape == parameter.shape
@@ -248,7 +253,7 @@ def charge_plan(layers: Sequence[NMLayer], planned_steps: int | None) -> None:
             dense = _dense_gradients(layer, start, stop, turns)
             progress.go_to(start)
             layer.costs.charge(layer.gemms(), stop - start - dense)
-            progress.need_dense_gradient()
+            progress.dense_gradient = True
             layer.costs.charge(layer.gemms(), dense)
 
 
@@ -297,13 +302,22 @@ def refuse_late_sharding(layers: Iterable[NMLayer]) -> None:
             )
 
 
-def told_as_dense(trained_dense: Mapping[str, str]) -> str:
-    """What is said of layers whose weight stays dense, by name with the reason; alike ones are written as one."""
-    layers = [f"{quoted(name)}: {reason}" for name, reason in grouped(trained_dense.items())]
-    shown = "; ".join(layers[:8])
-    if len(layers) > 8:
-        shown += f"; and {len(layers) - 8} more"
+def trained_dense(layers: Iterable[NMLayer]) -> dict[str, str]:
+    """The layers whose weight is trained dense, and why: only GEMMs of the backward pass are N:M."""
+    return {
+        layer.name: layer.spec.forward_reason
+        for layer in layers
+        if layer.spec.forward_reason and layer.spec.method.sparse_forward
+    }
+
+
+def told_as_dense(layers: Iterable[NMLayer]) -> str:
+    """What is said of layers whose weight is trained dense, alike ones as one; empty if there are none."""
+    told = [f"{quoted(name)}: {reason}" for name, reason in grouped(trained_dense(layers).items())]
+    if not told:
+        return ""
     return (
-        f"the trained weights of these layers will be dense, only GEMMs of their backward pass are N:M: {shown}. Give "
-        "them another pattern by `rules`, pad their inputs to a multiple of M, or name them in `exclude`"
+        "the trained weights of these layers will be dense, only GEMMs of their backward pass are N:M: "
+        f"{some_of(told)}. Give them another pattern by `rules`, pad their inputs to a multiple of M, or name them in "
+        "`exclude`"
     )

@@ -78,7 +78,7 @@ def draws(monkeypatch):
 
     def noted(layer, weight, noise, dtype, rows=slice(None)):
         drawn = made(layer, weight, noise, dtype, rows)
-        seen.append((layer, layer.view.matrix(layer.view.forward_of(weight))[rows], drawn))
+        seen.append((layer, layer.view.matrix(layer.forward_of(weight))[rows], drawn))
         return drawn
 
     monkeypatch.setattr(estimates, "drawn_matrix", noted)
@@ -361,7 +361,7 @@ def test_nothing_is_drawn_in_a_dense_phase(draws):
         train(model, sparsifier, optimizer, 1)
     assert labels == [("dense", 0), ("dense", 0), ("2:4", 0)]
     assert len(draws) == 1, "the first layer needs no input gradient"
-    ratios = sparsifier.mean_flops_ratios()
+    ratios = sparsifier.flops_ratios(mean=True)
     assert ratios["eligible"] < 1
 
 

@@ -21,6 +21,7 @@ from lightning_nm import (
     TransposableMask,
 )
 from lightning_nm.callbacks.tables import print_layers
+from lightning_nm.training.statistics import shares_of
 from tests.support.lightning_models import Data, Inspect, make_trainer, new_model
 
 
@@ -77,7 +78,7 @@ def test_wgrad_is_dense_before_and_after_the_window(accumulate):
     train(model, sparsifier, 10, look, accumulate)
     assert exact == [True] * 2 + [False] * 5 + [True] * 3
     assert treatments == ["dense"] * 2 + ["1:2"] * 5 + ["dense"] * 3
-    ratios = sparsifier.mean_flops_ratios()
+    ratios = sparsifier.flops_ratios(mean=True)
     for kind in ("arithmetic", "paper", "eligible"):
         assert ratios[kind] == pytest.approx(1 - 5 / 10 / 6)
 
@@ -172,7 +173,7 @@ def test_a_frozen_layer_is_skipped_and_said_so():
     assert "(1) wgrad: frozen, so no weight gradient" in console.file.getvalue()
     train(model, sparsifier, 2)
     assert model[2].weight.grad is None
-    assert sparsifier.layers["2"].observation.sums is None
+    assert sparsifier.layers["2"].progress.observed is None
     model[2].weight.requires_grad_()
     assert sparsifier.layers["2"].gemms().wgrad.label == "2:4"
 
@@ -243,7 +244,7 @@ def test_a_resumed_run_observes_in_its_first_step(same_process):
 
     def look(step):
         turns.append(
-            [name for name, layer in sparsifier.layers.items() if layer.observation.active]
+            [name for name, layer in sparsifier.layers.items() if layer.progress.observing]
         )
         assert {"grad_snr", "grad_density"} <= sparsifier.stats().keys()
 
@@ -293,7 +294,8 @@ def test_shares_tell_masks_from_gradients():
     sizes = {name: layer.weight.numel() for name, layer in sparsifier.layers.items()}
     total = sum(p.numel() for p in model.parameters())
     assert sparsifier.shares() == {"parameters": sizes["0"] / total}
-    assert sparsifier.shares(gradients=True) == {"parameters": sum(sizes.values()) / total}
+    layers = sparsifier.layers.values()
+    assert shares_of(model, layers, {}) == {"parameters": sum(sizes.values()) / total}
     console = Console(width=160, file=io.StringIO())
     print_layers(sparsifier, console)
     assert "masked: 46.2% of" in console.file.getvalue()
@@ -355,7 +357,7 @@ def test_layers_take_turns_in_being_observed_and_observing_changes_nothing():
 
         def look(step):
             turns.append(
-                [name for name, layer in sparsifier.layers.items() if layer.observation.active]
+                [name for name, layer in sparsifier.layers.items() if layer.progress.observing]
             )
 
         train(model, sparsifier, 7, look)

@@ -13,6 +13,7 @@ from lightning_nm import functional as nmf
 from lightning_nm.callbacks.tables import phases
 from lightning_nm.methods.step import LARGEST_STEP, window_length
 from lightning_nm.training.phases import finished_phases
+from tests.support.kinds import held_tensors
 
 BETAS = (0.8, 0.9)  # a window of ten steps
 FORMS = [{"foreach": False}, {"foreach": True}, {"fused": True}]
@@ -359,7 +360,7 @@ def test_steps_that_a_fused_optimizer_skips_change_nothing():
         step(number)
 
     def states():
-        layers = [layer.tensors() for layer in sparsifier.layers.values()]
+        layers = [held_tensors(layer) for layer in sparsifier.layers.values()]
         return copy.deepcopy([[*model.parameters()], layers, optimizer.state_dict()["state"]])
 
     before = states()
@@ -438,15 +439,15 @@ def test_a_new_optimizer_is_refused_once_there_are_masks():
     sparsifier.register(optimizer)
     train(model, sparsifier, optimizer, range(1))
     new = torch.optim.AdamW(model.parameters(), 0.01)
-    sparsifier.follow([new])
-    sparsifier.check_optimizer_states()  # nothing is frozen yet
+    sparsifier.training.follow([new])
+    sparsifier.training.check_optimizer_states()  # nothing is frozen yet
     train(model, sparsifier, new, range(1, 3))
-    sparsifier.check_optimizer_states()
-    sparsifier.follow([optimizer])
-    sparsifier.check_optimizer_states()  # it has a state, if an old one
-    sparsifier.follow([torch.optim.AdamW(model.parameters(), 0.01)])
+    sparsifier.training.check_optimizer_states()
+    sparsifier.training.follow([optimizer])
+    sparsifier.training.check_optimizer_states()  # it has a state, if an old one
+    sparsifier.training.follow([torch.optim.AdamW(model.parameters(), 0.01)])
     with pytest.raises(ValueError, match=r"AdamW is new.*layer '0'.*ckpt_path=.*same optimizer"):
-        sparsifier.check_optimizer_states()
+        sparsifier.training.check_optimizer_states()
 
 
 def test_layers_of_other_methods_keep_adam():

@@ -12,8 +12,7 @@ from lightning_nm import NMSparsifier, prune
 from lightning_nm import functional as nmf
 from lightning_nm.nn.adapters import Adapter
 from lightning_nm.nn.products import estimated
-from lightning_nm.training.forwards import can_watch
-from lightning_nm.training.macs import OTHERS
+from lightning_nm.training.macs import OTHERS, can_watch
 from tests.support.contract import METHODS, sgd_or_adam
 
 VOCABULARY, DIM = 24, 16
@@ -82,7 +81,7 @@ def batch(step=0):
 @torch.no_grad()
 def used_in(layer):
     """What products read in the layer's present mode."""
-    return layer.view.forward_of(layer.weight.detach())
+    return layer.forward_of(layer.weight.detach())
 
 
 def loss_of(logits, tokens):
@@ -111,7 +110,7 @@ def test_a_tied_weight_gets_the_sum_of_both_gradients_routed(method, estimator):
 
         hidden = body(F.embedding(tokens[:, :-1], used))
         with torch.no_grad():
-            used_backward = layer.view.backward_of(layer.weight.detach())
+            used_backward = layer.backward_of(layer.weight.detach())
         expected = Head.apply(hidden, used, bias, used_backward, estimate)
         loss_of(expected, tokens).backward()
         found = model(tokens[:, :-1])
@@ -340,7 +339,7 @@ def test_autocast():
     loss_of(logits.float(), tokens).backward()
     assert logits.dtype is torch.bfloat16
     assert model.embed.weight.grad.dtype is torch.float32
-    assert sparsifier.unseen == []
+    assert sparsifier.training.unseen() == []
 
 
 @pytest.mark.slow

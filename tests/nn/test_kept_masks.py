@@ -14,7 +14,7 @@ from lightning_nm import NMSparsifier
 from lightning_nm import functional as nmf
 from lightning_nm.kernels import Router, SimulatedSparseKernel, routing
 from lightning_nm.nn.layer import LayerMasks
-from lightning_nm.training.forgotten import ForgottenCallWarning
+from lightning_nm.training.watch import ForgottenCallWarning
 from tests.support.cpu_products import needs_library
 from tests.support.experts import EXPERTS, WIDTH, Experts
 from tests.support.outside import ScaledMask
@@ -224,26 +224,33 @@ def test_each_change_twice(method, change):
 def test_no_two_states_of_masks_have_one_number():
     mask = torch.ones(4, 4, dtype=torch.bool)
     first, second = LayerMasks(), LayerMasks()
-    states = [first.state, second.state]
+    states = [first.cache_key, second.cache_key]
     for masks in (first, second):
         masks.set(mask, None)
-        states.append(masks.state)
+        states.append(masks.cache_key)
         masks.set(mask, mask)
-        states.append(masks.state)
+        states.append(masks.cache_key)
         masks.bits[0] = 0
-        states.append(masks.state)
+        states.append(masks.cache_key)
         masks.set_permutation(torch.arange(4))
-        states.append(masks.state)
+        states.append(masks.cache_key)
         masks.set_permutation(torch.arange(4))
-        states.append(masks.state)
-        masks.to(torch.device("cpu"))
-        assert masks.state == states[-1], "nothing changed"
+        states.append(masks.cache_key)
+        assert masks.cache_key == states[-1], "nothing changed"
     states += [
-        copy.copy(first).state,
-        copy.deepcopy(first).state,
-        pickle.loads(pickle.dumps(first)).state,
+        copy.copy(first).cache_key,
+        copy.deepcopy(first).cache_key,
+        pickle.loads(pickle.dumps(first)).cache_key,
     ]
     assert len(set(states)) == len(states)
+
+
+def test_masks_that_stay_on_their_device_keep_their_cache_key():
+    sparsifier = NMSparsifier(torch.nn.Linear(8, 8), "2:4", "bi-mask", skip_first_last=False)
+    (layer,) = sparsifier.attach().layers.values()
+    before = layer.masks.cache_key
+    layer.to_weight_device()
+    assert layer.masks.cache_key == before
 
 
 def test_experts_hear_that_the_backward_mask_went():
