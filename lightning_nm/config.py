@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from importlib import import_module
-from typing import Any, Literal, TypedDict, TypeVar, get_args
+from typing import Any, Literal, TypedDict, get_args
 
 from typing_extensions import Required
 
 from lightning_nm.estimators import GradientEstimator
-from lightning_nm.methods import Dense, Method
+from lightning_nm.methods import Dense, MaskMethod, Method
 from lightning_nm.nn.selection import Rule, SkipFirstLast, as_globs, parse_skip_first_last
 from lightning_nm.nn.weight import ConvLayout
 from lightning_nm.pattern import NMPattern, PatternLike
-from lightning_nm.schedule import Schedule, ScheduleSpec, check_narrower
+from lightning_nm.schedule import Schedule, ScheduleSpec, check_narrower, shown_name
 from lightning_nm.short_names import (
     METHODS,
     DgradName,
@@ -200,9 +199,6 @@ def preset_method(method: MethodName, preset: PresetName = "paper", **changes: A
     return METHODS[method](**arguments)
 
 
-Part = TypeVar("Part", Method, GradientEstimator)
-
-
 def with_schedules(rules: Sequence[Rule]) -> list[Rule]:
     """The rules with the dense phases of their schedules in their estimators and in methods that plan by them.
 
@@ -253,55 +249,18 @@ def _with_schedule(rule: Rule) -> Rule:
     method = rule.method
     estimator = rule.estimator
     if estimator is not None:
-        estimator = _with_dense_phases(estimator, schedule)
-    if method.sparse_forward and not method.uses_masks:
-        raise ValueError(
-            f"method {_name(method)} makes its zeros without the layers' masks, so that a schedule cannot begin or end "
-            "them: leave `schedule` out, or use another method"
-        )
+        estimator = schedule.handed_to(estimator)
     if not method.uses_masks:
-        return replace(rule, estimator=estimator, schedule=None)
-    for part in schedule.parts:
-        if part in method.refused_schedule:
+        if method.sparse_forward:
             raise ValueError(
-                f"schedule has {part}, which method {_name(method)} refuses: {method.refused_schedule[part]}"
+                f"method {shown_name(method)} makes its zeros without the layers' masks, so that a schedule cannot "
+                "begin or end them: leave `schedule` out, or use another method"
             )
+        return replace(rule, estimator=estimator, schedule=None)
+    method = method.follow(schedule)
     if schedule.ramp:
         check_narrower(schedule.ramp[-1], rule.pattern)
-    if method.plans_dense_phases:
-        method = _with_dense_phases(method, schedule)
-    else:
-        _refuse_own_phases(method)
     return replace(rule, method=method, estimator=estimator)
-
-
-def _with_dense_phases(part: Part, schedule: Schedule) -> Part:
-    """A copy of a method or an estimator with the dense phases of the schedule."""
-    part = copy.copy(part)
-    for name in ("dense_start", "dense_end"):
-        moment = getattr(schedule, name)
-        if moment:
-            _refuse_second(part, name)
-            setattr(part, name, moment)
-    return part
-
-
-def _refuse_own_phases(method: Method) -> None:
-    """Refuse a method with dense phases of its own, between which the schedule would not lie."""
-    for name in ("dense_start", "dense_end"):
-        _refuse_second(method, name)
-
-
-def _refuse_second(part: Method | GradientEstimator, name: str) -> None:
-    if getattr(part, name):
-        raise ValueError(
-            f"{part!r} has a dense phase of its own, {name}={getattr(part, name)}, beside that of the schedule: leave "
-            f"it out, and give {name} in `schedule`. If a `preset` sets it, give the method itself without the preset"
-        )
-
-
-def _name(method: Method) -> str:
-    return f"'{method.short_name}'" if method.short_name else type(method).__name__
 
 
 class RuleSpec(TypedDict, total=False):
@@ -356,7 +315,7 @@ def _check_dgrad(rule: Rule) -> None:
         made = "gives dgrad a mask of its own"
     elif method.transposable:
         made = "makes the forward weight N:M along `out`, too"
-    elif method.has_own_backward_weight:
+    elif type(method).backward_weight not in (Method.backward_weight, MaskMethod.backward_weight):
         made = "makes a backward weight of its own"
     else:
         return

@@ -5,11 +5,12 @@ A window lies between a dense start and a dense end. Stages are windows with a r
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict, TypeVar
 
 from lightning_nm.pattern import NMPattern, PatternLike
 from lightning_nm.spelling import check_keys
@@ -54,42 +55,36 @@ def resolve_moment(owner: object, name: str, moment: Moment, planned_steps: int 
     """
     # 0.0 is the beginning, however long the training is.
     if isinstance(moment, float) and moment:
-        steps = _known_steps(owner, name, moment, planned_steps)
-        return round(moment * steps)
+        if planned_steps is None:
+            raise _unknown_length(owner, name, moment)
+        return round(moment * planned_steps)
     return int(moment)
 
 
-def _known_steps(owner: object, name: str, moment: Moment, planned_steps: int | None) -> int:
-    """Return the number of planned steps, or explain what it would be needed for."""
-    if planned_steps is not None:
-        return planned_steps
-    if isinstance(moment, float):
-        what = "is a share of the planned training steps"
-    else:
-        what = "counts from the end of the planned training steps"
+def _unknown_length(owner: object, name: str, moment: Moment) -> UnknownLength:
+    """The error of a moment that needs the number of planned steps, with what to write in its place."""
+    what = "is a share" if isinstance(moment, float) else "counts from the end"
     if name == "dense_end":
         # As an integer it would count from the end, too.
         advice = "leave dense_end out"
-    elif not isinstance(owner, str):
+    elif isinstance(owner, str):
+        advice = f"give {name} as an integer, the training step"
+    else:
         # All shares at once: the next error would ask for the next one.
-        steps = [f"{share}={10_000 * k}" for k, share in enumerate(_shares(owner) or [name], 1)]
+        shares = {}
+        for argument, parameter in inspect.signature(type(owner)).parameters.items():
+            value = getattr(owner, argument, None)
+            is_moment = "Moment" in str(parameter.annotation) and argument != "dense_end"
+            if is_moment and isinstance(value, float) and value:
+                shares[argument] = value
+        ordered = sorted(shares, key=lambda argument: shares[argument]) or [name]
+        steps = [f"{argument}={10_000 * k}" for k, argument in enumerate(ordered, 1)]
         advice = (
             f"write {type(owner).__name__}({', '.join(steps)}), with training steps of your own"
         )
-    else:
-        advice = f"give {name} as an integer, the training step"
-    raise UnknownLength(f"{_name(owner)}'s {name}={moment} {what}", advice)
-
-
-def _shares(owner: object) -> list[str]:
-    """The arguments of a method or an estimator that are shares of the training and can be integers, by their value."""
-    shares = {}
-    for name, parameter in inspect.signature(type(owner)).parameters.items():
-        value = getattr(owner, name, None)
-        is_moment = "Moment" in str(parameter.annotation) and name != "dense_end"
-        if is_moment and isinstance(value, float) and value:
-            shares[name] = value
-    return sorted(shares, key=lambda name: shares[name])
+    return UnknownLength(
+        f"{_name(owner)}'s {name}={moment} {what} of the planned training steps", advice
+    )
 
 
 def _name(owner: object) -> str:
@@ -133,14 +128,13 @@ def resolve_window(
         ((100, 800), (50,), ())
     """
     start = resolve_moment(owner, start_name, dense_start, planned_steps)
-    end = 0
-    if dense_end:
-        # Also a number of steps counts from the end, which must be known.
-        steps = _known_steps(owner, "dense_end", dense_end, planned_steps)
-        end = resolve_moment(owner, "dense_end", dense_end, steps)
     without_end = (start,) if start else ()
     if planned_steps is None:
+        if dense_end:
+            # Also a number of steps counts from the end, which must be known.
+            raise _unknown_length(owner, "dense_end", dense_end)
         return without_end
+    end = resolve_moment(owner, "dense_end", dense_end, planned_steps)
     stop = planned_steps - end
     if start >= stop:
         raise ValueError(
@@ -165,6 +159,39 @@ def within(window: Sequence[int], clock: int) -> bool:
         return False
     has_end = len(window) == 2
     return not has_end or clock < window[1]
+
+
+class Phases(NamedTuple):
+    """What the moments of a method mean for one layer.
+
+    Attributes:
+        sparse: The training steps between which there are masks, as :func:`resolve_window` gives them, for a method
+            that begins and ends its masks by itself; else ``()``.
+        is_latest: Whether masks may come before the first of these.
+        moves_until: The training step from which the masks stand still, for a method whose masks move until then.
+    """
+
+    sparse: tuple[int, ...] = ()
+    is_latest: bool = False
+    moves_until: int | None = None
+
+
+Part = TypeVar("Part")
+
+
+def shown_name(method: object) -> str:
+    """The short name of a method for messages, else that of its class."""
+    name = getattr(method, "short_name", "")
+    return f"'{name}'" if name else type(method).__name__
+
+
+def refuse_second(part: object, name: str) -> None:
+    """Refuse a method or an estimator with a dense phase of its own, between which a schedule's would not lie."""
+    if getattr(part, name, 0):
+        raise ValueError(
+            f"{part!r} has a dense phase of its own, {name}={getattr(part, name)}, beside that of the schedule: leave "
+            f"it out, and give {name} in `schedule`. If a `preset` sets it, give the method itself without the preset"
+        )
 
 
 # ------------------------------------------------------------------------------------------------------- stages
@@ -255,11 +282,23 @@ class Schedule:
         if spec is None:
             return None
         check_keys("schedule", spec, list(ScheduleSpec.__annotations__))
-        ramp = _checked_list("ramp", spec.get("ramp"), '["8:16", "4:16"]')
-        ends = _checked_list("ramp_ends", spec.get("ramp_ends"), "[0.3, 0.5]")
+        for name, example in (("ramp", '["8:16", "4:16"]'), ("ramp_ends", "[0.3, 0.5]")):
+            if not isinstance(spec.get(name), (list, tuple, type(None))):
+                raise TypeError(
+                    f"the schedule's {name}={spec[name]!r} must be a list, for example {example}"
+                )
+        ramp = []
+        for pattern in spec.get("ramp") or ():
+            try:
+                ramp.append(NMPattern.parse(pattern))
+            except ValueError as error:
+                raise ValueError(
+                    f"the schedule's ramp has {pattern!r}: {error}. A dense phase before the ramp is `dense_start`"
+                ) from error
+        ends = spec.get("ramp_ends")
         schedule = cls(
             dense_start=spec.get("dense_start", 0),
-            ramp=tuple(map(_parse_pattern, ramp or ())),
+            ramp=tuple(ramp),
             ramp_ends=None if ends is None else tuple(ends),
             dense_end=spec.get("dense_end", 0),
         )
@@ -270,28 +309,47 @@ class Schedule:
         """The parts that this schedule has: any of ``dense_start``, ``ramp``, ``dense_end``."""
         return [name for name in ("dense_start", "ramp", "dense_end") if getattr(self, name)]
 
-    def stages(
-        self, planned_steps: int | None, masks_between: Sequence[int] | None = None
-    ) -> Stages:
+    def refuse(self, method: object, **reasons: str) -> None:
+        """Raise a ``ValueError`` if this schedule has one of the parts that a method cannot follow.
+
+        ``reasons`` tell why, and the way out, by ``dense_start``, ``ramp`` and ``dense_end``.
+        """
+        for part in self.parts:
+            if part in reasons:
+                raise ValueError(
+                    f"schedule has {part}, which method {shown_name(method)} refuses: {reasons[part]}"
+                )
+
+    def handed_to(self, part: Part) -> Part:
+        """A copy of a method or an estimator with the dense phases of this schedule, of which it must have none."""
+        part = copy.copy(part)
+        for name in ("dense_start", "dense_end"):
+            moment = getattr(self, name)
+            if moment:
+                refuse_second(part, name)
+                setattr(part, name, moment)
+        return part
+
+    def stages(self, planned_steps: int | None, masks_between: Sequence[int] = ()) -> Stages:
         """The stages of a training; ``()`` if it has the layers' own pattern all the time.
 
         Args:
             planned_steps: Training steps of the whole training, if known.
-            masks_between: The steps between which a method that plans its dense phases by itself has masks, as
-                :func:`~lightning_nm.schedule.resolve_window` gives them. The stages then have no dense ones.
+            masks_between: The steps between which a method that begins and ends its masks by itself has some, as
+                :attr:`Phases.sparse`. The stages then have no dense ones.
 
         Raises:
             ValueError: If that takes the number of steps and it is not known, or the stages leave each other no step.
         """
-        window = masks_between
-        if window is None:
-            window = resolve_window("the schedule", self.dense_start, self.dense_end, planned_steps)
+        window = masks_between or resolve_window(
+            "the schedule", self.dense_start, self.dense_end, planned_steps
+        )
         start = window[0] if window else 0
         stop = window[1] if len(window) > 1 else planned_steps
         begins = [start, *self._ends(start, stop, planned_steps)]
         names = [*map(str, self.ramp), FINAL]
         stages = list(zip(begins, names, strict=True))
-        if masks_between is not None:
+        if masks_between:
             # The method itself knows that masks have not come yet.
             stages[0] = (0, names[0])
         else:
@@ -365,20 +423,3 @@ def stage_at(stages: Stages, clock: int) -> str:
         if begin <= clock:
             present = name
     return present
-
-
-def _parse_pattern(pattern: PatternLike) -> NMPattern:
-    """A pattern of a ramp."""
-    try:
-        return NMPattern.parse(pattern)
-    except ValueError as error:
-        raise ValueError(
-            f"the schedule's ramp has {pattern!r}: {error}. A dense phase before the ramp is `dense_start`"
-        ) from error
-
-
-def _checked_list(name: str, value: Any, example: str) -> Sequence[Any] | None:
-    """Refuse what is no list by a ``TypeError``."""
-    if value is None or isinstance(value, (list, tuple)):
-        return value
-    raise TypeError(f"the schedule's {name}={value!r} must be a list, for example {example}")

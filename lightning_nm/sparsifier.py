@@ -277,6 +277,7 @@ class NMSparsifier:
         self.selection.unfreeze(layers)
         self.training.add(layers)
 
+    @torch.no_grad()
     def finish(self) -> None:
         """Let the methods do now what they have scheduled for the end of the training, such as CAST's projection.
 

@@ -1,25 +1,26 @@
-"""Write the lists of hooks and flags of a method into docs/extend/method.md: ``python -m tools.hooks``."""
+"""Write the lists of hooks and attributes of a method into docs/extend/method.md: ``python -m tools.hooks``."""
 
 from __future__ import annotations
 
 import ast
 import inspect
+import re
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 
 from lightning_nm.methods import base
-from tools.modules import ROOT, plain
 
-PAGE = ROOT / "docs" / "extend" / "method.md"
+PAGE = Path(__file__).parent.parent / "docs" / "extend" / "method.md"
 BEGIN = "<!-- `python -m tools.hooks` writes what follows. -->\n"
 END = "<!-- end of the lists -->\n"
-# What the package asks, and no method defines.
-NOT_HOOKS = {
-    "changes_pattern",
-    "defined_hooks",
-    "has_own_backward_weight",
-    "has_training_weight",
-}
+# What the class derives, and no method sets.
+DERIVED = {"uses_masks", "selects_entries", "has_training_weight"}
+
+
+def plain(text: str) -> str:
+    """A docstring's text without the marks of reStructuredText, for Markdown."""
+    return re.sub(r":[a-z]+:`", "`", text).replace("``", "`").replace("`~", "`")
 
 
 def members() -> list[ast.stmt]:
@@ -31,47 +32,44 @@ def members() -> list[ast.stmt]:
     return method.body
 
 
-def hooks() -> Iterator[tuple[str, str]]:
-    """The signature of each hook, and the first sentence of its docstring."""
+def hooks() -> Iterator[tuple[str, str, str]]:
+    """The section, the signature and the first sentence of the docstring of each hook."""
+    lines = inspect.getsource(base).splitlines()
+    section = ""
+    start = 0
     for node in members():
-        if (
-            not isinstance(node, ast.FunctionDef)
-            or node.name.startswith("_")
-            or node.name in NOT_HOOKS
-        ):
-            continue
-        arguments = ", ".join(argument.arg for argument in node.args.args[1:])
-        returns = ast.unparse(node.returns) if node.returns else "None"
-        result = "" if returns == "None" else f" -> {returns}"
-        yield (
-            f"{node.name}({arguments}){result}",
-            plain(ast.get_docstring(node) or "").partition("\n")[0],
-        )
+        for line in lines[start : node.lineno]:
+            heading = re.fullmatch(r"    # -+ (.+)", line)
+            section = heading[1] if heading else section
+        start = node.lineno
+        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+            arguments = ", ".join(argument.arg for argument in node.args.args[1:])
+            meaning = plain(ast.get_docstring(node) or "").partition("\n")[0]
+            yield section, f"{node.name}({arguments})", meaning
 
 
-def flags() -> Iterator[tuple[str, str, str]]:
-    """Name, default and meaning of each flag."""
-    body = members()
-    for node, after in pairwise(body):
+def attributes() -> Iterator[tuple[str, str, str]]:
+    """Name, default and meaning of each attribute that a method may set."""
+    for node, after in pairwise(members()):
         if (
             isinstance(node, ast.AnnAssign)
             and isinstance(after, ast.Expr)
             and isinstance(after.value, ast.Constant)
-            and ast.unparse(node.target) not in NOT_HOOKS
+            and ast.unparse(node.target) not in DERIVED
         ):
             meaning = " ".join(plain(str(after.value.value)).split())
             yield ast.unparse(node.target), ast.unparse(node.value) if node.value else "", meaning
 
 
 def lists() -> str:
-    """Both tables."""
-    rows = ["| hook | what it does |", "|---|---|"]
-    rows += [
-        f"| `{signature.replace('|', chr(92) + '|')}` | {meaning} |"
-        for signature, meaning in hooks()
-    ]
-    rows += ["", "| flag | default | meaning |", "|---|---|---|"]
-    rows += [f"| `{name}` | `{default}` | {meaning} |" for name, default, meaning in flags()]
+    """Both lists."""
+    sections: dict[str, list[str]] = {}
+    for section, signature, _ in hooks():
+        sections.setdefault(section, []).append(f"`{signature}`")
+    rows = ["| hooks for | |", "|---|---|"]
+    rows += [f"| {section} | {', '.join(names)} |" for section, names in sections.items()]
+    rows += ["", "| attribute | default | meaning |", "|---|---|---|"]
+    rows += [f"| `{name}` | `{default}` | {meaning} |" for name, default, meaning in attributes()]
     return "\n".join(rows) + "\n"
 
 

@@ -491,10 +491,10 @@ def phases(sparsifier: NMSparsifier) -> list[str]:
         if stages:
             end = "; the trained model is dense" if stages[-1][1] == DENSE else ""
             lines.append(f"schedule: {describe(stages, layer.spec.pattern)}{end}")
-        window = method.sparse_window(layer)
-        if window and (method.dense_start or method.dense_end):
-            start = "masks at the latest from" if method.may_start_early else "masks from"
-            add(method, start, window, "; the model is dense after that")
+        phases = method.phases(layer)
+        if phases.sparse:
+            start = "masks at the latest from" if phases.is_latest else "masks from"
+            add(method, start, phases.sparse, "; the model is dense after that")
         window = layer.progress.estimator_schedule
         if window:
             add(layer.spec.estimator, "from", window, ", then wgrad is dense")

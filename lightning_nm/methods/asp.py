@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
 from typing import Literal
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_nm.functional import is_nm
-from lightning_nm.functional.select import mask_
-from lightning_nm.methods.base import MaskMethod, check_option, largest_entries
+from lightning_nm.methods.base import (
+    Gradients,
+    MaskMethod,
+    Method,
+    at_kept,
+    largest_entries,
+    zero_pruned,
+)
+from lightning_nm.methods.checks import check_option
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.schedule import Moment, check_moment, resolve_moment
+from lightning_nm.schedule import (
+    Moment,
+    Phases,
+    Schedule,
+    check_moment,
+    resolve_moment,
+    within,
+)
 
 
 class ASP(MaskMethod):
@@ -35,7 +47,6 @@ class ASP(MaskMethod):
     """
 
     short_name = "asp"
-    restores_masks = True
     latent = False
 
     def __init__(
@@ -51,22 +62,25 @@ class ASP(MaskMethod):
         self.init = init
 
     @property
-    def dense_start(self) -> Moment:  # type: ignore[override]
+    def dense_start(self) -> Moment:
         """Training is dense until the start."""
         return self.start
 
-    @property
-    def refused_schedule(self) -> Mapping[str, str]:  # type: ignore[override]
-        """What a mask of given weights cannot follow."""
-        if self.init == "magnitude":
-            return {}
-        why = "init='zeros' takes the mask of weights that are N:M from the first step on. Give init='magnitude'"
-        return {"dense_start": why, "ramp": why}
+    def follow(self, schedule: Schedule) -> Method:
+        """Refuse what a mask of given weights cannot follow."""
+        if self.init == "zeros":
+            why = "init='zeros' takes the mask of weights that are N:M from the first step on. Give init='magnitude'"
+            schedule.refuse(self, dense_start=why, ramp=why)
+        return super().follow(schedule)
 
     def schedule(self, planned_steps: int | None) -> tuple[int, ...]:
         """The step at which to prune; none if that is before the first one."""
         start = resolve_moment(self, "start", self.start, planned_steps)
         return (start,) if start else ()
+
+    def phases(self, layer: NMLayer) -> Phases:
+        """Masks come at ``start``; if that is 0, they are there from the first step on."""
+        return Phases(layer.progress.schedule)
 
     def check(self, planned_steps: int | None) -> None:
         """Warn of a start that the training does not reach."""
@@ -78,32 +92,26 @@ class ASP(MaskMethod):
                 stacklevel=2,
             )
 
-    def _begun(self, layer: NMLayer) -> bool:
-        # start=0 needs no schedule.
-        return layer.progress.clock >= sum(layer.progress.schedule)
-
     def init_masks(self, layer: NMLayer) -> None:
         """Choose the mask if training has begun to prune.
 
         The weight keeps its pruned entries until the next step ends: a fit that fails before changes no weight, and
         loaded weights may be those of the dense phase, whose saved state is loaded next.
         """
-        if self._begun(layer):
+        if within(layer.progress.schedule, layer.progress.clock):
             # A mask that is there moves, so that what changes is counted.
             self._choose_mask(layer)
         else:
             layer.set_masks(None)
 
-    @torch.no_grad()
     def update(self, layer: NMLayer) -> None:
         """Prune when the clock reaches ``start``."""
-        if layer.masks.bits is not None or not self._begun(layer):
-            return
-        self._choose_mask(layer)
-        if layer.masks.has_forward and layer.step:
-            layer.zero_pruned(layer.view.local)
+        has_begun = within(layer.progress.schedule, layer.progress.clock)
+        if layer.masks.bits is None and has_begun:
+            self._choose_mask(layer)
+            if layer.step:
+                zero_pruned(layer)
 
-    @torch.no_grad()
     def _choose_mask(self, layer: NMLayer) -> None:
         if layer.spec.forward_reason:
             return
@@ -123,17 +131,10 @@ class ASP(MaskMethod):
         """Whether training is still dense; after pruning, no step needs the gradient of pruned entries."""
         return not layer.masks.has_forward
 
-    def weight_gradient(
-        self, layer: NMLayer, weight: Tensor, grad: Tensor
-    ) -> tuple[Tensor | None, ...]:
+    def weight_gradient(self, layer: NMLayer, weight: Tensor, grad: Tensor) -> Gradients:
         """The gradient at kept entries, 0 at pruned ones."""
-        mask = layer.masks.forward_view
-        if mask is not None:
-            grad = mask_(grad, mask)
-        return super().weight_gradient(layer, weight, grad)
+        return super().weight_gradient(layer, weight, at_kept(layer, grad))
 
-    @torch.no_grad()
     def after_step(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Keep pruned entries at zero, whatever the optimizer did."""
-        if layer.masks.has_forward:
-            layer.zero_pruned(layer.view.local)
+        zero_pruned(layer)

@@ -11,8 +11,8 @@ from lightning_nm.functional import backward_mask, magnitude_mask, search_permut
 from lightning_nm.functional.masks import checked_permutation
 from lightning_nm.functional.permutation import Criterion, Search
 from lightning_nm.kernels.cpu import evolution
-from lightning_nm.methods.base import check_count, check_option
-from lightning_nm.methods.ste import SRSTE, DecayAt
+from lightning_nm.methods.checks import check_count, check_option
+from lightning_nm.methods.ste import SRSTE, DecayAt, grid_to_move
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.schedule import Moment
 
@@ -54,7 +54,6 @@ class BiMask(SRSTE):
     """
 
     short_name = "bi-mask"
-    restores_masks = True
     sparse_dgrad = True
     headline = "overlap"
 
@@ -88,33 +87,31 @@ class BiMask(SRSTE):
         layer.masks.set_permutation(None)
         super().init_masks(layer)
 
-    @torch.no_grad()
     def select(self, layer: NMLayer) -> None:
         """Select both masks from the weight as it is now; search the permutation when it is due."""
-        if self._move_masks(layer):
-            return
+        due = layer.progress.crossed(self.permute_every, self.first_search)
         rows = layer.view.rows(layer.weight.detach())
-        forward = None
+        if self._move_in_place(layer, rows, due):
+            return
+        forward = backward = None
         if not layer.spec.forward_reason:
             forward = magnitude_mask(rows, layer.pattern, dim=1)
-        backward = None
         if not layer.spec.dgrad_reason:
-            due = layer.progress.crossed(self.permute_every, self.first_search)
-            backward = self.select_backward(layer, rows, forward, search=due)
-            backward = layer.view.unrows(backward)
+            backward = layer.view.unrows(self.select_backward(layer, rows, forward, search=due))
         # After the backward mask, which is selected from the rows of the forward mask.
         if forward is not None:
             forward = layer.view.unrows(forward)
         layer.set_masks(forward, backward)
 
-    def _move_masks(self, layer: NMLayer) -> bool:
-        """Move both masks in place, where both are there, by the library of CPU kernels; whether this was done."""
+    def _move_in_place(self, layer: NMLayer, rows: Tensor, due: bool) -> bool:
+        """Move both masks by the library of CPU kernels; whether it can. ``due``: search the permutation."""
         masks = layer.masks
-        weight = layer.param.detach()
-        has_both = masks.has_forward and masks.has_backward
-        if not has_both or masks.bits is None or masks.permutation is None:
+        weight = layer.weight.detach()
+        n, m = layer.pattern.n, layer.pattern.m
+        grid = grid_to_move(layer, backward=True)
+        if grid is None or masks.permutation is None:
             return False
-        if not evolution.runs(weight, masks.bits):
+        if not evolution.has_whole_rows(rows, weight, m):
             return False
         rows = layer.view.rows(weight)
         grid = layer.view.blocks(layer.pattern.m)
@@ -122,19 +119,16 @@ class BiMask(SRSTE):
             return False
         # A saved state may be damaged, and the library reads and writes wherever the permutation says.
         checked_permutation(masks.permutation, rows, layer.spec.groups)
-        n, m = layer.pattern.n, layer.pattern.m
+        assert masks.bits is not None
         flips = evolution.keep_largest(grid, n, weight, masks.bits)
-        due = layer.progress.crossed(self.permute_every, self.first_search)
         if due:
-            forward = masks.forward
-            assert forward is not None
-            self._search(layer, rows, layer.view.rows(forward))
+            assert masks.forward is not None
+            self._search(layer, rows, layer.view.rows(masks.forward))
         evolution.keep_largest_of_columns(rows, masks.permutation, n, m, weight, masks.bits)
         masks.count_moved(flips)
         if due:
-            backward = masks.backward
-            assert backward is not None
-            masks.measure_backward(backward)
+            assert masks.backward is not None
+            masks.measure_backward(masks.backward)
         return True
 
     def select_backward(
@@ -145,12 +139,11 @@ class BiMask(SRSTE):
         A search replaces the layer's permutation in place. A first selection searches, too, unless it is too early.
         """
         masks = layer.masks
-        is_first = masks.permutation is None
-        if is_first and layer.step < self.first_search:
-            masks.set_permutation(torch.arange(len(rows), dtype=torch.int64, device=rows.device))
-            search = False
-        elif is_first:
-            search = True
+        if masks.permutation is None:
+            search = layer.step >= self.first_search
+            if not search:
+                order = torch.arange(len(rows), dtype=torch.int64, device=rows.device)
+                masks.set_permutation(order)
         if search:
             self._search(layer, rows, forward)
         backward = backward_mask(rows, forward, layer.pattern, masks.permutation, layer.spec.groups)

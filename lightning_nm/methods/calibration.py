@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from lightning_nm.functional.evolution import from_blocks
 from lightning_nm.methods.blocks import Memory, Reached, Trace, find_lists
 from lightning_nm.nn.adapters import Adapter, find_adapter
 from lightning_nm.nn.adapters.experts import INPUT_HOOKS
@@ -45,23 +46,19 @@ def _columns(layer: NMLayer) -> Tensor:
     """The order of a row's entries in which blocks lie together: input features of a convolution's tap."""
     row = layer.view.rows(layer.param)[0]
     places = torch.arange(row.numel(), dtype=torch.int64, device=row.device).view(row.shape)
-    if row.dim() == 1:
-        return places
     return places.movedim(0, -1).flatten()  # the taps outside, the input features of each inside
 
 
 def matrices_of(layer: NMLayer) -> Tensor:
     """The weight as ``[groups, out / groups, in]``, with the columns in the order of :func:`_columns`."""
-    matrix = layer.view.matrix(layer.param.detach())[:, _columns(layer)]
-    return matrix.unflatten(0, (layer.spec.groups, -1))
+    channels_last = layer.view.rows(layer.param.detach()).movedim(1, -1)
+    return channels_last.flatten(1).contiguous().unflatten(0, (layer.spec.groups, -1))
 
 
 def set_matrices(layer: NMLayer, matrices: Tensor) -> None:
     """Write matrices of the form of :func:`matrices_of` into the weight."""
-    rows = layer.view.rows(layer.param)
-    new = torch.empty_like(matrices.flatten(0, 1))
-    new[:, _columns(layer)] = matrices.flatten(0, 1)
-    layer.param.detach().copy_(layer.view.unrows(new.view(rows.shape)))
+    rows = from_blocks(matrices.contiguous(), layer.view.rows(layer.param).shape)
+    layer.param.detach().copy_(layer.view.unrows(rows))
 
 
 Moments = Callable[[], Iterable[tuple[range, Tensor]]]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,20 +11,22 @@ from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 
 from lightning_nm.functional import pack_mask, unpack_mask
-from lightning_nm.functional.select import mask_, masked
+from lightning_nm.functional.select import masked
 from lightning_nm.functional.soft import decayed_moment
 from lightning_nm.methods.base import (
+    Gradients,
     MaskMethod,
-    check_count,
-    check_number,
+    Method,
+    at_kept,
     largest_entries,
-    refuse_tensor_parallel,
     set_parameter,
+    zero_pruned,
 )
+from lightning_nm.methods.checks import check_count, check_number, refuse_tensor_parallel
 from lightning_nm.methods.optimizer_state import coupled_decay, group_of, will_be_skipped
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.weight import local_values
-from lightning_nm.schedule import Moment, check_moment, resolve_moment
+from lightning_nm.schedule import Moment, Phases, Schedule, check_moment, resolve_moment
 
 KEPT = "kept"
 """The name of the buffer with the entries that are not decayed, one bit each."""
@@ -91,16 +92,6 @@ class CAST(MaskMethod):
     """
 
     short_name = "cast"
-    refused_schedule = MappingProxyType(
-        {
-            "dense_start": "it trains densely until its `end` anyway",
-            "ramp": "it has no masks before its `end`, and one pattern from there on",
-            "dense_end": "all of its training leads to an N:M model at its `end`. Train on without a callback for a "
-            "dense model",
-        }
-    )
-    restores_masks = True
-    selects_entries = False
     passes_read_buffers = False
     fixed = ("scale_groups",)
     headline = "decayed_magnitude"
@@ -126,10 +117,20 @@ class CAST(MaskMethod):
         self.scale_groups = scale_groups
         self.end = end
 
-    @property
-    def dense_start(self) -> Moment:  # type: ignore[override]
+    def follow(self, schedule: Schedule) -> Method:
+        """Refuse every part."""
+        schedule.refuse(
+            self,
+            dense_start="it trains densely until its `end` anyway",
+            ramp="it has no masks before its `end`, and one pattern from there on",
+            dense_end="all of its training leads to an N:M model at its `end`. Train on without a callback for a dense "
+            "model",
+        )
+        return self
+
+    def phases(self, layer: NMLayer) -> Phases:
         """The forward weight is dense until the end of the decay."""
-        return self.end
+        return Phases(layer.progress.schedule)
 
     def schedule(self, planned_steps: int | None) -> tuple[int, ...]:
         """The training step at which the model becomes N:M."""
@@ -169,7 +170,6 @@ class CAST(MaskMethod):
         (end,) = layer.progress.schedule
         return layer.progress.clock >= end
 
-    @torch.no_grad()
     def init_masks(self, layer: NMLayer) -> None:
         """Start with the scale 1, and find the entries to decay."""
         layer.pending = None
@@ -203,9 +203,8 @@ class CAST(MaskMethod):
     def _project(self, layer: NMLayer) -> None:
         """Set the smaller entries to zero, for good."""
         self._choose_mask(layer)
-        layer.zero_pruned(layer.view.local)
+        zero_pruned(layer)
 
-    @torch.no_grad()
     def update(self, layer: NMLayer) -> None:
         """Find the entries to decay anew when it is time; make the weight N:M at the end."""
         if layer.spec.forward_reason or layer.masks.has_forward:
@@ -215,7 +214,6 @@ class CAST(MaskMethod):
         elif layer.progress.crossed(self.refresh_every):
             self._find_kept(layer)
 
-    @torch.no_grad()
     def finish(self, layer: NMLayer) -> None:
         """Make the weight N:M if its end was not reached."""
         if not layer.spec.forward_reason and not layer.masks.has_forward:
@@ -232,13 +230,9 @@ class CAST(MaskMethod):
         mask = layer.masks.forward_view
         return scaled if mask is None else masked(scaled, mask)
 
-    def weight_gradient(
-        self, layer: NMLayer, weight: Tensor, grad: Tensor
-    ) -> tuple[Tensor | None, ...]:
+    def weight_gradient(self, layer: NMLayer, weight: Tensor, grad: Tensor) -> Gradients:
         """The gradients of W, which is ``A * grad`` under the mask, and of A."""
-        mask = layer.masks.forward_view
-        if mask is not None:
-            grad = mask_(grad, mask)
+        grad = at_kept(layer, grad)
         scale = self._scale(layer, weight)
         if scale is None:
             return (grad,)
@@ -262,7 +256,6 @@ class CAST(MaskMethod):
         by_column = by_group.reshape(out, rows_shape[1], *[1] * (len(rows_shape) - 2))
         return layer.view.unrows(by_column.expand(rows_shape))
 
-    @torch.no_grad()
     def after_clipping(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Give the optimizer a moment and a gradient with which its own step is that of AdamS.
 
@@ -295,7 +288,6 @@ class CAST(MaskMethod):
             )
         grad.copy_(moment)
 
-    @torch.no_grad()
     def after_step(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Put moment and gradient back, the moment with the gradient in it; keep pruned entries at zero."""
         before: _BeforeStep | None = layer.pending
@@ -307,8 +299,7 @@ class CAST(MaskMethod):
             grad = layer.view.local_grad
             if grad is not None:
                 grad.copy_(before.grad)
-        if layer.masks.has_forward:
-            layer.zero_pruned(layer.view.local)
+        zero_pruned(layer)
 
     def statistics(self, layers: Sequence[NMLayer]) -> dict[str, float]:
         """``decayed_magnitude``: the share of the sum of :math:`|W|` in entries that the projection would set to zero.

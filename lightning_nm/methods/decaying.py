@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from types import MappingProxyType
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from lightning_nm.functional import magnitude_mask
-from lightning_nm.methods.base import check_number, check_option
+from lightning_nm.methods.base import Method
+from lightning_nm.methods.checks import check_number, check_option
 from lightning_nm.methods.ste import STE
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.pattern import NMPattern
 from lightning_nm.schedule import (
     Moment,
+    Phases,
+    Schedule,
     UnknownLength,
     check_moment,
     resolve_moment,
@@ -88,15 +90,6 @@ class DecayingMask(STE):
     """
 
     short_name = "decaying"
-    restores_masks = True
-    selects_entries = False  # pruned entries have values while they fade
-    plans_dense_phases = True
-    refused_schedule = MappingProxyType(
-        {
-            "ramp": "it reaches N:M by degrees itself. Give DecayingMask('structure'), which narrows the pattern by "
-            "halves, or use 'ste' with the ramp"
-        }
-    )
 
     def __init__(
         self,
@@ -128,9 +121,12 @@ class DecayingMask(STE):
 
     def layer_schedule(self, layer: NMLayer, planned_steps: int | None) -> tuple[int, ...]:
         """:meth:`schedule`, with the beginning of every frame of the layer's pattern between the first two."""
-        if self.fades:
-            return self.schedule(planned_steps)
-        return self._moments(planned_steps, len(narrowing_patterns(layer.pattern)))
+        return self._moments(planned_steps, len(self._patterns(layer)))
+
+    def _patterns(self, layer: NMLayer) -> tuple[NMPattern, ...]:
+        """The patterns of the frames; a fade has two, before and after N:M is reached."""
+        pattern = layer.pattern
+        return (pattern, pattern) if self.fades else narrowing_patterns(pattern)
 
     def _moments(self, planned_steps: int | None, patterns: int) -> tuple[int, ...]:
         """The beginnings of so many frames of equal length, the last at ``stop``, and that of ``dense_end``, if any."""
@@ -153,31 +149,35 @@ class DecayingMask(STE):
                 f"DecayingMask would never be N:M: stop={self.stop} is step {stop}, which must lie between the end of "
                 f"dense_start={self.dense_start} at step {start} and the end of the sparse training at step {end}"
             )
-        frames = [start]
-        for k in range(1, patterns):
-            frames.append(start + round(k * (stop - start) / (patterns - 1)))
-        return (*frames, *dense_from)
+        frames = [start + round(k * (stop - start) / (patterns - 1)) for k in range(1, patterns)]
+        return (start, *frames, *dense_from)
 
     def _frames(self, layer: NMLayer) -> tuple[int, ...]:
         """The beginnings of the frames, of which the last is that of N:M."""
-        count = 2 if self.fades else len(narrowing_patterns(layer.pattern))
-        return layer.progress.schedule[:count]
+        return layer.progress.schedule[: len(self._patterns(layer))]
 
-    def sparse_window(self, layer: NMLayer) -> tuple[int, ...]:
+    def follow(self, schedule: Schedule) -> Method:
+        """Take the dense phases."""
+        schedule.refuse(
+            self,
+            ramp="it reaches N:M by degrees itself. Give DecayingMask('structure'), which narrows the pattern by "
+            "halves, or use 'ste' with the ramp",
+        )
+        return schedule.handed_to(self)
+
+    def phases(self, layer: NMLayer) -> Phases:
         """From where there are masks to the dense phase at the end."""
         frames = self._frames(layer)
         dense_from = layer.progress.schedule[len(frames) :]
         # Fading entries have no mask; a narrowing pattern has one in its first frame.
         begins = frames[-1] if self.fades else frames[0]
-        return (begins, *dense_from)
+        return Phases((begins, *dense_from))
 
     def current_pattern(self, layer: NMLayer) -> NMPattern:
         """The pattern of the frame; N:M where pruned entries fade, and before the first frame."""
-        if self.fades:
-            return layer.pattern
         begun = bisect_right(self._frames(layer), layer.progress.clock)
         # A narrowing pattern of one frame alone, as of 1:2, is N:M from the start.
-        return narrowing_patterns(layer.pattern)[begun - 1] if begun else layer.pattern
+        return self._patterns(layer)[begun - 1] if begun else layer.pattern
 
     # ---------------------------------------------------------------------------------------------------------- masks
 
@@ -193,26 +193,20 @@ class DecayingMask(STE):
 
     def _set_fade(self, layer: NMLayer) -> None:
         """Keep b as a tensor, which a compiled graph reads; there is none before and after the fade."""
-        factor = self._factor(layer)
-        known = layer.buffers.get(FADE)
-        if factor is None or layer.spec.forward_reason:
+        clock = layer.progress.clock
+        frames = self._frames(layer)
+        if not self.fades or layer.spec.forward_reason or not within(frames, clock):
             layer.buffers.pop(FADE, None)
-        elif known is None:
+            return
+        start, stop = frames
+        share = (clock - start) / (stop - start)
+        factor = 1 - share if self.decay == "linear" else math.exp(-self.rate * share)
+        if FADE in layer.buffers:
+            layer.buffers[FADE].fill_(factor)
+        else:
             weight = layer.param
             dtype = torch.promote_types(weight.dtype, torch.float32)
             layer.buffers[FADE] = torch.tensor([factor], dtype=dtype, device=weight.device)
-        else:
-            known.fill_(factor)
-
-    def _factor(self, layer: NMLayer) -> float | None:
-        """The factor b at this training step; ``None`` before and after the fade."""
-        clock = layer.progress.clock
-        frames = self._frames(layer)
-        if not self.fades or not within(frames, clock):
-            return None
-        start, stop = frames
-        share = (clock - start) / (stop - start)
-        return 1 - share if self.decay == "linear" else math.exp(-self.rate * share)
 
     def forward_weight(self, layer: NMLayer, weight: Tensor) -> Tensor:
         """W under the mask; while pruned entries fade, W with these multiplied by b."""

@@ -4,32 +4,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_nm.functional import pack_mask, unpack_mask
-from lightning_nm.functional.evolution import as_blocks, from_blocks
-from lightning_nm.functional.select import mask_, masked
-from lightning_nm.functional.soft import patterns_of_layer, surviving
+from lightning_nm.functional.select import masked
+from lightning_nm.functional.soft import surviving
 from lightning_nm.methods.base import (
+    Gradients,
     MaskMethod,
-    refuse_tensor_parallel,
+    Method,
+    at_kept,
+    from_blocks_of,
     set_parameter,
-    warn_of_late_stop,
+    zero_pruned,
 )
+from lightning_nm.methods.checks import warn_of_late_stop
+from lightning_nm.methods.pattern_scores import PATTERNS, begin_scores, sum_by_pattern
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.pattern import NMPattern
-from lightning_nm.schedule import Moment, check_moment, resolve_moment
+from lightning_nm.schedule import Moment, Schedule, check_moment, resolve_moment
 
 SCORES = "scores"
 """The layer's parameter: a score for each pattern of each block, ``[out, blocks, C]``; 0 once it is removed."""
 REMOVED = "removed"
 """The layer's buffer: whether each of them is removed, one bit each."""
-PATTERNS = "patterns"
-"""The layer's buffer: uint8 ``[C, M]``, 1 where a pattern keeps an entry."""
 
 
 class LBC(MaskMethod):
@@ -66,15 +67,6 @@ class LBC(MaskMethod):
     """
 
     short_name = "lbc"
-    refused_schedule = MappingProxyType(
-        {
-            "dense_start": "it starts dense anyway, and removes entries until its `stop`",
-            "ramp": "its scores are of the combinations of one pattern, and masks narrow to it until its `stop`",
-            "dense_end": "it trains scores, and masks that narrow to N:M until its `stop`; without masks nothing of "
-            "that would be left",
-        }
-    )
-    restores_masks = True
     latent = False
     # The paper counts all three GEMMs by the share of kept entries.
     paper_counts_masked = True
@@ -82,6 +74,17 @@ class LBC(MaskMethod):
     def __init__(self, stop: Moment = 0.5) -> None:
         check_moment("stop", stop)
         self.stop = stop
+
+    def follow(self, schedule: Schedule) -> Method:
+        """Refuse every part."""
+        schedule.refuse(
+            self,
+            dense_start="it starts dense anyway, and removes entries until its `stop`",
+            ramp="its scores are of the combinations of one pattern, and masks narrow to it until its `stop`",
+            dense_end="it trains scores, and masks that narrow to N:M until its `stop`; without masks nothing of that "
+            "would be left",
+        )
+        return self
 
     def schedule(self, planned_steps: int | None) -> tuple[int, ...]:
         """The training step from which masks are N:M."""
@@ -98,41 +101,33 @@ class LBC(MaskMethod):
 
     def init_masks(self, layer: NMLayer) -> None:
         """Give all patterns the same score, so that every entry is kept."""
-        layer.set_masks(None)
-        layer.buffers.clear()
-        if layer.spec.forward_reason:
+        shape = begin_scores(layer, "scores")
+        if shape is None:
             return
-        refuse_tensor_parallel(layer, "scores of all blocks")
-        patterns = patterns_of_layer(layer.name, layer.pattern)
-        count, m = patterns.shape
-        rows = layer.view.rows(layer.weight).shape
-        blocks = rows.numel() // m
-        device = layer.weight.device
+        weight = layer.weight
+        device = weight.device
+        n, m = layer.pattern.n, layer.pattern.m
         # One pattern in C(M-1, N-1) keeps a certain entry: the scores of those that do add up to 1.
-        score = 1 / math.comb(m - 1, layer.pattern.n - 1)
-        dtype = torch.promote_types(layer.weight.dtype, torch.float32)
-        # Three dimensions: Muon takes those of two for matrices of a layer.
-        scores = torch.full((rows[0], blocks // rows[0], count), score, dtype=dtype, device=device)
+        score = 1 / math.comb(m - 1, n - 1)
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        scores = torch.full(shape, score, dtype=dtype, device=device)
         set_parameter(layer, SCORES, scores)
-        layer.buffers[PATTERNS] = patterns.to(device, torch.uint8)
         layer.buffers[REMOVED] = torch.zeros(
             (scores.numel() + 7) // 8, dtype=torch.uint8, device=device
         )
         layer.set_masks(torch.ones(layer.view.shape, dtype=torch.bool, device=device))
         self._remove_patterns(layer)
 
-    @torch.no_grad()
     def update(self, layer: NMLayer) -> None:
         """Remove the lowest scores of each block, as many as it is time for, and what they alone kept."""
         if SCORES in layer.parameters:
             self._remove_patterns(layer)
             if layer.step:
-                layer.zero_pruned(layer.view.local)
+                zero_pruned(layer)
 
-    @torch.no_grad()
     def _remove_patterns(self, layer: NMLayer) -> None:
         """Remove the scores that are due, and move the mask; the weight stays."""
-        scores = layer.parameters[SCORES]
+        scores = layer.parameters[SCORES].detach()
         (stop,) = layer.progress.schedule
         total = scores.shape[-1]
         left = surviving(total, layer.progress.clock, stop)
@@ -147,26 +142,19 @@ class LBC(MaskMethod):
         patterns = layer.buffers[PATTERNS]
         # [blocks, C] x [C, M]: how many patterns that are left keep each entry.
         keepers = (~removed).flatten(0, 1).float() @ patterns.float()
-        rows = layer.view.rows(layer.weight).shape
-        layer.set_masks(layer.view.unrows(from_blocks(keepers > 0, rows)))
+        layer.set_masks(from_blocks_of(layer, keepers > 0))
 
     def gradient_at_pruned(self, layer: NMLayer) -> bool:
         """Whether there is no mask: a pruned entry is in no pattern that is left, so no score needs its gradient."""
         return not layer.masks.has_forward
 
-    def weight_gradient(
-        self, layer: NMLayer, weight: Tensor, grad: Tensor
-    ) -> tuple[Tensor | None, ...]:
+    def weight_gradient(self, layer: NMLayer, weight: Tensor, grad: Tensor) -> Gradients:
         """The gradient at kept entries, and that of the scores that are left."""
-        mask = layer.masks.forward_view
+        kept_grad = at_kept(layer, grad)
         scores = layer.parameters.get(SCORES)
-        if mask is None or scores is None:
-            return (grad, *[None] * len(layer.parameters))
-        kept_grad = mask_(grad, mask)
-        # What a mask that were a real number would get: dL/dm = W dL/dW_F.
-        of_mask = as_blocks(layer.view.rows(kept_grad * weight), layer.pattern.m).to(scores.dtype)
-        patterns = layer.buffers[PATTERNS].to(scores.dtype)
-        of_scores = (of_mask @ patterns.t()).view(scores.shape)
+        if scores is None:
+            return (kept_grad,)
+        of_scores = sum_by_pattern(layer, kept_grad * weight, scores)
         return kept_grad, masked(of_scores, scores.detach() != 0)
 
     def before_step(self, layer: NMLayer, optimizer: Optimizer) -> None:
@@ -178,13 +166,12 @@ class LBC(MaskMethod):
         """An empty text: the gradient of the last scores changes no mask."""
         return ""
 
-    @torch.no_grad()
     def after_step(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Keep pruned entries and removed scores at zero, whatever the optimizer did."""
-        if layer.masks.has_forward:
-            layer.zero_pruned(layer.view.local)
-        if SCORES in layer.parameters:
-            layer.parameters[SCORES].masked_fill_(_removed(layer), 0)
+        zero_pruned(layer)
+        scores = layer.parameters.get(SCORES)
+        if scores is not None:
+            scores.detach().masked_fill_(_removed(layer), 0)
 
     def statistics(self, layers: Sequence[NMLayer]) -> dict[str, float]:
         """``surviving_patterns``: patterns that are left in a block, on average; 1 from ``stop`` on."""
@@ -211,10 +198,7 @@ def _removed(layer: NMLayer) -> Tensor:
 
 def _worst_first(layer: NMLayer, scores: Tensor, removed: Tensor) -> Tensor:
     """The patterns of each block in the order in which they go: those gone already, then by score, then magnitude."""
-    patterns = layer.buffers[PATTERNS].to(scores.dtype)
-    weight = layer.weight.detach()
-    magnitudes = as_blocks(layer.view.rows(weight).abs(), layer.pattern.m).to(scores.dtype)
-    kept = (magnitudes @ patterns.t()).view(scores.shape)
+    kept = sum_by_pattern(layer, layer.weight.detach().abs(), scores)
     ranked = scores.masked_fill(removed, -torch.inf)
     by_magnitude = kept.argsort(dim=-1, stable=True)
     by_score = ranked.gather(-1, by_magnitude).argsort(dim=-1, stable=True)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -13,30 +13,28 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_nm.functional import fold_seed, is_nm, pack_mask, unpack_mask
-from lightning_nm.functional.evolution import as_blocks, from_blocks
 from lightning_nm.functional.soft import (
     gumbel_noise,
     normal_noise,
-    patterns_of_layer,
     soft_choice,
     soft_choice_gradient,
 )
 from lightning_nm.methods.base import (
+    Gradients,
     MaskMethod,
-    check_number,
+    Method,
+    from_blocks_of,
     largest_entries,
-    refuse_tensor_parallel,
     set_parameter,
-    warn_of_late_stop,
 )
+from lightning_nm.methods.checks import check_number, warn_of_late_stop
+from lightning_nm.methods.pattern_scores import PATTERNS, begin_scores, sum_by_pattern
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.weight import key_of_layer
-from lightning_nm.schedule import Moment, check_moment, resolve_moment
+from lightning_nm.schedule import Moment, Schedule, check_moment, resolve_moment
 
 LOGITS = "logits"
 """The layer's parameter: a logit for each pattern of each block, ``[out, blocks, C]``."""
-PATTERNS = "patterns"
-"""The layer's buffer: uint8 ``[C, M]``, 1 where a pattern keeps an entry."""
 WORDS = "words"
 """The layer's buffer: int64 [4], which the random numbers of the coming step follow from."""
 ANNEALED = "annealed"
@@ -88,15 +86,6 @@ class MaskLogits(MaskMethod):
     """
 
     short_name = "mask-logits"
-    refused_schedule = MappingProxyType(
-        {
-            "dense_start": "it trains logits of the masks alone, so that a dense phase would train nothing",
-            "ramp": "its logits are of the combinations of one pattern",
-            "dense_end": "it trains logits of the masks alone, so that a dense phase would train nothing",
-        }
-    )
-    restores_masks = True
-    selects_entries = False
     trains_weight = False
 
     def __init__(
@@ -129,6 +118,13 @@ class MaskLogits(MaskMethod):
                 name: (pack_mask(value.detach() != 0), value.shape) for name, value in prior.items()
             }
 
+    def follow(self, schedule: Schedule) -> Method:
+        """Refuse every part."""
+        why = "it trains logits of the masks alone, so that a dense phase would train nothing"
+        ramp = "its logits are of the combinations of one pattern"
+        schedule.refuse(self, dense_start=why, ramp=ramp, dense_end=why)
+        return self
+
     def schedule(self, planned_steps: int | None) -> tuple[int, ...]:
         """The training step from which scale and temperature have their last values."""
         return (resolve_moment(self, "stop", self.stop, planned_steps),)
@@ -148,30 +144,20 @@ class MaskLogits(MaskMethod):
                 "optimizer"
             )
 
-    @torch.no_grad()
     def init_masks(self, layer: NMLayer) -> None:
         """Draw the first logits around the prior."""
-        layer.set_masks(None)
-        layer.buffers.clear()
-        if layer.spec.forward_reason:
+        shape = begin_scores(layer, "logits")
+        if shape is None:
             return
-        refuse_tensor_parallel(layer, "logits of all blocks")
-        patterns = patterns_of_layer(layer.name, layer.pattern)
-        weight = layer.weight.detach()
-        rows = layer.view.rows(weight)
-        count, m = patterns.shape
-        shape = (len(rows), rows[0].numel() // m, count)
+        weight = layer.weight
         dtype = torch.promote_types(weight.dtype, torch.float32)
-        patterns = patterns.to(weight.device)
-        noise = normal_noise(rows.numel() // m * count, self._words(layer, "first"))
+        noise = normal_noise(math.prod(shape), self._words(layer, "first"))
         logits = _SPREAD * noise.to(weight.device, dtype).view(shape)
         if self.prior_strength:
-            prior = as_blocks(layer.view.rows(self._prior_of(layer)), m)
-            shared = prior.to(dtype) @ patterns.to(dtype).t()  # [blocks, C]
+            shared = sum_by_pattern(layer, self._prior_of(layer), logits)
             # The constant changes no choice.
-            logits += self.prior_strength * _SPREAD * (shared.view(shape) - 1)
+            logits += self.prior_strength * _SPREAD * (shared - 1)
         set_parameter(layer, LOGITS, logits)
-        layer.buffers[PATTERNS] = patterns.to(torch.uint8)
         layer.buffers[WORDS] = torch.zeros(4, dtype=torch.int64, device=weight.device)
         layer.buffers[ANNEALED] = torch.zeros(2, dtype=dtype, device=weight.device)
         self.update(layer)
@@ -205,7 +191,6 @@ class MaskLogits(MaskMethod):
         """The words that the random numbers of a layer in a step follow from; equal in all processes."""
         return fold_seed(layer.noise.seed, layer.name, "mask-logits", step)
 
-    @torch.no_grad()
     def update(self, layer: NMLayer) -> None:
         """Mask by the largest logits, and prepare the noise, the scale and the temperature of the next step."""
         logits = layer.parameters.get(LOGITS)
@@ -216,8 +201,7 @@ class MaskLogits(MaskMethod):
         patterns = layer.buffers[PATTERNS]
         best = logits.argmax(-1).flatten()  # [blocks]
         kept_blocks = patterns[best].bool()  # [blocks, M]
-        rows = layer.view.rows(layer.weight).shape
-        layer.set_masks(layer.view.unrows(from_blocks(kept_blocks, rows)))
+        layer.set_masks(from_blocks_of(layer, kept_blocks))
         progress = _progress(layer)
         annealed = [
             first + (last - first) * progress for first, last in (self.scale, self.temperature)
@@ -236,8 +220,7 @@ class MaskLogits(MaskMethod):
         """The soft mask of this step, of the weight's shape."""
         choice = self._choice(layer, logits).flatten(0, 1)  # [blocks, C]
         mask_blocks = choice @ layer.buffers[PATTERNS].to(choice.dtype)
-        rows = layer.view.rows(layer.weight).shape
-        return layer.view.unrows(from_blocks(mask_blocks, rows))
+        return from_blocks_of(layer, mask_blocks)
 
     def training_weight(self, layer: NMLayer, weight: Tensor) -> Tensor:
         """W times the soft mask."""
@@ -246,17 +229,12 @@ class MaskLogits(MaskMethod):
         mask = self._soft_mask(layer, layer.parameters[LOGITS].detach())
         return (weight * mask).to(weight.dtype)
 
-    def weight_gradient(
-        self, layer: NMLayer, weight: Tensor, grad: Tensor
-    ) -> tuple[Tensor | None, ...]:
+    def weight_gradient(self, layer: NMLayer, weight: Tensor, grad: Tensor) -> Gradients:
         """No gradient of the weight, and that of the logits."""
         logits = layer.parameters.get(LOGITS)
         if logits is None:
             return (None, *[None] * len(layer.parameters))
-        # dL/dm = W dL/dW_F, and the mask is a sum over patterns.
-        of_mask = as_blocks(layer.view.rows(grad * weight), layer.pattern.m).to(logits.dtype)
-        patterns = layer.buffers[PATTERNS].to(logits.dtype)
-        of_choice = (of_mask @ patterns.t()).view(logits.shape)
+        of_choice = sum_by_pattern(layer, grad * weight, logits)
         scale, temperature = layer.buffers[ANNEALED].unbind()
         choice = self._choice(layer, logits.detach())
         return None, soft_choice_gradient(choice, of_choice, scale, temperature)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import MappingProxyType
 from typing import Literal, get_args
 
 import torch
@@ -13,7 +12,8 @@ from lightning_nm.functional import magnitude_mask
 from lightning_nm.functional.evolution import as_blocks, from_blocks
 from lightning_nm.functional.select import masked
 from lightning_nm.functional.soft import axis_thresholds, share_left, soft_factor
-from lightning_nm.methods.base import (
+from lightning_nm.methods.base import Method
+from lightning_nm.methods.checks import (
     check_number,
     check_option,
     refuse_tensor_parallel,
@@ -22,7 +22,7 @@ from lightning_nm.methods.base import (
 from lightning_nm.methods.ste import SRSTE, DecayAt
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.pattern import NMPattern
-from lightning_nm.schedule import Moment, check_moment, resolve_moment
+from lightning_nm.schedule import Moment, Phases, Schedule, check_moment, resolve_moment
 
 Ramp = Literal["linear", "cubic", "cos", "exp"]
 
@@ -66,16 +66,6 @@ class MaxQ(SRSTE):
     """
 
     short_name = "maxq"
-    refused_schedule = MappingProxyType(
-        {
-            "dense_start": "it prunes block by block from its `start`, and its soft factors hold from the first step "
-            "on. Give MaxQ(start=...)",
-            "ramp": "its masks narrow block by block from its `start` to its `stop`",
-            "dense_end": "its weights are multiplied by soft factors, without which all of them would change at once",
-        }
-    )
-    restores_masks = True
-    selects_entries = False
 
     def __init__(
         self,
@@ -98,6 +88,21 @@ class MaxQ(SRSTE):
         self.stop = stop
         self.ramp: Ramp = ramp
         self.temperature = temperature
+
+    def follow(self, schedule: Schedule) -> Method:
+        """Refuse every part."""
+        schedule.refuse(
+            self,
+            dense_start="it prunes block by block from its `start`, and its soft factors hold from the first step on. "
+            "Give MaxQ(start=...)",
+            ramp="its masks narrow block by block from its `start` to its `stop`",
+            dense_end="its weights are multiplied by soft factors, without which all of them would change at once",
+        )
+        return self
+
+    def phases(self, layer: NMLayer) -> Phases:
+        """There are masks from the first step on."""
+        return Phases()
 
     def schedule(self, planned_steps: int | None) -> tuple[int, ...]:
         """The training steps at which blocks begin to be pruned, and at which all of them are."""
@@ -130,7 +135,6 @@ class MaxQ(SRSTE):
         """Select the masks and thresholds of the weight as it is now."""
         self.select(layer)
 
-    @torch.no_grad()
     def select(self, layer: NMLayer) -> None:
         """Select the masks and thresholds."""
         if layer.spec.forward_reason:

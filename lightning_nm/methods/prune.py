@@ -7,6 +7,8 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import repeat
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -16,9 +18,9 @@ from lightning_nm.functional import magnitude_mask
 from lightning_nm.functional.allocation import allocate, retained_magnitudes
 from lightning_nm.functional.calibrated import sparsegpt, wanda_mask
 from lightning_nm.functional.select import masked
-from lightning_nm.methods.base import check_number, check_option
 from lightning_nm.methods.calibration import (
     Calibration,
+    Moments,
     call_model,
     evaluation,
     has_inputs,
@@ -26,6 +28,7 @@ from lightning_nm.methods.calibration import (
     set_matrices,
     squared_output,
 )
+from lightning_nm.methods.checks import check_number, check_option
 from lightning_nm.methods.ste import STE
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.selection import Rule, SkipFirstLast, as_globs, parse_skip_first_last, select
@@ -198,46 +201,37 @@ def prune(
     for layer in found.layers:
         _refuse_layer(layer, calibrated=data is not None)
     result = Pruned(skipped=found.skipped)
-    if data is None:
-        if budget is not None:
-            values = {
-                layer.name: _lost_magnitudes(matrices_of(layer), found.patterns[layer.name])
-                for layer in found.layers
-            }
-            result.choices = _choose(values, found.sizes, budget, 1, counted)
-        for layer in found.layers:
-            own = _pattern_of(layer, patterns, result)
-            if own is not None:
-                weight = matrices_of(layer)
-                set_matrices(layer, masked(weight, magnitude_mask(weight, own, dim=2)))
-        return result
+    costs: Mapping[str, int] = found.sizes
+    measure = partial(_try, score=score, damping=damping)
 
-    with evaluation(model):
-        # The pass that finds the order of the layers also counts what they multiply.
-        counter = MacsCounter(model) if counted == "flops" else None
-        with nullcontext() if counter is None else closing(counter):
-            calibration = Calibration(
-                model, found.layers, data, call or call_model, blocks, progress
-            )
+    # Without data there are no moments, and all groups are pruned by magnitude.
+    calibrated: Callable[[], Iterable[tuple[NMLayer, Moments]]]
+    calibrated = partial(zip, found.layers, repeat(tuple))
+    with evaluation(model) if data is not None else nullcontext():
+        if data is not None:
+            # The pass that finds the order of the layers also counts what they multiply.
+            with closing(MacsCounter(model)) as counter:
+                calibrated = Calibration(
+                    model, found.layers, data, call or call_model, blocks, progress
+                ).moments
+            costs = counter.macs if counted == "flops" else costs
         if budget is not None:
             # All layers are measured before the first one is pruned: they share the budget.
             values = {}
-            for layer, moments in calibration.moments():
-                own_patterns = found.patterns[layer.name]
-                errors = _try(layer, moments(), own_patterns, score, damping).errors
-                values[layer.name] = errors or _errors_of_weight(layer, own_patterns)
-            costs = found.sizes if counter is None else counter.macs
-            result.choices = _choose(values, costs, budget, 2, counted)
-        for layer, moments in calibration.moments():
+            for layer, moments in calibrated():
+                candidates_of = found.patterns[layer.name]
+                errors = measure(layer, moments(), candidates_of).errors
+                values[layer.name] = errors or _lost(layer, candidates_of, squared=data is not None)
+            result.choices = _choose(values, costs, budget, 1 if data is None else 2, counted)
+        for layer, moments in calibrated():
             if max_error is not None:
                 # With the inputs that the layers pruned before give it.
-                own_patterns = found.patterns[layer.name]
-                errors = _try(layer, moments(), own_patterns, score, damping).errors
+                errors = measure(layer, moments(), found.patterns[layer.name]).errors
                 result.choices[layer.name] = _sparsest_within(errors, max_error)
             own = _pattern_of(layer, patterns, result)
             if own is None:
                 continue
-            trial = _try(layer, moments(), [own], score, damping)
+            trial = measure(layer, moments(), [own])
             set_matrices(layer, trial.weight)
             if trial.unreached:
                 result.uncalibrated[layer.name] = trial.unreached
@@ -409,16 +403,15 @@ def _try(
 ) -> _Trial:
     """Prune the matrices of a layer to each of some patterns; ``moments`` are those of its calibration."""
     weight = matrices_of(layer)  # [groups, out / groups, in]
-    pruned = torch.empty_like(weight)
+    pruned = masked(weight, magnitude_mask(weight, patterns[-1], dim=2))
     output_square = 0.0
-    error_squares = dict.fromkeys(map(str, patterns), 0.0)
+    error_squares: dict[str, float] = {}
     unreached = []
     for groups, moments_of_groups in moments:
         for group, moment in zip(groups, moments_of_groups, strict=True):
             matrix = weight[group]
             if not bool(moment.any()):  # nothing is known of its inputs
                 unreached.append(group)
-                pruned[group] = masked(matrix, magnitude_mask(matrix, patterns[-1], dim=1))
                 continue
             output_square += squared_output(matrix, moment)
             # All patterns while the moment is in memory: of experts, it is not kept.
@@ -427,11 +420,12 @@ def _try(
                     pruned[group] = _pruned_matrix(matrix, moment, pattern, score, damping)
                 except ValueError as error:
                     raise ValueError(f"layer '{layer.name}': {error}") from error
-                error_squares[str(pattern)] += squared_output(matrix - pruned[group], moment)
-    errors = {}
-    if len(unreached) < layer.spec.groups:
-        for name, square in error_squares.items():
-            errors[name] = float((square / output_square if output_square else 0.0) ** 0.5)
+                square = squared_output(matrix - pruned[group], moment)
+                error_squares[str(pattern)] = error_squares.get(str(pattern), 0.0) + square
+    errors = {
+        name: float((square / output_square if output_square else 0.0) ** 0.5)
+        for name, square in error_squares.items()
+    }
     return _Trial(pruned, errors, unreached)
 
 
@@ -449,20 +443,19 @@ def _pruned_matrix(
     return masked(weight, magnitude_mask(weight, pattern, dim=1))
 
 
-def _lost_magnitudes(weight: Tensor, patterns: Sequence[NMPattern]) -> dict[str, float]:
-    """By pattern, the share of the sum of ``|W|`` that the largest entries of the blocks do not hold."""
-    kept = {m: retained_magnitudes(weight, m).tolist() for m in {each.m for each in patterns}}
-    return {str(each): 1 - kept[each.m][each.n - 1] for each in patterns}
+def _lost(layer: NMLayer, patterns: Sequence[NMPattern], *, squared: bool) -> dict[str, float]:
+    """By pattern, the share of the sum of ``|W|`` that the largest entries of the blocks do not hold.
 
-
-def _errors_of_weight(layer: NMLayer, patterns: Sequence[NMPattern]) -> dict[str, float]:
-    """``|W - W_F| / |W|`` of each pattern in the Frobenius norm: the error for inputs that are not correlated.
-
-    Under a budget, a layer that no calibration token reaches is compared with the others by it.
+    ``squared``: ``|W - W_F| / |W|`` in the Frobenius norm, the error for inputs that are not correlated. Under a
+    budget, a layer that no calibration token reaches is compared with the others by it.
     """
-    # The largest squares are those of the largest magnitudes.
-    lost = _lost_magnitudes(matrices_of(layer).double().square(), patterns)
-    return {pattern: max(share, 0.0) ** 0.5 for pattern, share in lost.items()}
+    weight = matrices_of(layer)
+    if squared:
+        # The largest squares are those of the largest magnitudes.
+        weight = weight.double().square()
+    kept = {m: retained_magnitudes(weight, m).tolist() for m in {each.m for each in patterns}}
+    lost = {str(each): 1 - kept[each.m][each.n - 1] for each in patterns}
+    return {name: max(share, 0.0) ** 0.5 for name, share in lost.items()} if squared else lost
 
 
 # --------------------------------------------------------------------------------------------------------------- choice
@@ -525,36 +518,28 @@ def _choose(
     least = dense_cost + sum(map(min, layer_costs))
     # Sums of floats: what is equal on paper is within the budget.
     if total and least > budget * total * (1 + 1e-9):
-        raise ValueError(_unreachable(budget, least / total, dense, total, counted))
+        # Rounded up, so that the number in the message can be given as it stands.
+        reachable = math.ceil(least / total * 10_000) / 10_000
+        whole = "entries" if counted == "parameters" else "multiply-adds"
+        others = ""
+        if dense:
+            largest = sorted(dense, key=lambda each: -dense[each])[:3]
+            others = (
+                f", of which {dense_cost / total:.4f} belong to other weights, such as "
+                f"{', '.join(map(repr, largest))}"
+            )
+        # What the user can do, the simplest first.
+        raise ValueError(
+            f"budget={budget:g} cannot be reached: with the sparsest candidate in every layer {reachable:.4f} of the "
+            f"{whole} of all weights are left{others}. Give {reachable:.4f} or more, sparser candidates (a larger M), "
+            "or mask more layers (`include`, `exclude`, `skip_first_last`)"
+        )
     # What is left for the layers; not less than nothing by a rounding error.
     left = max(budget * total - dense_cost, 0.0)
     chosen = allocate(losses, layer_costs, left)
     return {
         name: _choice(own, index) for (name, own), index in zip(values.items(), chosen, strict=True)
     }
-
-
-def _unreachable(
-    budget: float, least: float, dense: Mapping[str, int], total: int, counted: Counted
-) -> str:
-    """The message for a budget that is too small: what can be reached, and what stands in the way."""
-    # Rounded up, so that the number in the message can be given as it stands.
-    reachable = math.ceil(least * 10_000) / 10_000
-    whole = "entries" if counted == "parameters" else "multiply-adds"
-    message = (
-        f"budget={budget:g} cannot be reached: with the sparsest candidate in every layer {reachable:.4f} of the "
-        f"{whole} of all weights are left"
-    )
-    if dense:
-        share = sum(dense.values()) / total
-        largest = sorted(dense, key=lambda each: -dense[each])[:3]
-        shown = ", ".join(map(repr, largest))
-        message += f", of which {share:.4f} belong to other weights, such as {shown}"
-    # What the user can do, the simplest first.
-    return (
-        f"{message}. Give {reachable:.4f} or more, sparser candidates (a larger M), or mask more layers "
-        "(`include`, `exclude`, `skip_first_last`)"
-    )
 
 
 # --------------------------------------------------------------------------------------------------------------- result

@@ -9,23 +9,18 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_nm.functional.evolution import as_blocks, block_index, drop_and_grow
+from lightning_nm.functional.evolution import block_index, drop_and_grow
 from lightning_nm.methods.bame.exchange import (
     Exchange,
     dense_gradient_was_used,
     gradient_of_window,
     make_exchange,
 )
-from lightning_nm.methods.base import (
-    MaskMethod,
-    check_count,
-    check_moving_masks,
-    check_number,
-    largest_entries,
-)
+from lightning_nm.methods.base import Gradients, MaskMethod, blocks_of, largest_entries, zero_pruned
+from lightning_nm.methods.checks import check_count, check_number
 from lightning_nm.methods.optimizer_state import check_optimizer
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.schedule import Moment, check_moment, resolve_moment
+from lightning_nm.schedule import Moment, Phases, check_moment, resolve_moment
 
 
 class RigL(MaskMethod):
@@ -64,7 +59,6 @@ class RigL(MaskMethod):
     """
 
     short_name = "rigl"
-    restores_masks = True
     latent = False
     paper_counts_masked = True
     headline = "flip_rate"
@@ -92,9 +86,9 @@ class RigL(MaskMethod):
                 stacklevel=2,
             )
 
-    def check_stages(self, layer: NMLayer) -> None:
-        """Refuse a dense start that lasts until ``stop``, and warn of a ramp that does."""
-        check_moving_masks(layer, layer.progress.schedule[0])
+    def phases(self, layer: NMLayer) -> Phases:
+        """Masks move until ``stop``."""
+        return Phases(moves_until=layer.progress.schedule[0])
 
     def _moving(self, layer: NMLayer) -> bool:
         """Whether the coming window lies before ``stop``."""
@@ -118,7 +112,6 @@ class RigL(MaskMethod):
         """Refuse an optimizer whose state cannot be matched to entries of the weight."""
         check_optimizer(optimizer, layer.param, layer.name)
 
-    @torch.no_grad()
     def init_masks(self, layer: NMLayer) -> None:
         """Keep the largest entries."""
         layer.pending = None
@@ -127,13 +120,10 @@ class RigL(MaskMethod):
             return
         layer.set_masks(largest_entries(layer))
 
-    def weight_gradient(
-        self, layer: NMLayer, weight: Tensor, grad: Tensor
-    ) -> tuple[Tensor | None, ...]:
+    def weight_gradient(self, layer: NMLayer, weight: Tensor, grad: Tensor) -> Gradients:
         """The gradient at kept entries; all of it in a window whose gradient moves the mask."""
         return (gradient_of_window(layer, grad),)
 
-    @torch.no_grad()
     def before_step(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Find the exchange that the dense gradient speaks for, then leave the optimizer that of kept entries."""
         mask = layer.masks.forward_view
@@ -150,13 +140,12 @@ class RigL(MaskMethod):
         """An empty text: where a mask cannot move without that call, :meth:`after_step` raises an error."""
         return ""
 
-    @torch.no_grad()
     def after_step(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Keep pruned entries at zero, whatever the optimizer did; then make the exchange."""
         mask = layer.masks.forward_view
         if mask is None:
             return
-        layer.zero_pruned(layer.view.local)
+        zero_pruned(layer)
         exchange: Exchange | None = layer.pending
         layer.pending = None
         if layer.progress.dense_gradient and layer.view.local_grad is not None:
@@ -180,13 +169,11 @@ class RigL(MaskMethod):
     def _find_exchange(self, layer: NMLayer, mask: Tensor) -> Exchange:
         """The entries to exchange, by the weight and the dense gradient as they are before the step."""
         assert layer.weight.grad is not None
-        m = layer.pattern.m
-        mask_rows = layer.view.rows(mask)  # [out, in, *taps]
-        mask_bm = as_blocks(mask_rows, m)
+        mask_bm = blocks_of(layer, mask)
         # At least float32: half precision would make ties of values that differ.
         dtype = torch.promote_types(layer.weight.dtype, torch.float32)
-        weight_bm = as_blocks(layer.view.rows(layer.weight.detach()), m).to(dtype)
-        grad_bm = as_blocks(layer.view.rows(layer.weight.grad), m).to(dtype)
+        weight_bm = blocks_of(layer, layer.weight.detach()).to(dtype)
+        grad_bm = blocks_of(layer, layer.weight.grad).to(dtype)
         drops = self._drops(layer, int(mask_bm.sum()))
         moved_bm = drop_and_grow(weight_bm, grad_bm, mask_bm, drops)
         # Both are in the order of the blocks, each of which loses as many entries as it grows: they are pairs.
@@ -194,7 +181,8 @@ class RigL(MaskMethod):
         grown_blocks, grown_entries = (moved_bm & ~mask_bm).nonzero(as_tuple=True)
 
         def index_of(blocks: Tensor, entries: Tensor) -> tuple[Tensor, ...]:
-            return layer.view.locate(block_index(mask_rows.shape, m, blocks, entries))
+            shape = layer.view.rows(mask).shape  # [out, in, *taps]
+            return layer.view.locate(block_index(shape, layer.pattern.m, blocks, entries))
 
         return Exchange(
             blocks=pruned_blocks,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from lightning_nm.functional import soft_threshold_nm
@@ -42,8 +41,6 @@ class SSTE(STE):
     """
 
     short_name = "s-ste"
-    restores_masks = True
-    selects_entries = False  # the values change, too
 
     def init_masks(self, layer: NMLayer) -> None:
         """Select the first masks and compute the factor, unless training starts dense."""
@@ -51,7 +48,6 @@ class SSTE(STE):
         layer.buffers.pop(SCALE, None)
         super().init_masks(layer)
 
-    @torch.no_grad()
     def select(self, layer: NMLayer) -> None:
         """Select the masks from the weight as it is now; the first time compute the factor."""
         super().select(layer)

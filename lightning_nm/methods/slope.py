@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-import torch
-from torch import Tensor
-
 from lightning_nm.functional import backward_mask
 from lightning_nm.methods.asp import ASP
-from lightning_nm.methods.base import check_count
+from lightning_nm.methods.checks import check_count
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.schedule import Moment
 
@@ -48,7 +45,6 @@ class SLoPe(ASP):
     """
 
     short_name = "slope"
-    restores_masks = True
     sparse_dgrad = True
     headline = "overlap"
 
@@ -60,9 +56,8 @@ class SLoPe(ASP):
         init: Literal["magnitude", "zeros"] = "magnitude",
     ) -> None:
         super().__init__(start, init)
-        for name, value in (("refresh_every", refresh_every), ("first_refresh", first_refresh)):
-            if value is not None:
-                check_count(name, value, 1)
+        check_count("refresh_every", refresh_every, 1)
+        check_count("first_refresh", first_refresh, 1)
         self.refresh_every = refresh_every
         self.first_refresh = first_refresh
 
@@ -70,7 +65,6 @@ class SLoPe(ASP):
         super()._choose_mask(layer)
         self._choose_backward(layer)
 
-    @torch.no_grad()
     def update(self, layer: NMLayer) -> None:
         """Prune when the clock reaches ``start``; select the backward mask anew when it is time."""
         was_pruned = layer.masks.bits is not None
@@ -83,8 +77,15 @@ class SLoPe(ASP):
         """Select the backward mask from the weight as it is now; the forward mask stays."""
         if layer.spec.dgrad_reason:
             return
+        rows = layer.view.rows
         forward = layer.masks.forward
-        backward = self._backward_of(layer, forward)
+        backward_rows = backward_mask(
+            rows(layer.weight.detach()),
+            None if forward is None else rows(forward),
+            layer.pattern,
+            groups=layer.spec.groups,
+        )
+        backward = layer.view.unrows(backward_rows)
         if forward is None:
             # The forward product cannot be N:M in this layer, and is dense.
             layer.set_masks(None, backward)
@@ -92,12 +93,3 @@ class SLoPe(ASP):
             layer.masks.set_backward(backward)
         # Reading the density waits for the device, which is rare enough.
         layer.masks.measure_backward(backward)
-
-    @staticmethod
-    def _backward_of(layer: NMLayer, forward: Tensor | None) -> Tensor:
-        weight_rows = layer.view.rows(layer.weight.detach())
-        forward_rows = None if forward is None else layer.view.rows(forward)
-        backward_rows = backward_mask(
-            weight_rows, forward_rows, layer.pattern, groups=layer.spec.groups
-        )
-        return layer.view.unrows(backward_rows)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from lightning_nm.functional.evolution import BlockGrid
 from lightning_nm.functional.select import masked
 from lightning_nm.kernels.cpu import evolution
-from lightning_nm.methods.base import MaskMethod, check_number, check_option, largest_entries
+from lightning_nm.methods.base import MaskMethod, largest_entries
+from lightning_nm.methods.checks import check_number, check_option
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.pattern import NMPattern
-from lightning_nm.schedule import Moment, check_window, resolve_window, within
+from lightning_nm.schedule import Moment, Phases, check_window, resolve_window, within
 
 
 class STE(MaskMethod):
@@ -35,7 +35,6 @@ class STE(MaskMethod):
     """
 
     short_name = "ste"
-    restores_masks = True
 
     def __init__(self, dense_start: Moment = 0, dense_end: Moment = 0) -> None:
         check_window(dense_start, dense_end)
@@ -46,57 +45,58 @@ class STE(MaskMethod):
         """The training steps at which the masks come and go; ``()`` if they are always there."""
         return resolve_window(self, self.dense_start, self.dense_end, planned_steps)
 
+    def phases(self, layer: NMLayer) -> Phases:
+        """Masks are there between the dense phases."""
+        return Phases(layer.progress.schedule)
+
     def init_masks(self, layer: NMLayer) -> None:
         """Select the first masks, unless training starts dense."""
-        if within(self.sparse_window(layer), layer.progress.clock):
+        if within(self.phases(layer).sparse, layer.progress.clock):
             self.select(layer)
         else:
             layer.set_masks(None)
 
     def update(self, layer: NMLayer) -> None:
-        """Select the masks anew when it is time; none in a dense phase."""
-        if not within(self.sparse_window(layer), layer.progress.clock):
-            layer.set_masks(None)
-            return
+        """Select the masks again when it is time; none in a dense phase."""
         begins = layer.masks.bits is None
-        if begins or self.due(layer):
+        if not within(self.phases(layer).sparse, layer.progress.clock):
+            layer.set_masks(None)
+        elif begins or self.due(layer):
             self.select(layer)
 
     def due(self, layer: NMLayer) -> bool:
         """Whether the masks are to be selected after this step."""
         return True
 
-    @torch.no_grad()
     def select(self, layer: NMLayer) -> None:
         """Select the masks from the weight as it is now."""
         pattern = self.current_pattern(layer)
         assert pattern is not None  # the masks of this class always hold to one
-        if layer.spec.forward_reason or keep_largest(layer, pattern):
+        if layer.spec.forward_reason:
             return
-        layer.set_masks(largest_entries(layer, pattern))
+        grid = grid_to_move(layer, backward=False)
+        if grid is None:
+            layer.set_masks(largest_entries(layer, pattern))
+            return
+        masks = layer.masks
+        assert masks.bits is not None
+        weight = layer.weight.detach()
+        masks.count_moved(evolution.keep_largest(grid, pattern.n, weight, masks.bits))
 
 
-@torch.no_grad()
-def keep_largest(layer: NMLayer, pattern: NMPattern) -> bool:
-    """Move the forward mask, where there is one and no other, to the largest entries, by the library of CPU kernels.
+def grid_to_move(layer: NMLayer, *, backward: bool) -> BlockGrid | None:
+    """The blocks of a weight whose masks the library of CPU kernels can move in place; ``None`` where it cannot.
 
     Args:
         layer: The layer.
-        pattern: How many entries of each block are kept; its M is the layer's.
-
-    Returns:
-        Whether this was done.
+        backward: Whether there must be a backward mask, else there must be none.
     """
     masks = layer.masks
+    has_these = masks.has_forward and masks.has_backward == backward
     weight = layer.param.detach()
-    has_one_mask = masks.has_forward and not masks.has_backward
-    if not has_one_mask or masks.bits is None or not evolution.runs(weight, masks.bits):
-        return False
-    grid = layer.view.blocks(layer.pattern.m)
-    if grid is None:
-        return False
-    masks.count_moved(evolution.keep_largest(grid, pattern.n, weight, masks.bits))
-    return True
+    if not has_these or masks.bits is None or not evolution.runs(weight, masks.bits):
+        return None
+    return layer.view.blocks(layer.pattern.m)
 
 
 DecayAt = Literal["before-clipping", "after-clipping"]
@@ -173,7 +173,6 @@ class SRSTE(STE):
         if self.decay_at == "after-clipping":
             self._add_decay(layer)
 
-    @torch.no_grad()
     def _add_decay(self, layer: NMLayer) -> None:
         mask = layer.masks.forward_view
         grad = layer.view.local_grad

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 
-from lightning_nm.methods.base import check_number, check_option
+from lightning_nm.methods.base import Method
+from lightning_nm.methods.checks import check_number, check_option
 from lightning_nm.methods.optimizer_state import coupled_decay, group_of, will_be_skipped
 from lightning_nm.methods.ste import STE
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.weight import local_values, sum_of_shards
 from lightning_nm.schedule import (
     Moment,
+    Phases,
+    Schedule,
     check_moment,
     resolve_moment,
     resolve_window,
@@ -115,15 +117,6 @@ class STEP(STE):
     """
 
     short_name = "step"
-    may_start_early = True
-    plans_dense_phases = True
-    refused_schedule = MappingProxyType(
-        {
-            "dense_start": "it ends its dense phase itself, by the second moment. Give STEP(dense_start=..., "
-            "latest=...), the earliest and the latest step of that"
-        }
-    )
-    restores_masks = True
     passes_read_buffers = False
 
     def __init__(
@@ -164,9 +157,18 @@ class STEP(STE):
             )
         return (earliest, latest, *window[1:])
 
-    def sparse_window(self, layer: NMLayer) -> tuple[int, ...]:
+    def follow(self, schedule: Schedule) -> Method:
+        """Take the dense end, and stages of a ramp after the switch."""
+        schedule.refuse(
+            self,
+            dense_start="it ends its dense phase itself, by the second moment. Give STEP(dense_start=..., "
+            "latest=...), the earliest and the latest step of that",
+        )
+        return schedule.handed_to(self)
+
+    def phases(self, layer: NMLayer) -> Phases:
         """From the latest switch to the dense phase at the end."""
-        return layer.progress.schedule[1:]
+        return Phases(layer.progress.schedule[1:], is_latest=True)
 
     # ---------------------------------------------------------------------------------------------------------- masks
 
@@ -183,7 +185,7 @@ class STEP(STE):
         layer.pending = None
         # All optimizers of the batch have stepped, and the layers hold what they need of it.
         self._groups.clear()
-        latest, *dense_from = self.sparse_window(layer)
+        latest, *dense_from = self.phases(layer).sparse
         clock = layer.progress.clock
         if dense_from and clock >= dense_from[0]:
             layer.set_masks(None)
@@ -248,7 +250,6 @@ class STEP(STE):
                 "checkpoint (fit(ckpt_path=...)), use the same optimizer again, or begin anew with a new callback"
             )
 
-    @torch.no_grad()
     def after_clipping(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Before the switch measure the change of the second moment; after it prepare a step that leaves it alone."""
         if will_be_skipped(optimizer):
@@ -260,7 +261,7 @@ class STEP(STE):
             # The last step ended without after_step(), which a step that trains nothing does.
             local_values(state["exp_avg_sq"]).copy_(last.second)
         layer.pending = _Pending()
-        latest = self.sparse_window(layer)[0]
+        latest = self.phases(layer).sparse[0]
         if layer.masks.has_forward and parameter.grad is not None:
             layer.pending = self._freeze(layer, optimizer)
         elif not layer.masks.has_forward and layer.progress.clock < latest:
@@ -336,7 +337,6 @@ class STEP(STE):
             gradient.add_(local_values(parameter), alpha=sign * decay)
         return pending
 
-    @torch.no_grad()
     def after_step(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Put the second moment and the gradient back; keep the change of a dense step."""
         pending = self._pending(layer)

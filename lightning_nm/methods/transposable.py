@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-import torch
-
 from lightning_nm.functional import transposable_mask
-from lightning_nm.methods.base import check_count
+from lightning_nm.methods.checks import check_count
 from lightning_nm.methods.ste import SRSTE, DecayAt
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.schedule import Moment
@@ -52,9 +50,8 @@ class TransposableMask(SRSTE):
         decay_at: DecayAt = "before-clipping",
     ) -> None:
         super().__init__(decay, dense_start, dense_end, decay_scale, decay_at)
-        for name, value in (("update_every", update_every), ("first_update", first_update)):
-            if value is not None:
-                check_count(name, value, 1)
+        check_count("update_every", update_every, 1)
+        check_count("first_update", first_update, 1)
         self.update_every = update_every
         self.first_update = first_update
 
@@ -62,7 +59,6 @@ class TransposableMask(SRSTE):
         """Every ``update_every`` steps."""
         return layer.progress.crossed(self.update_every, self.first_update or self.update_every)
 
-    @torch.no_grad()
     def select(self, layer: NMLayer) -> None:
         """Select the mask from the weight as it is now: row-wise where it cannot be transposable."""
         if layer.spec.dgrad_reason or layer.spec.forward_reason:

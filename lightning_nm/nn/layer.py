@@ -682,9 +682,19 @@ class NMLayer(HasHandle):
                     self.parameters[name] = parameter
 
 
+@torch.no_grad()
 def init_masks(layer: NMLayer) -> None:
     """Choose the masks for a weight that has just been set or loaded; none in a dense stage of the user's schedule."""
     if layer.progress.is_dense:
         layer.set_masks(None)
     else:
         layer.spec.method.init_masks(layer)
+
+
+def end_masks(layer: NMLayer) -> None:
+    """End the masks for a dense stage of the user's schedule, and what the method keeps of them."""
+    layer.set_masks(None)
+    layer.pending = None
+    if not layer.spec.method.latent:
+        # What such a method keeps is about exchanges of entries.
+        layer.buffers.clear()

@@ -300,7 +300,7 @@ def differences_of_layer(
     changed = []
     # The moments became training steps when training began: what is compared is the schedule.
     planned = {"dense_start", "dense_end"}
-    if layer.progress.schedule or method.dense_start:
+    if layer.progress.schedule or hasattr(method, "start"):
         planned |= {"start", "stop", "latest"}
     for key, (then, now) in differences(here, saved).items():
         if not key.endswith("settings"):

@@ -1,7 +1,12 @@
-"""The stages of a user's schedule: planned once for each layer, and begun in all layers at the same training step."""
+"""When methods and estimators begin and end something: planned once for the whole training, and begun in all layers.
+
+Read from top to bottom: the plan of a training, and the first masks; what happens when a stage of the user's schedule
+begins; the costs of a training that is only planned.
+"""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -11,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_nm.functional.select import mask_
-from lightning_nm.nn.layer import NMLayer, init_masks
+from lightning_nm.nn.layer import NMLayer, end_masks, init_masks
 from lightning_nm.nn.selection import refuse_masked, refuse_nan
 from lightning_nm.nn.state import (
     differences_of_layer,
@@ -19,9 +24,11 @@ from lightning_nm.nn.state import (
     saved_stages,
 )
 from lightning_nm.nn.weight import is_sharded, local_shard, local_values
-from lightning_nm.schedule import Stages
+from lightning_nm.schedule import DENSE, Stages
 from lightning_nm.spelling import grouped, quoted, some_of
 from lightning_nm.training.optimizers import trained_layer
+
+# -------------------------------------------------------------------------------------------- plan
 
 
 def plan_stages(layer: NMLayer, planned_steps: int | None) -> Stages:
@@ -33,9 +40,100 @@ def plan_stages(layer: NMLayer, planned_steps: int | None) -> Stages:
     schedule = layer.spec.schedule
     if schedule is None:
         return ()
-    method = layer.spec.method
-    masks_between = method.sparse_window(layer) if method.plans_dense_phases else None
-    return schedule.stages(planned_steps, masks_between)
+    return schedule.stages(planned_steps, layer.spec.method.phases(layer).sparse)
+
+
+def plan_schedules(
+    layers: Sequence[NMLayer],
+    saved: Mapping[str, Mapping[str, Any]],
+    planned_steps: int | None,
+    clock: int,
+) -> None:
+    """Set the layers' schedules: shares of the training become steps once, and a training that continues keeps its own.
+
+    Args:
+        layers: The layers.
+        saved: By name, the states of layers whose training continues.
+        planned_steps: Training steps of the whole training, if known.
+        clock: Training steps so far.
+
+    Raises:
+        ValueError: If the schedule of a method or an estimator does not fit the planned steps.
+    """
+    new = set()
+    for layer in layers:
+        progress = layer.progress
+        method = layer.spec.method
+        estimator = layer.spec.estimator
+        progress.clock = clock
+        state = saved.get(layer.name, {})
+        if state.get("method") == type(method).__name__:
+            progress.schedule = tuple(state["schedule"])
+            progress.stages = saved_stages(state)
+        else:
+            new.add(method)
+            progress.schedule = tuple(method.layer_schedule(layer, planned_steps))
+            progress.stages = plan_stages(layer, planned_steps)
+            _check_moving_masks(layer)
+        progress.enter_stage()
+        if estimator is not None:
+            is_same = state.get("estimator") == type(estimator).__name__
+            schedule = state["estimator_schedule"] if is_same else estimator.schedule(planned_steps)
+            progress.estimator_schedule = tuple(schedule)
+    for method in new:
+        method.check(planned_steps)
+
+
+def _check_moving_masks(layer: NMLayer) -> None:
+    """Compare a user's schedule with the moment until which the masks of a method move.
+
+    Raise a ``ValueError`` if the first masks come no earlier; warn if those of the layer's own pattern do not.
+    """
+    stop = layer.spec.method.phases(layer).moves_until
+    if stop is None:
+        return
+    method = type(layer.spec.method).__name__
+    begins = [begin for begin, name in layer.progress.stages if name != DENSE] or [0]
+    # At 0 masks come without a schedule, too.
+    if begins[0] and begins[0] >= stop:
+        raise ValueError(
+            f"the masks of {method} would never move: they come at step {begins[0]} by the schedule's dense_start, and "
+            f"move until `stop`, step {stop}, alone (layer '{layer.name}'): use an earlier dense_start, or a later "
+            "`stop`"
+        )
+    if begins[-1] and begins[-1] >= stop:
+        warnings.warn(
+            f"the {layer.spec.pattern} masks of {method} stand still: the schedule's ramp ends at step {begins[-1]}, "
+            f"and masks move until `stop`, step {stop}, alone; use an earlier end of the ramp, or a later `stop`",
+            stacklevel=2,
+        )
+
+
+def choose_masks(
+    layers: Sequence[NMLayer],
+    saved: Mapping[str, dict[str, Any]],
+    planned_steps: int | None,
+    clock: int,
+    data_rank: int | None,
+) -> None:
+    """Plan the schedules, and take the saved masks of layers that continue; choose those of the others."""
+    plan_schedules(layers, saved, planned_steps, clock)
+    for layer in layers:
+        state = saved.get(layer.name)
+        init_hook = type(layer.spec.method).init_masks
+        # A saved state replaces all that the package's own methods do there, such as a long search. What a method from
+        # outside prepares is not known.
+        is_restored = str(init_hook.__module__).startswith("lightning_nm.")
+        if is_restored and state and not differences_of_layer(layer, state)[0]:
+            layer.adopt(saved_layer(layer, state))
+        else:
+            with layer.full():
+                init_masks(layer)
+        layer.noise.follow_data(data_rank)
+        layer.draw_noise()
+
+
+# ----------------------------------------------------------------------------------- begin and end
 
 
 @torch.no_grad()
@@ -50,11 +148,11 @@ def begin_stage(layer: NMLayer, optimizers: Iterable[Optimizer] = ()) -> None:
     method = layer.spec.method
     kept = layer.masks.forward
     layer.progress.enter_stage()
-    if layer.progress.is_dense:
-        method.end_masks(layer)
-    else:
+    if not layer.progress.is_dense:
         method.init_masks(layer)
         kept = layer.masks.forward
+    else:
+        end_masks(layer)
     # A weight that never made a step keeps its entries until its first one: a fit that fails before has cost nothing.
     if method.latent or kept is None or not layer.step:
         return
@@ -82,46 +180,6 @@ def zero_pruned_state(layer: NMLayer, kept: Tensor, optimizers: Iterable[Optimiz
                 mask_(local_values(state), local_shard(kept, state))
 
 
-def plan_schedules(
-    layers: Sequence[NMLayer],
-    saved: Mapping[str, Mapping[str, Any]],
-    planned_steps: int | None,
-    clock: int,
-) -> None:
-    """Set the layers' schedules: shares of the training become steps once, and a training that continues keeps its own.
-
-    Args:
-        layers: The layers.
-        saved: By name, the states of layers whose training continues.
-        planned_steps: Training steps of the whole training, if known.
-        clock: Training steps so far.
-
-    Raises:
-        ValueError: If the schedule of a method or an estimator does not fit the planned steps.
-    """
-    new = set()
-    for layer in layers:
-        layer.progress.clock = clock
-        state = saved.get(layer.name, {})
-        if state.get("method") == type(layer.spec.method).__name__:
-            layer.progress.schedule = tuple(state["schedule"])
-            layer.progress.stages = saved_stages(state)
-        else:
-            new.add(layer.spec.method)
-            schedule = layer.spec.method.layer_schedule(layer, planned_steps)
-            layer.progress.schedule = tuple(schedule)
-            layer.progress.stages = plan_stages(layer, planned_steps)
-            layer.spec.method.check_stages(layer)
-        layer.progress.enter_stage()
-        estimator = layer.spec.estimator
-        if estimator is not None:
-            is_same = state.get("estimator") == type(estimator).__name__
-            schedule = state["estimator_schedule"] if is_same else estimator.schedule(planned_steps)
-            layer.progress.estimator_schedule = tuple(schedule)
-    for method in new:
-        method.check(planned_steps)
-
-
 def finished_phases(layers: Sequence[NMLayer]) -> list[str]:
     """Methods and estimators whose dense phase at the end of training has begun, as sentences."""
     # A dict keeps the order and drops what several layers share.
@@ -129,22 +187,24 @@ def finished_phases(layers: Sequence[NMLayer]) -> list[str]:
     for layer in layers:
         progress = layer.progress
         method = layer.spec.method
-        for owner, window in (
-            (method, method.sparse_window(layer)),
+        windows = (
+            (method, method.phases(layer).sparse),
             (layer.spec.estimator, progress.estimator_schedule),
-        ):
+        )
+        for owner, window in windows:
             # A window of two steps ends where the dense phase begins.
-            if owner is None or not owner.dense_end or len(window) < 2:
-                continue
-            end = window[1]
-            if progress.clock >= end:
-                found[
-                    f"{type(owner).__name__} is in the dense phase that began at training step {end}"
-                ] = None
-        stages = progress.stages
+            if getattr(owner, "dense_end", 0) and len(window) == 2 and progress.clock >= window[1]:
+                name = type(owner).__name__
+                found[f"{name} is in the dense phase that began at training step {window[1]}"] = (
+                    None
+                )
         if progress.is_dense and not progress.has_more_stages:
-            found[f"the schedule's dense end began at training step {stages[-1][0]}"] = None
+            began = progress.stages[-1][0]
+            found[f"the schedule's dense end began at training step {began}"] = None
     return list(found)
+
+
+# ----------------------------------------------------------------------------------- planned costs
 
 
 COUNTED = 1_008_000
@@ -155,6 +215,7 @@ _LOOKS = 64  # at the masks of a method whose pattern changes between the moment
 _TOLD_APART = 64
 
 
+@torch.no_grad()
 def charge_plan(layers: Sequence[NMLayer], planned_steps: int | None) -> None:
     """Charge the costs of new layers as if the training that they are planned for had run.
 
@@ -179,7 +240,7 @@ def charge_plan(layers: Sequence[NMLayer], planned_steps: int | None) -> None:
             if 0 < moment < steps:
                 moments.add(moment)
         looks = set()
-        if layer.spec.method.changes_pattern:
+        if "current_pattern" in layer.spec.method.defined_hooks():
             looks = {steps * k // _LOOKS for k in range(1, _LOOKS)}
         for start, stop in pairwise(sorted(moments | looks)):
             progress.go_to(start)
@@ -217,28 +278,7 @@ def _dense_gradients(
     return turns[key]
 
 
-def choose_masks(
-    layers: Sequence[NMLayer],
-    saved: Mapping[str, dict[str, Any]],
-    planned_steps: int | None,
-    clock: int,
-    data_rank: int | None,
-) -> None:
-    """Plan the schedules, and take the saved masks of layers that continue; choose those of the others."""
-    plan_schedules(layers, saved, planned_steps, clock)
-    for layer in layers:
-        state_of_layer = saved.get(layer.name)
-        if (
-            layer.spec.method.restores_masks
-            and state_of_layer
-            and not differences_of_layer(layer, state_of_layer)[0]
-        ):
-            layer.adopt(saved_layer(layer, state_of_layer))  # choosing masks may take a long search
-        else:
-            with layer.full():
-                init_masks(layer)
-        layer.noise.follow_data(data_rank)
-        layer.draw_noise()
+# ------------------------------------------------------------------------------ refusals and texts
 
 
 def refuse_to_mask(layers: Iterable[NMLayer], optimizers: Sequence[Optimizer]) -> None:

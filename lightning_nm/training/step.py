@@ -125,6 +125,7 @@ class TrainingStep:
 
     # ---------------------------------------------------------------------------------------------- the order of a step
 
+    @torch.no_grad()
     def before_optimizer(self, optimizer: Optimizer, loss_scale: float = 1.0) -> None:
         """Shape the complete gradients, still multiplied by ``loss_scale``, of the optimizer's layers."""
         known = self._known(unwrapped(optimizer))
@@ -146,6 +147,7 @@ class TrainingStep:
                         method.before_step(layer, known.optimizer)
                 layer.progress.shaped = True
 
+    @torch.no_grad()
     def after_clipping(self, known: RegisteredOptimizer) -> None:
         """Shape the gradients that the optimizer's step is about to use."""
         shaping = [layer for layer in known.layers if "after_clipping" in self._hooks_of(layer)]
@@ -158,6 +160,7 @@ class TrainingStep:
             with _unscaled(layer, loss_scale), layer.full(gradient=True):
                 layer.spec.method.after_clipping(layer, known.optimizer)
 
+    @torch.no_grad()
     def after_optimizer(self, known: RegisteredOptimizer) -> None:
         """Count a real step of the optimizer, and let the methods repair what it did to the weights."""
         self.stepped = True
@@ -178,6 +181,7 @@ class TrainingStep:
             # A batch may hold several steps, and each needs random numbers of its own.
             layer.draw_noise()
 
+    @torch.no_grad()
     def end_batch(self) -> bool:
         """Move the masks of the layers whose optimizer has stepped, and begin the next window.
 

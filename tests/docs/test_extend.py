@@ -3,7 +3,10 @@
 import re
 
 import pytest
+import torch
+from torch import nn
 
+from lightning_nm import NMSparsifier
 from lightning_nm.methods import Method
 from lightning_nm.nn.adapters import base
 from tests import test_contract
@@ -69,10 +72,36 @@ def test_contracts(page):
     assert all((ROOT / file).is_file() for file in files.split())
 
 
+def test_the_masks_of_the_method_move_when_it_says():
+    lazy = execute(PAGES["method"])["LazyMask"]
+    model = nn.Linear(32, 64)
+    sparsifier = NMSparsifier(model, "2:4", lazy(every=4), skip_first_last=False).attach()
+    layer = sparsifier.layers["weight"]
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    sparsifier.register(optimizer)
+    moved = []
+    for step in range(1, 13):
+        before = layer.forward_mask.clone()
+        optimizer.zero_grad()
+        model(torch.randn(64, 32)).square().mean().backward()
+        sparsifier.before_step(optimizer)
+        optimizer.step()
+        sparsifier.step()
+        if not torch.equal(layer.forward_mask, before):
+            moved.append(step)
+    assert moved == [4, 8, 12]
+    assert sparsifier.violations() == 0
+
+
 def test_hooks_of_a_method_are_listed_as_they_are():
     assert hooks.PAGE.read_text(encoding="utf-8") == hooks.page(), "run `python -m tools.hooks`"
-    listed = {signature.partition("(")[0] for signature, _ in hooks.hooks()} | {
-        name for name, *_ in hooks.flags()
-    }
-    assert listed == {name for name in dir(Method) if not name.startswith("_")} - hooks.NOT_HOOKS
-    assert all(meaning for _, meaning in hooks.hooks())
+    listed = {signature.partition("(")[0] for _, signature, _ in hooks.hooks()}
+    attributes = {name for name, *_ in hooks.attributes()}
+    public = {name for name in dir(Method) if not name.startswith("_")}
+    assert listed | attributes == public - hooks.DERIVED
+    assert all(section and meaning for section, _, meaning in hooks.hooks())
+    # A method from outside the package must fit on a page, and so must all that it may define.
+    assert len(listed) <= 24
+    assert len(attributes) <= 10
+    assert len(PAGES["method"].splitlines()) <= 90
+    assert len(blocks("python", PAGES["method"])[0].splitlines()) < 60

@@ -72,46 +72,61 @@ def test_the_state_dict_is_the_function_of_a_method_that_computes_its_weights(ma
         assert sparsifier.flops_ratios() == {"arithmetic": 1.0, "paper": 1.0, "eligible": 1.0}
 
 
-def test_a_class_says_whether_its_override_selects_entries():
-    class Selects(STE):
-        selects_entries = True
-
+def test_a_class_that_makes_weights_by_itself_does_not_count_as_one_that_selects_entries():
+    class Backward(STE):
         def backward_weight(self, layer, weight):
             return super().backward_weight(layer, weight)
 
-    class Below(Selects):
-        selects_entries = False
-        forward_weight = twice
+    class Training(STE):
+        def training_weight(self, layer, weight):
+            return weight
 
+    class Below(Backward):
+        selects_entries = True
+
+    class Untouched(STE):
+        def update(self, layer):
+            super().update(layer)
+
+    mixed = type("Mixed", (type("Mixin", (), {"forward_weight": twice}), STE), {})
     assert STE().selects_entries
-    assert Selects().selects_entries
-    assert not Below().selects_entries
+    assert Untouched().selects_entries
+    for cls in (Backward, Training, Below, mixed, type("Under", (mixed,), {})):
+        assert not cls().selects_entries
+
+
+def test_a_class_that_overrides_the_gradient_gets_it_at_pruned_entries():
+    def gradient(self, layer, weight, grad):
+        return ASP.weight_gradient(self, layer, weight, grad)
+
+    def says(self, layer):
+        return False
+
+    own = type("Own", (ASP,), {"weight_gradient": gradient})
+    mixed = type("Mixed", (type("Mixin", (), {"weight_gradient": gradient}), ASP), {})
+    for cls in (own, mixed, type("Below", (own,), {})):
+        assert cls.gradient_at_pruned is Method.gradient_at_pruned
+    told = type("Told", (own,), {"gradient_at_pruned": says})
+    both = type("Both", (ASP,), {"weight_gradient": gradient, "gradient_at_pruned": says})
+    for cls in (told, both, type("Below", (both,), {})):
+        assert cls.gradient_at_pruned is says
+    assert type("Untouched", (ASP,), {}).gradient_at_pruned is ASP.gradient_at_pruned
 
 
 @pytest.mark.parametrize(
-    ("base", "hook", "promise"),
+    ("name", "instead"),
     [
-        (STE, "forward_weight", "selects_entries"),
-        (SRSTE, "backward_weight", "selects_entries"),
-        (STE, "init_masks", "restores_masks"),
-        (ASP, "weight_gradient", "gradient_at_pruned"),
+        ("refused_schedule", "define follow"),
+        ("plans_dense_phases", "define follow"),
+        ("sparse_window", "define phases"),
+        ("may_start_early", "define phases"),
+        ("check_stages", "define phases"),
+        ("end_masks", "leave it out"),
     ],
 )
-def test_a_class_that_overrides_a_hook_does_not_inherit_what_its_base_says_of_it(
-    base, hook, promise
-):
-    with pytest.raises(TypeError, match=rf"Own overrides {hook}\(\), so {promise} of its base"):
-        type("Own", (base,), {hook: getattr(base, hook)})
-    own = {hook: getattr(base, hook), promise: getattr(base, promise)}
-    below = type("Below", (type("Own", (base,), own),), {})
-    assert getattr(below, promise) is getattr(base, promise)
-    # A hook that a mixin overrides counts as the class's own.
-    with pytest.raises(TypeError, match=f"Mixin overrides {hook}"):
-        type("Mixed", (type("Mixin", (), {hook: getattr(base, hook)}), base), {})
-
-
-def test_a_class_whose_base_promises_nothing_sets_no_flag():
-    type("Own", (Method,), {"forward_weight": twice, "init_masks": Method.init_masks})
+def test_what_has_no_effect_any_more_is_refused_with_what_to_do(name, instead):
+    with pytest.raises(TypeError, match=rf"Own has {name}, .* 0.3: {instead}"):
+        type("Own", (STE,), {name: None})
 
 
 @pytest.mark.filterwarnings("ignore:the trained weights of these layers will be dense")
@@ -192,8 +207,6 @@ def test_an_adaptation_that_found_no_gradient_is_made_up_for():
 
 def test_a_method_of_ones_own_prepares_itself_when_a_training_continues():
     class Counts(STE):
-        restores_masks = False
-
         def __init__(self):
             super().__init__()
             self.prepared = []
@@ -207,7 +220,6 @@ def test_a_method_of_ones_own_prepares_itself_when_a_training_continues():
     method = Counts()
     NMSparsifier(nn.Linear(8, 4), "2:4", method, skip_first_last=False).attach(state)
     assert method.prepared == ["weight"]
-    assert STE.restores_masks
     with pytest.raises(ValueError, match="schema 2"):
         NMSparsifier(nn.Linear(8, 4), "2:4", "ste", skip_first_last=False).attach(
             {**state, "schema": 2}

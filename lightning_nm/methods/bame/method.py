@@ -29,11 +29,12 @@ from lightning_nm.methods.bame.exchange import (
     gradient_of_window,
     make_exchange,
 )
-from lightning_nm.methods.base import MaskMethod, check_moving_masks, check_option
+from lightning_nm.methods.base import MaskMethod
 from lightning_nm.methods.bi_mask import BiMask
+from lightning_nm.methods.checks import check_option
 from lightning_nm.methods.optimizer_state import check_optimizer, clear_entries, group_of
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.schedule import Moment, check_moment, resolve_moment
+from lightning_nm.schedule import Moment, Phases, check_moment, resolve_moment
 
 _FEW = 1e-3
 """Exchanges a block. A phase with fewer of them has trained nearly a fixed mask."""
@@ -114,7 +115,6 @@ class BAME(MaskMethod):
     """
 
     short_name = "bame"
-    restores_masks = True
     latent = False
     paper_counts_masked = True
     passes_read_buffers = False
@@ -198,10 +198,6 @@ class BAME(MaskMethod):
                 stacklevel=2,
             )
 
-    def check_stages(self, layer: NMLayer) -> None:
-        """Refuse a dense start that lasts until ``stop``, and warn of a ramp that does."""
-        check_moving_masks(layer, layer.progress.schedule[1])
-
     def check_optimizer(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Refuse an optimizer whose state cannot be matched to entries of the weight."""
         check_optimizer(optimizer, layer.param, layer.name)
@@ -234,11 +230,9 @@ class BAME(MaskMethod):
             )
         layer.set_masks(forward, self._select_backward(layer, forward, search=False))
 
-    def end_masks(self, layer: NMLayer) -> None:
-        """End the masks, and with them the evidence and the counts of exchanges."""
-        layer.pending = None
-        layer.buffers.clear()
-        layer.set_masks(None)
+    def phases(self, layer: NMLayer) -> Phases:
+        """Masks move until ``stop``."""
+        return Phases(moves_until=layer.progress.schedule[1])
 
     def _select_backward(
         self, layer: NMLayer, forward: Tensor | None, *, search: bool

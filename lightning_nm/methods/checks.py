@@ -1,0 +1,76 @@
+"""What methods, estimators and :func:`~lightning_nm.prune` refuse in their settings."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+from lightning_nm.nn.layer import NMLayer
+from lightning_nm.schedule import Moment
+
+
+def check_option(name: str, value: str, *options: str) -> None:
+    """Raise ``ValueError`` for an unknown option."""
+    if value not in options:
+        raise ValueError(f"{name}={value!r} is unknown: use {' or '.join(map(repr, options))}")
+
+
+def check_number(
+    name: str, value: float, why: str, *, zero: bool = False, most: float = math.inf
+) -> None:
+    """Raise ``TypeError`` for a setting that is not a number, ``ValueError`` for one that is out of its range.
+
+    Args:
+        name: Of the setting.
+        value: Of the setting.
+        why: What the number is, or what to do: the end of the message.
+        zero: Whether 0 is allowed; negative numbers are not.
+        most: The largest number that is allowed; infinity allows any finite one.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name}={value!r} must be a number, not {type(value).__name__}: {why}")
+    if not 0 <= value <= most or value == math.inf or (value == 0 and not zero):
+        kind = "0 or a positive number" if zero else "a positive number"
+        limit = "" if most == math.inf else f" of at most {most:g}"
+        raise ValueError(f"{name}={value} must be {kind}{limit}: {why}")
+
+
+def check_count(name: str, value: int | None, least: int) -> None:
+    """Raise ``ValueError`` for a setting that is not an integer, or is below its least value; ``None`` is not set."""
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name}={value!r} must be an integer of at least {least}")
+
+
+def warn_of_late_stop(
+    what: str, setting: Moment, stop: int, planned_steps: int | None, stacklevel: int = 3
+) -> None:
+    """Warn of a ``stop`` that the training does not reach.
+
+    Args:
+        what: What is the case then, a clause.
+        setting: The `stop` that the user gave.
+        stop: The training step that it is.
+        planned_steps: Of the whole training; ``None`` if that is not known.
+        stacklevel: As of :func:`warnings.warn`.
+    """
+    if planned_steps is not None and stop > planned_steps:
+        warnings.warn(
+            f"{what}: stop={setting} is step {stop} of {planned_steps}; use a smaller `stop`",
+            stacklevel=stacklevel,
+        )
+
+
+def refuse_tensor_parallel(layer: NMLayer, what: str) -> None:
+    """Raise a ``ValueError`` if each process multiplies by its own part of the weight, for a method that needs all.
+
+    Args:
+        layer: The layer.
+        what: What the method needs the whole weight for, a noun phrase.
+    """
+    if layer.spec.tensor_parallel:
+        raise ValueError(
+            f"tensor parallelism cuts the weight of layer '{layer.name}', but {type(layer.spec.method).__name__} has "
+            f"{what}: use DDP, name the layer in `exclude`, or use another method"
+        )
