@@ -308,7 +308,7 @@ class NMSparsifier:
     def bake(self) -> None:
         """Set every masked parameter to W_F; the latent values of pruned entries are lost."""
         for layer in self.selection.layers:
-            layer.view.local.copy_(layer.view.local_forward_weight())
+            layer.view.local.copy_(layer.forward_weight(local=True))
         self._forgotten.baked()
 
     def register(self, optimizer: Optimizer) -> None:

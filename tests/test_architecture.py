@@ -96,9 +96,19 @@ OWNERS = {
     "LayerSpec": ("nn/layer.py", {}),
     "LayerMasks": ("nn/layer.py", {}),
     "LayerNoise": ("nn/layer.py", {}),
-    "LayerProgress": ("nn/layer.py", {"": ("training/step.py", "training/phases.py")}),
-    "LayerCosts": ("nn/costs.py", {"": ("training/step.py",)}),
-    "GradientObservation": ("nn/layer.py", {}),
+    "LayerProgress": (
+        "nn/layer.py",
+        {
+            "": ("training/step.py", "training/phases.py"),
+            # A method has used the gradient of the window.
+            "dense_gradient": ("methods/",),
+            # A backward pass of the layer.
+            "trained_by_layer": ("nn/products.py", "nn/adapters/experts.py"),
+        },
+    ),
+    # Experts count the products of a call.
+    "LayerCosts": ("nn/costs.py", {"last_call": ("nn/adapters/experts.py",)}),
+    "PlainWeight": ("nn/weight.py", {}),
     "ShardedWeight": ("nn/weight.py", {}),
 }
 

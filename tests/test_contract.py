@@ -26,7 +26,7 @@ from tests.support.contract import (
     accepted,
     refusal,
 )
-from tests.support.kinds import KINDS, make
+from tests.support.kinds import KINDS, held_tensors, make
 from tests.support.muon import muon
 from tests.support.outside import SoftThreshold
 from tests.support.pairs import mostly_slow, pairwise_cases
@@ -166,7 +166,7 @@ def test_every_optimizer_keeps_nm(method, optimizer):
 def used_backward_weight(layer):
     """W_B, of a layer that draws it the draw of the first backward pass."""
     if not layer.draws_backward:
-        return layer.view.backward_of(layer.weight.detach())
+        return layer.backward_of(layer.weight.detach())
     layer.draw_noise(layer.noise.draws)
     weight = layer.weight.detach()
 
@@ -217,7 +217,7 @@ def test_gradients_follow_the_formulas(method, kind):
         return out, x_plain.grad, {name: parameter.grad for name, parameter in parameters.items()}
 
     with torch.no_grad():
-        used = [layer.view.forward_of(layer.weight.detach()) for layer in layers]
+        used = [layer.forward_of(layer.weight.detach()) for layer in layers]
         used_backward = [used_backward_weight(layer) for layer in layers]
     out, _, grads = reference(used)
     _, dx, _ = reference(used_backward)
@@ -308,7 +308,7 @@ def test_state_round_trip_is_exact(method, kind, name):
     for name, layer in straight_sparsifier.layers.items():
         other = resumed_sparsifier.layers[name]
         assert layer.step == other.step == 6
-        for a, b in zip(layer.tensors(), other.tensors(), strict=True):
+        for a, b in zip(held_tensors(layer), held_tensors(other), strict=True):
             assert torch.equal(a, b)
 
 
@@ -392,7 +392,7 @@ def test_memory(method, kind):
     y.sum().backward()
     for layer in sparsifier.layers.values():
         trained = {id(parameter) for parameter in layer.parameters.values()}
-        kept = [tensor for tensor in layer.tensors() if id(tensor) not in trained]
+        kept = [tensor for tensor in held_tensors(layer) if id(tensor) not in trained]
         assert sum(t.numel() * t.element_size() for t in kept) <= 2 * layer.weight.numel()
 
 

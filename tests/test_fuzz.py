@@ -31,6 +31,7 @@ from lightning_nm import (
 )
 from lightning_nm.kernels import Router, SimulatedSparseKernel, routing
 from lightning_nm.nn.adapters import Adapter
+from tests.support.kinds import held_tensors
 
 STEPS = 4
 PLAN = 2 * STEPS
@@ -288,7 +289,7 @@ def check(case):
     for name, layer in whole.sparsifier.layers.items():
         other = resumed.sparsifier.layers[name]
         assert torch.equal(layer.weight, other.weight), name
-        for one, two in zip(layer.tensors(), other.tensors(), strict=True):
+        for one, two in zip(held_tensors(layer), held_tensors(other), strict=True):
             assert torch.equal(one, two), name
 
     sparse = whole.model.state_dict()

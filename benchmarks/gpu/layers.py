@@ -238,9 +238,8 @@ class Layer:
         """Bytes of the parameters and the masks."""
         tensors: list[Tensor] = list(self.model.parameters())
         if self.sparsifier is not None:
-            tensors += [
-                tensor for layer in self.sparsifier.layers.values() for tensor in layer.tensors()
-            ]
+            for layer in self.sparsifier.layers.values():
+                tensors += [*layer.read_tensors(), *layer.buffers.values()]
         return sum(
             tensor.numel() * tensor.element_size()
             for tensor in {id(t): t for t in tensors}.values()

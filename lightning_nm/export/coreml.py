@@ -328,7 +328,7 @@ def _places(
     places: dict[str, tuple[str, Layout]] = {}
     free = {name: each for name, each in package.weights.items() if each.storage == "const"}
     # Products of a matrix on the right become linear operators, whose weights are [out, in].
-    turned: dict[Layout, Layout] = {"plain": "transposed", "transposed": "plain"}
+    turned = {Layout.PLAIN: Layout.TRANSPOSED, Layout.TRANSPOSED: Layout.PLAIN}
     # Names first, so that weights without one choose among the rest.
     for key in sorted(sparse, key=lambda key: names.get(key) not in free):
         layout = sparse[key].layout

@@ -169,10 +169,10 @@ def _pattern_of_place(place: Place, given: NMPattern | None) -> Found:
     if place.role == "experts":
         # Each expert is a matrix, so that no block may lie across its rows.
         rows = place.weight.flatten(0, 1)  # [experts * out, in]
-        return pattern_of(rows, given, ["plain"])._replace(layout=place.layout)
-    layouts: list[Layout] = [place.layout]
+        return pattern_of(rows, given, [Layout.PLAIN])._replace(layout=place.layout)
+    layouts = [place.layout]
     if place.role == "convolution":
-        layouts.append("flat")
+        layouts.append(Layout.FLAT)
     return pattern_of(place.weight, given, layouts)
 
 

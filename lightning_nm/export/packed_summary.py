@@ -140,11 +140,11 @@ def _not_packed(model: nn.Module) -> Iterator[NotPacked]:
         for parameter, tensor in module._parameters.items():
             # bias_k and bias_v of attention have three axes, and are no matrices.
             if tensor is not None and tensor.dim() > 1 and not parameter.startswith("bias_"):
-                yield NotPacked(parameter_key(name, parameter), _why_dense(tensor, ["plain"]))
+                yield NotPacked(parameter_key(name, parameter), _why_dense(tensor, [Layout.PLAIN]))
     for name, place in places.items():
-        layouts: list[Layout] = (
-            [place.layout, "flat"] if place.role == "convolution" else [place.layout]
-        )
+        layouts = [place.layout]
+        if place.role == "convolution":
+            layouts.append(Layout.FLAT)
         yield NotPacked(name, _why_dense(place.weight, layouts))
 
 

@@ -34,13 +34,13 @@ class Found(NamedTuple):
     """
 
     pattern: NMPattern | None
-    layout: Layout = "plain"
+    layout: Layout = Layout.PLAIN
     reason: str = ""
 
 
 def possible_layouts(weight: Tensor) -> tuple[Layout, ...]:
     """The layouts that a weight of an unknown module may have, the most usual one first."""
-    return ("plain", "transposed") if weight.dim() == 2 else ("plain", "flat")
+    return (Layout.PLAIN, Layout.TRANSPOSED if weight.dim() == 2 else Layout.FLAT)
 
 
 @torch.no_grad()

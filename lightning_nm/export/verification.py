@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 
@@ -29,7 +29,7 @@ from lightning_nm.nn.packed import EVERY_ENTRY
 from lightning_nm.nn.packed.tensor import blocks_last
 from lightning_nm.nn.selection import grouped, quoted
 from lightning_nm.nn.state import saved_stages
-from lightning_nm.nn.weight import Layout, key_of_layer, misfit, plain_name, row_sizes, rows_of
+from lightning_nm.nn.weight import Layout, key_of_layer, misfit, plain_name
 from lightning_nm.pattern import NMPattern, PatternLike
 from lightning_nm.schedule import DENSE, FINAL
 
@@ -282,7 +282,7 @@ def _verify_coreml(
         sizes[key] = math.prod(weight.shape)
         if noted is not None:
             own_pattern = NMPattern.parse(noted["pattern"])
-            layout = cast(Layout, noted["layout"])
+            layout = Layout(noted["layout"])
             verdict = _judge_stored(key, package.read(name), own_pattern, layout, pattern)
         elif pattern is not None:
             verdict = classify(key, package.read(name), pattern)
@@ -329,13 +329,13 @@ def verify_state(weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> lis
         if plain not in keys:
             raise ValueError(f"the file has masks for '{name}' but no weight '{plain}'")
         key = keys[plain]
+        layout = Layout(layer["layout"])
         if layer["masked"]:
-            layout = layer["layout"]
-            rows = rows_of(comparable(key, weights[key]), layout)
+            rows = layout.rows(comparable(key, weights[key]))
             verdict = judge(key, rows, pattern, 1, layout, masked=True)
         else:
             # Whether the layer ever has a forward mask.
-            _, inputs = row_sizes(weights[key].shape, layer["layout"])
+            _, inputs = layout.row_sizes(weights[key].shape)
             reason = misfit("in", inputs, pattern.m)
             note = f"trained dense: {reason}, so only GEMMs of the backward pass were N:M"
             if not reason:

@@ -101,7 +101,7 @@ class ASP(MaskMethod):
             return
         self._choose_mask(layer)
         if layer.masks.has_forward and layer.step:
-            layer.view.zero_pruned(layer.view.local)
+            layer.zero_pruned(layer.view.local)
 
     @torch.no_grad()
     def _choose_mask(self, layer: NMLayer) -> None:
@@ -136,4 +136,4 @@ class ASP(MaskMethod):
     def after_step(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Keep pruned entries at zero, whatever the optimizer did."""
         if layer.masks.has_forward:
-            layer.view.zero_pruned(layer.view.local)
+            layer.zero_pruned(layer.view.local)

@@ -110,20 +110,15 @@ class BiMask(SRSTE):
     def _move_masks(self, layer: NMLayer) -> bool:
         """Move both masks in place, where both are there, by the library of CPU kernels; whether this was done."""
         masks = layer.masks
-        weight = layer.weight.detach()
+        weight = layer.param.detach()
         has_both = masks.has_forward and masks.has_backward
-        if (
-            not has_both
-            or masks.bits is None
-            or masks.permutation is None
-            or layer.shards is not None
-        ):
-            return False
-        rows = layer.view.rows(weight)
-        grid = layer.view.grid(weight)
-        if grid is None or not evolution.has_whole_rows(rows, weight, layer.pattern.m):
+        if not has_both or masks.bits is None or masks.permutation is None:
             return False
         if not evolution.runs(weight, masks.bits):
+            return False
+        rows = layer.view.rows(weight)
+        grid = layer.view.blocks(layer.pattern.m)
+        if grid is None or not evolution.has_whole_rows(rows, weight, layer.pattern.m):
             return False
         # A saved state may be damaged, and the library reads and writes wherever the permutation says.
         checked_permutation(masks.permutation, rows, layer.spec.groups)

@@ -21,7 +21,7 @@ from lightning_nm.nn.selection import install, uninstall
 
 def has_experts(layer: NMLayer) -> bool:
     """Whether the weight holds one matrix for each expert."""
-    return layer.spec.layout.startswith("experts")
+    return layer.spec.layout.has_experts
 
 
 def has_inputs(layer: NMLayer) -> bool:

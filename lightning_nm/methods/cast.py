@@ -152,7 +152,7 @@ class CAST(MaskMethod):
                 f"CAST makes an optimizer's step that of AdamS, which it can do for Adam and AdamW, but not for {name} "
                 f"(layer '{layer.name}'): use one of them, or another method"
             )
-        group = group_of(optimizer, layer.optimizer_param)
+        group = group_of(optimizer, layer.view.optimizer_param)
         if coupled_decay(optimizer, group):
             raise ValueError(
                 f"{name} adds weight_decay={group['weight_decay']} to the gradient of layer '{layer.name}', which "
@@ -203,7 +203,7 @@ class CAST(MaskMethod):
     def _project(self, layer: NMLayer) -> None:
         """Set the smaller entries to zero, for good."""
         self._choose_mask(layer)
-        layer.view.zero_pruned(layer.view.local)
+        layer.zero_pruned(layer.view.local)
 
     @torch.no_grad()
     def update(self, layer: NMLayer) -> None:
@@ -271,7 +271,7 @@ class CAST(MaskMethod):
         grad = layer.view.local_grad
         if grad is None or layer.spec.forward_reason or will_be_skipped(optimizer):
             return
-        parameter = layer.optimizer_param
+        parameter = layer.view.optimizer_param
         group = group_of(optimizer, parameter)
         state = optimizer.state[parameter]
         if not state:
@@ -303,12 +303,12 @@ class CAST(MaskMethod):
         if before is not None:
             moment = local_values(before.holder)
             moment.copy_(before.moment)
-            _add_gradient(moment, before.grad, group_of(optimizer, layer.optimizer_param))
+            _add_gradient(moment, before.grad, group_of(optimizer, layer.view.optimizer_param))
             grad = layer.view.local_grad
             if grad is not None:
                 grad.copy_(before.grad)
         if layer.masks.has_forward:
-            layer.view.zero_pruned(layer.view.local)
+            layer.zero_pruned(layer.view.local)
 
     def statistics(self, layers: Sequence[NMLayer]) -> dict[str, float]:
         """``decayed_magnitude``: the share of the sum of :math:`|W|` in entries that the projection would set to zero.

@@ -127,7 +127,7 @@ class LBC(MaskMethod):
         if SCORES in layer.parameters:
             self._remove_patterns(layer)
             if layer.step:
-                layer.view.zero_pruned(layer.view.local)
+                layer.zero_pruned(layer.view.local)
 
     @torch.no_grad()
     def _remove_patterns(self, layer: NMLayer) -> None:
@@ -182,7 +182,7 @@ class LBC(MaskMethod):
     def after_step(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Keep pruned entries and removed scores at zero, whatever the optimizer did."""
         if layer.masks.has_forward:
-            layer.view.zero_pruned(layer.view.local)
+            layer.zero_pruned(layer.view.local)
         if SCORES in layer.parameters:
             layer.parameters[SCORES].masked_fill_(_removed(layer), 0)
 

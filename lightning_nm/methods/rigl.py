@@ -144,7 +144,7 @@ class RigL(MaskMethod):
         if grad is None or not layer.progress.dense_gradient:
             return
         layer.pending = self._find_exchange(layer, mask)
-        layer.view.zero_pruned(grad)
+        layer.zero_pruned(grad)
 
     def lost_without_before_step(self, layer: NMLayer) -> str:
         """An empty text: where a mask cannot move without that call, :meth:`after_step` raises an error."""
@@ -156,7 +156,7 @@ class RigL(MaskMethod):
         mask = layer.masks.forward_view
         if mask is None:
             return
-        layer.view.zero_pruned(layer.view.local)
+        layer.zero_pruned(layer.view.local)
         exchange: Exchange | None = layer.pending
         layer.pending = None
         if layer.progress.dense_gradient and layer.view.local_grad is not None:
@@ -166,7 +166,7 @@ class RigL(MaskMethod):
                     "call sparsifier.before_step(optimizer) first; with Lightning, step the optimizer of "
                     "self.optimizers()"
                 )
-            layer.progress.release_dense_gradient()
+            layer.progress.dense_gradient = False
         if exchange is not None:
             self._exchange(layer, optimizer, mask, exchange)
 

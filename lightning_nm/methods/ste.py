@@ -88,12 +88,12 @@ def keep_largest(layer: NMLayer, pattern: NMPattern) -> bool:
         Whether this was done.
     """
     masks = layer.masks
-    weight = layer.weight.detach()
+    weight = layer.param.detach()
     has_one_mask = masks.has_forward and not masks.has_backward
-    if not has_one_mask or masks.bits is None or layer.shards is not None:
+    if not has_one_mask or masks.bits is None or not evolution.runs(weight, masks.bits):
         return False
-    grid = layer.view.grid(weight)
-    if grid is None or not evolution.runs(weight, masks.bits):
+    grid = layer.view.blocks(layer.pattern.m)
+    if grid is None:
         return False
     masks.count_moved(evolution.keep_largest(grid, pattern.n, weight, masks.bits))
     return True

@@ -227,7 +227,7 @@ class STEP(STE):
         if not isinstance(optimizer, (Adam, AdamW)):
             why = "is neither Adam nor AdamW of torch.optim"
         else:
-            group = group_of(optimizer, layer.optimizer_param)
+            group = group_of(optimizer, layer.view.optimizer_param)
             if group.get("amsgrad"):
                 why = "has amsgrad=True, whose maximum would grow although the second moment is frozen"
             elif float(group["betas"][0]) == 0:
@@ -253,7 +253,7 @@ class STEP(STE):
         """Before the switch measure the change of the second moment; after it prepare a step that leaves it alone."""
         if will_be_skipped(optimizer):
             return
-        parameter = layer.optimizer_param
+        parameter = layer.view.optimizer_param
         state = optimizer.state.get(parameter, {})
         last = self._pending(layer)
         if last.second is not None:
@@ -268,7 +268,7 @@ class STEP(STE):
 
     def _measure(self, layer: NMLayer, optimizer: Optimizer) -> _Pending:
         """The change of one layer's second moment in the coming step, averaged over its entries."""
-        parameter = layer.optimizer_param
+        parameter = layer.view.optimizer_param
         group = group_of(optimizer, parameter)
         beta2 = float(group["betas"][1])
         threshold = float(group["eps"]) if self.threshold is None else self.threshold
@@ -296,7 +296,7 @@ class STEP(STE):
         :math:`\beta_2`; before, it is scaled so that the bias correction of this step gives :math:`v^*`, and raised
         where the step would be longer than :data:`LARGEST_STEP`.
         """
-        parameter = layer.optimizer_param
+        parameter = layer.view.optimizer_param
         assert parameter.grad is not None
         group = group_of(optimizer, parameter)
         beta1, beta2 = (float(beta) for beta in group["betas"])
@@ -340,7 +340,7 @@ class STEP(STE):
     def after_step(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Put the second moment and the gradient back; keep the change of a dense step."""
         pending = self._pending(layer)
-        parameter = layer.optimizer_param
+        parameter = layer.view.optimizer_param
         if pending.second is not None:
             local_values(optimizer.state[parameter]["exp_avg_sq"]).copy_(pending.second)
             pending.second = None

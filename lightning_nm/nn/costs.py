@@ -68,21 +68,10 @@ class Gemms(NamedTuple):
 
     def densities(self) -> dict[FlopsKind, GemmDensity]:
         """The shares of the three GEMMs, in each counting."""
-        found = {}
-        for kind in get_args(FlopsKind):
-            forward, dgrad, wgrad = (getattr(gemm, kind) for gemm in self)
-            found[kind] = GemmDensity(forward, dgrad, wgrad)
-        return found
-
-
-def layer_gemms(layer: NMLayer) -> Gemms:
-    """What the three GEMMs of a layer do now, by one rule for all methods.
-
-    The forward is N:M where there is a forward mask. dgrad is N:M where its weight is drawn so, where there is a
-    backward mask, or where the forward mask is transposable, else masked. wgrad is N:M through an estimator alone;
-    where the method needs no gradient at pruned entries, these outputs are not counted as arithmetic.
-    """
-    return Gemms(*(find(layer) for find in LAYER_GEMMS.values()))
+        return {
+            kind: GemmDensity(*(getattr(gemm, kind) for gemm in self))
+            for kind in get_args(FlopsKind)
+        }
 
 
 _SOFT = "other values than W_F while it trains"
@@ -98,19 +87,15 @@ def _forward(layer: NMLayer) -> Gemm:
         return Gemm(reason=_SOFT)
     pattern = spec.method.current_pattern(layer)
     if pattern is None:
-        return _masked(layer, "not N:M yet")
+        return _of_kept(layer, "masked", "not N:M yet")
     return Gemm.sparse(pattern)
 
 
-def _masked(layer: NMLayer, reason: str) -> Gemm:
-    """A GEMM of W_F that is N:M along another axis than the contracted one, or along none."""
+def _of_kept(layer: NMLayer, kind: GemmKind, reason: str) -> Gemm:
+    """A GEMM that is counted by the entries that the forward mask keeps, but is not N:M along the contraction axis."""
     density = kept_share(layer)
-    return Gemm(
-        kind="masked",
-        reason=reason,
-        arithmetic=density,
-        paper=density if layer.spec.method.paper_counts_masked else 1.0,
-    )
+    paper = density if layer.spec.method.paper_counts_masked else 1.0
+    return Gemm(kind, reason=reason, arithmetic=density, paper=paper)
 
 
 def kept_share(layer: NMLayer) -> float:
@@ -139,7 +124,7 @@ def _dgrad(layer: NMLayer) -> Gemm:
         return Gemm(reason=_SOFT)
     if method.transposable and pattern is not None and not spec.dgrad_reason:
         return Gemm.sparse(pattern)
-    return _masked(layer, spec.dgrad_reason or "not N:M along out")
+    return _of_kept(layer, "masked", spec.dgrad_reason or "not N:M along out")
 
 
 def drawn_density(pattern: NMPattern, kept: float) -> float:
@@ -172,15 +157,8 @@ def _wgrad(layer: NMLayer) -> Gemm:
     # What the product is with dY itself.
     exact = Gemm()
     is_masked = method.uses_masks and layer.masks.has_forward
-    at_pruned = method.gradient_at_pruned(layer)
-    if is_masked and not at_pruned:
-        density = kept_share(layer)
-        exact = Gemm(
-            kind="outputs",
-            reason="dW at kept entries alone",
-            arithmetic=density,
-            paper=density if method.paper_counts_masked else 1.0,
-        )
+    if is_masked and not method.gradient_at_pruned(layer):
+        exact = _of_kept(layer, "outputs", "dW at kept entries alone")
     if estimator is None:
         return exact
     if not layer.progress.estimating:
@@ -204,37 +182,48 @@ LAYER_GEMMS: dict[GemmName, Callable[[NMLayer], Gemm]] = {
 
 def mean_densities(layer: NMLayer) -> dict[FlopsKind, GemmDensity]:
     """What the GEMMs of a layer cost on average over the steps so far; now if there were none."""
-    return layer.costs.mean() or layer_gemms(layer).densities()
+    counted = layer.costs.counted
+    if not counted:
+        return layer.gemms().densities()
+    return {
+        kind: GemmDensity(*(total / counted for total in sums))
+        for kind, sums in layer.costs.spent.items()
+    }
 
 
 class LayerCosts:
-    """The density of each GEMM, summed over the steps so far; :mod:`lightning_nm.training.step` adds the steps."""
+    """The density of each GEMM, summed over the steps so far."""
 
     def __init__(self) -> None:
         self.spent: dict[FlopsKind, list[float]] = {kind: [0.0] * 3 for kind in get_args(FlopsKind)}
         self.counted = 0  # steps that were summed
-        self.cost_key: tuple[Any, ...] | None = None
-        """What the cost of a step depends on, as it was when :meth:`set_step_cost` computed the cost."""
-        self._step_cost: list[
-            tuple[list[float], list[float]]
-        ] = []  # in each counting: sums, and what a step adds
+        # The GEMMs of the last step, and what they depend on.
+        self._gemms: Gemms | None = None
+        self._key: tuple[Any, ...] | None = None
         self.last_call: int | None = None
         """Multiply-adds of the module's last call, where its products count themselves; ``None`` if there were none."""
 
-    def set_step_cost(self, cost_key: tuple[Any, ...], gemms: Gemms) -> None:
-        """Keep what one step costs, until something in ``cost_key`` changes."""
-        self.cost_key = cost_key
-        self._step_cost = []
-        for kind, sums in self.spent.items():
-            densities = [getattr(gemm, kind) for gemm in gemms]
-            self._step_cost.append((sums, densities))
-
-    def count_step(self) -> None:
-        """Add the cost of one step, see :meth:`set_step_cost`."""
-        for sums, densities in self._step_cost:
-            for k, density in enumerate(densities):
-                sums[k] += density
-        self.counted += 1
+    def count_step(self, layer: NMLayer) -> None:
+        """Add a training step to the costs of a layer, whether or not it trained the layer."""
+        method = layer.spec.method
+        masks = layer.masks
+        progress = layer.progress
+        key = (
+            masks.has_forward,
+            masks.has_backward,
+            masks.backward_density,
+            progress.dense_gradient,
+            progress.estimating,
+            layer.param.requires_grad,
+            kept_share(layer),
+            method.current_pattern(layer),
+            method.gradient_at_pruned(layer),
+        )
+        # The GEMMs are described again only if something that they depend on has changed.
+        if self._gemms is None or self._key != key:
+            self._gemms = layer.gemms()
+            self._key = key
+        self.charge(self._gemms, 1)
 
     def charge(self, gemms: Gemms, steps: int) -> None:
         """Add ``steps`` steps in which the GEMMs are these."""
@@ -243,30 +232,15 @@ class LayerCosts:
                 sums[k] += steps * getattr(gemm, kind)
         self.counted += steps
 
-    def begin_call(self) -> None:
-        """Forget the products of the last call."""
-        self.last_call = None
-
     def record_product(self, macs: int) -> None:
         """Add the multiply-adds of a product to the present call."""
         self.last_call = (self.last_call or 0) + macs
 
-    def mean(self) -> dict[FlopsKind, GemmDensity] | None:
-        """The average over the steps; ``None`` if there were none."""
-        if not self.counted:
-            return None
-        found = {}
-        for kind, sums in self.spent.items():
-            forward, dgrad, wgrad = (total / self.counted for total in sums)
-            found[kind] = GemmDensity(forward, dgrad, wgrad)
-        return found
-
     def charge_dense(self, steps: int) -> None:
-        """Start anew with ``steps`` steps in which all GEMMs were dense."""
+        """Start again with ``steps`` steps in which all GEMMs were dense."""
         self.load({kind: [float(steps)] * 3 for kind in self.spent}, steps)
 
     def load(self, spent: dict[FlopsKind, list[float]], counted: int) -> None:
         """Set saved sums."""
         self.spent = {kind: list(sums) for kind, sums in spent.items()}
         self.counted = counted
-        self.cost_key = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -17,10 +17,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_nm.functional import fold_seed
 from lightning_nm.functional.mask_storage import BACKWARD_BIT, FORWARD_BIT
+from lightning_nm.functional.select import mask_, masked
 from lightning_nm.functional.statistics import gradient_energies
 from lightning_nm.kernels.api import HasHandle
-from lightning_nm.nn.costs import Gemms, LayerCosts, layer_gemms
-from lightning_nm.nn.weight import Layout, ShardedWeight, WeightView, is_sharded
+from lightning_nm.kernels.cpu import evolution
+from lightning_nm.nn.costs import LAYER_GEMMS, Gemms, LayerCosts
+from lightning_nm.nn.weight import Layout, PlainWeight, ShardedWeight, is_sharded
 from lightning_nm.pattern import NMPattern
 from lightning_nm.schedule import DENSE, FINAL, Schedule, Stages, stage_at, within
 
@@ -29,20 +31,20 @@ if TYPE_CHECKING:  # for the types only
     from lightning_nm.methods.base import Method
 
 
-def memory_state(tensor: Tensor) -> Hashable:
-    """A value that differs after a tensor got other memory or another view of it, or was written to.
+def tensor_fingerprint(tensor: Tensor) -> Hashable:
+    """Fingerprint of a tensor's storage, version and strides, to invalidate caches.
 
-    The memory is told by a weak reference to the storage: while the value is kept, no other storage is equal to it,
-    even if it got the same address. torch counts writes to the tensor and its views, but neither those through
+    It holds a weak reference to the storage: while the fingerprint is kept, no other storage is equal to it, even if it
+    got the same address. torch counts writes to the tensor and its views, but neither those through
     ``tensor.data`` or numpy, nor any write to a tensor of inference mode.
 
     Example::
 
         >>> import torch
         >>> weight = torch.nn.Parameter(torch.ones(3))
-        >>> before = memory_state(weight)
+        >>> before = tensor_fingerprint(weight)
         >>> weight.data = weight.data.clone()
-        >>> memory_state(weight) == before
+        >>> tensor_fingerprint(weight) == before
         False
     """
     version = -1 if tensor.is_inference() else tensor._version
@@ -63,7 +65,7 @@ class LayerSpec:
     pattern: NMPattern
     method: Method
     estimator: GradientEstimator | None = None  # None uses dY itself in the wgrad GEMM
-    layout: Layout = "plain"
+    layout: Layout = Layout.PLAIN
     groups: int = 1  # equal groups of output rows that no dgrad block crosses
     forward_reason: str = ""  # why the forward GEMM cannot be N:M; empty when it can
     dgrad_reason: str = ""  # likewise for the dgrad GEMM
@@ -137,12 +139,12 @@ class LayerMasks:
         self.generation = next(_generations)
 
     @property
-    def state(self) -> Hashable:
-        """A value that no other state of any masks of this process has: what is derived from masks is kept with it.
+    def cache_key(self) -> Hashable:
+        """Cache key that changes whenever the masks change, and that no other masks of this process have.
 
-        It also differs after a write to the bits or the permutation from outside, if torch counts the write.
+        It also changes after a write to the bits or the permutation from outside, if torch counts the write.
         """
-        return self.generation, tuple(memory_state(tensor) for tensor in self.tensors())
+        return self.generation, tuple(tensor_fingerprint(tensor) for tensor in self.tensors())
 
     @property
     def density(self) -> float:
@@ -214,17 +216,20 @@ class LayerMasks:
         else:
             self.flips = torch.count_nonzero((self.bits ^ bits) & FORWARD_BIT)
             self.bits.copy_(bits)
-        # A new tensor, because `flips` may be read on its own.
-        before = torch.zeros_like(self.flips) if self.total_flips is None else self.total_flips
-        self.total_flips = before + self.flips
+        self._add_flips()
 
     def count_moved(self, flips: int) -> None:
         """Count forward bits that were changed in place, in :attr:`bits`."""
         assert self.bits is not None
         self.flips = torch.tensor(flips, dtype=torch.int64, device=self.bits.device)
+        self._add_flips()
+        self.generation = next(_generations)
+
+    def _add_flips(self) -> None:
+        assert self.flips is not None
+        # A new tensor, because `flips` may be read on its own.
         before = torch.zeros_like(self.flips) if self.total_flips is None else self.total_flips
         self.total_flips = before + self.flips
-        self.generation = next(_generations)
 
     def set_backward(self, backward: Tensor) -> None:
         """Move the backward mask alone; the forward mask and its counts of changes stay."""
@@ -270,13 +275,6 @@ class LayerMasks:
             part.permutation = self.permutation[first : first + size] - first
         return part
 
-    def to(self, device: torch.device) -> None:
-        """Move every tensor to a device."""
-        for name in ("bits", "permutation", "flips", "total_flips"):
-            tensor = getattr(self, name)
-            if tensor is not None and tensor.device != device:
-                setattr(self, name, tensor.to(device))
-
 
 def _as_bool(bits: Tensor) -> Tensor:
     """Bytes 0 and 1 as bool; a view only in eager code: what Inductor makes of a view, no C++ compiler takes."""
@@ -304,9 +302,8 @@ class LayerNoise:
         self.draws = 0  # number of the last draw; the only state that is saved
         # Int64 [4], for random numbers in backward passes; None where nothing is random there.
         self.words: Tensor | None = None
-        # The backward passes since the last draw, by first output row: dW's, and dX's.
-        self._calls: dict[int, int] = {}
-        self._weight_calls: dict[int, int] = {}
+        # The calls since the last draw, by what was drawn and by first output row.
+        self._calls: dict[tuple[str, int], int] = {}
 
     def reseed(self, seed: int) -> None:
         """Take the seed of a saved training."""
@@ -329,7 +326,6 @@ class LayerNoise:
             number = self.draws + 1
         self.draws = number
         self._calls.clear()
-        self._weight_calls.clear()
         words = fold_seed(self.seed, self.name, self.draws, self._rank())
         self.words = words.to(device, non_blocking=True)
 
@@ -346,27 +342,21 @@ class LayerNoise:
 
         In eager code they also differ for each call of a module in a micro-batch; a graph would be compiled for each.
         """
-        return _words_of_call(words, row, self._calls)
+        return self._next(words, "dY", row)
 
     def for_weight(self, words: Tensor, row: int) -> Tensor:
-        """The words of one draw of the backward weight, likewise; they are not those of an estimate of dY."""
+        """The words of one draw of the backward weight; they are not those of an estimate of dY."""
         # In the other order they are another key and another counter of the generator.
-        return _words_of_call(words.flip(0), row, self._weight_calls)
+        return self._next(words.flip(0), "W_B", row)
 
-    def to(self, device: torch.device) -> None:
-        """Move the words to a device."""
-        if self.words is not None:
-            self.words = self.words.to(device)
-
-
-def _words_of_call(words: Tensor, row: int, calls: dict[int, int]) -> Tensor:
-    """The words of one call with this first output row, which is counted in ``calls``."""
-    if torch.compiler.is_compiling():
-        return words + row
-    calls_before = calls.get(row, 0)
-    calls[row] = calls_before + 1
-    # An odd constant near 2^32 over the golden ratio: no call and row have the words of others.
-    return words + (row + calls_before * 0x9E3779B1)
+    def _next(self, words: Tensor, drawn: str, row: int) -> Tensor:
+        """The words of the next call for what is drawn, with this first output row."""
+        if torch.compiler.is_compiling():
+            return words + row
+        calls_before = self._calls.get((drawn, row), 0)
+        self._calls[drawn, row] = calls_before + 1
+        # An odd constant near 2^32 over the golden ratio: no call and row have the words of others.
+        return words + (row + calls_before * 0x9E3779B1)
 
 
 @dataclass
@@ -393,6 +383,11 @@ class LayerProgress:
     trained_by_layer: bool = False
     # Whether before_step() has run since the last optimizer step or end of a batch.
     shaped: bool = False
+    # Whether the window's backward passes compare dW = E(dY)^T X with dY^T X.
+    observing: bool = False
+    observed: Tensor | None = None
+    """Of the last such window: sums of dW^2 and of its error's squares, nonzeros and entries of E(dY)."""
+    observed_at: int = 0  # the clock of that window
 
     def crossed(self, every: int, first: int = 0) -> bool:
         """Whether one of the steps ``first, first + every, ...`` after step 0 lies in ``(updated_at, step]``."""
@@ -426,14 +421,6 @@ class LayerProgress:
         """Set the stage of this training step."""
         self.set_stage(stage_at(self.stages, self.clock))
 
-    def note_gradient(self) -> None:
-        """A backward pass of the layer makes a gradient of its weight."""
-        self.trained_by_layer = True
-
-    def release_dense_gradient(self) -> None:
-        """The dense gradient of this window was used."""
-        self.dense_gradient = False
-
     def go_to(self, clock: int) -> None:
         """Set the counters as before training step `clock`, if each step so far trained this layer.
 
@@ -444,10 +431,6 @@ class LayerProgress:
         self.dense_gradient = False
         self.enter_stage()
         self.estimating = not self.estimator_schedule or within(self.estimator_schedule, clock)
-
-    def need_dense_gradient(self) -> None:
-        """The window needs dL/dW_F at pruned entries, too."""
-        self.dense_gradient = True
 
     def load(
         self, step: int, updated_at: int, dense_gradient: bool, schedule: tuple[int, ...]
@@ -465,26 +448,9 @@ class LayerProgress:
         """Set the estimator's saved schedule."""
         self.estimator_schedule = schedule
 
-
-class GradientObservation:
-    """Compares ``dW = E(dY)^T X`` with ``dY^T X`` in some backward passes."""
-
-    def __init__(self) -> None:
-        self.active = False  # whether the coming backward passes are compared
-        # It is None until a pass was compared.
-        self.sums: Tensor | None = None
-        """Of the last such window: sums of dW^2 and of its error's squares, nonzeros and entries of E(dY)."""
-        self._clock = 0
-
-    def begin_window(self, active: bool, estimating: bool) -> None:
-        """Set whether the passes of the coming window are compared; without an estimator nothing is known."""
-        self.active = active
-        if not estimating:
-            self.sums = None
-
     @torch.no_grad()
-    def add(self, clock: int, estimate: Tensor, exact: Tensor, found: Tensor) -> None:
-        """Add one backward pass; those at the same ``clock`` are added up.
+    def observe(self, estimate: Tensor, exact: Tensor, found: Tensor) -> None:
+        """Compare one backward pass; the passes of one window are added up.
 
         ``estimate`` is E(dY), ``exact`` is dW made of dY, and ``found`` is dW made of E(dY).
         """
@@ -494,20 +460,10 @@ class GradientObservation:
         sums = torch.stack([exact_energy, error_energy, nonzeros, size])
         # A GradScaler skips a step with infinite gradients.
         sums = torch.where(sums.isfinite().all(), sums, 0)
-        is_same_window = self._clock == clock
-        if self.sums is not None and is_same_window:
-            sums = self.sums + sums
-        self.sums = sums
-        self._clock = clock
-
-    def forget(self) -> None:
-        """Other weights were loaded: what was observed is not of them."""
-        self.sums = None
-
-    def to(self, device: torch.device) -> None:
-        """Move the sums to a device."""
-        if self.sums is not None:
-            self.sums = self.sums.to(device)
+        if self.observed is not None and self.observed_at == self.clock:
+            sums = self.observed + sums
+        self.observed = sums
+        self.observed_at = self.clock
 
 
 class NMLayer(HasHandle):
@@ -531,17 +487,14 @@ class NMLayer(HasHandle):
         self, spec: LayerSpec, *, seed: int = 0, wrappers: Sequence[nn.Module] = ()
     ) -> None:
         self.spec = spec
-        self.view = WeightView(self)
+        self.view: PlainWeight = PlainWeight(spec.module, spec.parameter, spec.layout)
         """The weight as rows of outputs, and its local shard."""
-        self.shards: ShardedWeight | None = None
-        """Access to a weight that processes hold together; ``None`` for an ordinary one."""
-        if is_sharded(self.param):
-            self.shards = ShardedWeight(spec.module, spec.parameter, wrappers)
+        if is_sharded(self.view.param):
+            self.view = ShardedWeight(spec.module, spec.parameter, spec.layout, wrappers)
         self.masks = LayerMasks()
         self.noise = LayerNoise(seed, spec.name, by_process=spec.tensor_parallel)
         self.progress = LayerProgress()
         self.costs = LayerCosts()
-        self.observation = GradientObservation()
         self.buffers: dict[str, Tensor] = {}
         """Further tensors of the method; they are saved as they are and follow the weight's device."""
         self.parameters: dict[str, nn.Parameter] = {}
@@ -554,7 +507,7 @@ class NMLayer(HasHandle):
             self.handle, 0, dtype=torch.float32, device=self.param.device
         )
         """An empty tensor whose size is the layer's handle."""
-        self.experts: list[NMLayer] = []
+        self.experts: list[Any] = []
         """A layer for each expert of a weight of several, made by their first product."""
 
     def __getstate__(self) -> dict[str, Any]:
@@ -563,7 +516,6 @@ class NMLayer(HasHandle):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.view = WeightView(self)  # a copy's view is of the copy
         self.handle_tensor = self.handle_tensor.new_empty(self.handle, 0)
 
     def __repr__(self) -> str:
@@ -587,23 +539,16 @@ class NMLayer(HasHandle):
     @property
     def param(self) -> nn.Parameter:
         """The latent parameter as the module holds it, for its identity: its values may be sharded."""
-        parameter = self.spec.module._parameters[self.spec.parameter]
-        assert parameter is not None
-        return parameter
-
-    @property
-    def optimizer_param(self) -> nn.Parameter:
-        """The parameter as optimizers hold it, to be read between forward and backward passes alone."""
-        return self.param if self.shards is None else self.shards.parameter
+        return self.view.param
 
     @property
     def weight(self) -> nn.Parameter:
         """The latent parameter; within :meth:`full` a plain tensor, even if it is sharded."""
-        return self.param if self.shards is None else self.shards.weight
+        return self.view.weight
 
     def full(self, *, gradient: bool = False) -> AbstractContextManager[None]:
-        """Within, :attr:`weight` is the full weight; all processes must enter, see :class:`ShardedWeight`."""
-        return nullcontext() if self.shards is None else self.shards.full(gradient=gradient)
+        """Within, :attr:`weight` is the full weight; all processes must enter, see :class:`PlainWeight`."""
+        return self.view.full(gradient=gradient)
 
     @property
     def forward_mask(self) -> Tensor | None:
@@ -621,12 +566,32 @@ class NMLayer(HasHandle):
         """
         if self.spec.forward_reason:
             forward = None
-        self.masks.set(forward, backward, self.param if self.shards is None else None)
+        self.masks.set(forward, backward, self.view.memory_order)
 
-    def forward_weight(self) -> Tensor:
-        """W_F, the values that the forward GEMM uses, detached; gathered if it is sharded."""
-        with torch.no_grad(), self.full():
-            return self.spec.method.forward_weight(self, self.weight.detach())
+    @torch.no_grad()
+    def zero_pruned(self, local: Tensor) -> None:
+        """Set the entries of a tensor like ``view.local`` that the forward mask prunes to +0.0, in place."""
+        masks = self.masks
+        mask = masks.forward_view
+        assert mask is not None
+        assert masks.bits is not None
+        if not evolution.mask_(local, self.view.shard_of(masks.bits)):
+            mask_(local, self.view.shard_of(mask))
+
+    def forward_weight(self, *, local: bool = False) -> Tensor:
+        """W_F, the values that the forward GEMM uses, detached; gathered if it is sharded.
+
+        With ``local`` the shard of this process; the weight is gathered only if the method makes W_F of all of it.
+        """
+        method = self.spec.method
+        with torch.no_grad():
+            if local and method.selects_entries:
+                mask = self.masks.forward_view
+                own = self.view.local
+                return own if mask is None else masked(own, self.view.shard_of(mask))
+            with self.full():
+                whole = method.forward_weight(self, self.weight.detach())
+            return self.view.shard_of(whole) if local else whole
 
     def backward_weight(self) -> Tensor:
         """W_B, the values that the dgrad GEMM uses, detached; gathered if it is sharded.
@@ -635,6 +600,20 @@ class NMLayer(HasHandle):
         """
         with torch.no_grad(), self.full():
             return self.spec.method.backward_weight(self, self.weight.detach())
+
+    def forward_of(self, weight: Tensor) -> Tensor:
+        """W_F, or the method's training weight, of the weight's shape, from the parameter as products get it."""
+        method = self.spec.method
+        if method.has_training_weight and self.spec.module.training:
+            return method.training_weight(self, weight)
+        return method.forward_weight(self, weight)
+
+    def backward_of(self, weight: Tensor) -> Tensor:
+        """W_B, or the method's training weight, of the weight's shape, from the parameter as products get it."""
+        method = self.spec.method
+        if method.has_training_weight and self.spec.module.training:
+            return method.training_weight(self, weight)
+        return method.backward_weight(self, weight)
 
     @property
     def draws_backward(self) -> bool:
@@ -656,15 +635,13 @@ class NMLayer(HasHandle):
         return self.noise.generator(self.progress.step)
 
     def gemms(self) -> Gemms:
-        """What each of the three GEMMs does now."""
-        return layer_gemms(self)
+        """What the three GEMMs of the layer do now, by one rule for all methods.
 
-    def tensors(self) -> list[Tensor]:
-        """Every tensor beside the weight that training needs: the persistent memory of the layer."""
-        read = self.read_tensors()
-        if self.spec.method.passes_read_buffers:
-            return read
-        return [*read, *self.buffers.values()]
+        The forward is N:M where there is a forward mask. dgrad is N:M where its weight is drawn so, where there is a
+        backward mask, or where the forward mask is transposable, else masked. wgrad is N:M through an estimator alone;
+        where the method needs no gradient at pruned entries, these outputs are not counted as arithmetic.
+        """
+        return Gemms(*(find(self) for find in LAYER_GEMMS.values()))
 
     def read_tensors(self) -> list[Tensor]:
         """The tensors beside the weight that forward and backward passes read."""
@@ -676,8 +653,10 @@ class NMLayer(HasHandle):
     def to_weight_device(self) -> None:
         """Move the layer's tensors to the weight's device."""
         device = self.param.device
-        for part in (self.masks, self.noise, self.observation):
-            part.to(device)
+        for part in (self.masks, self.noise, self.progress):
+            for name, value in vars(part).items():
+                if isinstance(value, Tensor) and value.device != device:
+                    setattr(part, name, value.to(device))
         self.handle_tensor = self.handle_tensor.to(device)
         self.buffers = {name: tensor.to(device) for name, tensor in self.buffers.items()}
         for parameter in self.parameters.values():

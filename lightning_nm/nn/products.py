@@ -29,7 +29,7 @@ from lightning_nm.kernels.gpu.two_four import ALIGNMENT
 from lightning_nm.kernels.operands import in_one_pass, masked_operand, permuted_columns
 from lightning_nm.kernels.router import Product, Router, active
 from lightning_nm.nn.costs import LAYER_GEMMS, GemmKind
-from lightning_nm.nn.layer import NMLayer, memory_state
+from lightning_nm.nn.layer import NMLayer, tensor_fingerprint
 
 if TYPE_CHECKING:  # for the types only
     from lightning_nm.estimators.base import GradientEstimator
@@ -104,7 +104,7 @@ def gemm(
     estimate: Tensor | None = None
     is_estimated = which == "wgrad" and operands.seed is not None
     # A compiled graph cannot hand figures out.
-    if is_estimated and not torch.compiler.is_compiling() and layer.observation.active:
+    if is_estimated and not torch.compiler.is_compiling() and layer.progress.observing:
         estimate = _estimate(layer, operands)
     dense = partial(_dense_product, layer, which, operands, estimate)
     if choice is None:
@@ -122,7 +122,7 @@ def gemm(
         result = torch.ops.aten._unsafe_view(result, shape)
     if estimate is not None:
         exact = _weight_gradient(operands, operands.dy)
-        layer.observation.add(layer.progress.clock, estimate, exact, result)
+        layer.progress.observe(estimate, exact, result)
     return result
 
 
@@ -278,7 +278,7 @@ def dense_weight(layer: NMLayer, which: GemmName, operands: Operands) -> Tensor:
         if not layer.masks.has_backward or layer.masks.permutation is None:
             return packable(layer, which, weight, dtype).t()
     # One name for the weight and its cast: the memory of the first is free during the product.
-    values = view.forward_of(weight) if which == "forward" else view.backward_of(weight)
+    values = layer.forward_of(weight) if which == "forward" else layer.backward_of(weight)
     if is_matrix:
         values = view.matrix(values)[operands.rows]
     return values.to(dtype)
@@ -300,7 +300,7 @@ def packable(layer: NMLayer, which: GemmName, weight: Tensor, dtype: torch.dtype
             bit = BACKWARD_BIT if of_backward else FORWARD_BIT
             matrices = view.matrix(weight), view.matrix(bits)
             return masked_operand(*matrices, dtype, bit, order, transposed=which == "dgrad")
-    values = view.forward_of(weight) if which == "forward" else view.backward_of(weight)
+    values = layer.forward_of(weight) if which == "forward" else layer.backward_of(weight)
     return _ordered(view.matrix(values).to(dtype), order, transposed=which == "dgrad")
 
 
@@ -325,13 +325,13 @@ def masked_matrix(layer: NMLayer, which: GemmName, weight: Tensor, key: GemmKey)
     order = masks.permutation if of_backward and transposed else None
     values = weight
     if not method.selects_entries:
-        make = method.backward_weight if is_dgrad else method.forward_weight
-        values = make(layer, weight).to(key.dtype)
+        make = layer.backward_of if is_dgrad else layer.forward_of
+        values = make(weight).to(key.dtype)
 
     def dense() -> Tensor:
         if method.selects_entries and (transposed or not is_dgrad):
             return packable(layer, which, weight, key.dtype)
-        chosen = layer.view.backward_of(weight) if method.selects_entries else values
+        chosen = layer.backward_of(weight) if method.selects_entries else values
         matrix_oi = layer.view.matrix(chosen).to(key.dtype)
         return _ordered(matrix_oi, order, transposed=transposed)
 
@@ -354,7 +354,7 @@ def _layout(
     # dgrad has a layout of its own. Those of convolutions and of other dtypes may be others.
     name = (kernel.name, "layout", which == "dgrad", key.conv is None, key.dtype)
     # A method may change its pattern without moving the masks.
-    stamp: Hashable = (layer.masks.state, key.pattern)
+    stamp: Hashable = (layer.masks.cache_key, key.pattern)
     return router.kept(layer, name, stamp, lambda: kernel.layout(matrix()))
 
 
@@ -381,8 +381,8 @@ def _pack(layer: NMLayer, which: GemmName, operands: Operands, choice: Choice) -
     stream = torch.cuda.current_stream(weight.device).cuda_stream if weight.is_cuda else 0
     # Not every optimizer leaves a version of the weight, so steps count, too.
     stamp: Hashable = (
-        tuple(memory_state(tensor) for tensor in (weight, *layer.read_tensors())),
-        masks.state,
+        tuple(tensor_fingerprint(tensor) for tensor in (weight, *layer.read_tensors())),
+        masks.cache_key,
         layer.progress.step,
         layer.progress.clock,
         stream,
@@ -463,7 +463,7 @@ def _to_draw(
     sampler = layer.spec.dgrad
     assert sampler is not None
     # What the exact product would use: rounded to the dtype of the product before it is drawn.
-    forward_oi = layer.view.matrix(layer.view.forward_of(weight))[rows].to(dtype)
+    forward_oi = layer.view.matrix(layer.forward_of(weight))[rows].to(dtype)
     first_row = layer.first_row + (rows.start or 0)
     return sampler, forward_oi, layer.noise.for_weight(noise, first_row)
 
@@ -590,7 +590,7 @@ def gradients(
         return conv_gradients(operands.dy, operands.x, weight, weight.shape, geometry, both, both)
     in_order = dgrad is not None and dgrad.key.permuted and dgrad.kernel.ordered
     # One pass over dY may make what both kernels take. An observed estimate is made where it is compared.
-    if in_order and wgrad is not None and seed is not None and not layer.observation.active:
+    if in_order and wgrad is not None and seed is not None and not layer.progress.observing:
         estimate_ot, dy_in_order = _estimator(layer).estimate_transposed(
             layer, operands.dy, seed, layer.masks.permutation
         )
@@ -837,7 +837,7 @@ def _route_gradient(
     Of those tensors, only the method's own parameters have a gradient. They are the last ones.
     """
     if not torch.compiler.is_compiling():
-        layer.progress.note_gradient()
+        layer.progress.trained_by_layer = True
     dweight = dweight.to(weight.dtype)
     if not layer.routes_gradients:
         return dweight, [None] * number
@@ -961,7 +961,7 @@ class _Embedding(torch.autograd.Function):
         ctx.by_frequency = by_frequency
         method = layer.spec.method
         if not method.selects_entries:
-            return F.embedding(tokens, layer.view.forward_of(weight))
+            return F.embedding(tokens, layer.forward_of(weight))
         # Only the rows that are looked up are masked: W_F of a large vocabulary is never made.
         rows = F.embedding(tokens, weight)
         mask = layer.masks.forward_view

@@ -26,6 +26,7 @@ from lightning_nm.nn.adapters.experts import holds_matrices
 from lightning_nm.nn.layer import LayerSpec, NMLayer
 from lightning_nm.nn.weight import (
     ConvLayout,
+    Layout,
     cuts_in_forward,
     gather,
     is_sharded,
@@ -34,7 +35,6 @@ from lightning_nm.nn.weight import (
     misfit,
     parameter_key,
     plain_name,
-    row_sizes,
 )
 from lightning_nm.pattern import NMPattern
 from lightning_nm.schedule import Schedule
@@ -467,7 +467,7 @@ class Ties:
         # An embedding looks up plain rows of the whole weight.
         if is_sharded(candidate.weight):
             return f"its weight is sharded, and shared with '{others[0].key}'"
-        if any(member.spec.layout != "plain" for member in members):
+        if any(member.spec.layout != Layout.PLAIN for member in members):
             return f"its weight is shared with '{others[0].key}', along whose rows other blocks lie"
         return ""
 
@@ -901,7 +901,7 @@ def _plan(
         method,
         # The gradient of an embedding is a sum over tokens, and no product of dY.
         None if candidate.is_embedding else rule.estimator,
-        layout=weight_spec.layout,
+        layout=Layout(weight_spec.layout),
         # Nor does a dgrad block cross the rows of two processes.
         groups=weight_spec.groups * cuts.get(0, 1),
         forward_reason=forward_reason,
@@ -1068,9 +1068,10 @@ def _eligibility(
     candidate: Candidate, spec: WeightSpec, pattern: NMPattern, cuts: Mapping[int, int]
 ) -> tuple[str, str]:
     """Why the forward and the dgrad GEMM cannot be N:M, if the dimensions are cut into so many parts; else empty."""
-    out, depth = row_sizes(candidate.weight.shape, spec.layout)
+    layout = Layout(spec.layout)
+    out, depth = layout.row_sizes(candidate.weight.shape)
     # The groups of a layer of experts are its experts, whose sizes the user knows as plain in and out.
-    is_grouped = spec.groups > 1 and not spec.layout.startswith("experts")
+    is_grouped = spec.groups > 1 and not layout.has_experts
     per_group = "/group" if is_grouped else ""
     forward = misfit(f"in{per_group}", depth, pattern.m, cuts.get(1, 1))
     if candidate.is_embedding:

@@ -46,7 +46,7 @@ def layer_state(layer: NMLayer) -> dict[str, Any]:
         "pattern": str(spec.pattern),
         "method": type(spec.method).__name__,
         "settings": _settings(spec.method),
-        "layout": spec.layout,
+        "layout": str(spec.layout),
         "shape": list(weight.shape),
         "masked": forward_mask is not None,
         "step": progress.step,
@@ -191,7 +191,7 @@ def saved_layer(layer: NMLayer, state: dict[str, Any]) -> NMLayer:
     masks.set(
         forward=_unpacked(layer, state["forward_mask"]),
         backward=_unpacked(layer, state["backward_mask"]),
-        like=None if layer.view.is_sharded else layer.param,
+        like=layer.view.memory_order,
     )
     permutation = state["permutation"]
     if permutation is not None:
@@ -245,7 +245,7 @@ def state_difference(
         "shape": list(layer.view.shape),
         "pattern": str(spec.pattern),
         "method": type(spec.method).__name__,
-        "layout": spec.layout,
+        "layout": str(spec.layout),
         "estimator": type(spec.estimator).__name__,
         "dgrad": type(spec.dgrad).__name__,
     }

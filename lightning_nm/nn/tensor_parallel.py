@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from lightning_nm.nn.layer import GradientObservation, NMLayer
+from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.products import nm_linear
 from lightning_nm.nn.weight import local_shard
 
@@ -32,7 +32,7 @@ def parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, layer: NMLay
             f"layer '{layer.name}' was taken for tensor parallel, but FSDP gathers its weight: give the sparsifier the "
             "module that fully_shard was given, not a part of it"
         )
-    if layer.shards is not None and layer.shards.wrappers and not layer.spec.tensor_parallel:
+    if layer.view.wrappers and not layer.spec.tensor_parallel:
         raise RuntimeError(
             f"layer '{layer.name}' was called while FSDP holds its weight in shards: call the module that fully_shard "
             "was given, whose hooks gather it, not its parts"
@@ -65,9 +65,7 @@ def parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, layer: NMLay
 
 
 def _local_layer(layer: NMLayer, weight: Tensor) -> NMLayer:
-    """The layer for this process's shard of ``weight``; its passes are not observed."""
+    """The layer for this process's shard of ``weight``."""
     bits = layer.masks.bits
     local_bits = None if bits is None else local_shard(bits, weight)
-    return layer.with_parts(
-        masks=layer.masks.with_bits(local_bits), observation=GradientObservation()
-    )
+    return layer.with_parts(masks=layer.masks.with_bits(local_bits))

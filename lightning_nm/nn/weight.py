@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Literal
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from enum import Enum
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
-from lightning_nm.functional.select import mask_, masked
 from lightning_nm.kernels.blocks import BlockGrid
-from lightning_nm.kernels.cpu import evolution
-
-if TYPE_CHECKING:  # for the types only
-    from lightning_nm.nn.layer import NMLayer
-
 
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 
@@ -55,12 +49,6 @@ def key_of_layer(name: str, parameter: str) -> str:
     return f"{name}.{parameter}"
 
 
-Layout = Literal["plain", "flat", "transposed", "experts", "experts-transposed"]
-"""``"plain"``: forward blocks along dimension 1, dgrad blocks along dimension 0. ``"flat"``: the same after
-``flatten(1)`` (the order of some papers' convolutions). ``"transposed"``: the same for the transposed weight.
-``"experts"``: ``[experts, out, in]``, each expert's matrix plain. ``"experts-transposed"``: ``[experts, in, out]``,
-each expert's matrix transposed."""
-
 ConvLayout = Literal["channels", "flat"]
 """How the blocks of convolutions lie: along `in` for a fixed kernel tap, or along the flattened ``(in, *kernel)``."""
 
@@ -92,79 +80,69 @@ def known_size(tensor: Tensor) -> int:
     return 0 if nn.parameter.is_lazy(tensor) else tensor.numel()
 
 
-# Every function below has one case for each layout, in the order of `Layout`.
+class Layout(str, Enum):
+    """How the blocks of a weight lie, by the text that saved states, packed files and messages show.
 
-
-def rows_of(tensor: Tensor, layout: Layout) -> Tensor:
-    """The tensor with dimension 0 as `out` and forward blocks along dimension 1; the rows of experts one after another.
-
-    A view where memory allows one: that of ``"experts-transposed"`` is a copy.
+    As *rows*, dimension 0 is `out` and forward blocks lie along dimension 1; the rows of experts follow one another.
     """
-    if layout == "plain":
-        return tensor
-    if layout == "flat":
-        return tensor.flatten(1)
-    if layout == "transposed":
-        return tensor.t()
-    if layout == "experts":
-        return tensor.flatten(0, 1)
-    return tensor.transpose(1, 2).flatten(0, 1)
 
+    # Forward blocks along dimension 1, dgrad blocks along dimension 0.
+    PLAIN = "plain"
+    # The same after flatten(1): the order of some papers' convolutions.
+    FLAT = "flat"
+    # [in, out]
+    TRANSPOSED = "transposed"
+    # [experts, out, in], each expert's matrix plain.
+    EXPERTS = "experts"
+    # [experts, in, out], each expert's matrix transposed.
+    EXPERTS_TRANSPOSED = "experts-transposed"
 
-def row_sizes(shape: Sequence[int], layout: Layout) -> tuple[int, int]:
-    """The first two sizes of :func:`rows_of` a tensor of this shape."""
-    if layout == "plain":
-        return shape[0], shape[1]
-    if layout == "flat":
-        return shape[0], math.prod(shape[1:])
-    if layout == "transposed":
-        return shape[1], shape[0]
-    experts, second, third = shape
-    if layout == "experts":
-        return experts * second, third
-    return experts * third, second
+    def __init__(self, text: str) -> None:
+        self.is_transposed = text.endswith("transposed")
+        self.has_experts = text.startswith("experts")
 
+    def __str__(self) -> str:
+        return str(self.value)
 
-def from_rows(rows: Tensor, layout: Layout, shape: Sequence[int]) -> Tensor:
-    """Undo :func:`rows_of` for a tensor of this shape, whose dimension 0 may be cut."""
-    if layout == "plain":
-        return rows
-    if layout == "flat":
-        return rows.unflatten(1, shape[1:])
-    if layout == "transposed":
-        return rows.t()
-    if layout == "experts":
-        return rows.unflatten(0, (-1, shape[1]))
-    return rows.unflatten(0, (-1, shape[2])).transpose(1, 2)
+    def rows(self, tensor: Tensor) -> Tensor:
+        """The rows of a tensor; a view where memory allows one: of ``"experts-transposed"`` a copy."""
+        if self.is_transposed:
+            tensor = tensor.transpose(-2, -1)
+        if self.has_experts:
+            return tensor.flatten(0, 1)
+        return tensor.flatten(1) if self is Layout.FLAT else tensor
 
+    def row_sizes(self, shape: Sequence[int]) -> tuple[int, int]:
+        """The first two sizes of the :meth:`rows` of a tensor of this shape."""
+        out, inputs, *_ = self.rows(torch.empty(shape, device="meta")).shape
+        return out, inputs
 
-def locate(index: tuple[Tensor, ...], layout: Layout, shape: Sequence[int]) -> tuple[Tensor, ...]:
-    """Turn an index into :func:`rows_of` a tensor of this shape into one of the tensor itself."""
-    if layout == "plain":
-        return index  # with further dimensions for the taps of a convolution
-    row, column = index
-    if layout == "flat":
-        return row, *torch.unravel_index(column, tuple(shape[1:]))
-    if layout == "transposed":
-        return column, row
-    if layout == "experts":
-        rows_of_expert = shape[1]
-        return row // rows_of_expert, row % rows_of_expert, column
-    rows_of_expert = shape[2]
-    return row // rows_of_expert, column, row % rows_of_expert
+    def from_rows(self, rows: Tensor, shape: Sequence[int]) -> Tensor:
+        """Undo :meth:`rows` for a tensor of this shape, whose dimension 0 may be cut."""
+        if self is Layout.FLAT:
+            return rows.unflatten(1, shape[1:])
+        if self.has_experts:
+            rows = rows.unflatten(0, (-1, shape[2 if self.is_transposed else 1]))
+        return rows.transpose(-2, -1) if self.is_transposed else rows
+
+    def locate(self, index: tuple[Tensor, ...], shape: Sequence[int]) -> tuple[Tensor, ...]:
+        """Turn an index into the :meth:`rows` of a tensor of this shape into one of the tensor itself."""
+        if self is Layout.PLAIN:
+            return index  # with further dimensions for the taps of a convolution
+        row, column = index
+        if self is Layout.FLAT:
+            return row, *torch.unravel_index(column, tuple(shape[1:]))
+        expert: tuple[Tensor, ...] = ()
+        if self.has_experts:
+            rows_of_expert = shape[2 if self.is_transposed else 1]
+            expert = (row // rows_of_expert,)
+            row = row % rows_of_expert
+        return (*expert, column, row) if self.is_transposed else (*expert, row, column)
 
 
 def is_sharded(tensor: Tensor) -> bool:
     """Whether processes hold this tensor together, as ``fully_shard`` and ``parallelize_module`` leave parameters."""
     return isinstance(tensor, DTensor)
-
-
-def sharded_dimensions(tensor: Tensor) -> set[int]:
-    """The dimensions of a tensor that are cut."""
-    if not isinstance(tensor, DTensor):
-        return set()
-    dimensions = {_dimension(placement) for placement in tensor.placements}
-    return {dim for dim in dimensions if dim is not None}
 
 
 def _dimension(placement: Placement) -> int | None:
@@ -252,56 +230,6 @@ def reshard(modules: Sequence[nn.Module]) -> None:
         module.reshard()
 
 
-class GatheredParameter:
-    """A sharded parameter, perhaps with its gradient, as a plain one: gathered when first read, and written back."""
-
-    def __init__(self, parameter: nn.Parameter, gradient: bool) -> None:
-        self._parameter = parameter
-        self._gradient = gradient
-        # The full weight, its gradient and the versions of both, as they were gathered.
-        self._read: tuple[nn.Parameter, Tensor | None, list[int]] | None = None
-
-    @property
-    def weight(self) -> nn.Parameter:
-        """The full parameter; the first read must be in all processes."""
-        if self._read is None:
-            with torch.inference_mode(False):
-                weight = nn.Parameter(gather(self._parameter), self._parameter.requires_grad)
-                grad = self._parameter.grad if self._gradient else None
-                weight.grad = None if grad is None else gather(grad)
-            self._read = weight, weight.grad, _versions(weight, weight.grad)
-        return self._read[0]
-
-    @torch.no_grad()
-    def write_back(self) -> None:
-        """Write changes into the local shard."""
-        if self._read is None:
-            return
-        parameter = self._parameter
-        weight, grad, versions_before = self._read
-        self._read = None
-        versions = _versions(weight, weight.grad)
-        if versions[0] != versions_before[0]:
-            local_values(parameter).copy_(local_shard(weight.detach(), parameter))
-        if not self._gradient:
-            return
-        is_same_gradient = weight.grad is grad and versions[1:] == versions_before[1:]
-        if is_same_gradient:
-            return
-        if weight.grad is None:
-            parameter.grad = None
-        elif parameter.grad is None:
-            local_grad = local_shard(weight.grad, parameter).clone()
-            parameter.grad = as_sharded(local_grad, parameter)
-        else:
-            # In place: others, as an optimizer, may hold this tensor.
-            local_values(parameter.grad).copy_(local_shard(weight.grad, parameter))
-
-
-def _versions(*tensors: Tensor | None) -> list[int]:
-    return [tensor._version for tensor in tensors if tensor is not None]
-
-
 @torch.inference_mode(False)
 @torch.no_grad()
 def sum_of_shards(local_sum: Tensor, like: Tensor) -> Tensor:
@@ -321,134 +249,89 @@ def sum_of_shards(local_sum: Tensor, like: Tensor) -> Tensor:
     return summed.full_tensor()
 
 
-class ShardedWeight:
-    """A parameter that ``fully_shard`` or ``parallelize_module`` has sharded.
+class PlainWeight:
+    """A weight that this process holds whole.
 
-    :attr:`parameter` is what module and optimizer hold, :attr:`local` its shard in this process. :attr:`weight` is the
-    full weight within :meth:`full`, gathered when it is read.
+    Views of it, and of tensors of its shape, as rows of outputs: see :class:`Layout`.
 
     Args:
         module: The module that owns the parameter, looked up at each use: FSDP replaces it while the module runs.
         name: The parameter's name in the module.
-        wrappers: The FSDP modules around it.
+        layout: How its blocks lie.
     """
 
-    def __init__(self, module: nn.Module, name: str, wrappers: Sequence[nn.Module]) -> None:
+    is_sharded: ClassVar[bool] = False
+    """Whether processes hold the weight together."""
+    wrappers: Sequence[nn.Module] = ()
+    """The FSDP modules around it."""
+
+    def __init__(self, module: nn.Module, name: str, layout: Layout) -> None:
         self.module = module
         self.name = name
-        self.wrappers = wrappers
-        self._gathered: GatheredParameter | None = None
+        self.layout = layout
 
     @property
-    def parameter(self) -> nn.Parameter:
-        """The parameter as optimizers hold it, to be read between forward and backward passes alone."""
-        reshard(self.wrappers)
-        return self._held
-
-    @property
-    def weight(self) -> nn.Parameter:
-        """The full parameter, a plain tensor, within :meth:`full`; outside of it the sharded one."""
-        return self._held if self._gathered is None else self._gathered.weight
-
-    @property
-    def local(self) -> Tensor:
-        """The local shard, detached: to be written in place."""
-        self._write_back()
-        return local_values(self.parameter)
-
-    @property
-    def local_grad(self) -> Tensor | None:
-        """The local shard of the gradient."""
-        self._write_back()
-        grad = self.parameter.grad
-        return None if grad is None else local_values(grad)
-
-    def shard_of(self, full: Tensor) -> Tensor:
-        """View of those entries of a weight-shaped tensor whose values are in :attr:`local`."""
-        return local_shard(full, self._held)
-
-    @property
-    def _held(self) -> nn.Parameter:
+    def param(self) -> nn.Parameter:
+        """The parameter as the module holds it now, for its identity: its values may be sharded."""
         parameter = self.module._parameters[self.name]
         assert parameter is not None
         return parameter
 
-    @contextmanager
-    def full(self, *, gradient: bool = False) -> Iterator[None]:
-        """Within, :attr:`weight` is a plain tensor, and changes of it reach the parameter; nested calls do nothing.
+    @property
+    def optimizer_param(self) -> nn.Parameter:
+        """The parameter as optimizers hold it, to be read between forward and backward passes alone."""
+        return self.param
+
+    @property
+    def weight(self) -> nn.Parameter:
+        """The parameter; within :meth:`full` a plain tensor, even if it is sharded."""
+        return self.param
+
+    def full(self, *, gradient: bool = False) -> AbstractContextManager[None]:
+        """Within, :attr:`weight` is the full weight, and changes of it reach the parameter; nested calls do nothing.
 
         All processes must enter, and must all read ``weight`` there, or none. ``gradient`` gathers the gradient, too.
         """
-        if self._gathered is not None:
-            yield
-            return
-        self._gathered = gathered = GatheredParameter(self.parameter, gradient)
-        try:
-            yield
-            gathered.write_back()
-        finally:
-            self._gathered = None
-
-    def _write_back(self) -> None:
-        """Write changes of the full weight into the shards; the next read gathers again."""
-        if self._gathered is not None:
-            self._gathered.write_back()
-
-
-class WeightView:
-    """Views of a layer's weight, and of tensors of its shape.
-
-    Blocks lie in different ways in a linear weight, a convolution's, a transposed one and those of experts. As rows,
-    dimension 0 is `out` and forward blocks lie along dimension 1.
-
-    Args:
-        layer: The layer.
-    """
-
-    def __init__(self, layer: NMLayer) -> None:
-        self._layer = layer
+        return nullcontext()
 
     @property
     def shape(self) -> torch.Size:
         """The shape of the whole weight, also while it is sharded."""
-        return self._layer.param.shape
+        return self.param.shape
+
+    @property
+    def memory_order(self) -> Tensor | None:
+        """A tensor in whose memory order the mask bits lie; ``None`` for row-major bits."""
+        return self.param
 
     def rows(self, tensor: Tensor) -> Tensor:
         """View a weight-shaped tensor so that dimension 0 is `out` and forward blocks lie along dimension 1."""
-        return rows_of(tensor, self._layer.spec.layout)
+        return self.layout.rows(tensor)
 
     def matrix(self, tensor: Tensor) -> Tensor:
         """View a weight-shaped tensor as ``[out, in]``: :meth:`rows`, without the single tap of a 1x1 convolution."""
-        return rows_of(tensor, self._layer.spec.layout).flatten(1)
+        return self.layout.rows(tensor).flatten(1)
 
     def matrix_shape(self, weight: Tensor) -> tuple[int, int]:
         """The shape of :meth:`matrix` of the parameter as products get it, also of a shard."""
-        shape = self.rows(weight).shape
+        shape = self.layout.rows(weight).shape
         return shape[0], shape[1:].numel()
-
-    def forward_of(self, weight: Tensor) -> Tensor:
-        """W_F, or the method's training weight, of the weight's shape, from the parameter as products get it."""
-        layer = self._layer
-        method = layer.spec.method
-        if method.has_training_weight and layer.spec.module.training:
-            return method.training_weight(layer, weight)
-        return method.forward_weight(layer, weight)
-
-    def backward_of(self, weight: Tensor) -> Tensor:
-        """W_B, or the method's training weight, of the weight's shape, from the parameter as products get it."""
-        layer = self._layer
-        method = layer.spec.method
-        if method.has_training_weight and layer.spec.module.training:
-            return method.training_weight(layer, weight)
-        return method.backward_weight(layer, weight)
 
     def unrows(self, tensor: Tensor) -> Tensor:
         """Undo :meth:`rows`."""
-        return from_rows(tensor, self._layer.spec.layout, self.shape)
+        return self.layout.from_rows(tensor, self.shape)
 
     def locate(self, index: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Turn an index into :meth:`rows` of a weight-shaped tensor into one of the tensor itself, to write through."""
-        return locate(index, self._layer.spec.layout, self.shape)
+        return self.layout.locate(index, self.shape)
+
+    def blocks(self, m: int) -> BlockGrid | None:
+        """Where the blocks of a row-major weight lie in memory; ``None`` where that cannot be said."""
+        weight = self.param.detach()
+        # [experts, in, out] is numbered as the weight of a convolution whose taps are the outputs of an expert.
+        if self.layout is not Layout.EXPERTS_TRANSPOSED:
+            weight = self.rows(weight)
+        return BlockGrid.of(weight, m)
 
     @torch.no_grad()
     def by_rows(self, mask_of: Callable[[Tensor], Tensor]) -> Tensor:
@@ -457,61 +340,139 @@ class WeightView:
         ``mask_of`` gets and returns what :meth:`rows` views. Where processes shard the weight by rows, each masks its
         own, and they gather the mask instead of the weight.
         """
-        layer = self._layer
-        dimension_of_rows = 1 if layer.spec.layout == "transposed" else 0
-        if not self.is_sharded or not sharded_dimensions(layer.param) <= {dimension_of_rows}:
-            return self.unrows(mask_of(self.rows(layer.weight.detach())))
-        local_mask = self.unrows(mask_of(self.rows(self.local)))
-        # Collectives know no bool.
-        local_bytes = local_mask.to(torch.uint8).contiguous()
-        return gather(as_sharded(local_bytes, layer.param)).ne(0)
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether processes hold the weight together."""
-        return self._layer.shards is not None
+        return self.unrows(mask_of(self.rows(self.weight.detach())))
 
     @property
     def local(self) -> Tensor:
         """The values of the weight that this process holds, detached: to be written in place."""
-        shards = self._layer.shards
-        return self._layer.param.detach() if shards is None else shards.local
+        return self.param.detach()
 
     @property
     def local_grad(self) -> Tensor | None:
         """The part of its gradient that this process holds."""
-        shards = self._layer.shards
-        return self._layer.param.grad if shards is None else shards.local_grad
+        return self.param.grad
 
     def shard_of(self, full: Tensor) -> Tensor:
         """A view of those entries of a weight-shaped tensor whose values are in :attr:`local`."""
-        shards = self._layer.shards
-        return full if shards is None else shards.shard_of(full)
+        return full
 
-    def grid(self, weight: Tensor) -> BlockGrid | None:
-        """Where the blocks of a row-major weight lie in memory; ``None`` where that cannot be said."""
-        layer = self._layer
-        # [experts, in, out] is numbered as the weight of a convolution whose taps are the outputs of an expert.
-        rows = weight if layer.spec.layout == "experts-transposed" else self.rows(weight)
-        return BlockGrid.of(rows, layer.pattern.m)
+
+class ShardedWeight(PlainWeight):
+    """A weight that ``fully_shard`` or ``parallelize_module`` has sharded.
+
+    Within :meth:`full` it is gathered when :attr:`weight` is first read, and what changed is written back.
+
+    Args:
+        module: As of a plain weight.
+        name: Likewise.
+        layout: Likewise.
+        wrappers: The FSDP modules around it.
+    """
+
+    is_sharded = True
+
+    def __init__(
+        self, module: nn.Module, name: str, layout: Layout, wrappers: Sequence[nn.Module]
+    ) -> None:
+        super().__init__(module, name, layout)
+        self.wrappers = wrappers
+        self._in_full = False
+        self._with_gradient = False
+        # The full weight, its gradient and the versions of both, as they were gathered.
+        self._gathered: tuple[nn.Parameter, Tensor | None, list[int]] | None = None
+
+    @property
+    def optimizer_param(self) -> nn.Parameter:
+        """The sharded parameter, also where FSDP has left the full one in the module."""
+        reshard(self.wrappers)
+        return self.param
+
+    @property
+    def weight(self) -> nn.Parameter:
+        """The full parameter, a plain tensor, within :meth:`full`; outside of it the sharded one."""
+        if not self._in_full:
+            return self.param
+        if self._gathered is None:
+            with torch.inference_mode(False):
+                weight = nn.Parameter(gather(self.param), self.param.requires_grad)
+                grad = self.param.grad if self._with_gradient else None
+                weight.grad = None if grad is None else gather(grad)
+            self._gathered = weight, weight.grad, _versions(weight, weight.grad)
+        return self._gathered[0]
+
+    @property
+    def memory_order(self) -> None:
+        """The mask bits of the whole weight are row-major."""
+
+    @contextmanager
+    def full(self, *, gradient: bool = False) -> Iterator[None]:
+        """Within, :attr:`weight` is a plain tensor, see :meth:`PlainWeight.full`."""
+        if self._in_full:
+            yield
+            return
+        reshard(self.wrappers)
+        self._in_full = True
+        self._with_gradient = gradient
+        try:
+            yield
+            self._write_back()
+        finally:
+            self._in_full = False
+            self._gathered = None
 
     @torch.no_grad()
-    def zero_pruned(self, local: Tensor) -> None:
-        """Set the entries of a tensor like :attr:`local` that the forward mask prunes to +0.0, in place."""
-        masks = self._layer.masks
-        mask = masks.forward_view
-        assert mask is not None
-        assert masks.bits is not None
-        if self.is_sharded or not evolution.mask_(local, masks.bits):
-            mask_(local, self.shard_of(mask))
+    def _write_back(self) -> None:
+        """Write changes of the full weight into the local shard; the next read gathers again."""
+        if self._gathered is None:
+            return
+        parameter = self.param
+        weight, grad, versions_before = self._gathered
+        self._gathered = None
+        versions = _versions(weight, weight.grad)
+        if versions[0] != versions_before[0]:
+            local_values(parameter).copy_(local_shard(weight.detach(), parameter))
+        is_same_gradient = weight.grad is grad and versions[1:] == versions_before[1:]
+        if not self._with_gradient or is_same_gradient:
+            return
+        if weight.grad is None:
+            parameter.grad = None
+        elif parameter.grad is None:
+            local_grad = local_shard(weight.grad, parameter).clone()
+            parameter.grad = as_sharded(local_grad, parameter)
+        else:
+            # In place: others, as an optimizer, may hold this tensor.
+            local_values(parameter.grad).copy_(local_shard(weight.grad, parameter))
 
     @torch.no_grad()
-    def local_forward_weight(self) -> Tensor:
-        """The local shard of W_F, detached; gathers the weight only if the method computes W_F from all of it."""
-        layer = self._layer
-        if layer.shards is None or not layer.spec.method.selects_entries:
-            return self.shard_of(layer.forward_weight())
-        mask = layer.masks.forward_view
-        if mask is None:
-            return self.local
-        return masked(self.local, self.shard_of(mask))
+    def by_rows(self, mask_of: Callable[[Tensor], Tensor]) -> Tensor:
+        """A mask that each process makes of its own rows, see :meth:`PlainWeight.by_rows`."""
+        parameter: Any = self.param
+        dimension_of_rows = 1 if self.layout is Layout.TRANSPOSED else 0
+        cut = {_dimension(placement) for placement in parameter.placements}
+        if not cut <= {dimension_of_rows, None}:
+            return super().by_rows(mask_of)
+        local_mask = self.unrows(mask_of(self.rows(self.local)))
+        # Collectives know no bool.
+        local_bytes = local_mask.to(torch.uint8).contiguous()
+        return gather(as_sharded(local_bytes, parameter)).ne(0)
+
+    @property
+    def local(self) -> Tensor:
+        """The local shard, detached: to be written in place."""
+        self._write_back()
+        return local_values(self.optimizer_param)
+
+    @property
+    def local_grad(self) -> Tensor | None:
+        """The local shard of the gradient."""
+        self._write_back()
+        grad = self.optimizer_param.grad
+        return None if grad is None else local_values(grad)
+
+    def shard_of(self, full: Tensor) -> Tensor:
+        """A view of this process's shard of a weight-shaped tensor."""
+        return local_shard(full, self.param)
+
+
+def _versions(*tensors: Tensor | None) -> list[int]:
+    return [tensor._version for tensor in tensors if tensor is not None]

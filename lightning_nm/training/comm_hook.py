@@ -80,7 +80,7 @@ class CommHookState:
 
     def entries(self, layer: NMLayer) -> Tensor:
         """Return :func:`kept_entries` of a layer, cached until its masks change."""
-        state = (layer.masks.state, layer.spec.method.current_pattern(layer))
+        state = (layer.masks.cache_key, layer.spec.method.current_pattern(layer))
         key = id(layer.param)
         if key in self._entries:
             known_state, positions = self._entries[key]

@@ -43,7 +43,7 @@ class DirectReads:
         for layer in layers:
             if layer in self._settled or layer in self._watched:
                 continue
-            parameter = layer.optimizer_param
+            parameter = layer.view.optimizer_param
             if not parameter.requires_grad:
                 continue  # it may be trained later
             hook = _NoteGradient(self.with_gradient, layer)
@@ -105,7 +105,7 @@ class _NoteGradient:
 
 def _trains(layer: NMLayer) -> bool:
     """Whether the gradient is not all zero, as that of ``0 * weight.sum()``, by which DDP is told of unused layers."""
-    grad = layer.optimizer_param.grad
+    grad = layer.view.optimizer_param.grad
     return grad is not None and bool(local_values(grad).any())
 
 

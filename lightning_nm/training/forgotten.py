@@ -95,5 +95,5 @@ def _holds_more(layer: NMLayer) -> bool:
     if layer.view.is_sharded and not layer.spec.method.selects_entries:
         return layer.masks.has_forward  # gathering the weight would take all processes
     return not torch.equal(
-        layer.view.local.nan_to_num(), layer.view.local_forward_weight().nan_to_num()
+        layer.view.local.nan_to_num(), layer.forward_weight(local=True).nan_to_num()
     )

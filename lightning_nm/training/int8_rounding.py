@@ -64,7 +64,7 @@ class Int8Rounding:
         for layer, values in rounded:
             self._kept.append((layer.param, layer.param.detach().clone()))
             layer.param.copy_(values)
-            if self.activations and layer.spec.layout in ("plain", "transposed"):
+            if self.activations:
                 self._round_inputs(layer)
 
     @torch.no_grad()
@@ -109,12 +109,12 @@ def rounding_fault(layer: NMLayer) -> str:
 def _rounded(layer: NMLayer) -> Tensor:
     """The weight with its kept entries rounded."""
     weight, mask = layer.param.detach(), layer.forward_mask
-    if layer.spec.layout in ("transposed", "experts-transposed"):
+    if layer.spec.layout.is_transposed:
         outputs_first = fake_quantise_weight(
             weight.mT, None if mask is None else mask.mT, weight.dim() - 1
         )
         return outputs_first.mT
-    axes = 2 if layer.spec.layout == "experts" else 1
+    axes = 2 if layer.spec.layout.has_experts else 1
     return fake_quantise_weight(weight, mask, axes)
 
 

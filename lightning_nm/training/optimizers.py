@@ -33,7 +33,7 @@ def owned_layers(
         ValueError: If a method cannot work with the optimizer, naming it and the layer; nothing is added then.
     """
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-    owned = [layer for layer in layers if id(layer.optimizer_param) in groups]
+    owned = [layer for layer in layers if id(layer.view.optimizer_param) in groups]
     for layer in owned:
         if known is None or layer not in known.layers:
             layer.spec.method.check_optimizer(layer, optimizer)
@@ -48,7 +48,7 @@ def owned_layers(
             if id(parameter) in groups:
                 continue
             # In the group of the weight, whose schedule and decay then apply.
-            group = groups[id(layer.optimizer_param)]
+            group = groups[id(layer.view.optimizer_param)]
             group["params"].append(parameter)
             if "param_names" in group:
                 group["param_names"].append(f"{layer.name}.{name}")
@@ -123,12 +123,12 @@ def trained_layer(layer: NMLayer, optimizers: Sequence[Optimizer]) -> bool:
     """Whether the optimizers train a layer: its weight, or the parameters that its method owns."""
     trains_weight = layer.spec.method.trains_weight
     is_trained = trained_by(optimizers) if trains_weight else held_by(optimizers)
-    return is_trained(layer.optimizer_param)
+    return is_trained(layer.view.optimizer_param)
 
 
 def is_frozen(layer: NMLayer) -> bool:
     """Whether the steps of the optimizer that holds a weight leave it as it is, though its method trains it."""
-    parameter = layer.optimizer_param
+    parameter = layer.view.optimizer_param
     return (
         layer.spec.method.trains_weight
         and not parameter.requires_grad

@@ -54,7 +54,7 @@ def begin_stage(layer: NMLayer, optimizers: Iterable[Optimizer] = ()) -> None:
     if method.latent or kept is None or not layer.step:
         return
     if layer.masks.has_forward:
-        layer.view.zero_pruned(layer.view.local)
+        layer.zero_pruned(layer.view.local)
     zero_pruned_state(layer, kept, optimizers)
 
 
@@ -69,7 +69,7 @@ def zero_pruned_state(layer: NMLayer, kept: Tensor, optimizers: Iterable[Optimiz
         kept: The forward mask.
         optimizers: All that may own its weight.
     """
-    parameter = layer.optimizer_param
+    parameter = layer.view.optimizer_param
     for optimizer in optimizers:
         for state in optimizer.state.get(parameter, {}).values():
             has_entries = isinstance(state, Tensor) and state.shape == parameter.shape
@@ -186,7 +186,7 @@ def charge_plan(layers: Sequence[NMLayer], planned_steps: int | None) -> None:
             dense = _dense_gradients(layer, start, stop, turns)
             progress.go_to(start)
             layer.costs.charge(layer.gemms(), stop - start - dense)
-            progress.need_dense_gradient()
+            progress.dense_gradient = True
             layer.costs.charge(layer.gemms(), dense)
 
 

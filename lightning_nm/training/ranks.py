@@ -29,7 +29,7 @@ def _fingerprint(layer: NMLayer) -> dict[str, Any]:
     return {
         "name": layer.name,
         "shape": tuple(layer.view.shape),
-        "layout": layer.spec.layout,
+        "layout": str(layer.spec.layout),
         "pattern": str(layer.pattern),
         "method": type(layer.spec.method).__name__,
         "estimator": type(layer.spec.estimator).__name__,
@@ -145,7 +145,7 @@ class RankComparison:
             self._explain(group)
 
     def _of_masks(self, layer: NMLayer) -> Tensor:
-        state = layer.masks.state
+        state = layer.masks.cache_key
         if layer.name in self._known:
             known_state, words = self._known[layer.name]
             if known_state == state:

@@ -21,7 +21,7 @@ from torch.optim import SGD, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAd
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_nm.nn.costs import kept_share
-from lightning_nm.nn.layer import NMLayer, memory_state
+from lightning_nm.nn.layer import NMLayer, tensor_fingerprint
 
 Scale = Literal["supar", "supar-lr"]
 
@@ -74,7 +74,7 @@ def rescale_initial(layer: NMLayer, base_density: float = 1.0) -> float:
         base_density: :math:`\rho_0`, the density that the initial values suit.
     """
     if is_rescaled(layer):
-        return float(_rescaled[layer.optimizer_param][0])
+        return float(_rescaled[layer.view.optimizer_param][0])
     with layer.full():
         square = _square(layer.weight)
         kept_square = _square(layer.forward_weight())
@@ -83,16 +83,16 @@ def rescale_initial(layer: NMLayer, base_density: float = 1.0) -> float:
         if kept_square and kept_square != square:
             factor = math.sqrt(base_density * square / kept_square)
         layer.weight.mul_(factor)
-    _rescaled[layer.optimizer_param] = factor, memory_state(layer.view.local)
+    _rescaled[layer.view.optimizer_param] = factor, tensor_fingerprint(layer.view.local)
     return factor
 
 
 def is_rescaled(layer: NMLayer) -> bool:
     """Whether the weight still has the values that :func:`rescale_initial` gave it."""
-    if layer.optimizer_param not in _rescaled:
+    if layer.view.optimizer_param not in _rescaled:
         return False
-    _, state_after = _rescaled[layer.optimizer_param]
-    return bool(state_after == memory_state(layer.view.local))
+    _, state_after = _rescaled[layer.view.optimizer_param]
+    return bool(state_after == tensor_fingerprint(layer.view.local))
 
 
 def _square(tensor: Tensor) -> float:
@@ -112,7 +112,7 @@ def check_optimizer(optimizer: Optimizer, layers: Sequence[NMLayer]) -> None:
         package = kind.__module__.partition(".")[0]
         known = known or bool(_KNOWN_ELSEWHERE.fullmatch(f"{package}.{kind.__name__}"))
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    masked = [layer.name for layer in layers if id(layer.optimizer_param) in held]
+    masked = [layer.name for layer in layers if id(layer.view.optimizer_param) in held]
     if masked and not known:
         name = type(optimizer).__name__
         raise ValueError(
@@ -154,7 +154,7 @@ class ScaledLearningRates:
 
     def scale(self, view: Any, layers: Iterable[NMLayer]) -> None:
         """Give a view the groups of a step of these layers."""
-        factors = {id(layer.optimizer_param): self.factor(layer) for layer in layers}
+        factors = {id(layer.view.optimizer_param): self.factor(layer) for layer in layers}
         parts: list[dict[str, Any]] = []
         origins: list[tuple[dict[str, Any], float]] = []
         for group in view.nm_of.param_groups:

@@ -189,7 +189,7 @@ def _mask_statistics(layers: Sequence[NMLayer]) -> dict[str, float]:
 
 def _gradient_statistics(layers: Sequence[NMLayer]) -> dict[str, float]:
     """``grad_snr`` and ``grad_density`` of the last observed estimates of layers together; empty without any."""
-    observed = [layer.observation.sums for layer in layers if layer.observation.sums is not None]
+    observed = [layer.progress.observed for layer in layers if layer.progress.observed is not None]
     if not observed:
         return {}
     device = observed[0].device

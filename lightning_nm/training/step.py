@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_nm.nn.costs import kept_share
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.state import layer_state
 from lightning_nm.schedule import within
@@ -139,7 +138,7 @@ class TrainingStep:
                 layer.draw_noise()
                 continue
             hooks = self._hooks_of(layer)
-            _count_cost(layer)
+            layer.costs.count_step(layer)
             layer.progress.step += 1
             layer.progress.shaped = False
             # The first step has found pruned entries in the weight; Adamax adds its epsilon to every entry's state.
@@ -180,7 +179,7 @@ class TrainingStep:
         has_stepped = progress.step > progress.updated_at
         if stepped and not has_stepped:
             # Another optimizer's turn, as in a GAN: the layer's products ran all the same.
-            _count_cost(layer)
+            layer.costs.count_step(layer)
         # Phases begin and end for all layers together, whether or not they made a step.
         begins_phase = stepped and self.clock in progress.schedule
         begins_stage = stepped and progress.begins_stage
@@ -235,7 +234,7 @@ class TrainingStep:
             if layer.progress.estimating and layer.param.requires_grad
         ]
         is_turn = self.clock % self.observe_every == 0
-        nothing_known = all(layer.observation.sums is None for layer in estimating)
+        nothing_known = all(layer.progress.observed is None for layer in estimating)
         if not is_turn and not nothing_known:
             return
         # Each turn takes the next few layers, so that all of them are seen in time.
@@ -243,7 +242,8 @@ class TrainingStep:
         first = turn * _OBSERVED_LAYERS
         for k in range(min(_OBSERVED_LAYERS, len(estimating))):
             layer = estimating[(first + k) % len(estimating)]
-            layer.observation.begin_window(active=True, estimating=True)
+            # The passes of a weight that tensor parallelism cuts are those of its shards.
+            layer.progress.observing = not layer.spec.tensor_parallel
 
     def _begin_window(self, layer: NMLayer, *, loaded: bool = False) -> None:
         method = layer.spec.method
@@ -257,14 +257,16 @@ class TrainingStep:
         if layer.spec.estimator is not None:
             schedule = progress.estimator_schedule
             progress.estimating = not schedule or within(schedule, self.clock)
-            layer.observation.begin_window(active=False, estimating=progress.estimating)
+            progress.observing = False
+            if not progress.estimating:
+                progress.observed = None
 
     def load(self, clock: int, stepped: bool) -> None:
         """Go on at saved counters; those of the layers are loaded already."""
         self.clock = clock
         self.stepped = stepped
         for layer in self.layers:
-            layer.observation.forget()
+            layer.progress.observed = None  # it is of other weights
         self.begin_window(loaded=True)
 
     def register(self, optimizer: Optimizer) -> None:
@@ -455,7 +457,7 @@ def _without_scale(layer: NMLayer, loss_scale: float) -> Iterator[None]:
 
 
 def _for_gradients(layer: NMLayer, change: Callable[[Tensor], Tensor]) -> None:
-    for parameter in (layer.optimizer_param, *layer.parameters.values()):
+    for parameter in (layer.view.optimizer_param, *layer.parameters.values()):
         if parameter.grad is not None:
             change(parameter.grad)
 
@@ -471,26 +473,3 @@ def _add_penalty(layer: NMLayer) -> None:
     for owner, grad in zip(owners, grads, strict=True):
         if grad is not None:
             owner.grad = grad if owner.grad is None else owner.grad.add_(grad)
-
-
-def _count_cost(layer: NMLayer) -> None:
-    """Add a training step to the layer's costs, whether or not it trained this layer."""
-    method = layer.spec.method
-    masks = layer.masks
-    progress = layer.progress
-    costs = layer.costs
-    # What a step costs is computed anew only if something that it depends on has changed.
-    cost_key = (
-        masks.has_forward,
-        masks.has_backward,
-        masks.backward_density,
-        progress.dense_gradient,
-        progress.estimating,
-        layer.param.requires_grad,
-        kept_share(layer),
-        method.current_pattern(layer),
-        method.gradient_at_pruned(layer),
-    )
-    if costs.cost_key != cost_key:
-        costs.set_step_cost(cost_key, layer.gemms())
-    costs.count_step()

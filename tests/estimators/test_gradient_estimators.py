@@ -298,9 +298,9 @@ def test_second_derivatives_leave_nothing_behind():
     (g,) = torch.autograd.grad(module(x).sum(), x, create_graph=True)
     (g.norm(2, 1) - 1).square().mean().backward()
     assert not any(
-        layer.observation.sums.requires_grad
+        layer.progress.observed.requires_grad
         for layer in sparsifier.layers.values()
-        if layer.observation.sums is not None
+        if layer.progress.observed is not None
     )
     copy.deepcopy(module)
 

@@ -172,7 +172,7 @@ def test_a_frozen_layer_is_skipped_and_said_so():
     assert "(1) wgrad: frozen, so no weight gradient" in console.file.getvalue()
     train(model, sparsifier, 2)
     assert model[2].weight.grad is None
-    assert sparsifier.layers["2"].observation.sums is None
+    assert sparsifier.layers["2"].progress.observed is None
     model[2].weight.requires_grad_()
     assert sparsifier.layers["2"].gemms().wgrad.label == "2:4"
 
@@ -243,7 +243,7 @@ def test_a_resumed_run_observes_in_its_first_step(same_process):
 
     def look(step):
         turns.append(
-            [name for name, layer in sparsifier.layers.items() if layer.observation.active]
+            [name for name, layer in sparsifier.layers.items() if layer.progress.observing]
         )
         assert {"grad_snr", "grad_density"} <= sparsifier.stats().keys()
 
@@ -355,7 +355,7 @@ def test_layers_take_turns_in_being_observed_and_observing_changes_nothing():
 
         def look(step):
             turns.append(
-                [name for name, layer in sparsifier.layers.items() if layer.observation.active]
+                [name for name, layer in sparsifier.layers.items() if layer.progress.observing]
             )
 
         train(model, sparsifier, 7, look)

@@ -188,7 +188,7 @@ def test_costs_are_those_of_the_present_step():
     assert [gemm.kind for gemm in layer.gemms()] == ["n:m", "masked", "outputs"]
     assert [gemm.paper for gemm in layer.gemms()] == [0.5, 0.5, 0.5]
     assert [gemm.eligible for gemm in layer.gemms()] == [0.5, 1.0, 1.0]
-    layer.progress.need_dense_gradient()
+    layer.progress.dense_gradient = True
     assert layer.gemms().wgrad.paper == 1.0
     assert sparsifier.violations() == 0
 

@@ -13,6 +13,7 @@ from lightning_nm import functional as nmf
 from lightning_nm.callbacks.tables import phases
 from lightning_nm.methods.step import LARGEST_STEP, window_length
 from lightning_nm.training.phases import finished_phases
+from tests.support.kinds import held_tensors
 
 BETAS = (0.8, 0.9)  # a window of ten steps
 FORMS = [{"foreach": False}, {"foreach": True}, {"fused": True}]
@@ -359,7 +360,7 @@ def test_steps_that_a_fused_optimizer_skips_change_nothing():
         step(number)
 
     def states():
-        layers = [layer.tensors() for layer in sparsifier.layers.values()]
+        layers = [held_tensors(layer) for layer in sparsifier.layers.values()]
         return copy.deepcopy([[*model.parameters()], layers, optimizer.state_dict()["state"]])
 
     before = states()

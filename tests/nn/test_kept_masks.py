@@ -224,20 +224,20 @@ def test_each_change_twice(method, change):
 def test_no_two_states_of_masks_have_one_number():
     mask = torch.ones(4, 4, dtype=torch.bool)
     first, second = LayerMasks(), LayerMasks()
-    states = [first.state, second.state]
+    states = [first.cache_key, second.cache_key]
     for masks in (first, second):
         masks.set(mask, None)
-        states.append(masks.state)
+        states.append(masks.cache_key)
         masks.set(mask, mask)
-        states.append(masks.state)
+        states.append(masks.cache_key)
         masks.bits[0] = 0
-        states.append(masks.state)
+        states.append(masks.cache_key)
         masks.set_permutation(torch.arange(4))
-        states.append(masks.state)
+        states.append(masks.cache_key)
         masks.set_permutation(torch.arange(4))
-        states.append(masks.state)
+        states.append(masks.cache_key)
         masks.to(torch.device("cpu"))
-        assert masks.state == states[-1], "nothing changed"
+        assert masks.cache_key == states[-1], "nothing changed"
     states += [
         copy.copy(first).state,
         copy.deepcopy(first).state,

@@ -13,7 +13,7 @@ from lightning_nm import NMSparsifier
 from lightning_nm.kernels import router as router_module
 from lightning_nm.kernels import routing
 from lightning_nm.kernels.api import lookup
-from tests.support.kinds import make
+from tests.support.kinds import held_tensors, make
 from tests.support.routed import METHODS, assert_equal, attach, gradients, ran, simulated
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
@@ -77,7 +77,7 @@ def test_the_operators_are_well_made(estimator):
     sparsifier = attach(module, estimator=estimator)
     (layer,) = sparsifier.layers.values()
     router = simulated()
-    weight, bias, tensors = module.weight.detach(), module.bias.detach(), list(layer.tensors())
+    weight, bias, tensors = module.weight.detach(), module.bias.detach(), held_tensors(layer)
     grad = torch.randn(6, 64).double()
     ops = torch.ops.lightning_nm
     torch.library.opcheck(

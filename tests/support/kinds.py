@@ -144,3 +144,9 @@ def make(kind, dtype=torch.float64, seed=0):
     factory, shape = KINDS[kind]
     module = factory().to(dtype)
     return module, torch.randn(shape, dtype=dtype)
+
+
+def held_tensors(layer):
+    """Every tensor beside the weight that training needs: the persistent memory of a layer."""
+    read = layer.read_tensors()
+    return read if layer.spec.method.passes_read_buffers else [*read, *layer.buffers.values()]

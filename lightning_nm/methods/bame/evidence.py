@@ -215,7 +215,7 @@ def gather_evidence(
             evidence.add(grad, mask, size)
     local_grad = layer.view.local_grad
     if grad is not None and not masks_grad and local_grad is not None:
-        layer.view.zero_pruned(local_grad)
+        layer.zero_pruned(local_grad)
     return evidence
 
 
@@ -234,9 +234,9 @@ def _passes_of(layer: NMLayer, value: Tensor, square: Tensor) -> ModuleType | No
     """The passes that take the tensors of a layer; ``None`` if torch operations must do."""
     in_single_precision = value.dtype == square.dtype == torch.float32
     bits = layer.masks.bits
-    if not in_single_precision or layer.shards is not None or bits is None:
+    if not in_single_precision or bits is None:
         return None
-    return passes_for(layer.weight.detach(), bits, value, square)
+    return passes_for(layer.param.detach(), bits, value, square)
 
 
 def _gather_in_one_pass(

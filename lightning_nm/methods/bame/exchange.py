@@ -138,9 +138,9 @@ def exchange_in_one_pass(
         What was done; ``None``, and nothing changed, where no kernel takes the tensors.
     """
     masks = layer.masks
-    if layer.shards is not None or masks.bits is None or masks.has_backward:
+    if masks.bits is None or masks.has_backward:
         return None
-    weight = layer.weight.detach()
+    weight = layer.param.detach()
     tensors = [weight, masks.bits, evidence.value, evidence.square]
     states = [
         (state, key in SECOND_MOMENTS)
@@ -149,7 +149,7 @@ def exchange_in_one_pass(
     passes = passes_for(*tensors, *(state for state, _ in states))
     if passes is None or len(states) > MOST_STATES:
         return None
-    grid = layer.view.grid(weight)
+    grid = layer.view.blocks(layer.pattern.m)
     if grid is None:
         return None
     grad = layer.weight.grad

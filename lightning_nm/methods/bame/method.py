@@ -270,7 +270,7 @@ class BAME(MaskMethod):
                 pending.exchange = exchange_by_gradient(
                     layer, optimizer, mask, lambda blocks: self._budget(layer, blocks)
                 )
-            layer.view.zero_pruned(dense_grad)
+            layer.zero_pruned(dense_grad)
         layer.pending = pending
 
     @property
@@ -294,7 +294,7 @@ class BAME(MaskMethod):
         if not layer.masks.has_forward:
             return
         pending = self._pending(layer)
-        layer.view.zero_pruned(layer.view.local)
+        layer.zero_pruned(layer.view.local)
         has_evidence = COUNT in layer.buffers
         holds_evidence = self.evidence == "accumulated" and has_evidence and self._adapting(layer)
         if layer.param.grad is not None and (layer.progress.dense_gradient or holds_evidence):
@@ -304,7 +304,7 @@ class BAME(MaskMethod):
                     "call sparsifier.before_step(optimizer) first; with Lightning, step the optimizer of "
                     "self.optimizers()"
                 )
-            layer.progress.release_dense_gradient()
+            layer.progress.dense_gradient = False
         self._make_exchange(layer, optimizer, pending)
         if has_evidence and not holds_evidence:
             # The phase has ended.

@@ -10,9 +10,8 @@ from lightning_nm.nn.adapters.base import (
     register_adapter,
 )
 from lightning_nm.nn.adapters.conv import NMConv1d, NMConv2d, NMConv3d
-from lightning_nm.nn.adapters.embedding import NMEmbedding
 from lightning_nm.nn.adapters.experts import NMExperts, nm_grouped_linear, register_experts
-from lightning_nm.nn.adapters.linear import NMLinear, NMTransposedLinear
+from lightning_nm.nn.adapters.linear import NMEmbedding, NMLinear, NMTransposedLinear
 
 __all__ = [
     "FUSED_PATHS",

@@ -7,9 +7,9 @@ parameters and its state-dict keys stay the same.
 from __future__ import annotations
 
 import inspect
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, Literal, NamedTuple
+from weakref import WeakKeyDictionary, ref
 
 from torch import Tensor, nn
 
@@ -23,12 +23,12 @@ class WeightSpec(NamedTuple):
 
     Attributes:
         parameter: Name of the parameter in its module.
-        layout: How its blocks lie, see :data:`~lightning_nm.nn.weight.Layout`.
+        layout: How its blocks lie: a :class:`~lightning_nm.nn.weight.Layout`, or its text.
         groups: Groups of output rows that no dgrad block may cross.
     """
 
     parameter: str
-    layout: Layout = "plain"
+    layout: Layout | str = Layout.PLAIN
     groups: int = 1
 
 
@@ -123,7 +123,7 @@ class Adapter(nn.Module):
         # The state dict is the model's function: it holds W_F under the dense model's keys.
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for parameter, layer in self.nm_layers.items():
-            destination[prefix + parameter] = _saved_by_another(self, layer, destination)
+            destination[prefix + parameter] = _saved_weight(layer, destination)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         loaded = [
@@ -157,31 +157,24 @@ class Adapter(nn.Module):
         return _new, (type(self).nm_base,), *reduced[2:]
 
 
-class _Saved(NamedTuple):
-    """W_F of a tied weight, as one of its modules put it into a state dict."""
-
-    tensor: weakref.ref[Tensor]
-    module: int  # its id
-    version: int  # of the weight, which counts the writes to it
+# Layers with a tied weight -> W_F as one of its modules put it into a state dict last, and the weight's version then.
+_TIED: WeakKeyDictionary[NMLayer, tuple[ref[Tensor], int]] = WeakKeyDictionary()
 
 
-# Layers with a tied weight -> what was saved of them last.
-_SAVED: weakref.WeakKeyDictionary[NMLayer, _Saved] = weakref.WeakKeyDictionary()
-
-
-def _saved_by_another(module: nn.Module, layer: NMLayer, destination: dict[str, Any]) -> Tensor:
-    """Return W_F for a state dict: of a tied weight the tensor that another of its modules put there."""
-    # One tensor under two keys, as the dense model has it: files then hold it once.
-    saved = _SAVED.get(layer)
+def _saved_weight(layer: NMLayer, destination: dict[str, Any]) -> Tensor:
+    """W_F for a state dict: of a tied weight the tensor that another of its modules put there."""
     version = layer.param._version
-    if saved is not None and saved.module != id(module) and saved.version == version:
-        tensor = saved.tensor()
+    # One tensor under two keys, as the dense model has it: files then hold it once.
+    if layer in _TIED:
+        saved, saved_version = _TIED[layer]
+        tensor = saved()
         # Perhaps it was put into another state dict than this one.
-        if tensor is not None and any(tensor is value for value in destination.values()):
+        is_here = any(tensor is value for value in destination.values())
+        if tensor is not None and is_here and saved_version == version:
             return tensor
-    made = as_sharded(layer.view.local_forward_weight(), layer.param)
+    made = as_sharded(layer.forward_weight(local=True), layer.param)
     if layer.spec.tied:
-        _SAVED[layer] = _Saved(weakref.ref(made), id(module), version)
+        _TIED[layer] = ref(made), version
     return made
 
 

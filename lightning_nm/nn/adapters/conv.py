@@ -25,7 +25,7 @@ class _NMConv(Adapter):
     @classmethod
     def specs(cls, module: Any, conv_layout: str) -> Iterator[WeightSpec]:
         """Yield one weight, its output rows in the convolution's groups."""
-        layout: Layout = "flat" if conv_layout == "flat" else "plain"
+        layout = Layout.FLAT if conv_layout == "flat" else Layout.PLAIN
         yield WeightSpec("weight", layout, module.groups)
 
     @classmethod

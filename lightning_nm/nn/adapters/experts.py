@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lightning_nm.nn.adapters.base import Adapter, WeightSpec, find_adapter, register_adapter
 from lightning_nm.nn.layer import LayerMasks, NMLayer
 from lightning_nm.nn.products import nm_linear
-from lightning_nm.nn.weight import Layout, WeightView, row_sizes
+from lightning_nm.nn.weight import Layout, PlainWeight
 
 Kind = TypeVar("Kind", bound=type[nn.Module])
 
@@ -93,10 +93,8 @@ def _product(
     if not isinstance(layer, NMLayer):  # packed
         return lambda expert, x: layer.parts[expert].linear(x, None, None)
     if not layer.experts:
-        method: Any = layer.spec.method
-        if not method.selects_entries:
-            method = _OfAllExperts(layer)
-        layer.experts.extend(ExpertLayer(layer, number, method) for number in range(len(weight)))
+        made: dict[str, Tensor] = {}
+        layer.experts.extend(ExpertLayer(layer, number, made) for number in range(len(weight)))
     _forget(layer)
     matrices = _Routed.apply(layer, weight, *layer.parameters.values()).unbind()
     layer.costs.record_product(0)  # the weight is multiplied by, even if no expert has tokens
@@ -110,6 +108,20 @@ def _product(
     return masked
 
 
+class _ExpertWeight(PlainWeight):
+    """The matrix of one expert in a weight of several."""
+
+    def __init__(self, whole: PlainWeight, expert: int, layout: Layout) -> None:
+        super().__init__(whole.module, whole.name, layout)
+        self.expert = expert
+
+    @property
+    def param(self) -> Any:
+        """The expert's part of the parameter, detached, for its shape and whether it is trained."""
+        parameter = super().param
+        return parameter.detach()[self.expert].requires_grad_(parameter.requires_grad)
+
+
 class ExpertLayer(NMLayer):
     """One expert of a layer, as the layer that its products run through: everything but this is that of all experts.
 
@@ -118,34 +130,29 @@ class ExpertLayer(NMLayer):
     Args:
         layer: The layer of all experts.
         expert: The number of this one.
-        method: The layer's method, or what stands in for it.
+        made: The weights of all experts that a method made, until :func:`_forget`; one for all of them.
     """
 
     routes_gradients = False  # those of all experts are routed together
 
-    def __init__(self, layer: NMLayer, expert: int, method: Any) -> None:
+    def __init__(self, layer: NMLayer, expert: int, made: dict[str, Tensor]) -> None:
         self.layer = layer
         self.expert = expert
-        rows, _ = row_sizes(layer.param.shape, layer.spec.layout)
+        self.made = made
+        rows, _ = layer.spec.layout.row_sizes(layer.view.shape)
         self._out = rows // layer.spec.groups
         # It tells the expert's random numbers from those of others.
         self.first_row = expert * self._out
-        layout: Layout = "plain" if layer.spec.layout == "experts" else "transposed"
-        self.spec = replace(layer.spec, layout=layout, groups=1, method=method)
-        self.view = WeightView(self)
+        layout = Layout.TRANSPOSED if layer.spec.layout.is_transposed else Layout.PLAIN
+        self.spec = replace(layer.spec, layout=layout, groups=1)
+        self.view = _ExpertWeight(layer.view, expert, layout)
         self.parameters = {}  # their gradients are made with the whole weight's
         self._masks: LayerMasks | None = None
         self._generation = 0
 
     def __getattr__(self, name: str) -> Any:
-        # Counters, noise, buffers and observations.
+        # Counters, noise and buffers.
         return getattr(self.layer, name)
-
-    @property
-    def param(self) -> Any:
-        """The expert's part of the parameter, detached, for its shape and whether it is trained."""
-        parameter = self.layer.param
-        return parameter.detach()[self.expert].requires_grad_(parameter.requires_grad)
 
     @property
     def masks(self) -> LayerMasks:  # type: ignore[override]
@@ -161,42 +168,29 @@ class ExpertLayer(NMLayer):
         """An empty tensor whose size is this layer's handle."""
         return self.layer.handle_tensor.new_empty(self.handle, 0)
 
+    def forward_of(self, weight: Tensor) -> Tensor:
+        """W_F of this expert."""
+        if self.spec.method.selects_entries:
+            return super().forward_of(weight)
+        return self._part("forward_of")
 
-class _OfAllExperts:
-    """In the place of a method that may make W_F of more than one expert's entries: it makes those of all at once."""
-
-    selects_entries = False
-
-    def __init__(self, layer: NMLayer) -> None:
-        self.layer = layer
-        self.made: dict[str, Tensor] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.layer.spec.method, name)
-
-    def forward_weight(self, expert: ExpertLayer, weight: Tensor) -> Tensor:
-        """W_F of one expert."""
-        return self._part("forward_of", expert)
-
-    # The layer's view decides between the two, and makes both for all experts.
-    training_weight = forward_weight
-
-    def backward_weight(self, expert: ExpertLayer, weight: Tensor) -> Tensor:
-        """W_B of one expert."""
-        return self._part("backward_of", expert)
+    def backward_of(self, weight: Tensor) -> Tensor:
+        """W_B of this expert."""
+        if self.spec.method.selects_entries:
+            return super().backward_of(weight)
+        return self._part("backward_of")
 
     @torch.no_grad()
-    def _part(self, which: str, expert: ExpertLayer) -> Tensor:
+    def _part(self, which: str) -> Tensor:
+        """This expert's part of what the method makes of the entries of all, once."""
         if which not in self.made:
-            self.made[which] = getattr(self.layer.view, which)(self.layer.param.detach())
-        return self.made[which][expert.expert]
+            self.made[which] = getattr(self.layer, which)(self.layer.param.detach())
+        return self.made[which][self.expert]
 
 
 def _forget(layer: NMLayer) -> None:
     """Free the weights that a method made for all experts: the next pass makes its own."""
-    method = layer.experts[0].spec.method
-    if isinstance(method, _OfAllExperts):
-        method.made.clear()
+    layer.experts[0].made.clear()
 
 
 class _Routed(torch.autograd.Function):
@@ -213,7 +207,7 @@ class _Routed(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (weight,) = ctx.saved_tensors
         _forget(ctx.layer)
-        ctx.layer.progress.note_gradient()
+        ctx.layer.progress.trained_by_layer = True
         return None, *ctx.layer.spec.method.weight_gradient(ctx.layer, weight, grads[0])
 
 
@@ -244,7 +238,7 @@ class NMExperts(Adapter):
             is_chosen = cls.parameters_masked is None or name in cls.parameters_masked
             if is_chosen and holds_matrices(parameter):
                 transposed = cls.is_transposed(module, name)
-                layout: Layout = "experts-transposed" if transposed else "experts"
+                layout = Layout.EXPERTS_TRANSPOSED if transposed else Layout.EXPERTS
                 yield WeightSpec(name, layout, len(parameter))
 
     @classmethod
@@ -272,7 +266,7 @@ class NMExperts(Adapter):
         """
         layers = [layer for layer in self.nm_layers.values() if isinstance(layer, NMLayer)]
         for layer in layers:
-            layer.costs.begin_call()
+            layer.costs.last_call = None
         output = type(self).nm_base.forward(self, *args, **kwargs)
         for layer in layers:
             if layer.costs.last_call is None:

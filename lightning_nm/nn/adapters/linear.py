@@ -1,18 +1,19 @@
-"""Linear layers."""
+"""Linear layers and embeddings."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_nm.nn.adapters.base import Adapter, WeightSpec, register_adapter
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.nn.products import nm_linear
+from lightning_nm.nn.products import nm_embedding, nm_linear
 from lightning_nm.nn.tensor_parallel import parallel_linear
+from lightning_nm.nn.weight import Layout
 
 
 @register_adapter
@@ -20,7 +21,7 @@ class NMLinear(Adapter):
     """``nn.Linear``: weight ``[out, in]``."""
 
     handles = nn.Linear
-    role = "linear"
+    role: ClassVar[Literal["linear", ""]] = "linear"
     tensor_parallel = True
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -35,7 +36,7 @@ class NMLinear(Adapter):
         cls, module: Any, parameter: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> int:
         """Return ``tokens * in * out``."""
-        return output.numel() * module.in_features
+        return output.numel() * _only_input(args, kwargs).shape[-1]
 
     @classmethod
     def inputs(
@@ -56,11 +57,11 @@ class NMLinear(Adapter):
 
 
 @register_adapter
-class NMTransposedLinear(Adapter):
+class NMTransposedLinear(NMLinear):
     """``transformers.pytorch_utils.Conv1D``: a linear layer whose weight is ``[in, out]``."""
 
-    weight: nn.Parameter
-    bias: nn.Parameter
+    role = ""
+    tensor_parallel = False
 
     @classmethod
     def handled(cls, kind: type[nn.Module]) -> type[nn.Module] | None:
@@ -74,26 +75,49 @@ class NMTransposedLinear(Adapter):
     @classmethod
     def specs(cls, module: Any, conv_layout: str) -> Iterator[WeightSpec]:
         """Yield the one weight, which is transposed."""
-        yield WeightSpec("weight", "transposed")
+        yield WeightSpec("weight", Layout.TRANSPOSED)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``x @ W_F + bias``."""
+        return nm_linear(x, self.weight, self.bias, self.nm_layers["weight"])
+
+
+@register_adapter
+class NMEmbedding(Adapter):
+    """``nn.Embedding``: weight ``[num_embeddings, embedding_dim]``, masked by name alone."""
+
+    handles = nn.Embedding
+    role = "embedding"
+    weight: nn.Parameter
+
+    @classmethod
+    def refusal(cls, module: Any) -> str:
+        """Why this embedding cannot be masked: for sparse gradients or renormalised rows."""
+        if module.sparse:
+            return "sparse=True: no method takes a sparse gradient"
+        if module.max_norm is not None:
+            return "max_norm: it renormalises rows of the weight in place in each forward pass"
+        return ""
+
+    @classmethod
+    def specs(cls, module: Any, conv_layout: str) -> Iterator[WeightSpec]:
+        """Yield the one weight."""
+        yield WeightSpec("weight")
 
     @classmethod
     def macs(
         cls, module: Any, parameter: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> int:
-        """Return ``tokens * in * out``."""
-        (x,) = (*args, *kwargs.values())
-        return output.numel() * x.shape[-1]
+        """Return 0: rows are looked up."""
+        return 0
 
-    @classmethod
-    def inputs(
-        cls, module: Any, parameter: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> list[Tensor]:
-        """Return the input as ``[tokens, in]``."""
-        return [_only_input(args, kwargs).flatten(0, -2)]
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return ``x @ W_F + bias``."""
-        return nm_linear(x, self.weight, self.bias, self.nm_layers["weight"])
+    def forward(self, input: Tensor) -> Tensor:
+        """Return rows of W_F."""
+        module: Any = self
+        layer = self.nm_layers["weight"]
+        return nm_embedding(
+            input, self.weight, layer, module.padding_idx, module.scale_grad_by_freq
+        )
 
 
 def _only_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

@@ -30,7 +30,7 @@ class PackedExperts(PackedWeight):
             return
         weight_eab = self.packed().unpack()
         transposed = self.role == "experts-transposed"
-        layout: Layout = "transposed" if transposed else "plain"
+        layout = Layout.TRANSPOSED if transposed else Layout.PLAIN
         role: Role = "transposed" if transposed else "linear"
         parts = []
         for number, weight_ab in enumerate(weight_eab):

@@ -22,7 +22,7 @@ from lightning_nm.nn.packed.weight import PackedWeight
 from lightning_nm.nn.selection import Selection, candidates_of
 from lightning_nm.nn.weight import Layout, parameter_key, plain_name
 
-SAME_BLOCKS: dict[str, Layout] = {"experts": "flat", "experts-transposed": "plain"}
+SAME_BLOCKS = {Layout.EXPERTS: Layout.FLAT, Layout.EXPERTS_TRANSPOSED: Layout.PLAIN}
 """The layouts of experts, and those in which a weight of three axes has the same blocks in files."""
 
 
@@ -86,10 +86,11 @@ def places_and_reasons(model: nn.Module) -> tuple[dict[str, Place], dict[str, st
         elif owners[id(weight)] > 1:
             reasons[key] = "its weight is shared with another module"
         else:
-            layout = SAME_BLOCKS.get(candidate.spec.layout, candidate.spec.layout)
+            own_layout = Layout(candidate.spec.layout)
+            layout = SAME_BLOCKS.get(own_layout, own_layout)
             role = kind.packed_role
-            if candidate.spec.layout in SAME_BLOCKS:
-                role = candidate.spec.layout  # type: ignore[assignment]
+            if own_layout.has_experts:
+                role = "experts-transposed" if own_layout.is_transposed else "experts"
             elif kind is PackedAdapted:
                 role = _role_of(weight, layout)
             found[key] = Place(module, parameter, layout, role)
@@ -109,7 +110,7 @@ def embeddings_of(model: nn.Module) -> dict[str, Place]:
         weight = module._parameters.get("weight")
         if weight is not None and owners[id(weight)] == 1 and not isinstance(weight, DTensor):
             key = parameter_key(plain_name(name), "weight")
-            found[key] = Place(module, "weight", "plain", "embedding")
+            found[key] = Place(module, "weight", Layout.PLAIN, "embedding")
     return found
 
 
@@ -134,7 +135,7 @@ def _role_of(weight: nn.Parameter, layout: Layout) -> Role:
     """What the products of a registered adapter's weight are."""
     if weight.dim() > 2:
         return "convolution"
-    return "transposed" if layout == "transposed" else "linear"
+    return "transposed" if layout is Layout.TRANSPOSED else "linear"
 
 
 def put(place: Place, weight: PackedWeight) -> None:

@@ -29,7 +29,7 @@ Role = Literal["linear", "transposed", "convolution", "experts", "experts-transp
 
 EXPERTS: tuple[Role, ...] = ("experts", "experts-transposed")
 
-LAYOUTS: tuple[Layout, ...] = ("plain", "flat", "transposed")
+LAYOUTS = (Layout.PLAIN, Layout.FLAT, Layout.TRANSPOSED)
 
 
 class _EveryEntry(NMPattern):
@@ -68,7 +68,7 @@ class PackedTensor(NamedTuple):
     dense_dtype: torch.dtype | None = None
 
     @classmethod
-    def of(cls, weight: Tensor, pattern: NMPattern, layout: Layout = "plain") -> PackedTensor:
+    def of(cls, weight: Tensor, pattern: NMPattern, layout: Layout = Layout.PLAIN) -> PackedTensor:
         """Pack a weight.
 
         Raises:
@@ -89,7 +89,7 @@ class PackedTensor(NamedTuple):
         cls,
         weight: Tensor,
         pattern: NMPattern,
-        layout: Layout = "plain",
+        layout: Layout = Layout.PLAIN,
         scales: Tensor | None = None,
         *,
         role: Role = "linear",
