@@ -179,7 +179,7 @@ class PackedFile:
         for name in scales_name:
             possible = scale_shapes(tuple(fields["shape"]), pattern, fields["layout"])
             self._check_part(name, torch.float32, *possible)
-        return PackedEntry(pattern, fields["layout"], tuple(fields["shape"]), dtype, int8)
+        return PackedEntry(pattern, Layout(fields["layout"]), tuple(fields["shape"]), dtype, int8)
 
     def _check_part(self, name: str, dtype: torch.dtype, *shapes: tuple[int, ...]) -> None:
         """Check a tensor that the header of a packed weight implies; it is of one of the shapes."""

@@ -136,8 +136,8 @@ def patterns_in(
             if key is None:
                 raise ValueError(f"the file has masks for '{name}' but no weight for it")
             own_pattern = NMPattern.parse(layer["pattern"])
-            layout = SAME_BLOCKS.get(layer["layout"], layer["layout"])
-            found[key] = pattern_of(weights[key], own_pattern, [layout])
+            layout = Layout(layer["layout"])
+            found[key] = pattern_of(weights[key], own_pattern, [SAME_BLOCKS.get(layout, layout)])
     # Tied weights have several keys, and a state names one of them.
     masked = {
         memory_of(weights[key]): each for key, each in found.items() if each.pattern is not None

@@ -84,6 +84,10 @@ class Layout(str, Enum):
     """How the blocks of a weight lie, by the text that saved states, packed files and messages show.
 
     As *rows*, dimension 0 is `out` and forward blocks lie along dimension 1; the rows of experts follow one another.
+
+    Example:
+        >>> Layout("experts-transposed").row_sizes((4, 8, 16))
+        (64, 8)
     """
 
     # Forward blocks along dimension 1, dgrad blocks along dimension 0.

@@ -236,14 +236,21 @@ def test_no_two_states_of_masks_have_one_number():
         states.append(masks.cache_key)
         masks.set_permutation(torch.arange(4))
         states.append(masks.cache_key)
-        masks.to(torch.device("cpu"))
         assert masks.cache_key == states[-1], "nothing changed"
     states += [
-        copy.copy(first).state,
-        copy.deepcopy(first).state,
-        pickle.loads(pickle.dumps(first)).state,
+        copy.copy(first).cache_key,
+        copy.deepcopy(first).cache_key,
+        pickle.loads(pickle.dumps(first)).cache_key,
     ]
     assert len(set(states)) == len(states)
+
+
+def test_masks_that_stay_on_their_device_keep_their_cache_key():
+    sparsifier = NMSparsifier(torch.nn.Linear(8, 8), "2:4", "bi-mask", skip_first_last=False)
+    (layer,) = sparsifier.attach().layers.values()
+    before = layer.masks.cache_key
+    layer.to_weight_device()
+    assert layer.masks.cache_key == before
 
 
 def test_experts_hear_that_the_backward_mask_went():
