@@ -46,8 +46,8 @@ from lightning_nm.short_names import (
     resolve_method,
 )
 from lightning_nm.spelling import did_you_mean, not_given
-from lightning_nm.training.direct_reads import OnDirectRead
 from lightning_nm.training.scale import Scale, check_scale
+from lightning_nm.training.watch import OnDirectRead
 
 PresetName = Literal["paper", "fst"]
 """``"paper"``: the code of the paper that proposed the method. ``"fst"``: transposable masks in FST's transformers."""
@@ -401,15 +401,6 @@ class ResolvedRules:
     skip_first: bool
     skip_last: bool
     presets: list[Preset]
-
-    def masked_in(self, state: Mapping[str, Any]) -> list[str]:
-        """Return "first" and "last" if a saved state masks that layer although these settings leave it dense."""
-        masked = []
-        if self.skip_first and not state["skip_first"]:
-            masked.append("first")
-        if self.skip_last and not state["skip_last"]:
-            masked.append("last")
-        return masked
 
     def select(self, model: nn.Module, **options: Any) -> Selection:
         """Select the layers of a model by these settings.

@@ -66,3 +66,14 @@ def check_keys(name: str, given: Any, known: Sequence[str]) -> None:
 def _letters(name: str) -> str:
     """Return the letters and digits of a name, in lower case."""
     return "".join(filter(str.isalnum, name.lower()))
+
+
+def some_of(texts: Sequence[str], most: int = 8) -> str:
+    """The first texts as one, and how many more there are.
+
+    Example:
+        >>> some_of(["a", "b", "c"], most=2)
+        'a; b; and 1 more'
+    """
+    shown = "; ".join(texts[:most])
+    return shown if len(texts) <= most else f"{shown}; and {len(texts) - most} more"

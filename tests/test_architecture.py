@@ -90,7 +90,7 @@ OWNERS = {
         "nn/layer.py",
         {
             "pending": ("methods/",),
-            "replaced_state": ("nn/adapters/base.py", "training/step.py", "training/checkpoint.py"),
+            "replaced_state": ("nn/state.py", "training/step.py", "training/checkpoint.py"),
         },
     ),
     "LayerSpec": ("nn/layer.py", {}),

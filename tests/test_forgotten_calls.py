@@ -8,7 +8,7 @@ from torch import nn
 
 from lightning_nm import ASP, BAME, SRSTE, STE, NMSparsifier, NMSparsityCallback
 from lightning_nm import functional as nmf
-from lightning_nm.training.forgotten import STEPS_WITHOUT_END, ForgottenCallWarning
+from lightning_nm.training.watch import STEPS_WITHOUT_END, ForgottenCallWarning
 from tests.support.lightning_models import Data, make_trainer, new_model
 
 

@@ -9,8 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_nm import NMSparsifier
-from lightning_nm.training.forwards import can_watch
-from lightning_nm.training.macs import OTHERS, READ, MacsCounter
+from lightning_nm.training.macs import OTHERS, READ, MacsCounter, can_watch
 
 pytestmark = pytest.mark.skipif(not can_watch(nn.Identity()), reason="this torch has no such modes")
 

@@ -179,7 +179,7 @@ def test_flops_count_dense_layers_and_dense_phases():
     sparse = 1 - share / 6
     assert sparsifier.flops_ratios()["eligible"] == pytest.approx(sparse)
     # the masks exist from the end of step 2 on
-    assert sparsifier.mean_flops_ratios()["eligible"] == pytest.approx((2 + 2 * sparse) / 4)
+    assert sparsifier.flops_ratios(mean=True)["eligible"] == pytest.approx((2 + 2 * sparse) / 4)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -201,7 +201,7 @@ def test_a_model_of_which_parts_are_compiled_is_counted_by_its_weights(wrapped):
     expected, graphs = sparsifier.flops_ratios(), []
     for _ in range(3):
         model(torch.randn(4, 16)).sum().backward()
-        assert sparsifier.unseen == []
+        assert sparsifier.training.unseen() == []
         sparsifier.before_step(optimizer)
         optimizer.step()
         sparsifier.step()
@@ -222,7 +222,7 @@ def test_layers_that_no_batch_reached_are_unseen_in_a_compiled_model_too():
     model["block"].compile(backend="eager")
     sparsifier = NMSparsifier(model, "2:4", skip_first_last=False).attach()
     model["used"](torch.randn(4, 16))
-    assert sparsifier.unseen == ["idle"]
+    assert sparsifier.training.unseen() == ["idle"]
 
 
 class Halve(GradientEstimator):
@@ -352,10 +352,10 @@ def test_parameters_that_join_an_optimizer_are_followed():
     optimizer = torch.optim.SGD(model[0].parameters(), 1.0)
     sparsifier.register(optimizer)
     one_step(model, sparsifier, optimizer)
-    assert sparsifier.unowned == ["2"]
+    assert sparsifier.training.unowned() == ["2"]
     optimizer.add_param_group({"params": list(model[2].parameters())})
     one_step(model, sparsifier, optimizer, seed=1)
-    assert sparsifier.unowned == []
+    assert sparsifier.training.unowned() == []
     assert [layer.step for layer in sparsifier.layers.values()] == [2, 1]
     for layer in sparsifier.layers.values():
         assert torch.equal(layer.forward_mask, nmf.nm_mask(layer.weight.detach().abs(), "2:4"))

@@ -19,7 +19,10 @@ from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.selection import Rule
 from lightning_nm.plugins import NMDDPStrategy
 from lightning_nm.sparsifier import NMSparsifier
+from lightning_nm.training.optimizers import is_frozen
 from lightning_nm.training.phases import finished_phases, told_as_dense
+from lightning_nm.training.ranks import compare_ranks, reduce_gradients
+from lightning_nm.training.statistics import layers_short_of_tokens
 
 
 def check_trainer(trainer: pl.Trainer) -> None:
@@ -139,7 +142,7 @@ class ProcessConsistency:
     def _compare(self) -> None:
         """Compare the masks of all processes, and say why they may differ."""
         try:
-            self.sparsifier.compare_ranks()
+            compare_ranks(self.sparsifier.selection.layers)
         except RuntimeError as error:
             if not self._said_left_out:
                 raise
@@ -150,7 +153,7 @@ class ProcessConsistency:
         """Average the gradients of parameters that methods own, in the micro-batches in which DDP synchronizes."""
         # DDP has this attribute; in other models every backward pass synchronizes.
         if getattr(trainer.model, "require_backward_grad_sync", True):
-            self.sparsifier.reduce_gradients()
+            reduce_gradients(self.sparsifier.selection.layers)
 
     def before_step(self) -> None:
         """Count an optimizer step, after which masks may be updated.
@@ -229,12 +232,14 @@ def warn_at_start(sparsifier: NMSparsifier, *, continues: bool) -> None:
                 "Give an optimizer their weights, frozen or not: it trains what the method owns"
             )
         rank_zero_warn(f"no layer is masked yet: no optimizer trains {names}. {advice}")
-    if sparsifier.trained_dense:
-        rank_zero_warn(told_as_dense(sparsifier.trained_dense))
+    told = told_as_dense([*sparsifier.selection.layers, *sparsifier.selection.frozen])
+    if told:
+        rank_zero_warn(told)
     # Layers that `include` names are masked although they are frozen.
-    if sparsifier.unowned:
+    unowned = sparsifier.training.unowned()
+    if unowned:
         rank_zero_warn(
-            f"no optimizer trains these masked layers, so their masks stand still: {sparsifier.unowned}"
+            f"no optimizer trains these masked layers, so their masks stand still: {unowned}"
         )
 
 
@@ -287,20 +292,25 @@ def warn_of_replaced(sparsifier: NMSparsifier) -> None:
 
 def warn_after_first_batch(sparsifier: NMSparsifier) -> None:
     """Warn of masked layers that the first batch did not call, or called with too few tokens for the estimator."""
+    training = sparsifier.training
     # The calls of modules are counted, so a product that reads a module's weight otherwise is not seen.
-    if sparsifier.unseen:
+    unseen = training.unseen()
+    if unseen:
         rank_zero_warn(
-            f"these masked layers were not called in the first batch: {sparsifier.unseen}. If other code reads "
+            f"these masked layers were not called in the first batch: {unseen}. If other code reads "
             "their weights directly, it reads dense ones: name the layers in `exclude`"
         )
-    if sparsifier.frozen_again:
+    frozen_again = [layer.name for layer in training.layers if layer.step and is_frozen(layer)]
+    if frozen_again:
         rank_zero_warn(
             "these layers have trained before and are frozen now (requires_grad=False), so that nothing trains them "
-            f"and their masks stand still: {sparsifier.frozen_again}. Callbacks such as BackboneFinetuning freeze them "
+            f"and their masks stand still: {frozen_again}. Callbacks such as BackboneFinetuning freeze them "
             "again when a run resumes: unfreeze them if that is not meant"
         )
-    if sparsifier.short_of_tokens:
+    least = {} if training.counter is None else training.counter.least
+    short_of_tokens = layers_short_of_tokens(training.layers, least)
+    if short_of_tokens:
         rank_zero_warn(
             "the first batch had fewer tokens than one block of the gradient estimator, so nothing is gained: "
-            f"{sparsifier.short_of_tokens}. Use larger batches, a smaller M, or a rule with `grad_estimator: null`"
+            f"{short_of_tokens}. Use larger batches, a smaller M, or a rule with `grad_estimator: null`"
         )

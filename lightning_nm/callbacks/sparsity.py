@@ -217,8 +217,8 @@ class NMSparsityCallback(SavedSparsity):
         # Processes that see the same part of a batch, as in tensor parallelism, must draw the same random numbers.
         sampler_arguments = trainer.distributed_sampler_kwargs or {}
         data_rank = sampler_arguments.get("rank")
-        sparsifier = NMSparsifier(pl_module, config=self.config, data_rank=data_rank)
-        sparsifier.called_by_callback(is_suspended=lambda: self._is_left_out(trainer))
+        sparsifier = NMSparsifier(pl_module, config=self.config, data_rank=data_rank, managed=True)
+        sparsifier.training.is_suspended = lambda: self._is_left_out(trainer)
         self._last_step = None
         if _any_schedule(sparsifier):
             sparsifier.planned_steps = self._planned_steps(trainer, pl_module)
@@ -281,9 +281,9 @@ class NMSparsityCallback(SavedSparsity):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Print the table of layers, and register optimizers that were replaced since fit started."""
         sparsifier = self._installed()
-        sparsifier.follow(trainer.optimizers)
+        sparsifier.training.follow(trainer.optimizers)
         # Not in on_fit_start: the Trainer loads the state of optimizers after it.
-        sparsifier.check_optimizer_states()
+        sparsifier.training.check_optimizer_states()
         # The checkpoint was saved within a batch, perhaps after the optimizer's step: its masks are due for an update,
         # and the random numbers of that batch are used. This ends the batch; in a new fit none is open.
         if self._lifecycle.batch_open:
@@ -308,7 +308,7 @@ class NMSparsityCallback(SavedSparsity):
         # forward pass in which they are trained.
         self._end_pending_step()
         sparsifier = self._installed()
-        sparsifier.follow(trainer.optimizers)
+        sparsifier.training.follow(trainer.optimizers)
         sparsifier.mask_unfrozen()
         kind = _kind_of_window(sparsifier)
         if kind in self._seen_kinds:
@@ -324,7 +324,7 @@ class NMSparsityCallback(SavedSparsity):
         With manual optimization the module may step in its own ``on_train_batch_end``, which follows the callbacks'.
         """
         sparsifier = self._installed()
-        if sparsifier.has_pending_step:
+        if sparsifier.training.stepped:
             sparsifier.step()
             self._lifecycle.batch_open = False
             self._stepped_late = True
@@ -506,4 +506,4 @@ def _kind_of_window(sparsifier: NMSparsifier) -> Hashable:
 
 def _any_schedule(sparsifier: NMSparsifier) -> bool:
     """Whether a method or an estimator starts or stops during training: only then the planned length matters."""
-    return any(is_scheduled(rule) for rule in sparsifier.rules)
+    return any(is_scheduled(rule) for rule in sparsifier.settings.rules)

@@ -24,6 +24,7 @@ from lightning_nm.nn.selection import NO_MATRICES, grouped
 from lightning_nm.nn.weight import known_shape, plain_name
 from lightning_nm.schedule import DENSE, describe
 from lightning_nm.sparsifier import NMSparsifier
+from lightning_nm.training.statistics import mean_flip_rate, share_of_products, shares_of
 
 if TYPE_CHECKING:  # for the types only
     import lightning.pytorch as pl
@@ -89,14 +90,14 @@ def hyperparameters(sparsifier: NMSparsifier, prefix: str = "nm") -> dict[str, A
         ('2:4', 'sr-ste', 0.0002, 'none')
     """
     # The general rule comes last, because the first one that matches a layer decides.
-    *rules, general = sparsifier.rules
+    *rules, general = sparsifier.settings.rules
     found = _rule_settings(general, prefix)
     for number, rule in enumerate(rules):
         found.update(_rule_settings(rule, f"{prefix}/rules/{number}"))
     if sparsifier.config.preset is not None:
         found[f"{prefix}/preset"] = sparsifier.config.preset
-    if sparsifier.exclude:
-        found[f"{prefix}/exclude"] = ", ".join(sparsifier.exclude)
+    if sparsifier.settings.exclude:
+        found[f"{prefix}/exclude"] = ", ".join(sparsifier.settings.exclude)
     return found
 
 
@@ -584,19 +585,25 @@ def print_layers(sparsifier: NMSparsifier, console: Console | None = None) -> No
     for note in _notes(sparsifier):
         # Names of layers may look like rich's markup.
         console.print(note, style="dim", soft_wrap=True, highlight=False, markup=False)
+    layers = sparsifier.selection.layers
     masked = sparsifier.shares()
     if masked["parameters"]:
         console.print(f"masked: {_share(masked)}")
         # No batch may have run yet. Embeddings take no products, so their parameters do not count.
         part = "weight FLOPs" if "flops" in masked else "parameters outside of embeddings"
-        share = masked["flops"] if "flops" in masked else sparsifier.share_of_products()
+        share = (
+            masked["flops"] if "flops" in masked else share_of_products(sparsifier.model, layers)
+        )
         if share < 0.5:
             console.print(
                 f"[yellow]warning:[/] less than half of the model's {part} is masked, so little can be gained; the "
                 "last column gives the reasons",
                 soft_wrap=True,
             )
-    estimated = sparsifier.shares(gradients=True)
+    with_estimator = [
+        layer for layer in layers if layer.spec.estimator is not None and layer.param.requires_grad
+    ]
+    estimated = shares_of(sparsifier.model, with_estimator, sparsifier.macs)
     if estimated["parameters"]:
         console.print(f"N:M gradients: {_share(estimated)}")
 
@@ -612,7 +619,7 @@ def summary_rows(
     stats = sparsifier.stats()
     yield "density", f"{stats['density']:.4f}", "share of weights that the forward masks keep"
     yield "N:M violations", f"{sparsifier.violations():,}", "blocks with more than N nonzeros"
-    flips = f"{stats['flip_rate']:.1e}, mean {sparsifier.mean_flip_rate():.1e}"
+    flips = f"{stats['flip_rate']:.1e}, mean {mean_flip_rate(sparsifier.selection.layers):.1e}"
     yield (
         "flip rate, last update",
         flips,
@@ -631,7 +638,7 @@ def summary_rows(
             f"{stats['grad_snr']:.2f}",
             "norm of dW over the norm of its estimate's error",
         )
-    ratios = sparsifier.mean_flops_ratios()
+    ratios = sparsifier.flops_ratios(mean=True)
     for kind, meaning in COUNTINGS.items():
         yield f"training FLOPs, {kind}", f"{ratios[kind]:.3f}x", meaning
 

@@ -31,6 +31,7 @@ from lightning_nm.pattern import PatternLike
 from lightning_nm.short_names import EstimatorName, MethodName
 from lightning_nm.sparsifier import NMSparsifier
 from lightning_nm.training.optimizers import unwrapped
+from lightning_nm.training.ranks import compare_ranks
 
 _UNSUPPORTED = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA")
 """Accelerate's distributed types whose processes share a weight or step without a torch optimizer."""
@@ -145,9 +146,12 @@ class NMTrainerCallback(TrainerCallback):
         if folder is not None and _has_experts(model):
             _load(model, folder)
         sparsifier = NMSparsifier(
-            model, config=self.config, planned_steps=state.max_steps, data_rank=args.process_index
+            model,
+            config=self.config,
+            planned_steps=state.max_steps,
+            data_rank=args.process_index,
+            managed=True,
         )
-        sparsifier.called_by_callback()
         sparsifier.attach(saved, [optimizer])
         try:
             _refuse_owners(sparsifier)
@@ -159,7 +163,7 @@ class NMTrainerCallback(TrainerCallback):
                         f"cannot resume with the state in '{folder}': {error}"
                     ) from error
             sparsifier.register(optimizer)
-            sparsifier.check_optimizer_states()
+            sparsifier.training.check_optimizer_states()
         except BaseException:
             sparsifier.detach()
             raise
@@ -198,7 +202,7 @@ class NMTrainerCallback(TrainerCallback):
     ) -> None:
         """Compare the masks of all processes before the first backward pass after an update."""
         if self.sparsifier is not None:
-            self.sparsifier.compare_ranks()
+            compare_ranks(self.sparsifier.selection.layers)
 
     def on_pre_optimizer_step(
         self,

@@ -295,7 +295,7 @@ class Method:
         """Refuse to go on without state that the optimizer should have by now, by a ``ValueError`` that says how.
 
         It is called before the first batch of a fit, when masks and optimizers have what a checkpoint holds of them.
-        A plain loop calls ``NMSparsifier.check_optimizer_states()`` for it.
+        A plain loop calls ``sparsifier.training.check_optimizer_states()`` for it.
         """
 
     def init_masks(self, layer: NMLayer) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_nm.functional import pack_mask, unpack_mask
-from lightning_nm.nn.layer import LayerMasks, NMLayer
+from lightning_nm.nn.layer import LayerMasks, NMLayer, init_masks
 from lightning_nm.schedule import DENSE, FINAL, Stages
 
 _CHECKSUM_TOLERANCE = 1e-4
@@ -37,38 +37,33 @@ def layer_state(layer: NMLayer) -> dict[str, Any]:
         weight = layer.weight.detach()
         forward_weight = layer.forward_weight()
     forward_mask = masks.forward
+    backward_mask = masks.backward
+    permutation = None if masks.permutation is None else masks.permutation.to("cpu", torch.int32)
     latent = None
     # Before its first step a method may not have zeroed the pruned entries yet.
     if spec.method.latent or progress.step == 0:
         latent = dropped(weight, forward_weight, forward_mask)
     return {
+        **_decisions(layer),
         "parameter": spec.parameter,
-        "pattern": str(spec.pattern),
-        "method": type(spec.method).__name__,
-        "settings": _settings(spec.method),
-        "layout": str(spec.layout),
-        "shape": list(weight.shape),
         "masked": forward_mask is not None,
         "step": progress.step,
         "updated_at": progress.updated_at,
-        "flips": _as_int(masks.flips),
-        "total_flips": _as_int(masks.total_flips),
+        "flips": 0 if masks.flips is None else int(masks.flips),
+        "total_flips": 0 if masks.total_flips is None else int(masks.total_flips),
         "dense_gradient": progress.dense_gradient,
         "schedule": list(progress.schedule),
         "stages": [list(stage) for stage in progress.stages],
         "stage": progress.stage,
-        "estimator": type(spec.estimator).__name__,
-        "estimator_settings": _estimator_settings(layer),
         "estimator_schedule": list(progress.estimator_schedule),
-        "dgrad": type(spec.dgrad).__name__,
         "draws": layer.noise.draws,
         "backward_density": masks.backward_density,
         "spent": {kind: list(sums) for kind, sums in layer.costs.spent.items()},
         "low_rank_spent": 0.0,  # 0.3 reads it
         "counted": layer.costs.counted,
-        "forward_mask": _packed(forward_mask),
-        "backward_mask": _packed(masks.backward),
-        "permutation": _to_cpu(masks.permutation, torch.int32),
+        "forward_mask": None if forward_mask is None else pack_mask(forward_mask).cpu(),
+        "backward_mask": None if backward_mask is None else pack_mask(backward_mask).cpu(),
+        "permutation": permutation,
         "buffers": {name: _copied(tensor) for name, tensor in layer.buffers.items()},
         "parameters": {name: _copied(parameter) for name, parameter in layer.parameters.items()},
         "latent": latent,
@@ -76,16 +71,33 @@ def layer_state(layer: NMLayer) -> dict[str, Any]:
     }
 
 
-def _as_int(count: Tensor | None) -> int:
-    return 0 if count is None else int(count)
+def _decisions(layer: NMLayer) -> dict[str, Any]:
+    """What was decided on a layer, by which another training is told apart."""
+    spec = layer.spec
+    estimator_settings = {}
+    if spec.estimator is not None:
+        pattern = str(spec.estimator.pattern_of(layer))
+        estimator_settings = {**_settings(spec.estimator), "pattern": pattern}
+    return {
+        "shape": list(layer.view.shape),
+        "pattern": str(spec.pattern),
+        "method": type(spec.method).__name__,
+        "settings": _settings(spec.method),
+        "layout": str(spec.layout),
+        "estimator": type(spec.estimator).__name__,
+        "estimator_settings": estimator_settings,
+        "dgrad": type(spec.dgrad).__name__,
+    }
 
 
-def _packed(mask: Tensor | None) -> Tensor | None:
-    return None if mask is None else pack_mask(mask).cpu()
-
-
-def _to_cpu(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    return None if tensor is None else tensor.to("cpu", dtype)
+def _settings(part: Any) -> dict[str, Any]:
+    """The primitives, and mappings of them, among the arguments that a part keeps under their names."""
+    names = inspect.signature(type(part).__init__).parameters
+    found = {}
+    for name, value in vars(part).items():
+        if name in names and isinstance(value, (bool, int, float, str, dict)):
+            found[name] = value
+    return found
 
 
 def _copied(tensor: Tensor) -> Tensor:
@@ -130,17 +142,55 @@ def latent_weight(forward_weight: Tensor, latent: Tensor | None, mask: Tensor | 
     return weight
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
-    """Equality of values in which a NaN equals itself."""
-    both_nan = (a != a) & (b != b)
-    return bool(((a == b) | both_nan).all())
+def _same(a: Tensor, b: Tensor, tolerance: float = 0.0) -> bool:
+    """Equality to a relative tolerance: a NaN equals itself, and where one is 0, the other is, too."""
+    return torch.allclose(a.to(b.dtype), b, rtol=tolerance, atol=0.0, equal_nan=True)
 
 
-def _alike(a: Tensor, b: Tensor) -> bool:
-    """Equality to the tolerance of another machine's arithmetic; where one is 0, the other is, too."""
-    close = (a - b).abs() <= _CHECKSUM_TOLERANCE * b.abs()
-    both_nan = (a != a) & (b != b)
-    return bool((close | both_nan | (a == b)).all())
+# Weights that are swapped in under installed masks
+#
+# The model's state dict holds W_F and no latent values. Callbacks swap weights all the same: averages for a validation,
+# or those of before a search for a learning rate. The first load, or step of a search, keeps the layer's state as
+# `replaced_state`, until its masks move. When a later load brings the same W_F back, the module gets the latent values
+# back at once. A checkpoint that is loaded then finds a module with latent values, and not W_F as otherwise: it is the
+# layer's W_F that must fit.
+
+
+def keep_replaced(layer: NMLayer) -> None:
+    """Keep the state that belongs to the weights of a layer, which are about to be replaced."""
+    if layer.replaced_state is None:
+        layer.replaced_state = layer_state(layer)
+
+
+def take_loaded(layer: NMLayer) -> None:
+    """Give a layer whose module just got other weights what belongs to them; see :func:`keep_replaced`."""
+    before = layer.replaced_state
+    assert before is not None
+    with layer.full():
+        if fits(layer, before):
+            restore_weights(layer, before)  # its counters went on, and stay
+        else:
+            init_masks(layer)
+
+
+def check_fits(layer: NMLayer, state: dict[str, Any]) -> Tensor | None:
+    """Check that a saved state belongs to a layer's weight; nothing is changed.
+
+    Returns:
+        W_F, if the module holds latent values that a load brought back; ``None`` if it holds W_F.
+
+    Raises:
+        ValueError: If the state is of other weights.
+    """
+    if fits(layer, state):
+        return None
+    forward_weight = layer.forward_weight()
+    if layer.replaced_state is None or not fits(layer, state, forward_weight):
+        raise ValueError(
+            f"the masks in the checkpoint do not belong to the weights of layer '{layer.name}': load its weights into "
+            "the model first; if they are averages, resume with their callback, too"
+        )
+    return forward_weight
 
 
 @torch.no_grad()
@@ -171,17 +221,16 @@ def fits(layer: NMLayer, state: dict[str, Any], weight: Tensor | None = None) ->
     # W was saved whole, because its method makes W_F in another way than by a mask: it is made again.
     saved = saved_layer(layer, state)
     latent = latent.to(weight.device, weight.dtype)
-    return _alike(layer.spec.method.forward_weight(saved, latent), weight)
+    return _same(layer.spec.method.forward_weight(saved, latent), weight, _CHECKSUM_TOLERANCE)
 
 
 @torch.no_grad()
 def restore_weights(layer: NMLayer, state: dict[str, Any]) -> None:
     """Give a layer whose module holds W_F the latent values and masks of a saved state that :func:`fits`."""
-    mask = _unpacked(layer, state["forward_mask"])
+    saved = saved_layer(layer, state)
     with layer.full():
-        weight = layer.weight
-        weight.copy_(latent_weight(weight, state["latent"], mask))
-    layer.adopt(saved_layer(layer, state))
+        layer.weight.copy_(latent_weight(layer.weight, state["latent"], saved.forward_mask))
+    layer.adopt(saved)
 
 
 def saved_layer(layer: NMLayer, state: dict[str, Any]) -> NMLayer:
@@ -220,109 +269,53 @@ def saved_stages(state: Mapping[str, Any]) -> Stages:
     return tuple((int(begin), str(name)) for begin, name in state["stages"])
 
 
-def same_estimator(layer: NMLayer, state: Mapping[str, Any]) -> bool:
-    """Whether a layer has an estimator, of the class that the saved state was made with."""
-    estimator = layer.spec.estimator
-    return estimator is not None and state.get("estimator") == type(estimator).__name__
+def differences(here: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """What a flat state has saved, and what is here, by key: where both have it, and it is not equal.
 
-
-def same_noise(layer: NMLayer, state: Mapping[str, Any]) -> bool:
-    """Whether a saved state's count of draws is that of this layer's random numbers."""
-    dgrad = layer.spec.dgrad
-    same_dgrad = dgrad is not None and state.get("dgrad") == type(dgrad).__name__
-    return same_dgrad or same_estimator(layer, state)
-
-
-def state_difference(
-    layer: NMLayer, state: Mapping[str, Any], short_names: Mapping[str, str] | None = None
-) -> str:
-    """What keeps a saved state from fitting a layer, with classes by their short names; empty when it fits.
-
-    The values of weights are not compared, see :func:`fits`.
+    A checkpoint of another version may lack entries.
     """
-    spec = layer.spec
-    own = {
-        "shape": list(layer.view.shape),
-        "pattern": str(spec.pattern),
-        "method": type(spec.method).__name__,
-        "layout": str(spec.layout),
-        "estimator": type(spec.estimator).__name__,
-        "dgrad": type(spec.dgrad).__name__,
+    return {
+        key: (saved[key], value)
+        for key, value in here.items()
+        if key in saved and saved[key] != value
     }
+
+
+def differences_of_layer(
+    layer: NMLayer, state: Mapping[str, Any], short_names: Mapping[str, str] | None = None
+) -> tuple[list[str], list[str]]:
+    """How a layer differs from its saved state: what keeps the state from fitting, and settings that may be others.
+
+    Classes are called by their short names. Settings that are planned moments are left out, and the values of weights,
+    see :func:`fits`.
+    """
+    method, schedule = layer.spec.method, layer.spec.schedule
     shown = {"NoneType": "none", **(short_names or {})}
-    differences = _differences(own, state, shown)
-    ramp = {"ramp": _ramp_of(layer)}
-    saved_ramp = [name for _, name in saved_stages(state) if name not in (DENSE, FINAL)]
-    differences += _differences(ramp, {"ramp": ", ".join(saved_ramp) or "none"})
-    if state["method"] == own["method"]:
-        settings = _settings(spec.method)
-        fixed = {name: value for name, value in settings.items() if name in spec.method.fixed}
-        differences += _differences(fixed, state["settings"])
-    if same_estimator(layer, state):
-        pattern = {"pattern": _estimator_settings(layer)["pattern"]}
-        changes = _differences(pattern, state["estimator_settings"])
-        differences += [f"estimator {change}" for change in changes]
-    return ", ".join(differences)
-
-
-def _ramp_of(layer: NMLayer) -> str:
-    """The patterns of the schedule before the layer's own."""
-    schedule = layer.spec.schedule
     ramp = () if schedule is None else schedule.ramp
-    return ", ".join(map(str, ramp)) or "none"
-
-
-def changed_settings(layer: NMLayer, state: Mapping[str, Any]) -> list[str]:
-    """Settings of method and estimator that are others now, and may be; those that are planned moments left out."""
-    method = layer.spec.method
-    # These became training steps when training began: what is compared is the schedule.
+    saved_ramp = [name for _, name in saved_stages(state) if name not in (DENSE, FINAL)]
+    own = _decisions(layer)
+    here = {**own, "ramp": ", ".join(map(str, ramp)) or "none"}
+    saved = {**state, "ramp": ", ".join(saved_ramp) or "none"}
+    refused = []
+    changed = []
+    # The moments became training steps when training began: what is compared is the schedule.
     planned = {"dense_start", "dense_end"}
     if layer.progress.schedule or method.dense_start:
         planned |= {"start", "stop", "latest"}
-    changes = []
-    for part, settings, key in (
-        (method, _settings(method), "settings"),
-        (layer.spec.estimator, _estimator_settings(layer), "estimator_settings"),
+    for key, (then, now) in differences(here, saved).items():
+        if not key.endswith("settings"):
+            then, now = (shown.get(str(value), value) for value in (then, now))
+            refused.append(f"{key} {then} in the checkpoint, {now} here")
+    for part, kind, settings, fixed, prefix in (
+        (method, "method", "settings", method.fixed, ""),
+        (layer.spec.estimator, "estimator", "estimator_settings", ("pattern",), "estimator "),
     ):
-        compared = {name: value for name, value in settings.items() if name not in planned}
-        for change in _differences(compared, state[key]):
-            changes.append(f"{type(part).__name__}'s {change}")
-    return changes
-
-
-def _differences(
-    here: Mapping[str, Any], saved: Mapping[str, Any], shown: Mapping[str, str] | None = None
-) -> list[str]:
-    """What both have and is not equal: a checkpoint of another version may lack entries.
-
-    Args:
-        here: The values of this training.
-        saved: Those of the checkpoint.
-        shown: What values are called in the text, where that is not their own text.
-    """
-    names = shown or {}
-    found = []
-    for key, value in here.items():
-        if key in saved and saved[key] != value:
-            then = names.get(str(saved[key]), saved[key])
-            now = names.get(str(value), value)
-            found.append(f"{key} {then} in the checkpoint, {now} here")
-    return found
-
-
-def _settings(part: Any) -> dict[str, Any]:
-    """The primitives, and mappings of them, among the arguments that a part keeps under their names."""
-    names = inspect.signature(type(part).__init__).parameters
-    found = {}
-    for name, value in vars(part).items():
-        if name in names and isinstance(value, (bool, int, float, str, dict)):
-            found[name] = value
-    return found
-
-
-def _estimator_settings(layer: NMLayer) -> dict[str, Any]:
-    """The settings of the layer's estimator, and its pattern in this layer; empty without one."""
-    estimator = layer.spec.estimator
-    if estimator is None:
-        return {}
-    return {**_settings(estimator), "pattern": str(estimator.pattern_of(layer))}
+        if state[kind] != own[kind]:
+            continue  # the settings of another class are others
+        for key, (then, now) in differences(own[settings], state[settings]).items():
+            change = f"{key} {then} in the checkpoint, {now} here"
+            if key in fixed:
+                refused.append(prefix + change)
+            elif key not in planned:
+                changed.append(f"{type(part).__name__}'s {change}")
+    return refused, changed

@@ -1,15 +1,23 @@
 """The state of a sparsifier in a checkpoint: read it, check it, apply it, in this order.
 
-:meth:`SparsifierState.from_dict` reads, :func:`check_state` checks, and :meth:`CheckedState.apply` applies. Nothing is
-changed before all checks have passed. What one layer saves is in :mod:`lightning_nm.nn.state`.
+Nothing is changed before all checks have passed. What one layer saves is in :mod:`lightning_nm.nn.state`. The keys of a
+state are those of schema 1, plain tensors and primitives:
+
+- ``layers``: the state of each masked layer, by its name.
+- ``seed``: the base of all random numbers.
+- ``clock``: the training steps so far; ``stepped``: whether an optimizer has stepped since the last end of a batch.
+- ``macs``: the multiply-adds of the layers' dense forward GEMMs, by name.
+- ``waiting``: the layers that are not masked, because no optimizer trains them.
+- ``ends``: the names of the first and the last layer when training began; ``skip_first``, ``skip_last``: whether they
+  stayed dense.
+- ``preset``: the preset, empty without one.
+- ``scale``: the scale of masked weights, empty without one; ``base_density``: what the initial weights suit.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,23 +26,20 @@ from torch import Tensor
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.selection import Selection, grouped, quoted
 from lightning_nm.nn.state import (
-    changed_settings,
-    fits,
+    check_fits,
+    differences,
+    differences_of_layer,
     restore_weights,
-    same_estimator,
-    same_noise,
     saved_stages,
-    state_difference,
 )
 from lightning_nm.schedule import describe
+from lightning_nm.spelling import some_of
 from lightning_nm.training.macs import OTHERS
 from lightning_nm.training.phases import plan_stages
 from lightning_nm.training.scale import is_rescaled
 
 SCHEMA = 1
 """The number of the form of saved states. A state of another form is refused."""
-
-_SHOWN_DIFFERENCES = 8
 
 
 # ---------------------------------------------------------------------------------------------------------------- read
@@ -57,82 +62,6 @@ def check_schema(state: Mapping[str, Any]) -> None:
                 f"sparsifier state of 0.3 with SLoPe's low-rank adapter beside the weight of layer '{name}', which is "
                 "gone: resume or export it with lightning_nm 0.3, or load its N:M weights alone"
             )
-
-
-@dataclass(frozen=True)
-class SparsifierState:
-    """What a sparsifier saves beside the model's weights: plain tensors and primitives.
-
-    Args:
-        layers: The state of each masked layer, by its name, as
-            :func:`~lightning_nm.nn.state.layer_state` makes it.
-        seed: The base of all random numbers.
-        preset: The preset; empty without one.
-        clock: The training steps so far.
-        stepped: Whether an optimizer has stepped since the last end of a batch.
-        macs: The multiply-adds of the layers' dense forward products, by name.
-        frozen_layers: The layers that are not masked, because no optimizer trains them.
-        first_last: The names of the first and the last layer when training began.
-        skip_first: Whether the first layer stayed dense.
-        skip_last: Whether the last one did.
-        scale: The scale of masked weights; empty without one.
-        base_density: The density that the initial weights and learning rates suit.
-    """
-
-    layers: Mapping[str, dict[str, Any]]
-    seed: int
-    clock: int
-    stepped: bool
-    preset: str = ""
-    macs: Mapping[str, int] = field(default_factory=dict)
-    frozen_layers: Sequence[str] = ()
-    first_last: Mapping[str, str] | None = None
-    skip_first: bool = True
-    skip_last: bool = True
-    scale: str = ""
-    base_density: float = 1.0
-
-    @classmethod
-    def from_dict(cls, state: Mapping[str, Any]) -> SparsifierState:
-        """Read what :meth:`to_dict` wrote, by this version or by 0.3.
-
-        Raises:
-            ValueError: If the state is of another schema, or of a version before 0.3.
-        """
-        check_schema(state)
-        return cls(
-            layers=state["layers"],
-            macs=state["macs"],
-            seed=state["seed"],
-            clock=state["clock"],
-            stepped=state["stepped"],
-            preset=state["preset"],
-            frozen_layers=tuple(state["waiting"]),
-            first_last=state["ends"],
-            skip_first=state["skip_first"],
-            skip_last=state["skip_last"],
-            scale=state["scale"],
-            base_density=state["base_density"],
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        """The state as checkpoints hold it. The keys are those of schema 1."""
-        return {
-            "schema": SCHEMA,
-            "seed": self.seed,
-            "preset": self.preset,
-            "clock": self.clock,
-            "stepped": self.stepped,
-            "layers": dict(self.layers),
-            "macs": dict(self.macs),
-            "waiting": list(self.frozen_layers),
-            "ends": dict(self.first_last or {}),
-            "skip_first": self.skip_first,
-            "skip_last": self.skip_last,
-            "scale": self.scale,
-            "base_density": self.base_density,
-            "auto": "",  # 0.3 reads it: no training chooses patterns
-        }
 
 
 def rename_layers(state: dict[str, Any], names: Mapping[str, str]) -> None:
@@ -198,74 +127,11 @@ def _renamed(name: str, names: Mapping[str, str]) -> str:
 # --------------------------------------------------------------------------------------------------------------- check
 
 
-@dataclass(frozen=True)
-class CheckedState:
-    """A saved state that fits the layers of a model, ready to be applied.
-
-    Args:
-        state: The state.
-        selection: All layers of the model.
-        layers: The layers that the state is of, by name.
-        frozen: Those of them that are not masked here, because no optimizer trains them now.
-        loaded_latent: W_F of layers whose modules got latent weights with the model's, by name.
-    """
-
-    state: SparsifierState
-    selection: Selection
-    layers: Mapping[str, NMLayer]
-    frozen: list[NMLayer]
-    loaded_latent: Mapping[str, Tensor]
-
-    @torch.no_grad()
-    def apply(self) -> None:
-        """Set all layers to the state: weights, masks, counters, random numbers and costs."""
-        for layer in (*self.selection.layers, *self.selection.frozen):
-            layer.noise.reseed(self.state.seed)
-            if layer.name not in self.state.layers:
-                # The layer was frozen when the state was saved: its training begins now.
-                layer.progress.load(0, 0, False, layer.progress.schedule)
-                layer.costs.charge_dense(self.state.clock)
-        for name, layer in self.layers.items():
-            if name in self.loaded_latent:
-                layer.view.local.copy_(layer.view.shard_of(self.loaded_latent[name]))
-            _apply_to_layer(layer, self.state.layers[name])
-            layer.replaced_state = None
-
-
-def check_state(
-    state: SparsifierState, selection: Selection, short_names: Mapping[str, str]
-) -> CheckedState:
-    """Check that a state fits a model's layers and weights; nothing is changed.
-
-    Args:
-        state: The state.
-        selection: All layers of the model.
-        short_names: What users call the classes of methods and estimators, for errors.
-
-    Raises:
-        ValueError: If the state is of other layers, patterns, methods, estimators or shapes, or of other weights.
-    """
-    saved = state.layers
-    # A layer that was frozen when the state was saved, and is masked here, has no state of its own.
-    expected = [
-        layer
-        for layer in selection.layers
-        if layer.name in saved or layer.name not in state.frozen_layers
-    ]
-    frozen = [layer for layer in selection.frozen if layer.name in saved]
-    layers = {layer.name: layer for layer in (*expected, *frozen)}
-    _refuse_other_layers(layers, saved, short_names)
-    loaded_latent = _loaded_latent(layers, saved)
-    return CheckedState(state, selection, layers, frozen, loaded_latent)
-
-
 def check_scale(
-    state: SparsifierState,
+    state: Mapping[str, Any],
     selection: Selection,
-    *,
     scale: str | None,
     base_density: float,
-    clock: int,
     initial_factors: Mapping[str, float],
 ) -> None:
     """Refuse a state of another scale, and weights that were rescaled although the state belongs to others.
@@ -275,164 +141,171 @@ def check_scale(
         selection: All layers of the model.
         scale: The scale of this training.
         base_density: Its base density.
-        clock: Its training steps so far.
-        initial_factors: By layer name, what its initial weight was multiplied by.
+        initial_factors: By name of a layer that is not trained yet, what its initial weight was multiplied by.
 
     Raises:
         ValueError: With both scales, or with the name of a rescaled layer.
     """
-    if (state.scale, state.base_density) != (scale or "", base_density):
-        saved_scale = f"scale={state.scale or None!r}, base_density={state.base_density}"
+    if differences({"scale": scale or "", "base_density": base_density}, state):
+        saved_scale = f"scale={state['scale'] or None!r}, base_density={state['base_density']}"
         own_scale = f"scale={scale!r}, base_density={base_density}"
         raise ValueError(
             f"the state was saved with {saved_scale}, and this training has {own_scale}: use the former"
         )
-    if clock or not state.clock:
-        return
-    for layer in selection.layers:
-        was_rescaled = initial_factors.get(layer.name, 1.0) != 1.0
-        if was_rescaled and is_rescaled(layer):
+    for layer in selection.layers if state["clock"] else ():
+        if initial_factors.get(layer.name, 1.0) != 1.0 and is_rescaled(layer):
             raise ValueError(
                 f"attach() has rescaled the weight of layer '{layer.name}', which the state does not know: give the "
                 "state to attach(state), or load the model's weights after attach()"
             )
 
 
-def _refuse_other_layers(
-    layers: Mapping[str, NMLayer],
-    saved: Mapping[str, Mapping[str, Any]],
+def check_state(
+    state: Mapping[str, Any],
+    selection: Selection,
+    skips: Mapping[str, bool],
+    planned_steps: int | None,
     short_names: Mapping[str, str],
-) -> None:
-    rows = []
-    for name in saved:
-        if name not in layers:
-            rows.append((name, " is masked only in the checkpoint"))
+) -> dict[str, Tensor]:
+    """Check that a state fits a model's layers and weights; nothing is changed.
+
+    It warns if the training goes on with other settings or another plan than it began with.
+
+    Args:
+        state: The state.
+        selection: All layers of the model.
+        skips: ``skip_first`` and ``skip_last`` of this training.
+        planned_steps: Training steps of the whole training, if known.
+        short_names: What users call the classes of methods and estimators.
+
+    Returns:
+        W_F of the layers whose modules got latent weights with the model's, by name.
+
+    Raises:
+        ValueError: If the state is of other layers, patterns, methods, estimators or shapes, or of other weights.
+    """
+    saved = state["layers"]
+    # A layer that was frozen when the state was saved, and is masked here, has no state of its own.
+    expected = [
+        layer
+        for layer in selection.layers
+        if layer.name in saved or layer.name not in state["waiting"]
+    ]
+    frozen = [layer for layer in selection.frozen if layer.name in saved]
+    layers = {layer.name: layer for layer in (*expected, *frozen)}
+
+    rows = [(name, " is masked only in the checkpoint") for name in saved if name not in layers]
+    changes = set()
     for name, layer in layers.items():
         if name not in saved:
             rows.append((name, " is masked only here"))
             continue
-        difference = state_difference(layer, saved[name], short_names)
-        if difference:
-            rows.append((name, f": {difference}"))
-    if not rows:
-        return
-    # Layers that differ in the same way are one line of the message.
-    differences = [f"layer {quoted(name)}{difference}" for name, difference in grouped(rows)]
-    shown = "; ".join(differences[:_SHOWN_DIFFERENCES])
-    more = len(differences) - _SHOWN_DIFFERENCES
-    if more > 0:
-        shown += f"; and {more} more"
-    advice = "Configure the sparsifier as it was, or load only the weights to start anew"
-    if not layers.keys() <= saved.keys() and not saved.keys() <= layers.keys():
-        advice += "; if modules were renamed, rename them in the state, too, by lightning_nm.rename_layers()"
-    raise ValueError(f"the checkpoint is of another sparse model: {shown}. {advice}")
+        refused, changed = differences_of_layer(layer, saved[name], short_names)
+        changes.update(changed)
+        if refused:
+            rows.append((name, f": {', '.join(refused)}"))
+    if rows:
+        # Layers that differ in the same way are one line of the message.
+        found = [f"layer {quoted(name)}{difference}" for name, difference in grouped(rows)]
+        advice = "Configure the sparsifier as it was, or load only the weights to start anew"
+        if layers.keys() - saved.keys() and saved.keys() - layers.keys():
+            advice += "; if modules were renamed, rename them in the state, too, by lightning_nm.rename_layers()"
+        raise ValueError(f"the checkpoint is of another sparse model: {some_of(found)}. {advice}")
 
+    loaded = {name: check_fits(layer, saved[name]) for name, layer in layers.items()}
 
-def _loaded_latent(
-    layers: Mapping[str, NMLayer], saved: Mapping[str, dict[str, Any]]
-) -> dict[str, Tensor]:
-    """W_F of the layers whose latent values were loaded with the model's weights, by name.
-
-    Checkpoints hold W_F in the place of W. Where the masks were installed when such weights were loaded, the module may
-    have got its latent values back at once, and then it is the layer's W_F that must fit the state.
-    """
-    found = {}
-    for name, layer in layers.items():
-        if fits(layer, saved[name]):
-            continue
-        forward_weight = layer.forward_weight()
-        if layer.replaced_state is None or not fits(layer, saved[name], forward_weight):
-            raise ValueError(
-                f"the masks in the checkpoint do not belong to the weights of layer '{name}': load its weights into "
-                "the model first; if they are averages, resume with their callback, too"
+    for key, (_, is_skipped) in differences(skips, state).items():
+        if is_skipped:
+            which = key.removeprefix("skip_")
+            warnings.warn(
+                f"this training began with its {which} layer masked, which stays", stacklevel=3
             )
-        found[name] = forward_weight
-    return found
-
-
-def warn_of_changes(
-    layers: Mapping[str, NMLayer],
-    saved: Mapping[str, Mapping[str, Any]],
-    planned_steps: int | None,
-    masked_first_last: Sequence[str] = (),
-) -> None:
-    """Warn if a training goes on with other settings or another plan than it began with.
-
-    Args:
-        layers: The layers that the state is of, by name.
-        saved: Their saved states.
-        planned_steps: Training steps of the whole training, if known.
-        masked_first_last: "first" and "last", if that layer is masked although it would be dense if training began now.
-    """
-    for which in masked_first_last:
-        warnings.warn(
-            f"this training began with its {which} layer masked, which stays", stacklevel=3
-        )
-    for then, now in _changed_schedules(list(layers.values()), saved, planned_steps):
+    plans = {
+        plan
+        for name, layer in layers.items()
+        for plan in _changed_plans(layer, saved[name], planned_steps)
+    }
+    for then, now in sorted(plans):
         warnings.warn(
             f"this training began with {then}, which stays; settings and plan would now make that {now}",
             stacklevel=3,
         )
-    changes = set()
-    for name, layer in layers.items():
-        changes.update(changed_settings(layer, saved[name]))
     if changes:
         warnings.warn(
             f"this training goes on with other settings: {'; '.join(sorted(changes))}", stacklevel=3
         )
+    return {name: weight for name, weight in loaded.items() if weight is not None}
 
 
-def _changed_schedules(
-    layers: Sequence[NMLayer], saved: Mapping[str, Mapping[str, Any]], planned_steps: int | None
-) -> list[tuple[str, str]]:
-    """Each saved schedule that would differ if training began now, and the new one, as texts."""
-    changes = set()
-    for layer in layers:
-        state = saved[layer.name]
-        method = layer.spec.method
-        plans: list[tuple[Any, str, Callable[[int | None], Sequence[int]]]] = [
-            (method, "schedule", partial(method.layer_schedule, layer))
-        ]
-        estimator = layer.spec.estimator
-        if estimator is not None and same_estimator(layer, state):
-            plans.append((estimator, "estimator_schedule", estimator.schedule))
-        for owner, key, schedule in plans:
-            try:
-                now = tuple(schedule(planned_steps))
-            except ValueError:
-                # There is no plan now, and the training that goes on needs none.
-                continue
-            then = tuple(state[key])
-            if now != then:
-                changes.add((f"{type(owner).__name__} scheduled at steps {then}", str(now)))
-        try:
-            stages_now = plan_stages(layer, planned_steps)
-        except ValueError:
-            continue
-        stages_then = saved_stages(state)
-        if stages_now != stages_then:
-            pattern = layer.spec.pattern
-            changes.add(
-                (f"the schedule {describe(stages_then, pattern)}", describe(stages_now, pattern))
+def _changed_plans(
+    layer: NMLayer, state: Mapping[str, Any], planned_steps: int | None
+) -> Iterator[tuple[str, str]]:
+    """Each saved schedule of a layer that would differ if training began now, and the new one, as texts."""
+    spec = layer.spec
+    plans: list[tuple[str, str, Callable[[], str]]] = [
+        (
+            f"{type(spec.method).__name__} scheduled at steps",
+            str(tuple(state["schedule"])),
+            lambda: str(tuple(spec.method.layer_schedule(layer, planned_steps))),
+        ),
+        (
+            "the schedule",
+            describe(saved_stages(state), spec.pattern),
+            lambda: describe(plan_stages(layer, planned_steps), spec.pattern),
+        ),
+    ]
+    estimator = spec.estimator
+    if estimator is not None:
+        then = str(tuple(state["estimator_schedule"]))
+        plans.append(
+            (
+                f"{type(estimator).__name__} scheduled at steps",
+                then,
+                lambda: str(tuple(estimator.schedule(planned_steps))),
             )
-    return sorted(changes)
+        )
+    for owner, then, plan in plans:
+        try:
+            now = plan()
+        except ValueError:
+            continue  # there is no plan now, and the training that goes on needs none
+        if now != then:
+            yield f"{owner} {then}", now
 
 
 # --------------------------------------------------------------------------------------------------------------- apply
 
 
-def _apply_to_layer(layer: NMLayer, state: dict[str, Any]) -> None:
-    """Set a layer whose module holds W_F to a saved state that fits it."""
-    restore_weights(layer, state)
-    layer.progress.load(
-        step=state["step"],
-        updated_at=state["updated_at"],
-        dense_gradient=state["dense_gradient"],
-        schedule=tuple(state["schedule"]),
-    )
-    layer.progress.load_stages(saved_stages(state), state["stage"])
-    if same_estimator(layer, state):
-        layer.progress.load_estimator(tuple(state["estimator_schedule"]))
-    if same_noise(layer, state):
-        layer.draw_noise(state["draws"])
-    layer.costs.load(state["spent"], state["counted"])
+@torch.no_grad()
+def apply_state(
+    state: Mapping[str, Any], selection: Selection, loaded_latent: Mapping[str, Tensor]
+) -> None:
+    """Set all layers to a state that fits them: weights, masks, counters, random numbers and costs.
+
+    Args:
+        state: The state, whose layers are all masked.
+        selection: All layers of the model.
+        loaded_latent: What :func:`check_state` returned.
+    """
+    for layer in (*selection.layers, *selection.frozen):
+        layer.noise.reseed(state["seed"])
+        saved = state["layers"].get(layer.name)
+        if saved is None:
+            # The layer was frozen when the state was saved: its training begins now.
+            layer.progress.load(0, 0, False, layer.progress.schedule)
+            layer.costs.charge_dense(state["clock"])
+            continue
+        if layer.name in loaded_latent:
+            layer.view.local.copy_(layer.view.shard_of(loaded_latent[layer.name]))
+        restore_weights(layer, saved)
+        layer.progress.load(
+            step=saved["step"],
+            updated_at=saved["updated_at"],
+            dense_gradient=saved["dense_gradient"],
+            schedule=tuple(saved["schedule"]),
+        )
+        layer.progress.load_stages(saved_stages(saved), saved["stage"])
+        layer.progress.load_estimator(tuple(saved["estimator_schedule"]))
+        layer.draw_noise(saved["draws"])
+        layer.costs.load(saved["spent"], saved["counted"])
+        layer.replaced_state = None

@@ -1,9 +1,10 @@
 """A communication hook of DDP that sends only the gradients at kept entries of masked weights, where that is enough."""
 
-from __future__ import annotations
+# No `annotations` from the future: DistributedDataParallel reads those of a hook and wants types, not strings.
 
 from collections.abc import Hashable, Iterable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -11,8 +12,6 @@ from torch import Tensor
 
 from lightning_nm.functional.evolution import as_blocks, from_blocks
 from lightning_nm.nn.layer import NMLayer
-
-# No `annotations` from the future: DistributedDataParallel reads those of a hook and wants types, not strings.
 
 
 class CommHookState:
@@ -42,7 +41,7 @@ class CommHookState:
         self.ratio: float | None = None
         """Sent bytes over dense bytes in the last step."""
         self._layers: dict[int, NMLayer] = {}
-        self._entries: dict[int, tuple[Hashable, Tensor]] = {}
+        self._entries: WeakKeyDictionary[NMLayer, tuple[Hashable, Tensor]] = WeakKeyDictionary()
 
     def add(self, layers: Iterable[NMLayer]) -> None:
         """Send only the kept entries of these layers' gradients where their methods need no others."""
@@ -50,11 +49,8 @@ class CommHookState:
 
     def remove(self, layers: Iterable[NMLayer]) -> None:
         """Send full gradients of these layers again."""
-        removed = {id(layer) for layer in layers}
-        for key, layer in list(self._layers.items()):
-            if id(layer) in removed:
-                del self._layers[key]
-                self._entries.pop(key, None)
+        removed = set(layers)
+        self._layers = {key: layer for key, layer in self._layers.items() if layer not in removed}
 
     def end_step(self) -> float | None:
         """End a step: reset the bytes and return their :attr:`ratio`."""
@@ -81,14 +77,9 @@ class CommHookState:
     def entries(self, layer: NMLayer) -> Tensor:
         """Return :func:`kept_entries` of a layer, cached until its masks change."""
         state = (layer.masks.cache_key, layer.spec.method.current_pattern(layer))
-        key = id(layer.param)
-        if key in self._entries:
-            known_state, positions = self._entries[key]
-            if known_state == state:
-                return positions
-        positions = kept_entries(layer)
-        self._entries[key] = (state, positions)
-        return positions
+        if layer not in self._entries or self._entries[layer][0] != state:
+            self._entries[layer] = state, kept_entries(layer)
+        return self._entries[layer][1]
 
 
 def kept_entries(layer: NMLayer) -> Tensor:

@@ -9,24 +9,40 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from lightning_nm.nn.adapters import Adapter, find_adapter
-from lightning_nm.nn.weight import layer_name, plain_name
-from lightning_nm.training.forwards import (
-    OutermostCalls,
-    WatchingHook,
-    WatchingMode,
-    compiled_parts,
-)
+from lightning_nm.nn.adapters.base import Adapter, find_adapter, original_class
+from lightning_nm.nn.weight import is_sharded, layer_name, plain_name
+from lightning_nm.training.watch import compiled_parts
 
 OTHERS = "(weights of other kinds)"
 """The key of all products with weights that no adapter knows."""
 READ = " (read by other code)"
 """The end of the key of products with a layer's weight outside of the layer's calls: masks do not reach them."""
+
+
+def can_watch(model: nn.Module) -> bool:
+    """Whether a mode sees all layers of a model: none is compiled, and torch lets modes be during compilation."""
+    return hasattr(TorchDispatchMode, "ignore_compile_internals") and not compiled_parts(model)
+
+
+class WatchingHook:
+    """A hook of a module that does nothing in copies of the module: they are not watched."""
+
+    def __init__(self, call: Callable[..., None] | None = None) -> None:
+        self.call = call
+
+    def __call__(self, *args: Any) -> None:
+        """Run what is given at the start, but in copies."""
+        if self.call is not None:
+            self.call(*args)
+
+    def __reduce__(self) -> Any:
+        return WatchingHook, ()
 
 
 class MacsCounter:
@@ -52,18 +68,21 @@ class MacsCounter:
         self._over = False
         self._names: dict[int, str] = {}  # of layers, by the id of the weight
         self._count_themselves: set[int] = set()  # ids of modules
-        # The key of the products with a weight, by its id and that of the module in whose call they are.
-        self._keys: dict[tuple[int, int], Callable[[], str]] = {}
+        # The weight's name in its module, and the key of its products, by its id and that of the module in whose call
+        # they are.
+        self._keys: dict[tuple[int, int], tuple[str, str]] = {}
         for wrapped_name, module in model.named_modules():
             name = plain_name(wrapped_name)
             found = find_adapter(type(module))
             if found is None:
                 continue
             adapter, handled = found
-            by_operators = adapter.wraps_forward or _has_own_forward(module, handled)
+            # The calls of a derived class with a forward of its own may take and return anything.
+            has_own_forward = original_class(module).forward is not handled.forward
+            by_operators = adapter.wraps_forward or has_own_forward
             if adapter.wraps_forward or not by_operators:
-                leave = _Leave(self, name, adapter)
-                self._handles[module] = module.register_forward_hook(leave, with_kwargs=True)
+                hook = WatchingHook(partial(self._count_call, name, adapter))
+                self._handles[module] = module.register_forward_hook(hook, with_kwargs=True)
             if not by_operators:
                 self._count_themselves.add(id(module))
             for spec in adapter.specs(module, "channels"):
@@ -71,9 +90,8 @@ class MacsCounter:
                 weight = id(getattr(module, spec.parameter))
                 self._names.setdefault(weight, key)
                 if by_operators:
-                    counts = partial(_counted_by, module, spec.parameter, key)
-                    self._keys[weight, id(module)] = counts
-        self._calls = OutermostCalls(model, _OtherProducts(self))
+                    self._keys[weight, id(module)] = spec.parameter, key
+        self._calls = _OtherProducts(model, self)
 
     def is_counting(self) -> bool:
         """Whether the operators that run now are those of a module whose hook counts its products."""
@@ -82,9 +100,12 @@ class MacsCounter:
     def key_of(self, weight: nn.Parameter) -> str:
         """Return the key for a product with a weight now; ``"known"`` if the hook of a module counts it."""
         for module in self._calls.open:
-            counts = self._keys.get((id(weight), id(module)))
-            if counts is not None:
-                return counts()
+            found = self._keys.get((id(weight), id(module)))
+            if found is not None:
+                parameter, key = found
+                # The module's own hook counts what is masked.
+                is_masked = isinstance(module, Adapter) and parameter in module.nm_layers
+                return "known" if is_masked else key
         name = self._names.get(id(weight))
         return OTHERS if name is None else name + READ
 
@@ -118,62 +139,103 @@ class MacsCounter:
             handle.remove()
         self._handles.clear()
 
+    def _count_call(
+        self,
+        name: str,
+        adapter: type[Adapter],
+        module: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: Any,
+    ) -> None:
+        # A compiled graph must not depend on a counter.
+        if torch.compiler.is_compiling() or self._over:
+            return
+        self._seen.add(module)
+        for spec in adapter.specs(module, "channels"):
+            key = layer_name(name, spec.parameter)
+            cost = adapter.macs(module, spec.parameter, args, kwargs, output)
+            # Without one its operators are counted, where they are watched. That it was called is known in any case.
+            self.add(key, cost or 0)
+            if cost is not None and module.training:
+                self.least[key] = min(cost, self.least.get(key, cost))
+        if isinstance(module, Adapter):
+            return  # it calls its children, whose own hooks count
+        for child in adapter.reads_children:
+            key = f"{name}.{child}".lstrip(".")
+            self.add(key, adapter.macs_of_child(module, child, output))
+
     def add(self, key: str, cost: int) -> None:
         """Add multiply-adds."""
         if not self.known:
             self.macs[key] = self.macs.get(key, 0) + cost
 
 
-def _has_own_forward(module: nn.Module, handled: type[nn.Module]) -> bool:
-    """Whether a module is derived from the handled class, but its calls may take and return anything."""
-    kind = type(module).nm_base if isinstance(module, Adapter) else type(module)
-    return kind.forward is not handled.forward
+class _OtherProducts(TorchDispatchMode):
+    """Counts products with a parameter, or with what was made of parameters alone, but for those of known modules.
 
+    The mode is active within calls of the model's modules, from the outermost call to its end. A loop may call any
+    modules of the model itself, so all of them have hooks, until :meth:`close`. A model with compiled parts is not
+    watched, because compiled layers cannot be told apart; nor is one with sharded weights, nor any model by a torch in
+    which modes prevent compilation.
+    """
 
-def _counted_by(module: nn.Module, parameter: str, key: str) -> str:
-    """``"known"`` for a weight whose products the module's hook counts, because it is masked; else ``key``."""
-    is_masked = isinstance(module, Adapter) and parameter in module.nm_layers
-    return "known" if is_masked else key
+    supports_higher_order_operators = True
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Torch turns the mode off while it compiles: functions are compiled as without it."""
+        return True
 
-class _Leave(WatchingHook):
-    def __init__(self, counter: MacsCounter, name: str, adapter: type[Adapter]) -> None:
-        self.counter = counter
-        self.name = name
-        self.adapter = adapter
-
-    def __call__(
-        self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> None:
-        # A compiled graph must not depend on a counter.
-        if torch.compiler.is_compiling() or self.counter._over:
-            return
-        self.counter._seen.add(module)
-        for spec in self.adapter.specs(module, "channels"):
-            key = layer_name(self.name, spec.parameter)
-            cost = self.adapter.macs(module, spec.parameter, args, kwargs, output)
-            if cost is None:
-                # Its operators are counted, where they are watched. That it was called is known in any case.
-                self.counter.add(key, 0)
-                continue
-            self.counter.add(key, cost)
-            if module.training:
-                least = self.counter.least
-                least[key] = min(cost, least.get(key, cost))
-        if isinstance(module, Adapter):
-            return  # it calls its children, whose own hooks count
-        for child in self.adapter.reads_children:
-            key = f"{self.name}.{child}".lstrip(".")
-            self.counter.add(key, self.adapter.macs_of_child(module, child, output))
-
-
-class _OtherProducts(WatchingMode):
-    """Counts products with a parameter, or with what was made of parameters alone, but for those of known modules."""
-
-    def __init__(self, counter: MacsCounter) -> None:
+    def __init__(self, model: nn.Module, counter: MacsCounter) -> None:
         super().__init__()
         self.counter = counter
+        self.open: list[nn.Module] = []
+        """The modules whose calls have not ended, from the outermost one."""
+        self.active = can_watch(model) and not any(map(is_sharded, model.parameters()))
         self._made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        # No dict: the hash of a metric changes.
+        self._handles: list[tuple[nn.Module, list[RemovableHandle]]] = []
+        self._model = model
+        if not self.active:
+            return
+        for module in model.modules():
+            if not isinstance(module, torch.jit.ScriptModule):
+                enter = module.register_forward_pre_hook(WatchingHook(self.enter))
+                leave = module.register_forward_hook(WatchingHook(self.leave), always_call=True)
+                self._handles.append((module, [enter, leave]))
+
+    def close(self) -> None:
+        """Stop watching. Hooks within compiled parts stay: without them, graphs would be compiled again."""
+        self.active = False
+        if self.open:  # an interruption left calls without their end
+            self.open.clear()
+            self.__exit__(None, None, None)
+        compiled = {id(module) for part in compiled_parts(self._model) for module in part.modules()}
+        for module, handles in self._handles:
+            for handle in handles if id(module) not in compiled else ():
+                handle.remove()
+        self._handles = [
+            (module, handles) for module, handles in self._handles if id(module) in compiled
+        ]
+
+    def enter(self, module: nn.Module, *_: Any) -> None:
+        """A module is called."""
+        if torch.compiler.is_compiling() or not self.active:
+            return
+        if not self.open:
+            if compiled_parts(self._model):  # by now
+                return
+            self.__enter__()
+        self.open.append(module)
+
+    def leave(self, *_: Any) -> None:
+        """The call of a module ended, perhaps by an exception."""
+        if torch.compiler.is_compiling() or not self.open:
+            return
+        self.open.pop()
+        if not self.open:
+            self.__exit__(None, None, None)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -3,57 +3,70 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from lightning_nm.functional.evolution import as_blocks, from_blocks
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.weight import local_values
 
 
-class OwnedLayers(NamedTuple):
-    """An optimizer, the layers whose weight it holds, and how many parameters it held then."""
+@dataclass(eq=False)
+class RegisteredOptimizer:
+    """An optimizer, the layers whose weight it holds, and how far its step is."""
 
     optimizer: Optimizer
-    layers: list[NMLayer]
-    parameters: int
+    layers: list[NMLayer] = field(default_factory=list)
+    parameters: int = -1  # how many it held when the layers were found
+    handles: list[RemovableHandle] = field(default_factory=list)
+    depth: int = 0  # of nested calls of step()
+    in_closure: bool = False  # whether its step is computing its gradients
+    announced: bool = False  # whether methods have shaped the gradients of its next step
+    steps_in_batch: int = 0  # real steps since the last end of a batch
 
+    def find_layers(self, layers: Sequence[NMLayer]) -> None:
+        """Find the layers whose weight the optimizer holds, and add the parameters that their methods own.
 
-def owned_layers(
-    optimizer: Optimizer, layers: Sequence[NMLayer], known: OwnedLayers | None = None
-) -> OwnedLayers:
-    """Find the layers whose weight an optimizer holds, and add the parameters that their methods own.
+        Methods do not check the optimizer again for the layers that it had before.
 
-    Methods do not check the optimizer again for the layers of ``known``.
+        Raises:
+            ValueError: If a method cannot work with the optimizer, naming it and the layer; nothing is added then.
+        """
+        groups = {id(p): group for group in self.optimizer.param_groups for p in group["params"]}
+        owned = [layer for layer in layers if id(layer.view.optimizer_param) in groups]
+        for layer in owned:
+            if layer not in self.layers:
+                layer.spec.method.check_optimizer(layer, self.optimizer)
+            for parameter in layer.parameters.values():
+                if type(self.optimizer).__name__ == "Muon" and parameter.dim() != 2:
+                    raise ValueError(
+                        f"Muon trains matrices only, but {type(layer.spec.method).__name__} owns a parameter of shape "
+                        f"{tuple(parameter.shape)} at layer '{layer.name}': use another optimizer for this method"
+                    )
+        for layer in owned:
+            for name, parameter in layer.parameters.items():
+                if id(parameter) in groups:
+                    continue
+                # In the group of the weight, whose schedule and decay then apply.
+                group = groups[id(layer.view.optimizer_param)]
+                group["params"].append(parameter)
+                if "param_names" in group:
+                    group["param_names"].append(f"{layer.name}.{name}")
+        self.layers = owned
+        self.parameters = self.held()
 
-    Raises:
-        ValueError: If a method cannot work with the optimizer, naming it and the layer; nothing is added then.
-    """
-    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-    owned = [layer for layer in layers if id(layer.view.optimizer_param) in groups]
-    for layer in owned:
-        if known is None or layer not in known.layers:
-            layer.spec.method.check_optimizer(layer, optimizer)
-        for parameter in layer.parameters.values():
-            if type(optimizer).__name__ == "Muon" and parameter.dim() != 2:
-                raise ValueError(
-                    f"Muon trains matrices only, but {type(layer.spec.method).__name__} owns a parameter of shape "
-                    f"{tuple(parameter.shape)} at layer '{layer.name}': use another optimizer for this method"
-                )
-    for layer in owned:
-        for name, parameter in layer.parameters.items():
-            if id(parameter) in groups:
-                continue
-            # In the group of the weight, whose schedule and decay then apply.
-            group = groups[id(layer.view.optimizer_param)]
-            group["params"].append(parameter)
-            if "param_names" in group:
-                group["param_names"].append(f"{layer.name}.{name}")
-    held = sum(len(group["params"]) for group in optimizer.param_groups)
-    return OwnedLayers(optimizer, owned, held)
+    def held(self) -> int:
+        """How many parameters the optimizer holds."""
+        return sum(len(group["params"]) for group in self.optimizer.param_groups)
+
+    def remove_hooks(self) -> None:
+        """Remove the hooks of its steps."""
+        for handle in self.handles:
+            handle.remove()
 
 
 @torch.no_grad()
@@ -96,16 +109,6 @@ def unwrapped(optimizer: Optimizer) -> Optimizer:
     return optimizer
 
 
-def trained_by(optimizers: Iterable[Optimizer] | None) -> Callable[[nn.Parameter], bool]:
-    """Whether a parameter requires a gradient and is in one of the optimizers; without optimizers the former."""
-    is_held = held_by(optimizers)
-
-    def is_trained(parameter: nn.Parameter) -> bool:
-        return parameter.requires_grad and is_held(parameter)
-
-    return is_trained
-
-
 def held_by(optimizers: Iterable[Optimizer] | None) -> Callable[[nn.Parameter], bool]:
     """Whether a parameter, frozen or not, is in one of the optimizers; without optimizers always."""
     held: set[int] = set()
@@ -119,11 +122,11 @@ def held_by(optimizers: Iterable[Optimizer] | None) -> Callable[[nn.Parameter], 
     return is_held
 
 
-def trained_layer(layer: NMLayer, optimizers: Sequence[Optimizer]) -> bool:
+def trained_layer(layer: NMLayer, optimizers: Iterable[Optimizer]) -> bool:
     """Whether the optimizers train a layer: its weight, or the parameters that its method owns."""
-    trains_weight = layer.spec.method.trains_weight
-    is_trained = trained_by(optimizers) if trains_weight else held_by(optimizers)
-    return is_trained(layer.view.optimizer_param)
+    parameter = layer.view.optimizer_param
+    can_train = parameter.requires_grad or not layer.spec.method.trains_weight
+    return can_train and held_by(optimizers)(parameter)
 
 
 def is_frozen(layer: NMLayer) -> bool:

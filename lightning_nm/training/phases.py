@@ -13,9 +13,14 @@ from torch.optim import Optimizer
 from lightning_nm.functional.select import mask_
 from lightning_nm.nn.layer import NMLayer, init_masks
 from lightning_nm.nn.selection import grouped, quoted, refuse_masked, refuse_nan
-from lightning_nm.nn.state import same_estimator, saved_layer, saved_stages, state_difference
+from lightning_nm.nn.state import (
+    differences_of_layer,
+    saved_layer,
+    saved_stages,
+)
 from lightning_nm.nn.weight import is_sharded, local_shard, local_values
 from lightning_nm.schedule import Stages
+from lightning_nm.spelling import some_of
 from lightning_nm.training.optimizers import trained_layer
 
 
@@ -108,10 +113,11 @@ def plan_schedules(
             layer.progress.stages = plan_stages(layer, planned_steps)
             layer.spec.method.check_stages(layer)
         layer.progress.enter_stage()
-        if same_estimator(layer, state):
-            layer.progress.estimator_schedule = tuple(state["estimator_schedule"])
-        elif layer.spec.estimator is not None:
-            layer.progress.estimator_schedule = tuple(layer.spec.estimator.schedule(planned_steps))
+        estimator = layer.spec.estimator
+        if estimator is not None:
+            is_same = state.get("estimator") == type(estimator).__name__
+            schedule = state["estimator_schedule"] if is_same else estimator.schedule(planned_steps)
+            layer.progress.estimator_schedule = tuple(schedule)
     for method in new:
         method.check(planned_steps)
 
@@ -225,7 +231,7 @@ def choose_masks(
         if (
             layer.spec.method.restores_masks
             and state_of_layer
-            and not state_difference(layer, state_of_layer)
+            and not differences_of_layer(layer, state_of_layer)[0]
         ):
             layer.adopt(saved_layer(layer, state_of_layer))  # choosing masks may take a long search
         else:
@@ -256,13 +262,22 @@ def refuse_late_sharding(layers: Iterable[NMLayer]) -> None:
             )
 
 
-def told_as_dense(trained_dense: Mapping[str, str]) -> str:
-    """What is said of layers whose weight stays dense, by name with the reason; alike ones are written as one."""
-    layers = [f"{quoted(name)}: {reason}" for name, reason in grouped(trained_dense.items())]
-    shown = "; ".join(layers[:8])
-    if len(layers) > 8:
-        shown += f"; and {len(layers) - 8} more"
+def trained_dense(layers: Iterable[NMLayer]) -> dict[str, str]:
+    """The layers whose weight is trained dense, and why: only GEMMs of the backward pass are N:M."""
+    return {
+        layer.name: layer.spec.forward_reason
+        for layer in layers
+        if layer.spec.forward_reason and layer.spec.method.sparse_forward
+    }
+
+
+def told_as_dense(layers: Iterable[NMLayer]) -> str:
+    """What is said of layers whose weight is trained dense, alike ones as one; empty if there are none."""
+    told = [f"{quoted(name)}: {reason}" for name, reason in grouped(trained_dense(layers).items())]
+    if not told:
+        return ""
     return (
-        f"the trained weights of these layers will be dense, only GEMMs of their backward pass are N:M: {shown}. Give "
-        "them another pattern by `rules`, pad their inputs to a multiple of M, or name them in `exclude`"
+        "the trained weights of these layers will be dense, only GEMMs of their backward pass are N:M: "
+        f"{some_of(told)}. Give them another pattern by `rules`, pad their inputs to a multiple of M, or name them in "
+        "`exclude`"
     )

@@ -5,17 +5,17 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_nm.nn.layer import NMLayer
+from lightning_nm.spelling import some_of
 
 _CHUNK = 1 << 20
 """Words that are mixed at a time, which limits the memory for temporaries."""
-
-_SHOWN_DIFFERENCES = 8
 
 # Odd 64-bit constants. A product with one is one-to-one, and its high bits depend on all bits of the factor.
 _PLACE_FACTOR = -0x61C8864680B583EB
@@ -71,13 +71,18 @@ def _settings(layers: Iterable[NMLayer]) -> Tensor:
     return torch.tensor(words, dtype=torch.int64)
 
 
+# The words of a layer's masks, and the state of the masks that they belong to.
+_WORDS: WeakKeyDictionary[NMLayer, tuple[Hashable, Tensor]] = WeakKeyDictionary()
+
+
 def _of_masks(layer: NMLayer) -> Tensor:
-    """The words of the masks and of the permutation."""
-    words = []
-    for tensor in (layer.masks.bits, layer.masks.permutation):
-        present = [] if tensor is None else [tensor]
-        words.append(_sum(layer, present))
-    return torch.stack(words)
+    """The words of the masks and of the permutation; unchanged ones are not read again."""
+    state = layer.masks.cache_key
+    if layer not in _WORDS or _WORDS[layer][0] != state:
+        tensors = (layer.masks.bits, layer.masks.permutation)
+        words = [_sum(layer, [] if tensor is None else [tensor]) for tensor in tensors]
+        _WORDS[layer] = state, torch.stack(words)
+    return _WORDS[layer][1]
 
 
 def _sum(layer: NMLayer, tensors: Iterable[Tensor]) -> Tensor:
@@ -111,70 +116,48 @@ def _shifted(words: Tensor, bits: int) -> Tensor:
     return (words >> bits) & kept_bits
 
 
-class RankComparison:
-    """Compares the layers of all processes by one all-reduce of two numbers.
+@torch.no_grad()
+def compare_ranks(layers: Iterable[NMLayer], group: dist.ProcessGroup | None = None) -> None:
+    """Compare the masks of layers, and what decides on them, in all processes of a group; call it in all of them.
 
-    The words of masks are cached until these change.
+    This takes one all-reduce of two numbers, and nothing in a single process. Unchanged masks are not read again.
+
+    Args:
+        layers: The layers, as ``sparsifier.layers.values()``.
+        group: The processes; all by default.
+
+    Raises:
+        RuntimeError: In every process, if any two differ: naming the layers and what differs.
     """
-
-    def __init__(self, layers: Sequence[NMLayer]) -> None:
-        self.layers = layers
-        self._known: dict[str, tuple[Hashable, Tensor]] = {}
-
-    @torch.no_grad()
-    def __call__(self, group: dist.ProcessGroup | None = None) -> None:
-        """Compare; every process of the group must call it at the same point.
-
-        Raises:
-            RuntimeError: In every process, if any two differ: naming the layers and what differs.
-        """
-        if processes(group) == 1:
-            return
-        device = self.layers[0].param.device if self.layers else torch.device("cpu")
-        words = [_settings(self.layers).to(device, non_blocking=True)]
-        for layer in self.layers:
-            words.append(self._of_masks(layer).to(device))
-            parameters = _sum(layer, layer.parameters.values())
-            words.append(parameters[None].to(device))
-        total = mix(torch.cat(words)).sum()
-        # ~x falls as x rises, so one maximum gives the largest and the smallest.
-        extremes = torch.stack([total, ~total])
-        dist.all_reduce(extremes, dist.ReduceOp.MAX, group)
-        largest, smallest = extremes.tolist()
-        if largest != ~smallest:
-            self._explain(group)
-
-    def _of_masks(self, layer: NMLayer) -> Tensor:
-        state = layer.masks.cache_key
-        if layer.name in self._known:
-            known_state, words = self._known[layer.name]
-            if known_state == state:
-                return words
-        words = _of_masks(layer)
-        self._known[layer.name] = (state, words)
-        return words
-
-    def _explain(self, group: dist.ProcessGroup | None) -> None:
-        """Gather all words and settings, and raise an error that names the differences."""
-        own = {}
-        for layer in self.layers:
-            _, masks, permutation, parameters = checksum(layer).tolist()
-            words = {"masks": masks, "permutation": permutation, "parameters": parameters}
-            own[layer.name] = _fingerprint(layer) | words
-        everyone: list[Any] = [None] * processes(group)
-        dist.all_gather_object(everyone, own, group)
-        differences = _differences(everyone)
-        if not differences:
-            differences = ["their layers come in another order"]
-        shown = "; ".join(differences[:_SHOWN_DIFFERENCES])
-        more = len(differences) - _SHOWN_DIFFERENCES
-        if more > 0:
-            shown += f"; and {more} more"
-        raise RuntimeError(
-            f"processes that train one model disagree: {shown}. Masks follow the weights, the seed and the settings, "
-            "and are never sent: begin with equal weights and settings on all ranks, load the same checkpoint, change "
-            "masks and weights on all ranks alike, and let random choices depend on layer.generator()"
-        )
+    if processes(group) == 1:
+        return
+    layers = list(layers)
+    device = layers[0].param.device if layers else torch.device("cpu")
+    words = [_settings(layers).to(device, non_blocking=True)]
+    for layer in layers:
+        parameters = _sum(layer, layer.parameters.values())
+        words += [_of_masks(layer).to(device), parameters[None].to(device)]
+    total = mix(torch.cat(words)).sum()
+    # ~x falls as x rises, so one maximum gives the largest and the smallest.
+    extremes = torch.stack([total, ~total])
+    dist.all_reduce(extremes, dist.ReduceOp.MAX, group)
+    largest, smallest = extremes.tolist()
+    if largest == ~smallest:
+        return
+    # Every process gathers all words and settings, and names the differences.
+    own = {}
+    for layer in layers:
+        _, masks, permutation, parameters = checksum(layer).tolist()
+        tensors = {"masks": masks, "permutation": permutation, "parameters": parameters}
+        own[layer.name] = _fingerprint(layer) | tensors
+    everyone: list[Any] = [None] * processes(group)
+    dist.all_gather_object(everyone, own, group)
+    differences = _differences(everyone) or ["their layers come in another order"]
+    raise RuntimeError(
+        f"processes that train one model disagree: {some_of(differences)}. Masks follow the weights, the seed and the "
+        "settings, and are never sent: begin with equal weights and settings on all ranks, load the same checkpoint, "
+        "change masks and weights on all ranks alike, and let random choices depend on layer.generator()"
+    )
 
 
 def _differences(everyone: Sequence[dict[str, dict[str, Any]]]) -> list[str]:
@@ -204,34 +187,25 @@ def reduce_gradients(layers: Iterable[NMLayer], group: dist.ProcessGroup | None 
     without a gradient in any process gets none.
     """
     world = processes(group)
-    owned = []
-    for layer in layers:
-        owned += [p for p in layer.parameters.values() if p.requires_grad]
-    if world == 1 or not owned:
+    owned = [p for layer in layers for p in layer.parameters.values() if p.requires_grad]
+    if world == 1:
         return
     for dtype in dict.fromkeys(p.dtype for p in owned):
-        same_dtype = [p for p in owned if p.dtype == dtype]
-        _reduce(same_dtype, world, group)
-
-
-def _reduce(
-    parameters: Sequence[nn.Parameter], world: int, group: dist.ProcessGroup | None
-) -> None:
-    """Average the gradients of parameters of one dtype."""
-    # One flag a parameter travels with the gradients: whether any process has a gradient for it.
-    flags = [float(p.grad is not None) for p in parameters]
-    present = torch.tensor(flags, dtype=parameters[0].dtype).to(parameters[0].device)
-    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-    message = torch.cat([*map(torch.flatten, grads), present])
-    message.div_(world)
-    dist.all_reduce(message, group=group)
-    sizes = [p.numel() for p in parameters]
-    *means, present_anywhere = message.split([*sizes, len(parameters)])
-    for p, mean, is_present in zip(parameters, means, present_anywhere, strict=True):
-        if p.grad is not None:
-            p.grad.copy_(mean.view_as(p))
-        elif bool(is_present):
-            p.grad = mean.view_as(p).clone()
+        parameters = [p for p in owned if p.dtype == dtype]
+        # One flag a parameter travels with the gradients: whether any process has a gradient for it.
+        flags = [float(p.grad is not None) for p in parameters]
+        present = torch.tensor(flags, dtype=dtype).to(parameters[0].device)
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        message = torch.cat([*map(torch.flatten, grads), present])
+        message.div_(world)
+        dist.all_reduce(message, group=group)
+        sizes = [p.numel() for p in parameters]
+        *means, present_anywhere = message.split([*sizes, len(parameters)])
+        for p, mean, is_present in zip(parameters, means, present_anywhere, strict=True):
+            if p.grad is not None:
+                p.grad.copy_(mean.view_as(p))
+            elif bool(is_present):
+                p.grad = mean.view_as(p).clone()
 
 
 def processes(group: dist.ProcessGroup | None = None) -> int:

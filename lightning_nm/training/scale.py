@@ -16,7 +16,7 @@ from functools import cache
 from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -49,13 +49,6 @@ def check_scale(scale: str | None, base_density: float) -> None:
         raise ValueError(
             f"base_density={base_density} must lie in (0, 1]: the density that the learning rate suits"
         )
-
-
-def density_of(layer: NMLayer) -> float:
-    """The share of entries that the forward mask keeps now; 1 in a dense phase."""
-    if not layer.masks.has_forward:
-        return 1.0
-    return kept_share(layer)
 
 
 @torch.no_grad()
@@ -99,30 +92,6 @@ def _square(tensor: Tensor) -> float:
     return float(tensor.detach().double().square().sum())
 
 
-def check_optimizer(optimizer: Optimizer, layers: Sequence[NMLayer]) -> None:
-    """Refuse an optimizer of any of these layers unless it steps each entry by itself, in proportion to its rate.
-
-    This is known of classes, not found out: a step of a probe might communicate, or step what the optimizer wraps.
-
-    Raises:
-        ValueError: With the optimizer's and a layer's name.
-    """
-    known = isinstance(optimizer, _KNOWN)
-    for kind in type(optimizer).__mro__:
-        package = kind.__module__.partition(".")[0]
-        known = known or bool(_KNOWN_ELSEWHERE.fullmatch(f"{package}.{kind.__name__}"))
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    masked = [layer.name for layer in layers if id(layer.view.optimizer_param) in held]
-    if masked and not known:
-        name = type(optimizer).__name__
-        raise ValueError(
-            f"scale='supar' multiplies the learning rate of layer '{masked[0]}' and others by a rule that holds "
-            "for optimizers that step each entry by itself, in proportion to the learning rate. That is known of SGD, "
-            f"Adam, AdamW, Adamax, NAdam, RAdam, Adagrad, RMSprop and Lion, but not for {name}: use one of them, let "
-            f"{name} inherit from one of torch's if the same is true of it, or use scale=None"
-        )
-
-
 class ScaledLearningRates:
     """Multiplies the learning rates of masked weights by ``base_density / density`` while an optimizer steps.
 
@@ -138,9 +107,34 @@ class ScaledLearningRates:
     def __init__(self, base_density: float = 1.0) -> None:
         self.base_density = base_density
 
+    def check_optimizer(self, optimizer: Optimizer, layers: Sequence[NMLayer]) -> None:
+        """Refuse an optimizer of any of these layers unless it steps each entry by itself, in proportion to its rate.
+
+        This is known of classes, not found out: a step of a probe might communicate, or step what the optimizer wraps.
+
+        Raises:
+            ValueError: With the optimizer's and a layer's name.
+        """
+        known = isinstance(optimizer, _KNOWN)
+        for kind in type(optimizer).__mro__:
+            package = kind.__module__.partition(".")[0]
+            known = known or bool(_KNOWN_ELSEWHERE.fullmatch(f"{package}.{kind.__name__}"))
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        masked = [layer.name for layer in layers if id(layer.view.optimizer_param) in held]
+        if masked and not known:
+            name = type(optimizer).__name__
+            raise ValueError(
+                f"scale='supar' multiplies the learning rate of layer '{masked[0]}' and others by a rule that "
+                "holds for optimizers that step each entry by itself, in proportion to the learning rate. That is "
+                "known of SGD, Adam, AdamW, Adamax, NAdam, RAdam, Adagrad, RMSprop and Lion, but not for "
+                f"{name}: use one of them, let {name} inherit from one of torch's if the same is true of it, or use "
+                "scale=None"
+            )
+
     def factor(self, layer: NMLayer) -> float:
-        """The factor of a layer's learning rate now."""
-        return self.base_density / density_of(layer)
+        """The factor of a layer's learning rate now; its density is 1 in a dense phase."""
+        density = kept_share(layer) if layer.masks.has_forward else 1.0
+        return self.base_density / density
 
     def view(self, optimizer: Optimizer) -> Any:
         """An optimizer that shares its state and all else with another one, but may have other groups."""
@@ -158,8 +152,17 @@ class ScaledLearningRates:
         parts: list[dict[str, Any]] = []
         origins: list[tuple[dict[str, Any], float]] = []
         for group in view.nm_of.param_groups:
-            for factor, members in _members_by_factor(group["params"], factors).items():
-                parts.append(_part(group, members, factor))
+            members: dict[float, list[int]] = {}  # positions in the group, by factor
+            for position, parameter in enumerate(group["params"]):
+                members.setdefault(factors.get(id(parameter), 1.0), []).append(position)
+            for factor, positions in (members or {1.0: []}).items():
+                part = dict(group)
+                for key in ("params", "param_names"):
+                    if key in group:
+                        part[key] = [group[key][position] for position in positions]
+                for key in _rates_of(group):
+                    part[key] = group[key] * factor
+                parts.append(part)
                 origins.append((group, factor))
         if any(factor != 1 for _, factor in origins):
             view.param_groups = parts
@@ -172,9 +175,17 @@ class ScaledLearningRates:
             written = set()
             for part, (group, factor) in zip(view.param_groups, view.nm_origins, strict=False):
                 # A counter has advanced alike in all parts of a group.
-                if id(group) not in written:
-                    written.add(id(group))
-                    _write_back(part, group, factor)
+                if id(group) in written:
+                    continue
+                written.add(id(group))
+                rates = _rates_of(group)
+                for key, value in part.items():
+                    if key in ("params", "param_names"):
+                        continue
+                    if key not in rates:
+                        group[key] = value
+                    elif isinstance(value, (int, float)) and value != group[key] * factor:
+                        group[key] = value / factor  # the optimizer changed its rate itself
             view = view.nm_of
 
     @contextmanager
@@ -192,6 +203,11 @@ class ScaledLearningRates:
             self.write_back(view)
 
 
+def _rates_of(group: dict[str, Any]) -> list[str]:
+    """The keys of a group's learning rates."""
+    return [key for key in _RATES if isinstance(group.get(key), (int, float, Tensor))]
+
+
 @cache
 def _view_class(kind: type[Any]) -> type[Any]:
     """A subclass whose ``param_groups`` do not lie in the ``__dict__`` that a view shares with its optimizer."""
@@ -201,38 +217,3 @@ def _view_class(kind: type[Any]) -> type[Any]:
         "__del__": lambda view: None,
     }
     return type(kind.__name__, (kind,), own)
-
-
-def _members_by_factor(
-    parameters: Sequence[nn.Parameter], factors: dict[int, float]
-) -> dict[float, list[int]]:
-    """The positions in a group of the parameters with each factor."""
-    found: dict[float, list[int]] = {}
-    for position, parameter in enumerate(parameters):
-        found.setdefault(factors.get(id(parameter), 1.0), []).append(position)
-    return found or {1.0: []}
-
-
-def _part(group: dict[str, Any], members: list[int], factor: float) -> dict[str, Any]:
-    """Some parameters of a group as a group of their own, with its learning rates multiplied."""
-    part = dict(group)
-    for key in ("params", "param_names"):
-        if key in group:
-            part[key] = [group[key][position] for position in members]
-    for key in _RATES:
-        if isinstance(group.get(key), (int, float, Tensor)):
-            part[key] = group[key] * factor
-    return part
-
-
-def _write_back(part: dict[str, Any], group: dict[str, Any], factor: float) -> None:
-    """Take over what a step wrote to a part of a group, such as a counter."""
-    for key, value in part.items():
-        if key in ("params", "param_names"):
-            continue
-        is_rate = key in _RATES and isinstance(group.get(key), (int, float, Tensor))
-        if not is_rate:
-            group[key] = value
-        elif isinstance(value, (int, float)) and value != group[key] * factor:
-            # The optimizer changed its learning rate itself.
-            group[key] = value / factor

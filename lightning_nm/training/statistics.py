@@ -26,33 +26,32 @@ if TYPE_CHECKING:  # for the types only: imports point one way
     from lightning_nm.methods.base import Method
 
 
-def layer_statistics(layer: NMLayer) -> dict[str, float]:
-    """The statistics of one layer: of its masks, of its gradient estimates and of its method.
-
-    Raises:
-        ValueError: If the weight holds NaN, naming the layer.
-    """
-    return {
-        **_mask_statistics([layer]),
-        **_gradient_statistics([layer]),
-        **layer.spec.method.statistics([layer]),
-    }
-
-
 def joint_statistics(layers: Sequence[NMLayer]) -> dict[str, float]:
-    """The same statistics of several layers together. A method's own are of the layers of its class.
+    """The statistics of layers together: of masks and gradient estimates, and of each method, for the layers it has.
 
     Raises:
         ValueError: If a weight holds NaN, naming the layer.
     """
-    statistics = {**_mask_statistics(layers), **_gradient_statistics(layers)}
+    found = {**_mask_statistics(layers), **_gradient_statistics(layers)}
     layers_by_method: dict[type[Method], list[NMLayer]] = {}
     for layer in layers:
         layers_by_method.setdefault(type(layer.spec.method), []).append(layer)
     for members in layers_by_method.values():
-        method = members[0].spec.method
-        statistics.update(method.statistics(members))
-    return statistics
+        found.update(members[0].spec.method.statistics(members))
+    return found
+
+
+def shares_of(
+    model: nn.Module, layers: Iterable[NMLayer], macs: Mapping[str, int]
+) -> dict[str, float]:
+    """The shares of a model's parameters and, where they were counted, of its multiply-adds that layers have."""
+    layers = list(layers)
+    all_parameters = sum(map(known_size, model.parameters()))
+    found = {"parameters": sum(layer.view.shape.numel() for layer in layers) / all_parameters}
+    all_macs = sum(macs.values())
+    if all_macs:
+        found["flops"] = sum(macs.get(layer.name, 0) for layer in layers) / all_macs
+    return found
 
 
 def share_of_products(model: nn.Module, layers: Iterable[NMLayer]) -> float:

@@ -2,36 +2,38 @@
 
 :class:`TrainingStep` is read from top to bottom: :meth:`~TrainingStep.before_optimizer`, with complete gradients;
 :meth:`~TrainingStep.after_clipping`, when the optimizer's step begins; :meth:`~TrainingStep.after_optimizer`, right
-after each real step; :meth:`~TrainingStep.end_batch`.
+after each real step; :meth:`~TrainingStep.end_batch`. What follows are the optimizers and their hooks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from itertools import chain
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.nn.state import layer_state
+from lightning_nm.nn.selection import install, uninstall
+from lightning_nm.nn.state import keep_replaced
 from lightning_nm.schedule import within
-from lightning_nm.training.direct_reads import DirectReads
-from lightning_nm.training.forgotten import ForgottenCalls
+from lightning_nm.training.macs import MacsCounter
 from lightning_nm.training.optimizers import (
-    OwnedLayers,
+    RegisteredOptimizer,
     changes_nothing,
     is_frozen,
-    owned_layers,
     remove_parameters,
     unpack_state,
+    unwrapped,
 )
-from lightning_nm.training.phases import begin_stage, zero_pruned_state
-from lightning_nm.training.scale import ScaledLearningRates, check_optimizer
+from lightning_nm.training.phases import begin_stage, refuse_late_sharding, zero_pruned_state
+from lightning_nm.training.scale import ScaledLearningRates
+from lightning_nm.training.watch import DirectReads, ForgottenCalls, OnDirectRead
+
+if TYPE_CHECKING:  # for the types only
+    from lightning_nm.methods.base import Method
 
 _OBSERVED_LAYERS = 4
 """Layers whose gradient estimates are compared with exact gradients at a time."""
@@ -41,69 +43,99 @@ class TrainingStep:
     """Advances the counters of layers with the real steps of the optimizers that own their weights.
 
     Args:
-        layers: The masked layers.
-        observe_every: Training steps between two comparisons of gradient estimates; 0 for none.
-        clock: Training steps so far.
-        forgotten: What warns of calls that the loop leaves out.
+        model: The model of the layers.
         rates: What scales the learning rates of masked weights within a step.
-        is_suspended: Asked at each step of an optimizer; if true, the step is none of this training and is ignored.
-        direct_reads: What finds weights that other code reads.
+        observe_every: Training steps between two comparisons of gradient estimates; 0 for none.
+        on_direct_read: What happens when other code reads a masked weight.
+        in_plain_loop: Whether the user makes the calls of a step, and may forget one.
     """
 
     def __init__(
         self,
-        layers: Sequence[NMLayer],
-        observe_every: int = 0,
-        clock: int = 0,
-        forgotten: ForgottenCalls | None = None,
+        model: nn.Module,
         rates: ScaledLearningRates | None = None,
-        is_suspended: Callable[[], bool] | None = None,
-        direct_reads: DirectReads | None = None,
+        observe_every: int = 0,
+        on_direct_read: OnDirectRead = "error",
+        in_plain_loop: bool = True,
     ) -> None:
-        self.layers = layers
-        self._is_suspended = is_suspended or (lambda: False)
-        self.direct_reads = direct_reads
-        self.forgotten = forgotten or ForgottenCalls()
-        self.rates = rates
-        self.observe_every = observe_every
-        self.clock = clock  # training steps: batches at whose end any optimizer had stepped
+        self.layers: Sequence[NMLayer] = ()
+        self.clock = 0  # training steps: batches at whose end any optimizer had stepped
         self.stepped = False  # whether any optimizer has stepped since the last end_batch()
-        # The keys of these are the ids of optimizers: an optimizer has no hash of its own to rely on.
-        self.optimizers: dict[int, OwnedLayers] = {}  # the registered ones
-        self._handles: dict[int, list[RemovableHandle]] = {}
-        self._depth: dict[int, int] = {}  # of nested calls of step(), see _enter_step()
-        self._in_closure: set[int] = set()  # those whose step is computing its gradients
-        self._announced: set[int] = set()  # those whose gradients before_optimizer() has shaped
+        self.macs: dict[str, int] = {}
+        """Multiply-adds of every weight's dense forward GEMM in the first batches, by layer name."""
+        self.counter: MacsCounter | None = None  # None once it has counted
+        self.is_suspended: Callable[[], bool] = lambda: False
+        """Asked at each step of an optimizer; if true, the step is none of this training and is ignored."""
+        self.forgotten = ForgottenCalls(in_plain_loop)
+        self.direct_reads = DirectReads(model, on_direct_read)
+        self._model = model
+        self._rates = rates
+        self._observe_every = observe_every
+        # By id: an optimizer has no hash of its own to rely on.
+        self._registered: dict[int, RegisteredOptimizer] = {}
         # Hooks that a method does not define are not called at all: most layers have few.
-        self._hooks = {layer.spec.method: layer.spec.method.defined_hooks() for layer in layers}
+        self._hooks: dict[Method, frozenset[str]] = {}
+
+    def start(self, layers: Sequence[NMLayer]) -> None:
+        """Install the masks of layers that have some; others may join the list later, see :meth:`add`."""
+        self.layers = layers
+        self.stepped = False
+        self.begin_window()
+        install(self._model, layers)
+        self.counter = MacsCounter(self._model)
+        self.macs = self.counter.macs
 
     def add(self, layers: Sequence[NMLayer]) -> None:
-        """Start counting the steps of layers just added to :attr:`layers`; registered optimizers may own them."""
-        for layer in layers:
-            self._hooks[layer.spec.method] = layer.spec.method.defined_hooks()
-        for known in list(self.optimizers.values()):
-            self._find_owned(known.optimizer)
+        """Install the masks of layers just added to :attr:`layers`; registered optimizers may own them."""
+        for known in self._registered.values():
+            self._find_layers(known)
         for layer in layers:
             self._begin_window(layer)
-        if self.direct_reads is not None:
-            self.direct_reads.watch(layers)
+        self.direct_reads.watch(layers)
+        install(self._model, layers)
+
+    def stop(self, *, keep_parameters: bool = False) -> None:
+        """Restore ordinary modules, and forget all optimizers.
+
+        ``keep_parameters`` leaves the parameters that methods own in them.
+        """
+        self.direct_reads.close()
+        self._close_counter()
+        for known in self._registered.values():
+            known.remove_hooks()
+            if not keep_parameters:
+                remove_parameters(known.optimizer, self.layers)
+        self._registered.clear()
+        self._hooks.clear()
+        uninstall(self._model, self.layers)
 
     def _hooks_of(self, layer: NMLayer) -> frozenset[str]:
         """The hooks that are called for a layer: none in a dense stage."""
-        return frozenset() if layer.progress.is_dense else self._hooks[layer.spec.method]
+        if layer.progress.is_dense:
+            return frozenset()
+        method = layer.spec.method
+        if method not in self._hooks:
+            self._hooks[method] = method.defined_hooks()
+        return self._hooks[method]
+
+    def _close_counter(self) -> None:
+        if self.counter is not None:
+            self.counter.close()
+            self.counter = None
+
+    # ---------------------------------------------------------------------------------------------- the order of a step
 
     def before_optimizer(self, optimizer: Optimizer, loss_scale: float = 1.0) -> None:
         """Shape the complete gradients, still multiplied by ``loss_scale``, of the optimizer's layers."""
-        owned = self.owned(optimizer)
-        if self.direct_reads is not None:
-            self.direct_reads.check(owned)  # before methods add to the gradients
-        self._announced.add(id(optimizer))
-        if id(optimizer) not in self._in_closure:
+        known = self._known(unwrapped(optimizer))
+        self.direct_reads.check(known.layers)  # before methods add to the gradients
+        known.announced = True
+        if not known.in_closure:
             # A new step begins: what is left here is of one that raised an exception.
-            self._depth.pop(id(optimizer), None)
+            known.depth = 0
         # Methods read the learning rates that the step will have, such as BAME for the size of a step.
-        with self._rates_shown(optimizer):
-            for layer in owned:
+        with self._rates_shown(known):
+            for layer in known.layers:
                 method = layer.spec.method
                 hooks = self._hooks_of(layer)
                 # Methods see true gradients, whatever a GradScaler has multiplied them by.
@@ -111,42 +143,38 @@ class TrainingStep:
                     if "penalty" in hooks:
                         _add_penalty(layer)
                     if "before_step" in hooks:
-                        method.before_step(layer, optimizer)
+                        method.before_step(layer, known.optimizer)
                 layer.progress.shaped = True
 
-    def after_clipping(self, optimizer: Optimizer) -> None:
+    def after_clipping(self, known: RegisteredOptimizer) -> None:
         """Shape the gradients that the optimizer's step is about to use."""
-        shaping = [
-            layer for layer in self.owned(optimizer) if "after_clipping" in self._hooks_of(layer)
-        ]
-        if not shaping:
+        shaping = [layer for layer in known.layers if "after_clipping" in self._hooks_of(layer)]
+        if not shaping or (not known.announced and changes_nothing(known.optimizer)):
             return
-        announced = id(optimizer) in self._announced
-        if not announced and changes_nothing(optimizer):
-            return
-        loss_scale = _scale_within_step(optimizer)
+        # A gradient scaler unscales gradients before, or tells optimizers that do so themselves, as fused ones.
+        scale = getattr(known.optimizer, "grad_scale", None)
+        loss_scale = 1.0 if scale is None else float(scale)
         for layer in shaping:
             with _unscaled(layer, loss_scale), layer.full(gradient=True):
-                layer.spec.method.after_clipping(layer, optimizer)
+                layer.spec.method.after_clipping(layer, known.optimizer)
 
-    def after_optimizer(self, optimizer: Optimizer) -> None:
+    def after_optimizer(self, known: RegisteredOptimizer) -> None:
         """Count a real step of the optimizer, and let the methods repair what it did to the weights."""
         self.stepped = True
-        for layer in self.owned(optimizer):
+        for layer in known.layers:
             if is_frozen(layer):
                 # The optimizer holds the weight and does not train it: the layer's counters stand still.
                 layer.draw_noise()
                 continue
-            hooks = self._hooks_of(layer)
             layer.costs.count_step(layer)
             layer.progress.step += 1
             layer.progress.shaped = False
             # The first step has found pruned entries in the weight; Adamax adds its epsilon to every entry's state.
-            if layer.progress.step == 1 or isinstance(optimizer, torch.optim.Adamax):
+            if layer.progress.step == 1 or isinstance(known.optimizer, torch.optim.Adamax):
                 self._zero_pruned_state(layer)
-            if "after_step" in hooks:
+            if "after_step" in self._hooks_of(layer):
                 with layer.full(gradient=True):
-                    layer.spec.method.after_step(layer, optimizer)
+                    layer.spec.method.after_step(layer, known.optimizer)
             # A batch may hold several steps, and each needs random numbers of its own.
             layer.draw_noise()
 
@@ -156,10 +184,15 @@ class TrainingStep:
         Returns:
             Whether any optimizer had stepped.
         """
+        if self.macs and self.counter is not None:
+            self.counter.end_batch()
+            if self.macs:
+                self._close_counter()
         # What is left here is of a step that raised an exception, or that a GradScaler skipped.
-        self._depth.clear()
-        self._announced.clear()
-        self.forgotten.batch_ended()
+        for known in self._registered.values():
+            known.depth = 0
+            known.announced = False
+            known.steps_in_batch = 0
         stepped = self.stepped
         self.stepped = False
         if stepped:
@@ -171,8 +204,6 @@ class TrainingStep:
         return stepped
 
     def _end_batch(self, layer: NMLayer, stepped: bool) -> None:
-        method = layer.spec.method
-        hooks = self._hooks_of(layer)
         progress = layer.progress
         progress.clock = self.clock
         progress.shaped = False
@@ -185,13 +216,18 @@ class TrainingStep:
         begins_stage = stepped and progress.begins_stage
         if has_stepped or begins_phase or begins_stage:
             had_mask = layer.masks.has_forward
-            if "update" in hooks:
+            if "update" in self._hooks_of(layer):
                 with layer.full():
-                    method.update(layer)
+                    layer.spec.method.update(layer)
             if not had_mask and layer.step:
                 self._zero_pruned_state(layer)
             if begins_stage:
-                self._begin_stage(layer)
+                with layer.full():
+                    begin_stage(layer, self.optimizers)
+                if layer.parameters:
+                    # The first masks may bring parameters of the method.
+                    for known in self._registered.values():
+                        self._find_layers(known)
             progress.updated_at = progress.step
             # Weights that come back by a later load find no state of before these masks.
             layer.replaced_state = None
@@ -201,15 +237,7 @@ class TrainingStep:
         """Leave optimizers nothing of the entries that are pruned from now on, where they have no latent values."""
         kept = layer.forward_mask
         if kept is not None and not layer.spec.method.latent:
-            zero_pruned_state(layer, kept, [known.optimizer for known in self.optimizers.values()])
-
-    def _begin_stage(self, layer: NMLayer) -> None:
-        """Begin a stage of the schedule, in all layers at the same training step."""
-        with layer.full():
-            begin_stage(layer, [known.optimizer for known in self.optimizers.values()])
-        if layer.parameters:
-            # The first masks may bring parameters of the method.
-            self.add(())
+            zero_pruned_state(layer, kept, self.optimizers)
 
     def begin_window(self, *, loaded: bool = False) -> None:
         """Decide what the layers do until the next step, before its first forward pass: all micro-batches do the same.
@@ -218,32 +246,9 @@ class TrainingStep:
         """
         for layer in self.layers:
             self._begin_window(layer, loaded=loaded)
-        if self.direct_reads is not None:
-            self.direct_reads.watch(self.layers)
-        if self.observe_every:
+        self.direct_reads.watch(self.layers)
+        if self._observe_every:
             self._observe_some()
-
-    def _observe_some(self) -> None:
-        """Compare the estimates of a few layers in this window if it is a turn, or if nothing is known of any layer.
-
-        The latter is so when a training resumes, and when the estimators begin between two turns.
-        """
-        estimating = [
-            layer
-            for layer in self.layers
-            if layer.progress.estimating and layer.param.requires_grad
-        ]
-        is_turn = self.clock % self.observe_every == 0
-        nothing_known = all(layer.progress.observed is None for layer in estimating)
-        if not is_turn and not nothing_known:
-            return
-        # Each turn takes the next few layers, so that all of them are seen in time.
-        turn = self.clock // self.observe_every
-        first = turn * _OBSERVED_LAYERS
-        for k in range(min(_OBSERVED_LAYERS, len(estimating))):
-            layer = estimating[(first + k) % len(estimating)]
-            # The passes of a weight that tensor parallelism cuts are those of its shards.
-            layer.progress.observing = not layer.spec.tensor_parallel
 
     def _begin_window(self, layer: NMLayer, *, loaded: bool = False) -> None:
         method = layer.spec.method
@@ -261,199 +266,238 @@ class TrainingStep:
             if not progress.estimating:
                 progress.observed = None
 
-    def load(self, clock: int, stepped: bool) -> None:
+    def _observe_some(self) -> None:
+        """Compare the estimates of a few layers in this window if it is a turn, or if nothing is known of any layer.
+
+        The latter is so when a training resumes, and when the estimators begin between two turns.
+        """
+        estimating = [
+            layer
+            for layer in self.layers
+            if layer.progress.estimating and layer.param.requires_grad
+        ]
+        is_turn = self.clock % self._observe_every == 0
+        nothing_known = all(layer.progress.observed is None for layer in estimating)
+        if not is_turn and not nothing_known:
+            return
+        # Each turn takes the next few layers, so that all of them are seen in time.
+        first = self.clock // self._observe_every * _OBSERVED_LAYERS
+        for k in range(min(_OBSERVED_LAYERS, len(estimating))):
+            layer = estimating[(first + k) % len(estimating)]
+            # The passes of a weight that tensor parallelism cuts are those of its shards.
+            layer.progress.observing = not layer.spec.tensor_parallel
+
+    def load(self, clock: int, stepped: bool, macs: dict[str, int]) -> None:
         """Go on at saved counters; those of the layers are loaded already."""
         self.clock = clock
         self.stepped = stepped
         for layer in self.layers:
             layer.progress.observed = None  # it is of other weights
         self.begin_window(loaded=True)
+        if macs:
+            # The counts of the first batches, which are not counted again.
+            self.macs.clear()
+            self.macs.update(macs)
+            if self.counter is not None:
+                self.counter.known = True
+
+    # --------------------------------------------------------------------------------------------------- the optimizers
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The registered optimizers."""
+        return [known.optimizer for known in self._registered.values()]
 
     def register(self, optimizer: Optimizer) -> None:
-        """Count the real steps of an optimizer; does nothing if it is registered."""
-        if id(optimizer) in self.optimizers:
+        """Count the real steps of an optimizer, or of the one that it wraps; does nothing if it is registered.
+
+        Raises:
+            TypeError: If it is not a ``torch.optim.Optimizer``.
+            ValueError: If the method of a layer does not support the optimizer.
+            RuntimeError: If the weights were sharded after their masks were installed.
+        """
+        refuse_late_sharding(self.layers)
+        optimizer = unwrapped(optimizer)
+        if not isinstance(optimizer, Optimizer):
+            name = type(optimizer).__name__
+            raise TypeError(
+                f"{name} is not a torch.optim.Optimizer: pass the torch optimizer that it wraps"
+            )
+        if id(optimizer) in self._registered:
             return
-        self._find_owned(optimizer)
-        enter = optimizer.register_step_pre_hook(self._enter_step)
-        leave = optimizer.register_step_post_hook(self._leave_step)
-        self._handles[id(optimizer)] = [enter, leave]
+        known = RegisteredOptimizer(optimizer)
+        self._find_layers(known)
+        self._registered[id(optimizer)] = known
+        known.handles = [
+            optimizer.register_step_pre_hook(self._enter_step),
+            optimizer.register_step_post_hook(self._leave_step),
+        ]
+
+    def follow(self, optimizers: Iterable[Optimizer]) -> None:
+        """Register all optimizers of a training, and forget others, which were replaced: they train no weight now."""
+        inner = [unwrapped(optimizer) for optimizer in optimizers]
+        for key in self._registered.keys() - {id(optimizer) for optimizer in inner}:
+            self._registered.pop(key).remove_hooks()
+        for optimizer in inner:
+            if id(optimizer) not in self._registered:
+                self.register(optimizer)
 
     def check_optimizer_states(self) -> None:
-        """Let the methods refuse optimizers without the state to go on with, once it has the form of this version."""
-        for known in list(self.optimizers.values()):
-            for layer in self.owned(known.optimizer):
-                unpack_state(known.optimizer, layer)
-                layer.spec.method.check_optimizer_state(layer, known.optimizer)
+        """Let the methods refuse registered optimizers that lack the state to go on with; nothing is changed.
 
-    def forget_others(self, optimizers: Sequence[Optimizer]) -> None:
-        """Forget the registered optimizers that are not among these: they were replaced."""
-        in_use = {id(optimizer) for optimizer in optimizers}
-        for key in self.optimizers.keys() - in_use:
-            for handle in self._handles.pop(key):
-                handle.remove()
-            del self.optimizers[key]
-            self._depth.pop(key, None)
-            self._announced.discard(key)
+        Call it before the first batch, once the states of layers and optimizers are loaded.
 
-    def owned(self, optimizer: Optimizer) -> list[NMLayer]:
-        """The layers whose weight the optimizer holds now; parameters may join while training.
+        Raises:
+            ValueError: If a method needs state that an optimizer does not have, naming the layer.
+        """
+        for optimizer in self.optimizers:
+            for layer in self._known(optimizer).layers:
+                unpack_state(optimizer, layer)
+                layer.spec.method.check_optimizer_state(layer, optimizer)
+
+    def unowned(self) -> list[str]:
+        """The layers that no registered optimizer trains: their masks are not updated."""
+        owned = {layer for optimizer in self.optimizers for layer in self._known(optimizer).layers}
+        return [layer.name for layer in self.layers if layer not in owned]
+
+    def unseen(self) -> list[str]:
+        """The layers whose module was not called in the batches so far, though others were.
+
+        Other code may read such a weight without its mask, for example by ``F.linear(x, module.weight)``; once it has a
+        gradient, that is an error, see ``direct_reads`` of :class:`~lightning_nm.SparsityConfig`. Compiled modules are
+        left out, since their calls are not seen.
+        """
+        if not self.macs:
+            return []
+        hidden = self.counter.hidden() if self.counter else set()
+        return [
+            layer.name
+            for layer in self.layers
+            if layer.name not in self.macs
+            and layer.spec.module not in hidden
+            # With a gradient it was called as layer.forward(x), without hooks, or `direct_reads` tells.
+            and layer not in self.direct_reads.with_gradient
+        ]
+
+    def _known(self, optimizer: Optimizer) -> RegisteredOptimizer:
+        """A registered optimizer, with the layers whose weight it holds now; parameters may join while training.
 
         Raises:
             RuntimeError: If the optimizer is not registered.
         """
-        known = self.optimizers.get(id(optimizer))
+        known = self._registered.get(id(optimizer))
         if known is None:
             raise RuntimeError(
                 "this optimizer is not registered: call sparsifier.register(optimizer) before training"
             )
-        held = sum(len(group["params"]) for group in optimizer.param_groups)
-        if held != known.parameters:
-            return self._find_owned(optimizer)
-        return known.layers
+        if known.held() != known.parameters:
+            self._find_layers(known)
+        return known
 
-    def _find_owned(self, optimizer: Optimizer) -> list[NMLayer]:
-        """Find the layers of an optimizer, among those that it did not hold before."""
-        known = self.optimizers.get(id(optimizer))
-        if self.rates is not None:
-            check_optimizer(optimizer, self.layers)
-        owned = owned_layers(optimizer, self.layers, known)
-        self.optimizers[id(optimizer)] = owned
-        return owned.layers
+    def _find_layers(self, known: RegisteredOptimizer) -> None:
+        """Find the layers of an optimizer, which may have got more parameters, as the layers may have."""
+        if self._rates is not None:
+            self._rates.check_optimizer(known.optimizer, self.layers)
+        known.find_layers(self.layers)
 
-    def unowned(self) -> list[NMLayer]:
-        """The layers that no registered optimizer owns."""
-        owned: set[NMLayer] = set()
-        for known in list(self.optimizers.values()):
-            owned.update(self.owned(known.optimizer))
-        return [layer for layer in self.layers if layer not in owned]
+    def _rates_shown(self, known: RegisteredOptimizer) -> AbstractContextManager[None]:
+        """Within, the optimizer's groups have the learning rates of its step."""
+        if self._rates is None:
+            return nullcontext()
+        return self._rates.shown(known.optimizer, known.layers)
 
-    def release(self, *, keep_parameters: bool = False) -> None:
-        """Forget all optimizers; ``keep_parameters`` leaves the parameters that methods own in them."""
-        for handle in chain.from_iterable(self._handles.values()):
-            handle.remove()
-        if self.direct_reads is not None:
-            self.direct_reads.close()
-        if not keep_parameters:
-            for known in self.optimizers.values():
-                remove_parameters(known.optimizer, self.layers)
-        self._handles.clear()
-        self.optimizers.clear()
-        self._depth.clear()
-        self._announced.clear()
+    # -------------------------------------------------------------------------------------------- hooks of their step()
 
     def _enter_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        # The step of a subclass that calls its base class's runs both hooks twice: only the outermost counts. Within
-        # the step of a view it is the view's.
-        if id(optimizer) not in self.optimizers:
+        # Within the step of a view, hooks are the view's.
+        if id(optimizer) not in self._registered:
             return None
-        if self._is_suspended():
-            self._keep_states()
+        if self.is_suspended():
+            for layer in self.layers:
+                keep_replaced(layer)
             return None
-        depth = self._depth.get(id(optimizer), 0) + 1
-        self._depth[id(optimizer)] = depth
-        if depth > 1 and self.rates is None:
+        known = self._registered[id(optimizer)]
+        known.depth += 1
+        # The step of a subclass that calls its base class's runs both hooks twice: only the outermost counts.
+        if known.depth > 1 and self._rates is None:
             return None
         # What steps: the optimizer, or the view of another sparsifier.
-        view = args[0] if self.rates is None else self.rates.view(args[0])
+        view = args[0] if self._rates is None else self._rates.view(args[0])
         args = (view, *args[1:])
         is_positional = len(args) > 1
         closure = args[1] if is_positional else kwargs.get("closure")
         if not callable(closure):
-            self._enter_after_clipping(optimizer, view)
+            self._enter_after_clipping(known, view)
             return args, kwargs
 
         # Under Lightning the closure computes the gradients and clips them: what follows clipping comes after it.
         def closure_and_hooks() -> Any:
-            self._in_closure.add(id(optimizer))
+            known.in_closure = True
             try:
                 result = closure()
             except BaseException:
-                # The step ends here, without its post hook.
-                self._depth.pop(id(optimizer), None)
+                known.depth = 0  # the step ends here, without its post hook
                 raise
             finally:
-                self._in_closure.discard(id(optimizer))
+                known.in_closure = False
             # The closure may log the user's own rates: they are scaled after it.
-            self._enter_after_clipping(optimizer, view)
+            self._enter_after_clipping(known, view)
             return result
 
         if is_positional:
             return (view, closure_and_hooks, *args[2:]), kwargs
         return args, {**kwargs, "closure": closure_and_hooks}
 
-    def _keep_states(self) -> None:
-        """Keep what belongs to the present weights: those that come back after the search find it again."""
-        for layer in self.layers:
-            if layer.replaced_state is None:
-                layer.replaced_state = layer_state(layer)
-
-    def _leave_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if id(optimizer) not in self.optimizers or self._is_suspended():
-            return
-        depth = self._depth.get(id(optimizer), 1) - 1
-        self._depth[id(optimizer)] = max(depth, 0)
-        if depth != 0 and self.rates is None:
-            return
-        if self.rates is not None:
-            self.rates.write_back(args[0])
-        with self._rates_shown(optimizer):
-            self._after_step(optimizer)
-
-    def _enter_after_clipping(self, optimizer: Optimizer, view: Any) -> None:
+    def _enter_after_clipping(self, known: RegisteredOptimizer, view: Any) -> None:
         """What happens between clipping and the optimizer's own step, which has the learning rates set here."""
-        if self.direct_reads is not None and id(optimizer) not in self._announced:
-            self.direct_reads.check(self.owned(optimizer))
-        for layer in self.owned(optimizer):
+        layers = self._known(known.optimizer).layers
+        if not known.announced:
+            self.direct_reads.check(layers)
+        for layer in layers:
             if layer.parameters and is_frozen(layer):
                 # What the method owns is frozen with the weight; freezing the module does not reach it.
                 for parameter in layer.parameters.values():
                     parameter.grad = None
         try:
-            with self._rates_shown(optimizer):
-                self.after_clipping(optimizer)
+            with self._rates_shown(known):
+                self.after_clipping(known)
         except BaseException:
-            self._depth.pop(id(optimizer), None)
+            known.depth = 0
             raise
-        if self.rates is not None:
-            self.rates.scale(view, self.owned(optimizer))
+        if self._rates is not None:
+            self._rates.scale(view, layers)
 
-    def _rates_shown(self, optimizer: Optimizer) -> Any:
-        """Within, the optimizer's groups have the learning rates of its step."""
-        if self.rates is None:
-            return nullcontext()
-        return self.rates.shown(optimizer, self.owned(optimizer))
-
-    def _after_step(self, optimizer: Optimizer) -> None:
-        announced = id(optimizer) in self._announced
-        self._announced.discard(id(optimizer))
-        # A fused optimizer skips a step with infinite gradients by itself, and still runs its hooks.
-        found_inf = getattr(optimizer, "found_inf", None)
-        if found_inf is not None and bool(found_inf):
+    def _leave_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if id(optimizer) not in self._registered or self.is_suspended():
             return
-        if announced or not changes_nothing(optimizer):
-            self.forgotten.optimizer_stepped(optimizer, self.owned(optimizer), announced)
-            self.after_optimizer(optimizer)
-
-
-def _scale_within_step(optimizer: Optimizer) -> float:
-    """The factor of the gradients when the step begins.
-
-    A gradient scaler unscales them before, or tells optimizers that do so themselves, as fused ones, by `grad_scale`.
-    """
-    scale = getattr(optimizer, "grad_scale", None)
-    return 1.0 if scale is None else float(scale)
-
-
-def _unscaled(layer: NMLayer, loss_scale: float) -> Any:
-    """Within, the gradients are not multiplied by the loss scale; those that a method made are afterwards, too."""
-    return nullcontext() if loss_scale == 1 else _without_scale(layer, loss_scale)
+        known = self._registered[id(optimizer)]
+        is_nested = known.depth > 1
+        known.depth = max(known.depth - 1, 0)
+        if is_nested and self._rates is None:
+            return
+        if self._rates is not None:
+            self._rates.write_back(args[0])
+        with self._rates_shown(self._known(optimizer)):
+            announced = known.announced
+            known.announced = False
+            # A fused optimizer skips a step with infinite gradients by itself, and still runs its hooks.
+            found_inf = getattr(optimizer, "found_inf", None)
+            if found_inf is not None and bool(found_inf):
+                return
+            if announced or not changes_nothing(optimizer):
+                known.steps_in_batch += 1
+                self.forgotten.optimizer_stepped(known.layers, announced, known.steps_in_batch)
+                self.after_optimizer(known)
 
 
 @contextmanager
-def _without_scale(layer: NMLayer, loss_scale: float) -> Iterator[None]:
-    _for_gradients(layer, lambda grad: grad.div_(loss_scale))
+def _unscaled(layer: NMLayer, loss_scale: float) -> Iterator[None]:
+    """Within, the gradients are not multiplied by the loss scale; those that a method made are afterwards, too."""
+    if loss_scale != 1:
+        _for_gradients(layer, lambda grad: grad.div_(loss_scale))
     yield
-    _for_gradients(layer, lambda grad: grad.mul_(loss_scale))
+    if loss_scale != 1:
+        _for_gradients(layer, lambda grad: grad.mul_(loss_scale))
 
 
 def _for_gradients(layer: NMLayer, change: Callable[[Tensor], Tensor]) -> None:

@@ -496,7 +496,7 @@ def test_steps_in_which_a_layer_waited_count_as_dense():
         sparsifier.step()
         ratios.append(sparsifier.flops_ratios()["eligible"])
     assert ratios[8] > ratios[9]
-    assert sparsifier.mean_flops_ratios()["eligible"] == pytest.approx(sum(ratios) / 10)
+    assert sparsifier.flops_ratios(mean=True)["eligible"] == pytest.approx(sum(ratios) / 10)
 
 
 class ReplaceOptimizer(pl.Callback):
@@ -524,13 +524,13 @@ def test_an_own_loop_says_which_optimizers_it_has():
     model.backbone.requires_grad_(False)
     sparsifier = NMSparsifier(model, "2:4", "ste", skip_first_last=False).attach()
     old, new = (torch.optim.SGD(part.parameters(), 0.1) for part in (model, model.head))
-    sparsifier.follow([old])
-    sparsifier.follow([new])
+    sparsifier.training.follow([old])
+    sparsifier.training.follow([new])
     model.backbone.requires_grad_(True)
     assert sparsifier.mask_unfrozen() == []
     old.step()
     assert not sparsifier.step()  # its steps do not count
-    sparsifier.follow([old, new])
+    sparsifier.training.follow([old, new])
     assert [layer.name for layer in sparsifier.mask_unfrozen()] == ["backbone.1", "backbone.3"]
 
 

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_nm import BAME, MVUE, NMSparsityCallback
 from lightning_nm.demo import ExactResume
+from lightning_nm.training.statistics import mean_flip_rate
 from tests.support.lightning_models import (
     Data,
     Inspect,
@@ -71,7 +72,14 @@ def test_weights_that_are_swapped_leave_the_figures_alone(tmp_path, method):
         def look(trainer, module):
             (nm,) = [c for c in trainer.callbacks if isinstance(c, NMSparsityCallback)]
             s = nm.sparsifier
-            seen.append((s.stats(), s.mean_flip_rate(), s.mean_flops_ratios(), s.layer_stats()))
+            seen.append(
+                (
+                    s.stats(),
+                    mean_flip_rate(s.layers.values()),
+                    s.flops_ratios(mean=True),
+                    s.layer_stats(),
+                )
+            )
 
         options = {"val_check_interval": 2, "limit_val_batches": 1, "num_sanity_val_steps": 0}
         make_trainer(tmp_path, [callback(method), *others, Inspect(look)], **options).fit(

@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 from lightning_nm.cli import main
-from lightning_nm.training.forwards import can_watch
+from lightning_nm.training.macs import can_watch
 
 SMALL = """
 seed_everything: 0

@@ -361,7 +361,7 @@ def test_nothing_is_drawn_in_a_dense_phase(draws):
         train(model, sparsifier, optimizer, 1)
     assert labels == [("dense", 0), ("dense", 0), ("2:4", 0)]
     assert len(draws) == 1, "the first layer needs no input gradient"
-    ratios = sparsifier.mean_flops_ratios()
+    ratios = sparsifier.flops_ratios(mean=True)
     assert ratios["eligible"] < 1
 
 

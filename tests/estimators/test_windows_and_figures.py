@@ -21,6 +21,7 @@ from lightning_nm import (
     TransposableMask,
 )
 from lightning_nm.callbacks.tables import print_layers
+from lightning_nm.training.statistics import shares_of
 from tests.support.lightning_models import Data, Inspect, make_trainer, new_model
 
 
@@ -77,7 +78,7 @@ def test_wgrad_is_dense_before_and_after_the_window(accumulate):
     train(model, sparsifier, 10, look, accumulate)
     assert exact == [True] * 2 + [False] * 5 + [True] * 3
     assert treatments == ["dense"] * 2 + ["1:2"] * 5 + ["dense"] * 3
-    ratios = sparsifier.mean_flops_ratios()
+    ratios = sparsifier.flops_ratios(mean=True)
     for kind in ("arithmetic", "paper", "eligible"):
         assert ratios[kind] == pytest.approx(1 - 5 / 10 / 6)
 
@@ -293,7 +294,8 @@ def test_shares_tell_masks_from_gradients():
     sizes = {name: layer.weight.numel() for name, layer in sparsifier.layers.items()}
     total = sum(p.numel() for p in model.parameters())
     assert sparsifier.shares() == {"parameters": sizes["0"] / total}
-    assert sparsifier.shares(gradients=True) == {"parameters": sum(sizes.values()) / total}
+    layers = sparsifier.layers.values()
+    assert shares_of(model, layers, {}) == {"parameters": sum(sizes.values()) / total}
     console = Console(width=160, file=io.StringIO())
     print_layers(sparsifier, console)
     assert "masked: 46.2% of" in console.file.getvalue()

@@ -67,7 +67,7 @@ def test_a_fading_layer_counts_as_dense(decay):
         assert sparsifier.flops_ratios()["eligible"] == pytest.approx(5 / 6 if hard else 1.0)
     # Half of the steps at 5/6.
     for kind in ("eligible", "paper"):
-        assert sparsifier.mean_flops_ratios()[kind] == pytest.approx(11 / 12)
+        assert sparsifier.flops_ratios(mean=True)[kind] == pytest.approx(11 / 12)
 
 
 def test_the_whole_weight_gets_the_gradient_of_the_faded_one():

@@ -439,15 +439,15 @@ def test_a_new_optimizer_is_refused_once_there_are_masks():
     sparsifier.register(optimizer)
     train(model, sparsifier, optimizer, range(1))
     new = torch.optim.AdamW(model.parameters(), 0.01)
-    sparsifier.follow([new])
-    sparsifier.check_optimizer_states()  # nothing is frozen yet
+    sparsifier.training.follow([new])
+    sparsifier.training.check_optimizer_states()  # nothing is frozen yet
     train(model, sparsifier, new, range(1, 3))
-    sparsifier.check_optimizer_states()
-    sparsifier.follow([optimizer])
-    sparsifier.check_optimizer_states()  # it has a state, if an old one
-    sparsifier.follow([torch.optim.AdamW(model.parameters(), 0.01)])
+    sparsifier.training.check_optimizer_states()
+    sparsifier.training.follow([optimizer])
+    sparsifier.training.check_optimizer_states()  # it has a state, if an old one
+    sparsifier.training.follow([torch.optim.AdamW(model.parameters(), 0.01)])
     with pytest.raises(ValueError, match=r"AdamW is new.*layer '0'.*ckpt_path=.*same optimizer"):
-        sparsifier.check_optimizer_states()
+        sparsifier.training.check_optimizer_states()
 
 
 def test_layers_of_other_methods_keep_adam():

@@ -12,8 +12,7 @@ from lightning_nm import NMSparsifier, prune
 from lightning_nm import functional as nmf
 from lightning_nm.nn.adapters import Adapter
 from lightning_nm.nn.products import estimated
-from lightning_nm.training.forwards import can_watch
-from lightning_nm.training.macs import OTHERS
+from lightning_nm.training.macs import OTHERS, can_watch
 from tests.support.contract import METHODS, sgd_or_adam
 
 VOCABULARY, DIM = 24, 16
@@ -340,7 +339,7 @@ def test_autocast():
     loss_of(logits.float(), tokens).backward()
     assert logits.dtype is torch.bfloat16
     assert model.embed.weight.grad.dtype is torch.float32
-    assert sparsifier.unseen == []
+    assert sparsifier.training.unseen() == []
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from lightning_nm import NMSparsifier
 from lightning_nm import functional as nmf
 from lightning_nm.kernels import Router, SimulatedSparseKernel, routing
 from lightning_nm.nn.layer import LayerMasks
-from lightning_nm.training.forgotten import ForgottenCallWarning
+from lightning_nm.training.watch import ForgottenCallWarning
 from tests.support.cpu_products import needs_library
 from tests.support.experts import EXPERTS, WIDTH, Experts
 from tests.support.outside import ScaledMask

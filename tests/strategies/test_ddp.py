@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 import lightning_nm
 from lightning_nm import BAME, NMDDPStrategy, NMSparsifier, NMSparsityCallback
 from lightning_nm.callbacks.checks import ProcessConsistency
+from lightning_nm.training.ranks import reduce_gradients
 from tests.support.outside import ScaledMask
 from tests.support.processes import in_processes
 
@@ -102,7 +103,8 @@ def test_bad_interval(every):
 def test_when_masks_are_compared(monkeypatch, every, expected, strategy):
     sparsifier = NMSparsifier(Net(), "2:4", "asp", skip_first_last=False).attach()
     ranks, compared, now = ProcessConsistency(strategy(), sparsifier, every), [], 0
-    monkeypatch.setattr(sparsifier, "compare_ranks", lambda: compared.append(now))
+    name = "lightning_nm.callbacks.checks.compare_ranks"
+    monkeypatch.setattr(name, lambda layers: compared.append(now))
     for now in range(6):  # noqa: B007
         for _ in range(2):  # micro-batches
             ranks.before_backward()
@@ -180,11 +182,10 @@ def many():
             [layer["forward_mask"] for layer in layers.values()],
         )
     with pytest.MonkeyPatch.context() as patch:
-        reduced, reduce_gradients = [], NMSparsifier.reduce_gradients
+        reduced = []
         patch.setattr(
-            NMSparsifier,
-            "reduce_gradients",
-            lambda self: (reduced.append(1), reduce_gradients(self)),
+            "lightning_nm.callbacks.checks.reduce_gradients",
+            lambda layers: (reduced.append(1), reduce_gradients(layers)),
         )
         _, scaled = fit("ddp", ScaledMask(), pattern="2:4", accumulate_grad_batches=3)
         assert len(reduced) == 2, "once for each real step"

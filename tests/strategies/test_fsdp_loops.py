@@ -38,7 +38,7 @@ def plain_loop(settings, evaluate_first):
     sparsifier = NMSparsifier(model, "2:4", method, skip_first_last=False).attach()
     evaluate()
     sparsifier.register(optimizer)
-    assert not sparsifier.unowned
+    assert not sparsifier.training.unowned()
     for _ in range(3):
         optimizer.zero_grad()
         model(here).square().mean().backward()

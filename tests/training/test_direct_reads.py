@@ -103,7 +103,9 @@ def test_what_is_called_or_not_used_is_no_error(method, ways):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         step(model, sparsifier, optimizer, penalty=None)
-        assert sparsifier.unseen == [name for name in "ab" if model.ways[name] == "unused"]
+        assert sparsifier.training.unseen() == [
+            name for name in "ab" if model.ways[name] == "unused"
+        ]
         for penalty in (0.0, None):
             step(model, sparsifier, optimizer, penalty=penalty)
     unused = [name for name, way in zip("ab", ways, strict=True) if way == "unused"]
@@ -133,7 +135,7 @@ def test_one_warning_where_it_is_allowed():
         step(model, sparsifier, optimizer)
     for _ in range(2):
         step(model, sparsifier, optimizer)  # a second warning would be an error
-    assert sparsifier.unseen == []
+    assert sparsifier.training.unseen() == []
     assert sparsifier.layers["a"].step == 3
 
 

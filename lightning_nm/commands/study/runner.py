@@ -308,7 +308,7 @@ def train(config: Mapping[str, Any], seed: int, metric: str, classes: Classes) -
     def read_flops(trainer: pl.Trainer, _: Any) -> None:  # before the masks are taken off
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, NMSparsityCallback) and callback.sparsifier is not None:
-                ratios = callback.sparsifier.mean_flops_ratios()
+                ratios = callback.sparsifier.flops_ratios(mean=True)
                 flops.update({f"flops_{kind}": ratio for kind, ratio in ratios.items()})
 
     cli, seconds = fit(config, seed, classes, LambdaCallback(on_train_end=read_flops))

@@ -13,8 +13,8 @@ from weakref import WeakKeyDictionary, ref
 
 from torch import Tensor, nn
 
-from lightning_nm.nn.layer import NMLayer, init_masks
-from lightning_nm.nn.state import fits, layer_state, restore_weights
+from lightning_nm.nn.layer import NMLayer
+from lightning_nm.nn.state import keep_replaced, take_loaded
 from lightning_nm.nn.weight import Layout, as_sharded
 
 
@@ -130,19 +130,10 @@ class Adapter(nn.Module):
             layer for parameter, layer in self.nm_layers.items() if prefix + parameter in state_dict
         ]
         for layer in loaded:
-            # The state dict holds no latent values; swapping weights out and in for validation must not lose them.
-            if layer.replaced_state is None:
-                layer.replaced_state = layer_state(layer)
+            keep_replaced(layer)
         super()._load_from_state_dict(state_dict, prefix, *args)
         for layer in loaded:
-            before = layer.replaced_state
-            assert before is not None
-            with layer.full():
-                if fits(layer, before):
-                    # The weights of that time are back. Their counters went on, and stay.
-                    restore_weights(layer, before)
-                else:
-                    init_masks(layer)  # other weights need other masks
+            take_loaded(layer)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         # The way of torch to move and cast a module: the layers' tensors follow its parameters.

@@ -1,18 +1,96 @@
-"""Masked weights that other code than their own layer reads: they would train dense and be pruned at the end."""
+"""What a training loop may do wrong: calls that it leaves out, and weights that it reads past their layer."""
 
 from __future__ import annotations
 
 import sys
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.weight import local_values
-from lightning_nm.training.forwards import compiled_parts
+
+STEPS_WITHOUT_END = 16
+"""Steps of one optimizer after which a missing ``step()`` is said. A loop may take a few of them in one batch."""
+
+
+class ForgottenCallWarning(UserWarning):
+    """A training loop left out a call of :class:`~lightning_nm.NMSparsifier`."""
+
+
+class ForgottenCalls:
+    """Notices the calls that a loop leaves out.
+
+    Args:
+        in_plain_loop: Whether the user makes the calls. Where a callback makes them, only ``before_step()`` can be
+            missing, for an optimizer that the Trainer does not know.
+    """
+
+    def __init__(self, in_plain_loop: bool = True) -> None:
+        self.in_plain_loop = in_plain_loop
+        self._given: set[str] = set()
+        self.unbaked = False  # whether an optimizer has stepped since the last bake()
+
+    def optimizer_stepped(
+        self, layers: Sequence[NMLayer], announced: bool, steps_in_batch: int
+    ) -> None:
+        """An optimizer made a real step of these layers; ``announced``: after ``before_step()``."""
+        if not layers:
+            return
+        self.unbaked = True
+        if not announced and "before_step" not in self._given:
+            for layer in layers:
+                lost = layer.spec.method.lost_without_before_step(layer)
+                if lost:
+                    self._warn(
+                        "before_step",
+                        f"the optimizer stepped without sparsifier.before_step(optimizer), so {lost} is missing at "
+                        f"layer '{layer.name}': call it after the last backward pass of each step; with Lightning, "
+                        "step the optimizer of self.optimizers()",
+                    )
+                    break
+        if self.in_plain_loop and steps_in_batch == STEPS_WITHOUT_END:
+            self._warn(
+                "step",
+                f"the optimizer made {STEPS_WITHOUT_END} steps without sparsifier.step(): masks stand still and no "
+                "training step is counted. Call sparsifier.step() after each optimizer.step()",
+            )
+
+    def detaching(self, layers: Sequence[NMLayer]) -> None:
+        """``detach()`` is about to restore ordinary modules."""
+        if not (self.in_plain_loop and self.unbaked):
+            return
+        latent = [layer.name for layer in layers if _holds_more(layer)]
+        if latent:
+            self._warn(
+                "bake",
+                f"detach() without bake() after training gives back the latent weights of {len(latent)} layers, such "
+                f"as '{latent[0]}': they are not N:M sparse. Call sparsifier.bake() before detach() for the sparse "
+                "weights",
+            )
+
+    def _warn(self, call: str, message: str) -> None:
+        if call not in self._given:
+            self._given.add(call)
+            warnings.warn(message, ForgottenCallWarning, stacklevel=2)
+
+
+@torch.no_grad()
+def _holds_more(layer: NMLayer) -> bool:
+    """Whether the parameter has values that W_F does not have. A shard is compared by its own process."""
+    if layer.view.is_sharded and not layer.spec.method.selects_entries:
+        return layer.masks.has_forward  # gathering the weight would take all processes
+    return not torch.equal(
+        layer.view.local.nan_to_num(), layer.forward_weight(local=True).nan_to_num()
+    )
+
+
+# ------------------------------------------------------------------------------------------------ direct reads
 
 OnDirectRead = Literal["error", "warn"]
 """What happens when a masked weight has a gradient that is not of its masked layer."""
@@ -46,8 +124,12 @@ class DirectReads:
             parameter = layer.view.optimizer_param
             if not parameter.requires_grad:
                 continue  # it may be trained later
-            hook = _NoteGradient(self.with_gradient, layer)
+            hook = partial(self._note, layer)
             self._watched[layer] = parameter.register_post_accumulate_grad_hook(hook)
+
+    def _note(self, layer: NMLayer, parameter: Tensor) -> None:
+        """A local backward pass made a gradient of a layer's weight."""
+        self.with_gradient.add(layer)
 
     def check(self, layers: Sequence[NMLayer]) -> None:
         """Look at layers whose optimizer is about to step.
@@ -71,6 +153,8 @@ class DirectReads:
         for handle in self._watched.values():
             handle.remove()
         self._watched.clear()
+        self._settled.clear()
+        self.with_gradient.clear()
 
     def _settle(self, layer: NMLayer) -> None:
         self._watched.pop(layer).remove()
@@ -92,17 +176,6 @@ class DirectReads:
             warnings.warn(f"{_message(names)}{doubt}", stacklevel=2)
 
 
-class _NoteGradient:
-    """A hook of a parameter that notes a gradient of the local backward pass."""
-
-    def __init__(self, noted: set[NMLayer], layer: NMLayer) -> None:
-        self.noted = noted
-        self.layer = layer
-
-    def __call__(self, parameter: Tensor) -> None:
-        self.noted.add(self.layer)
-
-
 def _trains(layer: NMLayer) -> bool:
     """Whether the gradient is not all zero, as that of ``0 * weight.sum()``, by which DDP is told of unused layers."""
     grad = layer.view.optimizer_param.grad
@@ -122,3 +195,12 @@ def _message(names: Sequence[str]) -> str:
         "would train dense and be pruned at the end. Call the layers, name them in `exclude`, or allow it by "
         "direct_reads='warn'"
     )
+
+
+def compiled_parts(model: nn.Module) -> list[nn.Module]:
+    """The modules that ``module.compile()`` or ``torch.compile(module)`` has compiled."""
+    return [
+        part
+        for part in model.modules()
+        if part._compiled_call_impl is not None or "_orig_mod" in part._modules
+    ]
