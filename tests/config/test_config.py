@@ -46,7 +46,12 @@ OWN = {
         "name": None,
         "monitor": True,
     },
-    NMSparsifier: {"model": inspect.Parameter.empty, "planned_steps": None, "data_rank": None},
+    NMSparsifier: {
+        "model": inspect.Parameter.empty,
+        "planned_steps": None,
+        "data_rank": None,
+        "managed": False,
+    },
 }
 POSITIONAL = ("pattern", "method", "grad_estimator")
 
