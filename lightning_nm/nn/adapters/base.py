@@ -123,7 +123,8 @@ class Adapter(nn.Module):
         # The state dict is the model's function: it holds W_F under the dense model's keys.
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for parameter, layer in self.nm_layers.items():
-            destination[prefix + parameter] = _saved_weight(layer, destination)
+            key = prefix + parameter
+            destination[key] = _saved_weight(layer, destination, key)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         loaded = [
@@ -148,24 +149,26 @@ class Adapter(nn.Module):
         return _new, (type(self).nm_base,), *reduced[2:]
 
 
-# Layers with a tied weight -> W_F as one of its modules put it into a state dict last, and the weight's version then.
-_TIED: WeakKeyDictionary[NMLayer, tuple[ref[Tensor], int]] = WeakKeyDictionary()
+# Layers with a tied weight -> W_F as one of its modules put it into a state dict last, the weight's version then, and
+# the key that it was made for.
+_TIED: WeakKeyDictionary[NMLayer, tuple[ref[Tensor], int, str]] = WeakKeyDictionary()
 
 
-def _saved_weight(layer: NMLayer, destination: dict[str, Any]) -> Tensor:
-    """W_F for a state dict: of a tied weight the tensor that another of its modules put there."""
+def _saved_weight(layer: NMLayer, destination: dict[str, Any], key: str) -> Tensor:
+    """W_F for a key of a state dict: of a tied weight the tensor that another of its modules put there."""
     version = layer.param._version
     # One tensor under two keys, as the dense model has it: files then hold it once.
     if layer in _TIED:
-        saved, saved_version = _TIED[layer]
+        saved, saved_version, saved_key = _TIED[layer]
         tensor = saved()
-        # Perhaps it was put into another state dict than this one.
+        # Perhaps it was put into another state dict than this one. Its own key comes again when a state dict is filled
+        # a second time, after masks may have moved.
         is_here = any(tensor is value for value in destination.values())
-        if tensor is not None and is_here and saved_version == version:
+        if tensor is not None and is_here and saved_version == version and saved_key != key:
             return tensor
     made = as_sharded(layer.forward_weight(local=True), layer.param)
     if layer.spec.tied:
-        _TIED[layer] = ref(made), version
+        _TIED[layer] = ref(made), version, key
     return made
 
 
