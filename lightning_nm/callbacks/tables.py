@@ -399,7 +399,8 @@ def layer_table(sparsifier: NMSparsifier, width: int = 80) -> Table:
         table.add_row(*row, style="dim" if is_dense else None)
     # Even if the console is narrower: rich would cut the cells; a terminal breaks lines that are too long, and a file
     # holds them whole.
-    table.width = other_width() + max(len(line) for name in names for line in name.splitlines())
+    lines = ["layer", *(line for name in names for line in name.splitlines())]
+    table.width = other_width() + max(map(len, lines))
     return table
 
 

@@ -118,7 +118,7 @@ class Layout(str, Enum):
 
     def row_sizes(self, shape: Sequence[int]) -> tuple[int, int]:
         """The first two sizes of the :meth:`rows` of a tensor of this shape."""
-        out, inputs, *_ = self.rows(torch.empty(shape, device="meta")).shape
+        out, inputs, *_ = self.rows(torch.empty(shape, dtype=torch.float32, device="meta")).shape
         return out, inputs
 
     def from_rows(self, rows: Tensor, shape: Sequence[int]) -> Tensor:
