@@ -17,6 +17,7 @@ from lightning_nm.cli import main
 from lightning_nm.export import PackedFile, pack, save_packed
 from lightning_nm.functional import nm_prune, pack_nm
 from lightning_nm.functional.nm_format import position_bits
+from lightning_nm.kernels.cpu import library
 from lightning_nm.pattern import NMPattern
 from tests.docs.blocks import ROOT, blocks, read
 from tests.support.packed_models import small
@@ -157,9 +158,14 @@ def test_fields_of_the_format(tmp_path):
 def test_what_packed_layers_hold():
     """The table of bytes for each dense byte, in float32: packed, and in the layout of a kernel if this CPU has it."""
     numbers = r"[^|]*\| ([\d.]+)[^|]*" * 3
-    rows = re.findall(rf"^\| (packed|`cpu-permute`), float32{numbers}", EXPORT, re.MULTILINE)
-    assert [row[0] for row in rows] == ["packed", "`cpu-permute`"]
-    for (form, *shown), kernels in zip(rows, ("reference", "sparse"), strict=True):
+    forms = r"packed, float32|`cpu-permute`, float32 with AVX-512|`cpu-permute`, float32 with AVX2"
+    rows = re.findall(rf"^\| ({forms}){numbers}", EXPORT, re.MULTILINE)
+    packed, avx_512, avx_2 = rows
+    assert "|".join(row[0] for row in rows) == forms
+    # A block of 1:16 is one register of AVX-512, and two of AVX2, of which one is empty.
+    has_8_lanes = not library.unavailable() and library.load().nm_lanes(library.level()) == 8
+    cases = ((packed, "reference"), (avx_2 if has_8_lanes else avx_512, "sparse"))
+    for (form, *shown), kernels in cases:
         for pattern, share in zip(("2:4", "1:4", "1:16"), shown, strict=True):
             layer = torch.nn.Linear(256, 128, bias=False)
             layer.weight.data = nm_prune(layer.weight.data, pattern)
