@@ -364,7 +364,7 @@ class LayerProgress:
     """The counters of a layer, and what it does in the window before the next optimizer step.
 
     Written by :mod:`lightning_nm.training`: ``step.py`` advances the counters, ``phases.py`` plans the schedules,
-    ``planned.py`` goes through a training that is only planned.
+    ``phases.py`` goes through a training that is only planned.
     """
 
     step: int = 0  # real steps of the optimizer that owns the weight
