@@ -363,8 +363,8 @@ class LayerNoise:
 class LayerProgress:
     """The counters of a layer, and what it does in the window before the next optimizer step.
 
-    Written by :mod:`lightning_nm.training`: ``step.py`` advances the counters, ``phases.py`` plans the schedules,
-    ``phases.py`` goes through a training that is only planned.
+    Written by :mod:`lightning_nm.training`: ``step.py`` advances the counters, ``phases.py`` plans the schedules and
+    goes through a training that is only planned.
     """
 
     step: int = 0  # real steps of the optimizer that owns the weight
