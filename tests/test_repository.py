@@ -134,8 +134,9 @@ def resolve(name):
     return False
 
 
-def test_replacements_in_the_upgrade_notes_exist():
-    notes = CHANGELOG.partition("### Upgrade from 0.3")[2].partition("\n### ")[0]
+@pytest.mark.parametrize("version", ["0.1", "0.3"])
+def test_replacements_in_the_upgrade_notes_exist(version):
+    notes = CHANGELOG.partition(f"### Upgrade from {version}")[2].partition("\n### ")[0]
     rows = [line.split(" | ") for line in notes.splitlines() if line.startswith("| `")]
     named = [name for row in rows for name in re.findall(r"`(lightning_nm[\w.]+)`", row[1])]
     assert len(named) > 12
