@@ -246,7 +246,8 @@ class NMSparsifier:
                 "no optimizer is registered: call sparsifier.register(optimizer) before training"
             )
         stepped = self.training.end_batch()
-        self.mask_unfrozen()
+        if self.selection.frozen:
+            self.mask_unfrozen()
         return stepped
 
     def mask_unfrozen(self) -> list[NMLayer]:

@@ -1,6 +1,7 @@
 """The files for people who report, cite, contribute and release."""
 
 import importlib
+import inspect
 import re
 from pathlib import Path
 
@@ -118,8 +119,40 @@ def test_wheels_are_built_in_ci():
     )
 
 
+# What names in the upgrade tables begin with, and where that is.
+OWNERS = {
+    "sparsifier": "lightning_nm.NMSparsifier",
+    "layer": "lightning_nm.nn.layer.NMLayer",
+    "Method": "lightning_nm.methods.Method",
+    "Router": "lightning_nm.kernels.Router",
+    "MaskMonitor": "lightning_nm.MaskMonitor",
+    "Layout": "lightning_nm.nn.weight.Layout",
+}
+SUBPACKAGES = {path.parent.name for path in (ROOT / "lightning_nm").glob("*/__init__.py")}
+
+
+def full_name(name):
+    """The dotted name in the package of what an upgrade table names; "" if it names something else."""
+    first, _, rest = name.partition(".")
+    if first == "lightning_nm":
+        return name
+    if first in SUBPACKAGES and rest:
+        return f"lightning_nm.{name}"
+    return f"{OWNERS[first]}.{rest}" if first in OWNERS and rest else ""
+
+
+def attributes(cls):
+    """The names of a class, those annotated in its bases, and those that its constructors assign."""
+    names = set(dir(cls))
+    for base in cls.__mro__:
+        names |= set(vars(base).get("__annotations__", {}))
+        if "__init__" in vars(base) and hasattr(base.__init__, "__code__"):
+            names |= set(base.__init__.__code__.co_names)
+    return names
+
+
 def resolve(name):
-    """The object of a dotted name, which may be an attribute of a class or of its instances."""
+    """Whether there is an object of this name, which may be an attribute of a class or of its instances."""
     parts = name.split(".")
     for cut in range(len(parts), 0, -1):
         try:
@@ -127,8 +160,10 @@ def resolve(name):
         except ModuleNotFoundError:
             continue
         for part in parts[cut:]:
-            if part in getattr(found, "__annotations__", {}):
-                return True
+            if inspect.isclass(found) and not hasattr(found, part):
+                return part in attributes(found)
+            if not hasattr(found, part):
+                return False
             found = getattr(found, part)
         return True
     return False
@@ -138,9 +173,11 @@ def resolve(name):
 def test_replacements_in_the_upgrade_notes_exist(version):
     notes = CHANGELOG.partition(f"### Upgrade from {version}")[2].partition("\n### ")[0]
     rows = [line.split(" | ") for line in notes.splitlines() if line.startswith("| `")]
-    named = [name for row in rows for name in re.findall(r"`(lightning_nm[\w.]+)`", row[1])]
-    assert len(named) > 12
-    assert all(resolve(name) for name in named)
+    written = [name for row in rows for name in re.findall(r"`([a-zA-Z_][\w.]+)[(=`]", row[1])]
+    named = {name: full_name(name) for name in written}
+    assert sum(map(bool, named.values())) > 12
+    missing = [name for name, full in named.items() if full and not resolve(full)]
+    assert not missing
 
 
 @pytest.mark.parametrize("owner", ["Tuner", "HasHandle", "lookup", "Router"])

@@ -281,15 +281,12 @@ class PlainWeight:
         assert parameter is not None
         return parameter
 
-    @property
-    def optimizer_param(self) -> nn.Parameter:
-        """The parameter as optimizers hold it, to be read between forward and backward passes alone."""
-        return self.param
+    # The same property by the names under which a sharded weight distinguishes its forms.
 
-    @property
-    def weight(self) -> nn.Parameter:
-        """The parameter; within :meth:`full` a plain tensor, even if it is sharded."""
-        return self.param
+    optimizer_param = param
+    """The parameter as optimizers hold it, to be read between forward and backward passes alone."""
+    weight = param
+    """The parameter; within :meth:`full` a plain tensor, even if it is sharded."""
 
     def full(self, *, gradient: bool = False) -> AbstractContextManager[None]:
         """Within, :attr:`weight` is the full weight, and changes of it reach the parameter; nested calls do nothing.

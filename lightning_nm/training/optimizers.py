@@ -61,7 +61,10 @@ class RegisteredOptimizer:
 
     def held(self) -> int:
         """How many parameters the optimizer holds."""
-        return sum(len(group["params"]) for group in self.optimizer.param_groups)
+        count = 0
+        for group in self.optimizer.param_groups:
+            count += len(group["params"])
+        return count
 
     def remove_hooks(self) -> None:
         """Remove the hooks of its steps."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,9 +31,6 @@ from lightning_nm.training.optimizers import (
 from lightning_nm.training.phases import begin_stage, refuse_late_sharding, zero_pruned_state
 from lightning_nm.training.scale import ScaledLearningRates
 from lightning_nm.training.watch import DirectReads, ForgottenCalls, OnDirectRead
-
-if TYPE_CHECKING:  # for the types only
-    from lightning_nm.methods.base import Method
 
 _OBSERVED_LAYERS = 4
 """Layers whose gradient estimates are compared with exact gradients at a time."""
@@ -64,7 +61,7 @@ class TrainingStep:
         self.macs: dict[str, int] = {}
         """Multiply-adds of every weight's dense forward GEMM in the first batches, by layer name."""
         self.counter: MacsCounter | None = None  # None once it has counted
-        self.is_suspended: Callable[[], bool] = lambda: False
+        self.is_suspended: Callable[[], bool] | None = None
         """Asked at each step of an optimizer; if true, the step is none of this training and is ignored."""
         self.forgotten = ForgottenCalls(in_plain_loop)
         self.direct_reads = DirectReads(model, on_direct_read)
@@ -73,8 +70,11 @@ class TrainingStep:
         self._observe_every = observe_every
         # By id: an optimizer has no hash of its own to rely on.
         self._registered: dict[int, RegisteredOptimizer] = {}
-        # Hooks that a method does not define are not called at all: most layers have few.
-        self._hooks: dict[Method, frozenset[str]] = {}
+        self.optimizers: list[Optimizer] = []
+        """The registered optimizers."""
+        # The hooks that are called for a layer in this window: none in a dense stage, and never those that its method
+        # does not define. Most layers have few.
+        self._hooks: dict[NMLayer, frozenset[str]] = {}
 
     def start(self, layers: Sequence[NMLayer]) -> None:
         """Install the masks of layers that have some; others may join the list later, see :meth:`add`."""
@@ -106,17 +106,9 @@ class TrainingStep:
             if not keep_parameters:
                 remove_parameters(known.optimizer, self.layers)
         self._registered.clear()
+        self.optimizers.clear()
         self._hooks.clear()
         uninstall(self._model, self.layers)
-
-    def _hooks_of(self, layer: NMLayer) -> frozenset[str]:
-        """The hooks that are called for a layer: none in a dense stage."""
-        if layer.progress.is_dense:
-            return frozenset()
-        method = layer.spec.method
-        if method not in self._hooks:
-            self._hooks[method] = method.defined_hooks()
-        return self._hooks[method]
 
     def _close_counter(self) -> None:
         if self.counter is not None:
@@ -137,27 +129,27 @@ class TrainingStep:
         # Methods read the learning rates that the step will have, such as BAME for the size of a step.
         with self._rates_shown(known):
             for layer in known.layers:
-                method = layer.spec.method
-                hooks = self._hooks_of(layer)
-                # Methods see true gradients, whatever a GradScaler has multiplied them by.
-                with _unscaled(layer, loss_scale), layer.full(gradient=True):
-                    if "penalty" in hooks:
-                        _add_penalty(layer)
-                    if "before_step" in hooks:
-                        method.before_step(layer, known.optimizer)
+                hooks = self._hooks[layer]
+                if "penalty" in hooks or "before_step" in hooks:
+                    with _true_gradients(layer, loss_scale), layer.view.full(gradient=True):
+                        if "penalty" in hooks:
+                            _add_penalty(layer)
+                        if "before_step" in hooks:
+                            layer.spec.method.before_step(layer, known.optimizer)
                 layer.progress.shaped = True
 
     @torch.no_grad()
     def after_clipping(self, known: RegisteredOptimizer) -> None:
         """Shape the gradients that the optimizer's step is about to use."""
-        shaping = [layer for layer in known.layers if "after_clipping" in self._hooks_of(layer)]
-        if not shaping or (not known.announced and changes_nothing(known.optimizer)):
+        if not known.announced and changes_nothing(known.optimizer):
             return
-        # A gradient scaler unscales gradients before, or tells optimizers that do so themselves, as fused ones.
-        scale = getattr(known.optimizer, "grad_scale", None)
-        loss_scale = 1.0 if scale is None else float(scale)
-        for layer in shaping:
-            with _unscaled(layer, loss_scale), layer.full(gradient=True):
+        for layer in known.layers:
+            if "after_clipping" not in self._hooks[layer]:
+                continue
+            # A gradient scaler unscales gradients before, or tells optimizers that do so themselves, as fused ones.
+            scale = getattr(known.optimizer, "grad_scale", None)
+            loss_scale = 1.0 if scale is None else float(scale)
+            with _true_gradients(layer, loss_scale), layer.view.full(gradient=True):
                 layer.spec.method.after_clipping(layer, known.optimizer)
 
     @torch.no_grad()
@@ -175,8 +167,8 @@ class TrainingStep:
             # The first step has found pruned entries in the weight; Adamax adds its epsilon to every entry's state.
             if layer.progress.step == 1 or isinstance(known.optimizer, torch.optim.Adamax):
                 self._zero_pruned_state(layer)
-            if "after_step" in self._hooks_of(layer):
-                with layer.full(gradient=True):
+            if "after_step" in self._hooks[layer]:
+                with layer.view.full(gradient=True):
                     layer.spec.method.after_step(layer, known.optimizer)
             # A batch may hold several steps, and each needs random numbers of its own.
             layer.draw_noise()
@@ -220,13 +212,13 @@ class TrainingStep:
         begins_stage = stepped and progress.begins_stage
         if has_stepped or begins_phase or begins_stage:
             had_mask = layer.masks.has_forward
-            if "update" in self._hooks_of(layer):
-                with layer.full():
+            if "update" in self._hooks[layer]:
+                with layer.view.full():
                     layer.spec.method.update(layer)
             if not had_mask and layer.step:
                 self._zero_pruned_state(layer)
             if begins_stage:
-                with layer.full():
+                with layer.view.full():
                     begin_stage(layer, self.optimizers)
                 if layer.parameters:
                     # The first masks may bring parameters of the method.
@@ -248,20 +240,25 @@ class TrainingStep:
 
         ``loaded``: the counters were loaded, and whether gradients are dense with them.
         """
+        estimating = []
         for layer in self.layers:
             self._begin_window(layer, loaded=loaded)
+            if layer.progress.estimating and layer.param.requires_grad:
+                estimating.append(layer)
         self.direct_reads.watch(self.layers)
-        if self._observe_every:
-            self._observe_some()
+        if self._observe_every and estimating:
+            self._observe_some(estimating)
 
     def _begin_window(self, layer: NMLayer, *, loaded: bool = False) -> None:
         method = layer.spec.method
         progress = layer.progress
         progress.clock = self.clock
-        progress.enter_stage()
+        if progress.stages or loaded or layer not in self._hooks:
+            progress.enter_stage()
+            self._hooks[layer] = frozenset() if progress.is_dense else method.defined_hooks()
         if not loaded:
             # The method may look at what the last window was asked for: it stays until the answer is there.
-            asks = "needs_dense_gradient" in self._hooks_of(layer)
+            asks = "needs_dense_gradient" in self._hooks[layer]
             progress.dense_gradient = asks and method.needs_dense_gradient(layer)
         if layer.spec.estimator is not None:
             schedule = progress.estimator_schedule
@@ -270,16 +267,11 @@ class TrainingStep:
             if not progress.estimating:
                 progress.observed = None
 
-    def _observe_some(self) -> None:
+    def _observe_some(self, estimating: Sequence[NMLayer]) -> None:
         """Compare the estimates of a few layers in this window if it is a turn, or if nothing is known of any layer.
 
         The latter is so when a training resumes, and when the estimators begin between two turns.
         """
-        estimating = [
-            layer
-            for layer in self.layers
-            if layer.progress.estimating and layer.param.requires_grad
-        ]
         is_turn = self.clock % self._observe_every == 0
         nothing_known = all(layer.progress.observed is None for layer in estimating)
         if not is_turn and not nothing_known:
@@ -307,11 +299,6 @@ class TrainingStep:
 
     # --------------------------------------------------------------------------------------------------- the optimizers
 
-    @property
-    def optimizers(self) -> list[Optimizer]:
-        """The registered optimizers."""
-        return [known.optimizer for known in self._registered.values()]
-
     def register(self, optimizer: Optimizer) -> None:
         """Count the real steps of an optimizer, or of the one that it wraps; does nothing if it is registered.
 
@@ -332,6 +319,7 @@ class TrainingStep:
         known = RegisteredOptimizer(optimizer)
         self._find_layers(known)
         self._registered[id(optimizer)] = known
+        self.optimizers.append(optimizer)
         known.handles = [
             optimizer.register_step_pre_hook(self._enter_step),
             optimizer.register_step_post_hook(self._leave_step),
@@ -342,6 +330,7 @@ class TrainingStep:
         inner = [unwrapped(optimizer) for optimizer in optimizers]
         for key in self._registered.keys() - {id(optimizer) for optimizer in inner}:
             self._registered.pop(key).remove_hooks()
+        self.optimizers = [known.optimizer for known in self._registered.values()]
         for optimizer in inner:
             if id(optimizer) not in self._registered:
                 self.register(optimizer)
@@ -416,7 +405,7 @@ class TrainingStep:
         # Within the step of a view, hooks are the view's.
         if id(optimizer) not in self._registered:
             return None
-        if self.is_suspended():
+        if self.is_suspended is not None and self.is_suspended():
             for layer in self.layers:
                 keep_replaced(layer)
             return None
@@ -472,7 +461,9 @@ class TrainingStep:
             self._rates.scale(view, layers)
 
     def _leave_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if id(optimizer) not in self._registered or self.is_suspended():
+        if id(optimizer) not in self._registered:
+            return
+        if self.is_suspended is not None and self.is_suspended():
             return
         known = self._registered[id(optimizer)]
         is_nested = known.depth > 1
@@ -481,7 +472,7 @@ class TrainingStep:
             return
         if self._rates is not None:
             self._rates.write_back(args[0])
-        with self._rates_shown(self._known(optimizer)):
+        with self._rates_shown(known):
             announced = known.announced
             known.announced = False
             # A fused optimizer skips a step with infinite gradients by itself, and still runs its hooks.
@@ -494,14 +485,16 @@ class TrainingStep:
                 self.after_optimizer(known)
 
 
+def _true_gradients(layer: NMLayer, loss_scale: float) -> AbstractContextManager[None]:
+    """Within, methods see the gradients that no GradScaler has multiplied; those that they made are, afterwards."""
+    return nullcontext() if loss_scale == 1 else _unscaled(layer, loss_scale)
+
+
 @contextmanager
 def _unscaled(layer: NMLayer, loss_scale: float) -> Iterator[None]:
-    """Within, the gradients are not multiplied by the loss scale; those that a method made are afterwards, too."""
-    if loss_scale != 1:
-        _for_gradients(layer, lambda grad: grad.div_(loss_scale))
+    _for_gradients(layer, lambda grad: grad.div_(loss_scale))
     yield
-    if loss_scale != 1:
-        _for_gradients(layer, lambda grad: grad.mul_(loss_scale))
+    _for_gradients(layer, lambda grad: grad.mul_(loss_scale))
 
 
 def _for_gradients(layer: NMLayer, change: Callable[[Tensor], Tensor]) -> None:
