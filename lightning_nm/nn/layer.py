@@ -69,7 +69,7 @@ class LayerSpec:
     layout: Layout = Layout.PLAIN
     groups: int = 1  # equal groups of output rows that no dgrad block crosses
     forward_reason: str = ""  # why the forward GEMM cannot be N:M; empty when it can
-    dgrad_reason: str = ""  # likewise for the dgrad GEMM
+    dgrad_reason: str = ""  # why the dgrad GEMM cannot be
     # Whether tensor parallelism shards the weight while its module runs.
     tensor_parallel: bool = False
     # What draws W_B of W_F in the dgrad GEMM; None uses the method's W_B.
@@ -373,7 +373,7 @@ class LayerProgress:
     # Training steps of all layers together: batches after which any optimizer had stepped.
     clock: int = 0
     schedule: tuple[int, ...] = ()  # training steps at which the method begins or ends something
-    estimator_schedule: tuple[int, ...] = ()  # likewise for the estimator
+    estimator_schedule: tuple[int, ...] = ()  # training steps between which the estimator works
     stages: Stages = ()  # of the user's schedule; () without one
     stage: str = FINAL  # the present one
     # The pattern of the present stage; None for the layer's own. An attribute: compiled graphs read it.
