@@ -23,7 +23,6 @@ from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.selection import Rule
 from lightning_nm.plugins.ddp import NMDDPStrategy
 from lightning_nm.sparsifier import NMSparsifier
-from lightning_nm.training.optimizers import is_frozen
 from lightning_nm.training.phases import finished_phases, told_as_dense
 from lightning_nm.training.ranks import compare_ranks, reduce_gradients
 from lightning_nm.training.statistics import layers_short_of_tokens
@@ -345,7 +344,7 @@ def warn_after_first_batch(sparsifier: NMSparsifier) -> None:
             f"these masked layers were not called in the first batch: {unseen}. If other code reads "
             "their weights directly, it reads dense ones: name the layers in `exclude`"
         )
-    frozen_again = [layer.name for layer in training.layers if layer.step and is_frozen(layer)]
+    frozen_again = [layer.name for layer in training.layers if layer.step and layer.is_frozen]
     if frozen_again:
         rank_zero_warn(
             "these layers have trained before and are frozen now (requires_grad=False), so that nothing trains them "

@@ -57,14 +57,6 @@ class RegisteredOptimizer:
                 if "param_names" in group:
                     group["param_names"].append(f"{layer.name}.{name}")
         self.layers = owned
-        self.parameters = self.held()
-
-    def held(self) -> int:
-        """How many parameters the optimizer holds."""
-        count = 0
-        for group in self.optimizer.param_groups:
-            count += len(group["params"])
-        return count
 
     def remove_hooks(self) -> None:
         """Remove the hooks of its steps."""
@@ -130,16 +122,6 @@ def trained_layer(layer: NMLayer, optimizers: Iterable[Optimizer]) -> bool:
     parameter = layer.view.optimizer_param
     can_train = parameter.requires_grad or not layer.spec.method.trains_weight
     return can_train and held_by(optimizers)(parameter)
-
-
-def is_frozen(layer: NMLayer) -> bool:
-    """Whether the steps of the optimizer that holds a weight leave it as it is, though its method trains it."""
-    parameter = layer.view.optimizer_param
-    return (
-        layer.spec.method.trains_weight
-        and not parameter.requires_grad
-        and parameter.grad is None  # a gradient from before it was frozen is used still
-    )
 
 
 def changes_nothing(optimizer: Optimizer) -> bool:

@@ -23,7 +23,6 @@ from lightning_nm.training.macs import MacsCounter
 from lightning_nm.training.optimizers import (
     RegisteredOptimizer,
     changes_nothing,
-    is_frozen,
     remove_parameters,
     unpack_state,
     unwrapped,
@@ -120,7 +119,7 @@ class TrainingStep:
     @torch.no_grad()
     def before_optimizer(self, optimizer: Optimizer, loss_scale: float = 1.0) -> None:
         """Shape the complete gradients, still multiplied by ``loss_scale``, of the optimizer's layers."""
-        known = self._known(unwrapped(optimizer))
+        known = self._known(optimizer)
         self.direct_reads.check(known.layers)  # before methods add to the gradients
         known.announced = True
         if not known.in_closure:
@@ -157,7 +156,7 @@ class TrainingStep:
         """Count a real step of the optimizer, and let the methods repair what it did to the weights."""
         self.stepped = True
         for layer in known.layers:
-            if is_frozen(layer):
+            if layer.is_frozen:
                 # The optimizer holds the weight and does not train it: the layer's counters stand still.
                 layer.draw_noise()
                 continue
@@ -378,12 +377,14 @@ class TrainingStep:
         Raises:
             RuntimeError: If the optimizer is not registered.
         """
-        known = self._registered.get(id(optimizer))
+        known = self._registered.get(id(optimizer)) or self._registered.get(
+            id(unwrapped(optimizer))
+        )
         if known is None:
             raise RuntimeError(
                 "this optimizer is not registered: call sparsifier.register(optimizer) before training"
             )
-        if known.held() != known.parameters:
+        if _parameter_count(known.optimizer) != known.parameters:
             self._find_layers(known)
         return known
 
@@ -392,6 +393,7 @@ class TrainingStep:
         if self._rates is not None:
             self._rates.check_optimizer(known.optimizer, self.layers)
         known.find_layers(self.layers)
+        known.parameters = _parameter_count(known.optimizer)
 
     def _rates_shown(self, known: RegisteredOptimizer) -> AbstractContextManager[None]:
         """Within, the optimizer's groups have the learning rates of its step."""
@@ -447,7 +449,7 @@ class TrainingStep:
         if not known.announced:
             self.direct_reads.check(layers)
         for layer in layers:
-            if layer.parameters and is_frozen(layer):
+            if layer.parameters and layer.is_frozen:
                 # What the method owns is frozen with the weight; freezing the module does not reach it.
                 for parameter in layer.parameters.values():
                     parameter.grad = None
@@ -488,6 +490,13 @@ class TrainingStep:
 def _true_gradients(layer: NMLayer, loss_scale: float) -> AbstractContextManager[None]:
     """Within, methods see the gradients that no GradScaler has multiplied; those that they made are, afterwards."""
     return nullcontext() if loss_scale == 1 else _unscaled(layer, loss_scale)
+
+
+def _parameter_count(optimizer: Optimizer) -> int:
+    count = 0
+    for group in optimizer.param_groups:
+        count += len(group["params"])
+    return count
 
 
 @contextmanager
