@@ -7,7 +7,6 @@ import hashlib
 from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -79,19 +78,19 @@ class LayerSpec:
     tied: tuple[tuple[nn.Module, str], ...] = ()
     """Other modules that hold the same parameter, with its name in them: they use the same masks."""
 
-    @cached_property
+    @property
     def maskable(self) -> bool:
         """Whether the method makes the forward or the backward weight of this layer N:M at some time."""
         can_mask_forward = self.method.sparse_forward and not self.forward_reason
         can_mask_dgrad = self.method.sparse_dgrad and not self.dgrad_reason
         return can_mask_forward or can_mask_dgrad
 
-    @cached_property
+    @property
     def may_draw_backward(self) -> bool:
         """Whether the dgrad GEMM uses a random draw of the weight, at least outside of dense phases."""
         return self.dgrad is not None and not self.dgrad_reason
 
-    @cached_property
+    @property
     def holders(self) -> tuple[tuple[nn.Module, str], ...]:
         """Every module that holds the parameter, with its name in it."""
         return (self.module, self.parameter), *self.tied
