@@ -19,6 +19,9 @@ from lightning_nm.kernels.cpu import CpuCsrKernel, CpuPermuteKernel, library
 
 REASON = library.unavailable()
 needs_library = pytest.mark.skipif(bool(REASON), reason=REASON)
+FAST = ("-O0",)
+"""Flags of a library of which a test asks what it has: they compile it sooner, and it need not be fast."""
+
 LEVELS = library.LEVELS if REASON else library.LEVELS[: library.load().nm_best_level() + 1]
 KERNELS = (CpuPermuteKernel(), CpuCsrKernel())
 STORAGES = ("rows", "columns", "other")

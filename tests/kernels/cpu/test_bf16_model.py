@@ -10,7 +10,7 @@ import pytest
 
 from lightning_nm.kernels.cpu import build
 from tests.sanitize import MODEL
-from tests.support.cpu_products import LEVELS
+from tests.support.cpu_products import FAST, LEVELS
 
 ROOT = Path(__file__).parents[3]
 PLUGIN = """
@@ -33,7 +33,7 @@ pytestmark = [
 def modelled(tmp_path_factory):
     """The library with the software model."""
     target = tmp_path_factory.mktemp("modelled") / "libnm.so"
-    assert build.compile_library(target, MODEL) == ""
+    assert build.compile_library(target, (*MODEL, "-O1")) == ""
     return target
 
 
@@ -48,7 +48,7 @@ def test_a_compiler_that_does_not_know_the_instructions_leaves_the_level_out(
     compiler.chmod(0o755)
     monkeypatch.setenv("CC", str(compiler))
     without = tmp_path / "without.so"
-    assert build.compile_library(without, MODEL) == ""
+    assert build.compile_library(without, (*MODEL, *FAST)) == ""
     assert [ctypes.CDLL(str(path)).nm_best_level() for path in (modelled, without)] == [3, 2]
 
 

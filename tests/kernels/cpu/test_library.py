@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_nm.kernels import KernelRegistry, Router
 from lightning_nm.kernels.cpu import CpuCsrKernel, CpuPermuteKernel, build, library
 from tests.support.cpu_products import (
+    FAST,
     KERNELS,
     LEVELS,
     at_level,
@@ -182,7 +183,9 @@ def test_a_compiler_that_fails_is_the_reason(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @needs_compiler
-def test_a_build_replaces_the_library_and_the_reason(tmp_path):
+def test_a_build_replaces_the_library_and_the_reason(tmp_path, monkeypatch):
+    compile_library = build.compile_library
+    monkeypatch.setattr(build, "compile_library", lambda target: compile_library(target, FAST))
     (tmp_path / "libnm.txt").write_text("there was no C compiler\n")
     (tmp_path / "libnm.so").write_text("old")
     assert build.build(tmp_path) == ""
