@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -124,10 +125,8 @@ class MaskMonitor(pl.Callback):
         Raises:
             ValueError: If the Trainer has several monitors, or ``log_layers`` is set for one that is not the default.
         """
-        if isinstance(monitor, MaskMonitor):
-            return monitor
-        if not monitor:
-            return None
+        if monitor is not True:
+            return monitor or None
         monitors = callbacks_of(trainer, MaskMonitor)
         if len(monitors) > 1:
             raise ValueError(
@@ -143,8 +142,10 @@ class MaskMonitor(pl.Callback):
         """Raise an error if no callback uses this monitor."""
         # All callbacks have called watch() in on_fit_start by now, whatever their order.
         if not self._watched:
-            advice = "add an NMSparsityCallback without a `monitor` of its own"
-            raise ValueError(f"MaskMonitor: there are no masks for it to watch: {advice}")
+            raise ValueError(
+                "MaskMonitor: there are no masks for it to watch: add an NMSparsityCallback without a `monitor` of its "
+                "own"
+            )
 
     def watch(
         self,
@@ -166,8 +167,11 @@ class MaskMonitor(pl.Callback):
         Raises:
             ValueError: If a requested statistic does not exist.
         """
-        # A dictionary keeps the order and has each name once.
-        names = list(dict.fromkeys([*_statistic_names(sparsifier), *also]))
+        # As they are before the first step: gradients were not compared yet.
+        names = [*sparsifier.stats(), *also]
+        estimators = [layer.spec.estimator for layer in sparsifier.layers.values()]
+        if sparsifier.config.grad_snr_every and any(estimators):
+            names += ["grad_snr", "grad_density"]
         # The methods of frozen layers, which may be masked later, may have a requested statistic.
         if not sparsifier.selection.frozen:
             for requested in self.statistics or ():
@@ -191,7 +195,7 @@ class Watch:
         suffix: The end of tags that several callbacks of a Trainer share.
         history: The columns of the heat maps.
         latest: The last step of this fit.
-        drawn_at: The step of the last heat maps.
+        drawn_at: The step of the last heat maps; -1 before the first ones.
         first_ratio: The first FLOPs ratio that was logged.
         ratio_step: The last log with this one; ``None`` once there was another ratio.
 
@@ -205,7 +209,7 @@ class Watch:
     suffix: str
     history: LayerHistory
     latest: int | None = None
-    drawn_at: int | None = None
+    drawn_at: int = -1
     first_ratio: float | None = None
     ratio_step: int | None = None
 
@@ -231,8 +235,7 @@ class Watch:
         every: int = getattr(trainer, "log_every_n_steps", 0)
         is_due = every > 0 and (count % every == 0 or trainer.should_stop)
         # While gradients accumulate, global_step is that of the step before, which was logged.
-        is_within_step = automatic and not stepped
-        if not is_due or is_within_step:
+        if not is_due or (automatic and not stepped):
             return
         self._log(step, also)
         # What follows is computed in all processes, which may share weights, and written by rank 0.
@@ -241,8 +244,7 @@ class Watch:
         self._record(step)
         if _passed(count, every, monitor.histograms_every):
             self._draw_margins(step)
-        drawn = self.drawn_at
-        is_longer = drawn is None or step + 1 >= MAPS_GROWTH * (drawn + 1)
+        is_longer = step + 1 >= MAPS_GROWTH * (self.drawn_at + 1)
         if is_longer and _passed(count, every, monitor.images_every):
             self._draw_maps(step)
 
@@ -316,15 +318,14 @@ class Watch:
             for layer_name, values in self.sparsifier.layer_stats().items():
                 groups[f"/{layer_name}"] = values
         # Through the model, so that the values reach every logger and trainer.callback_metrics.
-        log = trainer.lightning_module.log
+        log = partial(trainer.lightning_module.log, on_step=True, on_epoch=False)
         for suffix, values in groups.items():
             for name in filter(self._wanted, values):
                 logger = None  # if there is one
                 if name == COSTS:
                     self._log_costs(values[name], step)
                     logger = False
-                tag = f"nm/{name}{suffix}"
-                log(tag, values[name], on_step=True, on_epoch=False, logger=logger)
+                log(f"nm/{name}{suffix}", values[name], logger=logger)
 
         if not self.monitor.progress_bar or trainer.progress_bar_callback is None:
             return
@@ -335,14 +336,7 @@ class Watch:
         for short, name in shown.items():
             if name in stats:
                 # logger=False: the loggers have the value under its full name.
-                log(
-                    PREFIX + short,
-                    stats[name],
-                    on_step=True,
-                    on_epoch=False,
-                    prog_bar=True,
-                    logger=False,
-                )
+                log(PREFIX + short, stats[name], prog_bar=True, logger=False)
 
     def _log_costs(self, ratio: float, step: int) -> None:
         """Log the FLOPs ratio: until it changes in this fit as a text, and as one value in loggers without texts."""
@@ -371,16 +365,15 @@ class Watch:
         histograms = {
             name: margin_histogram(layer)
             for name, layer in self.sparsifier.layers.items()
-            if layer.forward_mask is not None
+            if layer.masks.has_forward
         }
         if not histograms:
             return
 
         def draw(writer: Any) -> None:
             draw_histogram(writer, "nm/margin", list(histograms.values()), step)
-            if self.monitor.log_layers:
-                for name, histogram in histograms.items():
-                    draw_histogram(writer, f"nm/margin/{name}", [histogram], step)
+            for name, histogram in histograms.items() if self.monitor.log_layers else ():
+                draw_histogram(writer, f"nm/margin/{name}", [histogram], step)
 
         self._write(draw)
 
@@ -432,17 +425,3 @@ def _passed(count: int, logged_every: int, every: int) -> bool:
     last_logged = step - logged_every  # negative in the first log, which therefore always passes
     return step // every > last_logged // every
 
-
-def _statistic_names(sparsifier: NMSparsifier) -> list[str]:
-    """The names of a sparsifier's statistics."""
-    names = ["density", "flip_rate", "kept_magnitude", "overlap", COSTS]
-    layers = sparsifier.layers.values()
-    if sparsifier.config.grad_snr_every and any(
-        layer.spec.estimator is not None for layer in layers
-    ):
-        names += ["grad_snr", "grad_density"]
-    # Layers of one method have the same statistics: one of them stands for all.
-    layer_of_method = {type(layer.spec.method): layer for layer in layers}
-    for layer in layer_of_method.values():
-        names += layer.spec.method.statistics([layer])
-    return names

@@ -122,7 +122,7 @@ class NMSparsityCallback(pl.Callback):
         # Of the current fit:
         self._trainer: weakref.ref[pl.Trainer] | None = None
         self._watch: Watch | None = None  # what the monitor logs
-        self._consistency: ProcessConsistency | None = None  # None if a single process trains
+        self._consistency: ProcessConsistency
         # Of accumulation windows, see on_train_batch_start().
         self._tuned_kinds: set[Hashable] = set()
         self._last_step: int | None = None  # of the Trainer's plan, where that matters
@@ -244,11 +244,11 @@ class NMSparsityCallback(pl.Callback):
                     sparsifier = self._attach(trainer, pl_module)
             for optimizer in trainer.optimizers:
                 sparsifier.register(optimizer)
-            self._consistency = ProcessConsistency.create(
-                trainer, sparsifier, self.compare_ranks_every
+            self._consistency = ProcessConsistency(
+                trainer.strategy, sparsifier, self.compare_ranks_every
             )
             if monitor is not None:
-                also = [] if self._consistency is None else self._consistency.statistics
+                also = self._consistency.statistics
                 history = (saved or {}).get("history")
                 self._watch = monitor.watch(trainer, sparsifier, also, self.name, history)
         except BaseException:  # KeyboardInterrupt, too, must not leave masks behind
@@ -264,8 +264,7 @@ class NMSparsityCallback(pl.Callback):
     def _attach(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> NMSparsifier:
         """Return a sparsifier with its first masks installed."""
         # Processes that see the same part of a batch, as in tensor parallelism, must draw the same random numbers.
-        sampler_arguments = trainer.distributed_sampler_kwargs or {}
-        data_rank = sampler_arguments.get("rank")
+        data_rank = (trainer.distributed_sampler_kwargs or {}).get("rank")
         sparsifier = NMSparsifier(pl_module, config=self.config, data_rank=data_rank, managed=True)
         sparsifier.training.is_suspended = lambda: self._is_left_out(trainer)
         # The length matters only where a method or an estimator starts or stops during training. The clock does not
@@ -319,14 +318,12 @@ class NMSparsityCallback(pl.Callback):
         if self.show_tables:
             rank_zero_only(print_layers)(sparsifier)
 
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_epoch_start(self, *_: Any) -> None:
         """Notice modules that were replaced."""
         # Once in an epoch, since it walks over all modules.
         warn_of_replaced(self._installed())
 
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         """Mask layers that were unfrozen since the last batch, by optimizers that may have been replaced."""
         # Callbacks such as BaseFinetuning unfreeze layers when an epoch starts. Here they are masked before the first
         # forward pass in which they are trained.
@@ -358,32 +355,28 @@ class NMSparsityCallback(pl.Callback):
             self._lifecycle.batch_open = False
             self._stepped_late = True
 
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_start(self, *_: Any) -> None:
         """Let a validation within a fit see the masks of the last step."""
         # A sanity validation comes before the resumed step is ended; Trainer.validate() has no masks.
         is_training = not (self._lifecycle.in_first_batch or self._lifecycle.interrupted)
         if self.sparsifier is not None and is_training:
             self._end_pending_step()
 
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_epoch_end(self, *_: Any) -> None:
         """Let the checkpoint of an epoch, and the end of the training, have the masks of the last step."""
         self._end_pending_step()
 
-    def on_before_backward(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Any
-    ) -> None:
+    def on_before_backward(self, *_: Any) -> None:
         """Open the batch, and compare the masks of all processes if that is due."""
         # DDP sends gradients during the backward pass, so this is the last moment at which differing masks do no harm.
         self._lifecycle.batch_open = True
-        if self._consistency is not None:
-            self._consistency.before_backward()
+        self._consistency.before_backward()
 
-    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_after_backward(self, trainer: pl.Trainer, *_: Any) -> None:
         """Average the gradients of parameters that methods own, before they are unscaled."""
         # DDP has averaged those of the model's own parameters. Before unscaling, since the gradient scaler looks for
         # infinities then, and must find the same ones in all processes.
-        if self._consistency is not None:
-            self._consistency.after_backward(trainer)
+        self._consistency.after_backward(trainer)
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
@@ -392,8 +385,7 @@ class NMSparsityCallback(pl.Callback):
         # Lightning calls this once per step, with the gradients of all accumulated batches, and clips them afterwards,
         # with what methods add here.
         sparsifier = self._installed()
-        if self._consistency is not None:
-            self._consistency.before_step()
+        self._consistency.before_step()
         sparsifier.register(optimizer)  # it may have been replaced during training
 
         # With float16 the gradient scaler has divided the gradients by the loss scale, except for fused optimizers,
@@ -404,14 +396,7 @@ class NMSparsityCallback(pl.Callback):
             loss_scale = scaler.get_scale()
         sparsifier.before_step(optimizer, loss_scale)
 
-    def on_train_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         """Update the masks if an optimizer stepped, and call the monitor."""
         # Every batch comes here, also one that only accumulates gradients: estimators draw new random numbers for each.
         # ModelCheckpoint comes after all other callbacks, so it saves the updated masks.
@@ -426,7 +411,7 @@ class NMSparsityCallback(pl.Callback):
             sparsifier.finish()
         self._lifecycle.in_first_batch = self._lifecycle.batch_open = False
         # Whether somebody reads them or not: this begins the next count.
-        also = {} if self._consistency is None else self._consistency.after_batch()
+        also = self._consistency.after_batch()
         if self._watch is not None:
             self._watch.after_batch(stepped, also)
 
@@ -460,13 +445,12 @@ class NMSparsityCallback(pl.Callback):
             states = checkpoint["callbacks"]
             states[self.state_key] = {**states[self.state_key], "averages": averages}
 
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_end(self, *_: Any) -> None:
         """Compare the masks of all processes a last time."""
         # ModelCheckpoint, which comes after this callback, may save once more: it must not save differing masks.
-        if self._consistency is not None:
-            self._consistency.at_end()
+        self._consistency.at_end()
 
-    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_fit_end(self, trainer: pl.Trainer, *_: Any) -> None:
         """Print the summary, and let the monitor write it."""
         if self._watch is not None:
             self._watch.finish()
@@ -477,7 +461,7 @@ class NMSparsityCallback(pl.Callback):
         print_summary(self._installed(), trainer, console)
         router = router_of(trainer)
         if router is not None and (router.used() or router.unavailable_reason):
-            rank_zero_only(print_kernels)(router)
+            print_kernels(router, console)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Restore ordinary modules, which hold the sparse weights."""
@@ -518,9 +502,8 @@ class NMSparsityCallback(pl.Callback):
         if self._watch is not None:
             self._watch.stop()
             self._watch = None
-        if self._consistency is not None:
-            self._consistency.close()
-            self._consistency = None
+        self._consistency.close()
+        del self._consistency  # which holds the model
         if state is None:
             sparsifier.detach()  # the model keeps its dense weights
             return

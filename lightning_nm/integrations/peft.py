@@ -27,14 +27,13 @@ from lightning_nm.nn.packed import PackedWeight
 from lightning_nm.nn.selection import as_globs
 from lightning_nm.nn.weight import is_sharded, plain_name
 from lightning_nm.pattern import NMPattern, PatternLike
+from lightning_nm.spelling import some_of
 
 _TYPE = "MASKED_LORA: import lightning_nm.integrations.peft before loading it"
 """``peft_type`` in the ``adapter_config.json`` of masked adapters.
 
 peft looks the type up in a table. Where it is not there, this is what peft's ``KeyError`` says.
 """
-
-_SHOWN = 8  # layers in an error
 
 
 def mask_adapters(
@@ -81,19 +80,17 @@ def mask_adapters(
     """
     wanted = None if pattern is None else NMPattern.parse(pattern)
     globs = as_globs(exclude, "exclude") or ()
-    adapted = {}
-    excluded = False
-    for full_name, module in model.named_modules():
-        if not isinstance(module, BaseTunerLayer):
-            continue
-        name = plain_name(full_name)
-        if any(fnmatchcase(name, glob) for glob in globs):
-            excluded = True
-        else:
-            adapted[name] = module
+    found = {
+        name: module for name, module in _by_name(model).items() if isinstance(module, BaseTunerLayer)
+    }
+    adapted = {
+        name: module
+        for name, module in found.items()
+        if not any(fnmatchcase(name, glob) for glob in globs)
+    }
     if not adapted:
         fault = (
-            "`exclude` leaves no adapted layer" if excluded else "the model has no adapter of peft"
+            "`exclude` leaves no adapted layer" if found else "the model has no adapter of peft"
         )
         raise ValueError(f"{fault}: call get_peft_model() before mask_adapters()")
 
@@ -159,10 +156,11 @@ def _write_configs(host: nn.Module, configs: dict[str, Any]) -> None:
     """
     modules: dict[str, Any] = _by_name(host)
     for adapter, config in configs.items():
-        patterns = {}
-        for name, module in modules.items():
-            if isinstance(module, _MaskedLora) and adapter in getattr(module, "lora_A", ()):
-                patterns[name] = str(module.nm_pattern)
+        patterns = {
+            name: str(module.nm_pattern)
+            for name, module in modules.items()
+            if isinstance(module, _MaskedLora) and adapter in module.lora_A
+        }
         if patterns or isinstance(config, _MaskedConfig):
             config = configs[adapter] = copy.copy(config)
             config.__class__ = _MaskedConfig if patterns else LoraConfig
@@ -226,14 +224,10 @@ CONFIG_KEYS_TO_CHECK[PeftType.LORA].append("nm_patterns")
 def _refuse(faults: dict[str, str], advice: str) -> None:
     """Raise a ``ValueError`` of the layers that have a fault."""
     found = [f"'{name}': {fault}" for name, fault in faults.items() if fault]
-    if not found:
-        return
-    shown = "; ".join(found[:_SHOWN])
-    if len(found) > _SHOWN:
-        shown += f"; and {len(found) - _SHOWN} more"
-    raise ValueError(
-        f"{len(found)} of {len(faults)} adapted layers cannot keep N:M: {shown}. {advice}"
-    )
+    if found:
+        raise ValueError(
+            f"{len(found)} of {len(faults)} adapted layers cannot keep N:M: {some_of(found)}. {advice}"
+        )
 
 
 def _adapter_fault(module: Any) -> str:
@@ -387,27 +381,25 @@ class _MaskedLora(nn.Module):
     nm_mask: Tensor
     """Bool, of the base weight's shape: its nonzeros. A selection knows by it that merging keeps the zeros."""
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """The base layer's output, plus that of the active adapters unless they are merged or disabled."""
-        layer: Any = self
         # peft calls the base layer alone, or _mixed_batch_forward.
-        if layer.disable_adapters or layer.merged or kwargs.get("adapter_names") is not None:
+        if self.disable_adapters or self.merged or kwargs.get("adapter_names") is not None:
             return super().forward(x, *args, **kwargs)
-        result = layer.base_layer(x, *args, **_for_base(kwargs))
+        result = self.base_layer(x, *args, **_for_base(kwargs))
         dtype = result.dtype
-        for name in layer.active_adapters:
-            if name in layer.lora_A:
+        for name in self.active_adapters:
+            if name in self.lora_A:
                 result = result + self._adapter_output(x, name)
         return result.to(dtype)
 
     def _mixed_batch_forward(
-        self, x: Tensor, *args: Any, adapter_names: list[str], **kwargs: Any
+        self: Any, x: Tensor, *args: Any, adapter_names: list[str], **kwargs: Any
     ) -> Tensor:
-        layer: Any = self
-        result = layer.base_layer(x, *args, **_for_base(kwargs))
+        result = self.base_layer(x, *args, **_for_base(kwargs))
         for name in dict.fromkeys(adapter_names):
             # "__base__" is the name of no adapter.
-            if name in layer.lora_A:
+            if name in self.lora_A:
                 chosen = [row for row, other in enumerate(adapter_names) if other == name]
                 output = self._adapter_output(x[chosen], name).to(result.dtype)
                 result = result.index_add(
@@ -415,53 +407,47 @@ class _MaskedLora(nn.Module):
                 )
         return result
 
-    def _adapter_output(self, x: Tensor, name: str) -> Tensor:
-        layer: Any = self
-        x = layer._cast_input_dtype(x, layer.lora_A[name].weight.dtype)
-        x = layer.lora_dropout[name](x)
+    def _adapter_output(self: Any, x: Tensor, name: str) -> Tensor:
+        x = self._cast_input_dtype(x, self.lora_A[name].weight.dtype)
+        x = self.lora_dropout[name](x)
         output = self._delta_output(x, name)
-        bias = layer.lora_B[name].bias
+        bias = self.lora_B[name].bias
         if bias is None:
             return output
         # The axes of a convolution's output follow that of its channels.
-        spatial_axes = layer.get_base_layer().weight.dim() - 2
-        return output + (bias * layer.scaling[name]).view(-1, *[1] * spatial_axes)
+        spatial_axes = self.get_base_layer().weight.dim() - 2
+        return output + (bias * self.scaling[name]).view(-1, *[1] * spatial_axes)
 
-    def _delta_output(self, x: Tensor, name: str) -> Tensor:
-        raise NotImplementedError
-
-    def get_delta_weight(self, adapter: str) -> Tensor:
+    def get_delta_weight(self: Any, adapter: str) -> Tensor:
         """What merging an adapter adds to the base weight: +0.0 outside of the mask."""
-        return masked(super().get_delta_weight(adapter), self.nm_mask)  # type: ignore[misc]
+        return masked(super().get_delta_weight(adapter), self.nm_mask)
 
-    def merge(self, *args: Any, **kwargs: Any) -> None:
+    def merge(self: Any, *args: Any, **kwargs: Any) -> None:
         """Merge adapters as peft does.
 
         Raises:
             ValueError: If the base weight has other nonzeros than when it was masked.
         """
-        layer: Any = self
-        nonzero = _base_weight(layer.get_base_layer()).ne(0)
+        nonzero = _base_weight(self.get_base_layer()).ne(0)
         if bool((nonzero & ~self.nm_mask).any()):
             raise ValueError(
                 f"the base weight of this {self.nm_base.__name__} has other nonzeros than when its adapters were "
                 "masked: call mask_adapters() after loading weights, and train with these masks"
             )
-        super().merge(*args, **kwargs)  # type: ignore[misc]
+        super().merge(*args, **kwargs)
 
-    def resolve_lora_variant(self, **kwargs: Any) -> None:
+    def resolve_lora_variant(self: Any, **kwargs: Any) -> None:
         """Refuse to add an adapter whose delta is not s B A, by a ``ValueError``."""
-        variant = super().resolve_lora_variant(**kwargs)  # type: ignore[misc]
+        variant = super().resolve_lora_variant(**kwargs)
         if variant is not None:
             raise ValueError(
                 f"{type(variant).__name__} is not LoRA's plain sum W + s B A, which this layer masks: call "
                 "unmask_adapters() first, or add a plain adapter"
             )
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+    def _apply(self: Any, fn: Any, recurse: bool = True) -> Any:
         super()._apply(fn, recurse)
-        layer: Any = self
-        self.nm_mask = self.nm_mask.to(layer.get_base_layer().weight.device)
+        self.nm_mask = self.nm_mask.to(self.get_base_layer().weight.device)
         return self
 
 
@@ -477,20 +463,18 @@ def _for_base(kwargs: dict[str, Any]) -> dict[str, Any]:
 class _MaskedLinear(_MaskedLora, lora.Linear):
     nm_base = lora.Linear
 
-    def _delta_output(self, x: Tensor, name: str) -> Tensor:
-        layer: Any = self
-        mask = self.nm_mask.t() if layer.fan_in_fan_out else self.nm_mask
+    def _delta_output(self: Any, x: Tensor, name: str) -> Tensor:
+        mask = self.nm_mask.t() if self.fan_in_fan_out else self.nm_mask
         return masked_delta(
-            x, layer.lora_A[name].weight, layer.lora_B[name].weight, mask, layer.scaling[name]
+            x, self.lora_A[name].weight, self.lora_B[name].weight, mask, self.scaling[name]
         )
 
 
 class _MaskedConv(_MaskedLora):
-    def _delta_output(self, x: Tensor, name: str) -> Tensor:
-        layer: Any = self
+    def _delta_output(self: Any, x: Tensor, name: str) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):  # as merging makes it
             delta = self.get_delta_weight(name)
-        return layer.get_base_layer()._conv_forward(x, delta, None)
+        return self.get_base_layer()._conv_forward(x, delta, None)
 
 
 class _MaskedConv1d(_MaskedConv, lora.Conv1d):
