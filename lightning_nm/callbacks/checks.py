@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import Any, TypeVar
 
-import lightning.pytorch as pl
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import (
     GradientAccumulationScheduler,
     ModelPruning,
@@ -26,22 +26,21 @@ from lightning_nm.training.phases import finished_phases, told_as_dense
 from lightning_nm.training.ranks import compare_ranks, reduce_gradients
 from lightning_nm.training.statistics import layers_short_of_tokens
 
-CallbackT = TypeVar("CallbackT", bound=pl.Callback)
+CallbackT = TypeVar("CallbackT", bound=Callback)
 
 
-def callbacks_of(trainer: pl.Trainer, kind: type[CallbackT]) -> list[CallbackT]:
+def callbacks_of(trainer: Trainer, kind: type[CallbackT]) -> list[CallbackT]:
     """Return the Trainer's callbacks of a class.
 
     Example:
-        >>> callbacks_of(pl.Trainer(logger=False, accelerator="cpu"), ModelPruning)
+        >>> callbacks_of(Trainer(logger=False, accelerator="cpu"), ModelPruning)
         []
     """
     # The Trainer has the attribute, but no annotation of it.
-    callbacks = getattr(trainer, "callbacks", [])
-    return [callback for callback in callbacks if isinstance(callback, kind)]
+    return [one for one in getattr(trainer, "callbacks", []) if isinstance(one, kind)]
 
 
-def check_trainer(trainer: pl.Trainer) -> None:
+def check_trainer(trainer: Trainer) -> None:
     """Refuse a Trainer of another package, and Lightning's own pruning beside ours.
 
     Raises:
@@ -49,9 +48,9 @@ def check_trainer(trainer: pl.Trainer) -> None:
         ValueError: If the Trainer has a ModelPruning callback.
 
     Example:
-        >>> check_trainer(pl.Trainer(logger=False, accelerator="cpu"))
+        >>> check_trainer(Trainer(logger=False, accelerator="cpu"))
     """
-    if not isinstance(trainer, pl.Trainer):
+    if not isinstance(trainer, Trainer):
         # The two packages hold the same classes twice, so its hooks would not know ours.
         raise TypeError(
             f"NMSparsityCallback is made for lightning.pytorch, but this Trainer is {type(trainer).__module__}'s: "
@@ -63,10 +62,10 @@ def check_trainer(trainer: pl.Trainer) -> None:
         )
 
 
-def check_averaging_order(callback: pl.Callback, trainer: pl.Trainer) -> None:
+def check_averaging_order(callback: Callback, trainer: Trainer) -> None:
     """Raise a ``ValueError`` if a WeightAveraging callback follows this one: its weights could not be masked."""
     # Lightning calls on_save_checkpoint in the callbacks' order: the average must be in the checkpoint already.
-    callbacks = callbacks_of(trainer, pl.Callback)
+    callbacks = callbacks_of(trainer, Callback)
     for other in callbacks[callbacks.index(callback) + 1 :]:
         if isinstance(other, WeightAveraging):
             raise ValueError(
@@ -168,10 +167,11 @@ class ProcessConsistency:
         except RuntimeError as error:
             if not self._said_left_out:
                 raise
-            cause = _LEFT_OUT.format(names=self._said_left_out)
-            raise RuntimeError(f"{error}. The likely cause: {cause}") from error
+            raise RuntimeError(
+                f"{error}. The likely cause: {_LEFT_OUT.format(names=self._said_left_out)}"
+            ) from error
 
-    def after_backward(self, trainer: pl.Trainer) -> None:
+    def after_backward(self, trainer: Trainer) -> None:
         """Average the gradients of parameters that methods own, in the micro-batches in which DDP synchronizes."""
         # DDP has this attribute; in other models every backward pass synchronizes.
         if self.is_parallel and getattr(trainer.model, "require_backward_grad_sync", True):
@@ -207,15 +207,16 @@ def is_scheduled(rule: Rule) -> bool:
     """
     if rule.schedule is not None:
         return True
-    parts = [rule.method, rule.estimator]
     try:
-        return any(part is not None and part.schedule(None) for part in parts)
+        return bool(
+            rule.method.schedule(None) or (rule.estimator and rule.estimator.schedule(None))
+        )
     except ValueError:
         # The schedule is given as shares of the training length, which is not known here.
         return True
 
 
-def planned_steps(trainer: pl.Trainer, pl_module: pl.LightningModule) -> int | None:
+def planned_steps(trainer: Trainer, pl_module: LightningModule) -> int | None:
     """Return the number of optimizer steps of the whole training; ``None`` if the Trainer does not know it."""
     if not pl_module.automatic_optimization:  # a batch takes any number of steps
         return None
@@ -228,8 +229,7 @@ def planned_steps(trainer: pl.Trainer, pl_module: pl.LightningModule) -> int | N
     else:
         planned = trainer.estimated_stepping_batches
     # A training without end has -1 or infinitely many steps.
-    is_known = 0 < planned < math.inf
-    return int(planned) if is_known else None
+    return int(planned) if 0 < planned < math.inf else None
 
 
 def warn_at_start(sparsifier: NMSparsifier, *, continues: bool) -> None:
@@ -241,14 +241,14 @@ def warn_at_start(sparsifier: NMSparsifier, *, continues: bool) -> None:
                 f"{phase}; for another training with phases of its own, make a new callback"
             )
     if not sparsifier.layers:
-        frozen = [layer.name for layer in sparsifier.selection.frozen]
-        names = ", ".join(frozen[:8])
+        frozen = sparsifier.selection.frozen
+        names = ", ".join(layer.name for layer in frozen[:8])
         if len(frozen) > 8:
             names += f" and {len(frozen) - 8} more"
         advice = (
             "Each is masked when it is unfrozen and in an optimizer; frozen='mask' masks them now"
         )
-        if not any(layer.spec.method.trains_weight for layer in sparsifier.selection.frozen):
+        if not any(layer.spec.method.trains_weight for layer in frozen):
             advice = (
                 "Give an optimizer their weights, frozen or not: it trains what the method owns"
             )
@@ -264,7 +264,7 @@ def warn_at_start(sparsifier: NMSparsifier, *, continues: bool) -> None:
         )
 
 
-def warn_of_resume(trainer: pl.Trainer, *, joined_at: int, is_resumed: bool) -> None:
+def warn_of_resume(trainer: Trainer, *, joined_at: int, is_resumed: bool) -> None:
     """Warn of a checkpoint of so many steps without masks, and of one from which the data do not continue."""
     if joined_at:
         rank_zero_warn(
@@ -280,7 +280,7 @@ def warn_of_resume(trainer: pl.Trainer, *, joined_at: int, is_resumed: bool) -> 
         )
 
 
-def _data_begin_again(trainer: pl.Trainer) -> bool:
+def _data_begin_again(trainer: Trainer) -> bool:
     """Whether a resumed epoch reads other batches than the interrupted one would have."""
     progress = trainer.fit_loop.epoch_loop.batch_progress
     loaders = tree_leaves(trainer.train_dataloader)

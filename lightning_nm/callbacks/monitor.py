@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_warn
 
@@ -33,6 +33,7 @@ from lightning_nm.callbacks.tensorboard import (
     margin_histogram,
 )
 from lightning_nm.sparsifier import NMSparsifier
+from lightning_nm.training.statistics import joint_statistics
 
 NOT_THE_DEFAULT = (
     "log_layers=True is a setting of the default monitor: write MaskMonitor(log_layers=True)"
@@ -46,7 +47,7 @@ Drawing them all takes a time that grows with the logarithm of the run's length.
 """
 
 
-class MaskMonitor(pl.Callback):
+class MaskMonitor(Callback):
     """Logs statistics of the masks of an :class:`~lightning_nm.NMSparsityCallback`; docs/tensorboard.md lists them.
 
     Each of those callbacks has a monitor with default settings. To change them, pass a monitor as ``monitor``, or add
@@ -116,7 +117,7 @@ class MaskMonitor(pl.Callback):
 
     @classmethod
     def chosen(
-        cls, monitor: bool | MaskMonitor | None, trainer: pl.Trainer, log_layers: bool
+        cls, monitor: bool | MaskMonitor | None, trainer: Trainer, log_layers: bool
     ) -> MaskMonitor | None:
         """Return the monitor that a callback uses in a fit.
 
@@ -138,7 +139,7 @@ class MaskMonitor(pl.Callback):
             raise ValueError(NOT_THE_DEFAULT)
         return monitors[0]
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Raise an error if no callback uses this monitor."""
         # All callbacks have called watch() in on_fit_start by now, whatever their order.
         if not self._watched:
@@ -149,7 +150,7 @@ class MaskMonitor(pl.Callback):
 
     def watch(
         self,
-        trainer: pl.Trainer,
+        trainer: Trainer,
         sparsifier: NMSparsifier,
         also: Sequence[str] = (),
         name: str | None = None,
@@ -167,10 +168,12 @@ class MaskMonitor(pl.Callback):
         Raises:
             ValueError: If a requested statistic does not exist.
         """
-        # As they are before the first step: gradients were not compared yet.
-        names = [*sparsifier.stats(), *also]
-        estimators = [layer.spec.estimator for layer in sparsifier.layers.values()]
-        if sparsifier.config.grad_snr_every and any(estimators):
+        # Layers of one method have the same statistics: one of them stands for all.
+        layers = sparsifier.layers.values()
+        layer_of_method = {type(layer.spec.method): layer for layer in layers}
+        names = [*joint_statistics([*layer_of_method.values()]), COSTS, *also]
+        # Gradients are compared later.
+        if sparsifier.config.grad_snr_every and any(layer.spec.estimator for layer in layers):
             names += ["grad_snr", "grad_density"]
         # The methods of frozen layers, which may be masked later, may have a requested statistic.
         if not sparsifier.selection.frozen:
@@ -179,9 +182,8 @@ class MaskMonitor(pl.Callback):
                     raise ValueError(
                         f"MaskMonitor: there is no statistic '{requested}' in this training, only {names}"
                     )
-        suffix = f"/{name}" if name else ""
         columns = LayerHistory.from_state(history) if history else LayerHistory()
-        watch = Watch(self, trainer, sparsifier, names, suffix, columns)
+        watch = Watch(self, trainer, sparsifier, names, f"/{name}" if name else "", columns)
         self._watched.append(watch)
         return watch
 
@@ -203,7 +205,7 @@ class Watch:
     """
 
     monitor: MaskMonitor
-    trainer: pl.Trainer
+    trainer: Trainer
     sparsifier: NMSparsifier
     names: list[str]
     suffix: str
@@ -277,8 +279,8 @@ class Watch:
         def draw(writer: Any) -> None:
             if self.monitor.layer_table:
                 layers = layers_markdown(self.sparsifier, router_of(self.trainer))
-                writer.add_text("nm/layers", layers, step)
                 parts = markdown_table(("part", "value"), environment(self.trainer).items())
+                writer.add_text("nm/layers", layers, step)
                 writer.add_text("nm/environment", parts, step)
             if self.monitor.custom_scalars:
                 # The chart of costs would be empty in most runs.
@@ -301,8 +303,7 @@ class Watch:
             summary = markdown_table(("statistic", "value", "meaning"), rows)
             writer.add_text(f"nm/summary{self.suffix}", summary, step)
             if router is not None and router.used():
-                kernels = markdown_table(*kernel_columns(router))
-                writer.add_text("nm/kernels", kernels, step)
+                writer.add_text("nm/kernels", markdown_table(*kernel_columns(router)), step)
 
         self._write(draw)
 
@@ -392,12 +393,15 @@ class Watch:
         self.drawn_at = step
 
         def draw(writer: Any) -> None:
-            for index, name in enumerate(MAPS):
-                title = f"{name.replace('_', ' ')} of layers over steps"
-                # Flip rates fall by orders of magnitude; by their square root the late ones still differ in colour.
-                root = name == "flip_rate"
-                values = history.values[:, index]  # [columns, layers]
-                figure = heat_map(title, history.layers, history.steps, values, root=root)
+            for name, values in zip(MAPS, history.values.unbind(1), strict=True):
+                figure = heat_map(
+                    f"{name.replace('_', ' ')} of layers over steps",
+                    history.layers,
+                    history.steps,
+                    values,  # [columns, layers]
+                    # Flip rates fall by orders of magnitude; by their square root the late ones still differ in colour.
+                    root=name == "flip_rate",
+                )
                 # pyplot does not know the figure, so there is nothing to close.
                 writer.add_figure(f"nm/{name}_map{self.suffix}", figure, step, close=False)
 
@@ -420,8 +424,7 @@ def _passed(count: int, logged_every: int, every: int) -> bool:
     """Whether ``every`` steps have passed since the last log, or since the start of training."""
     if every == 0:
         return False
-    # Not "step % every == 0": logs come at multiples of their own interval, which may miss those of `every`.
+    # Not "step % every == 0": logs come at multiples of their own interval, which may miss those of `every`. The last
+    # log's step is negative in the first log, which therefore always passes.
     step = count - 1
-    last_logged = step - logged_every  # negative in the first log, which therefore always passes
-    return step // every > last_logged // every
-
+    return step // every > (step - logged_every) // every

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import lightning.pytorch as pl
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
 from lightning_nm.callbacks.checks import callbacks_of, planned_steps
@@ -14,7 +14,7 @@ from lightning_nm.schedule import Moment, check_moment
 from lightning_nm.training.int8_rounding import Int8Rounding, rounding_fault
 
 
-class QuantizationAwareTraining(pl.Callback):
+class QuantizationAwareTraining(Callback):
     """Trains the last steps with masked weights rounded as ``pack(model, dtype="int8")`` rounds them.
 
     In these steps, and in validation after their beginning, the forward and the backward pass see
@@ -37,7 +37,7 @@ class QuantizationAwareTraining(pl.Callback):
 
         >>> from lightning_nm import NMSparsityCallback
         >>> callbacks = [QuantizationAwareTraining(last=0.1), NMSparsityCallback("2:4", "sr-ste")]
-        >>> trainer = pl.Trainer(callbacks=callbacks, logger=False, accelerator="cpu")
+        >>> trainer = Trainer(callbacks=callbacks, logger=False, accelerator="cpu")
     """
 
     def __init__(self, last: Moment = 0.1, *, activations: bool = False) -> None:
@@ -47,7 +47,7 @@ class QuantizationAwareTraining(pl.Callback):
         """The optimizer step from which on weights are rounded; known when fit starts, and saved."""
         self.rounding = Int8Rounding(activations=activations)
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse callbacks in another order, manual optimization, and activations in compiled modules."""
         if stage != "fit":
             return
@@ -56,7 +56,7 @@ class QuantizationAwareTraining(pl.Callback):
                 "QuantizationAwareTraining rounds weights for one backward pass of a batch: it does not work under "
                 "manual optimization. Use Int8Rounding of lightning_nm.training.int8_rounding in training_step"
             )
-        callbacks = callbacks_of(trainer, pl.Callback)
+        callbacks = callbacks_of(trainer, Callback)
         others = callbacks_of(trainer, NMSparsityCallback)
         # The other one ends a fit that fails, and must find the weights as they were.
         if not others or callbacks.index(others[0]) < callbacks.index(self):
@@ -70,7 +70,7 @@ class QuantizationAwareTraining(pl.Callback):
                 "activations=True out"
             )
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Find the first step, and refuse layers that cannot be rounded."""
         if self.start is None:
             planned = planned_steps(trainer, pl_module)
@@ -88,21 +88,20 @@ class QuantizationAwareTraining(pl.Callback):
                     f"QuantizationAwareTraining cannot round layer '{layer.name}': {fault}"
                 )
 
-
-    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
         """Round the weights if it is time: for a batch, and for a validation."""
         if self.start is not None and trainer.global_step >= self.start:
             self.rounding.begin(_layers(trainer))
 
-    on_validation_start = on_train_batch_start
+    on_validation_start: Any = on_train_batch_start
 
     def on_after_backward(self, *_: Any) -> None:
         """Give the weights their values back, before anything reads or changes them."""
         self.rounding.end()
 
-    on_train_batch_end = on_after_backward  # of a batch without a backward pass
-    on_validation_end = on_after_backward  # checkpoints are saved later
-    on_exception = on_after_backward
+    on_train_batch_end: Any = on_after_backward  # of a batch without a backward pass
+    on_validation_end: Any = on_after_backward  # checkpoints are saved later
+    on_exception: Any = on_after_backward
 
     def state_dict(self) -> dict[str, Any]:
         """The first step with rounding: a resumed run keeps it, whatever its own length."""
@@ -113,10 +112,14 @@ class QuantizationAwareTraining(pl.Callback):
         self.start = state_dict["start"]
 
 
-def _layers(trainer: pl.Trainer) -> list[NMLayer]:
+def _layers(trainer: Trainer) -> list[NMLayer]:
     """The masked layers of all sparsifiers of a Trainer; none outside fit."""
-    sparsifiers = [callback.sparsifier for callback in callbacks_of(trainer, NMSparsityCallback)]
-    return [layer for each in sparsifiers if each is not None for layer in each.layers.values()]
+    return [
+        layer
+        for callback in callbacks_of(trainer, NMSparsityCallback)
+        if callback.sparsifier is not None
+        for layer in callback.sparsifier.layers.values()
+    ]
 
 
 def _is_compiled(module: nn.Module) -> bool:

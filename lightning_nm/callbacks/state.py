@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import WeightAveraging
 from torch import Tensor, nn
 
@@ -121,8 +121,10 @@ def mask_average(
         # The average is kept with its pruned entries, as latent values of its own: averaging goes on with them.
         latent = average.detach().to(layer.param.device)
         masked = layer.spec.method.forward_weight(layer, latent).detach()
-        lost = dropped(latent, masked, layer.forward_mask)
-        averages[key] = {"layer": layer.name, "dropped": lost}
+        averages[key] = {
+            "layer": layer.name,
+            "dropped": dropped(latent, masked, layer.forward_mask),
+        }
         weights[key] = masked.to(average.device)
     return averages
 
@@ -130,8 +132,8 @@ def mask_average(
 def restore_average(
     checkpoint: dict[str, Any],
     state: Mapping[str, Any],
-    trainer: pl.Trainer,
-    pl_module: pl.LightningModule,
+    trainer: Trainer,
+    pl_module: LightningModule,
 ) -> None:
     """Restore the dropped entries of a checkpoint's averaged weights, and let the averaging callbacks load it again.
 

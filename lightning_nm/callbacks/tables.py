@@ -7,35 +7,30 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from lightning_nm.estimators import GradientEstimator
 from lightning_nm.kernels import GemmKey, Router
 from lightning_nm.kernels.api import uses_of_pack
 from lightning_nm.kernels.router import GemmUse
 from lightning_nm.kernels.tuner import environment_of
-from lightning_nm.methods import MaskMethod
+from lightning_nm.methods import MaskMethod, Method
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.nn.selection import NO_MATRICES
+from lightning_nm.nn.selection import NO_MATRICES, Rule
 from lightning_nm.nn.weight import known_shape, plain_name
-from lightning_nm.schedule import DENSE, describe
+from lightning_nm.schedule import DENSE, Schedule, describe
 from lightning_nm.sparsifier import NMSparsifier
 from lightning_nm.spelling import grouped
 from lightning_nm.training.statistics import mean_flip_rate, share_of_products, shares_of
 
-if TYPE_CHECKING:  # for the types only
-    import lightning.pytorch as pl
 
-    from lightning_nm.estimators import GradientEstimator
-    from lightning_nm.methods import Method
-    from lightning_nm.nn.selection import Rule
-
-
-def environment(trainer: pl.Trainer) -> dict[str, str]:
+def environment(trainer: Trainer) -> dict[str, str]:
     """Return versions, the device as kernels see it, precision, strategy and processes.
 
     Example:
@@ -65,7 +60,7 @@ def environment(trainer: pl.Trainer) -> dict[str, str]:
     return {name: part for name, part in parts.items() if part}
 
 
-def router_of(trainer: pl.Trainer) -> Router | None:
+def router_of(trainer: Trainer) -> Router | None:
     """Return the router of the Trainer's precision plugin; ``None`` for plugins that route no products.
 
     Example:
@@ -111,8 +106,8 @@ def _rule_settings(rule: Rule, prefix: str) -> dict[str, Any]:
     found |= _part_settings(rule.method, f"{prefix}/method")
     found |= _part_settings(rule.estimator, f"{prefix}/grad_estimator")
     # Only where they are used: most trainings have none.
-    schedule = rule.schedule
-    for part in schedule.parts if schedule else ():
+    schedule = rule.schedule or Schedule()
+    for part in schedule.parts:
         value = getattr(schedule, part)  # a moment as it is, the ramp as text
         if part == "ramp":
             value = ", ".join(map(str, value))
@@ -142,12 +137,12 @@ def _part_name(part: Method | GradientEstimator) -> str:
     return getattr(part, "short_name", "") or type(part).__name__
 
 
-def log_hyperparameters(trainer: pl.Trainer, sparsifier: NMSparsifier, name: str | None) -> None:
+def log_hyperparameters(trainer: Trainer, sparsifier: NMSparsifier, name: str | None) -> None:
     """Add the settings to the hyperparameters of the Trainer's loggers; as ``nm/<name>/...`` if there is a name."""
     prefix = f"nm/{name}" if name else "nm"
     for logger in trainer.loggers:
         # Without metrics TensorBoard's logger would log hp_metric = -1.
-        options = {"metrics": {}} if isinstance(logger, TensorBoardLogger) else {}
+        options: Any = {"metrics": {}} if isinstance(logger, TensorBoardLogger) else {}
         logger.log_hyperparams(hyperparameters(sparsifier, prefix), **options)
 
 
@@ -412,9 +407,11 @@ def layer_table(sparsifier: NMSparsifier, width: int = 80) -> Table:
 
 def layer_reasons(sparsifier: NMSparsifier) -> dict[str, int]:
     """Return the reasons in the table of layers, each once, with their numbers from 1 on."""
-    # A dictionary keeps the order of the rows and has each reason once.
-    reasons = dict.fromkeys(row[-1] for row in layer_rows(sparsifier) if row[-1])
-    return {reason: number for number, reason in enumerate(reasons, 1)}
+    numbers: dict[str, int] = {}
+    for *_, reason in layer_rows(sparsifier):
+        if reason:
+            numbers.setdefault(reason, len(numbers) + 1)
+    return numbers
 
 
 def layer_rows(sparsifier: NMSparsifier) -> Iterator[tuple[str, ...]]:
@@ -452,12 +449,13 @@ def layer_rows(sparsifier: NMSparsifier) -> Iterator[tuple[str, ...]]:
 
 def layers_markdown(sparsifier: NMSparsifier, router: Router | None) -> str:
     """Return the table of layers in Markdown, with the kernels of a router after its first products."""
-    kernels: dict[str, dict[str, str]] = {}  # by layer and GEMM; the last one, if it changed
-    for used in [] if router is None else router.used():
-        kernels.setdefault(used.product.layer, {})[used.product.key.gemm] = used.kernel
+    kernels = {  # the last one of each product, if it changed
+        (used.product.layer, used.product.key.gemm): used.kernel
+        for used in (router.used() if router else ())
+    }
     rows = []
     for name, *cells in layer_rows(sparsifier):
-        texts = [f"{gemm}: {kernel}" for gemm, kernel in kernels.get(name, {}).items()]
+        texts = [f"{gemm}: {kernel}" for (layer, gemm), kernel in kernels.items() if layer == name]
         # GEMMs that no router has seen ran as torch computes them.
         rows.append((name, *cells, ", ".join(texts) or "dense product"))
     return markdown_table((*_LAYER_COLUMNS, "kernel"), rows)
@@ -549,10 +547,13 @@ def _notes(sparsifier: NMSparsifier) -> Iterator[str]:
     for reason, number in layer_reasons(sparsifier).items():
         yield f"({number}) {reason}"
     # Modules whose parameters need no rows, such as a class token.
-    names = [name for name, reason in sparsifier.skipped.items() if reason == NO_MATRICES]
+    names = [
+        (name or type(sparsifier.model).__name__,)
+        for name, reason in sparsifier.skipped.items()
+        if reason == NO_MATRICES
+    ]
     if names:
-        shown = grouped((name or type(sparsifier.model).__name__,) for name in names)
-        yield f"no rows for {', '.join(name for (name,) in shown)}: {NO_MATRICES}"
+        yield f"no rows for {', '.join(name for (name,) in grouped(names))}: {NO_MATRICES}"
     if sparsifier.selection.first_last:
         yield "skip_first_last=False masks the first and the last layer, too"
     if config.scale is not None:
@@ -593,7 +594,7 @@ def print_layers(sparsifier: NMSparsifier, console: Console | None = None) -> No
                 soft_wrap=True,
             )
     with_estimator = [
-        layer for layer in layers if layer.spec.estimator is not None and layer.param.requires_grad
+        layer for layer in layers if layer.spec.estimator and layer.param.requires_grad
     ]
     estimated = shares_of(sparsifier.model, with_estimator, sparsifier.macs)
     if estimated["parameters"]:
@@ -627,7 +628,7 @@ def summary_rows(
 
 
 def print_summary(
-    sparsifier: NMSparsifier, trainer: pl.Trainer, console: Console | None = None
+    sparsifier: NMSparsifier, trainer: Trainer, console: Console | None = None
 ) -> None:
     """Print the summary and the paths of the log and the checkpoint."""
     console = console or Console()

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
+from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
@@ -78,12 +78,10 @@ def layer_column(layers: Sequence[NMLayer]) -> Tensor:
                 flips = layer.masks.flips
             used, whole = magnitude_sum(layer.forward_weight()), magnitude_sum(weight)
             # float64 holds every number of flips exactly, and one dtype lets them share a tensor.
-            sums.append(
-                torch.stack([used.double(), whole.double(), margin.double(), flips.double()])
-            )
+            sums.append(torch.stack([part.double() for part in (used, whole, margin, flips)]))
     # One copy for all layers waits for the device once. Layers may be on several devices.
-    sums_of_layers = torch.stack([values.to(sums[0].device) for values in sums])  # [layers, 4]
-    used, whole, margin, flips = sums_of_layers.cpu().unbind(1)
+    of_layers = torch.stack([values.to(sums[0].device) for values in sums]).cpu()  # [layers, 4]
+    used, whole, margin, flips = of_layers.unbind(1)
     entries = torch.tensor([layer.view.shape.numel() for layer in layers], dtype=torch.float64)
     return torch.stack([FLIP_RATE.exact(flips, entries), margin, KEPT_MAGNITUDE.exact(used, whole)])
 
@@ -201,8 +199,8 @@ def heat_map(
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    known = values[values.isfinite()].double()
-    low, high = (known.min().item(), known.max().item()) if known.numel() else (0.0, 1.0)
+    known = values[values.isfinite()].tolist() or [0.0, 1.0]
+    low, high = min(known), max(known)
     norm = PowerNorm(0.5, 0, high or 1) if root else Normalize(low, high)
     height = min(max(ROW * len(layers), LEAST_HEIGHT), MOST_HEIGHT)
     figure = Figure((WIDTH / DPI, (height + AROUND) / DPI), DPI, layout="constrained")
@@ -256,11 +254,11 @@ class TensorBoardWriter:
         self._failed: list[Logger] = []
 
     @staticmethod
-    def has_logger(trainer: pl.Trainer) -> bool:
+    def has_logger(trainer: Trainer) -> bool:
         """Whether the Trainer has a TensorBoard logger: the same in all processes, and after failures on rank 0."""
         return any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers)
 
-    def write(self, trainer: pl.Trainer, draw: Callable[[Any], None]) -> None:
+    def write(self, trainer: Trainer, draw: Callable[[Any], None]) -> None:
         """Call ``draw`` with each ``SummaryWriter`` on rank 0."""
         if not trainer.is_global_zero:
             return
@@ -313,21 +311,20 @@ def margin_histogram(layer: NMLayer) -> Tensor:
 
 def draw_histogram(writer: Any, tag: str, histograms: Sequence[Tensor], step: int) -> None:
     """Write the sum of results of :func:`margin_histogram`; nothing without a margin."""
-    together = torch.stack(list(histograms))
-    counts = together[:, 4:].sum(0)
-    if not counts.any():
-        return
-    writer.add_histogram_raw(
-        tag,
-        min=together[:, 0].min().item(),
-        max=together[:, 1].max().item(),
-        num=int(counts.sum()),
-        sum=together[:, 2].sum().item(),
-        sum_squares=together[:, 3].sum().item(),
-        bucket_limits=EDGES[1:].tolist(),
-        bucket_counts=counts.int().tolist(),
-        global_step=step,
-    )
+    least, largest, sums, squares, *counts = torch.stack(list(histograms)).unbind(1)
+    numbers = [int(count.sum()) for count in counts]
+    if any(numbers):
+        writer.add_histogram_raw(
+            tag,
+            min=least.min().item(),
+            max=largest.max().item(),
+            num=sum(numbers),
+            sum=sums.sum().item(),
+            sum_squares=squares.sum().item(),
+            bucket_limits=EDGES[1:].tolist(),
+            bucket_counts=numbers,
+            global_step=step,
+        )
 
 
 Layout = dict[str, dict[str, list[Any]]]
@@ -347,13 +344,15 @@ def custom_scalars_layout(names: Sequence[str], layers: bool) -> Layout:
     """
     # Tags are regular expressions that match from the start; a logger's prefix may come first.
     shared = {name: chart for chart, members in CHARTS.items() for name in members}
-    model_charts: dict[str, list[Any]] = {}
-    # One chart for each statistic of layers, with a line for each layer.
-    layer_charts: dict[str, list[Any]] = {}
+    layout: Layout = {"N:M masks": {}}
+    if layers:  # one chart for each statistic, with a line for each layer
+        layout["N:M layers"] = {
+            name.replace("_", " "): ["Multiline", [f"^(.+-)?nm/{re.escape(name)}/"]]
+            for name in names
+            if name not in MODEL_ONLY
+        }
     for name in names:
-        title = name.replace("_", " ")
-        chart = model_charts.setdefault(shared.get(name, title), ["Multiline", []])
+        title = shared.get(name, name.replace("_", " "))
+        chart = layout["N:M masks"].setdefault(title, ["Multiline", []])
         chart[1].append(f"^(.+-)?nm/{name}$")
-        if name not in MODEL_ONLY:
-            layer_charts[title] = ["Multiline", [f"^(.+-)?nm/{re.escape(name)}/"]]
-    return {"N:M masks": model_charts, **({"N:M layers": layer_charts} if layers else {})}
+    return layout

@@ -20,10 +20,8 @@ def keyed_generator(seed: int, *key: int | str) -> torch.Generator:
         >>> bool(torch.equal(a, b))
         True
     """
-    text = repr((seed, *key))
-    digest = hashlib.blake2b(text.encode(), digest_size=4).digest()
-    hashed_seed = int.from_bytes(digest, "little")
-    return torch.Generator().manual_seed(hashed_seed)
+    digest = hashlib.blake2b(repr((seed, *key)).encode(), digest_size=4).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little"))
 
 
 class SeededSampler(DistributedSampler[int]):
@@ -116,9 +114,8 @@ class ResumableDataModule(LightningDataModule):
         """The training batches, in an order that depends on seed and epoch."""
         if self.train_set is None:
             self.setup("fit")
-        trainer = self.trainer
         replicas, rank, epoch = 1, 0, 0
-        if trainer:
+        if trainer := self.trainer:
             replicas, rank, epoch = trainer.world_size, trainer.global_rank, trainer.current_epoch
         self._sampler = sampler = SeededSampler(self.train_set, self.seed, replicas, rank)
         # Lightning may ask for a loader before it knows the epoch, and for another one later.

@@ -81,7 +81,9 @@ def mask_adapters(
     wanted = None if pattern is None else NMPattern.parse(pattern)
     globs = as_globs(exclude, "exclude") or ()
     found = {
-        name: module for name, module in _by_name(model).items() if isinstance(module, BaseTunerLayer)
+        name: module
+        for name, module in _by_name(model).items()
+        if isinstance(module, BaseTunerLayer)
     }
     adapted = {
         name: module
@@ -89,9 +91,7 @@ def mask_adapters(
         if not any(fnmatchcase(name, glob) for glob in globs)
     }
     if not adapted:
-        fault = (
-            "`exclude` leaves no adapted layer" if found else "the model has no adapter of peft"
-        )
+        fault = "`exclude` leaves no adapted layer" if found else "the model has no adapter of peft"
         raise ValueError(f"{fault}: call get_peft_model() before mask_adapters()")
 
     # All layers are checked before the first one is changed.
@@ -159,7 +159,7 @@ def _write_configs(host: nn.Module, configs: dict[str, Any]) -> None:
         patterns = {
             name: str(module.nm_pattern)
             for name, module in modules.items()
-            if isinstance(module, _MaskedLora) and adapter in module.lora_A
+            if isinstance(module, _MaskedLora) and adapter in getattr(module, "lora_A", ())
         }
         if patterns or isinstance(config, _MaskedConfig):
             config = configs[adapter] = copy.copy(config)
@@ -189,17 +189,17 @@ def _inject_adapter(
     An adapter that joins masked layers is masked, and its configuration says so.
     """
     config = tuner.peft_config[adapter_name]
-    patterns = {}
-    if isinstance(config, _MaskedConfig):
-        patterns = {name: NMPattern.parse(text) for name, text in config.nm_patterns.items()}
+    texts = getattr(config, "nm_patterns", {})
+    patterns = {name: NMPattern.parse(text) for name, text in texts.items()}
     modules = _by_name(tuner.model)
     if any(isinstance(module, _MaskedLora) for module in modules.values()):
         _check_configs({adapter_name: config})
-    faults = {}
-    for name, pattern in patterns.items():
+    faults = {
+        name: _base_fault(modules.get(name), pattern)
+        for name, pattern in patterns.items()
         # Replicated layers are made with the adapter.
-        if name in modules or not config.layer_replication:
-            faults[name] = _base_fault(modules.get(name), pattern)
+        if name in modules or not config.layer_replication
+    }
     _refuse(faults, _OTHER_BASE)
     _inject_ordinary(tuner, model, adapter_name, *args, **kwargs)
     modules = _by_name(tuner.model)
@@ -301,10 +301,8 @@ def _mask(module: Any, wanted: NMPattern | None) -> None:
     base = module.get_base_layer()
     layer = _masked_layer(base)
     mask = None if layer is None else layer.forward_mask
-    if mask is None:
-        mask = _base_weight(base).ne(0)
     module.__class__ = _MASKED[getattr(module, "nm_base", type(module))]
-    module.nm_mask = mask
+    module.nm_mask = _base_weight(base).ne(0) if mask is None else mask
     module.nm_pattern = _pattern(base, wanted)
 
 
@@ -365,9 +363,7 @@ class _MaskedDelta(torch.autograd.Function):
             dx_ti = dy_to @ _delta(a_ri, b_or, mask_oi, ctx.scaling).to(x_ti.dtype)
         if needs_a or needs_b:
             # The gradient of the unmasked product B A.
-            grad_oi = (dy_to.t() @ x_ti).to(a_ri.dtype)
-            grad_oi = masked(grad_oi, mask_oi)
-            grad_oi = grad_oi * ctx.scaling
+            grad_oi = masked((dy_to.t() @ x_ti).to(a_ri.dtype), mask_oi) * ctx.scaling
             da_ri = b_or.t() @ grad_oi
             db_or = grad_oi @ a_ri.t()
         return dx_ti, da_ri, db_or, None, None
@@ -409,8 +405,7 @@ class _MaskedLora(nn.Module):
 
     def _adapter_output(self: Any, x: Tensor, name: str) -> Tensor:
         x = self._cast_input_dtype(x, self.lora_A[name].weight.dtype)
-        x = self.lora_dropout[name](x)
-        output = self._delta_output(x, name)
+        output = self._delta_output(self.lora_dropout[name](x), name)
         bias = self.lora_B[name].bias
         if bias is None:
             return output
@@ -420,7 +415,7 @@ class _MaskedLora(nn.Module):
 
     def get_delta_weight(self: Any, adapter: str) -> Tensor:
         """What merging an adapter adds to the base weight: +0.0 outside of the mask."""
-        return masked(super().get_delta_weight(adapter), self.nm_mask)
+        return masked(super().get_delta_weight(adapter), self.nm_mask)  # type: ignore[misc]
 
     def merge(self: Any, *args: Any, **kwargs: Any) -> None:
         """Merge adapters as peft does.
@@ -434,11 +429,11 @@ class _MaskedLora(nn.Module):
                 f"the base weight of this {self.nm_base.__name__} has other nonzeros than when its adapters were "
                 "masked: call mask_adapters() after loading weights, and train with these masks"
             )
-        super().merge(*args, **kwargs)
+        super().merge(*args, **kwargs)  # type: ignore[misc]
 
     def resolve_lora_variant(self: Any, **kwargs: Any) -> None:
         """Refuse to add an adapter whose delta is not s B A, by a ``ValueError``."""
-        variant = super().resolve_lora_variant(**kwargs)
+        variant = super().resolve_lora_variant(**kwargs)  # type: ignore[misc]
         if variant is not None:
             raise ValueError(
                 f"{type(variant).__name__} is not LoRA's plain sum W + s B A, which this layer masks: call "

@@ -132,13 +132,11 @@ class NMTrainerCallback(TrainerCallback):
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
-        model: nn.Module | None = None,
-        optimizer: Optimizer | None = None,
+        model: Any = None,
+        optimizer: Any = None,
         **kwargs: Any,
     ) -> None:
         """Install the masks, new or as saved."""
-        assert model is not None
-        assert optimizer is not None
         _check_setting(args, model, optimizer)
         folder = saved = None
         if state.global_step:
@@ -205,11 +203,9 @@ class NMTrainerCallback(TrainerCallback):
         if self.sparsifier is not None:
             compare_ranks(self.sparsifier.selection.layers)
 
-    def on_pre_optimizer_step(
-        self, *_: Any, optimizer: Optimizer | None = None, **__: Any
-    ) -> None:
+    def on_pre_optimizer_step(self, *_: Any, optimizer: Any = None, **__: Any) -> None:
         """Let the methods change the complete gradients, which are clipped already."""
-        if self.sparsifier is None or optimizer is None:
+        if self.sparsifier is None:
             return
         scaler = getattr(optimizer, "scaler", None)
         if scaler is not None:
@@ -251,10 +247,9 @@ class NMTrainerCallback(TrainerCallback):
         **_: Any,
     ) -> None:
         """Add the statistics to a log of the training loss."""
-        is_training_log = logs is not None and "loss" in logs
-        if self.sparsifier is None or not is_training_log or not state.is_world_process_zero:
+        logs = logs or {}
+        if self.sparsifier is None or "loss" not in logs or not state.is_world_process_zero:
             return
-        assert logs is not None
         scalars = {f"nm/{name}": value for name, value in self.sparsifier.stats().items()}
         for layer, values in self.sparsifier.layer_stats().items() if self.log_layers else ():
             scalars |= {f"nm/{name}/{layer}": value for name, value in values.items()}

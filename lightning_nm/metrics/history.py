@@ -52,8 +52,8 @@ class MaskHistory(RatioMetric):
                     "call forget()"
                 )
         for name, mask in layers.items():
-            rows = self._memory[name][1] if name in self._memory else None
-            rows = self.compare(pack_mask(mask), rows, mask.numel())
+            _, before = self._memory.get(name, (None, None))
+            rows = self.compare(pack_mask(mask), before, mask.numel())
             self._memory[name] = (tuple(mask.shape), rows)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

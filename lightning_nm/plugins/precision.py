@@ -7,8 +7,8 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any, Literal
 
-import lightning.pytorch as pl
 import torch
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.plugins import FSDPPrecision, HalfPrecision, MixedPrecision, Precision
 from torch import Tensor, nn
 
@@ -172,7 +172,7 @@ class _TrainerRouting(KernelRouting):
         """Prepare for a fit, and convert the module as Lightning does; the micro-batches of a step share packs."""
         # The strategy calls this once in each call of the Trainer, before on_fit_start. Within Fabric a LightningModule
         # has the attribute `fabric`, and no Trainer.
-        if not isinstance(module, pl.LightningModule) or module.fabric is not None:
+        if not isinstance(module, LightningModule) or module.fabric is not None:
             own = type(self).__name__
             raise TypeError(
                 f"lightning_nm.{own} is for lightning.pytorch.Trainer: Fabric takes lightning_nm.plugins.fabric.{own}"
@@ -192,8 +192,8 @@ class _TrainerRouting(KernelRouting):
     def _require_masked(self) -> None:
         """Refuse to train without a masked layer, except in Lightning's searches."""
         for model in () if self._checked else self._models:
-            assert isinstance(model, pl.LightningModule)
-            callbacks: list[pl.Callback] = getattr(model.trainer, "callbacks", [])
+            assert isinstance(model, LightningModule)
+            callbacks: list[Callback] = getattr(model.trainer, "callbacks", [])
             # In a search for a learning rate or a batch size Lightning removes the Trainer's callbacks, and with them
             # the one that masks; for a learning rate it adds one of its own, a private class. A Trainer that never had
             # any callbacks is not searching.
@@ -247,7 +247,7 @@ class NMPrecision(_TrainerRouting, Precision):
 
     Example::
 
-        >>> trainer = pl.Trainer(plugins=[NMPrecision()], logger=False, accelerator="cpu")
+        >>> trainer = Trainer(plugins=[NMPrecision()], logger=False, accelerator="cpu")
     """
 
 
@@ -263,7 +263,7 @@ class NMMixedPrecision(MixedArguments, _TrainerRouting, MixedPrecision):
     Example::
 
         >>> plugin = NMMixedPrecision("bf16-mixed", device="cpu", kernels="auto")
-        >>> trainer = pl.Trainer(plugins=[plugin], logger=False, accelerator="cpu")
+        >>> trainer = Trainer(plugins=[plugin], logger=False, accelerator="cpu")
     """
 
 
@@ -276,7 +276,7 @@ class NMHalfPrecision(HalfArguments, _TrainerRouting, HalfPrecision):
 
     Example::
 
-        >>> trainer = pl.Trainer(plugins=[NMHalfPrecision("bf16-true")], logger=False, accelerator="cpu")
+        >>> trainer = Trainer(plugins=[NMHalfPrecision("bf16-true")], logger=False, accelerator="cpu")
     """
 
 

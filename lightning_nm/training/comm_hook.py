@@ -96,8 +96,7 @@ def kept_entries(layer: NMLayer) -> Tensor:
     blocks = as_blocks(layer.view.rows(kept), m)
     # No two keys of a block are equal, so the order is the same in every process.
     place = torch.arange(2 * m, m, -1, dtype=torch.int16, device=blocks.device)
-    keys = torch.where(blocks, place, place - m)
-    chosen = keys.topk(pattern.n, dim=1, sorted=True).indices
+    chosen = torch.where(blocks, place, place - m).topk(pattern.n, dim=1, sorted=True).indices
     return chosen.to(torch.uint8 if m <= 256 else torch.int16)
 
 
@@ -145,8 +144,7 @@ def kept_entries_hook(
                 grad.copy_(_unpack(part.to(grad.dtype), layer, positions))
         return buffer
 
-    work = dist.all_reduce(message, group=state.group, async_op=True)
-    return work.get_future().then(unpack)
+    return dist.all_reduce(message, group=state.group, async_op=True).get_future().then(unpack)
 
 
 def _as_stored(grad: Tensor, parameter: Tensor) -> Tensor:

@@ -63,10 +63,10 @@ _WORDS: WeakKeyDictionary[NMLayer, tuple[Hashable, Tensor]] = WeakKeyDictionary(
 
 @torch.no_grad()
 def checksum(layer: NMLayer) -> Tensor:
-    """Return a checksum of the tensors that must be equal in all processes, int64 [3]; unchanged masks are not read again.
+    """Return a checksum of the tensors that must be equal in all processes, int64 [3].
 
-    The words are of both masks, the permutation, and the parameters that the method owns. A change of up to eight
-    neighbouring bytes always changes the word, any other one almost certainly.
+    Unchanged masks are not read again. The words are of both masks, the permutation, and the parameters that the method
+    owns. A change of up to eight neighbouring bytes always changes the word, any other one almost certainly.
     """
     state = layer.masks.cache_key
     if layer not in _WORDS or _WORDS[layer][0] != state:
@@ -81,13 +81,11 @@ def _sum(layer: NMLayer, tensors: Iterable[Tensor]) -> Tensor:
     total = torch.zeros((), dtype=torch.int64, device=layer.param.device)
     for tensor in tensors:
         data = tensor.detach().contiguous().flatten().view(torch.uint8)
-        padding = -len(data) % 8
-        words = torch.nn.functional.pad(data, (0, padding)).view(torch.int64)
+        words = torch.nn.functional.pad(data, (0, -len(data) % 8)).view(torch.int64)
         # The order and the lengths of the tensors count, too.
         total = total * _LENGTH_FACTOR + len(data)
         for start in range(0, len(words), _CHUNK):
-            chunk = words[start : start + _CHUNK]
-            total = total + mix(chunk, start).sum()
+            total = total + mix(words[start : start + _CHUNK], start).sum()
     return total
 
 
@@ -103,8 +101,7 @@ def mix(words: Tensor, start: int = 0) -> Tensor:
 
 def _shifted(words: Tensor, bits: int) -> Tensor:
     """A logical shift to the right: torch's own keeps the sign of int64, and would not be one-to-one here."""
-    kept_bits = (1 << (64 - bits)) - 1
-    return (words >> bits) & kept_bits
+    return (words >> bits) & ((1 << (64 - bits)) - 1)
 
 
 @torch.no_grad()
