@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_nm.callbacks.checks import callbacks_of
+from lightning_nm.callbacks.checks import callbacks_of, check_interval
 from lightning_nm.callbacks.tables import (
     PREFIX,
     environment,
@@ -97,8 +97,8 @@ class MaskMonitor(Callback):
         heat_maps: bool = True,
         progress_bar: bool = True,
     ) -> None:
-        _check_interval("histograms_every", histograms_every)
-        _check_interval("images_every", images_every)
+        check_interval("histograms_every", histograms_every)
+        check_interval("images_every", images_every)
         if isinstance(statistics, str):
             raise TypeError(
                 f"statistics={statistics!r} must be a list of names, as in [{statistics!r}]"
@@ -412,12 +412,6 @@ class Watch:
             rank_zero_warn(
                 "MaskMonitor draws no heat maps, because matplotlib is missing: pip install matplotlib"
             )
-
-
-def _check_interval(name: str, number: int) -> None:
-    # bool is a subclass of int, but True is no number of steps.
-    if not isinstance(number, int) or isinstance(number, bool) or number < 0:
-        raise ValueError(f"{name}={number} must be a number of optimizer steps, or 0 for never")
 
 
 def _passed(count: int, logged_every: int, every: int) -> bool:

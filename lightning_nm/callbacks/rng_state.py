@@ -71,15 +71,15 @@ class RNGState(Callback):
 
     def _gather(self, trainer: Trainer, states: list[dict[str, Any] | None]) -> None:
         """Fill in the states of the other processes on rank 0."""
-        own = states[trainer.global_rank]
         # Processes that save at different moments could meet in one gather.
         moment = (trainer.global_step, trainer.fit_loop.total_batch_idx, trainer.current_epoch)
+        own = (moment, states[trainer.global_rank])
         messages: list[tuple[Any, Any]] | None = None  # of all ranks, on rank 0
         if trainer.is_global_zero:
             messages = [(None, None)] * trainer.world_size
         if self._group is not None:
             try:
-                dist.gather_object((moment, own), messages, dst=0, group=self._group)
+                dist.gather_object(own, messages, dst=0, group=self._group)
             except RuntimeError:  # a timeout, or a process that has timed out before
                 self._group = None  # later checkpoints do not wait
         if messages is None:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from lightning_nm.callbacks.checks import (
     ProcessConsistency,
     check_averaging_order,
+    check_interval,
     check_trainer,
     is_scheduled,
     planned_steps,
@@ -103,10 +104,7 @@ class NMSparsityCallback(Callback):
             pattern=pattern, method=method, grad_estimator=grad_estimator, **options
         )
         self.config = chosen_config(config, given)
-        if not isinstance(compare_ranks_every, int) or compare_ranks_every < 0:
-            raise ValueError(
-                f"compare_ranks_every={compare_ranks_every} must be a number of steps, or 0 for never"
-            )
+        check_interval("compare_ranks_every", compare_ranks_every)
         if not isinstance(monitor, (bool, MaskMonitor, type(None))):
             raise TypeError(f"monitor must be True, False or a MaskMonitor{not_given(monitor)}")
         if log_layers and monitor is not True:
@@ -359,8 +357,8 @@ class NMSparsityCallback(Callback):
     def on_validation_start(self, *_: Any) -> None:
         """Let a validation within a fit see the masks of the last step."""
         # A sanity validation comes before the resumed step is ended; Trainer.validate() has no masks.
-        is_training = not (self._lifecycle.in_first_batch or self._lifecycle.interrupted)
-        if self.sparsifier is not None and is_training:
+        lifecycle = self._lifecycle
+        if self.sparsifier and not (lifecycle.in_first_batch or lifecycle.interrupted):
             self._end_pending_step()
 
     def on_train_epoch_end(self, *_: Any) -> None:
@@ -392,8 +390,10 @@ class NMSparsityCallback(Callback):
         # With float16 the gradient scaler has divided the gradients by the loss scale, except for fused optimizers,
         # which do so within their step.
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        is_scaled = scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False)
-        sparsifier.before_step(optimizer, scaler.get_scale() if is_scaled else 1.0)
+        loss_scale = 1.0
+        if scaler and getattr(optimizer, "_step_supports_amp_scaling", False):
+            loss_scale = scaler.get_scale()
+        sparsifier.before_step(optimizer, loss_scale)
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         """Update the masks if an optimizer stepped, and call the monitor."""

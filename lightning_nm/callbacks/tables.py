@@ -276,12 +276,11 @@ def print_kernels(router: Router, console: Console | None = None) -> None:
     # The table fits into 80 columns, so a reason is the number of a note. Why a product is sparse is in its gain, so
     # only dense ones get a note; every reason is in TensorBoard.
     dense = router.registry.reference.name
-    reasons = dict.fromkeys(why for *_, kernel, why in rows if kernel == dense)
-    notes = {reason: str(number) for number, reason in enumerate(reasons, 1)}
+    notes = _numbered(why for *_, kernel, why in rows if kernel == dense)
     texts = {"rows x depth x columns": 0, "kernel": 0}
     table = columns_table("N:M kernels", head, texts, {*head} - {*texts})
     for *cells, why in rows:
-        table.add_row(*cells, notes.get(why, ""))
+        table.add_row(*cells, str(notes.get(why, "")))
     if "gain" in head:
         table.caption = "times of a call, packing included; gain: dense / sparse"
         table.caption_justify = "left"
@@ -313,6 +312,22 @@ _LAYER_COLUMNS = ("layer", "shape", "pattern", "method", "fwd", "dgrad", "wgrad"
 PREFIX = "nm_"  # of the statistics in the progress bar, to keep them apart from the model's metrics
 
 
+def plain_table(title: str, *, show_header: bool = True) -> Table:
+    """Return a table without columns in the style of all tables of a fit.
+
+    Example:
+        >>> plain_table("N:M layers").title
+        'N:M layers'
+    """
+    return Table(
+        title=title,
+        title_justify="left",
+        show_header=show_header,
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+
+
 def columns_table(
     title: str,
     heads: Iterable[str],
@@ -329,18 +344,8 @@ def columns_table(
         folded: The columns that take several lines in a narrow terminal, and the least width of each.
         right: The columns that are aligned to the right.
         show_header: Whether the heads are printed.
-
-    Example:
-        >>> columns_table("N:M layers", ["layer"], {}).title
-        'N:M layers'
     """
-    table = Table(
-        title=title,
-        title_justify="left",
-        show_header=show_header,
-        box=SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-    )
+    table = plain_table(title, show_header=show_header)
     for head in heads:
         table.add_column(
             head,
@@ -407,11 +412,12 @@ def layer_table(sparsifier: NMSparsifier, width: int = 80) -> Table:
 
 def layer_reasons(sparsifier: NMSparsifier) -> dict[str, int]:
     """Return the reasons in the table of layers, each once, with their numbers from 1 on."""
-    numbers: dict[str, int] = {}
-    for *_, reason in layer_rows(sparsifier):
-        if reason:
-            numbers.setdefault(reason, len(numbers) + 1)
-    return numbers
+    return _numbered(reason for *_, reason in layer_rows(sparsifier) if reason)
+
+
+def _numbered(reasons: Iterable[str]) -> dict[str, int]:
+    """Different reasons in their order, with numbers from 1 on."""
+    return {reason: number for number, reason in enumerate(dict.fromkeys(reasons), 1)}
 
 
 def layer_rows(sparsifier: NMSparsifier) -> Iterator[tuple[str, ...]]:

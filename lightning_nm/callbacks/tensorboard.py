@@ -30,16 +30,10 @@ MAPS = ("flip_rate", "margin", "kept_magnitude")
 COLUMNS = 128
 """The most columns of a history; even, because pairs of columns are joined."""
 
-# Sizes of a figure in pixels. TensorBoard shrinks an image to its card, of about 400 pixels: the names of a wider
-# figure could be read after a click alone.
-DPI = 100
-WIDTH = 540
-ROW = 18
-LEAST_HEIGHT, MOST_HEIGHT = 120, 560  # of the rows
-AROUND = 80  # title, numbers and title of the horizontal axis
-NAME_DISTANCE = 15  # from one name of a layer to the next, at least
-MOST_LETTERS = 32  # of a name
+MOST_LETTERS = 32
+"""Of a layer's name in a heat map."""
 FONT_SIZE = 8
+"""Of a heat map."""
 
 
 def block_margins(layer: NMLayer) -> Tensor:
@@ -202,8 +196,10 @@ def heat_map(
     known = values[values.isfinite()].tolist() or [0.0, 1.0]
     low, high = min(known), max(known)
     norm = PowerNorm(0.5, 0, high or 1) if root else Normalize(low, high)
-    height = min(max(ROW * len(layers), LEAST_HEIGHT), MOST_HEIGHT)
-    figure = Figure((WIDTH / DPI, (height + AROUND) / DPI), DPI, layout="constrained")
+    # 540 pixels wide: TensorBoard shrinks an image to its card, of about 400, and the names of a wider figure could be
+    # read after a click alone. The title, the numbers and the title of the horizontal axis are 80 pixels high.
+    height = min(max(18 * len(layers), 120), 560)  # of the rows
+    figure = Figure((5.4, (height + 80) / 100), dpi=100, layout="constrained")
     axes = figure.subplots()
     # A column begins at the step of the one before it. The first one is as wide as the second.
     first_width = steps[1] - steps[0] if len(steps) > 1 else 1
@@ -214,14 +210,15 @@ def heat_map(
     )
     figure.colorbar(mesh, format="%.3g").ax.tick_params(labelsize=FONT_SIZE)
 
-    every = math.ceil(len(layers) * NAME_DISTANCE / height)
+    # From one name of a layer to the next there are at least 15 pixels.
+    every = math.ceil(len(layers) * 15 / height)
     names = [
-        name if len(name) <= MOST_LETTERS else f"...{name[3 - MOST_LETTERS :]}" for name in layers
+        name if len(name) <= MOST_LETTERS else f"...{name[3 - MOST_LETTERS :]}"
+        # A name is no formula, even with two dollar signs, and matplotlib's own font has no letters but these.
+        for name in (layer.encode("ascii", "replace").decode() for layer in layers[::every])
     ]
-    # A name is no formula, even with two dollar signs, and matplotlib's own font has no letters but these.
-    names = [name.encode("ascii", "replace").decode() for name in names]
     middles = [row + 0.5 for row in range(0, len(layers), every)]
-    axes.set_yticks(middles, names[::every], family="DejaVu Sans Mono", parse_math=False)
+    axes.set_yticks(middles, names, family="DejaVu Sans Mono", parse_math=False)
     axes.set_ylim(len(layers), 0)  # the first row is at the top
     axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
     axes.set_xlabel("step" if every == 1 else f"step; one name for {every} layers", size=FONT_SIZE)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from lightning_nm.callbacks.tables import columns_table
+from lightning_nm.commands.output import columns_table
 from lightning_nm.export.coreml import CoreMLReport
 from lightning_nm.export.executorch import ExecutorchExport, Operator
 from lightning_nm.export.outputs import Written

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from lightning_nm.callbacks.tables import columns_table
-from lightning_nm.commands.output import print_line
+from lightning_nm.callbacks.tables import plain_table
+from lightning_nm.commands.output import columns_table, print_line
 from lightning_nm.kernels import KernelRegistry
 from lightning_nm.kernels.cpu import library
 from lightning_nm.kernels.gpu import triton_use
@@ -67,7 +67,9 @@ def _cpu() -> dict[str, Any]:
 
 def print_machine(machine: dict[str, Any], console: Console) -> None:
     """Print the device, the libraries and each kernel."""
-    table = columns_table("machine", ("part", "value"), {"value": 0}, show_header=False)
+    table = plain_table("machine", show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
     for row in _cpu_rows(machine) if machine["cpu"] else _gpu_rows(machine):
         table.add_row(*row)
     console.print(table)

@@ -155,4 +155,4 @@ class ResidualCNN(Classifier):
             self.parameters(), self.lr, self.momentum, weight_decay=self.weight_decay
         )
         schedule = warmup_cosine(optimizer, self.trainer.estimated_stepping_batches, self.warmup)
-        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

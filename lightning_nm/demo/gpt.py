@@ -152,4 +152,4 @@ class GPT(LightningModule):
         optimizer = torch.optim.AdamW(groups, lr=self.lr, betas=(0.9, 0.95), fused=True)
         total = self.trainer.estimated_stepping_batches
         schedule = warmup_cosine(optimizer, total, warmup_steps=self.warmup_steps)
-        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

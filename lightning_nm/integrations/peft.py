@@ -275,10 +275,10 @@ def _base_fault(base: Any, wanted: NMPattern | None) -> str:
     if not blocked:
         return f"in = {rows.shape[1]} has no blocks of {pattern}"
     violations = min(int(count_violations(view, pattern, dim=1)) for view in blocked)
-    if not violations:
-        return ""
-    blocks = rows.numel() // pattern.m
-    return f"its base weight is not {pattern}: {violations} of {blocks} blocks hold more"
+    if violations:
+        blocks = rows.numel() // pattern.m
+        return f"its base weight is not {pattern}: {violations} of {blocks} blocks hold more"
+    return ""
 
 
 def _pattern(base: nn.Module, wanted: NMPattern | None) -> NMPattern:

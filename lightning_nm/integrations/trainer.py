@@ -223,20 +223,22 @@ class NMTrainerCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         """Update the masks, while the gradients are still there."""
-        self.on_substep_end()
+        self._end_batch()
         # This step is not counted yet. Steps that a gradient scaler skips are, and the sparsifier's plan is not at its
         # end then.
         if self.sparsifier is not None and state.global_step + 1 >= state.max_steps:
             self.sparsifier.finish()
 
-    def on_substep_end(self, *_: Any, **__: Any) -> None:
-        """End a batch: update masks if the optimizer stepped, and draw random numbers for the next one."""
+    def _end_batch(self, *_: Any, **__: Any) -> None:
+        """Update the masks if the optimizer stepped, and draw new random numbers for the next batch."""
         if self.sparsifier is None:
             return
         if self._first_batch:
             warn_after_first_batch(self.sparsifier)
             self._first_batch = False
         self._trained |= self.sparsifier.step()
+
+    on_substep_end: Any = _end_batch  # of a batch that only accumulates gradients
 
     def on_log(
         self,

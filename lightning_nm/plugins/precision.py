@@ -132,8 +132,7 @@ class MixedArguments(KernelRouting):
         scaler: torch.amp.GradScaler | None = None,
         **kwargs: Any,
     ) -> None:
-        if not device:
-            device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         super().__init__(precision=precision, device=device, scaler=scaler, **kwargs)
 
 

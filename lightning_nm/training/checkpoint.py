@@ -114,12 +114,9 @@ def _renamed(name: str, names: Mapping[str, str]) -> str:
     if name == OTHERS:
         return name
     for old in sorted(names, key=len, reverse=True):
-        if name == old:
-            return names[old]
-        prefix = f"{old}." if old else ""
-        if name.startswith(prefix):
-            new = f"{names[old]}." if names[old] else ""
-            return new + name.removeprefix(prefix)
+        if not old or f"{name}.".startswith(f"{old}."):
+            rest = name.removeprefix(old).removeprefix(".")
+            return ".".join(filter(None, (names[old], rest)))
     return name
 
 
@@ -184,13 +181,9 @@ def check_state(
     """
     saved = state["layers"]
     # A layer that was frozen when the state was saved, and is masked here, has no state of its own.
-    expected = [
-        layer
-        for layer in selection.layers
-        if layer.name in saved or layer.name not in state["waiting"]
-    ]
-    frozen = [layer for layer in selection.frozen if layer.name in saved]
-    layers = {layer.name: layer for layer in (*expected, *frozen)}
+    waiting = {*state["waiting"]} - saved.keys()
+    layers = {layer.name: layer for layer in selection.layers if layer.name not in waiting}
+    layers |= {layer.name: layer for layer in selection.frozen if layer.name in saved}
 
     rows = [(name, " is masked only in the checkpoint") for name in saved if name not in layers]
     changes = set()
@@ -212,26 +205,24 @@ def check_state(
 
     loaded = {name: check_fits(layer, saved[name]) for name, layer in layers.items()}
 
-    for key, (_, is_skipped) in differences(skips, state).items():
-        if is_skipped:
-            warnings.warn(
-                f"this training began with its {key.removeprefix('skip_')} layer masked, which stays",
-                stacklevel=3,
-            )
+    warned = [
+        f"this training began with its {key.removeprefix('skip_')} layer masked, which stays"
+        for key, (_, is_skipped) in differences(skips, state).items()
+        if is_skipped
+    ]
     plans = {
         plan
         for name, layer in layers.items()
         for plan in _changed_plans(layer, saved[name], planned_steps)
     }
-    for then, now in sorted(plans):
-        warnings.warn(
-            f"this training began with {then}, which stays; settings and plan would now make that {now}",
-            stacklevel=3,
-        )
+    warned += [
+        f"this training began with {then}, which stays; settings and plan would now make that {now}"
+        for then, now in sorted(plans)
+    ]
     if changes:
-        warnings.warn(
-            f"this training goes on with other settings: {'; '.join(sorted(changes))}", stacklevel=3
-        )
+        warned.append(f"this training goes on with other settings: {'; '.join(sorted(changes))}")
+    for text in warned:
+        warnings.warn(text, stacklevel=3)
     return {name: weight for name, weight in loaded.items() if weight is not None}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from typing import Any
 
@@ -33,13 +34,12 @@ def can_watch(model: nn.Module) -> bool:
 class WatchingHook:
     """A hook of a module that does nothing in copies of the module: they are not watched."""
 
-    def __init__(self, call: Callable[..., None] | None = None) -> None:
+    def __init__(self, call: Callable[..., None] = lambda *_: None) -> None:
         self.call = call
 
     def __call__(self, *args: Any) -> None:
         """Run what is given at the start, but in copies."""
-        if self.call is not None:
-            self.call(*args)
+        self.call(*args)
 
     def __reduce__(self) -> Any:
         return WatchingHook, ()
@@ -92,7 +92,7 @@ class MacsCounter(TorchDispatchMode):
             # The calls of a derived class with a forward of its own may take and return anything.
             has_own_forward = original_class(module).forward is not handled.forward
             by_operators = adapter.wraps_forward or has_own_forward
-            if adapter.wraps_forward or not by_operators:
+            if adapter.wraps_forward or not has_own_forward:
                 hook = WatchingHook(partial(self._count_call, name, adapter))
                 self._handles[module] = module.register_forward_hook(hook, with_kwargs=True)
             if not by_operators:
@@ -163,8 +163,8 @@ class MacsCounter(TorchDispatchMode):
         name: str,
         adapter: type[Adapter],
         module: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        args: Any,
+        kwargs: Any,
         output: Any,
     ) -> None:
         # A compiled graph must not depend on a counter.
@@ -216,23 +216,17 @@ class MacsCounter(TorchDispatchMode):
         if func._overloadpacket is torch.ops.aten.embedding:
             return output  # rows that tokens chose are activations
         kinds = [self._kind(leaf) for leaf in _tensors((args, kwargs))]
-        kinds_of_weights = [kind for kind in kinds if kind]
-        if not kinds_of_weights:
+        if not any(kinds):
             return output
+        kind = "known" if "known" in kinds else next(filter(None, kinds))
         cost = _cost(func._overloadpacket, args, kwargs, output)
         if cost:
-            if "known" not in kinds:
-                self._add(kinds_of_weights[0], cost)
-            return output
+            if kind != "known":
+                self._add(kind, cost)
         # What is made of weights alone is one of them, too, and so is W_F: it is made of a known weight and its mask.
-        made_kind = ""
-        if "known" in kinds:
-            made_kind = "known"
-        elif len(kinds_of_weights) == len(kinds):
-            made_kind = kinds[0]
-        if made_kind:
+        elif kind == "known" or all(kinds):
             for made in _tensors(output):
-                self._made[made] = made_kind
+                self._made[made] = kind
         return output
 
     def _kind(self, tensor: Tensor) -> str:
@@ -257,24 +251,18 @@ def forward_macs(model: nn.Module, inputs: Any) -> dict[str, int]:
         model: The model, without masks; the mode of each module is restored.
         inputs: A tensor, a tuple of positional arguments or a dictionary of keyword arguments.
     """
-    args: tuple[Any, ...] = (inputs,)
-    kwargs: dict[str, Any] = {}
-    if isinstance(inputs, tuple):
-        args = inputs
-    elif isinstance(inputs, dict):
-        args = ()
-        kwargs = inputs
-    counter = MacsCounter(model)
-    was_training = {module: module.training for module in model.modules()}
+    # Not `model.train(...)` afterwards: submodules may be in different modes.
+    training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        with torch.no_grad():
-            model(*args, **kwargs)
+        with torch.no_grad(), closing(MacsCounter(model)) as counter:
+            if isinstance(inputs, dict):
+                model(**inputs)
+            else:
+                model(*(inputs if isinstance(inputs, tuple) else (inputs,)))
     finally:
-        counter.close()
-        # Not `model.train(...)`: submodules may have been in different modes.
-        for module, mode in was_training.items():
-            module.training = mode
+        for module in training:
+            module.training = True
     return counter.macs
 
 
