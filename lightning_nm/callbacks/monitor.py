@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_warn
 
@@ -139,7 +139,7 @@ class MaskMonitor(Callback):
             raise ValueError(NOT_THE_DEFAULT)
         return monitors[0]
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, *_: Any) -> None:
         """Raise an error if no callback uses this monitor."""
         # All callbacks have called watch() in on_fit_start by now, whatever their order.
         if not self._watched:
@@ -316,8 +316,8 @@ class Watch:
             stats["sparse_gemm_share"], _ = router.sparse_share()  # so far
         groups = {"": stats}
         if self.monitor.log_layers:
-            for layer_name, values in self.sparsifier.layer_stats().items():
-                groups[f"/{layer_name}"] = values
+            layers = self.sparsifier.layer_stats()
+            groups |= {f"/{name}": values for name, values in layers.items()}
         # Through the model, so that the values reach every logger and trainer.callback_metrics.
         log = partial(trainer.lightning_module.log, on_step=True, on_epoch=False)
         for suffix, values in groups.items():

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import nn
 
 from lightning_nm.callbacks.checks import callbacks_of, planned_steps
 from lightning_nm.callbacks.sparsity import NMSparsityCallback
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.schedule import Moment, check_moment
 from lightning_nm.training.int8_rounding import Int8Rounding, rounding_fault
+from lightning_nm.training.watch import compiled_parts
 
 
 class QuantizationAwareTraining(Callback):
@@ -64,7 +64,7 @@ class QuantizationAwareTraining(Callback):
                 "QuantizationAwareTraining rounds the weights that an NMSparsityCallback masks: "
                 "callbacks=[QuantizationAwareTraining(...), NMSparsityCallback(...)], in this order"
             )
-        if self.rounding.activations and any(map(_is_compiled, pl_module.modules())):
+        if self.rounding.activations and compiled_parts(pl_module):
             raise ValueError(
                 "activations=True works by hooks, which compiled modules do not call: leave torch.compile or "
                 "activations=True out"
@@ -120,8 +120,3 @@ def _layers(trainer: Trainer) -> list[NMLayer]:
         if callback.sparsifier is not None
         for layer in callback.sparsifier.layers.values()
     ]
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    # What module.compile() sets, and what torch.compile(module) returns.
-    return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")

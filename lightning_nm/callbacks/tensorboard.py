@@ -38,11 +38,10 @@ FONT_SIZE = 8
 
 def block_margins(layer: NMLayer) -> Tensor:
     """Return the margin of each block; NaN where it has none. The layer has a forward mask, and its weight is whole."""
-    assert layer.forward_mask is not None
-    weight = layer.view.rows(layer.weight)
-    mask = layer.view.rows(layer.forward_mask)
+    mask = layer.forward_mask
+    assert mask is not None
     # Blocks lie along the input channels, axis 1.
-    return mask_margin(weight, mask, layer.pattern, 1)
+    return mask_margin(layer.view.rows(layer.weight), layer.view.rows(mask), layer.pattern, 1)
 
 
 @torch.no_grad()
@@ -67,7 +66,7 @@ def layer_column(layers: Sequence[NMLayer]) -> Tensor:
         with layer.full():
             weight = layer.weight.detach()
             margin = flips = weight.new_tensor(torch.nan)
-            if layer.forward_mask is not None and layer.masks.flips is not None:
+            if layer.masks.has_forward and layer.masks.flips is not None:
                 margin = block_margins(layer).nanmean()  # blocks without a margin are NaN
                 flips = layer.masks.flips
             used, whole = magnitude_sum(layer.forward_weight()), magnitude_sum(weight)
@@ -118,10 +117,10 @@ class LayerHistory:
         ``layers`` may have other names than before.
         """
         if self.layers != list(layers):
-            # A new layer takes a row of NaN, which is put behind the last one.
+            # A new layer takes a row of NaN, which is put behind the last one, at -1.
             rows = {name: row for row, name in enumerate(self.layers)}
             with_nan = F.pad(self.values, (0, 1), value=torch.nan)
-            self.values = with_nan[..., [rows.get(name, len(rows)) for name in layers]]
+            self.values = with_nan[..., [rows.get(name, -1) for name in layers]]
             self.layers = list(layers)
         # A run that resumes from an earlier checkpoint comes by steps that it has seen.
         kept = sum(earlier < step for earlier in self.steps)

@@ -2,6 +2,7 @@
 
 import gzip
 import math
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -18,19 +19,20 @@ from lightning_nm.demo.data import (
 _TRAINING_IMAGES = 60_000  # of Fashion-MNIST
 
 
+@dataclass(eq=False)
 class ImageArrays(Dataset[tuple[Tensor, Tensor]]):
     """Images in bytes, uint8 `[N, C, H, W]`, and labels `[N]`; a batch has `(images / scale - mean) / std`."""
 
-    def __init__(
-        self, images: Tensor, labels: Tensor, scale: float, mean: float = 0.0, std: float = 1.0
-    ) -> None:
-        if len(images) != len(labels):
-            raise ValueError(f"{len(images)} images but {len(labels)} labels")
-        self.images = images
-        self.labels = labels.long()
-        self.scale = scale
-        self.mean = mean
-        self.std = std
+    images: Tensor
+    labels: Tensor
+    scale: float
+    mean: float = 0.0
+    std: float = 1.0
+
+    def __post_init__(self) -> None:
+        if len(self.images) != len(self.labels):
+            raise ValueError(f"{len(self.images)} images but {len(self.labels)} labels")
+        self.labels = self.labels.long()
 
     def __len__(self) -> int:
         return len(self.images)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Hashable, Iterable, Sequence
 from itertools import chain
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_nm.functional.random import fold_seed
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.spelling import some_of
 
@@ -48,13 +48,6 @@ def _fingerprint(layer: NMLayer) -> dict[str, Any]:
         "step": layer.step,
         "updated_at": layer.progress.updated_at,
     }
-
-
-def _settings(layers: Sequence[NMLayer]) -> Tensor:
-    """The word of all settings and counters of layers, int64 [1] on the CPU."""
-    digest = hashlib.sha256(repr([*map(_fingerprint, layers)]).encode()).digest()
-    word = int.from_bytes(digest[:8], "little", signed=True)
-    return torch.tensor([word], dtype=torch.int64)
 
 
 # The words of a layer's masks, and the state of the masks that they belong to.
@@ -121,9 +114,9 @@ def compare_ranks(layers: Iterable[NMLayer], group: dist.ProcessGroup | None = N
         return
     layers = list(layers)
     device = layers[0].param.device if layers else torch.device("cpu")
-    settings = _settings(layers).to(device, non_blocking=True)
+    settings = fold_seed(repr([_fingerprint(layer) for layer in layers]))
     words = [checksum(layer).to(device) for layer in layers]
-    total = mix(torch.cat([settings, *words])).sum()
+    total = mix(torch.cat([settings.to(device, non_blocking=True), *words])).sum()
     # ~x falls as x rises, so one maximum gives the largest and the smallest.
     extremes = torch.stack([total, ~total])
     dist.all_reduce(extremes, dist.ReduceOp.MAX, group)
@@ -133,9 +126,8 @@ def compare_ranks(layers: Iterable[NMLayer], group: dist.ProcessGroup | None = N
     # Every process gathers all words and settings, and names the differences.
     own = {}
     for layer in layers:
-        masks, permutation, parameters = checksum(layer).tolist()
-        tensors = {"masks": masks, "permutation": permutation, "parameters": parameters}
-        own[layer.name] = _fingerprint(layer) | tensors
+        tensors = zip(("masks", "permutation", "parameters"), checksum(layer).tolist(), strict=True)
+        own[layer.name] = _fingerprint(layer) | dict(tensors)
     everyone: list[Any] = [None] * processes(group)
     dist.all_gather_object(everyone, own, group)
     differences = _differences(everyone) or ["their layers come in another order"]
