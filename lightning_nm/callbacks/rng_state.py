@@ -116,7 +116,7 @@ class RNGState(Callback):
         then, now = len(saved), trainer.world_size
         if then != now:
             # The ranks that are in one of the runs alone.
-            ranks = list(range(min(then, now), max(then, now)))
+            ranks = sorted({*range(then)} ^ {*range(now)})
             fate = "are not used" if then > now else "go on as they were seeded"
             rank_zero_warn(
                 f"the checkpoint is of {then} processes, this run has {now}: the random states of ranks {ranks} {fate}"

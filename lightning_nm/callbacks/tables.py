@@ -491,25 +491,21 @@ def _shape(shape: Sequence[int]) -> str:
 def phases(sparsifier: NMSparsifier) -> list[str]:
     """Return lines that describe the phases of methods and estimators, each once."""
     lines = []
-
-    def add(part: object, what: str, window: Sequence[int], after: str) -> None:
-        # The first step of a phase and, if it ends, the last one.
-        until = f" to {window[1]}{after}" if len(window) == 2 else ""
-        lines.append(f"{type(part).__name__}: {what} training step {window[0]}{until}")
-
     for layer in sparsifier.layers.values():
-        method = layer.spec.method
-        stages = layer.progress.stages
-        if stages:
-            end = "; the trained model is dense" if stages[-1][1] == DENSE else ""
-            lines.append(f"schedule: {describe(stages, layer.spec.pattern)}{end}")
-        phases = method.phases(layer)
-        if phases.sparse:
-            start = "masks at the latest from" if phases.is_latest else "masks from"
-            add(method, start, phases.sparse, "; the model is dense after that")
-        window = layer.progress.estimator_schedule
-        if window:
-            add(layer.spec.estimator, "from", window, ", then wgrad is dense")
+        spec, progress = layer.spec, layer.progress
+        if progress.stages:
+            end = "; the trained model is dense" if progress.stages[-1][1] == DENSE else ""
+            lines.append(f"schedule: {describe(progress.stages, spec.pattern)}{end}")
+        phases = spec.method.phases(layer)
+        start = "masks at the latest from" if phases.is_latest else "masks from"
+        for part, what, window, after in (
+            (spec.method, start, phases.sparse, "; the model is dense after that"),
+            (spec.estimator, "from", progress.estimator_schedule, ", then wgrad is dense"),
+        ):
+            if window:
+                # The first step of a phase and, if it ends, the last one.
+                until = f" to {window[1]}{after}" if len(window) == 2 else ""
+                lines.append(f"{type(part).__name__}: {what} training step {window[0]}{until}")
     return list(dict.fromkeys(lines))
 
 
