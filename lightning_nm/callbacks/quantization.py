@@ -36,6 +36,7 @@ class QuantizationAwareTraining(Callback):
     Example::
 
         >>> from lightning_nm import NMSparsityCallback
+        >>> from lightning.pytorch import Trainer
         >>> callbacks = [QuantizationAwareTraining(last=0.1), NMSparsityCallback("2:4", "sr-ste")]
         >>> trainer = Trainer(callbacks=callbacks, logger=False, accelerator="cpu")
     """

@@ -42,6 +42,7 @@ class RNGState(Callback):
 
     Example::
 
+        >>> from lightning.pytorch import Trainer
         >>> trainer = Trainer(callbacks=[RNGState()], logger=False, accelerator="cpu")
     """
 

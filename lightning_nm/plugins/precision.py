@@ -246,6 +246,7 @@ class NMPrecision(_TrainerRouting, Precision):
 
     Example::
 
+        >>> from lightning.pytorch import Trainer
         >>> trainer = Trainer(plugins=[NMPrecision()], logger=False, accelerator="cpu")
     """
 
@@ -261,6 +262,7 @@ class NMMixedPrecision(MixedArguments, _TrainerRouting, MixedPrecision):
 
     Example::
 
+        >>> from lightning.pytorch import Trainer
         >>> plugin = NMMixedPrecision("bf16-mixed", device="cpu", kernels="auto")
         >>> trainer = Trainer(plugins=[plugin], logger=False, accelerator="cpu")
     """
@@ -275,6 +277,7 @@ class NMHalfPrecision(HalfArguments, _TrainerRouting, HalfPrecision):
 
     Example::
 
+        >>> from lightning.pytorch import Trainer
         >>> trainer = Trainer(plugins=[NMHalfPrecision("bf16-true")], logger=False, accelerator="cpu")
     """
 
