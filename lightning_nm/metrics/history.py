@@ -29,7 +29,7 @@ class MaskHistory(RatioMetric):
         super().__init__(**kwargs)
         # By layer: the mask's shape; its bits, and what else the metric remembers, packed, uint8 [rows, bytes].
         self._memory: dict[str, tuple[tuple[int, ...], Tensor]] = {}
-        self._before_forward: dict[str, tuple[tuple[int, ...], Tensor]] | None = None
+        self._before_forward: dict[str, Any] | None = None
 
     def compare(self, packed: Tensor, rows: Tensor | None, entries: int) -> Tensor:
         """Add the changes of a layer of so many entries since its last rows, if any, and return its new rows.
