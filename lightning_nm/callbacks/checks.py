@@ -6,19 +6,17 @@ import math
 from pathlib import Path
 from typing import Any, TypeVar
 
-import lightning.pytorch as pl
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import (
     GradientAccumulationScheduler,
     ModelPruning,
     WeightAveraging,
 )
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
-from lightning_nm.estimators import GradientEstimator
-from lightning_nm.methods import Method
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.selection import Rule
 from lightning_nm.plugins.ddp import NMDDPStrategy
@@ -27,22 +25,28 @@ from lightning_nm.training.phases import finished_phases, told_as_dense
 from lightning_nm.training.ranks import compare_ranks, reduce_gradients
 from lightning_nm.training.statistics import layers_short_of_tokens
 
-CallbackT = TypeVar("CallbackT", bound=pl.Callback)
+CallbackT = TypeVar("CallbackT", bound=Callback)
 
 
-def callbacks_of(trainer: pl.Trainer, kind: type[CallbackT]) -> list[CallbackT]:
+def callbacks_of(trainer: Trainer, kind: type[CallbackT]) -> list[CallbackT]:
     """Return the Trainer's callbacks of a class.
 
     Example:
-        >>> callbacks_of(pl.Trainer(logger=False, accelerator="cpu"), ModelPruning)
+        >>> callbacks_of(Trainer(logger=False, accelerator="cpu"), ModelPruning)
         []
     """
     # The Trainer has the attribute, but no annotation of it.
-    callbacks = getattr(trainer, "callbacks", [])
-    return [callback for callback in callbacks if isinstance(callback, kind)]
+    return [one for one in getattr(trainer, "callbacks", []) if isinstance(one, kind)]
 
 
-def check_trainer(trainer: pl.Trainer) -> None:
+def check_interval(name: str, number: int) -> None:
+    """Refuse what is no number of optimizer steps, by a ``ValueError``."""
+    # bool is a subclass of int, but True is no number of steps.
+    if not isinstance(number, int) or isinstance(number, bool) or number < 0:
+        raise ValueError(f"{name}={number} must be a number of optimizer steps, or 0 for never")
+
+
+def check_trainer(trainer: Trainer) -> None:
     """Refuse a Trainer of another package, and Lightning's own pruning beside ours.
 
     Raises:
@@ -50,23 +54,24 @@ def check_trainer(trainer: pl.Trainer) -> None:
         ValueError: If the Trainer has a ModelPruning callback.
 
     Example:
-        >>> check_trainer(pl.Trainer(logger=False, accelerator="cpu"))
+        >>> check_trainer(Trainer(logger=False, accelerator="cpu"))
     """
-    if not isinstance(trainer, pl.Trainer):
+    if not isinstance(trainer, Trainer):
         # The two packages hold the same classes twice, so its hooks would not know ours.
-        package = type(trainer).__module__
-        fault = f"NMSparsityCallback is made for lightning.pytorch, but this Trainer is {package}'s"
-        raise TypeError(f"{fault}: import from `lightning.pytorch`, not from `pytorch_lightning`")
+        raise TypeError(
+            f"NMSparsityCallback is made for lightning.pytorch, but this Trainer is {type(trainer).__module__}'s: "
+            "import from `lightning.pytorch`, not from `pytorch_lightning`"
+        )
     if callbacks_of(trainer, ModelPruning):
         raise ValueError(
             "ModelPruning and NMSparsityCallback in one Trainer would mask the same weights twice: remove one"
         )
 
 
-def check_averaging_order(callback: pl.Callback, trainer: pl.Trainer) -> None:
+def check_averaging_order(callback: Callback, trainer: Trainer) -> None:
     """Raise a ``ValueError`` if a WeightAveraging callback follows this one: its weights could not be masked."""
     # Lightning calls on_save_checkpoint in the callbacks' order: the average must be in the checkpoint already.
-    callbacks = callbacks_of(trainer, pl.Callback)
+    callbacks = callbacks_of(trainer, Callback)
     for other in callbacks[callbacks.index(callback) + 1 :]:
         if isinstance(other, WeightAveraging):
             raise ValueError(
@@ -98,63 +103,47 @@ class ProcessConsistency:
 
     It compares the masks of all processes, and averages the gradients of parameters that methods own. Masks are
     compared before the first backward pass after a mask update, since its collectives are the first that
-    could depend on the masks. The Trainer's hooks decide when, so all processes do it together.
+    could depend on the masks. The Trainer's hooks decide when, so all processes do it together. It does nothing unless
+    the strategy is a ``DDPStrategy`` or a ``ModelParallelStrategy``.
 
     ``every`` is the number of optimizer steps between two comparisons; 0 for none. With ``nm_ddp`` it is always 1,
     because its communication hook depends on the masks.
+
+    Raises:
+        ValueError: If a method owns parameters whose optimizer state the strategy cannot save.
     """
 
-    def __init__(
-        self, strategy: DDPStrategy | ModelParallelStrategy, sparsifier: NMSparsifier, every: int
-    ) -> None:
+    def __init__(self, strategy: Strategy, sparsifier: NMSparsifier, every: int) -> None:
         self.sparsifier = sparsifier
-        self.comm_hook = strategy.comm_hook if isinstance(strategy, NMDDPStrategy) else None
-        self.every = 1 if self.comm_hook is not None else every
-        self.statistics = ["grad_bytes_ratio"] if self.comm_hook is not None else []
+        self.is_parallel = isinstance(strategy, (DDPStrategy, ModelParallelStrategy))
+        self.every = every if self.is_parallel else 0
+        self.statistics: list[str] = []
         """The names of what :meth:`after_batch` returns."""
+        self.comm_hook = None
+        if isinstance(strategy, NMDDPStrategy):
+            self.comm_hook = strategy.comm_hook
+            self.every = 1
+            self.statistics = ["grad_bytes_ratio"]
         self._steps = 0  # of any optimizer, in this fit
         self._due = self.every > 0  # the first masks are compared, too
-        self._layer_count = 0
         # DistributedDataParallel, which wrapped the model before this fit started, leaves these out for good.
         self._left_out: list[NMLayer] = []
         self._said_left_out: list[str] = []
+        selection = sparsifier.selection
         if isinstance(strategy, DDPStrategy):
-            selection = sparsifier.selection
             self._left_out = [
                 layer
                 for layer in (*selection.layers, *selection.frozen)
                 if not layer.param.requires_grad and layer.spec.method.trains_weight
             ]
-        self.add_layers()
-
-    @classmethod
-    def create(
-        cls, trainer: pl.Trainer, sparsifier: NMSparsifier, every: int
-    ) -> ProcessConsistency | None:
-        """Create one for a fit; ``None`` unless the strategy is a ``DDPStrategy`` or a ``ModelParallelStrategy``.
-
-        Raises:
-            ValueError: If a method owns parameters whose optimizer state the strategy cannot save.
-        """
-        strategy = trainer.strategy
-        if not isinstance(strategy, (DDPStrategy, ModelParallelStrategy)):
-            return None
         # DCP saves optimizer states by the names of the model's parameters, and these have none.
-        owners = [layer for layer in sparsifier.layers.values() if layer.parameters]
-        if owners and isinstance(strategy, ModelParallelStrategy):
-            owner = f"{type(owners[0].spec.method).__name__} owns parameters at layer '{owners[0].name}'"
-            fault = "distributed checkpoints save no optimizer state of parameters that are not the model's"
-            raise ValueError(
-                f"{owner}, and {fault}: use the ddp or nm_ddp strategy with this method"
-            )
-        return cls(strategy, sparsifier, every)
-
-    def add_layers(self) -> None:
-        """Tell the communication hook of all layers."""
-        layers = self.sparsifier.selection.layers
-        if self.comm_hook is not None:
-            self.comm_hook.add(layers)
-        self._layer_count = len(layers)
+        for layer in selection.layers if isinstance(strategy, ModelParallelStrategy) else ():
+            if layer.parameters:
+                raise ValueError(
+                    f"{type(layer.spec.method).__name__} owns parameters at layer '{layer.name}', and distributed "
+                    "checkpoints save no optimizer state of parameters that are not the model's: use the ddp or nm_ddp "
+                    "strategy with this method"
+                )
 
     def close(self) -> None:
         """End the fit: the communication hook sends full gradients again."""
@@ -162,22 +151,20 @@ class ProcessConsistency:
             self.comm_hook.remove(self.sparsifier.layers.values())
 
     def before_backward(self) -> None:
-        """Compare the masks if a comparison is due."""
-        # Frozen layers are masked when they are unfrozen.
-        if len(self.sparsifier.selection.layers) != self._layer_count:
-            self.add_layers()
-        self._warn_of_left_out()
+        """Tell the communication hook of the layers, and compare the masks if a comparison is due."""
+        # Not once for all: frozen layers are masked when they are unfrozen.
+        if self.comm_hook is not None:
+            self.comm_hook.add(self.sparsifier.selection.layers)
+        # Weights that are trained now, and were frozen when DistributedDataParallel wrapped the model.
+        trained = [layer for layer in self._left_out if layer.param.requires_grad]
+        if trained:
+            names = [layer.name for layer in trained]
+            self._left_out = [layer for layer in self._left_out if layer not in trained]
+            self._said_left_out += names
+            rank_zero_warn(_LEFT_OUT.format(names=names))
         if self._due:
             self._due = False
             self._compare()
-
-    def _warn_of_left_out(self) -> None:
-        """Warn of weights that are trained now, and were frozen when DistributedDataParallel wrapped the model."""
-        trained = [layer.name for layer in self._left_out if layer.param.requires_grad]
-        new = [name for name in trained if name not in self._said_left_out]
-        if new:
-            self._said_left_out += new
-            rank_zero_warn(_LEFT_OUT.format(names=new))
 
     def _compare(self) -> None:
         """Compare the masks of all processes, and say why they may differ."""
@@ -186,13 +173,14 @@ class ProcessConsistency:
         except RuntimeError as error:
             if not self._said_left_out:
                 raise
-            cause = _LEFT_OUT.format(names=self._said_left_out)
-            raise RuntimeError(f"{error}. The likely cause: {cause}") from error
+            raise RuntimeError(
+                f"{error}. The likely cause: {_LEFT_OUT.format(names=self._said_left_out)}"
+            ) from error
 
-    def after_backward(self, trainer: pl.Trainer) -> None:
+    def after_backward(self, trainer: Trainer) -> None:
         """Average the gradients of parameters that methods own, in the micro-batches in which DDP synchronizes."""
         # DDP has this attribute; in other models every backward pass synchronizes.
-        if getattr(trainer.model, "require_backward_grad_sync", True):
+        if self.is_parallel and getattr(trainer.model, "require_backward_grad_sync", True):
             reduce_gradients(self.sparsifier.selection.layers)
 
     def before_step(self) -> None:
@@ -215,30 +203,26 @@ class ProcessConsistency:
             self._compare()
 
 
-def has_schedule(part: Method | GradientEstimator | None) -> bool:
-    """Return whether a method or an estimator starts or stops during training.
+def is_scheduled(rule: Rule) -> bool:
+    """Return whether anything that a rule gives its layers starts or stops during training.
 
     Example:
-        >>> from lightning_nm import BAME, SRSTE
-        >>> has_schedule(BAME()), has_schedule(SRSTE()), has_schedule(None)
-        (True, False, False)
+        >>> from lightning_nm import BAME, SRSTE, NMPattern
+        >>> [is_scheduled(Rule(None, NMPattern(2, 4), method)) for method in (BAME(), SRSTE())]
+        [True, False]
     """
-    if part is None:
-        return False
+    if rule.schedule is not None:
+        return True
     try:
-        return bool(part.schedule(None))
+        return bool(
+            rule.method.schedule(None) or (rule.estimator and rule.estimator.schedule(None))
+        )
     except ValueError:
         # The schedule is given as shares of the training length, which is not known here.
         return True
 
 
-def is_scheduled(rule: Rule) -> bool:
-    """Return whether anything that a rule gives its layers starts or stops during training."""
-    has_stages = rule.schedule is not None
-    return has_stages or has_schedule(rule.method) or has_schedule(rule.estimator)
-
-
-def planned_steps(trainer: pl.Trainer, pl_module: pl.LightningModule) -> int | None:
+def planned_steps(trainer: Trainer, pl_module: LightningModule) -> int | None:
     """Return the number of optimizer steps of the whole training; ``None`` if the Trainer does not know it."""
     if not pl_module.automatic_optimization:  # a batch takes any number of steps
         return None
@@ -251,8 +235,7 @@ def planned_steps(trainer: pl.Trainer, pl_module: pl.LightningModule) -> int | N
     else:
         planned = trainer.estimated_stepping_batches
     # A training without end has -1 or infinitely many steps.
-    is_known = 0 < planned < math.inf
-    return int(planned) if is_known else None
+    return int(planned) if 0 < planned < math.inf else None
 
 
 def warn_at_start(sparsifier: NMSparsifier, *, continues: bool) -> None:
@@ -264,14 +247,14 @@ def warn_at_start(sparsifier: NMSparsifier, *, continues: bool) -> None:
                 f"{phase}; for another training with phases of its own, make a new callback"
             )
     if not sparsifier.layers:
-        frozen = [layer.name for layer in sparsifier.selection.frozen]
-        names = ", ".join(frozen[:8])
+        frozen = sparsifier.selection.frozen
+        names = ", ".join(layer.name for layer in frozen[:8])
         if len(frozen) > 8:
             names += f" and {len(frozen) - 8} more"
         advice = (
             "Each is masked when it is unfrozen and in an optimizer; frozen='mask' masks them now"
         )
-        if not any(layer.spec.method.trains_weight for layer in sparsifier.selection.frozen):
+        if not any(layer.spec.method.trains_weight for layer in frozen):
             advice = (
                 "Give an optimizer their weights, frozen or not: it trains what the method owns"
             )
@@ -287,7 +270,7 @@ def warn_at_start(sparsifier: NMSparsifier, *, continues: bool) -> None:
         )
 
 
-def warn_of_resume(trainer: pl.Trainer, *, joined_at: int, is_resumed: bool) -> None:
+def warn_of_resume(trainer: Trainer, *, joined_at: int, is_resumed: bool) -> None:
     """Warn of a checkpoint of so many steps without masks, and of one from which the data do not continue."""
     if joined_at:
         rank_zero_warn(
@@ -303,7 +286,7 @@ def warn_of_resume(trainer: pl.Trainer, *, joined_at: int, is_resumed: bool) -> 
         )
 
 
-def _data_begin_again(trainer: pl.Trainer) -> bool:
+def _data_begin_again(trainer: Trainer) -> bool:
     """Whether a resumed epoch reads other batches than the interrupted one would have."""
     progress = trainer.fit_loop.epoch_loop.batch_progress
     loaders = tree_leaves(trainer.train_dataloader)
@@ -337,24 +320,25 @@ def warn_of_replaced(sparsifier: NMSparsifier) -> None:
 def warn_after_first_batch(sparsifier: NMSparsifier) -> None:
     """Warn of masked layers that the first batch did not call, or called with too few tokens for the estimator."""
     training = sparsifier.training
-    # The calls of modules are counted, so a product that reads a module's weight otherwise is not seen.
-    unseen = training.unseen()
-    if unseen:
-        rank_zero_warn(
-            f"these masked layers were not called in the first batch: {unseen}. If other code reads "
-            "their weights directly, it reads dense ones: name the layers in `exclude`"
-        )
-    frozen_again = [layer.name for layer in training.layers if layer.step and layer.is_frozen]
-    if frozen_again:
-        rank_zero_warn(
-            "these layers have trained before and are frozen now (requires_grad=False), so that nothing trains them "
-            f"and their masks stand still: {frozen_again}. Callbacks such as BackboneFinetuning freeze them "
-            "again when a run resumes: unfreeze them if that is not meant"
-        )
     least = {} if training.counter is None else training.counter.least
-    short_of_tokens = layers_short_of_tokens(training.layers, least)
-    if short_of_tokens:
-        rank_zero_warn(
-            "the first batch had fewer tokens than one block of the gradient estimator, so nothing is gained: "
-            f"{short_of_tokens}. Use larger batches, a smaller M, or a rule with `grad_estimator: null`"
-        )
+    for layers, text in (
+        # The calls of modules are counted, so a product that reads a module's weight otherwise is not seen.
+        (
+            training.unseen(),
+            "these masked layers were not called in the first batch: {}. If other code reads their weights directly, "
+            "it reads dense ones: name the layers in `exclude`",
+        ),
+        (
+            [layer.name for layer in training.layers if layer.step and layer.is_frozen],
+            "these layers have trained before and are frozen now (requires_grad=False), so that nothing trains them "
+            "and their masks stand still: {}. Callbacks such as BackboneFinetuning freeze them again when a run "
+            "resumes: unfreeze them if that is not meant",
+        ),
+        (
+            layers_short_of_tokens(training.layers, least),
+            "the first batch had fewer tokens than one block of the gradient estimator, so nothing is gained: {}. Use "
+            "larger batches, a smaller M, or a rule with `grad_estimator: null`",
+        ),
+    ):
+        if layers:
+            rank_zero_warn(text.format(layers))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_nm.callbacks.checks import callbacks_of
+from lightning_nm.callbacks.checks import callbacks_of, check_interval
 from lightning_nm.callbacks.tables import (
     PREFIX,
     environment,
@@ -32,6 +33,7 @@ from lightning_nm.callbacks.tensorboard import (
     margin_histogram,
 )
 from lightning_nm.sparsifier import NMSparsifier
+from lightning_nm.training.statistics import joint_statistics
 
 NOT_THE_DEFAULT = (
     "log_layers=True is a setting of the default monitor: write MaskMonitor(log_layers=True)"
@@ -45,7 +47,7 @@ Drawing them all takes a time that grows with the logarithm of the run's length.
 """
 
 
-class MaskMonitor(pl.Callback):
+class MaskMonitor(Callback):
     """Logs statistics of the masks of an :class:`~lightning_nm.NMSparsityCallback`; docs/tensorboard.md lists them.
 
     Each of those callbacks has a monitor with default settings. To change them, pass a monitor as ``monitor``, or add
@@ -95,8 +97,8 @@ class MaskMonitor(pl.Callback):
         heat_maps: bool = True,
         progress_bar: bool = True,
     ) -> None:
-        _check_interval("histograms_every", histograms_every)
-        _check_interval("images_every", images_every)
+        check_interval("histograms_every", histograms_every)
+        check_interval("images_every", images_every)
         if isinstance(statistics, str):
             raise TypeError(
                 f"statistics={statistics!r} must be a list of names, as in [{statistics!r}]"
@@ -115,7 +117,7 @@ class MaskMonitor(pl.Callback):
 
     @classmethod
     def chosen(
-        cls, monitor: bool | MaskMonitor | None, trainer: pl.Trainer, log_layers: bool
+        cls, monitor: bool | MaskMonitor | None, trainer: Trainer, log_layers: bool
     ) -> MaskMonitor | None:
         """Return the monitor that a callback uses in a fit.
 
@@ -124,10 +126,8 @@ class MaskMonitor(pl.Callback):
         Raises:
             ValueError: If the Trainer has several monitors, or ``log_layers`` is set for one that is not the default.
         """
-        if isinstance(monitor, MaskMonitor):
-            return monitor
-        if not monitor:
-            return None
+        if monitor is not True:
+            return monitor or None
         monitors = callbacks_of(trainer, MaskMonitor)
         if len(monitors) > 1:
             raise ValueError(
@@ -139,16 +139,18 @@ class MaskMonitor(pl.Callback):
             raise ValueError(NOT_THE_DEFAULT)
         return monitors[0]
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, *_: Any) -> None:
         """Raise an error if no callback uses this monitor."""
         # All callbacks have called watch() in on_fit_start by now, whatever their order.
         if not self._watched:
-            advice = "add an NMSparsityCallback without a `monitor` of its own"
-            raise ValueError(f"MaskMonitor: there are no masks for it to watch: {advice}")
+            raise ValueError(
+                "MaskMonitor: there are no masks for it to watch: add an NMSparsityCallback without a `monitor` of its "
+                "own"
+            )
 
     def watch(
         self,
-        trainer: pl.Trainer,
+        trainer: Trainer,
         sparsifier: NMSparsifier,
         also: Sequence[str] = (),
         name: str | None = None,
@@ -166,8 +168,13 @@ class MaskMonitor(pl.Callback):
         Raises:
             ValueError: If a requested statistic does not exist.
         """
-        # A dictionary keeps the order and has each name once.
-        names = list(dict.fromkeys([*_statistic_names(sparsifier), *also]))
+        # Layers of one method have the same statistics: one of them stands for all.
+        layers = sparsifier.layers.values()
+        layer_of_method = {type(layer.spec.method): layer for layer in layers}
+        names = [*joint_statistics([*layer_of_method.values()]), COSTS, *also]
+        # Gradients are compared later.
+        if sparsifier.config.grad_snr_every and any(layer.spec.estimator for layer in layers):
+            names += ["grad_snr", "grad_density"]
         # The methods of frozen layers, which may be masked later, may have a requested statistic.
         if not sparsifier.selection.frozen:
             for requested in self.statistics or ():
@@ -175,9 +182,8 @@ class MaskMonitor(pl.Callback):
                     raise ValueError(
                         f"MaskMonitor: there is no statistic '{requested}' in this training, only {names}"
                     )
-        suffix = f"/{name}" if name else ""
         columns = LayerHistory.from_state(history) if history else LayerHistory()
-        watch = Watch(self, trainer, sparsifier, names, suffix, columns)
+        watch = Watch(self, trainer, sparsifier, names, f"/{name}" if name else "", columns)
         self._watched.append(watch)
         return watch
 
@@ -191,7 +197,7 @@ class Watch:
         suffix: The end of tags that several callbacks of a Trainer share.
         history: The columns of the heat maps.
         latest: The last step of this fit.
-        drawn_at: The step of the last heat maps.
+        drawn_at: The step of the last heat maps; -1 before the first ones.
         first_ratio: The first FLOPs ratio that was logged.
         ratio_step: The last log with this one; ``None`` once there was another ratio.
 
@@ -199,13 +205,13 @@ class Watch:
     """
 
     monitor: MaskMonitor
-    trainer: pl.Trainer
+    trainer: Trainer
     sparsifier: NMSparsifier
     names: list[str]
     suffix: str
     history: LayerHistory
     latest: int | None = None
-    drawn_at: int | None = None
+    drawn_at: int = -1
     first_ratio: float | None = None
     ratio_step: int | None = None
 
@@ -231,8 +237,7 @@ class Watch:
         every: int = getattr(trainer, "log_every_n_steps", 0)
         is_due = every > 0 and (count % every == 0 or trainer.should_stop)
         # While gradients accumulate, global_step is that of the step before, which was logged.
-        is_within_step = automatic and not stepped
-        if not is_due or is_within_step:
+        if not is_due or (automatic and not stepped):
             return
         self._log(step, also)
         # What follows is computed in all processes, which may share weights, and written by rank 0.
@@ -241,8 +246,7 @@ class Watch:
         self._record(step)
         if _passed(count, every, monitor.histograms_every):
             self._draw_margins(step)
-        drawn = self.drawn_at
-        is_longer = drawn is None or step + 1 >= MAPS_GROWTH * (drawn + 1)
+        is_longer = step + 1 >= MAPS_GROWTH * (self.drawn_at + 1)
         if is_longer and _passed(count, every, monitor.images_every):
             self._draw_maps(step)
 
@@ -275,8 +279,8 @@ class Watch:
         def draw(writer: Any) -> None:
             if self.monitor.layer_table:
                 layers = layers_markdown(self.sparsifier, router_of(self.trainer))
-                writer.add_text("nm/layers", layers, step)
                 parts = markdown_table(("part", "value"), environment(self.trainer).items())
+                writer.add_text("nm/layers", layers, step)
                 writer.add_text("nm/environment", parts, step)
             if self.monitor.custom_scalars:
                 # The chart of costs would be empty in most runs.
@@ -299,8 +303,7 @@ class Watch:
             summary = markdown_table(("statistic", "value", "meaning"), rows)
             writer.add_text(f"nm/summary{self.suffix}", summary, step)
             if router is not None and router.used():
-                kernels = markdown_table(*kernel_columns(router))
-                writer.add_text("nm/kernels", kernels, step)
+                writer.add_text("nm/kernels", markdown_table(*kernel_columns(router)), step)
 
         self._write(draw)
 
@@ -313,18 +316,17 @@ class Watch:
             stats["sparse_gemm_share"], _ = router.sparse_share()  # so far
         groups = {"": stats}
         if self.monitor.log_layers:
-            for layer_name, values in self.sparsifier.layer_stats().items():
-                groups[f"/{layer_name}"] = values
+            layers = self.sparsifier.layer_stats()
+            groups |= {f"/{name}": values for name, values in layers.items()}
         # Through the model, so that the values reach every logger and trainer.callback_metrics.
-        log = trainer.lightning_module.log
+        log = partial(trainer.lightning_module.log, on_step=True, on_epoch=False)
         for suffix, values in groups.items():
             for name in filter(self._wanted, values):
                 logger = None  # if there is one
                 if name == COSTS:
                     self._log_costs(values[name], step)
                     logger = False
-                tag = f"nm/{name}{suffix}"
-                log(tag, values[name], on_step=True, on_epoch=False, logger=logger)
+                log(f"nm/{name}{suffix}", values[name], logger=logger)
 
         if not self.monitor.progress_bar or trainer.progress_bar_callback is None:
             return
@@ -335,14 +337,7 @@ class Watch:
         for short, name in shown.items():
             if name in stats:
                 # logger=False: the loggers have the value under its full name.
-                log(
-                    PREFIX + short,
-                    stats[name],
-                    on_step=True,
-                    on_epoch=False,
-                    prog_bar=True,
-                    logger=False,
-                )
+                log(PREFIX + short, stats[name], prog_bar=True, logger=False)
 
     def _log_costs(self, ratio: float, step: int) -> None:
         """Log the FLOPs ratio: until it changes in this fit as a text, and as one value in loggers without texts."""
@@ -371,16 +366,15 @@ class Watch:
         histograms = {
             name: margin_histogram(layer)
             for name, layer in self.sparsifier.layers.items()
-            if layer.forward_mask is not None
+            if layer.masks.has_forward
         }
         if not histograms:
             return
 
         def draw(writer: Any) -> None:
             draw_histogram(writer, "nm/margin", list(histograms.values()), step)
-            if self.monitor.log_layers:
-                for name, histogram in histograms.items():
-                    draw_histogram(writer, f"nm/margin/{name}", [histogram], step)
+            for name, histogram in histograms.items() if self.monitor.log_layers else ():
+                draw_histogram(writer, f"nm/margin/{name}", [histogram], step)
 
         self._write(draw)
 
@@ -399,12 +393,15 @@ class Watch:
         self.drawn_at = step
 
         def draw(writer: Any) -> None:
-            for index, name in enumerate(MAPS):
-                title = f"{name.replace('_', ' ')} of layers over steps"
-                # Flip rates fall by orders of magnitude; by their square root the late ones still differ in colour.
-                root = name == "flip_rate"
-                values = history.values[:, index]  # [columns, layers]
-                figure = heat_map(title, history.layers, history.steps, values, root=root)
+            for name, values in zip(MAPS, history.values.unbind(1), strict=True):
+                figure = heat_map(
+                    f"{name.replace('_', ' ')} of layers over steps",
+                    history.layers,
+                    history.steps,
+                    values,  # [columns, layers]
+                    # Flip rates fall by orders of magnitude; by their square root the late ones still differ in colour.
+                    root=name == "flip_rate",
+                )
                 # pyplot does not know the figure, so there is nothing to close.
                 writer.add_figure(f"nm/{name}_map{self.suffix}", figure, step, close=False)
 
@@ -417,32 +414,11 @@ class Watch:
             )
 
 
-def _check_interval(name: str, number: int) -> None:
-    # bool is a subclass of int, but True is no number of steps.
-    if not isinstance(number, int) or isinstance(number, bool) or number < 0:
-        raise ValueError(f"{name}={number} must be a number of optimizer steps, or 0 for never")
-
-
 def _passed(count: int, logged_every: int, every: int) -> bool:
     """Whether ``every`` steps have passed since the last log, or since the start of training."""
     if every == 0:
         return False
-    # Not "step % every == 0": logs come at multiples of their own interval, which may miss those of `every`.
+    # Not "step % every == 0": logs come at multiples of their own interval, which may miss those of `every`. The last
+    # log's step is negative in the first log, which therefore always passes.
     step = count - 1
-    last_logged = step - logged_every  # negative in the first log, which therefore always passes
-    return step // every > last_logged // every
-
-
-def _statistic_names(sparsifier: NMSparsifier) -> list[str]:
-    """The names of a sparsifier's statistics."""
-    names = ["density", "flip_rate", "kept_magnitude", "overlap", COSTS]
-    layers = sparsifier.layers.values()
-    if sparsifier.config.grad_snr_every and any(
-        layer.spec.estimator is not None for layer in layers
-    ):
-        names += ["grad_snr", "grad_density"]
-    # Layers of one method have the same statistics: one of them stands for all.
-    layer_of_method = {type(layer.spec.method): layer for layer in layers}
-    for layer in layer_of_method.values():
-        names += layer.spec.method.statistics([layer])
-    return names
+    return step // every > (step - logged_every) // every

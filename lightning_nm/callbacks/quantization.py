@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import lightning.pytorch as pl
-from torch import nn
+from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_nm.callbacks.checks import callbacks_of, planned_steps
 from lightning_nm.callbacks.sparsity import NMSparsityCallback
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.schedule import Moment, check_moment
 from lightning_nm.training.int8_rounding import Int8Rounding, rounding_fault
+from lightning_nm.training.watch import compiled_parts
 
 
-class QuantizationAwareTraining(pl.Callback):
+class QuantizationAwareTraining(Callback):
     """Trains the last steps with masked weights rounded as ``pack(model, dtype="int8")`` rounds them.
 
     In these steps, and in validation after their beginning, the forward and the backward pass see
@@ -36,8 +36,9 @@ class QuantizationAwareTraining(pl.Callback):
     Example::
 
         >>> from lightning_nm import NMSparsityCallback
+        >>> from lightning.pytorch import Trainer
         >>> callbacks = [QuantizationAwareTraining(last=0.1), NMSparsityCallback("2:4", "sr-ste")]
-        >>> trainer = pl.Trainer(callbacks=callbacks, logger=False, accelerator="cpu")
+        >>> trainer = Trainer(callbacks=callbacks, logger=False, accelerator="cpu")
     """
 
     def __init__(self, last: Moment = 0.1, *, activations: bool = False) -> None:
@@ -47,7 +48,7 @@ class QuantizationAwareTraining(pl.Callback):
         """The optimizer step from which on weights are rounded; known when fit starts, and saved."""
         self.rounding = Int8Rounding(activations=activations)
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse callbacks in another order, manual optimization, and activations in compiled modules."""
         if stage != "fit":
             return
@@ -56,7 +57,7 @@ class QuantizationAwareTraining(pl.Callback):
                 "QuantizationAwareTraining rounds weights for one backward pass of a batch: it does not work under "
                 "manual optimization. Use Int8Rounding of lightning_nm.training.int8_rounding in training_step"
             )
-        callbacks = callbacks_of(trainer, pl.Callback)
+        callbacks = callbacks_of(trainer, Callback)
         others = callbacks_of(trainer, NMSparsityCallback)
         # The other one ends a fit that fails, and must find the weights as they were.
         if not others or callbacks.index(others[0]) < callbacks.index(self):
@@ -64,13 +65,13 @@ class QuantizationAwareTraining(pl.Callback):
                 "QuantizationAwareTraining rounds the weights that an NMSparsityCallback masks: "
                 "callbacks=[QuantizationAwareTraining(...), NMSparsityCallback(...)], in this order"
             )
-        if self.rounding.activations and any(map(_is_compiled, pl_module.modules())):
+        if self.rounding.activations and compiled_parts(pl_module):
             raise ValueError(
                 "activations=True works by hooks, which compiled modules do not call: leave torch.compile or "
                 "activations=True out"
             )
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Find the first step, and refuse layers that cannot be rounded."""
         if self.start is None:
             planned = planned_steps(trainer, pl_module)
@@ -88,44 +89,20 @@ class QuantizationAwareTraining(pl.Callback):
                     f"QuantizationAwareTraining cannot round layer '{layer.name}': {fault}"
                 )
 
-    def _begin(self, trainer: pl.Trainer) -> None:
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        """Round the weights if it is time: for a batch, and for a validation."""
         if self.start is not None and trainer.global_step >= self.start:
             self.rounding.begin(_layers(trainer))
 
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """Round the weights, if it is time."""
-        self._begin(trainer)
+    on_validation_start: Any = on_train_batch_start
 
-    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_after_backward(self, *_: Any) -> None:
         """Give the weights their values back, before anything reads or changes them."""
         self.rounding.end()
 
-    def on_train_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
-        """Do the same after a batch without a backward pass."""
-        self.rounding.end()
-
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Validate the rounded model."""
-        self._begin(trainer)
-
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Give the weights their values back; checkpoints are saved later."""
-        self.rounding.end()
-
-    def on_exception(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
-    ) -> None:
-        """Give the weights their values back."""
-        self.rounding.end()
+    on_train_batch_end: Any = on_after_backward  # of a batch without a backward pass
+    on_validation_end: Any = on_after_backward  # checkpoints are saved later
+    on_exception: Any = on_after_backward
 
     def state_dict(self) -> dict[str, Any]:
         """The first step with rounding: a resumed run keeps it, whatever its own length."""
@@ -136,12 +113,11 @@ class QuantizationAwareTraining(pl.Callback):
         self.start = state_dict["start"]
 
 
-def _layers(trainer: pl.Trainer) -> list[NMLayer]:
+def _layers(trainer: Trainer) -> list[NMLayer]:
     """The masked layers of all sparsifiers of a Trainer; none outside fit."""
-    sparsifiers = [callback.sparsifier for callback in callbacks_of(trainer, NMSparsityCallback)]
-    return [layer for each in sparsifiers if each is not None for layer in each.layers.values()]
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    # What module.compile() sets, and what torch.compile(module) returns.
-    return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
+    return [
+        layer
+        for callback in callbacks_of(trainer, NMSparsityCallback)
+        if callback.sparsifier is not None
+        for layer in callback.sparsifier.layers.values()
+    ]

@@ -8,17 +8,17 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-import lightning.pytorch as pl
 import numpy as np
 import torch
 import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
 _KEY = "nm_rng_states"
 """The key in checkpoints: a list with the state of each process, in the order of their ranks."""
 
 
-class RNGState(pl.Callback):
+class RNGState(Callback):
     """Saves the random states of every process in the checkpoint, and restores them when training resumes.
 
     Lightning does not save them, so dropout differs after a resume. They are the states of torch (the CPU, and the CUDA
@@ -42,7 +42,8 @@ class RNGState(pl.Callback):
 
     Example::
 
-        >>> trainer = pl.Trainer(callbacks=[RNGState()], logger=False, accelerator="cpu")
+        >>> from lightning.pytorch import Trainer
+        >>> trainer = Trainer(callbacks=[RNGState()], logger=False, accelerator="cpu")
     """
 
     def __init__(self, timeout: float = 60.0) -> None:
@@ -52,16 +53,15 @@ class RNGState(pl.Callback):
         self._loaded: list[dict[str, Any] | None] = []
         self._group: dist.ProcessGroup | None = None
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Create the process group."""
         self._loaded = []
-        is_distributed = dist.is_available() and dist.is_initialized()
-        if stage == "fit" and trainer.world_size > 1 and is_distributed:
+        if stage == "fit" and trainer.world_size > 1 and dist.is_initialized():
             # Of its own, since a timeout makes a group useless. Gloo sends from the CPU, where the states are.
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout))
 
     def on_save_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Add the states of all processes, in the order of their ranks."""
         states: list[dict[str, Any] | None] = [None] * trainer.world_size
@@ -70,17 +70,17 @@ class RNGState(pl.Callback):
             self._gather(trainer, states)
         checkpoint[_KEY] = states
 
-    def _gather(self, trainer: pl.Trainer, states: list[dict[str, Any] | None]) -> None:
+    def _gather(self, trainer: Trainer, states: list[dict[str, Any] | None]) -> None:
         """Fill in the states of the other processes on rank 0."""
-        own = states[trainer.global_rank]
         # Processes that save at different moments could meet in one gather.
         moment = (trainer.global_step, trainer.fit_loop.total_batch_idx, trainer.current_epoch)
+        own = (moment, states[trainer.global_rank])
         messages: list[tuple[Any, Any]] | None = None  # of all ranks, on rank 0
         if trainer.is_global_zero:
             messages = [(None, None)] * trainer.world_size
         if self._group is not None:
             try:
-                dist.gather_object((moment, own), messages, dst=0, group=self._group)
+                dist.gather_object(own, messages, dst=0, group=self._group)
             except RuntimeError:  # a timeout, or a process that has timed out before
                 self._group = None  # later checkpoints do not wait
         if messages is None:
@@ -97,7 +97,7 @@ class RNGState(pl.Callback):
             )
 
     def on_load_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Keep the saved states until training starts; evaluation leaves the random states unchanged."""
         if trainer.state.fn != "fit":
@@ -108,7 +108,7 @@ class RNGState(pl.Callback):
                 "the checkpoint was saved without RNGState: random numbers do not continue where they were"
             )
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restore this process's states, after the sanity check and before the first batch."""
         saved = self._loaded
         self._loaded = []  # a second fit goes on from where this one ends
@@ -117,13 +117,13 @@ class RNGState(pl.Callback):
         then, now = len(saved), trainer.world_size
         if then != now:
             # The ranks that are in one of the runs alone.
-            ranks = list(range(min(then, now), max(then, now)))
+            ranks = sorted({*range(then)} ^ {*range(now)})
             fate = "are not used" if then > now else "go on as they were seeded"
             rank_zero_warn(
                 f"the checkpoint is of {then} processes, this run has {now}: the random states of ranks {ranks} {fate}"
             )
         rank = trainer.global_rank
-        if rank >= len(saved):  # a process more than in the run that was saved
+        if rank >= then:  # a process more than in the run that was saved
             return
         state = saved[rank]
         if state is None:
@@ -136,12 +136,14 @@ class RNGState(pl.Callback):
         set_rng_state(state, devices)
         then, now = len(state["cuda"]), len(devices)
         if then != now:
-            found = f"{then} CUDA devices in the checkpoint and {now} devices here"
-            message = f"rank {rank} has random states of {found}: only those of the first {min(then, now)} continue"
-            warnings.warn(message, stacklevel=2)
+            warnings.warn(
+                f"rank {rank} has random states of {then} CUDA devices in the checkpoint and {now} devices here: only "
+                f"those of the first {min(then, now)} continue",
+                stacklevel=2,
+            )
 
 
-def _devices(trainer: pl.Trainer) -> list[int]:
+def _devices(trainer: Trainer) -> list[int]:
     """The CUDA devices of this process."""
     # A state that nothing has used yet needs no saving, and asking for it would initialize CUDA.
     if not torch.cuda.is_initialized():
@@ -149,9 +151,8 @@ def _devices(trainer: pl.Trainer) -> list[int]:
     if trainer.world_size == 1:
         return list(range(torch.cuda.device_count()))
     root = trainer.strategy.root_device
-    if root.type != "cuda":
-        return []
-    return [torch.cuda.current_device() if root.index is None else root.index]
+    index = torch.cuda.current_device() if root.index is None else root.index
+    return [index] if root.type == "cuda" else []
 
 
 def rng_state(devices: Sequence[int] = ()) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only, rank_zero_warn
 from rich.console import Console
 from torch.optim import Optimizer
@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from lightning_nm.callbacks.checks import (
     ProcessConsistency,
     check_averaging_order,
+    check_interval,
     check_trainer,
     is_scheduled,
     planned_steps,
@@ -45,7 +46,7 @@ from lightning_nm.spelling import not_given
 from lightning_nm.training.checkpoint import check_schema
 
 
-class NMSparsityCallback(pl.Callback):
+class NMSparsityCallback(Callback):
     """Trains the weights of any LightningModule N:M sparse.
 
     Masks are installed when fit starts and are updated after each batch whose optimizer made a step. While they are
@@ -103,10 +104,7 @@ class NMSparsityCallback(pl.Callback):
             pattern=pattern, method=method, grad_estimator=grad_estimator, **options
         )
         self.config = chosen_config(config, given)
-        if not isinstance(compare_ranks_every, int) or compare_ranks_every < 0:
-            raise ValueError(
-                f"compare_ranks_every={compare_ranks_every} must be a number of steps, or 0 for never"
-            )
+        check_interval("compare_ranks_every", compare_ranks_every)
         if not isinstance(monitor, (bool, MaskMonitor, type(None))):
             raise TypeError(f"monitor must be True, False or a MaskMonitor{not_given(monitor)}")
         if log_layers and monitor is not True:
@@ -120,9 +118,9 @@ class NMSparsityCallback(pl.Callback):
         """The sparsifier of the current fit; ``None`` outside fit."""
         self._lifecycle = Lifecycle()
         # Of the current fit:
-        self._trainer: weakref.ref[pl.Trainer] | None = None
+        self._trainer: weakref.ref[Trainer] | None = None
         self._watch: Watch | None = None  # what the monitor logs
-        self._consistency: ProcessConsistency | None = None  # None if a single process trains
+        self._consistency: ProcessConsistency
         # Of accumulation windows, see on_train_batch_start().
         self._tuned_kinds: set[Hashable] = set()
         self._last_step: int | None = None  # of the Trainer's plan, where that matters
@@ -159,7 +157,7 @@ class NMSparsityCallback(pl.Callback):
     # the model's state_dict(), in which masked layers put their sparse weights, then state_dict() of every callback,
     # then on_save_checkpoint() of every callback.
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse a Trainer of the package ``pytorch_lightning``, and Lightning's own pruning next to this one."""
         # This comes first in fit, validate, test and predict, before a checkpoint is read. What an earlier call of the
         # Trainer has read does not count.
@@ -168,7 +166,7 @@ class NMSparsityCallback(pl.Callback):
         check_trainer(trainer)
 
     def on_load_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Refuse a damaged file; restore averaged weights when a fit resumes."""
         # Only here: most processes read no checkpoint.
@@ -181,7 +179,6 @@ class NMSparsityCallback(pl.Callback):
         if trainer.is_global_zero and path and Path(path).is_file():
             check_archive(path)
         self._lifecycle.resumes = trainer.state.fn == "fit"
-        self._lifecycle.steps_before = 0
         if self._lifecycle.resumes:
             self._lifecycle.steps_before = checkpoint.get("global_step", 0)
             state = checkpoint.get("callbacks", {}).get(self.state_key, {})
@@ -199,7 +196,7 @@ class NMSparsityCallback(pl.Callback):
             self._lifecycle.receive(state_dict)
             self._lifecycle.restored()
 
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Install the masks, new or as saved."""
         # This is the first hook in which optimizers exist, which tell the trained weights from frozen ones. The
         # sanity validation, which follows, sees the sparse model already.
@@ -214,14 +211,11 @@ class NMSparsityCallback(pl.Callback):
         self._lifecycle.begin_fit()
         self._trainer = weakref.ref(trainer)
         self._finished_layers = {}
-        monitor = MaskMonitor.chosen(self.monitor, trainer, self.log_layers)
-        self._install(trainer, pl_module, monitor)
-        log_hyperparameters(trainer, self._installed(), self.name)
+        self._install(trainer, pl_module)
 
-    def _install(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, monitor: MaskMonitor | None
-    ) -> None:
+    def _install(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Mask the layers, and start all that works with them; after an error the model is as before."""
+        monitor = MaskMonitor.chosen(self.monitor, trainer, self.log_layers)
         lifecycle = self._lifecycle
         saved = lifecycle.state
         sparsifier = self._attach(trainer, pl_module)
@@ -244,13 +238,14 @@ class NMSparsityCallback(pl.Callback):
                     sparsifier = self._attach(trainer, pl_module)
             for optimizer in trainer.optimizers:
                 sparsifier.register(optimizer)
-            self._consistency = ProcessConsistency.create(
-                trainer, sparsifier, self.compare_ranks_every
+            self._consistency = ProcessConsistency(
+                trainer.strategy, sparsifier, self.compare_ranks_every
             )
             if monitor is not None:
-                also = [] if self._consistency is None else self._consistency.statistics
                 history = (saved or {}).get("history")
-                self._watch = monitor.watch(trainer, sparsifier, also, self.name, history)
+                self._watch = monitor.watch(
+                    trainer, sparsifier, self._consistency.statistics, self.name, history
+                )
         except BaseException:  # KeyboardInterrupt, too, must not leave masks behind
             if saved is not None and lifecycle.state is None:
                 # It was restored: the model had these weights, and the state has the values behind its masks.
@@ -260,12 +255,12 @@ class NMSparsityCallback(pl.Callback):
             raise
         self.sparsifier = sparsifier
         self._tuned_kinds = set()
+        log_hyperparameters(trainer, sparsifier, self.name)
 
-    def _attach(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> NMSparsifier:
+    def _attach(self, trainer: Trainer, pl_module: LightningModule) -> NMSparsifier:
         """Return a sparsifier with its first masks installed."""
         # Processes that see the same part of a batch, as in tensor parallelism, must draw the same random numbers.
-        sampler_arguments = trainer.distributed_sampler_kwargs or {}
-        data_rank = sampler_arguments.get("rank")
+        data_rank = (trainer.distributed_sampler_kwargs or {}).get("rank")
         sparsifier = NMSparsifier(pl_module, config=self.config, data_rank=data_rank, managed=True)
         sparsifier.training.is_suspended = lambda: self._is_left_out(trainer)
         # The length matters only where a method or an estimator starts or stops during training. The clock does not
@@ -286,7 +281,7 @@ class NMSparsityCallback(pl.Callback):
                 )
             raise ValueError(f"{error}{advice}") from error
 
-    def _is_left_out(self, trainer: pl.Trainer) -> bool:
+    def _is_left_out(self, trainer: Trainer) -> bool:
         """Whether the Trainer trains without this callback now, as lr_find and the batch-size finder do in mid-fit."""
         # They save a checkpoint, take all callbacks away, train, and restore callbacks and checkpoint: masks and latent
         # weights come back with it.
@@ -301,7 +296,7 @@ class NMSparsityCallback(pl.Callback):
             )
         return True
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the table of layers, and register optimizers that were replaced since fit started."""
         sparsifier = self._installed()
         sparsifier.training.follow(trainer.optimizers)
@@ -314,19 +309,20 @@ class NMSparsityCallback(pl.Callback):
         self._lifecycle.batch_open = False
         # Not earlier: some strategies load the state only after on_fit_start, and with it more layers may be masked.
         warn_at_start(sparsifier, continues=not self._lifecycle.is_new)
-        is_resumed = self._lifecycle.origin is Origin.CHECKPOINT
-        warn_of_resume(trainer, joined_at=self._lifecycle.joined_at, is_resumed=is_resumed)
+        warn_of_resume(
+            trainer,
+            joined_at=self._lifecycle.joined_at,
+            is_resumed=self._lifecycle.origin is Origin.CHECKPOINT,
+        )
         if self.show_tables:
             rank_zero_only(print_layers)(sparsifier)
 
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_epoch_start(self, *_: Any) -> None:
         """Notice modules that were replaced."""
         # Once in an epoch, since it walks over all modules.
         warn_of_replaced(self._installed())
 
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
         """Mask layers that were unfrozen since the last batch, by optimizers that may have been replaced."""
         # Callbacks such as BaseFinetuning unfreeze layers when an epoch starts. Here they are masked before the first
         # forward pass in which they are trained.
@@ -358,60 +354,48 @@ class NMSparsityCallback(pl.Callback):
             self._lifecycle.batch_open = False
             self._stepped_late = True
 
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_start(self, *_: Any) -> None:
         """Let a validation within a fit see the masks of the last step."""
         # A sanity validation comes before the resumed step is ended; Trainer.validate() has no masks.
-        is_training = not (self._lifecycle.in_first_batch or self._lifecycle.interrupted)
-        if self.sparsifier is not None and is_training:
+        lifecycle = self._lifecycle
+        if self.sparsifier and not (lifecycle.in_first_batch or lifecycle.interrupted):
             self._end_pending_step()
 
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_epoch_end(self, *_: Any) -> None:
         """Let the checkpoint of an epoch, and the end of the training, have the masks of the last step."""
         self._end_pending_step()
 
-    def on_before_backward(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Any
-    ) -> None:
+    def on_before_backward(self, *_: Any) -> None:
         """Open the batch, and compare the masks of all processes if that is due."""
         # DDP sends gradients during the backward pass, so this is the last moment at which differing masks do no harm.
         self._lifecycle.batch_open = True
-        if self._consistency is not None:
-            self._consistency.before_backward()
+        self._consistency.before_backward()
 
-    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_after_backward(self, trainer: Trainer, *_: Any) -> None:
         """Average the gradients of parameters that methods own, before they are unscaled."""
         # DDP has averaged those of the model's own parameters. Before unscaling, since the gradient scaler looks for
         # infinities then, and must find the same ones in all processes.
-        if self._consistency is not None:
-            self._consistency.after_backward(trainer)
+        self._consistency.after_backward(trainer)
 
     def on_before_optimizer_step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
     ) -> None:
         """Let the methods change the complete gradients, before clipping."""
         # Lightning calls this once per step, with the gradients of all accumulated batches, and clips them afterwards,
         # with what methods add here.
         sparsifier = self._installed()
-        if self._consistency is not None:
-            self._consistency.before_step()
+        self._consistency.before_step()
         sparsifier.register(optimizer)  # it may have been replaced during training
 
         # With float16 the gradient scaler has divided the gradients by the loss scale, except for fused optimizers,
         # which do so within their step.
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         loss_scale = 1.0
-        if scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
+        if scaler and getattr(optimizer, "_step_supports_amp_scaling", False):
             loss_scale = scaler.get_scale()
         sparsifier.before_step(optimizer, loss_scale)
 
-    def on_train_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         """Update the masks if an optimizer stepped, and call the monitor."""
         # Every batch comes here, also one that only accumulates gradients: estimators draw new random numbers for each.
         # ModelCheckpoint comes after all other callbacks, so it saves the updated masks.
@@ -426,7 +410,7 @@ class NMSparsityCallback(pl.Callback):
             sparsifier.finish()
         self._lifecycle.in_first_batch = self._lifecycle.batch_open = False
         # Whether somebody reads them or not: this begins the next count.
-        also = {} if self._consistency is None else self._consistency.after_batch()
+        also = self._consistency.after_batch()
         if self._watch is not None:
             self._watch.after_batch(stepped, also)
 
@@ -449,7 +433,7 @@ class NMSparsityCallback(pl.Callback):
         return state
 
     def on_save_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Mask the averaged weights that WeightAveraging saves, and save the dropped entries."""
         layers = self._finished_layers if self.sparsifier is None else self.sparsifier.layers
@@ -460,13 +444,12 @@ class NMSparsityCallback(pl.Callback):
             states = checkpoint["callbacks"]
             states[self.state_key] = {**states[self.state_key], "averages": averages}
 
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_end(self, *_: Any) -> None:
         """Compare the masks of all processes a last time."""
         # ModelCheckpoint, which comes after this callback, may save once more: it must not save differing masks.
-        if self._consistency is not None:
-            self._consistency.at_end()
+        self._consistency.at_end()
 
-    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_fit_end(self, trainer: Trainer, *_: Any) -> None:
         """Print the summary, and let the monitor write it."""
         if self._watch is not None:
             self._watch.finish()
@@ -477,15 +460,15 @@ class NMSparsityCallback(pl.Callback):
         print_summary(self._installed(), trainer, console)
         router = router_of(trainer)
         if router is not None and (router.used() or router.unavailable_reason):
-            rank_zero_only(print_kernels)(router)
+            print_kernels(router, console)
 
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Restore ordinary modules, which hold the sparse weights."""
         # The last hook of a fit: the model's own on_fit_end still sees the masks. After evaluation there are none.
         self._finish()
 
     def on_exception(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
         """Remove the masks as after a fit, so that the model can be saved and training can continue.
 
@@ -518,9 +501,8 @@ class NMSparsityCallback(pl.Callback):
         if self._watch is not None:
             self._watch.stop()
             self._watch = None
-        if self._consistency is not None:
-            self._consistency.close()
-            self._consistency = None
+        self._consistency.close()
+        del self._consistency  # which holds the model
         if state is None:
             sparsifier.detach()  # the model keeps its dense weights
             return

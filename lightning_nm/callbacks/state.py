@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import WeightAveraging
 from torch import Tensor, nn
 
@@ -16,7 +16,7 @@ from lightning_nm.callbacks.checks import callbacks_of
 from lightning_nm.functional import unpack_mask
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.state import dropped, latent_weight
-from lightning_nm.nn.weight import parameter_key, plain_name
+from lightning_nm.nn.weight import plain_name
 
 
 class Origin(Enum):
@@ -103,15 +103,13 @@ def mask_average(
     Returns, for each key of a masked weight, the layer's name and its
     :func:`~lightning_nm.nn.state.dropped` entries.
     """
-    # A holder is a module and the name of one of its parameters. Tied weights have several, and a module that the model
-    # holds twice has two keys.
-    layer_of_holder = {holder: layer for layer in layers.values() for holder in layer.spec.holders}
+    layer_of_weight = {layer.param: layer for layer in layers.values()}
     layer_of_key = {
         # Without the prefixes of wrappers such as torch.compile's.
-        plain_name(parameter_key(prefix, parameter)): layer_of_holder[module, parameter]
-        for prefix, module in model.named_modules(remove_duplicate=False)
-        for parameter in module._parameters
-        if (module, parameter) in layer_of_holder
+        plain_name(key): layer_of_weight[weight]
+        # Tied weights have several keys, and so have those of a module that the model holds twice.
+        for key, weight in model.named_parameters(remove_duplicate=False)
+        if weight in layer_of_weight
     }
     averages: dict[str, dict[str, Any]] = {}
     for key, average in weights.items():
@@ -121,8 +119,10 @@ def mask_average(
         # The average is kept with its pruned entries, as latent values of its own: averaging goes on with them.
         latent = average.detach().to(layer.param.device)
         masked = layer.spec.method.forward_weight(layer, latent).detach()
-        lost = dropped(latent, masked, layer.forward_mask)
-        averages[key] = {"layer": layer.name, "dropped": lost}
+        averages[key] = {
+            "layer": layer.name,
+            "dropped": dropped(latent, masked, layer.forward_mask),
+        }
         weights[key] = masked.to(average.device)
     return averages
 
@@ -130,8 +130,8 @@ def mask_average(
 def restore_average(
     checkpoint: dict[str, Any],
     state: Mapping[str, Any],
-    trainer: pl.Trainer,
-    pl_module: pl.LightningModule,
+    trainer: Trainer,
+    pl_module: LightningModule,
 ) -> None:
     """Restore the dropped entries of a checkpoint's averaged weights, and let the averaging callbacks load it again.
 

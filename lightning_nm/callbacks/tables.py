@@ -4,38 +4,33 @@ from __future__ import annotations
 
 import platform
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from lightning_nm.estimators import GradientEstimator
 from lightning_nm.kernels import GemmKey, Router
 from lightning_nm.kernels.api import uses_of_pack
 from lightning_nm.kernels.router import GemmUse
 from lightning_nm.kernels.tuner import environment_of
-from lightning_nm.methods import MaskMethod
+from lightning_nm.methods import MaskMethod, Method
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.nn.selection import NO_MATRICES
+from lightning_nm.nn.selection import NO_MATRICES, Rule
 from lightning_nm.nn.weight import known_shape, plain_name
-from lightning_nm.schedule import DENSE, describe
+from lightning_nm.schedule import DENSE, Schedule, describe
 from lightning_nm.sparsifier import NMSparsifier
 from lightning_nm.spelling import grouped
 from lightning_nm.training.statistics import mean_flip_rate, share_of_products, shares_of
 
-if TYPE_CHECKING:  # for the types only
-    import lightning.pytorch as pl
 
-    from lightning_nm.estimators import GradientEstimator
-    from lightning_nm.methods import Method
-    from lightning_nm.nn.selection import Rule
-
-
-def environment(trainer: pl.Trainer) -> dict[str, str]:
+def environment(trainer: Trainer) -> dict[str, str]:
     """Return versions, the device as kernels see it, precision, strategy and processes.
 
     Example:
@@ -65,7 +60,7 @@ def environment(trainer: pl.Trainer) -> dict[str, str]:
     return {name: part for name, part in parts.items() if part}
 
 
-def router_of(trainer: pl.Trainer) -> Router | None:
+def router_of(trainer: Trainer) -> Router | None:
     """Return the router of the Trainer's precision plugin; ``None`` for plugins that route no products.
 
     Example:
@@ -94,7 +89,7 @@ def hyperparameters(sparsifier: NMSparsifier, prefix: str = "nm") -> dict[str, A
     *rules, general = sparsifier.settings.rules
     found = _rule_settings(general, prefix)
     for number, rule in enumerate(rules):
-        found.update(_rule_settings(rule, f"{prefix}/rules/{number}"))
+        found |= _rule_settings(rule, f"{prefix}/rules/{number}")
     if sparsifier.config.preset is not None:
         found[f"{prefix}/preset"] = sparsifier.config.preset
     if sparsifier.settings.exclude:
@@ -108,20 +103,19 @@ def _rule_settings(rule: Rule, prefix: str) -> dict[str, Any]:
         found[f"{prefix}/include"] = ", ".join(rule.include)
     found[f"{prefix}/pattern"] = str(rule.pattern)
     found[f"{prefix}/conv_layout"] = rule.conv_layout
-    found.update(_part_settings(rule.method, f"{prefix}/method"))
-    found.update(_part_settings(rule.estimator, f"{prefix}/grad_estimator"))
+    found |= _part_settings(rule.method, f"{prefix}/method")
+    found |= _part_settings(rule.estimator, f"{prefix}/grad_estimator")
     # Only where they are used: most trainings have none.
-    if rule.schedule is not None:
-        schedule = rule.schedule
-        for part in schedule.parts:
-            value = getattr(schedule, part)  # a moment as it is, the ramp as text
-            if part == "ramp":
-                value = ", ".join(map(str, schedule.ramp))
-                if schedule.ramp_ends is not None:
-                    value += f" until {', '.join(map(str, schedule.ramp_ends))}"
-            found[f"{prefix}/schedule/{part}"] = value
+    schedule = rule.schedule or Schedule()
+    for part in schedule.parts:
+        value = getattr(schedule, part)  # a moment as it is, the ramp as text
+        if part == "ramp":
+            value = ", ".join(map(str, value))
+            if schedule.ramp_ends is not None:
+                value += f" until {', '.join(map(str, schedule.ramp_ends))}"
+        found[f"{prefix}/schedule/{part}"] = value
     if rule.dgrad is not None:
-        found.update(_part_settings(rule.dgrad, f"{prefix}/dgrad"))
+        found |= _part_settings(rule.dgrad, f"{prefix}/dgrad")
     return found
 
 
@@ -129,28 +123,27 @@ def _part_settings(part: Method | GradientEstimator | None, key: str) -> dict[st
     """The name and the public attributes of a method or an estimator."""
     if part is None:
         return {key: "none"}
-    # Methods and estimators of users may have no short name.
-    name = getattr(part, "short_name", "") or type(part).__name__
-    found: dict[str, Any] = {key: name}
+    found: dict[str, Any] = {key: _part_name(part)}
     for attribute, value in vars(part).items():
-        if attribute.startswith("_"):
-            continue
-        # Loggers take no other types, such as schedules and tensors.
-        is_plain = isinstance(value, (bool, int, float))
-        found[f"{key}/{attribute}"] = value if is_plain else str(value)
+        if not attribute.startswith("_"):
+            # Loggers take no other types, such as schedules and tensors.
+            is_plain = isinstance(value, (bool, int, float))
+            found[f"{key}/{attribute}"] = value if is_plain else str(value)
     return found
 
 
-def log_hyperparameters(trainer: pl.Trainer, sparsifier: NMSparsifier, name: str | None) -> None:
+def _part_name(part: Method | GradientEstimator) -> str:
+    """The short name of a method or an estimator; those of users may have none."""
+    return getattr(part, "short_name", "") or type(part).__name__
+
+
+def log_hyperparameters(trainer: Trainer, sparsifier: NMSparsifier, name: str | None) -> None:
     """Add the settings to the hyperparameters of the Trainer's loggers; as ``nm/<name>/...`` if there is a name."""
     prefix = f"nm/{name}" if name else "nm"
-    settings = hyperparameters(sparsifier, prefix)
     for logger in trainer.loggers:
-        if isinstance(logger, TensorBoardLogger):
-            # Without metrics this logger would log hp_metric = -1.
-            logger.log_hyperparams(settings, metrics={})
-        else:
-            logger.log_hyperparams(settings)
+        # Without metrics TensorBoard's logger would log hp_metric = -1.
+        options: Any = {"metrics": {}} if isinstance(logger, TensorBoardLogger) else {}
+        logger.log_hyperparams(hyperparameters(sparsifier, prefix), **options)
 
 
 @dataclass
@@ -206,18 +199,21 @@ def kernel_rows(router: Router) -> list[KernelRow]:
         # Uses are by layer and kernel. A kernel may change during a fit, from the first batch, which is dense, to the
         # measured one: the row is of the last one, and says how often others ran before.
         last = uses[-1]
-        reasons = [_reason(used) for used in uses if used.kernel == last.kernel]
+        # What holds for the product, such as a size that no kernel takes, comes before any measurement.
+        reasons = [
+            used.product.reason
+            or (used.decision.reason if used.decision else "first batch, not measured yet")
+            for used in uses
+            if used.kernel == last.kernel
+        ]
         before = [used for used in uses if used.kernel != last.kernel]
         if before:
             others = ", ".join(dict.fromkeys(used.kernel for used in before))
             calls = sum(used.calls for used in before)
             reasons.append(f"{calls} calls before that on {others}")
-        row = KernelRow(
-            product=_name(key, uses_of_key),
-            calls=sum(used.calls for used in uses),
-            kernel=last.kernel,
-            why="; ".join(dict.fromkeys(reasons)),  # equal reasons of several layers once
-        )
+        calls = sum(used.calls for used in uses)
+        why = "; ".join(dict.fromkeys(reasons))  # equal reasons of several layers once
+        row = KernelRow(_name(key, uses_of_key), calls, last.kernel, why)
         if last.decision is not None:
             row.dense_ms = last.decision.dense_ms
             row.sparse_ms = last.decision.sparse_ms
@@ -227,81 +223,64 @@ def kernel_rows(router: Router) -> list[KernelRow]:
     return rows
 
 
-def _reason(used: GemmUse) -> str:
-    # What holds for the product, such as a size that no kernel takes, comes before any measurement.
-    if used.product.reason:
-        return used.product.reason
-    if used.decision is None:
-        return "first batch, not measured yet"
-    return used.decision.reason
-
-
 def _name(key: GemmKey, keys: Iterable[GemmKey]) -> str:
     """The name of a GEMM: its kind and sizes, and where others of ``keys`` have the same, what else differs."""
-    sizes = (key.gemm, key.rows, key.depth, key.columns)
-    equal = [
-        set(_properties(other))
-        for other in keys
-        if (other.gemm, other.rows, other.depth, other.columns) == sizes
-    ]
-    differing = [text for text in _properties(key) if any(text not in other for other in equal)]
-    return " ".join([f"{key.gemm} {key.rows}x{key.depth}x{key.columns}", *differing])
+    name, *properties = _properties(key)
+    equal = [other for other in map(_properties, keys) if other[0] == name]
+    differing = [text for text in properties if text and any(text not in other for other in equal)]
+    return " ".join([name, *differing])
 
 
 def _properties(key: GemmKey) -> list[str]:
-    """Everything but the sizes in which two products may differ, as text."""
-    dtype = str(key.dtype).removeprefix("torch.")
-    properties = [str(key.pattern), dtype, key.sparsity, key.device]
-    if key.permuted:
-        properties.append("permuted")
-    if key.drawn:
-        properties.append("drawn")
-    if key.conv is not None:
-        properties.append(str(key.conv))
-    return properties
+    """Kind and sizes of a product, and everything else in which two products may differ, as texts."""
+    return [
+        f"{key.gemm} {key.rows}x{key.depth}x{key.columns}",
+        str(key.pattern),
+        str(key.dtype).removeprefix("torch."),
+        key.sparsity,
+        key.device,
+        "permuted" if key.permuted else "",
+        "drawn" if key.drawn else "",
+        str(key.conv or ""),
+    ]
 
 
 def kernel_columns(router: Router) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Return the head and the cells of the table of kernels; without times if none was measured."""
     rows = kernel_rows(router)
-    is_measured = any(row.dense_ms for row in rows)
-    times_head = ("dense ms", "sparse ms", "gain") if is_measured else ()
-    head = ("rows x depth x columns", "calls", *times_head, "kernel", "why")
+    times = {"dense ms": "{:.3f}", "sparse ms": "{:.3f}", "gain": "{:.2f}x"}
+    if not any(row.dense_ms for row in rows):
+        times = {}
+    head = ("rows x depth x columns", "calls", *times, "kernel", "why")
     cells = []
     for row in rows:
-        times = []
-        if is_measured:
-            milliseconds = (row.dense_ms, row.sparse_and_pack_ms)
-            times = ["-" if each is None else f"{each:.3f}" for each in milliseconds]
-            times.append("-" if row.gain is None else f"{row.gain:.2f}x")
-        cells.append((row.product, str(row.calls), *times, row.kernel, row.why))
+        measured = (row.dense_ms, row.sparse_and_pack_ms, row.gain)
+        texts = [
+            "-" if value is None else form.format(value)
+            for form, value in zip(times.values(), measured, strict=False)
+        ]
+        cells.append((row.product, str(row.calls), *texts, row.kernel, row.why))
     return head, cells
 
 
 def print_kernels(router: Router, console: Console | None = None) -> None:
     """Print the table and the share of GEMM time that ran sparse; a warning if nothing did."""
     console = console or Console()
-    reason = router.unavailable_reason
-    if reason:  # there is no row with anything but the dense product
+    if router.unavailable_reason:  # there is no row with anything but the dense product
         console.print(
-            f"[yellow]warning:[/] every product was dense, no sparse kernel works here: {reason}"
+            "[yellow]warning:[/] every product was dense, no sparse kernel works here: "
+            f"{router.unavailable_reason}"
         )
         return
     head, rows = kernel_columns(router)
     # The table fits into 80 columns, so a reason is the number of a note. Why a product is sparse is in its gain, so
     # only dense ones get a note; every reason is in TensorBoard.
     dense = router.registry.reference.name
-    reasons = dict.fromkeys(why for *_, kernel, why in rows if kernel == dense)
-    notes = {reason: str(number) for number, reason in enumerate(reasons, 1)}
-    table = plain_table("N:M kernels")
-    for column in head:
-        # Only sizes and names of kernels may take several lines: a broken number would be misread.
-        if column in ("rows x depth x columns", "kernel"):
-            table.add_column(column, overflow="fold")
-        else:
-            table.add_column(column, justify="right", no_wrap=True)
+    notes = _numbered(why for *_, kernel, why in rows if kernel == dense)
+    texts = {"rows x depth x columns": 0, "kernel": 0}
+    table = columns_table("N:M kernels", head, texts, {*head} - {*texts})
     for *cells, why in rows:
-        table.add_row(*cells, notes.get(why, ""))
+        table.add_row(*cells, str(notes.get(why, "")))
     if "gain" in head:
         table.caption = "times of a call, packing included; gain: dense / sparse"
         table.caption_justify = "left"
@@ -315,8 +294,10 @@ def print_kernels(router: Router, console: Console | None = None) -> None:
     if not share:
         # A router that found nothing faster is inactive, and so is its counting.
         later = "; later calls are not counted" if router.all_dense else ""
-        why = f"this precision plugin gained nothing; the notes say why{later}"
-        console.print(f"[yellow]warning:[/] no product ran on a sparse kernel, so {why}")
+        console.print(
+            "[yellow]warning:[/] no product ran on a sparse kernel, so this precision plugin gained nothing; the notes "
+            f"say why{later}"
+        )
 
 
 # Ways of counting the FLOPs of a training step, and what each counts.
@@ -332,7 +313,7 @@ PREFIX = "nm_"  # of the statistics in the progress bar, to keep them apart from
 
 
 def plain_table(title: str, *, show_header: bool = True) -> Table:
-    """Return an empty table in the style of all tables of a fit.
+    """Return a table without columns in the style of all tables of a fit.
 
     Example:
         >>> plain_table("N:M layers").title
@@ -345,6 +326,35 @@ def plain_table(title: str, *, show_header: bool = True) -> Table:
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
     )
+
+
+def columns_table(
+    title: str,
+    heads: Iterable[str],
+    folded: Mapping[str, int],
+    right: Iterable[str] = (),
+    *,
+    show_header: bool = True,
+) -> Table:
+    """Return an empty table in which only texts are broken: a number on two lines would be misread.
+
+    Args:
+        title: Above the table.
+        heads: Of its columns.
+        folded: The columns that take several lines in a narrow terminal, and the least width of each.
+        right: The columns that are aligned to the right.
+        show_header: Whether the heads are printed.
+    """
+    table = plain_table(title, show_header=show_header)
+    for head in heads:
+        table.add_column(
+            head,
+            justify="right" if head in right else "left",
+            no_wrap=head not in folded,
+            overflow="fold",
+            min_width=folded.get(head),
+        )
+    return table
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -371,44 +381,43 @@ def layer_table(sparsifier: NMSparsifier, width: int = 80) -> Table:
     pattern or method that all masked layers have goes into the title; then names are broken, at dots alone.
     """
     numbers = layer_reasons(sparsifier)
-    rows = []
+    rows: list[Sequence[str]] = [_LAYER_COLUMNS]
     for *cells, reason in grouped(layer_rows(sparsifier)):
         rows.append((*cells, f"({numbers[reason]})" if reason else ""))
-    columns = dict(zip(_LAYER_COLUMNS, map(list, zip(*rows, strict=True)), strict=True))
-    are_dense = [pattern == "-" for pattern in columns["pattern"]]
+    columns = {head: [head, *cells] for head, *cells in zip(*rows, strict=True)}
+    names, patterns = columns.pop("layer"), columns["pattern"]
 
     def other_width() -> int:
         """The width of all columns but the names, with the padding of each and of the table."""
-        others = [[head, *cells] for head, cells in columns.items() if head != "layer"]
-        return 3 + sum(2 + max(map(len, cells)) for cells in others)
+        return 3 + sum(2 + max(map(len, cells)) for cells in columns.values())
 
     title = "N:M layers"
-    if other_width() + max(map(len, columns["layer"])) > width:
+    if other_width() + max(map(len, names)) > width:
         for head in ("pattern", "method"):
-            masked = {cell for cell in columns[head] if cell != "-"}
+            masked = {*columns[head]} - {head, "-"}
             if len(masked) == 1:
                 title += f", {head} {masked.pop()}"
                 del columns[head]
-    names = [broken_name(name, width - other_width()) for name in columns["layer"]]
-    columns["layer"] = names
+    names = [broken_name(name, width - other_width()) for name in names]
 
-    table = plain_table(title)
-    for head in columns:
-        table.add_column(head, no_wrap=True)
-    for is_dense, *row in zip(are_dense, *columns.values(), strict=True):
-        table.add_row(*row, style="dim" if is_dense else None)
+    table = columns_table(title, ("layer", *columns), {})
+    _, *body = zip(patterns, names, *columns.values(), strict=True)
+    for pattern, *row in body:
+        table.add_row(*row, style="dim" if pattern == "-" else None)
     # Even if the console is narrower: rich would cut the cells; a terminal breaks lines that are too long, and a file
     # holds them whole.
-    lines = ["layer", *(line for name in names for line in name.splitlines())]
-    table.width = other_width() + max(map(len, lines))
+    table.width = other_width() + max(len(line) for name in names for line in name.splitlines())
     return table
 
 
 def layer_reasons(sparsifier: NMSparsifier) -> dict[str, int]:
     """Return the reasons in the table of layers, each once, with their numbers from 1 on."""
-    # A dictionary keeps the order of the rows and has each reason once.
-    reasons = dict.fromkeys(row[-1] for row in layer_rows(sparsifier) if row[-1])
-    return {reason: number for number, reason in enumerate(reasons, 1)}
+    return _numbered(reason for *_, reason in layer_rows(sparsifier) if reason)
+
+
+def _numbered(reasons: Iterable[str]) -> dict[str, int]:
+    """Different reasons in their order, with numbers from 1 on."""
+    return {reason: number for number, reason in enumerate(dict.fromkeys(reasons), 1)}
 
 
 def layer_rows(sparsifier: NMSparsifier) -> Iterator[tuple[str, ...]]:
@@ -416,22 +425,23 @@ def layer_rows(sparsifier: NMSparsifier) -> Iterator[tuple[str, ...]]:
     rows: dict[str, tuple[str, ...]] = {}
     for name, layer in sparsifier.layers.items():
         gemms = layer.gemms()._asdict()
-        labels = [gemm.label for gemm in gemms.values()]
-        reasons = [f"{kind}: {gemm.reason}" for kind, gemm in gemms.items() if gemm.reason]
-        method = layer.spec.method.short_name or type(layer.spec.method).__name__
-        cells = (_shape(layer.view.shape), str(layer.spec.pattern), method, *labels)
-        rows[name] = (*cells, "; ".join(reasons))
-    shapes = {}
-    for name, parameter in sparsifier.model.named_parameters(remove_duplicate=False):
-        shapes[plain_name(name)] = known_shape(parameter)
+        rows[name] = (
+            _shape(layer.view.shape),
+            str(layer.spec.pattern),
+            _part_name(layer.spec.method),
+            *(gemm.label for gemm in gemms.values()),
+            "; ".join(f"{kind}: {gemm.reason}" for kind, gemm in gemms.items() if gemm.reason),
+        )
+    model = sparsifier.model
+    parameters = model.named_parameters(remove_duplicate=False)
+    shapes = {plain_name(name): known_shape(parameter) for name, parameter in parameters}
     for name, reason in sparsifier.skipped.items():
-        if reason == NO_MATRICES:
-            continue
-        # A layer has its module's name; a parameter that is not called "weight" follows it.
-        shape = shapes.get(f"{name}.weight", shapes.get(name, ()))
-        text = "?" if shape is None else _shape(shape)
-        rows[name] = (text, "-", "-", "dense", "dense", "dense", reason)
-    place = {plain_name(name): k for k, (name, _) in enumerate(sparsifier.model.named_modules())}
+        if reason != NO_MATRICES:
+            # A layer has its module's name; a parameter that is not called "weight" follows it.
+            shape = shapes.get(f"{name}.weight", shapes.get(name, ()))
+            text = "?" if shape is None else _shape(shape)
+            rows[name] = (text, "-", "-", "dense", "dense", "dense", reason)
+    place = {plain_name(name): k for k, (name, _) in enumerate(model.named_modules())}
 
     def order(name: str) -> int:
         # The weight of a module that has several is called after its parameter.
@@ -445,12 +455,13 @@ def layer_rows(sparsifier: NMSparsifier) -> Iterator[tuple[str, ...]]:
 
 def layers_markdown(sparsifier: NMSparsifier, router: Router | None) -> str:
     """Return the table of layers in Markdown, with the kernels of a router after its first products."""
-    kernels: dict[str, dict[str, str]] = {}  # by layer and GEMM; the last one, if it changed
-    for used in [] if router is None else router.used():
-        kernels.setdefault(used.product.layer, {})[used.product.key.gemm] = used.kernel
+    kernels = {  # the last one of each product, if it changed
+        (used.product.layer, used.product.key.gemm): used.kernel
+        for used in (router.used() if router else ())
+    }
     rows = []
     for name, *cells in layer_rows(sparsifier):
-        texts = [f"{gemm}: {kernel}" for gemm, kernel in kernels.get(name, {}).items()]
+        texts = [f"{gemm}: {kernel}" for (layer, gemm), kernel in kernels.items() if layer == name]
         # GEMMs that no router has seen ran as torch computes them.
         rows.append((name, *cells, ", ".join(texts) or "dense product"))
     return markdown_table((*_LAYER_COLUMNS, "kernel"), rows)
@@ -480,25 +491,21 @@ def _shape(shape: Sequence[int]) -> str:
 def phases(sparsifier: NMSparsifier) -> list[str]:
     """Return lines that describe the phases of methods and estimators, each once."""
     lines = []
-
-    def add(part: object, what: str, window: Sequence[int], after: str) -> None:
-        # The first step of a phase and, if it ends, the last one.
-        until = f" to {window[1]}{after}" if len(window) == 2 else ""
-        lines.append(f"{type(part).__name__}: {what} training step {window[0]}{until}")
-
     for layer in sparsifier.layers.values():
-        method = layer.spec.method
-        stages = layer.progress.stages
-        if stages:
-            end = "; the trained model is dense" if stages[-1][1] == DENSE else ""
-            lines.append(f"schedule: {describe(stages, layer.spec.pattern)}{end}")
-        phases = method.phases(layer)
-        if phases.sparse:
-            start = "masks at the latest from" if phases.is_latest else "masks from"
-            add(method, start, phases.sparse, "; the model is dense after that")
-        window = layer.progress.estimator_schedule
-        if window:
-            add(layer.spec.estimator, "from", window, ", then wgrad is dense")
+        spec, progress = layer.spec, layer.progress
+        if progress.stages:
+            end = "; the trained model is dense" if progress.stages[-1][1] == DENSE else ""
+            lines.append(f"schedule: {describe(progress.stages, spec.pattern)}{end}")
+        phases = spec.method.phases(layer)
+        start = "masks at the latest from" if phases.is_latest else "masks from"
+        for part, what, window, after in (
+            (spec.method, start, phases.sparse, "; the model is dense after that"),
+            (spec.estimator, "from", progress.estimator_schedule, ", then wgrad is dense"),
+        ):
+            if window:
+                # The first step of a phase and, if it ends, the last one.
+                until = f" to {window[1]}{after}" if len(window) == 2 else ""
+                lines.append(f"{type(part).__name__}: {what} training step {window[0]}{until}")
     return list(dict.fromkeys(lines))
 
 
@@ -512,8 +519,8 @@ def owned_parameters(sparsifier: NMSparsifier) -> list[str]:
     for method, layers in owners.items():
         parameters = [p for layer in layers for p in layer.parameters.values()]
         count = sum(p.numel() for p in parameters)
-        entries = sum(layer.view.shape.numel() for layer in layers)
         size = sum(p.nbytes for p in parameters)
+        entries = sum(layer.view.shape.numel() for layer in layers)
         memory = f"{size / 2**20:,.1f} MiB" if size >= 2**20 else f"{size / 2**10:.1f} KiB"
         lines.append(
             f"{method} trains {count:,} parameters of its own, {count / entries:.3g} for each masked weight: "
@@ -542,10 +549,13 @@ def _notes(sparsifier: NMSparsifier) -> Iterator[str]:
     for reason, number in layer_reasons(sparsifier).items():
         yield f"({number}) {reason}"
     # Modules whose parameters need no rows, such as a class token.
-    names = [name for name, reason in sparsifier.skipped.items() if reason == NO_MATRICES]
+    names = [
+        (name or type(sparsifier.model).__name__,)
+        for name, reason in sparsifier.skipped.items()
+        if reason == NO_MATRICES
+    ]
     if names:
-        shown = grouped((name or type(sparsifier.model).__name__,) for name in names)
-        yield f"no rows for {', '.join(name for (name,) in shown)}: {NO_MATRICES}"
+        yield f"no rows for {', '.join(name for (name,) in grouped(names))}: {NO_MATRICES}"
     if sparsifier.selection.first_last:
         yield "skip_first_last=False masks the first and the last layer, too"
     if config.scale is not None:
@@ -575,10 +585,10 @@ def print_layers(sparsifier: NMSparsifier, console: Console | None = None) -> No
     if masked["parameters"]:
         console.print(f"masked: {_share(masked)}")
         # No batch may have run yet. Embeddings take no products, so their parameters do not count.
-        part = "weight FLOPs" if "flops" in masked else "parameters outside of embeddings"
-        share = (
-            masked["flops"] if "flops" in masked else share_of_products(sparsifier.model, layers)
-        )
+        part, share = "weight FLOPs", masked.get("flops")
+        if share is None:
+            part = "parameters outside of embeddings"
+            share = share_of_products(sparsifier.model, layers)
         if share < 0.5:
             console.print(
                 f"[yellow]warning:[/] less than half of the model's {part} is masked, so little can be gained; the "
@@ -586,7 +596,7 @@ def print_layers(sparsifier: NMSparsifier, console: Console | None = None) -> No
                 soft_wrap=True,
             )
     with_estimator = [
-        layer for layer in layers if layer.spec.estimator is not None and layer.param.requires_grad
+        layer for layer in layers if layer.spec.estimator and layer.param.requires_grad
     ]
     estimated = shares_of(sparsifier.model, with_estimator, sparsifier.macs)
     if estimated["parameters"]:
@@ -605,61 +615,48 @@ def summary_rows(
     yield "density", f"{stats['density']:.4f}", "share of weights that the forward masks keep"
     yield "N:M violations", f"{sparsifier.violations():,}", "blocks with more than N nonzeros"
     flips = f"{stats['flip_rate']:.1e}, mean {mean_flip_rate(sparsifier.selection.layers):.1e}"
-    yield (
-        "flip rate, last update",
-        flips,
-        "share of forward mask bits that changed; mean over steps",
-    )
+    changed = "share of forward mask bits that changed; mean over steps"
+    yield "flip rate, last update", flips, changed
     if any(layer.masks.has_backward for layer in sparsifier.layers.values()):
-        yield (
-            "overlap",
-            f"{stats['overlap']:.4f}",
-            "share of the forward mask that the backward mask keeps",
-        )
+        kept = "share of the forward mask that the backward mask keeps"
+        yield "overlap", f"{stats['overlap']:.4f}", kept
     yield "kept magnitude", f"{stats['kept_magnitude']:.4f}", "sum of |W_F| over sum of |W|"
     if "grad_snr" in stats:
-        yield (
-            "gradient SNR",
-            f"{stats['grad_snr']:.2f}",
-            "norm of dW over the norm of its estimate's error",
-        )
+        error = "norm of dW over the norm of its estimate's error"
+        yield "gradient SNR", f"{stats['grad_snr']:.2f}", error
     ratios = sparsifier.flops_ratios(mean=True)
     for kind, meaning in COUNTINGS.items():
         yield f"training FLOPs, {kind}", f"{ratios[kind]:.3f}x", meaning
 
 
 def print_summary(
-    sparsifier: NMSparsifier, trainer: pl.Trainer, console: Console | None = None
+    sparsifier: NMSparsifier, trainer: Trainer, console: Console | None = None
 ) -> None:
     """Print the summary and the paths of the log and the checkpoint."""
     console = console or Console()
-    table = plain_table("N:M summary", show_header=False)
-    table.add_column("statistic")
-    table.add_column("value", justify="right")
-    table.add_column("meaning", style="dim", overflow="fold")
+    heads = ("statistic", "value", "meaning")
+    texts = {"statistic": 0, "meaning": 0}
+    table = columns_table("N:M summary", heads, texts, ["value"], show_header=False)
+    table.columns[-1].style = "dim"
     for row in summary_rows(sparsifier, dict(trainer.callback_metrics)):
         table.add_row(*row)
     console.print(table)
     total = len(sparsifier.layers)
-    able = [layer for layer in sparsifier.layers.values() if not layer.spec.forward_reason]
-    # Of methods that have masks at other times, but not now.
-    dense = [
-        layer
-        for layer in able
-        if layer.forward_mask is None and isinstance(layer.spec.method, MaskMethod)
-    ]
+    dense = 0  # layers of methods that have masks at other times, but not now
+    unfinished = []  # methods whose mask is still denser than the pattern
+    for layer in sparsifier.layers.values():
+        method = layer.spec.method
+        if layer.spec.forward_reason:
+            continue
+        if not layer.masks.has_forward:
+            dense += isinstance(method, MaskMethod)
+        elif method.current_pattern(layer) != layer.spec.pattern:
+            unfinished.append(type(method).__name__)
     if dense:
         console.print(
-            f"[yellow]warning:[/] the trained model is dense in {len(dense)} of {total} layers: their masks have not "
+            f"[yellow]warning:[/] the trained model is dense in {dense} of {total} layers: their masks have not "
             "started yet, or have ended (dense_end)"
         )
-    # Of methods whose mask is still denser than the pattern.
-    unfinished = [
-        type(layer.spec.method).__name__
-        for layer in able
-        if layer.masks.has_forward
-        and layer.spec.method.current_pattern(layer) != layer.spec.pattern
-    ]
     if unfinished:
         console.print(
             f"[yellow]warning:[/] the trained model is not N:M in {len(unfinished)} of {total} layers: the masks of "

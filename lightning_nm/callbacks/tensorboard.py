@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
+from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
@@ -30,25 +30,18 @@ MAPS = ("flip_rate", "margin", "kept_magnitude")
 COLUMNS = 128
 """The most columns of a history; even, because pairs of columns are joined."""
 
-# Sizes of a figure in pixels. TensorBoard shrinks an image to its card, of about 400 pixels: the names of a wider
-# figure could be read after a click alone.
-DPI = 100
-WIDTH = 540
-ROW = 18
-LEAST_HEIGHT, MOST_HEIGHT = 120, 560  # of the rows
-AROUND = 80  # title, numbers and title of the horizontal axis
-NAME_DISTANCE = 15  # from one name of a layer to the next, at least
-MOST_LETTERS = 32  # of a name
+MOST_LETTERS = 32
+"""Of a layer's name in a heat map."""
 FONT_SIZE = 8
+"""Of a heat map."""
 
 
 def block_margins(layer: NMLayer) -> Tensor:
     """Return the margin of each block; NaN where it has none. The layer has a forward mask, and its weight is whole."""
-    assert layer.forward_mask is not None
-    weight = layer.view.rows(layer.weight)
-    mask = layer.view.rows(layer.forward_mask)
+    mask = layer.forward_mask
+    assert mask is not None
     # Blocks lie along the input channels, axis 1.
-    return mask_margin(weight, mask, layer.pattern, 1)
+    return mask_margin(layer.view.rows(layer.weight), layer.view.rows(mask), layer.pattern, 1)
 
 
 @torch.no_grad()
@@ -73,17 +66,15 @@ def layer_column(layers: Sequence[NMLayer]) -> Tensor:
         with layer.full():
             weight = layer.weight.detach()
             margin = flips = weight.new_tensor(torch.nan)
-            if layer.forward_mask is not None and layer.masks.flips is not None:
+            if layer.masks.has_forward and layer.masks.flips is not None:
                 margin = block_margins(layer).nanmean()  # blocks without a margin are NaN
                 flips = layer.masks.flips
             used, whole = magnitude_sum(layer.forward_weight()), magnitude_sum(weight)
             # float64 holds every number of flips exactly, and one dtype lets them share a tensor.
-            sums.append(
-                torch.stack([used.double(), whole.double(), margin.double(), flips.double()])
-            )
+            sums.append(torch.stack([part.double() for part in (used, whole, margin, flips)]))
     # One copy for all layers waits for the device once. Layers may be on several devices.
-    sums_of_layers = torch.stack([values.to(sums[0].device) for values in sums])  # [layers, 4]
-    used, whole, margin, flips = sums_of_layers.cpu().unbind(1)
+    of_layers = torch.stack([values.to(sums[0].device) for values in sums]).cpu()  # [layers, 4]
+    used, whole, margin, flips = of_layers.unbind(1)
     entries = torch.tensor([layer.view.shape.numel() for layer in layers], dtype=torch.float64)
     return torch.stack([FLIP_RATE.exact(flips, entries), margin, KEPT_MAGNITUDE.exact(used, whole)])
 
@@ -126,10 +117,10 @@ class LayerHistory:
         ``layers`` may have other names than before.
         """
         if self.layers != list(layers):
-            # A new layer takes a row of NaN, which is put behind the last one.
+            # A new layer takes a row of NaN, which is put behind the last one, at -1.
             rows = {name: row for row, name in enumerate(self.layers)}
             with_nan = F.pad(self.values, (0, 1), value=torch.nan)
-            self.values = with_nan[..., [rows.get(name, len(rows)) for name in layers]]
+            self.values = with_nan[..., [rows.get(name, -1) for name in layers]]
             self.layers = list(layers)
         # A run that resumes from an earlier checkpoint comes by steps that it has seen.
         kept = sum(earlier < step for earlier in self.steps)
@@ -201,11 +192,13 @@ def heat_map(
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    known = values[values.isfinite()].double()
-    low, high = (known.min().item(), known.max().item()) if known.numel() else (0.0, 1.0)
+    known = values[values.isfinite()].tolist() or [0.0, 1.0]
+    low, high = min(known), max(known)
     norm = PowerNorm(0.5, 0, high or 1) if root else Normalize(low, high)
-    height = min(max(ROW * len(layers), LEAST_HEIGHT), MOST_HEIGHT)
-    figure = Figure((WIDTH / DPI, (height + AROUND) / DPI), DPI, layout="constrained")
+    # 540 pixels wide: TensorBoard shrinks an image to its card, of about 400, and the names of a wider figure could be
+    # read after a click alone. The title, the numbers and the title of the horizontal axis are 80 pixels high.
+    height = min(max(18 * len(layers), 120), 560)  # of the rows
+    figure = Figure((5.4, (height + 80) / 100), dpi=100, layout="constrained")
     axes = figure.subplots()
     # A column begins at the step of the one before it. The first one is as wide as the second.
     first_width = steps[1] - steps[0] if len(steps) > 1 else 1
@@ -216,14 +209,15 @@ def heat_map(
     )
     figure.colorbar(mesh, format="%.3g").ax.tick_params(labelsize=FONT_SIZE)
 
-    every = math.ceil(len(layers) * NAME_DISTANCE / height)
+    # From one name of a layer to the next there are at least 15 pixels.
+    every = math.ceil(len(layers) * 15 / height)
     names = [
-        name if len(name) <= MOST_LETTERS else f"...{name[3 - MOST_LETTERS :]}" for name in layers
+        name if len(name) <= MOST_LETTERS else f"...{name[3 - MOST_LETTERS :]}"
+        # A name is no formula, even with two dollar signs, and matplotlib's own font has no letters but these.
+        for name in (layer.encode("ascii", "replace").decode() for layer in layers[::every])
     ]
-    # A name is no formula, even with two dollar signs, and matplotlib's own font has no letters but these.
-    names = [name.encode("ascii", "replace").decode() for name in names]
     middles = [row + 0.5 for row in range(0, len(layers), every)]
-    axes.set_yticks(middles, names[::every], family="DejaVu Sans Mono", parse_math=False)
+    axes.set_yticks(middles, names, family="DejaVu Sans Mono", parse_math=False)
     axes.set_ylim(len(layers), 0)  # the first row is at the top
     axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
     axes.set_xlabel("step" if every == 1 else f"step; one name for {every} layers", size=FONT_SIZE)
@@ -256,11 +250,11 @@ class TensorBoardWriter:
         self._failed: list[Logger] = []
 
     @staticmethod
-    def has_logger(trainer: pl.Trainer) -> bool:
+    def has_logger(trainer: Trainer) -> bool:
         """Whether the Trainer has a TensorBoard logger: the same in all processes, and after failures on rank 0."""
         return any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers)
 
-    def write(self, trainer: pl.Trainer, draw: Callable[[Any], None]) -> None:
+    def write(self, trainer: Trainer, draw: Callable[[Any], None]) -> None:
         """Call ``draw`` with each ``SummaryWriter`` on rank 0."""
         if not trainer.is_global_zero:
             return
@@ -313,21 +307,20 @@ def margin_histogram(layer: NMLayer) -> Tensor:
 
 def draw_histogram(writer: Any, tag: str, histograms: Sequence[Tensor], step: int) -> None:
     """Write the sum of results of :func:`margin_histogram`; nothing without a margin."""
-    together = torch.stack(list(histograms))
-    counts = together[:, 4:].sum(0)
-    if not counts.any():
-        return
-    writer.add_histogram_raw(
-        tag,
-        min=together[:, 0].min().item(),
-        max=together[:, 1].max().item(),
-        num=int(counts.sum()),
-        sum=together[:, 2].sum().item(),
-        sum_squares=together[:, 3].sum().item(),
-        bucket_limits=EDGES[1:].tolist(),
-        bucket_counts=counts.int().tolist(),
-        global_step=step,
-    )
+    least, largest, sums, squares, *counts = torch.stack(list(histograms)).unbind(1)
+    numbers = [int(count.sum()) for count in counts]
+    if any(numbers):
+        writer.add_histogram_raw(
+            tag,
+            min=least.min().item(),
+            max=largest.max().item(),
+            num=sum(numbers),
+            sum=sums.sum().item(),
+            sum_squares=squares.sum().item(),
+            bucket_limits=EDGES[1:].tolist(),
+            bucket_counts=numbers,
+            global_step=step,
+        )
 
 
 Layout = dict[str, dict[str, list[Any]]]
@@ -347,13 +340,15 @@ def custom_scalars_layout(names: Sequence[str], layers: bool) -> Layout:
     """
     # Tags are regular expressions that match from the start; a logger's prefix may come first.
     shared = {name: chart for chart, members in CHARTS.items() for name in members}
-    model_charts: dict[str, list[Any]] = {}
-    # One chart for each statistic of layers, with a line for each layer.
-    layer_charts: dict[str, list[Any]] = {}
+    layout: Layout = {"N:M masks": {}}
+    if layers:  # one chart for each statistic, with a line for each layer
+        layout["N:M layers"] = {
+            name.replace("_", " "): ["Multiline", [f"^(.+-)?nm/{re.escape(name)}/"]]
+            for name in names
+            if name not in MODEL_ONLY
+        }
     for name in names:
-        title = name.replace("_", " ")
-        chart = model_charts.setdefault(shared.get(name, title), ["Multiline", []])
+        title = shared.get(name, name.replace("_", " "))
+        chart = layout["N:M masks"].setdefault(title, ["Multiline", []])
         chart[1].append(f"^(.+-)?nm/{name}$")
-        if name not in MODEL_ONLY:
-            layer_charts[title] = ["Multiline", [f"^(.+-)?nm/{re.escape(name)}/"]]
-    return {"N:M masks": model_charts, **({"N:M layers": layer_charts} if layers else {})}
+    return layout

@@ -1,16 +1,15 @@
-"""What the commands share in their output: one form of JSON, and the style of tables and lines."""
+"""What the commands share in their output: one form of JSON, and the style of lines."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
-from lightning_nm.callbacks.tables import plain_table
+# The commands print the same tables as a fit.
+from lightning_nm.callbacks.tables import columns_table as columns_table
 
 SCHEMA = 1
 """The version of the JSON documents of all commands."""
@@ -42,26 +41,3 @@ def print_json(command: str, **result: Any) -> None:
 def print_line(console: Console, text: str, style: str | None = None) -> None:
     """Print a text as it is: square brackets in names are no markup, and long lines are not broken."""
     console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
-
-
-def columns_table(
-    title: str, heads: Sequence[str], folded: Mapping[str, int], right: Sequence[str] = ()
-) -> Table:
-    """Return an empty table in which only texts are broken: a number on two lines would be misread.
-
-    Args:
-        title: Above the table.
-        heads: Of its columns.
-        folded: The columns that take several lines in a narrow terminal, and the least width of each.
-        right: The columns that are aligned to the right.
-    """
-    table = plain_table(title)
-    for head in heads:
-        table.add_column(
-            head,
-            justify="right" if head in right else "left",
-            no_wrap=head not in folded,
-            overflow="fold",
-            min_width=folded.get(head),
-        )
-    return table

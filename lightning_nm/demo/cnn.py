@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchmetrics.classification import MulticlassAccuracy
 
+from lightning_nm.demo.data import check_positive
 from lightning_nm.demo.schedule import check_warmup, warmup_cosine
 
 Batch = tuple[Tensor, Tensor]
@@ -117,8 +118,7 @@ class ResidualCNN(Classifier):
         super().__init__(num_classes)
         if width < 4 or width % 4:
             raise ValueError(f"width must be a multiple of 4, so that N:M blocks fit, got {width}")
-        if depth < 1:
-            raise ValueError(f"depth must be at least 1, got {depth}")
+        check_positive(depth=depth)
         check_warmup(warmup)
         self.save_hyperparameters()
         self.warmup = warmup
@@ -133,12 +133,12 @@ class ResidualCNN(Classifier):
         self.stages = nn.Sequential()
         inputs = width
         for outputs in (width, 2 * width, 4 * width):
-            halves = outputs != width
-            stage = nn.Sequential(self.block(inputs, outputs, stride=2 if halves else 1))
-            for _ in range(depth - 1):
-                stage.append(self.block(outputs, outputs, stride=1))
+            stage = nn.Sequential()
+            for _ in range(depth):
+                # The first block of a wider stage halves the image.
+                stage.append(self.block(inputs, outputs, 1 if inputs == outputs else 2))
+                inputs = outputs
             self.stages.append(stage)
-            inputs = outputs
         self.head = nn.Linear(inputs, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler
 
 
 def keyed_generator(seed: int, *key: int | str) -> torch.Generator:
@@ -20,10 +20,8 @@ def keyed_generator(seed: int, *key: int | str) -> torch.Generator:
         >>> bool(torch.equal(a, b))
         True
     """
-    text = repr((seed, *key))
-    digest = hashlib.blake2b(text.encode(), digest_size=4).digest()
-    hashed_seed = int.from_bytes(digest, "little")
-    return torch.Generator().manual_seed(hashed_seed)
+    digest = hashlib.blake2b(repr((seed, *key)).encode(), digest_size=4).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little"))
 
 
 class SeededSampler(DistributedSampler[int]):
@@ -33,7 +31,7 @@ class SeededSampler(DistributedSampler[int]):
     `set_epoch`, as augmented ones do, are told of the epoch.
 
     Example:
-        >>> sampler = SeededSampler(range(6), seed=1)
+        >>> sampler = SeededSampler(range(6), num_replicas=1, rank=0, seed=1)
         >>> whole = list(sampler)
         >>> sampler.start = 4
         >>> list(sampler) == whole[4:], list(sampler) == whole
@@ -42,9 +40,6 @@ class SeededSampler(DistributedSampler[int]):
 
     start = 0
     """Samples of this process that the next pass leaves out: a resumed run has trained on them."""
-
-    def __init__(self, dataset: Any, seed: int, num_replicas: int = 1, rank: int = 0) -> None:
-        super().__init__(dataset, num_replicas, rank, seed=seed)
 
     def set_epoch(self, epoch: int) -> None:
         """Select the epoch; another one starts from its beginning."""
@@ -106,9 +101,10 @@ class ResumableDataModule(LightningDataModule):
         self.batch_size = batch_size
         self.seed = seed
         self.num_workers = num_workers
-        self.train_set: Dataset[Any] | None = None
-        self.val_set: Dataset[Any] | None = None
-        self.test_set: Dataset[Any] | None = None
+        # Data sets, once they are set up.
+        self.train_set: Any = None
+        self.val_set: Any = None
+        self.test_set: Any = None
         self._sampler: SeededSampler | None = None
         self._resume: dict[str, int] = {}
 
@@ -116,11 +112,10 @@ class ResumableDataModule(LightningDataModule):
         """The training batches, in an order that depends on seed and epoch."""
         if self.train_set is None:
             self.setup("fit")
-        trainer = self.trainer
         replicas, rank, epoch = 1, 0, 0
-        if trainer:
+        if trainer := self.trainer:
             replicas, rank, epoch = trainer.world_size, trainer.global_rank, trainer.current_epoch
-        self._sampler = sampler = SeededSampler(self.train_set, self.seed, replicas, rank)
+        self._sampler = sampler = SeededSampler(self.train_set, replicas, rank, seed=self.seed)
         # Lightning may ask for a loader before it knows the epoch, and for another one later.
         resumed = self._resume.get("epoch", 0)
         sampler.set_epoch(max(epoch, resumed))

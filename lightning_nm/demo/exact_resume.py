@@ -40,12 +40,8 @@ class ExactResume(RNGState):
     ) -> None:
         """Add the random states and, inside a window, the gradients."""
         super().on_save_checkpoint(trainer, pl_module, checkpoint)
-        done = trainer.fit_loop.batch_idx + 1
-        if (
-            trainer.state.fn == "fit"
-            and done % trainer.accumulate_grad_batches
-            and not trainer.is_last_batch
-        ):
+        ends_window = (trainer.fit_loop.batch_idx + 1) % trainer.accumulate_grad_batches == 0
+        if trainer.state.fn == "fit" and not ends_window and not trainer.is_last_batch:
             checkpoint["exact_resume_gradients"] = {
                 name: parameter.grad.detach().clone()
                 for name, parameter in _parameters(trainer, pl_module).items()
@@ -57,9 +53,8 @@ class ExactResume(RNGState):
     ) -> None:
         """Keep the saved gradients until training starts."""
         super().on_load_checkpoint(trainer, pl_module, checkpoint)
-        self._gradients = (
-            checkpoint.get("exact_resume_gradients", {}) if trainer.state.fn == "fit" else {}
-        )
+        if trainer.state.fn == "fit":
+            self._gradients = checkpoint.get("exact_resume_gradients", {})
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restore gradients and random states, after the sanity check and before the first batch."""
@@ -73,10 +68,10 @@ class ExactResume(RNGState):
 def _parameters(trainer: Trainer, module: LightningModule) -> dict[str, Tensor]:
     """The model's parameters by name; by place those that optimizers hold beside them, such as the logits of masks."""
     found: dict[str, Tensor] = dict(module.named_parameters())
-    known = {id(parameter) for parameter in found.values()}
+    known = {*found.values()}
     for number, optimizer in enumerate(trainer.optimizers):
         members = chain.from_iterable(group["params"] for group in optimizer.param_groups)
         for place, parameter in enumerate(members):
-            if id(parameter) not in known:
+            if parameter not in known:
                 found[f"{place} of optimizer {number}"] = parameter
     return found

@@ -8,6 +8,7 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_nm.demo.data import check_positive
 from lightning_nm.demo.schedule import warmup_cosine
 
 Batch = tuple[Tensor, Tensor]
@@ -89,8 +90,7 @@ class GPT(LightningModule):
             raise ValueError(
                 f"dim must be a multiple of 16 (so that N:M blocks fit) and of heads={heads}, got {dim}"
             )
-        if warmup_steps < 1:
-            raise ValueError(f"warmup_steps must be at least 1, got {warmup_steps}")
+        check_positive(warmup_steps=warmup_steps)
         if not block_lr > 0:
             raise ValueError(f"block_lr must be positive, got {block_lr}")
         self.save_hyperparameters()
@@ -120,8 +120,7 @@ class GPT(LightningModule):
 
     def _loss(self, batch: Batch) -> Tensor:
         tokens, targets = batch
-        logits = self(tokens)
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return F.cross_entropy(self(tokens).flatten(0, 1), targets.flatten())
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Cross entropy of the next byte, mean over tokens."""
@@ -143,12 +142,12 @@ class GPT(LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Fused AdamW under a warm-up and a half cosine."""
-        matrices = [p for block in self.blocks for p in block.parameters() if p.ndim > 1]
-        decayed = {id(p) for p in [*matrices, self.head.weight]}
+        matrices = [p for p in self.blocks.parameters() if p.ndim > 1]
+        decayed = {*matrices, self.head.weight}
         groups = [
             {"params": matrices, "lr": self.lr * self.block_lr, "weight_decay": self.weight_decay},
             {"params": [self.head.weight], "weight_decay": self.weight_decay},
-            {"params": [p for p in self.parameters() if id(p) not in decayed], "weight_decay": 0.0},
+            {"params": [p for p in self.parameters() if p not in decayed], "weight_decay": 0.0},
         ]
         optimizer = torch.optim.AdamW(groups, lr=self.lr, betas=(0.9, 0.95), fused=True)
         total = self.trainer.estimated_stepping_batches

@@ -1,6 +1,8 @@
 """Small images in memory: scikit-learn's handwritten digits, and Fashion-MNIST from local files."""
 
 import gzip
+import math
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -17,19 +19,20 @@ from lightning_nm.demo.data import (
 _TRAINING_IMAGES = 60_000  # of Fashion-MNIST
 
 
+@dataclass(eq=False)
 class ImageArrays(Dataset[tuple[Tensor, Tensor]]):
     """Images in bytes, uint8 `[N, C, H, W]`, and labels `[N]`; a batch has `(images / scale - mean) / std`."""
 
-    def __init__(
-        self, images: Tensor, labels: Tensor, scale: float, mean: float = 0.0, std: float = 1.0
-    ) -> None:
-        if len(images) != len(labels):
-            raise ValueError(f"{len(images)} images but {len(labels)} labels")
-        self.images = images
-        self.labels = labels.long()
-        self.scale = scale
-        self.mean = mean
-        self.std = std
+    images: Tensor
+    labels: Tensor
+    scale: float
+    mean: float = 0.0
+    std: float = 1.0
+
+    def __post_init__(self) -> None:
+        if len(self.images) != len(self.labels):
+            raise ValueError(f"{len(self.images)} images but {len(self.labels)} labels")
+        self.labels = self.labels.long()
 
     def __len__(self) -> int:
         return len(self.images)
@@ -144,22 +147,21 @@ class FashionMNIST(ResumableDataModule):
     def _training_size(self, available: int) -> int:
         size = max(1, available - self.val_size) if self.train_size is None else self.train_size
         if size + self.val_size > available:
-            wanted = (
-                f"train_size={size} and val_size={self.val_size} need {size + self.val_size} images"
+            raise ValueError(
+                f"train_size={size} and val_size={self.val_size} need {size + self.val_size} images, but the training "
+                f"file has {available}"
             )
-            raise ValueError(f"{wanted}, but the training file has {available}")
         return size
 
     def _read(self, part: str) -> tuple[Tensor, Tensor]:
-        images = read_idx(self._find(f"{part}-images-idx3-ubyte"))
-        labels = read_idx(self._find(f"{part}-labels-idx1-ubyte"))
-        return images.unsqueeze(1), labels
+        images = self._read_file(f"{part}-images-idx3-ubyte")
+        return images.unsqueeze(1), self._read_file(f"{part}-labels-idx1-ubyte")
 
-    def _find(self, name: str) -> Path:
+    def _read_file(self, name: str) -> Tensor:
         folder = Path(self.data_dir)
         for path in (folder / f"{name}.gz", folder / name):
             if path.is_file():
-                return path
+                return read_idx(path)
         raise FileNotFoundError(
             f"no {name}.gz in {folder}: pass the folder of Fashion-MNIST's four IDX files as data_dir, or run"
             " `apt-get install dataset-fashion-mnist`, which puts them in /usr/share/datasets/fashion-mnist"
@@ -185,7 +187,7 @@ def read_idx(path: str | Path) -> Tensor:
         raise ValueError(f"{path} is not an IDX file of unsigned bytes")
     header = 4 + 4 * raw[3]
     shape = [int.from_bytes(raw[i : i + 4], "big") for i in range(4, header, 4)]
-    values = torch.tensor(shape, dtype=torch.int64).prod().item()
+    values = math.prod(shape)
     if len(raw) != header + values:
         raise ValueError(
             f"{path} states shape {shape}, {values} values, but holds {len(raw) - header}"

@@ -22,9 +22,9 @@ def warmup_cosine(
     The warm-up takes `warmup_steps`, or if these are None the share `warmup` of `total_steps`. If `total_steps` are
     infinite, the rate stays at its peak; then a share of them is no warm-up.
     """
-    if warmup_steps is None:
-        warmup_steps = max(1, round(total_steps * warmup)) if math.isfinite(total_steps) else 1
     rising = warmup_steps
+    if rising is None:
+        rising = max(1, round(total_steps * warmup)) if math.isfinite(total_steps) else 1
 
     def factor(step: int) -> float:
         if step < rising:

@@ -14,18 +14,17 @@ from lightning_nm.export.files import read_file
 from lightning_nm.export.huggingface import STATE_FILE
 from lightning_nm.training.checkpoint import check_schema
 
-_START_ANEW = "to train sparse from its weights, load them into the model and train without resume_from_checkpoint"
 _OTHER_FOLDER = (
     "if the training resumes from another folder, name it: NMTrainerCallback(resume_from=...)"
 )
 
 
-def saved_folder(args: TrainingArguments, state: TrainerState) -> Path | None:
-    """The checkpoint folder of the present step; ``None`` if there is none."""
-    name, output = f"checkpoint-{state.global_step}", Path(args.output_dir)
-    trials = output.glob(f"*/{name}") if state.is_hyper_param_search else ()
-    found = [folder for folder in (output / name, *trials) if folder.is_dir()]
-    return max(found, key=lambda folder: folder.stat().st_mtime, default=None)
+def saved_folder(args: TrainingArguments, state: TrainerState) -> Path:
+    """The checkpoint folder of the present step; it may not exist."""
+    folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+    trials = folder.parent.glob(f"*/{folder.name}") if state.is_hyper_param_search else ()
+    found = [each for each in (folder, *trials) if each.is_dir()]
+    return max(found, key=lambda each: each.stat().st_mtime, default=folder)
 
 
 def write_state(folder: Path, state: Mapping[str, Any], global_step: int) -> None:
@@ -42,13 +41,16 @@ def read_state(folder: Path, global_step: int) -> dict[str, Any]:
     """
     path = folder / STATE_FILE
     if not path.is_file():
-        fault = f"there is no '{path}', which holds the masks and the weights of pruned entries"
         raise ValueError(
-            f"{fault}: {_OTHER_FOLDER}; if it was saved without NMTrainerCallback, {_START_ANEW}"
+            f"there is no '{path}', which holds the masks and the weights of pruned entries: {_OTHER_FOLDER}; if it "
+            "was saved without NMTrainerCallback, to train sparse from its weights, load them into the model and train "
+            "without resume_from_checkpoint"
         )
     state: dict[str, Any] = read_file(path)
     check_schema(state)
     if state["global_step"] != global_step:
-        fault = f"'{path}' was saved at step {state['global_step']}, but the training resumes at step {global_step}"
-        raise ValueError(f"{fault}: {_OTHER_FOLDER}")
+        raise ValueError(
+            f"'{path}' was saved at step {state['global_step']}, but the training resumes at step {global_step}: "
+            f"{_OTHER_FOLDER}"
+        )
     return state

@@ -27,14 +27,13 @@ from lightning_nm.nn.packed import PackedWeight
 from lightning_nm.nn.selection import as_globs
 from lightning_nm.nn.weight import is_sharded, plain_name
 from lightning_nm.pattern import NMPattern, PatternLike
+from lightning_nm.spelling import some_of
 
 _TYPE = "MASKED_LORA: import lightning_nm.integrations.peft before loading it"
 """``peft_type`` in the ``adapter_config.json`` of masked adapters.
 
 peft looks the type up in a table. Where it is not there, this is what peft's ``KeyError`` says.
 """
-
-_SHOWN = 8  # layers in an error
 
 
 def mask_adapters(
@@ -81,20 +80,18 @@ def mask_adapters(
     """
     wanted = None if pattern is None else NMPattern.parse(pattern)
     globs = as_globs(exclude, "exclude") or ()
-    adapted = {}
-    excluded = False
-    for full_name, module in model.named_modules():
-        if not isinstance(module, BaseTunerLayer):
-            continue
-        name = plain_name(full_name)
-        if any(fnmatchcase(name, glob) for glob in globs):
-            excluded = True
-        else:
-            adapted[name] = module
+    found = {
+        name: module
+        for name, module in _by_name(model).items()
+        if isinstance(module, BaseTunerLayer)
+    }
+    adapted = {
+        name: module
+        for name, module in found.items()
+        if not any(fnmatchcase(name, glob) for glob in globs)
+    }
     if not adapted:
-        fault = (
-            "`exclude` leaves no adapted layer" if excluded else "the model has no adapter of peft"
-        )
+        fault = "`exclude` leaves no adapted layer" if found else "the model has no adapter of peft"
         raise ValueError(f"{fault}: call get_peft_model() before mask_adapters()")
 
     # All layers are checked before the first one is changed.
@@ -159,10 +156,11 @@ def _write_configs(host: nn.Module, configs: dict[str, Any]) -> None:
     """
     modules: dict[str, Any] = _by_name(host)
     for adapter, config in configs.items():
-        patterns = {}
-        for name, module in modules.items():
-            if isinstance(module, _MaskedLora) and adapter in getattr(module, "lora_A", ()):
-                patterns[name] = str(module.nm_pattern)
+        patterns = {
+            name: str(module.nm_pattern)
+            for name, module in modules.items()
+            if isinstance(module, _MaskedLora) and adapter in getattr(module, "lora_A", ())
+        }
         if patterns or isinstance(config, _MaskedConfig):
             config = configs[adapter] = copy.copy(config)
             config.__class__ = _MaskedConfig if patterns else LoraConfig
@@ -191,17 +189,17 @@ def _inject_adapter(
     An adapter that joins masked layers is masked, and its configuration says so.
     """
     config = tuner.peft_config[adapter_name]
-    patterns = {}
-    if isinstance(config, _MaskedConfig):
-        patterns = {name: NMPattern.parse(text) for name, text in config.nm_patterns.items()}
+    texts = getattr(config, "nm_patterns", {})
+    patterns = {name: NMPattern.parse(text) for name, text in texts.items()}
     modules = _by_name(tuner.model)
     if any(isinstance(module, _MaskedLora) for module in modules.values()):
         _check_configs({adapter_name: config})
-    faults = {}
-    for name, pattern in patterns.items():
+    faults = {
+        name: _base_fault(modules.get(name), pattern)
+        for name, pattern in patterns.items()
         # Replicated layers are made with the adapter.
-        if name in modules or not config.layer_replication:
-            faults[name] = _base_fault(modules.get(name), pattern)
+        if name in modules or not config.layer_replication
+    }
     _refuse(faults, _OTHER_BASE)
     _inject_ordinary(tuner, model, adapter_name, *args, **kwargs)
     modules = _by_name(tuner.model)
@@ -226,14 +224,10 @@ CONFIG_KEYS_TO_CHECK[PeftType.LORA].append("nm_patterns")
 def _refuse(faults: dict[str, str], advice: str) -> None:
     """Raise a ``ValueError`` of the layers that have a fault."""
     found = [f"'{name}': {fault}" for name, fault in faults.items() if fault]
-    if not found:
-        return
-    shown = "; ".join(found[:_SHOWN])
-    if len(found) > _SHOWN:
-        shown += f"; and {len(found) - _SHOWN} more"
-    raise ValueError(
-        f"{len(found)} of {len(faults)} adapted layers cannot keep N:M: {shown}. {advice}"
-    )
+    if found:
+        raise ValueError(
+            f"{len(found)} of {len(faults)} adapted layers cannot keep N:M: {some_of(found)}. {advice}"
+        )
 
 
 def _adapter_fault(module: Any) -> str:
@@ -281,10 +275,10 @@ def _base_fault(base: Any, wanted: NMPattern | None) -> str:
     if not blocked:
         return f"in = {rows.shape[1]} has no blocks of {pattern}"
     violations = min(int(count_violations(view, pattern, dim=1)) for view in blocked)
-    if not violations:
-        return ""
-    blocks = rows.numel() // pattern.m
-    return f"its base weight is not {pattern}: {violations} of {blocks} blocks hold more"
+    if violations:
+        blocks = rows.numel() // pattern.m
+        return f"its base weight is not {pattern}: {violations} of {blocks} blocks hold more"
+    return ""
 
 
 def _pattern(base: nn.Module, wanted: NMPattern | None) -> NMPattern:
@@ -307,10 +301,8 @@ def _mask(module: Any, wanted: NMPattern | None) -> None:
     base = module.get_base_layer()
     layer = _masked_layer(base)
     mask = None if layer is None else layer.forward_mask
-    if mask is None:
-        mask = _base_weight(base).ne(0)
     module.__class__ = _MASKED[getattr(module, "nm_base", type(module))]
-    module.nm_mask = mask
+    module.nm_mask = _base_weight(base).ne(0) if mask is None else mask
     module.nm_pattern = _pattern(base, wanted)
 
 
@@ -371,9 +363,7 @@ class _MaskedDelta(torch.autograd.Function):
             dx_ti = dy_to @ _delta(a_ri, b_or, mask_oi, ctx.scaling).to(x_ti.dtype)
         if needs_a or needs_b:
             # The gradient of the unmasked product B A.
-            grad_oi = (dy_to.t() @ x_ti).to(a_ri.dtype)
-            grad_oi = masked(grad_oi, mask_oi)
-            grad_oi = grad_oi * ctx.scaling
+            grad_oi = masked((dy_to.t() @ x_ti).to(a_ri.dtype), mask_oi) * ctx.scaling
             da_ri = b_or.t() @ grad_oi
             db_or = grad_oi @ a_ri.t()
         return dx_ti, da_ri, db_or, None, None
@@ -387,27 +377,25 @@ class _MaskedLora(nn.Module):
     nm_mask: Tensor
     """Bool, of the base weight's shape: its nonzeros. A selection knows by it that merging keeps the zeros."""
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """The base layer's output, plus that of the active adapters unless they are merged or disabled."""
-        layer: Any = self
         # peft calls the base layer alone, or _mixed_batch_forward.
-        if layer.disable_adapters or layer.merged or kwargs.get("adapter_names") is not None:
+        if self.disable_adapters or self.merged or kwargs.get("adapter_names") is not None:
             return super().forward(x, *args, **kwargs)
-        result = layer.base_layer(x, *args, **_for_base(kwargs))
+        result = self.base_layer(x, *args, **_for_base(kwargs))
         dtype = result.dtype
-        for name in layer.active_adapters:
-            if name in layer.lora_A:
+        for name in self.active_adapters:
+            if name in self.lora_A:
                 result = result + self._adapter_output(x, name)
         return result.to(dtype)
 
     def _mixed_batch_forward(
-        self, x: Tensor, *args: Any, adapter_names: list[str], **kwargs: Any
+        self: Any, x: Tensor, *args: Any, adapter_names: list[str], **kwargs: Any
     ) -> Tensor:
-        layer: Any = self
-        result = layer.base_layer(x, *args, **_for_base(kwargs))
+        result = self.base_layer(x, *args, **_for_base(kwargs))
         for name in dict.fromkeys(adapter_names):
             # "__base__" is the name of no adapter.
-            if name in layer.lora_A:
+            if name in self.lora_A:
                 chosen = [row for row, other in enumerate(adapter_names) if other == name]
                 output = self._adapter_output(x[chosen], name).to(result.dtype)
                 result = result.index_add(
@@ -415,33 +403,27 @@ class _MaskedLora(nn.Module):
                 )
         return result
 
-    def _adapter_output(self, x: Tensor, name: str) -> Tensor:
-        layer: Any = self
-        x = layer._cast_input_dtype(x, layer.lora_A[name].weight.dtype)
-        x = layer.lora_dropout[name](x)
-        output = self._delta_output(x, name)
-        bias = layer.lora_B[name].bias
+    def _adapter_output(self: Any, x: Tensor, name: str) -> Tensor:
+        x = self._cast_input_dtype(x, self.lora_A[name].weight.dtype)
+        output = self._delta_output(self.lora_dropout[name](x), name)
+        bias = self.lora_B[name].bias
         if bias is None:
             return output
         # The axes of a convolution's output follow that of its channels.
-        spatial_axes = layer.get_base_layer().weight.dim() - 2
-        return output + (bias * layer.scaling[name]).view(-1, *[1] * spatial_axes)
+        spatial_axes = self.get_base_layer().weight.dim() - 2
+        return output + (bias * self.scaling[name]).view(-1, *[1] * spatial_axes)
 
-    def _delta_output(self, x: Tensor, name: str) -> Tensor:
-        raise NotImplementedError
-
-    def get_delta_weight(self, adapter: str) -> Tensor:
+    def get_delta_weight(self: Any, adapter: str) -> Tensor:
         """What merging an adapter adds to the base weight: +0.0 outside of the mask."""
         return masked(super().get_delta_weight(adapter), self.nm_mask)  # type: ignore[misc]
 
-    def merge(self, *args: Any, **kwargs: Any) -> None:
+    def merge(self: Any, *args: Any, **kwargs: Any) -> None:
         """Merge adapters as peft does.
 
         Raises:
             ValueError: If the base weight has other nonzeros than when it was masked.
         """
-        layer: Any = self
-        nonzero = _base_weight(layer.get_base_layer()).ne(0)
+        nonzero = _base_weight(self.get_base_layer()).ne(0)
         if bool((nonzero & ~self.nm_mask).any()):
             raise ValueError(
                 f"the base weight of this {self.nm_base.__name__} has other nonzeros than when its adapters were "
@@ -449,7 +431,7 @@ class _MaskedLora(nn.Module):
             )
         super().merge(*args, **kwargs)  # type: ignore[misc]
 
-    def resolve_lora_variant(self, **kwargs: Any) -> None:
+    def resolve_lora_variant(self: Any, **kwargs: Any) -> None:
         """Refuse to add an adapter whose delta is not s B A, by a ``ValueError``."""
         variant = super().resolve_lora_variant(**kwargs)  # type: ignore[misc]
         if variant is not None:
@@ -458,10 +440,9 @@ class _MaskedLora(nn.Module):
                 "unmask_adapters() first, or add a plain adapter"
             )
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+    def _apply(self: Any, fn: Any, recurse: bool = True) -> Any:
         super()._apply(fn, recurse)
-        layer: Any = self
-        self.nm_mask = self.nm_mask.to(layer.get_base_layer().weight.device)
+        self.nm_mask = self.nm_mask.to(self.get_base_layer().weight.device)
         return self
 
 
@@ -477,20 +458,18 @@ def _for_base(kwargs: dict[str, Any]) -> dict[str, Any]:
 class _MaskedLinear(_MaskedLora, lora.Linear):
     nm_base = lora.Linear
 
-    def _delta_output(self, x: Tensor, name: str) -> Tensor:
-        layer: Any = self
-        mask = self.nm_mask.t() if layer.fan_in_fan_out else self.nm_mask
+    def _delta_output(self: Any, x: Tensor, name: str) -> Tensor:
+        mask = self.nm_mask.t() if self.fan_in_fan_out else self.nm_mask
         return masked_delta(
-            x, layer.lora_A[name].weight, layer.lora_B[name].weight, mask, layer.scaling[name]
+            x, self.lora_A[name].weight, self.lora_B[name].weight, mask, self.scaling[name]
         )
 
 
 class _MaskedConv(_MaskedLora):
-    def _delta_output(self, x: Tensor, name: str) -> Tensor:
-        layer: Any = self
+    def _delta_output(self: Any, x: Tensor, name: str) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):  # as merging makes it
             delta = self.get_delta_weight(name)
-        return layer.get_base_layer()._conv_forward(x, delta, None)
+        return self.get_base_layer()._conv_forward(x, delta, None)
 
 
 class _MaskedConv1d(_MaskedConv, lora.Conv1d):

@@ -132,25 +132,22 @@ class NMTrainerCallback(TrainerCallback):
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
-        model: nn.Module | None = None,
-        optimizer: Optimizer | None = None,
+        model: Any = None,
+        optimizer: Any = None,
         **kwargs: Any,
     ) -> None:
         """Install the masks, new or as saved."""
-        assert model is not None
-        assert optimizer is not None
         _check_setting(args, model, optimizer)
-        folder = None
+        folder = saved = None
         if state.global_step:
             # The folder that the training resumes from, which the Trainer does not tell.
             given = self.resume_from
             if given is None:
                 given = args.resume_from_checkpoint
                 if not given or not Path(given).is_dir():
-                    name = f"checkpoint-{state.global_step}"
-                    given = saved_folder(args, state) or Path(args.output_dir) / name
+                    given = saved_folder(args, state)
             folder = Path(given)
-        saved = read_state(folder, state.global_step) if folder else None
+            saved = read_state(folder, state.global_step)
         self._release(model, state, folder)
         if folder is not None and any(parameter.dim() == 3 for parameter in model.parameters()):
             _load(model, folder)  # weights of experts, which the Trainer does not load
@@ -166,9 +163,9 @@ class NMTrainerCallback(TrainerCallback):
             for layer in sparsifier.layers.values():
                 if layer.parameters:
                     # The Trainer restores the optimizer before a callback can add them to it.
-                    owner = f"{type(layer.spec.method).__name__} owns parameters at layer '{layer.name}'"
                     raise ValueError(
-                        f"{owner}, whose optimizer state a transformers Trainer cannot resume: use another method"
+                        f"{type(layer.spec.method).__name__} owns parameters at layer '{layer.name}', whose optimizer "
+                        "state a transformers Trainer cannot resume: use another method"
                     )
             if saved is not None:
                 try:
@@ -201,23 +198,14 @@ class NMTrainerCallback(TrainerCallback):
         if folder is not None:  # the Trainer loaded its weights under those masks
             _load(model, folder)
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
         """Compare the masks of all processes before the first backward pass after an update."""
         if self.sparsifier is not None:
             compare_ranks(self.sparsifier.selection.layers)
 
-    def on_pre_optimizer_step(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        optimizer: Optimizer | None = None,
-        **_: Any,
-    ) -> None:
+    def on_pre_optimizer_step(self, *_: Any, optimizer: Any = None, **__: Any) -> None:
         """Let the methods change the complete gradients, which are clipped already."""
-        if self.sparsifier is None or optimizer is None:
+        if self.sparsifier is None:
             return
         scaler = getattr(optimizer, "scaler", None)
         if scaler is not None:
@@ -241,19 +229,16 @@ class NMTrainerCallback(TrainerCallback):
         if self.sparsifier is not None and state.global_step + 1 >= state.max_steps:
             self.sparsifier.finish()
 
-    def on_substep_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
-        """Draw new random numbers for the next batch of an accumulation."""
-        self._end_batch()
-
-    def _end_batch(self) -> None:
+    def _end_batch(self, *_: Any, **__: Any) -> None:
+        """Update the masks if the optimizer stepped, and draw new random numbers for the next batch."""
         if self.sparsifier is None:
             return
         if self._first_batch:
             warn_after_first_batch(self.sparsifier)
             self._first_batch = False
         self._trained |= self.sparsifier.step()
+
+    on_substep_end: Any = _end_batch  # of a batch that only accumulates gradients
 
     def on_log(
         self,
@@ -264,10 +249,9 @@ class NMTrainerCallback(TrainerCallback):
         **_: Any,
     ) -> None:
         """Add the statistics to a log of the training loss."""
-        is_training_log = logs is not None and "loss" in logs
-        if self.sparsifier is None or not is_training_log or not state.is_world_process_zero:
+        logs = logs or {}
+        if self.sparsifier is None or "loss" not in logs or not state.is_world_process_zero:
             return
-        assert logs is not None
         scalars = {f"nm/{name}": value for name, value in self.sparsifier.stats().items()}
         for layer, values in self.sparsifier.layer_stats().items() if self.log_layers else ():
             scalars |= {f"nm/{name}/{layer}": value for name, value in values.items()}
@@ -279,7 +263,7 @@ class NMTrainerCallback(TrainerCallback):
     ) -> None:
         """Write the state into the checkpoint folder, in the process that writes the model."""
         folder = saved_folder(args, state)
-        if self.sparsifier is not None and args.should_save and folder is not None:
+        if self.sparsifier is not None and args.should_save and folder.is_dir():
             write_state(folder, self.sparsifier.state_dict(), state.global_step)
 
     def on_train_end(
@@ -306,9 +290,11 @@ class NMTrainerCallback(TrainerCallback):
             )
         ]
         if dense:
-            which = f"those of '{best}'" if best else f"those of step {state.global_step}"
-            fault = f"the weights of {len(dense)} masked layers, such as '{dense[0]}', are not N:M sparse"
-            rank_zero_warn(f"{fault}: they are {which}, in a dense phase")
+            which = f"'{best}'" if best else f"step {state.global_step}"
+            rank_zero_warn(
+                f"the weights of {len(dense)} masked layers, such as '{dense[0]}', are not N:M sparse: they are those "
+                f"of {which}, in a dense phase"
+            )
 
     def finish(self) -> None:
         """Give the model ordinary modules that hold the sparse weights; does nothing if no training has begun.
@@ -326,9 +312,9 @@ class NMTrainerCallback(TrainerCallback):
 def _check_setting(args: TrainingArguments, model: nn.Module, optimizer: Optimizer) -> None:
     """Refuse settings in which masks cannot be installed, or their state not be saved, by a ``ValueError``."""
     if args.n_gpu > 1:
-        advice = "start one process per GPU with torchrun or `accelerate launch`, or set CUDA_VISIBLE_DEVICES to one"
         raise ValueError(
-            f"with {args.n_gpu} GPUs in one process the Trainer uses nn.DataParallel: {advice}"
+            f"with {args.n_gpu} GPUs in one process the Trainer uses nn.DataParallel: start one process per GPU with "
+            "torchrun or `accelerate launch`, or set CUDA_VISIBLE_DEVICES to one"
         )
     kind = getattr(getattr(optimizer, "accelerator_state", None), "distributed_type", "NO")
     name = str(getattr(kind, "value", kind))
@@ -336,13 +322,11 @@ def _check_setting(args: TrainingArguments, model: nn.Module, optimizer: Optimiz
         raise ValueError(
             f"NMTrainerCallback does not work under {name}: use DDP, or a Lightning Trainer for FSDP2"
         )
-    sharded = next(
-        (name for name, parameter in model.named_parameters() if is_sharded(parameter)), None
-    )
-    if sharded is not None:
-        raise ValueError(
-            f"NMTrainerCallback does not save the masks of sharded weights such as '{sharded}': use DDP"
-        )
+    for name, parameter in model.named_parameters():
+        if is_sharded(parameter):
+            raise ValueError(
+                f"NMTrainerCallback does not save the masks of sharded weights such as '{name}': use DDP"
+            )
 
 
 def _load(model: nn.Module, folder: Path) -> None:
@@ -353,11 +337,10 @@ def _load(model: nn.Module, folder: Path) -> None:
     if not holds_model(folder):
         return
     weights = read_folder(folder)[0]
-    if isinstance(model, PreTrainedModel) and any(
-        name not in weights for name, _ in model.named_parameters()
-    ):
+    needed = dict(model.named_parameters()).keys()
+    if isinstance(model, PreTrainedModel) and needed - weights.keys():
         weights = type(model).from_pretrained(folder, dtype="auto").state_dict()
-    missing = [name for name, _ in model.named_parameters() if name not in weights]
+    missing = [name for name in needed if name not in weights]
     if missing:
         raise ValueError(f"'{folder}' holds no weights '{missing[0]}' ({len(missing)} are missing)")
     model.load_state_dict(weights, strict=False)

@@ -29,7 +29,7 @@ class MaskHistory(RatioMetric):
         super().__init__(**kwargs)
         # By layer: the mask's shape; its bits, and what else the metric remembers, packed, uint8 [rows, bytes].
         self._memory: dict[str, tuple[tuple[int, ...], Tensor]] = {}
-        self._before_forward: dict[str, tuple[tuple[int, ...], Tensor]] | None = None
+        self._before_forward: dict[str, Any] | None = None
 
     def compare(self, packed: Tensor, rows: Tensor | None, entries: int) -> Tensor:
         """Add the changes of a layer of so many entries since its last rows, if any, and return its new rows.
@@ -52,8 +52,8 @@ class MaskHistory(RatioMetric):
                     "call forget()"
                 )
         for name, mask in layers.items():
-            rows = self._memory[name][1] if name in self._memory else None
-            rows = self.compare(pack_mask(mask), rows, mask.numel())
+            _, before = self._memory.get(name, (None, None))
+            rows = self.compare(pack_mask(mask), before, mask.numel())
             self._memory[name] = (tuple(mask.shape), rows)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -7,8 +7,8 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any, Literal
 
-import lightning.pytorch as pl
 import torch
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.plugins import FSDPPrecision, HalfPrecision, MixedPrecision, Precision
 from torch import Tensor, nn
 
@@ -63,14 +63,12 @@ class KernelRouting:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the models: spawned processes have their own."""
-        state = dict(self.__dict__)
-        state["_models"] = None  # weak references cannot be pickled
-        return state
+        # Weak references cannot be pickled.
+        return {name: value for name, value in vars(self).items() if name != "_models"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Start without a model."""
-        self.__dict__.update(state)
-        self._models = weakref.WeakSet()
+        vars(self).update(state, _models=weakref.WeakSet())
 
     def _require_masked(self) -> None:
         """Refuse to train without a masked layer: this plugin would do nothing."""
@@ -80,16 +78,16 @@ class KernelRouting:
         if not any(isinstance(module, Adapter) for module in modules):
             names = ", ".join(sorted(type(model).__name__ for model in self._models))
             own = type(self).__name__
-            fault = f"{own} routes the products of N:M layers, but {names} has none"
-            advice = "add NMSparsityCallback to the Trainer (an NMSparsifier with Fabric), or take Lightning's own"
-            raise RuntimeError(f"{fault}: {advice} {own.removeprefix('NM')}")
+            raise RuntimeError(
+                f"{own} routes the products of N:M layers, but {names} has none: add NMSparsityCallback to the Trainer "
+                f"(an NMSparsifier with Fabric), or take Lightning's own {own.removeprefix('NM')}"
+            )
         self._checked = True
 
     @contextmanager
     def forward_context(self) -> Generator[None, None, None]:
         """Lightning's context, with the router active."""
-        router = self.router.active_or_none()
-        with super().forward_context(), routing(router):  # type: ignore[misc]
+        with super().forward_context(), routing(self.router.active_or_none()):  # type: ignore[misc]
             yield
 
     def pre_backward(self, tensor: Tensor, module: Any) -> Any:
@@ -134,8 +132,7 @@ class MixedArguments(KernelRouting):
         scaler: torch.amp.GradScaler | None = None,
         **kwargs: Any,
     ) -> None:
-        if not device:
-            device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         super().__init__(precision=precision, device=device, scaler=scaler, **kwargs)
 
 
@@ -174,10 +171,11 @@ class _TrainerRouting(KernelRouting):
         """Prepare for a fit, and convert the module as Lightning does; the micro-batches of a step share packs."""
         # The strategy calls this once in each call of the Trainer, before on_fit_start. Within Fabric a LightningModule
         # has the attribute `fabric`, and no Trainer.
-        if not isinstance(module, pl.LightningModule) or module.fabric is not None:
+        if not isinstance(module, LightningModule) or module.fabric is not None:
             own = type(self).__name__
-            advice = f"Fabric takes lightning_nm.plugins.fabric.{own}"
-            raise TypeError(f"lightning_nm.{own} is for lightning.pytorch.Trainer: {advice}")
+            raise TypeError(
+                f"lightning_nm.{own} is for lightning.pytorch.Trainer: Fabric takes lightning_nm.plugins.fabric.{own}"
+            )
         trainer = module.trainer
         self._models.clear()  # that of an earlier fit
         self._models.add(module)
@@ -185,25 +183,23 @@ class _TrainerRouting(KernelRouting):
         self._had_callbacks = bool(trainer.callbacks)  # type: ignore[attr-defined]
 
         # A weight stays the same during the micro-batches of a step, so each uses the same pack.
-        pack_uses = trainer.accumulate_grad_batches if self.keeps_packs else 1
         self.router.keeps_layouts = self.keeps_packs
-        self.router.reset(pack_uses)
+        self.router.reset(trainer.accumulate_grad_batches if self.keeps_packs else 1)
         self.router.initialize(trainer.strategy.root_device)
         return super().convert_module(module)  # type: ignore[misc]
 
     def _require_masked(self) -> None:
         """Refuse to train without a masked layer, except in Lightning's searches."""
         for model in () if self._checked else self._models:
-            assert isinstance(model, pl.LightningModule)
-            callbacks: list[pl.Callback] = getattr(model.trainer, "callbacks", [])
+            assert isinstance(model, LightningModule)
+            callbacks: list[Callback] = getattr(model.trainer, "callbacks", [])
             # In a search for a learning rate or a batch size Lightning removes the Trainer's callbacks, and with them
             # the one that masks; for a learning rate it adds one of its own, a private class. A Trainer that never had
             # any callbacks is not searching.
             is_search = any(type(callback).__name__ == "_LRCallback" for callback in callbacks)
             if is_search or (self._had_callbacks and not callbacks):
                 return
-            for callback in callbacks:
-                sparsifier = getattr(callback, "sparsifier", None)
+            for sparsifier in [getattr(callback, "sparsifier", None) for callback in callbacks]:
                 if isinstance(sparsifier, NMSparsifier) and sparsifier.selection.frozen:
                     return  # it waits for an optimizer to train the layers that it will mask
         super()._require_masked()
@@ -226,9 +222,9 @@ class _TrainerRouting(KernelRouting):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Resume the scaler of a run with Lightning's plugin."""
         # A state under the name of this class is loaded by Lightning.
-        own_name = type(self).__qualname__
-        if own_name not in checkpoint and self._lightning_name in checkpoint:
-            self.load_state_dict(checkpoint[self._lightning_name])  # type: ignore[attr-defined]
+        name = self._lightning_name
+        if type(self).__qualname__ not in checkpoint and name in checkpoint:
+            self.load_state_dict(checkpoint[name])  # type: ignore[attr-defined]
 
     @property
     def _lightning_name(self) -> str:
@@ -250,7 +246,8 @@ class NMPrecision(_TrainerRouting, Precision):
 
     Example::
 
-        >>> trainer = pl.Trainer(plugins=[NMPrecision()], logger=False, accelerator="cpu")
+        >>> from lightning.pytorch import Trainer
+        >>> trainer = Trainer(plugins=[NMPrecision()], logger=False, accelerator="cpu")
     """
 
 
@@ -265,8 +262,9 @@ class NMMixedPrecision(MixedArguments, _TrainerRouting, MixedPrecision):
 
     Example::
 
+        >>> from lightning.pytorch import Trainer
         >>> plugin = NMMixedPrecision("bf16-mixed", device="cpu", kernels="auto")
-        >>> trainer = pl.Trainer(plugins=[plugin], logger=False, accelerator="cpu")
+        >>> trainer = Trainer(plugins=[plugin], logger=False, accelerator="cpu")
     """
 
 
@@ -279,7 +277,8 @@ class NMHalfPrecision(HalfArguments, _TrainerRouting, HalfPrecision):
 
     Example::
 
-        >>> trainer = pl.Trainer(plugins=[NMHalfPrecision("bf16-true")], logger=False, accelerator="cpu")
+        >>> from lightning.pytorch import Trainer
+        >>> trainer = Trainer(plugins=[NMHalfPrecision("bf16-true")], logger=False, accelerator="cpu")
     """
 
 

@@ -88,15 +88,15 @@ def rename_layers(state: dict[str, Any], names: Mapping[str, str]) -> None:
             rename_layers(checkpoint["callbacks"]["NMSparsityCallback"], {"body": "encoder"})
     """
     check_schema(state)
-    waiting = state["waiting"]
-    all_names = [*state["layers"], *state["macs"], *state["ends"], *waiting]
+    masked_or_waiting = [*state["layers"], *state["waiting"]]
+    all_names = [*masked_or_waiting, *state["macs"], *state["ends"]]
     for name in names:
         if all(_renamed(layer, {name: "."}) == layer for layer in all_names):
-            known = ", ".join(map(repr, [*state["layers"], *waiting]))
+            known = ", ".join(map(repr, masked_or_waiting))
             raise ValueError(f"no layer of the state is '{name}' or a part of it; it has {known}")
-    masked_or_waiting = [_renamed(name, names) for name in [*state["layers"], *waiting]]
-    bad = [name for name in masked_or_waiting if not all(name.split("."))]
-    if bad or len(set(masked_or_waiting)) < len(masked_or_waiting):
+    new = [_renamed(name, names) for name in masked_or_waiting]
+    bad = [name for name in new if not all(name.split("."))]
+    if bad or len(set(new)) < len(new):
         fault = f"'{bad[0]}' is no name" if bad else "two layers would have the same name"
         raise ValueError(f"the names {dict(names)} cannot be given to these layers: {fault}")
     for key in ("layers", "macs", "ends", "averages"):
@@ -104,10 +104,9 @@ def rename_layers(state: dict[str, Any], names: Mapping[str, str]) -> None:
             state[key] = {_renamed(name, names): value for name, value in state[key].items()}
     for average in state.get("averages", {}).values():
         average["layer"] = _renamed(average["layer"], names)
-    state["waiting"] = [_renamed(name, names) for name in waiting]
-    history = state.get("history")
-    if history:
-        history["layers"] = [_renamed(name, names) for name in history["layers"]]
+    for holder, key in ((state, "waiting"), (state.get("history", {}), "layers")):
+        if key in holder:
+            holder[key] = [_renamed(name, names) for name in holder[key]]
 
 
 def _renamed(name: str, names: Mapping[str, str]) -> str:
@@ -115,12 +114,9 @@ def _renamed(name: str, names: Mapping[str, str]) -> str:
     if name == OTHERS:
         return name
     for old in sorted(names, key=len, reverse=True):
-        if name == old:
-            return names[old]
-        prefix = f"{old}." if old else ""
-        if name.startswith(prefix):
-            new = f"{names[old]}." if names[old] else ""
-            return new + name.removeprefix(prefix)
+        if not old or f"{name}.".startswith(f"{old}."):
+            rest = name.removeprefix(old).removeprefix(".")
+            return ".".join(filter(None, (names[old], rest)))
     return name
 
 
@@ -147,10 +143,9 @@ def check_scale(
         ValueError: With both scales, or with the name of a rescaled layer.
     """
     if differences({"scale": scale or "", "base_density": base_density}, state):
-        saved_scale = f"scale={state['scale'] or None!r}, base_density={state['base_density']}"
-        own_scale = f"scale={scale!r}, base_density={base_density}"
         raise ValueError(
-            f"the state was saved with {saved_scale}, and this training has {own_scale}: use the former"
+            f"the state was saved with scale={state['scale'] or None!r}, base_density={state['base_density']}, and "
+            f"this training has scale={scale!r}, base_density={base_density}: use the former"
         )
     for layer in selection.layers if state["clock"] else ():
         if initial_factors.get(layer.name, 1.0) != 1.0 and is_rescaled(layer):
@@ -186,13 +181,9 @@ def check_state(
     """
     saved = state["layers"]
     # A layer that was frozen when the state was saved, and is masked here, has no state of its own.
-    expected = [
-        layer
-        for layer in selection.layers
-        if layer.name in saved or layer.name not in state["waiting"]
-    ]
-    frozen = [layer for layer in selection.frozen if layer.name in saved]
-    layers = {layer.name: layer for layer in (*expected, *frozen)}
+    waiting = {*state["waiting"]} - saved.keys()
+    layers = {layer.name: layer for layer in selection.layers if layer.name not in waiting}
+    layers |= {layer.name: layer for layer in selection.frozen if layer.name in saved}
 
     rows = [(name, " is masked only in the checkpoint") for name in saved if name not in layers]
     changes = set()
@@ -214,26 +205,24 @@ def check_state(
 
     loaded = {name: check_fits(layer, saved[name]) for name, layer in layers.items()}
 
-    for key, (_, is_skipped) in differences(skips, state).items():
-        if is_skipped:
-            which = key.removeprefix("skip_")
-            warnings.warn(
-                f"this training began with its {which} layer masked, which stays", stacklevel=3
-            )
+    warned = [
+        f"this training began with its {key.removeprefix('skip_')} layer masked, which stays"
+        for key, (_, is_skipped) in differences(skips, state).items()
+        if is_skipped
+    ]
     plans = {
         plan
         for name, layer in layers.items()
         for plan in _changed_plans(layer, saved[name], planned_steps)
     }
-    for then, now in sorted(plans):
-        warnings.warn(
-            f"this training began with {then}, which stays; settings and plan would now make that {now}",
-            stacklevel=3,
-        )
+    warned += [
+        f"this training began with {then}, which stays; settings and plan would now make that {now}"
+        for then, now in sorted(plans)
+    ]
     if changes:
-        warnings.warn(
-            f"this training goes on with other settings: {'; '.join(sorted(changes))}", stacklevel=3
-        )
+        warned.append(f"this training goes on with other settings: {'; '.join(sorted(changes))}")
+    for text in warned:
+        warnings.warn(text, stacklevel=3)
     return {name: weight for name, weight in loaded.items() if weight is not None}
 
 
@@ -241,36 +230,31 @@ def _changed_plans(
     layer: NMLayer, state: Mapping[str, Any], planned_steps: int | None
 ) -> Iterator[tuple[str, str]]:
     """Each saved schedule of a layer that would differ if training began now, and the new one, as texts."""
-    spec = layer.spec
-    plans: list[tuple[str, str, Callable[[], str]]] = [
+    method, estimator, pattern = layer.spec.method, layer.spec.estimator, layer.spec.pattern
+    plans: list[tuple[str, Any, Callable[[], Any]]] = [
         (
-            f"{type(spec.method).__name__} scheduled at steps",
-            str(tuple(state["schedule"])),
-            lambda: str(tuple(spec.method.layer_schedule(layer, planned_steps))),
+            f"{type(method).__name__} scheduled at steps",
+            tuple(state["schedule"]),
+            lambda: tuple(method.layer_schedule(layer, planned_steps)),
         ),
         (
             "the schedule",
-            describe(saved_stages(state), spec.pattern),
-            lambda: describe(plan_stages(layer, planned_steps), spec.pattern),
+            describe(saved_stages(state), pattern),
+            lambda: describe(plan_stages(layer, planned_steps), pattern),
+        ),
+        (
+            f"{type(estimator).__name__} scheduled at steps",
+            tuple(state["estimator_schedule"]),
+            lambda: tuple(estimator.schedule(planned_steps)) if estimator else (),
         ),
     ]
-    estimator = spec.estimator
-    if estimator is not None:
-        then = str(tuple(state["estimator_schedule"]))
-        plans.append(
-            (
-                f"{type(estimator).__name__} scheduled at steps",
-                then,
-                lambda: str(tuple(estimator.schedule(planned_steps))),
-            )
-        )
     for owner, then, plan in plans:
         try:
             now = plan()
         except ValueError:
             continue  # there is no plan now, and the training that goes on needs none
         if now != then:
-            yield f"{owner} {then}", now
+            yield f"{owner} {then}", str(now)
 
 
 # --------------------------------------------------------------------------------------------------------------- apply

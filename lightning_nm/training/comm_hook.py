@@ -65,14 +65,15 @@ class CommHookState:
         layer = self._layers.get(id(parameter))
         if layer is None or layer.param is not parameter:
             return None
-        # Without a mask every entry is kept, and some methods read the gradient of pruned entries, too.
         method = layer.spec.method
-        if layer.masks.forward_view is None or method.gradient_at_pruned(layer):
-            return None
-        # Without an N the size of a message would depend on the masks.
-        if method.current_pattern(layer) is None:
-            return None
-        return layer
+        is_sparse = (
+            # Without a mask every entry is kept, and some methods read the gradient of pruned entries, too.
+            layer.masks.has_forward
+            and not method.gradient_at_pruned(layer)
+            # Without an N the size of a message would depend on the masks.
+            and method.current_pattern(layer) is not None
+        )
+        return layer if is_sparse else None
 
     def entries(self, layer: NMLayer) -> Tensor:
         """Return :func:`kept_entries` of a layer, cached until its masks change."""
@@ -95,8 +96,7 @@ def kept_entries(layer: NMLayer) -> Tensor:
     blocks = as_blocks(layer.view.rows(kept), m)
     # No two keys of a block are equal, so the order is the same in every process.
     place = torch.arange(2 * m, m, -1, dtype=torch.int16, device=blocks.device)
-    keys = torch.where(blocks, place, place - m)
-    chosen = keys.topk(pattern.n, dim=1, sorted=True).indices
+    chosen = torch.where(blocks, place, place - m).topk(pattern.n, dim=1, sorted=True).indices
     return chosen.to(torch.uint8 if m <= 256 else torch.int16)
 
 
@@ -114,59 +114,55 @@ def kept_entries_hook(
     buffer = bucket.buffer()
     parameters = bucket.parameters()
     layers = [state.sparse(parameter) for parameter in parameters]
-    full = not any(layers)
+    # On a GPU `unpack` runs on another stream: it may only use tensors that outlive it, as those of state and bucket.
+    entries = [None if layer is None else state.entries(layer) for layer in layers]
     grads: list[Tensor] = []
     message = buffer
-    if not full:
+    if any(layers):
         grads = list(map(_as_stored, bucket.gradients(), parameters))
-        parts = [_pack(grad, layer, state) for grad, layer in zip(grads, layers, strict=True)]
-        message = torch.cat(parts)
+        message = torch.cat(list(map(_pack, grads, layers, entries)))
     # Divided before they are sent: half precision would overflow by the sum.
     message = message.div_(dist.get_world_size(state.group))
     message = message.to(state.dtype or message.dtype)
     state.sent += message.numel() * message.element_size()
     state.dense += sum(parameter.numel() for parameter in parameters) * buffer.element_size()
-    # On a GPU `unpack` runs on another stream: it may only use tensors that outlive it, as those of state and bucket.
-    entries = [None if layer is None else state.entries(layer) for layer in layers]
 
     def unpack(future: torch.futures.Future[Any]) -> Tensor:
         mean: Tensor = future.value()[0]
-        if full:
-            if mean is buffer:
-                return buffer
-            return buffer.copy_(mean)
-        start = 0
-        for grad, layer, positions in zip(grads, layers, entries, strict=True):
-            sent = grad if positions is None else positions
-            part = mean[start : start + sent.numel()]
-            start += sent.numel()
+        if not grads:
+            return buffer if mean is buffer else buffer.copy_(mean)
+        sizes = [
+            (grad if positions is None else positions).numel()
+            for grad, positions in zip(grads, entries, strict=True)
+        ]
+        for grad, layer, positions, part in zip(
+            grads, layers, entries, mean.split(sizes), strict=True
+        ):
             if layer is None or positions is None:
                 grad.copy_(part.view(grad.shape))
             else:
                 grad.copy_(_unpack(part.to(grad.dtype), layer, positions))
         return buffer
 
-    work = dist.all_reduce(message, group=state.group, async_op=True)
-    return work.get_future().then(unpack)
+    return dist.all_reduce(message, group=state.group, async_op=True).get_future().then(unpack)
 
 
 def _as_stored(grad: Tensor, parameter: Tensor) -> Tensor:
     """View a bucket's gradient, which claims to be row-major, in the memory order of its parameter."""
     # empty_like() keeps the strides of a parameter without gaps alone.
-    has_no_gaps = torch.empty_like(parameter, device="meta").stride() == parameter.stride()
-    if not has_no_gaps:
+    if torch.empty_like(parameter, device="meta").stride() != parameter.stride():
         return grad
     return grad.as_strided(parameter.shape, parameter.stride())
 
 
-def _pack(grad: Tensor, layer: NMLayer | None, state: CommHookState) -> Tensor:
+def _pack(grad: Tensor, layer: NMLayer | None, positions: Tensor | None) -> Tensor:
     """The part of a gradient that is sent, one-dimensional."""
-    if layer is None:
+    if layer is None or positions is None:
         return grad.reshape(-1)
     kept = layer.masks.forward_view
     assert kept is not None
     m = layer.pattern.m
-    positions = state.entries(layer).long()
+    positions = positions.long()
     values = as_blocks(layer.view.rows(grad), m).gather(1, positions)
     # Blocks that keep fewer than N entries are filled up with pruned ones, whose average is to be 0.
     is_kept = as_blocks(layer.view.rows(kept), m).gather(1, positions)

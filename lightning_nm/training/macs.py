@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from typing import Any
 
@@ -33,30 +34,41 @@ def can_watch(model: nn.Module) -> bool:
 class WatchingHook:
     """A hook of a module that does nothing in copies of the module: they are not watched."""
 
-    def __init__(self, call: Callable[..., None] | None = None) -> None:
+    def __init__(self, call: Callable[..., None] = lambda *_: None) -> None:
         self.call = call
 
     def __call__(self, *args: Any) -> None:
         """Run what is given at the start, but in copies."""
-        if self.call is not None:
-            self.call(*args)
+        self.call(*args)
 
     def __reduce__(self) -> Any:
         return WatchingHook, ()
 
 
-class MacsCounter:
+class MacsCounter(TorchDispatchMode):
     """Adds up the dense forward multiply-adds of each weight, until it is closed.
 
     Weights of kinds that have an adapter are counted by their modules' forward hooks, one by one. Products with any
-    other weight are counted by torch's formulas for operators, in models without compiled or sharded parts: together as
-    :data:`OTHERS`, those of experts that are not masked one by one, and those of a weight that other code reads, as in
-    ``F.linear(x, layer.weight)``, under the layer's name and :data:`READ`. Products of two activations, as in
-    attention, are not counted. Batches, and several calls of a module in one batch, are added up, so only the shares of
-    the counts have a meaning.
+    other weight are counted by torch's formulas for operators: together as :data:`OTHERS`, those of experts that are
+    not masked one by one, and those of a weight that other code reads, as in ``F.linear(x, layer.weight)``, under the
+    layer's name and :data:`READ`. Products of two activations, as in attention, are not counted. Batches, and several
+    calls of a module in one batch, are added up, so only the shares of the counts have a meaning.
+
+    As a mode it is active within calls of the model's modules, from the outermost call to its end. A loop may call any
+    modules of the model itself, so all of them have hooks. Operators are not watched in a model with compiled parts,
+    whose layers cannot be told apart, nor in one with sharded weights, nor by a torch in which modes prevent
+    compilation.
     """
 
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Torch turns the mode off while it compiles: functions are compiled as without it."""
+        return True
+
     def __init__(self, model: nn.Module) -> None:
+        super().__init__()
         self.macs: dict[str, int] = {}
         self.least: dict[str, int] = {}
         """The multiply-adds of the smallest call in training mode."""
@@ -80,7 +92,7 @@ class MacsCounter:
             # The calls of a derived class with a forward of its own may take and return anything.
             has_own_forward = original_class(module).forward is not handled.forward
             by_operators = adapter.wraps_forward or has_own_forward
-            if adapter.wraps_forward or not by_operators:
+            if adapter.wraps_forward or not has_own_forward:
                 hook = WatchingHook(partial(self._count_call, name, adapter))
                 self._handles[module] = module.register_forward_hook(hook, with_kwargs=True)
             if not by_operators:
@@ -91,40 +103,36 @@ class MacsCounter:
                 self._names.setdefault(weight, key)
                 if by_operators:
                     self._keys[weight, id(module)] = spec.parameter, key
-        self._calls = _OtherProducts(model, self)
-
-    def is_counting(self) -> bool:
-        """Whether the operators that run now are those of a module whose hook counts its products."""
-        return bool(self._calls.open) and id(self._calls.open[-1]) in self._count_themselves
-
-    def key_of(self, weight: nn.Parameter) -> str:
-        """Return the key for a product with a weight now; ``"known"`` if the hook of a module counts it."""
-        for module in self._calls.open:
-            found = self._keys.get((id(weight), id(module)))
-            if found is not None:
-                parameter, key = found
-                # The module's own hook counts what is masked.
-                is_masked = isinstance(module, Adapter) and parameter in module.nm_layers
-                return "known" if is_masked else key
-        name = self._names.get(id(weight))
-        return OTHERS if name is None else name + READ
+        self._open: list[nn.Module] = []  # whose calls have not ended, from the outermost one
+        # Tensors that were made of weights alone, and what _kind() says of them.
+        self._made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        # No dict: the hash of a metric changes.
+        self._watched: list[tuple[nn.Module, list[RemovableHandle]]] = []
+        self._watching = can_watch(model) and not any(map(is_sharded, model.parameters()))
+        for module in model.modules() if self._watching else ():
+            if not isinstance(module, torch.jit.ScriptModule):
+                enter = module.register_forward_pre_hook(WatchingHook(self._enter_call))
+                leave = module.register_forward_hook(
+                    WatchingHook(self._leave_call), always_call=True
+                )
+                self._watched.append((module, [enter, leave]))
 
     def watch_step(self) -> None:
         """Count the operators outside of the modules' calls, too, until :meth:`close`: those of a training step."""
-        self._calls.enter(self._model)
+        self._enter_call(self._model)
 
     def hidden(self) -> set[nn.Module]:
-        """Return watched modules that were not seen and are part of a compiled module of the model."""
-        parts = compiled_parts(self._model)
-        return {module for part in parts for module in part.modules()} & (
-            self._handles.keys() - self._seen
-        )
+        """Return counted modules that were not seen and are part of a compiled module of the model."""
+        return set(self._compiled()) & (self._handles.keys() - self._seen)
+
+    def _compiled(self) -> list[nn.Module]:
+        return [module for part in compiled_parts(self._model) for module in part.modules()]
 
     def end_batch(self) -> None:
         """Stop counting after a batch; the counts of a model with hidden parts are dropped as incomplete."""
         hidden = self.hidden()
         self._over = True
-        self._calls.close()
+        self._stop_watching()
         if hidden:
             self.macs.clear()
             self.least.clear()
@@ -134,18 +142,29 @@ class MacsCounter:
 
     def close(self) -> None:
         """Remove all hooks."""
-        self._calls.close()
+        self._stop_watching()
         for handle in self._handles.values():
             handle.remove()
         self._handles.clear()
+
+    def _stop_watching(self) -> None:
+        """Count no more operators. Hooks within compiled parts stay: without them, graphs would be compiled again."""
+        self._watching = False
+        if self._open:  # an interruption left calls without their end
+            self._open.clear()
+            self.__exit__(None, None, None)
+        compiled = {id(module) for module in self._compiled()}
+        for module, handles in self._watched:
+            for handle in handles if id(module) not in compiled else ():
+                handle.remove()
 
     def _count_call(
         self,
         name: str,
         adapter: type[Adapter],
         module: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        args: Any,
+        kwargs: Any,
         output: Any,
     ) -> None:
         # A compiled graph must not depend on a counter.
@@ -156,121 +175,73 @@ class MacsCounter:
             key = layer_name(name, spec.parameter)
             cost = adapter.macs(module, spec.parameter, args, kwargs, output)
             # Without one its operators are counted, where they are watched. That it was called is known in any case.
-            self.add(key, cost or 0)
+            self._add(key, cost or 0)
             if cost is not None and module.training:
                 self.least[key] = min(cost, self.least.get(key, cost))
         if isinstance(module, Adapter):
             return  # it calls its children, whose own hooks count
         for child in adapter.reads_children:
             key = f"{name}.{child}".lstrip(".")
-            self.add(key, adapter.macs_of_child(module, child, output))
+            self._add(key, adapter.macs_of_child(module, child, output))
 
-    def add(self, key: str, cost: int) -> None:
-        """Add multiply-adds."""
+    def _add(self, key: str, cost: int) -> None:
         if not self.known:
             self.macs[key] = self.macs.get(key, 0) + cost
 
-
-class _OtherProducts(TorchDispatchMode):
-    """Counts products with a parameter, or with what was made of parameters alone, but for those of known modules.
-
-    The mode is active within calls of the model's modules, from the outermost call to its end. A loop may call any
-    modules of the model itself, so all of them have hooks, until :meth:`close`. A model with compiled parts is not
-    watched, because compiled layers cannot be told apart; nor is one with sharded weights, nor any model by a torch in
-    which modes prevent compilation.
-    """
-
-    supports_higher_order_operators = True
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Torch turns the mode off while it compiles: functions are compiled as without it."""
-        return True
-
-    def __init__(self, model: nn.Module, counter: MacsCounter) -> None:
-        super().__init__()
-        self.counter = counter
-        self.open: list[nn.Module] = []
-        """The modules whose calls have not ended, from the outermost one."""
-        self.active = can_watch(model) and not any(map(is_sharded, model.parameters()))
-        self._made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        # No dict: the hash of a metric changes.
-        self._handles: list[tuple[nn.Module, list[RemovableHandle]]] = []
-        self._model = model
-        if not self.active:
-            return
-        for module in model.modules():
-            if not isinstance(module, torch.jit.ScriptModule):
-                enter = module.register_forward_pre_hook(WatchingHook(self.enter))
-                leave = module.register_forward_hook(WatchingHook(self.leave), always_call=True)
-                self._handles.append((module, [enter, leave]))
-
-    def close(self) -> None:
-        """Stop watching. Hooks within compiled parts stay: without them, graphs would be compiled again."""
-        self.active = False
-        if self.open:  # an interruption left calls without their end
-            self.open.clear()
-            self.__exit__(None, None, None)
-        compiled = {id(module) for part in compiled_parts(self._model) for module in part.modules()}
-        for module, handles in self._handles:
-            for handle in handles if id(module) not in compiled else ():
-                handle.remove()
-        self._handles = [
-            (module, handles) for module, handles in self._handles if id(module) in compiled
-        ]
-
-    def enter(self, module: nn.Module, *_: Any) -> None:
+    def _enter_call(self, module: nn.Module, *_: Any) -> None:
         """A module is called."""
-        if torch.compiler.is_compiling() or not self.active:
+        if torch.compiler.is_compiling() or not self._watching:
             return
-        if not self.open:
+        if not self._open:
             if compiled_parts(self._model):  # by now
                 return
             self.__enter__()
-        self.open.append(module)
+        self._open.append(module)
 
-    def leave(self, *_: Any) -> None:
+    def _leave_call(self, *_: Any) -> None:
         """The call of a module ended, perhaps by an exception."""
-        if torch.compiler.is_compiling() or not self.open:
+        if torch.compiler.is_compiling() or not self._open:
             return
-        self.open.pop()
-        if not self.open:
+        self._open.pop()
+        if not self._open:
             self.__exit__(None, None, None)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
-        if self.counter._over or isinstance(func, torch._ops.HigherOrderOperator):
+        if self._over or isinstance(func, torch._ops.HigherOrderOperator):
             return output
-        if self.counter.is_counting():
-            return output
+        if self._open and id(self._open[-1]) in self._count_themselves:
+            return output  # the module's hook counts its products
         if func._overloadpacket is torch.ops.aten.embedding:
             return output  # rows that tokens chose are activations
         kinds = [self._kind(leaf) for leaf in _tensors((args, kwargs))]
-        kinds_of_weights = [kind for kind in kinds if kind]
-        if not kinds_of_weights:
+        if not any(kinds):
             return output
+        kind = "known" if "known" in kinds else next(filter(None, kinds))
         cost = _cost(func._overloadpacket, args, kwargs, output)
         if cost:
-            if "known" not in kinds:
-                self.counter.add(kinds_of_weights[0], cost)
-            return output
+            if kind != "known":
+                self._add(kind, cost)
         # What is made of weights alone is one of them, too, and so is W_F: it is made of a known weight and its mask.
-        made_kind = ""
-        if "known" in kinds:
-            made_kind = "known"
-        elif len(kinds_of_weights) == len(kinds):
-            made_kind = kinds[0]
-        if made_kind:
+        elif kind == "known" or all(kinds):
             for made in _tensors(output):
-                self._made[made] = made_kind
+                self._made[made] = kind
         return output
 
     def _kind(self, tensor: Tensor) -> str:
-        """``"known"``, or the key of the counts, for weights and what was made of them; empty for activations."""
+        """The key of a weight, also for what was made of it; ``"known"`` if a module's hook counts it; else empty."""
         if not isinstance(tensor, nn.Parameter) or tensor.dim() < 2:
             return self._made.get(tensor, "")
-        return self.counter.key_of(tensor)
+        for module in self._open:
+            found = self._keys.get((id(tensor), id(module)))
+            if found is not None:
+                parameter, key = found
+                # The module's own hook counts what is masked.
+                is_masked = isinstance(module, Adapter) and parameter in module.nm_layers
+                return "known" if is_masked else key
+        name = self._names.get(id(tensor))
+        return OTHERS if name is None else name + READ
 
 
 def forward_macs(model: nn.Module, inputs: Any) -> dict[str, int]:
@@ -280,24 +251,18 @@ def forward_macs(model: nn.Module, inputs: Any) -> dict[str, int]:
         model: The model, without masks; the mode of each module is restored.
         inputs: A tensor, a tuple of positional arguments or a dictionary of keyword arguments.
     """
-    args: tuple[Any, ...] = (inputs,)
-    kwargs: dict[str, Any] = {}
-    if isinstance(inputs, tuple):
-        args = inputs
-    elif isinstance(inputs, dict):
-        args = ()
-        kwargs = inputs
-    counter = MacsCounter(model)
-    was_training = {module: module.training for module in model.modules()}
+    # Not `model.train(...)` afterwards: submodules may be in different modes.
+    training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        with torch.no_grad():
-            model(*args, **kwargs)
+        with torch.no_grad(), closing(MacsCounter(model)) as counter:
+            if isinstance(inputs, dict):
+                model(**inputs)
+            else:
+                model(*(inputs if isinstance(inputs, tuple) else (inputs,)))
     finally:
-        counter.close()
-        # Not `model.train(...)`: submodules may have been in different modes.
-        for module, mode in was_training.items():
-            module.training = mode
+        for module in training:
+            module.training = True
     return counter.macs
 
 

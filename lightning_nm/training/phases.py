@@ -120,11 +120,10 @@ def choose_masks(
     plan_schedules(layers, saved, planned_steps, clock)
     for layer in layers:
         state = saved.get(layer.name)
-        init_hook = type(layer.spec.method).init_masks
         # A saved state replaces all that the package's own methods do there, such as a long search. What a method from
         # outside prepares is not known.
-        is_restored = str(init_hook.__module__).startswith("lightning_nm.")
-        if is_restored and state and not differences_of_layer(layer, state)[0]:
+        is_own = str(type(layer.spec.method).init_masks.__module__).startswith("lightning_nm.")
+        if is_own and state and not differences_of_layer(layer, state)[0]:
             layer.adopt(saved_layer(layer, state))
         else:
             with layer.full():
@@ -182,8 +181,7 @@ def zero_pruned_state(layer: NMLayer, kept: Tensor, optimizers: Iterable[Optimiz
 
 def finished_phases(layers: Sequence[NMLayer]) -> list[str]:
     """Methods and estimators whose dense phase at the end of training has begun, as sentences."""
-    # A dict keeps the order and drops what several layers share.
-    found: dict[str, None] = {}
+    found = []
     for layer in layers:
         progress = layer.progress
         method = layer.spec.method
@@ -194,14 +192,14 @@ def finished_phases(layers: Sequence[NMLayer]) -> list[str]:
         for owner, window in windows:
             # A window of two steps ends where the dense phase begins.
             if getattr(owner, "dense_end", 0) and len(window) == 2 and progress.clock >= window[1]:
-                name = type(owner).__name__
-                found[f"{name} is in the dense phase that began at training step {window[1]}"] = (
-                    None
+                found.append(
+                    f"{type(owner).__name__} is in the dense phase that began at training step {window[1]}"
                 )
         if progress.is_dense and not progress.has_more_stages:
-            began = progress.stages[-1][0]
-            found[f"the schedule's dense end began at training step {began}"] = None
-    return list(found)
+            found.append(
+                f"the schedule's dense end began at training step {progress.stages[-1][0]}"
+            )
+    return list(dict.fromkeys(found))  # several layers share them
 
 
 # ----------------------------------------------------------------------------------- planned costs
@@ -234,21 +232,18 @@ def charge_plan(layers: Sequence[NMLayer], planned_steps: int | None) -> None:
     for layer in layers:
         progress = layer.progress
         steps = planned_steps or _UNPLANNED
-        moments = {0, steps}
-        begins = [begin for begin, _ in progress.stages]
-        for moment in (*progress.schedule, *progress.estimator_schedule, *begins):
-            if 0 < moment < steps:
-                moments.add(moment)
-        looks = set()
+        updates = {*progress.schedule}
         if "current_pattern" in layer.spec.method.defined_hooks():
-            looks = {steps * k // _LOOKS for k in range(1, _LOOKS)}
-        for start, stop in pairwise(sorted(moments | looks)):
+            updates |= {steps * k // _LOOKS for k in range(1, _LOOKS)}
+        begins = {begin for begin, _ in progress.stages}
+        moments = {*progress.estimator_schedule} | begins | updates
+        within = {moment for moment in moments if 0 < moment < steps}
+        for start, stop in pairwise(sorted({0, steps} | within)):
             progress.go_to(start)
-            updates = start in progress.schedule or start in looks
             with layer.full():
                 if start and progress.begins_stage:
                     begin_stage(layer)
-                elif start and updates and not progress.is_dense:
+                elif start and start in updates and not progress.is_dense:
                     layer.spec.method.update(layer)
             dense = _dense_gradients(layer, start, stop, turns)
             progress.go_to(start)
@@ -296,28 +291,23 @@ def refuse_late_sharding(layers: Iterable[NMLayer]) -> None:
     """Refuse weights that were sharded after their masks were installed, by a ``RuntimeError``."""
     for layer in layers:
         if is_sharded(layer.param) and not layer.view.is_sharded:
-            fault = f"the weight of layer '{layer.name}' was sharded after its masks were installed"
             raise RuntimeError(
-                f"{fault}: call fully_shard or parallelize_module first, then attach()"
+                f"the weight of layer '{layer.name}' was sharded after its masks were installed: call fully_shard or "
+                "parallelize_module first, then attach()"
             )
-
-
-def trained_dense(layers: Iterable[NMLayer]) -> dict[str, str]:
-    """The layers whose weight is trained dense, and why: only GEMMs of the backward pass are N:M."""
-    return {
-        layer.name: layer.spec.forward_reason
-        for layer in layers
-        if layer.spec.forward_reason and layer.spec.method.sparse_forward
-    }
 
 
 def told_as_dense(layers: Iterable[NMLayer]) -> str:
     """What is said of layers whose weight is trained dense, alike ones as one; empty if there are none."""
-    told = [f"{quoted(name)}: {reason}" for name, reason in grouped(trained_dense(layers).items())]
-    if not told:
-        return ""
-    return (
+    rows = [
+        (layer.name, layer.spec.forward_reason)
+        for layer in layers
+        if layer.spec.forward_reason and layer.spec.method.sparse_forward
+    ]
+    told = [f"{quoted(name)}: {reason}" for name, reason in grouped(rows)]
+    text = (
         "the trained weights of these layers will be dense, only GEMMs of their backward pass are N:M: "
         f"{some_of(told)}. Give them another pattern by `rules`, pad their inputs to a multiple of M, or name them in "
         "`exclude`"
     )
+    return text if told else ""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Hashable, Iterable, Sequence
+from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_nm.functional.random import fold_seed
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.spelling import some_of
 
@@ -49,40 +50,23 @@ def _fingerprint(layer: NMLayer) -> dict[str, Any]:
     }
 
 
-@torch.no_grad()
-def checksum(layer: NMLayer) -> Tensor:
-    """Return a checksum of all that must be equal in all processes, int64 [4].
-
-    The words are of the settings and counters, both masks, the permutation, and the parameters that the method owns. A
-    change of up to eight neighbouring bytes always changes the word, any other one almost certainly.
-    """
-    settings = _settings([layer]).to(layer.param.device)
-    parameters = _sum(layer, layer.parameters.values())
-    return torch.cat([settings, _of_masks(layer), parameters[None]])
-
-
-def _settings(layers: Iterable[NMLayer]) -> Tensor:
-    """The first word of each layer's checksum, on the CPU."""
-    words = []
-    for layer in layers:
-        text = repr(_fingerprint(layer))
-        digest = hashlib.sha256(text.encode()).digest()
-        words.append(int.from_bytes(digest[:8], "little", signed=True))
-    return torch.tensor(words, dtype=torch.int64)
-
-
 # The words of a layer's masks, and the state of the masks that they belong to.
 _WORDS: WeakKeyDictionary[NMLayer, tuple[Hashable, Tensor]] = WeakKeyDictionary()
 
 
-def _of_masks(layer: NMLayer) -> Tensor:
-    """The words of the masks and of the permutation; unchanged ones are not read again."""
+@torch.no_grad()
+def checksum(layer: NMLayer) -> Tensor:
+    """Return a checksum of the tensors that must be equal in all processes, int64 [3].
+
+    Unchanged masks are not read again. The words are of both masks, the permutation, and the parameters that the method
+    owns. A change of up to eight neighbouring bytes always changes the word, any other one almost certainly.
+    """
     state = layer.masks.cache_key
     if layer not in _WORDS or _WORDS[layer][0] != state:
         tensors = (layer.masks.bits, layer.masks.permutation)
         words = [_sum(layer, [] if tensor is None else [tensor]) for tensor in tensors]
         _WORDS[layer] = state, torch.stack(words)
-    return _WORDS[layer][1]
+    return torch.cat([_WORDS[layer][1], _sum(layer, layer.parameters.values())[None]])
 
 
 def _sum(layer: NMLayer, tensors: Iterable[Tensor]) -> Tensor:
@@ -90,13 +74,11 @@ def _sum(layer: NMLayer, tensors: Iterable[Tensor]) -> Tensor:
     total = torch.zeros((), dtype=torch.int64, device=layer.param.device)
     for tensor in tensors:
         data = tensor.detach().contiguous().flatten().view(torch.uint8)
-        padding = -len(data) % 8
-        words = torch.nn.functional.pad(data, (0, padding)).view(torch.int64)
+        words = torch.nn.functional.pad(data, (0, -len(data) % 8)).view(torch.int64)
         # The order and the lengths of the tensors count, too.
         total = total * _LENGTH_FACTOR + len(data)
         for start in range(0, len(words), _CHUNK):
-            chunk = words[start : start + _CHUNK]
-            total = total + mix(chunk, start).sum()
+            total = total + mix(words[start : start + _CHUNK], start).sum()
     return total
 
 
@@ -112,8 +94,7 @@ def mix(words: Tensor, start: int = 0) -> Tensor:
 
 def _shifted(words: Tensor, bits: int) -> Tensor:
     """A logical shift to the right: torch's own keeps the sign of int64, and would not be one-to-one here."""
-    kept_bits = (1 << (64 - bits)) - 1
-    return (words >> bits) & kept_bits
+    return (words >> bits) & ((1 << (64 - bits)) - 1)
 
 
 @torch.no_grad()
@@ -133,11 +114,9 @@ def compare_ranks(layers: Iterable[NMLayer], group: dist.ProcessGroup | None = N
         return
     layers = list(layers)
     device = layers[0].param.device if layers else torch.device("cpu")
-    words = [_settings(layers).to(device, non_blocking=True)]
-    for layer in layers:
-        parameters = _sum(layer, layer.parameters.values())
-        words += [_of_masks(layer).to(device), parameters[None].to(device)]
-    total = mix(torch.cat(words)).sum()
+    settings = fold_seed(repr([_fingerprint(layer) for layer in layers]))
+    words = [checksum(layer).to(device) for layer in layers]
+    total = mix(torch.cat([settings.to(device, non_blocking=True), *words])).sum()
     # ~x falls as x rises, so one maximum gives the largest and the smallest.
     extremes = torch.stack([total, ~total])
     dist.all_reduce(extremes, dist.ReduceOp.MAX, group)
@@ -147,9 +126,8 @@ def compare_ranks(layers: Iterable[NMLayer], group: dist.ProcessGroup | None = N
     # Every process gathers all words and settings, and names the differences.
     own = {}
     for layer in layers:
-        _, masks, permutation, parameters = checksum(layer).tolist()
-        tensors = {"masks": masks, "permutation": permutation, "parameters": parameters}
-        own[layer.name] = _fingerprint(layer) | tensors
+        tensors = zip(("masks", "permutation", "parameters"), checksum(layer).tolist(), strict=True)
+        own[layer.name] = _fingerprint(layer) | dict(tensors)
     everyone: list[Any] = [None] * processes(group)
     dist.all_gather_object(everyone, own, group)
     differences = _differences(everyone) or ["their layers come in another order"]
@@ -162,11 +140,8 @@ def compare_ranks(layers: Iterable[NMLayer], group: dist.ProcessGroup | None = N
 
 def _differences(everyone: Sequence[dict[str, dict[str, Any]]]) -> list[str]:
     """What differs between the layers of processes, as sentences; by rank and layer name, what each has."""
-    names: dict[str, None] = {}  # in the order in which they occur
-    for layers in everyone:
-        names.update(dict.fromkeys(layers))
     found = []
-    for name in names:
+    for name in dict.fromkeys(chain.from_iterable(everyone)):  # in the order in which they occur
         missing = [rank for rank, layers in enumerate(everyone) if name not in layers]
         if missing:
             found.append(f"layer '{name}' is not masked on ranks {missing}")
@@ -187,17 +162,16 @@ def reduce_gradients(layers: Iterable[NMLayer], group: dist.ProcessGroup | None 
     without a gradient in any process gets none.
     """
     world = processes(group)
-    owned = [p for layer in layers for p in layer.parameters.values() if p.requires_grad]
     if world == 1:
         return
+    owned = [p for layer in layers for p in layer.parameters.values() if p.requires_grad]
     for dtype in dict.fromkeys(p.dtype for p in owned):
         parameters = [p for p in owned if p.dtype == dtype]
         # One flag a parameter travels with the gradients: whether any process has a gradient for it.
         flags = [float(p.grad is not None) for p in parameters]
-        present = torch.tensor(flags, dtype=dtype).to(parameters[0].device)
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-        message = torch.cat([*map(torch.flatten, grads), present])
-        message.div_(world)
+        present = torch.tensor(flags, dtype=dtype).to(grads[0].device)
+        message = torch.cat([*map(torch.flatten, grads), present]).div_(world)
         dist.all_reduce(message, group=group)
         sizes = [p.numel() for p in parameters]
         *means, present_anywhere = message.split([*sizes, len(parameters)])

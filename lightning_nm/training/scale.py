@@ -115,12 +115,13 @@ class ScaledLearningRates:
         Raises:
             ValueError: With the optimizer's and a layer's name.
         """
-        known = isinstance(optimizer, _KNOWN)
-        for kind in type(optimizer).__mro__:
-            package = kind.__module__.partition(".")[0]
-            known = known or bool(_KNOWN_ELSEWHERE.fullmatch(f"{package}.{kind.__name__}"))
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         masked = [layer.name for layer in layers if id(layer.view.optimizer_param) in held]
+        names = [
+            f"{kind.__module__.partition('.')[0]}.{kind.__name__}"
+            for kind in type(optimizer).__mro__
+        ]
+        known = isinstance(optimizer, _KNOWN) or any(map(_KNOWN_ELSEWHERE.fullmatch, names))
         if masked and not known:
             name = type(optimizer).__name__
             raise ValueError(
@@ -133,8 +134,7 @@ class ScaledLearningRates:
 
     def factor(self, layer: NMLayer) -> float:
         """The factor of a layer's learning rate now; its density is 1 in a dense phase."""
-        density = kept_share(layer) if layer.masks.has_forward else 1.0
-        return self.base_density / density
+        return self.base_density / (kept_share(layer) if layer.masks.has_forward else 1.0)
 
     def view(self, optimizer: Optimizer) -> Any:
         """An optimizer that shares its state and all else with another one, but may have other groups."""
@@ -152,14 +152,12 @@ class ScaledLearningRates:
         parts: list[dict[str, Any]] = []
         origins: list[tuple[dict[str, Any], float]] = []
         for group in view.nm_of.param_groups:
-            members: dict[float, list[int]] = {}  # positions in the group, by factor
-            for position, parameter in enumerate(group["params"]):
-                members.setdefault(factors.get(id(parameter), 1.0), []).append(position)
-            for factor, positions in (members or {1.0: []}).items():
+            of_each = [factors.get(id(parameter), 1.0) for parameter in group["params"]]
+            for factor in dict.fromkeys(of_each or [1.0]):
                 part = dict(group)
-                for key in ("params", "param_names"):
-                    if key in group:
-                        part[key] = [group[key][position] for position in positions]
+                for key in group.keys() & {"params", "param_names"}:
+                    pairs = zip(group[key], of_each, strict=True)
+                    part[key] = [member for member, own in pairs if own == factor]
                 for key in _rates_of(group):
                     part[key] = group[key] * factor
                 parts.append(part)

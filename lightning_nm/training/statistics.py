@@ -59,18 +59,15 @@ def share_of_products(model: nn.Module, layers: Iterable[NMLayer]) -> float:
 
     A lookup costs no multiply-adds, so a large embedding does not lessen what masks can gain.
     """
-    looked_up = (nn.Embedding, nn.EmbeddingBag)
-    modules = [module for module in model.modules() if not isinstance(module, looked_up)]
-    sizes = {
-        id(parameter): known_size(parameter)
-        for module in modules
+    parameters = {
+        parameter
+        for module in model.modules()
+        if not isinstance(module, (nn.Embedding, nn.EmbeddingBag))
         for parameter in module.parameters(recurse=False)
     }
-    total = sum(sizes.values())
-    if not total:
-        return 1.0
-    masked = {id(layer.param) for layer in layers if layer.spec.maskable}
-    return sum(size for key, size in sizes.items() if key in masked) / total
+    masked = parameters & {layer.param for layer in layers if layer.spec.maskable}
+    total = sum(map(known_size, parameters))
+    return sum(map(known_size, masked)) / total if total else 1.0
 
 
 def layers_short_of_tokens(
@@ -105,21 +102,18 @@ def flops_ratios(
         costs: The weight that each layer of the model has in the sum; those that are not masked count as dense.
     """
     dense: dict[FlopsKind, GemmDensity] = dict.fromkeys(get_args(FlopsKind), GemmDensity())
-    ratios = {}
-    for kind in get_args(FlopsKind):
-        terms = [(float(cost), densities.get(name, dense)[kind]) for name, cost in costs.items()]
-        ratios[kind] = train_flops_ratio(terms)
-    return ratios
+    return {
+        kind: train_flops_ratio(
+            [(float(cost), densities.get(name, dense)[kind]) for name, cost in costs.items()]
+        )
+        for kind in dense
+    }
 
 
 def mean_flip_rate(layers: Sequence[NMLayer]) -> float:
     """The share of forward mask bits that a step changed, averaged over all steps so far."""
-    flips = 0
-    entries = 0
-    for layer in layers:
-        entries += layer.view.shape.numel() * max(layer.step, 1)
-        if layer.masks.total_flips is not None:
-            flips += int(layer.masks.total_flips)
+    flips = sum(int(layer.masks.total_flips or 0) for layer in layers)
+    entries = sum(layer.view.shape.numel() * max(layer.step, 1) for layer in layers)
     return flips / entries if entries else 0.0
 
 
@@ -131,12 +125,11 @@ def violations(layers: Iterable[NMLayer]) -> int:
     count = 0
     for layer in layers:
         spec = layer.spec
-        if not spec.method.sparse_forward or spec.forward_reason:
-            continue
-        rows = layer.view.rows(layer.forward_weight())
-        # Where the masks hold to no N:M now, they are compared with what they are to become.
-        pattern = spec.method.current_pattern(layer) or spec.pattern
-        count += int(count_violations(rows, pattern, dim=1))
+        if spec.method.sparse_forward and not spec.forward_reason:
+            rows = layer.view.rows(layer.forward_weight())
+            # Where the masks hold to no N:M now, they are compared with what they are to become.
+            pattern = spec.method.current_pattern(layer) or spec.pattern
+            count += int(count_violations(rows, pattern, dim=1))
     return count
 
 
@@ -146,22 +139,13 @@ def _sums(layer: NMLayer) -> list[float]:
     with layer.full():
         weight = layer.weight.detach()
         forward_weight = layer.forward_weight()
-    forward_mask = layer.masks.forward
-    backward_mask = layer.masks.backward
-    flips = layer.masks.flips
+    forward, backward, flips = layer.masks.forward, layer.masks.backward, layer.masks.flips
     size = torch.tensor(weight.numel(), dtype=torch.int64, device=weight.device)
-    kept = size if forward_mask is None else density_counts(forward_mask)[0]
-    kept_backward = kept if backward_mask is None else density_counts(backward_mask)[0]
-    if flips is None:
-        flips = torch.zeros_like(size)
-    parts = [
-        size,
-        kept,
-        kept_backward,
-        flips,
-        magnitude_sum(forward_weight),
-        magnitude_sum(weight),
-    ]
+    kept = size if forward is None else density_counts(forward)[0]
+    kept_backward = kept if backward is None else density_counts(backward)[0]
+    flips = torch.zeros_like(size) if flips is None else flips
+    magnitudes = magnitude_sum(forward_weight), magnitude_sum(weight)
+    parts = (size, kept, kept_backward, flips, *magnitudes)
     sums: list[float] = torch.stack([part.double() for part in parts]).tolist()
     if math.isnan(sums[-1]):
         raise ValueError(
@@ -173,13 +157,12 @@ def _sums(layer: NMLayer) -> list[float]:
 
 def _mask_statistics(layers: Sequence[NMLayer]) -> dict[str, float]:
     """``density``, ``flip_rate``, ``kept_magnitude`` and ``overlap`` of layers together."""
-    if not layers:  # all of them are frozen so far
-        return {"density": 1.0, "flip_rate": 0.0, "kept_magnitude": 1.0, "overlap": 1.0}
-    rows = [_sums(layer) for layer in layers]
-    totals = [sum(column) for column in zip(*rows, strict=True)]
+    nothing = [0.0] * 6
+    totals = [sum(column) for column in zip(nothing, *map(_sums, layers), strict=True)]
     size, kept, kept_backward, flips, magnitude_kept, magnitude = totals
     return {
-        "density": DENSITY.exact(kept, size).item(),
+        # All layers may be frozen so far.
+        "density": DENSITY.exact(kept, size).item() if layers else 1.0,
         "flip_rate": FLIP_RATE.exact(flips, size).item(),
         "kept_magnitude": KEPT_MAGNITUDE.exact(magnitude_kept, magnitude).item(),
         "overlap": OVERLAP.exact(kept_backward, kept).item(),
@@ -191,8 +174,7 @@ def _gradient_statistics(layers: Sequence[NMLayer]) -> dict[str, float]:
     observed = [layer.progress.observed for layer in layers if layer.progress.observed is not None]
     if not observed:
         return {}
-    device = observed[0].device
-    totals = torch.stack([sums.to(device) for sums in observed]).sum(0)
+    totals = torch.stack([sums.to(observed[0].device) for sums in observed]).sum(0)
     exact, error, nonzeros, entries = totals.tolist()
     if not entries:
         return {}

@@ -39,7 +39,7 @@ def digits():
 
 def test_an_order_is_a_function_of_seed_and_epoch():
     def order(seed, epoch):
-        sampler = SeededSampler(range(100), seed)
+        sampler = SeededSampler(range(100), 1, 0, seed=seed)
         sampler.set_epoch(epoch)
         return tuple(sampler)
 
@@ -53,7 +53,7 @@ def test_an_order_is_a_function_of_seed_and_epoch():
 
 @pytest.mark.parametrize("start", [0, 1, 6, 10])
 def test_a_pass_leaves_out_its_start_once(start):
-    whole, resumed = SeededSampler(range(10), 3), SeededSampler(range(10), 3)
+    whole, resumed = (SeededSampler(range(10), 1, 0, seed=3) for _ in range(2))
     resumed.start = start
     iterator = iter(resumed)
     resumed.set_epoch(0)
@@ -67,8 +67,8 @@ def test_a_pass_leaves_out_its_start_once(start):
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 def test_processes_share_an_order(replicas):
     """Each takes every R-th sample of one order, which begins again so that all get equally many."""
-    whole = list(SeededSampler(range(10), 3))
-    parts = [list(SeededSampler(range(10), 3, replicas, rank)) for rank in range(replicas)]
+    whole = list(SeededSampler(range(10), 1, 0, seed=3))
+    parts = [list(SeededSampler(range(10), replicas, rank, seed=3)) for rank in range(replicas)]
     joined = [index for group in zip(*parts, strict=True) for index in group]
     assert joined == (whole + whole)[: len(joined)]
 

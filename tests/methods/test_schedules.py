@@ -27,9 +27,10 @@ from lightning_nm import (
     TransposableMask,
 )
 from lightning_nm import functional as nmf
-from lightning_nm.callbacks.checks import has_schedule
+from lightning_nm.callbacks.checks import is_scheduled
 from lightning_nm.callbacks.tables import hyperparameters, print_layers
 from lightning_nm.nn.costs import mean_densities
+from lightning_nm.nn.selection import Rule
 from lightning_nm.schedule import DENSE, FINAL, Schedule, stage_at
 from lightning_nm.short_names import MethodName, resolve_method
 from lightning_nm.training.phases import charge_plan, finished_phases
@@ -448,7 +449,7 @@ def test_entries_that_a_narrower_pattern_prunes_are_counted_as_flips(method):
 def test_what_a_message_tells_to_write_needs_no_length(name):
     """All shares that a method has by default are replaced at once."""
     method = resolve_method(name)
-    if not has_schedule(method):
+    if not is_scheduled(Rule(None, NMPattern(2, 4), method)):
         return
     with pytest.raises(ValueError, match="not known: write") as error:
         method.schedule(planned_steps=None)

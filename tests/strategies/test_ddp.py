@@ -115,8 +115,9 @@ def test_when_masks_are_compared(monkeypatch, every, expected, strategy):
 
 
 def test_nothing_to_keep_together_in_one_process():
-    trainer = pl.Trainer(devices=1, **OPTIONS)
-    assert ProcessConsistency.create(trainer, NMSparsifier(Net()), 1) is None
+    ranks = ProcessConsistency(pl.Trainer(devices=1, **OPTIONS).strategy, NMSparsifier(Net()), 1)
+    assert not ranks.is_parallel
+    assert ranks.every == 0
 
 
 class Flip(pl.Callback):

@@ -49,7 +49,7 @@ def test_kept_entries_arrive_and_others_are_zero(kind, pattern, layout):
             assert wire.sparse(layer.weight) is None
             continue
         assert wire.sparse(layer.weight) is layer
-        sent = _pack(grad, layer, wire)
+        sent = _pack(grad, layer, wire.entries(layer))
         assert sent.numel() == grad.numel() * layer.pattern.n // layer.pattern.m
         received = _unpack(sent, layer, wire.entries(layer))
         assert torch.equal(received, torch.where(layer.masks.forward_view, grad, 0))
@@ -76,7 +76,8 @@ def test_blocks_that_keep_fewer_are_filled_up_with_zeros(m, data):
     wire = CommHookState()
     wire.add([layer])
     assert torch.equal(
-        _unpack(_pack(grad, layer, wire), layer, wire.entries(layer)), torch.where(kept, grad, 0)
+        _unpack(_pack(grad, layer, wire.entries(layer)), layer, wire.entries(layer)),
+        torch.where(kept, grad, 0),
     )
 
 
