@@ -493,6 +493,8 @@ class NMLayer(HasHandle):
             self.view = ShardedWeight(spec.module, spec.parameter, spec.layout, wrappers)
         self.masks = LayerMasks()
         self.noise = LayerNoise(seed, spec.name, by_process=spec.tensor_parallel)
+        self.is_random = spec.estimator is not None or spec.may_draw_backward
+        """Whether backward passes draw random numbers: in the estimator, or for the backward weight."""
         self.progress = LayerProgress()
         self.costs = LayerCosts()
         self.buffers: dict[str, Tensor] = {}
@@ -637,7 +639,7 @@ class NMLayer(HasHandle):
 
     def draw_noise(self, number: int | None = None) -> None:
         """Draw the next noise of estimator and backward weight; nothing where neither is random."""
-        if self.spec.estimator is not None or self.spec.may_draw_backward:
+        if self.is_random:
             self.noise.draw(self.param.device, number)
 
     def generator(self) -> torch.Generator:

@@ -120,7 +120,8 @@ class TrainingStep:
     def before_optimizer(self, optimizer: Optimizer, loss_scale: float = 1.0) -> None:
         """Shape the complete gradients, still multiplied by ``loss_scale``, of the optimizer's layers."""
         known = self._known(optimizer)
-        self.direct_reads.check(known.layers)  # before methods add to the gradients
+        if self.direct_reads.pending:
+            self.direct_reads.check(known.layers)  # before methods add to the gradients
         known.announced = True
         if not known.in_closure:
             # A new step begins: what is left here is of one that raised an exception.
@@ -158,7 +159,8 @@ class TrainingStep:
         for layer in known.layers:
             if layer.is_frozen:
                 # The optimizer holds the weight and does not train it: the layer's counters stand still.
-                layer.draw_noise()
+                if layer.is_random:
+                    layer.draw_noise()
                 continue
             layer.costs.count_step(layer)
             layer.progress.step += 1
@@ -170,7 +172,8 @@ class TrainingStep:
                 with layer.view.full(gradient=True):
                     layer.spec.method.after_step(layer, known.optimizer)
             # A batch may hold several steps, and each needs random numbers of its own.
-            layer.draw_noise()
+            if layer.is_random:
+                layer.draw_noise()
 
     @torch.no_grad()
     def end_batch(self) -> bool:
@@ -208,7 +211,7 @@ class TrainingStep:
             layer.costs.count_step(layer)
         # Phases begin and end for all layers together, whether or not they made a step.
         begins_phase = stepped and self.clock in progress.schedule
-        begins_stage = stepped and progress.begins_stage
+        begins_stage = stepped and bool(progress.stages) and progress.begins_stage
         if has_stepped or begins_phase or begins_stage:
             had_mask = layer.masks.has_forward
             if "update" in self._hooks[layer]:
@@ -226,7 +229,8 @@ class TrainingStep:
             progress.updated_at = progress.step
             # Weights that come back by a later load find no state of before these masks.
             layer.replaced_state = None
-        layer.draw_noise()
+        if layer.is_random:
+            layer.draw_noise()
 
     def _zero_pruned_state(self, layer: NMLayer) -> None:
         """Leave optimizers nothing of the entries that are pruned from now on, where they have no latent values."""
@@ -244,7 +248,8 @@ class TrainingStep:
             self._begin_window(layer, loaded=loaded)
             if layer.progress.estimating and layer.param.requires_grad:
                 estimating.append(layer)
-        self.direct_reads.watch(self.layers)
+        if self.direct_reads.pending:
+            self.direct_reads.watch(self.layers)
         if self._observe_every and estimating:
             self._observe_some(estimating)
 
@@ -445,10 +450,11 @@ class TrainingStep:
 
     def _enter_after_clipping(self, known: RegisteredOptimizer, view: Any) -> None:
         """What happens between clipping and the optimizer's own step, which has the learning rates set here."""
-        layers = self._known(known.optimizer).layers
         if not known.announced:
-            self.direct_reads.check(layers)
-        for layer in layers:
+            self._known(known.optimizer)  # finds the layers, if parameters have joined
+            if self.direct_reads.pending:
+                self.direct_reads.check(known.layers)
+        for layer in known.layers:
             if layer.parameters and layer.is_frozen:
                 # What the method owns is frozen with the weight; freezing the module does not reach it.
                 for parameter in layer.parameters.values():
@@ -460,7 +466,7 @@ class TrainingStep:
             known.depth = 0
             raise
         if self._rates is not None:
-            self._rates.scale(view, layers)
+            self._rates.scale(view, known.layers)
 
     def _leave_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if id(optimizer) not in self._registered:
@@ -483,7 +489,10 @@ class TrainingStep:
                 return
             if announced or not changes_nothing(optimizer):
                 known.steps_in_batch += 1
-                self.forgotten.optimizer_stepped(known.layers, announced, known.steps_in_batch)
+                self.forgotten.unbaked |= bool(known.layers)
+                # The first step of a batch, after before_step(), has forgotten nothing.
+                if not announced or known.steps_in_batch > 1:
+                    self.forgotten.optimizer_stepped(known.layers, announced, known.steps_in_batch)
                 self.after_optimizer(known)
 
 

@@ -42,7 +42,6 @@ class ForgottenCalls:
         """An optimizer made a real step of these layers; ``announced``: after ``before_step()``."""
         if not layers:
             return
-        self.unbaked = True
         if not announced and "before_step" not in self._given:
             for layer in layers:
                 lost = layer.spec.method.lost_without_before_step(layer)
@@ -111,6 +110,8 @@ class DirectReads:
     def __init__(self, model: nn.Module, on_read: OnDirectRead = "error") -> None:
         self.with_gradient: set[NMLayer] = set()
         """Layers of whose weight a backward pass of this process made a gradient."""
+        self.pending = True
+        """Whether a layer is not settled yet; without one, there is nothing to watch or to check."""
         self._model = model
         self._is_error = on_read == "error"
         self._watched: dict[NMLayer, RemovableHandle] = {}
@@ -126,6 +127,7 @@ class DirectReads:
                 continue  # it may be trained later
             hook = partial(self._note, layer)
             self._watched[layer] = parameter.register_post_accumulate_grad_hook(hook)
+        self.pending = not self._settled.issuperset(layers)
 
     def _note(self, layer: NMLayer, parameter: Tensor) -> None:
         """A local backward pass made a gradient of a layer's weight."""
