@@ -95,7 +95,7 @@ def misaligned(products):
     library = products.library
     sparse.values += 1  # an address
     y = torch.empty(4, 8)
-    library.run("nm_csr_product", "NM_LINEAR", library.operands(8, 16, 4, case.x, y), sparse)
+    library.multiply("nm_csr_product", "NM_LINEAR", (8, 16, 4), sparse, y, case.x)
 
 
 def fuzz(products):

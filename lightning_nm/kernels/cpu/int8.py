@@ -20,7 +20,7 @@ from lightning_nm.functional.masks import nm_mask
 from lightning_nm.kernels.api import Convolution, GemmKernel, GemmKey, MaskedMatrix
 from lightning_nm.kernels.cpu import library
 from lightning_nm.kernels.cpu.layouts import Packed
-from lightning_nm.kernels.cpu.library import DTYPES, address, ffi
+from lightning_nm.kernels.cpu.library import DTYPES, ffi
 from lightning_nm.pattern import NMPattern
 
 # As csrc/nm.h has them.
@@ -146,11 +146,11 @@ class Int8Layout:
         )
         return dequantise_weight(integers, self.scale, dtype)
 
-    def operand(self, values: Tensor | None = None) -> Any:
+    def operand(self, values: Tensor) -> Any:
         """Return the matrix as the library takes it; the tensors must outlive the call."""
         tensors = values, self.positions, self.scale, self.offset
         n, m = self.pattern.n, self.pattern.m
-        fields = (*map(address, tensors), n, m, position_width(self.pattern))
+        fields = (*map(Tensor.data_ptr, tensors), n, m, position_width(self.pattern))
         return ffi.new("nm_int8 *", fields)
 
 
@@ -254,14 +254,10 @@ class CpuInt8Kernel(GemmKernel):
         layout, values = packed
         if not isinstance(layout, Int8Layout) or values is None:
             raise ValueError(f"{self.name} takes an Int8Layout, not a {type(layout).__name__}")
-        tokens = len(x)
-        library.check_operand(x, (tokens, layout.depth))
-        if bias is not None:
-            library.check_operand(bias, (layout.rows,), x.dtype)
-        y = x.new_empty(tokens, layout.rows)
-        dense = library.operands(layout.rows, layout.depth, tokens, x, y, bias)
-        library.run("nm_int8_product", "NM_LINEAR", dense, layout.operand(values))
-        return y
+        y = x.new_empty(len(x), layout.rows)
+        sizes = layout.rows, layout.depth, len(x)
+        sparse = layout.operand(values)
+        return library.multiply("nm_int8_product", "NM_LINEAR", sizes, sparse, y, x, bias)
 
     def conv(
         self, packed: Packed, x: Tensor, conv: Convolution, bias: Tensor | None = None
@@ -271,7 +267,7 @@ class CpuInt8Kernel(GemmKernel):
         x and the result, ``[images, out, *positions]``, are contiguous.
         """
         layout, values = _checked(packed, conv)
-        library.check_operand(x, (len(x), conv.inputs, *conv.size))
+        library.addresses(x.dtype, (x, (len(x), conv.inputs, *conv.size)))
         along_height, along_width = conv.padding
         padded = F.pad(x, (along_width, along_width, along_height, along_height))
         patches = _patches(padded, conv, taps_first=layout.taps > 1)

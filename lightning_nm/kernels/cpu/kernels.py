@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -47,34 +47,42 @@ class _CpuKernel(GemmKernel):
             return f"{key.tokens} tokens are less than an image of {key.conv}"
         return ""
 
+    def layout(self, matrix: MaskedMatrix) -> Any:
+        """Lay out the mask of a matrix."""
+        return self.layouts.of(matrix)
+
+    def pack_masked(self, matrix: MaskedMatrix, layout: Any) -> Packed:
+        """Read the values at the entries of the layout."""
+        return Packed(layout, layout.values(matrix))
+
     def linear(self, packed: Packed, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Compute ``x A^T + bias``: ``x [tokens, depth]``, ``bias [rows]``, result ``[tokens, rows]``.
 
         All are contiguous.
         """
         layout = packed.layout
-        tokens = len(x)
-        self._refuse_foreign(layout, x)
-        library.check_operand(x, (tokens, layout.depth))
-        if bias is not None:
-            library.check_operand(bias, (layout.rows,), x.dtype)
-        y = x.new_empty(tokens, layout.rows)
-        dense = library.operands(layout.rows, layout.depth, tokens, x, y, bias)
-        library.run(self.function, "NM_LINEAR", dense, layout.operand(packed.values))
-        return y
+        y = x.new_empty(len(x), layout.rows)
+        sizes = layout.rows, layout.depth, len(x)
+        return self._multiply("NM_LINEAR", packed, sizes, y, x, bias)
 
     def sampled(self, layout: _Layout, grad: Tensor, x: Tensor) -> Tensor:
         """Compute ``grad^T x`` at the entries of a mask, zero elsewhere: ``[rows, depth]``."""
-        self._refuse_foreign(layout, x)
-        library.check_operand(x, (len(grad), layout.depth))
-        library.check_operand(grad, (len(grad), layout.rows), x.dtype)
         y = x.new_empty(layout.rows, layout.depth)
-        dense = library.operands(layout.rows, layout.depth, len(x), x, y, grad=grad)
-        library.run(self.function, "NM_SAMPLED", dense, layout.operand())
-        return y
+        sizes = layout.rows, layout.depth, len(x)
+        return self._multiply("NM_SAMPLED", Packed(layout, None), sizes, y, x, grad=grad)
 
-    def _refuse_foreign(self, layout: _Layout, x: Tensor) -> None:
-        """Refuse the layout of another kernel, which the library would misread, or of another dtype."""
+    def _multiply(
+        self,
+        product: str,
+        packed: Packed,
+        sizes: tuple[int, int, int],
+        y: Tensor,
+        x: Tensor,
+        bias: Tensor | None = None,
+        grad: Tensor | None = None,
+    ) -> Tensor:
+        """Call a product, but not with the layout of another kernel, which the library would misread."""
+        layout = packed.layout
         if not isinstance(layout, self.layouts):
             raise ValueError(
                 f"{self.name} takes a {self.layouts.__name__}, not a {type(layout).__name__}"
@@ -83,6 +91,8 @@ class _CpuKernel(GemmKernel):
             raise ValueError(
                 f"an operand is {x.dtype}, but a paired layout takes torch.bfloat16 alone"
             )
+        sparse = layout.operand(packed.values)
+        return library.multiply(self.function, product, sizes, sparse, y, x, bias, grad)
 
     def _self_check(self) -> str:
         """Compare small products with float64 ones."""
@@ -149,16 +159,6 @@ class CpuPermuteKernel(_CpuKernel):
             return f"blocks of {key.pattern.m} do not fit registers of {lanes}"
         return ""
 
-    def layout(self, matrix: MaskedMatrix) -> PermuteLayout:
-        """Lay out the mask of a matrix."""
-        if matrix.pattern is None:
-            raise ValueError(f"{self.name} takes a mask of a pattern")
-        return PermuteLayout.of(matrix, matrix.pattern)
-
-    def pack_masked(self, matrix: MaskedMatrix, layout: PermuteLayout) -> Packed:
-        """Read the values at the entries of the layout."""
-        return Packed(layout, layout.values(matrix))
-
     def pack(self, matrix: Tensor) -> Packed:
         """Refuse a matrix without a mask, which a layout is made from."""
         raise NotImplementedError(f"{self.name} packs masked weights alone, see pack_masked")
@@ -173,19 +173,10 @@ class CpuCsrKernel(_CpuKernel):
 
     name = "cpu-csr"
     takes = frozenset({"n:m", "masked", "outputs"})
-    ordered = False  # a permuted mask is any mask to it
+    ordered = False  # any mask will do, so its depth stays in the order of memory
     convolutions = True
     layouts = CsrLayout
     function = "nm_csr_product"
-
-    def layout(self, matrix: MaskedMatrix) -> CsrLayout:
-        """Lay out the mask of a matrix."""
-        # Any mask will do, so the depth stays in the order of memory; `ordered` says so to callers.
-        return CsrLayout.of(matrix._replace(order=None))
-
-    def pack_masked(self, matrix: MaskedMatrix, layout: CsrLayout) -> Packed:
-        """Read the values at the entries of the layout."""
-        return Packed(layout, layout.values(matrix._replace(order=None)))
 
     def pack(self, matrix: Tensor) -> Packed:
         """Pack the nonzeros of a contiguous matrix."""
@@ -194,62 +185,38 @@ class CpuCsrKernel(_CpuKernel):
 
     def matmul(self, packed: Packed, matrix: Tensor) -> Tensor:
         """Compute ``A B``: ``B [depth, columns]``, result ``[rows, columns]``, all contiguous."""
-        self._refuse_foreign(packed.layout, matrix)
-        layout = cast("CsrLayout", packed.layout)
-        depth = layout.depth
-        given = len(matrix)
-        columns = matrix.shape[-1]
-        library.check_operand(matrix, (given, columns))
-        if given > depth:
-            raise ValueError(f"a matrix of {given} rows does not fit {depth} columns")
+        layout = packed.layout
+        given, columns = matrix.shape
+        if given > layout.depth:
+            raise ValueError(f"a matrix of {given} rows does not fit {layout.depth} columns")
         # The tokens of A may be padded with zeros, those of B not.
-        if given < depth and layout.used_depth() > given:
+        if given < layout.depth and layout.used_depth() > given:
             raise ValueError(
-                f"a matrix of {depth} columns has nonzeros beyond the {given} rows of its operand"
+                f"a matrix of {layout.depth} columns has nonzeros beyond the {given} rows of its operand"
             )
         y = matrix.new_empty(layout.rows, columns)
-        dense = library.operands(layout.rows, given, columns, matrix, y)
-        library.run(self.function, "NM_MATMUL", dense, layout.operand(packed.values))
-        return y
+        return self._multiply("NM_MATMUL", packed, (layout.rows, given, columns), y, matrix)
 
     def conv(
         self, packed: Packed, x: Tensor, conv: Convolution, bias: Tensor | None = None
     ) -> Tensor:
         """Convolve `x` with the packed ``W [out, in / groups * taps]``."""
-        _check_conv(packed.layout, conv)
-        images = len(x)
-        library.check_operand(x, (images, conv.inputs, *conv.size))
-        if bias is not None:
-            library.check_operand(bias, (conv.outputs,), x.dtype)
-        y = x.new_empty(images, conv.outputs, *conv.positions)
-        dense = library.conv_operands(conv, images, y, x, bias)
-        self._conv("NM_FORWARD", packed, dense)
-        return y
+        sparse = _conv_operand(packed, conv)
+        y = x.new_empty(len(x), conv.outputs, *conv.positions)
+        return library.convolve("NM_FORWARD", conv, len(x), sparse, y, x, bias)
 
     def conv_input(self, packed: Packed, grad: Tensor, conv: Convolution) -> Tensor:
         """Compute the gradient of a convolution's input, with W packed as for :meth:`conv`."""
-        _check_conv(packed.layout, conv)
-        images = len(grad)
-        library.check_operand(grad, (images, conv.outputs, *conv.positions))
-        dx = grad.new_empty(images, conv.inputs, *conv.size)
-        dense = library.conv_operands(conv, images, dx, grad=grad)
-        self._conv("NM_DGRAD", packed, dense)
-        return dx
+        sparse = _conv_operand(packed, conv)
+        dx = grad.new_empty(len(grad), conv.inputs, *conv.size)
+        return library.convolve("NM_DGRAD", conv, len(grad), sparse, dx, grad=grad)
 
     def conv_sampled(self, layout: CsrLayout, grad: Tensor, x: Tensor, conv: Convolution) -> Tensor:
         """Compute the gradient of a convolution's weight at the entries of a mask, zero elsewhere: as a matrix."""
-        _check_conv(layout, conv)
-        images = len(grad)
-        library.check_operand(x, (images, conv.inputs, *conv.size))
-        library.check_operand(grad, (images, conv.outputs, *conv.positions), x.dtype)
-        dw = x.new_empty(layout.rows, layout.depth)
-        dense = library.conv_operands(conv, images, dw, x, grad=grad)
         # The weight is the result, so its layout is needed alone.
-        self._conv("NM_WGRAD", Packed(layout, None), dense)
-        return dw
-
-    def _conv(self, product: str, packed: Packed, dense: Any) -> None:
-        library.run("nm_conv_product", product, dense, packed.layout.operand(packed.values))
+        sparse = _conv_operand(Packed(layout, None), conv)
+        dw = x.new_empty(layout.rows, layout.depth)
+        return library.convolve("NM_WGRAD", conv, len(grad), sparse, dw, x, grad=grad)
 
 
 def _matrix(matrix: Tensor, mask: Tensor, pattern: NMPattern | None) -> MaskedMatrix:
@@ -265,14 +232,19 @@ def _matrix(matrix: Tensor, mask: Tensor, pattern: NMPattern | None) -> MaskedMa
     )
 
 
-def _check_conv(layout: _Layout, conv: Convolution) -> None:
-    """Refuse a layout of another weight than the convolution has, and a convolution without outputs."""
+def _conv_operand(packed: Packed, conv: Convolution) -> Any:
+    """A convolution's weight as the library takes it.
+
+    Raises:
+        ValueError: If the layout is that of another weight, or the convolution has no outputs.
+    """
+    layout = packed.layout
     out, inputs, height, width = conv.weight_shape
-    taps = height * width
-    fits = layout.rows == out and layout.depth == inputs * taps
+    fits = layout.rows == out and layout.depth == inputs * height * width
     if not isinstance(layout, CsrLayout) or not fits:
         raise ValueError(
             f"a layout of {layout.rows} x {layout.depth} is not one of the convolution {conv}"
         )
     if min(conv.positions) < 1 or conv.inputs % conv.groups or conv.outputs % conv.groups:
         raise ValueError(f"the convolution {conv} does not exist")
+    return layout.operand(packed.values)

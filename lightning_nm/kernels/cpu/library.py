@@ -42,7 +42,6 @@ def _declarations() -> str:
 ffi = cffi.FFI()
 ffi.cdef(_declarations())
 ffi.cdef("int32_t torch_parallel_for(int64_t, int64_t, int64_t, nm_task, uintptr_t);")
-_OPERANDS = ffi.typeof("nm_operands *")
 
 
 @functools.cache
@@ -157,7 +156,7 @@ def parallel() -> Any:
 
 
 def threads() -> int:
-    """Threads that a call uses at most: torch's, or one where :func:`parallel` is ``None``."""
+    """Threads that a call uses at most: torch's, or one where :func:`parallel` is ``None``; see :func:`structure`."""
     return torch.get_num_threads() if parallel() is not None else 1
 
 
@@ -197,53 +196,90 @@ def _cpu_info(key: str) -> str:
 
 def structure(kind: str, *fields: Any) -> Any:
     """Return a structure of csrc/nm.h that runs on torch's threads, with the fields after those; the rest is zero."""
-    return ffi.new(kind, (parallel() or ffi.NULL, threads(), *fields))
+    loop = parallel()
+    number = 1 if loop is None else torch.get_num_threads()
+    return ffi.new(kind, (loop or ffi.NULL, number, *fields))
 
 
-def address(tensor: Tensor | None) -> int:
-    """Return a tensor's address as the library takes it, and NULL for none; the tensor must outlive the call."""
-    return 0 if tensor is None else tensor.data_ptr()
+def addresses(dtype: torch.dtype, *operands: tuple[Tensor | None, tuple[int, ...]]) -> list[int]:
+    """Addresses of dense operands, each given with its shape; NULL for ``None``. The tensors must outlive the call.
+
+    Raises:
+        ValueError: If the library would misread one: it knows neither shapes nor dtypes nor strides.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"an operand is {dtype}, not float32 or bfloat16")
+    found = []
+    for tensor, shape in operands:
+        if tensor is None:
+            found.append(0)
+            continue
+        if tensor.dtype != dtype:
+            raise ValueError(f"an operand is {tensor.dtype}, not {dtype}")
+        if tensor.device.type != "cpu" or tensor.shape != shape or not tensor.is_contiguous():
+            raise ValueError(
+                f"an operand of shape {tuple(tensor.shape)}, strides {tensor.stride()}, on {tensor.device} must be "
+                f"contiguous, of shape {shape}, on the CPU"
+            )
+        found.append(tensor.data_ptr())
+    return found
 
 
-def operands(
-    rows: int,
-    depth: int,
-    tokens: int,
-    x: Tensor,
+def multiply(
+    function: str,
+    product: str,
+    sizes: tuple[int, int, int],
+    sparse: Any,
     y: Tensor,
+    x: Tensor,
     bias: Tensor | None = None,
     grad: Tensor | None = None,
-) -> Any:
-    """Return the dense operands of a product as the library takes them; the tensors must outlive the call."""
-    # Written out: a small product takes some microseconds, and this is a fifth of it.
-    inputs = x.data_ptr(), address(bias), address(grad), y.data_ptr()
-    return structure(_OPERANDS, rows, depth, tokens, DTYPES[x.dtype], 0, *inputs)
+) -> Tensor:
+    """Call a product of a matrix ``[rows, depth]``, and return its result.
+
+    Args:
+        function: As :func:`run` takes it.
+        product: Likewise.
+        sizes: Rows, depth and tokens.
+        sparse: The matrix as the library takes it.
+        y: For the result.
+        x: ``[tokens, depth]``, or ``[depth, tokens]`` for ``"NM_MATMUL"``.
+        bias: ``[rows]``.
+        grad: ``[tokens, rows]``.
+
+    Raises:
+        ValueError: If the library would misread an operand.
+    """
+    rows, depth, tokens = sizes
+    shape = (depth, tokens) if product == "NM_MATMUL" else (tokens, depth)
+    inputs = addresses(x.dtype, (x, shape), (bias, (rows,)), (grad, (tokens, rows)))
+    dense = structure("nm_operands *", *sizes, DTYPES[x.dtype], 0, *inputs, y.data_ptr())
+    run(function, product, dense, sparse)
+    return y
 
 
-def conv_operands(
+def convolve(
+    product: str,
     conv: Convolution,
     images: int,
+    sparse: Any,
     y: Tensor,
     x: Tensor | None = None,
     bias: Tensor | None = None,
     grad: Tensor | None = None,
-) -> Any:
-    """Return the dense operands of a convolution as the library takes them; the tensors must outlive the call."""
+) -> Tensor:
+    """Call a product of a convolution, and return its result; the arguments are as those of :func:`multiply`."""
+    inputs = addresses(
+        y.dtype,
+        (x, (images, conv.inputs, *conv.size)),
+        (bias, (conv.outputs,)),
+        (grad, (images, conv.outputs, *conv.positions)),
+    )
     sizes = conv.size, conv.kernel, conv.stride, conv.padding, conv.dilation, conv.positions
     channels = conv.inputs, conv.outputs, conv.groups
-    addresses = address(x), address(bias), address(grad), address(y)
-    return structure("nm_conv *", images, *channels, *sizes, DTYPES[y.dtype], 0, *addresses)
-
-
-def check_operand(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> None:
-    """Refuse what the library would misread: it takes addresses, and knows neither dtypes nor strides."""
-    if tensor.dtype not in DTYPES or (dtype is not None and tensor.dtype != dtype):
-        raise ValueError(f"an operand is {tensor.dtype}, not {dtype or 'float32 or bfloat16'}")
-    if tensor.device.type != "cpu" or tuple(tensor.shape) != shape or not tensor.is_contiguous():
-        raise ValueError(
-            f"an operand of shape {tuple(tensor.shape)}, strides {tensor.stride()}, on {tensor.device} must be "
-            f"contiguous, of shape {shape}, on the CPU"
-        )
+    fields = images, *channels, *sizes, DTYPES[y.dtype], 0, *inputs, y.data_ptr()
+    run("nm_conv_product", product, structure("nm_conv *", *fields), sparse)
+    return y
 
 
 def run(function: str, product: str, dense: Any, sparse: Any) -> None:

@@ -236,7 +236,7 @@ def test_without_torch_s_loop_there_is_one_thread(monkeypatch):
     kernels = [kernel for kernel in KERNELS if has_kernel(kernel, library.LEVELS[library.level()])]
     with_threads = [compare(kernel, made) for kernel in kernels]
     monkeypatch.setattr(library, "parallel", lambda: None)
-    assert library.operands(1, 1, 1, made.x, made.x).threads == 1
+    assert library.structure("nm_operands *").threads == library.threads() == 1
     for kernel, expected in zip(kernels, with_threads, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(compare(kernel, made), expected, strict=True))
 
@@ -249,8 +249,7 @@ def test_torch_has_the_loop():
 
 @needs_library
 def test_a_lack_of_memory_and_of_a_kernel_are_errors(monkeypatch):
-    made = case(4, 4, 1, "2:4")
-    dense = library.operands(4, 4, 1, made.x, made.grad)
+    dense = library.structure("nm_operands *")
     sparse = library.ffi.new("nm_permute *")
     with at_level("baseline"), pytest.raises(RuntimeError, match="baseline has no such kernel"):
         library.run("nm_permute_product", "NM_LINEAR", dense, sparse)
@@ -309,10 +308,9 @@ def test_the_interpreter_ends_while_a_product_runs(threads):
 
         def work():  # the library alone: a thread that ends within torch's own operators ends the process, too
             y = torch.empty(len(made.x), layout.rows)
-            dense = library.operands(layout.rows, layout.depth, len(made.x), made.x, y)
-            sparse = layout.operand(values)
+            sizes, sparse = (layout.rows, layout.depth, len(made.x)), layout.operand(values)
             while True:
-                library.run(kernel.function, "NM_LINEAR", dense, sparse)
+                library.multiply(kernel.function, "NM_LINEAR", sizes, sparse, y, made.x)
                 running.set()
 
         for _ in range(2):
