@@ -186,7 +186,7 @@ class CpuCsrKernel(_CpuKernel):
     def matmul(self, packed: Packed, matrix: Tensor) -> Tensor:
         """Compute ``A B``: ``B [depth, columns]``, result ``[rows, columns]``, all contiguous."""
         layout = packed.layout
-        given, columns = matrix.shape
+        given, columns = len(matrix), matrix.shape[-1]
         if given > layout.depth:
             raise ValueError(f"a matrix of {given} rows does not fit {layout.depth} columns")
         # The tokens of A may be padded with zeros, those of B not.
