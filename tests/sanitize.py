@@ -95,7 +95,9 @@ def misaligned(products):
     library = products.library
     sparse.values += 1  # an address
     y = torch.empty(4, 8)
-    library.multiply("nm_csr_product", "NM_LINEAR", (8, 16, 4), sparse, y, case.x)
+    fields = 8, 16, 4, 0, 0, case.x.data_ptr(), 0, 0, y.data_ptr()
+    dense = library.structure("nm_operands *", *fields)
+    library.run("nm_csr_product", "NM_LINEAR", dense, sparse)
 
 
 def fuzz(products):

@@ -386,7 +386,7 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
 def _written_key(key: GemmKey) -> str:
     """A key as the text that names its entry in a file: its fields in JSON."""
     values = {
-        **vars(key),
+        **{field.name: getattr(key, field.name) for field in fields(key)},
         "dtype": str(key.dtype).removeprefix("torch."),
         "pattern": str(key.pattern),
     }
@@ -582,7 +582,7 @@ class KernelRegistry:
         except (torch.OutOfMemoryError, MemoryError):
             failed = ""  # of the moment, not of the kernel
         except Exception as error:
-            capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+            capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
             # A capture that failed takes no other product either.
             if kernel is self.reference or capturing:
                 raise

@@ -17,7 +17,6 @@ from lightning_nm.functional.mask_storage import BACKWARD_BIT, FORWARD_BIT
 from lightning_nm.functional.select import masked
 from lightning_nm.kernels.api import (
     Convolution,
-    GemmKernel,
     GemmKey,
     GemmName,
     MaskedMatrix,
@@ -27,9 +26,10 @@ from lightning_nm.kernels.api import (
 )
 from lightning_nm.kernels.gpu.two_four import ALIGNMENT
 from lightning_nm.kernels.operands import in_one_pass, masked_operand, permuted_columns
-from lightning_nm.kernels.router import Product, Router, active
-from lightning_nm.nn.costs import LAYER_GEMMS, GemmKind
+from lightning_nm.kernels.router import Choice, Product, Router, active
+from lightning_nm.nn.costs import LAYER_GEMMS, GemmKind, gemms_key
 from lightning_nm.nn.layer import NMLayer, tensor_fingerprint
+from lightning_nm.nn.weight import Layout
 
 if TYPE_CHECKING:  # for the types only
     from lightning_nm.estimators.base import GradientEstimator
@@ -53,6 +53,14 @@ _DRAWN_CONVOLUTION = "no kernel takes a drawn weight of a convolution"
 _SPARSITY: dict[GemmKind, Sparsity] = {"n:m": "n:m", "masked": "masked", "outputs": "outputs"}
 
 
+class Route(NamedTuple):
+    """The active router of a call."""
+
+    router: Router
+    trains: bool = True  # whether a backward pass will follow
+    reason: str = ""  # why the call is dense all the same; empty if kernels may run it
+
+
 class Operands(NamedTuple):
     """What the three GEMMs of one call of a module are made of, besides masks and method."""
 
@@ -63,7 +71,7 @@ class Operands(NamedTuple):
     noise: Tensor | None = None  # that of the layer in the forward pass, for a drawn W_B
     rows: slice = slice(None)  # the outputs that are used: a part of a joint projection
     geometry: Geometry | None = None  # of a convolution
-    trains: bool = True  # whether a backward pass will follow
+    route: Route | None = None  # None where no router is active
     # Rows of the weight as a matrix. It is known in an operator alone, where kernels may also make dense operands.
     out: int | None = None
     dy: Any = None  # dY, of the shape of the output; None in a forward pass
@@ -71,14 +79,6 @@ class Operands(NamedTuple):
     # What one pass over dY made for two GEMMs: E(dY)^T, and dY in the order of a permuted W_B.
     estimate_ot: Tensor | None = None
     dy_in_order: Tensor | None = None
-
-
-class Choice(NamedTuple):
-    """The sparse kernel that a router chose for a GEMM."""
-
-    router: Router
-    kernel: GemmKernel
-    key: GemmKey
 
 
 # ----------------------------------------------------------------------------------------------------- one GEMM
@@ -110,8 +110,10 @@ def gemm(
     if choice is None:
         result = dense()
     else:
+        assert operands.route is not None
+        registry = operands.route.router.registry
         sparse = partial(_kernel_product, layer, which, operands, estimate, choice)
-        result = choice.router.registry.attempt(choice.kernel, choice.key, sparse, dense)
+        result = registry.attempt(choice.kernel, choice.key, sparse, dense)
         shape = list(result.shape)
         if operands.geometry is not None:
             # Kernels return dW as a matrix, and planes of height 1 for a convolution in one dimension.
@@ -158,38 +160,37 @@ def _kernel_product(
     choice: Choice,
 ) -> Tensor:
     """The product of the kernel's packed operand; see :func:`gemm`."""
-    _, kernel, key = choice
-    bias = operands.bias
+    kernel, key = choice
     # In the operator of a linear layer dY is plain already.
     dy = operands.dy if which == "forward" or key.conv is None else plain(operands.dy)
+    if which == "wgrad":
+        x = plain(operands.x)
+        if key.sparsity == "outputs":
+            # dW has the mask of the forward, and so its layout; at other entries it may be anything.
+            make = partial(masked_matrix, layer, "forward", operands.weight, key)
+            return multiply(kernel, key, _layout(layer, which, operands, choice, make), x, grad=dy)
+        estimate_ot = operands.estimate_ot
+        if estimate is not None:
+            estimate_ot = estimate.t().contiguous()
+        elif estimate_ot is None:
+            assert operands.seed is not None
+            estimate_ot, _ = _estimator(layer).estimate_transposed(layer, dy, operands.seed)
+        return multiply(kernel, key, kernel.pack(estimate_ot), x)
+    if key.drawn:
+        assert operands.noise is not None
+        drawn_io = drawn_transposed(layer, operands.weight, operands.noise, key.dtype)
+        return multiply(kernel, key, kernel.pack(plain(drawn_io)), dy)
+    packed = _packed(layer, which, operands, choice)
     if which == "forward":
-        packed = _pack(layer, which, operands, choice)
+        bias = operands.bias
         bias = None if bias is None else plain(bias)
         return multiply(kernel, key, packed, plain(operands.x), bias)
-    if which == "dgrad":
-        if key.drawn:
-            assert operands.noise is not None
-            drawn_io = drawn_transposed(layer, operands.weight, operands.noise, key.dtype)
-            return multiply(kernel, key, kernel.pack(plain(drawn_io)), dy)
-        packed = _pack(layer, which, operands, choice)
-        if key.permuted and kernel.ordered:
-            # A pack in the order of the permutation needs the columns of dY in the same order.
-            order: Any = layer.masks.permutation
-            in_order = operands.dy_in_order
-            dy = permuted_columns(dy, order) if in_order is None else in_order
-        return multiply(kernel, key, packed, dy)
-    x = plain(operands.x)
-    if key.sparsity == "outputs":
-        # dW has the mask of the forward, and so its layout; at other entries it may be anything.
-        make = partial(masked_matrix, layer, "forward", operands.weight, key)
-        return multiply(kernel, key, _layout(layer, which, choice, make), x, grad=dy)
-    estimate_ot = operands.estimate_ot
-    if estimate is not None:
-        estimate_ot = estimate.t().contiguous()
-    elif estimate_ot is None:
-        assert operands.seed is not None
-        estimate_ot, _ = _estimator(layer).estimate_transposed(layer, dy, operands.seed)
-    return multiply(kernel, key, kernel.pack(estimate_ot), x)
+    if key.permuted and kernel.ordered:
+        # A pack in the order of the permutation needs the columns of dY in the same order.
+        order: Any = layer.masks.permutation
+        in_order = operands.dy_in_order
+        dy = permuted_columns(dy, order) if in_order is None else in_order
+    return multiply(kernel, key, packed, dy)
 
 
 def _weight_gradient(operands: Operands, dy: Tensor) -> Tensor:
@@ -345,10 +346,16 @@ def masked_matrix(layer: NMLayer, which: GemmName, weight: Tensor, key: GemmKey)
 
 
 def _layout(
-    layer: NMLayer, which: GemmName, choice: Choice, matrix: Callable[[], MaskedMatrix]
+    layer: NMLayer,
+    which: GemmName,
+    operands: Operands,
+    choice: Choice,
+    matrix: Callable[[], MaskedMatrix],
 ) -> Any:
     """What a packed operand has of the masks, kept while they stand still; `matrix` makes the operand for it."""
-    router, kernel, key = choice
+    kernel, key = choice
+    assert operands.route is not None
+    router = operands.route.router
     if not router.keeps_layouts:
         return kernel.layout(matrix())
     # dgrad has a layout of its own. Those of convolutions and of other dtypes may be others.
@@ -358,37 +365,35 @@ def _layout(
     return router.kept(layer, name, stamp, lambda: kernel.layout(matrix()))
 
 
-def _pack(layer: NMLayer, which: GemmName, operands: Operands, choice: Choice) -> Any:
+def _packed(layer: NMLayer, which: GemmName, operands: Operands, choice: Choice) -> Any:
     """The packed W_F or W_B, which changes with the weight, the masks, or anything that a step does.
 
     Packs are kept for training alone: evaluation may be of other weights, swapped in where no version is counted. A
     kernel that only gathers values packs them again: nothing is gained by asking whether the weight changed.
     """
-    router, kernel, key = choice
-    weight = operands.weight
-    masks = layer.masks
+    kernel, key = choice
+    weight, masks = operands.weight, layer.masks
+    assert operands.route is not None
+    router, trains, _ = operands.route
     # The pack of a convolution is not transposed: where W_B is W_F, that of the forward serves dgrad, too.
     if key.conv is not None and layer.spec.method.selects_entries and not masks.has_backward:
         which = "forward"
-
-    def make() -> Any:
-        matrix = masked_matrix(layer, which, weight, key)
-        return kernel.pack_masked(matrix, _layout(layer, which, choice, lambda: matrix))
-
-    if router.reuse <= 1 or not operands.trains or not kernel.keeps_packs:
-        return make()
-    # Memory belongs to the stream where it was made.
-    stream = torch.cuda.current_stream(weight.device).cuda_stream if weight.is_cuda else 0
-    # Not every optimizer leaves a version of the weight, so steps count, too.
-    stamp: Hashable = (
-        tuple(tensor_fingerprint(tensor) for tensor in (weight, *layer.read_tensors())),
-        masks.cache_key,
-        layer.progress.step,
-        layer.progress.clock,
-        stream,
-    )
-    name = (kernel.name, "pack", which, key.conv is None, key.dtype)
-    return router.kept(layer, name, stamp, make)
+    if trains and router.reuse > 1 and kernel.keeps_packs:
+        # Memory belongs to the stream where it was made.
+        stream = torch.cuda.current_stream(weight.device).cuda_stream if weight.is_cuda else 0
+        # Not every optimizer leaves a version of the weight, so steps count, too.
+        stamp: Hashable = (
+            tuple(tensor_fingerprint(tensor) for tensor in (weight, *layer.read_tensors())),
+            masks.cache_key,
+            layer.progress.step,
+            layer.progress.clock,
+            stream,
+        )
+        name = (kernel.name, "pack", which, key.conv is None, key.dtype)
+        once = operands._replace(route=Route(router, trains=False))
+        return router.kept(layer, name, stamp, partial(_packed, layer, which, once, choice))
+    matrix = masked_matrix(layer, which, weight, key)
+    return kernel.pack_masked(matrix, _layout(layer, which, operands, choice, lambda: matrix))
 
 
 def estimated(layer: NMLayer, dy_to: Tensor, seed: Tensor) -> Tensor:
@@ -480,29 +485,42 @@ def plain(tensor: Tensor) -> Tensor:
 
 
 def choose(
-    layer: NMLayer, which: GemmName, operands: Operands, router: Router | None, reason: str = ""
-) -> Choice | None:
-    """Ask the active router for the kernel of a GEMM, which counts the call; ``None`` is the dense product.
+    layer: NMLayer, gemms: tuple[GemmName, ...], operands: Operands
+) -> Sequence[Choice | None]:
+    """Ask the active router for the kernels of GEMMs, which counts the calls; ``None`` is the dense product.
 
-    Compiled graphs do not ask: they call operators that do. With a `reason` the GEMM is dense whatever the router has.
+    Compiled graphs do not ask: they call operators that do. With a reason in the route the GEMMs are dense whatever the
+    router has.
     """
-    if router is None or torch.compiler.is_compiling():
-        return None
-    product = product_now(layer, router, which, operands, reason)
-    if which == "forward" and not router.tuned and not reason:
+    route = operands.route
+    if route is None or torch.compiler.is_compiling():
+        return (None,) * len(gemms)
+    x, router = operands.x, route.router
+    if "forward" in gemms and not router.tuned and not route.reason:
         # The router measures all GEMMs of a layer at once, so it hears of those to come with the first.
-        later = GEMMS[1:] if operands.trains else ()
-        products = [product_now(layer, router, gemm, operands) for gemm in later]
-        router.record([product, *products])
-    kernel = router.kernel(product)
-    is_dense = kernel is router.registry.reference
-    return None if is_dense else Choice(router, kernel, product.key)
+        to_come = GEMMS if route.trains else gemms
+        router.record([_product(layer, which, operands) for which in to_come])
+    stamp = (
+        gemms_key(layer),
+        route.reason,
+        x.shape,
+        x.dtype,
+        x.device,
+        operands.weight.shape,
+        operands.geometry,
+    )
+    return router.choose(
+        layer, gemms, stamp, lambda: [_product(layer, which, operands) for which in gemms]
+    )
 
 
-def product_now(
-    layer: NMLayer, router: Router, which: GemmName, operands: Operands, reason: str = ""
-) -> Product:
-    """One of the layer's GEMMs as it would run now, with the reason if it can only be dense."""
+def _product(layer: NMLayer, which: GemmName, operands: Operands) -> Product:
+    """One of the layer's GEMMs as it would run now, with the reason if it can only be dense.
+
+    It depends on nothing but what :func:`choose` compares, and on what stays as it is in a layer.
+    """
+    assert operands.route is not None
+    router, _, reason = operands.route
     spec = layer.spec
     masks = layer.masks
     x = operands.x
@@ -516,12 +534,12 @@ def product_now(
         conv = _convolution(x, operands.weight, operands.geometry)
         tokens *= math.prod(conv.positions)
         width = math.prod(conv.weight_shape[1:])
-    if which == "forward":
-        size = out, width, tokens
-    elif which == "dgrad":
-        size = width, out, tokens
-    else:
-        size = out, tokens, width
+    sizes = {
+        "forward": (out, width, tokens),
+        "dgrad": (width, out, tokens),
+        "wgrad": (out, tokens, width),
+    }
+    size = sizes[which]
     sparsity: Sparsity | None = None
     pattern = None
     is_dgrad = which == "dgrad"
@@ -572,17 +590,16 @@ def _convolution(x: Tensor, weight: Tensor, geometry: Geometry) -> Convolution:
 
 
 def gradients(
-    layer: NMLayer,
-    operands: Operands,
-    router: Router | None,
-    reason: str = "",
-    *,
-    needs_input: bool,
-    needs_weight: bool,
+    layer: NMLayer, operands: Operands, *, needs_input: bool, needs_weight: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """``dX = dY W_B`` and ``dW = E(dY)^T X``: those that are needed, else ``None``; see :func:`gemm`."""
-    dgrad = choose(layer, "dgrad", operands, router, reason) if needs_input else None
-    wgrad = choose(layer, "wgrad", operands, router, reason) if needs_weight else None
+    dgrad = wgrad = None
+    if needs_input and needs_weight:
+        dgrad, wgrad = choose(layer, ("dgrad", "wgrad"), operands)
+    elif needs_input:
+        (dgrad,) = choose(layer, ("dgrad",), operands)
+    else:
+        (wgrad,) = choose(layer, ("wgrad",), operands)
     geometry, seed = operands.geometry, operands.seed
     both = needs_input and needs_weight
     if both and geometry is not None and seed is None and dgrad is None and wgrad is None:
@@ -660,18 +677,17 @@ def forward_gemm(
         router: The router's handle.
     """
     # An operator takes tensors and numbers alone: the objects are looked up.
-    layer: NMLayer = lookup(tag.shape[0])
-    active_router: Router = lookup(router)
+    layer, active_router = lookup(tag.shape[0], router)
     operands = Operands(
         x,
         weight,
         bias,
         x.dtype,
         geometry=_unflattened(geometry) if geometry else None,
-        trains=trains,
+        route=Route(active_router, trains),
         out=out,
     )
-    choice = choose(layer, "forward", operands, active_router)
+    (choice,) = choose(layer, ("forward",), operands)
     y = gemm(layer, "forward", operands, choice)
     # Whichever ran, the memory format is the one that register_fake promises to compiled graphs.
     return y.contiguous(memory_format=_memory_format(x)) if geometry else y
@@ -686,8 +702,7 @@ def _(
     trains: bool,
     out: int,
     geometry: Sequence[int],
-    tag: Tensor,
-    router: int,
+    *rest: Any,
 ) -> Tensor:
     if not geometry:
         return x.new_empty(x.shape[0], out)
@@ -738,10 +753,10 @@ def backward_gemms(
     Returns:
         dX in the shape and the memory format of `x`, and ``dW [out, in]``, of a convolution in the weight's shape.
     """
-    layer: NMLayer = lookup(tag.shape[0])
-    active_router: Router = lookup(router)
+    layer, active_router = lookup(tag.shape[0], router)
     # Before the kernels are chosen: now all GEMMs of the batch are known, if they shall be measured.
-    active_router.tune_if_single()
+    if not active_router.tuned:
+        active_router.tune_if_single()
     operands = Operands(
         x,
         weight,
@@ -749,17 +764,12 @@ def backward_gemms(
         grad.dtype,
         noise,
         geometry=_unflattened(geometry) if geometry else None,
+        route=Route(active_router),
         out=grad.shape[1],
         dy=grad if geometry else plain(grad),
         seed=_seed(layer, noise) if needs_weight else None,
     )
-    dx, dweight = gradients(
-        layer,
-        operands,
-        active_router,
-        needs_input=needs_input,
-        needs_weight=needs_weight,
-    )
+    dx, dweight = gradients(layer, operands, needs_input=needs_input, needs_weight=needs_weight)
     # Whichever ran, the memory formats are those that register_fake promises to compiled graphs.
     if dx is None:
         dx = grad.new_empty(0)
@@ -809,24 +819,11 @@ def _backward_flops(
 # ------------------------------------------------------------------------------------------------------- autograd
 
 
-class Route(NamedTuple):
-    """The active router of a call."""
-
-    router: Router
-    trains: bool  # whether a backward pass will follow
-    reason: str  # why the call is dense all the same; empty if kernels may run it
-
-
 def _seed(layer: NMLayer, noise: Tensor | None, first_row: int = 0) -> Tensor | None:
     """The seed of the estimate of dY whose first output is this row of the weight; ``None`` if dW is of dY itself."""
     if noise is None or not is_estimating(layer):
         return None
     return layer.noise.for_call(noise, layer.first_row + first_row)
-
-
-def _differentiated() -> bool:
-    """Whether this backward pass is itself recorded, for a second derivative, which no kernel has."""
-    return torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
 def _route_gradient(
@@ -877,10 +874,9 @@ class _Gemms(torch.autograd.Function):
                 layer.handle_tensor,
                 route.router.handle,
             )
-        operands = Operands(x, weight, bias, dtype, None, ctx.rows, geometry)
-        if route is not None:
-            choose(layer, "forward", operands, route.router, route.reason)
-        return gemm(layer, "forward", operands)
+        operands = Operands(x, weight, bias, dtype, None, ctx.rows, geometry, route)
+        (choice,) = choose(layer, ("forward",), operands)
+        return gemm(layer, "forward", operands, choice)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -896,9 +892,13 @@ class _Gemms(torch.autograd.Function):
         dx = dbias = None
         dweight: Any = None
         dtensors: list[Any] = [None] * len(tensors)
+        # Whether this backward pass is itself recorded, for a second derivative, which no kernel has.
+        is_differentiated = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        if route is not None and is_differentiated:
+            route = route._replace(reason=route.reason or _DIFFERENTIATED)
         if not (needs_x or needs_weight):
             pass
-        elif route is not None and not route.reason and not _differentiated():
+        elif route is not None and not route.reason:
             dx, dweight = backward_gemms(
                 dy,
                 x,
@@ -919,20 +919,14 @@ class _Gemms(torch.autograd.Function):
                 None,
                 ctx.dtype,
                 # A second derivative is that of W_F itself.
-                None if _differentiated() else noise,
+                None if is_differentiated else noise,
                 rows,
                 geometry,
+                route,
                 dy=dy,
                 seed=_seed(layer, noise, rows.start or 0) if needs_weight else None,
             )
-            dx, dweight = gradients(
-                layer,
-                operands,
-                None if route is None else route.router,
-                _DIFFERENTIATED if route is None else route.reason or _DIFFERENTIATED,
-                needs_input=needs_x,
-                needs_weight=needs_weight,
-            )
+            dx, dweight = gradients(layer, operands, needs_input=needs_x, needs_weight=needs_weight)
         if needs_weight:
             if geometry is None:
                 if rows != slice(None):
@@ -940,7 +934,8 @@ class _Gemms(torch.autograd.Function):
                     dweight = part_oi.new_zeros(layer.view.matrix_shape(weight))
                     dweight[rows] = part_oi
                 # A 1x1 convolution and a transposed layer have a weight that is not [out, in].
-                dweight = layer.view.unrows(dweight.view(layer.view.rows(weight).shape))
+                if layer.view.layout is not Layout.PLAIN or weight.dim() > 2:
+                    dweight = layer.view.unrows(dweight.view(layer.view.rows(weight).shape))
             dweight, dtensors = _route_gradient(layer, weight, dweight, len(tensors))
         if ctx.needs_input_grad[2]:
             batch_and_positions = (0, *range(2, dy.dim()))

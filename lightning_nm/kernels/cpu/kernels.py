@@ -18,12 +18,12 @@ from lightning_nm.pattern import NMPattern
 _Layout: TypeAlias = PermuteLayout | CsrLayout
 
 
-class _CpuKernel(GemmKernel):
-    """The base of both kernels: the device, the dtypes, the self-check."""
+class CpuKernel(GemmKernel):
+    """The base of all kernels: the device, the dtypes, the products with a layout."""
 
     device_type = "cpu"
     keeps_packs = False  # packing costs no more than reading the weight
-    layouts: type[PermuteLayout | CsrLayout]  # the class of layouts that the kernel takes
+    layouts: Any  # the class of layouts that the kernel takes
     function: str  # of csrc/nm.h, for its products
 
     def probe(self, device: torch.device) -> str:
@@ -81,7 +81,17 @@ class _CpuKernel(GemmKernel):
         bias: Tensor | None = None,
         grad: Tensor | None = None,
     ) -> Tensor:
-        """Call a product, but not with the layout of another kernel, which the library would misread."""
+        """Call a product of the library by its name, and return its result.
+
+        Args:
+            product: ``"NM_LINEAR"``, ``"NM_SAMPLED"`` or ``"NM_MATMUL"``.
+            packed: ``A [rows, depth]``; not in the layout of another kernel, which the library would misread.
+            sizes: Rows, depth and tokens.
+            y: For the result.
+            x: ``[tokens, depth]``, or ``[depth, tokens]`` for ``"NM_MATMUL"``.
+            bias: ``[rows]``.
+            grad: ``[tokens, rows]``.
+        """
         layout = packed.layout
         if not isinstance(layout, self.layouts):
             raise ValueError(
@@ -91,8 +101,13 @@ class _CpuKernel(GemmKernel):
             raise ValueError(
                 f"an operand is {x.dtype}, but a paired layout takes torch.bfloat16 alone"
             )
-        sparse = layout.operand(packed.values)
-        return library.multiply(self.function, product, sizes, sparse, y, x, bias, grad)
+        rows, depth, tokens = sizes
+        shape = (depth, tokens) if product == "NM_MATMUL" else (tokens, depth)
+        inputs = library.addresses(x.dtype, (x, shape), (bias, (rows,)), (grad, (tokens, rows)))
+        fields = *sizes, DTYPES[x.dtype], 0, *inputs, y.data_ptr()
+        dense = library.structure("nm_operands *", *fields)
+        library.run(self.function, product, dense, layout.operand(packed.values))
+        return y
 
     def _self_check(self) -> str:
         """Compare small products with float64 ones."""
@@ -124,7 +139,7 @@ class _CpuKernel(GemmKernel):
         return ""
 
 
-class CpuPermuteKernel(_CpuKernel):
+class CpuPermuteKernel(CpuKernel):
     """Products with a matrix that is N:M along its depth: a block fits a register, and a permutation picks its inputs.
 
     A register holds 8 (AVX2), 16 (AVX-512) or, with AVX512_BF16, 32 bfloat16 inputs of one token; its lanes are
@@ -164,7 +179,7 @@ class CpuPermuteKernel(_CpuKernel):
         raise NotImplementedError(f"{self.name} packs masked weights alone, see pack_masked")
 
 
-class CpuCsrKernel(_CpuKernel):
+class CpuCsrKernel(CpuKernel):
     """Products with any sparse matrix: 64 tokens are lanes, and a nonzero multiplies a row of a transposed panel.
 
     It takes the dgrad of any mask, and a wgrad whose operand is N:M along the tokens. In convolutions the lanes are

@@ -225,39 +225,6 @@ def addresses(dtype: torch.dtype, *operands: tuple[Tensor | None, tuple[int, ...
     return found
 
 
-def multiply(
-    function: str,
-    product: str,
-    sizes: tuple[int, int, int],
-    sparse: Any,
-    y: Tensor,
-    x: Tensor,
-    bias: Tensor | None = None,
-    grad: Tensor | None = None,
-) -> Tensor:
-    """Call a product of a matrix ``[rows, depth]``, and return its result.
-
-    Args:
-        function: As :func:`run` takes it.
-        product: Likewise.
-        sizes: Rows, depth and tokens.
-        sparse: The matrix as the library takes it.
-        y: For the result.
-        x: ``[tokens, depth]``, or ``[depth, tokens]`` for ``"NM_MATMUL"``.
-        bias: ``[rows]``.
-        grad: ``[tokens, rows]``.
-
-    Raises:
-        ValueError: If the library would misread an operand.
-    """
-    rows, depth, tokens = sizes
-    shape = (depth, tokens) if product == "NM_MATMUL" else (tokens, depth)
-    inputs = addresses(x.dtype, (x, shape), (bias, (rows,)), (grad, (tokens, rows)))
-    dense = structure("nm_operands *", *sizes, DTYPES[x.dtype], 0, *inputs, y.data_ptr())
-    run(function, product, dense, sparse)
-    return y
-
-
 def convolve(
     product: str,
     conv: Convolution,
@@ -268,7 +235,7 @@ def convolve(
     bias: Tensor | None = None,
     grad: Tensor | None = None,
 ) -> Tensor:
-    """Call a product of a convolution, and return its result; the arguments are as those of :func:`multiply`."""
+    """Call a product of a convolution by its name, and return its result, which is written to ``y``."""
     inputs = addresses(
         y.dtype,
         (x, (images, conv.inputs, *conv.size)),

@@ -308,9 +308,12 @@ def test_the_interpreter_ends_while_a_product_runs(threads):
 
         def work():  # the library alone: a thread that ends within torch's own operators ends the process, too
             y = torch.empty(len(made.x), layout.rows)
-            sizes, sparse = (layout.rows, layout.depth, len(made.x)), layout.operand(values)
+            addresses = library.addresses(y.dtype, (made.x, made.x.shape), (None, ()), (None, ()))
+            sizes = layout.rows, layout.depth, len(made.x)
+            fields = *sizes, 0, 0, *addresses, y.data_ptr()
+            dense, sparse = library.structure("nm_operands *", *fields), layout.operand(values)
             while True:
-                library.multiply(kernel.function, "NM_LINEAR", sizes, sparse, y, made.x)
+                library.run(kernel.function, "NM_LINEAR", dense, sparse)
                 running.set()
 
         for _ in range(2):
