@@ -17,7 +17,6 @@ from lightning_nm.kernels.api import (
     GemmKernel,
     GemmKey,
     HasHandle,
-    Sparsity,
     bucketed,
     check_mode,
     multiply_adds,
@@ -147,7 +146,6 @@ class Router(HasHandle):
         self._chosen: dict[tuple[Product, Hashable], tuple[Choice | None, GemmUse]] = {}
         # By the bucketed product and the kernel's name.
         self._uses: dict[tuple[Product, str], GemmUse] = {}
-        self._takes: dict[str, frozenset[Sparsity]] = {}
         self.convolving = frozenset(
             kernel.device_type for kernel in self.registry.backends if kernel.convolutions
         )
@@ -335,18 +333,6 @@ class Router(HasHandle):
             warnings.warn(message, RuntimeWarning, stacklevel=2)
         # Also after an error: one warning for the same decisions is enough.
         self._saved |= measured
-
-    def takes(self, device: str) -> frozenset[Sparsity]:
-        """Return what may be sparse in products on a device for a kernel to take them.
-
-        An N:M operand always: if no kernel takes it, the decision says why.
-        """
-        if device not in self._takes:
-            taken: frozenset[Sparsity] = frozenset({"n:m"})
-            if self.kernels != "reference":
-                taken |= self.registry.takes(device)
-            self._takes[device] = taken
-        return self._takes[device]
 
     def convolves(self, device_type: str) -> bool:
         """Whether a kernel may take convolutions on a type of device; compiled code asks, too."""

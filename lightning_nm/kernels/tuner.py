@@ -503,21 +503,15 @@ class KernelRegistry:
         if failed:
             return failed
         # The probe comes first: a kernel may need the device to answer the rest.
-        return (
-            self.probe(kernel, key.device)
-            or self._sparsity_reason(kernel, key)
-            or reason_or_error(partial(kernel.supports, key))
-        )
-
-    def _sparsity_reason(self, kernel: GemmKernel, key: GemmKey) -> str:
-        """Return why a kernel cannot use what is sparse in a product; empty if it can."""
-        if kernel is self.reference:
-            return ""
-        if key.conv is not None and not kernel.convolutions:
-            return "it takes no convolutions"
-        if key.sparsity not in kernel.takes:
-            return _NOT_TAKEN[key.sparsity]
-        return ""
+        reason = self.probe(kernel, key.device)
+        if reason:
+            return reason
+        if kernel is not self.reference:
+            if key.conv is not None and not kernel.convolutions:
+                return "it takes no convolutions"
+            if key.sparsity not in kernel.takes:
+                return _NOT_TAKEN[key.sparsity]
+        return reason_or_error(partial(kernel.supports, key))
 
     def reason_against(self, name: str, key: GemmKey) -> str:
         """:meth:`reason` of the kernel with this name, which may not be among the kernels."""

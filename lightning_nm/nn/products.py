@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -71,11 +71,12 @@ class Operands(NamedTuple):
     noise: Tensor | None = None  # that of the layer in the forward pass, for a drawn W_B
     rows: slice = slice(None)  # the outputs that are used: a part of a joint projection
     geometry: Geometry | None = None  # of a convolution
-    route: Route | None = None  # None where no router is active
+    route: Any = None  # a Route; None where no router is active
     # Rows of the weight as a matrix. It is known in an operator alone, where kernels may also make dense operands.
     out: int | None = None
     dy: Any = None  # dY, of the shape of the output; None in a forward pass
     seed: Tensor | None = None  # of the estimate of dY; None where dW is made of dY itself
+    estimate: Tensor | None = None  # E(dY), where it is known already
     # What one pass over dY made for two GEMMs: E(dY)^T, and dY in the order of a permuted W_B.
     estimate_ot: Tensor | None = None
     dy_in_order: Tensor | None = None
@@ -101,18 +102,17 @@ def gemm(
         Y ``[tokens, out]``, dX ``[tokens, in]`` or dW ``[out, in]``; those of a convolution are shaped as Y, X and W.
     """
     # Of a pass that is observed, E(dY) is made here, for the kernel as for the comparison with dY.
-    estimate: Tensor | None = None
     is_estimated = which == "wgrad" and operands.seed is not None
     # A compiled graph cannot hand figures out.
-    if is_estimated and not torch.compiler.is_compiling() and layer.progress.observing:
-        estimate = _estimate(layer, operands)
-    dense = partial(_dense_product, layer, which, operands, estimate)
+    observed = is_estimated and not torch.compiler.is_compiling() and layer.progress.observing
+    if observed:
+        operands = operands._replace(estimate=_estimate(layer, operands))
+    dense = partial(_dense_product, layer, which, operands)
     if choice is None:
         result = dense()
     else:
-        assert operands.route is not None
         registry = operands.route.router.registry
-        sparse = partial(_kernel_product, layer, which, operands, estimate, choice)
+        sparse = partial(_kernel_product, layer, which, operands, choice)
         result = registry.attempt(choice.kernel, choice.key, sparse, dense)
         shape = list(result.shape)
         if operands.geometry is not None:
@@ -122,23 +122,19 @@ def gemm(
             shape = list(operands.weight.shape) if is_weight else shape[:2] + shape[-spatial:]
         # No view, as that of cut padding: autograd would not let the model change it in place.
         result = torch.ops.aten._unsafe_view(result, shape)
-    if estimate is not None:
+    if observed:
+        assert operands.estimate is not None
         exact = _weight_gradient(operands, operands.dy)
-        layer.progress.observe(estimate, exact, result)
+        layer.progress.observe(operands.estimate, exact, result)
     return result
 
 
-def _dense_product(
-    layer: NMLayer,
-    which: GemmName,
-    operands: Operands,
-    estimate: Tensor | None,
-) -> Tensor:
+def _dense_product(layer: NMLayer, which: GemmName, operands: Operands) -> Tensor:
     """The dense product of the masked operands; see :func:`gemm`."""
     x, dy, geometry = operands.x, operands.dy, operands.geometry
     if which == "wgrad":
         if operands.seed is not None:
-            dy = _estimate(layer, operands) if estimate is None else estimate
+            dy = _estimate(layer, operands)
         return _weight_gradient(operands, dy)
     weight = dense_weight(layer, which, operands)
     if which == "forward":
@@ -152,13 +148,7 @@ def _dense_product(
     return dx
 
 
-def _kernel_product(
-    layer: NMLayer,
-    which: GemmName,
-    operands: Operands,
-    estimate: Tensor | None,
-    choice: Choice,
-) -> Tensor:
+def _kernel_product(layer: NMLayer, which: GemmName, operands: Operands, choice: Choice) -> Tensor:
     """The product of the kernel's packed operand; see :func:`gemm`."""
     kernel, key = choice
     # In the operator of a linear layer dY is plain already.
@@ -170,15 +160,15 @@ def _kernel_product(
             make = partial(masked_matrix, layer, "forward", operands.weight, key)
             return multiply(kernel, key, _layout(layer, which, operands, choice, make), x, grad=dy)
         estimate_ot = operands.estimate_ot
-        if estimate is not None:
-            estimate_ot = estimate.t().contiguous()
+        if operands.estimate is not None:
+            estimate_ot = operands.estimate.t().contiguous()
         elif estimate_ot is None:
             assert operands.seed is not None
             estimate_ot, _ = _estimator(layer).estimate_transposed(layer, dy, operands.seed)
         return multiply(kernel, key, kernel.pack(estimate_ot), x)
     if key.drawn:
         assert operands.noise is not None
-        drawn_io = drawn_transposed(layer, operands.weight, operands.noise, key.dtype)
+        drawn_io = drawn_matrix(layer, operands.weight, operands.noise, key.dtype, transposed=True)
         return multiply(kernel, key, kernel.pack(plain(drawn_io)), dy)
     packed = _packed(layer, which, operands, choice)
     if which == "forward":
@@ -354,7 +344,6 @@ def _layout(
 ) -> Any:
     """What a packed operand has of the masks, kept while they stand still; `matrix` makes the operand for it."""
     kernel, key = choice
-    assert operands.route is not None
     router = operands.route.router
     if not router.keeps_layouts:
         return kernel.layout(matrix())
@@ -373,7 +362,6 @@ def _packed(layer: NMLayer, which: GemmName, operands: Operands, choice: Choice)
     """
     kernel, key = choice
     weight, masks = operands.weight, layer.masks
-    assert operands.route is not None
     router, trains, _ = operands.route
     # The pack of a convolution is not transposed: where W_B is W_F, that of the forward serves dgrad, too.
     if key.conv is not None and layer.spec.method.selects_entries and not masks.has_backward:
@@ -420,6 +408,8 @@ def _estimator(layer: NMLayer) -> GradientEstimator:
 
 def _estimate(layer: NMLayer, operands: Operands) -> Tensor:
     """E(dY) in the shape of dY; blocks lie along batch x positions, for one output."""
+    if operands.estimate is not None:
+        return operands.estimate
     dy: Tensor = operands.dy
     assert operands.seed is not None
     if operands.geometry is None:
@@ -435,7 +425,13 @@ def _estimate(layer: NMLayer, operands: Operands) -> Tensor:
 
 
 def drawn_matrix(
-    layer: NMLayer, weight: Tensor, noise: Tensor, dtype: torch.dtype, rows: slice = slice(None)
+    layer: NMLayer,
+    weight: Tensor,
+    noise: Tensor,
+    dtype: torch.dtype,
+    rows: slice = slice(None),
+    *,
+    transposed: bool = False,
 ) -> Tensor:
     r"""Draw W_B ``[out, in]`` for a layer with ``draws_backward``: N:M along `out`, and W_F in the mean.
 
@@ -448,29 +444,18 @@ def drawn_matrix(
         noise: The layer's noise in the forward pass.
         dtype: Of the GEMM.
         rows: The outputs of the GEMM, in whole blocks: a part of a joint projection.
+        transposed: Whether to return W_B^T ``[in, out]``, contiguous, as kernels pack it.
     """
-    sampler, forward_oi, seed = _to_draw(layer, weight, noise, dtype, rows)
-    return sampler.estimate(layer, forward_oi, seed)
-
-
-def drawn_transposed(layer: NMLayer, weight: Tensor, noise: Tensor, dtype: torch.dtype) -> Tensor:
-    """W_B^T ``[in, out]`` of :func:`drawn_matrix`, contiguous, as kernels pack it."""
-    sampler, forward_oi, seed = _to_draw(layer, weight, noise, dtype)
-    drawn_io, _ = sampler.estimate_transposed(layer, forward_oi.contiguous(), seed)
-    # It may be padded, as the tokens of a wgrad are.
-    return drawn_io[:, : len(forward_oi)].contiguous()
-
-
-def _to_draw(
-    layer: NMLayer, weight: Tensor, noise: Tensor, dtype: torch.dtype, rows: slice = slice(None)
-) -> tuple[GradientEstimator, Tensor, Tensor]:
-    """What draws, W_F ``[out, in]`` and the seed of one draw."""
     sampler = layer.spec.dgrad
     assert sampler is not None
     # What the exact product would use: rounded to the dtype of the product before it is drawn.
     forward_oi = layer.view.matrix(layer.forward_of(weight))[rows].to(dtype)
-    first_row = layer.first_row + (rows.start or 0)
-    return sampler, forward_oi, layer.noise.for_weight(noise, first_row)
+    seed = layer.noise.for_weight(noise, layer.first_row + (rows.start or 0))
+    if not transposed:
+        return sampler.estimate(layer, forward_oi, seed)
+    drawn_io, _ = sampler.estimate_transposed(layer, forward_oi.contiguous(), seed)
+    # It may be padded, as the tokens of a wgrad are.
+    return drawn_io[:, : len(forward_oi)].contiguous()
 
 
 def plain(tensor: Tensor) -> Tensor:
@@ -519,7 +504,6 @@ def _product(layer: NMLayer, which: GemmName, operands: Operands) -> Product:
 
     It depends on nothing but what :func:`choose` compares, and on what stays as it is in a layer.
     """
-    assert operands.route is not None
     router, _, reason = operands.route
     spec = layer.spec
     masks = layer.masks
@@ -540,8 +524,7 @@ def _product(layer: NMLayer, which: GemmName, operands: Operands) -> Product:
         "wgrad": (out, tokens, width),
     }
     size = sizes[which]
-    sparsity: Sparsity | None = None
-    pattern = None
+    sparsity = pattern = None
     is_dgrad = which == "dgrad"
     drawn = is_dgrad and layer.draws_backward
     if not reason:
@@ -555,7 +538,8 @@ def _product(layer: NMLayer, which: GemmName, operands: Operands) -> Product:
             reason = _ESTIMATED_CONVOLUTION
         elif conv is not None and drawn:
             reason = _DRAWN_CONVOLUTION
-        elif pattern is None or sparsity is None or sparsity not in router.takes(device):
+        # A kernel may be asked for an N:M operand always: if none takes it, the decision says why.
+        elif pattern is None or sparsity not in {"n:m", *router.registry.takes(device)}:
             reason = "none of its operands is N:M"
             if gemm_now.reason:
                 reason = f"{gemm_now.label}; {gemm_now.reason}"
@@ -979,21 +963,11 @@ class _Embedding(torch.autograd.Function):
 # ------------------------------------------------------------------------------------------- what adapters call
 
 
-class PackedProduct(Protocol):
-    """A packed weight, which a module of a registered adapter has in the place of a layer when it is for inference."""
-
-    def linear(self, x: Tensor, bias: Tensor | None, rows: tuple[int, int] | None) -> Tensor:
-        """Return ``x @ W^T + bias``, or the columns of these rows of W."""
-
-    def conv(self, x: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor:
-        """Return the convolution of x with W; the geometry is stride, padding, dilation and groups."""
-
-
 def nm_linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    layer: NMLayer | PackedProduct,
+    layer: Any,
     rows: tuple[int, int] | None = None,
     *,
     routed: bool = True,
@@ -1005,7 +979,8 @@ def nm_linear(
         x: ``[..., in]``.
         weight: The latent parameter: ``[out, in]``, or ``[in, out]`` for a transposed layout.
         bias: ``[out]`` or ``None``.
-        layer: Method, estimator and masks; or a packed weight, whose product is then made.
+        layer: An :class:`NMLayer` with method, estimator and masks. Or what a module of a registered adapter has in its
+            place for inference: a packed weight with methods `linear` and `conv`.
         rows: Use only the output rows ``rows[0]:rows[1]``, as cross-attention does of a joint projection.
         routed: Whether a router may choose the kernels.
         dtype: What the weight is cast to where autocast does not decide; by default nothing.
@@ -1015,29 +990,24 @@ def nm_linear(
     """
     if not isinstance(layer, NMLayer):
         return layer.linear(x, bias, rows)
-    x, bias, dtype, without_autocast = _autocast(x, dtype or weight.dtype, bias)
-    # A mismatch of dtypes is the dense product's to refuse.
-    router = active() if routed and x.dtype == dtype else None
+    router = active() if routed else None
     reason = ""
     if rows is not None:
         reason = _OF_A_PART
         bias = None if bias is None else bias[rows[0] : rows[1]]
-    with without_autocast:
-        # Outside of the function, so that its output is no view: that may be changed in place.
-        x_ti = x.reshape(-1, x.shape[-1])
-        # Within the function gradients are always off, so it is told whether a backward pass will follow.
-        route = None if router is None else Route(router, torch.is_grad_enabled(), reason)
-        arguments = (x_ti, weight, bias, layer, dtype, rows, None, route)
-        y_to = _Gemms.apply(*arguments, layer.noise.words, *layer.read_tensors())
-        # As torch's own linear: nothing else holds y, and FSDP's hooks are lost by changes in place of a view.
-        return torch.ops.aten._unsafe_view(y_to, [*x.shape[:-1], y_to.shape[-1]])
+    # Outside of the function, so that its output is no view: that may be changed in place.
+    x_ti = x.reshape(-1, x.shape[-1])
+    own_dtype = dtype or weight.dtype
+    y_to = _apply(x_ti, weight, bias, layer, own_dtype, rows, None, router, reason)
+    # As torch's own linear: nothing else holds y, and FSDP's hooks are lost by changes in place of a view.
+    return torch.ops.aten._unsafe_view(y_to, [*x.shape[:-1], y_to.shape[-1]])
 
 
 def nm_conv(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    layer: NMLayer | PackedProduct,
+    layer: Any,
     stride: tuple[int, ...],
     padding: tuple[int, ...],
     dilation: tuple[int, ...],
@@ -1066,20 +1036,14 @@ def nm_conv(
         tokens = x.movedim(1, -1)
         if is_pointwise and tokens.is_contiguous():
             return nm_linear(tokens, weight, bias, layer).movedim(-1, 1)
-    x, bias, dtype, without_autocast = _autocast(x, weight.dtype, bias)
-    with without_autocast:
-        route = None
-        if router is not None:
-            reason = ""
-            # A mismatch of dtypes is the dense product's to refuse. Kernels take planes at most.
-            if x.dim() > 4 or x.dtype != dtype or not router.convolves(x.device.type):
-                reason = "a convolution that no kernel takes"
-                if x.is_cuda:
-                    reason = "a convolution, left to cuDNN"
-            route = Route(router, torch.is_grad_enabled(), reason)
-        geometry = (stride, padding, dilation, groups)
-        arguments = (x, weight, bias, layer, dtype, None, geometry, route)
-        return _Gemms.apply(*arguments, layer.noise.words, *layer.read_tensors())
+    reason = ""
+    # Kernels take planes at most.
+    if router is not None and (x.dim() > 4 or not router.convolves(x.device.type)):
+        reason = "a convolution that no kernel takes"
+        if x.is_cuda:
+            reason = "a convolution, left to cuDNN"
+    geometry = (stride, padding, dilation, groups)
+    return _apply(x, weight, bias, layer, weight.dtype, None, geometry, router, reason)
 
 
 def nm_embedding(
@@ -1109,20 +1073,35 @@ def nm_embedding(
     )
 
 
-def _autocast(
-    x: Tensor, own: torch.dtype, bias: Tensor | None
-) -> tuple[Tensor, Tensor | None, torch.dtype, AbstractContextManager[Any]]:
-    """Return input, bias and the dtype of the GEMMs, cast as autocast casts for a matmul, and a context without it.
+def _apply(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    layer: NMLayer,
+    dtype: torch.dtype,
+    rows: tuple[int, int] | None,
+    geometry: Geometry | None,
+    router: Router | None,
+    reason: str,
+) -> Tensor:
+    """Apply :class:`_Gemms` to input and bias, cast as autocast casts for a matmul; `dtype` is that without autocast.
 
-    The weight is cast inside the function, so that the parameter itself is saved for backward. `own` is its dtype
-    without autocast.
+    The weight is cast inside the function, so that the parameter itself is saved for backward.
     """
     device = x.device.type
+    without_autocast: AbstractContextManager[Any] = nullcontext()
     # Entering torch's own context takes as long as a small product: not where autocast is off anyway.
-    if not torch.is_autocast_enabled(device):
-        return x, bias, own, nullcontext()
-    if x.is_floating_point() and x.dtype != torch.float64:
-        own = torch.get_autocast_dtype(device)
-        x = x.to(own)
-        bias = None if bias is None else bias.to(own)
-    return x, bias, own, torch.autocast(device, enabled=False)
+    if torch.is_autocast_enabled(device):
+        without_autocast = torch.autocast(device, enabled=False)
+        if x.is_floating_point() and x.dtype != torch.float64:
+            dtype = torch.get_autocast_dtype(device)
+            x = x.to(dtype)
+            bias = None if bias is None else bias.to(dtype)
+    route = None
+    # A mismatch of dtypes is the dense product's to refuse.
+    if router is not None and x.dtype == dtype:
+        # Within the function gradients are always off, so it is told whether a backward pass will follow.
+        route = Route(router, torch.is_grad_enabled(), reason)
+    arguments = (x, weight, bias, layer, dtype, rows, geometry, route)
+    with without_autocast:
+        return _Gemms.apply(*arguments, layer.noise.words, *layer.read_tensors())

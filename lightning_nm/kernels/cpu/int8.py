@@ -236,8 +236,9 @@ class CpuInt8Kernel(CpuKernel):
             return f"{key.rows // key.conv.groups} outputs of a group are no whole tiles of {ROWS}"
         return Int8Layout.reason_against(key.rows, key.depth, key.pattern)
 
-    def layout(self, matrix: MaskedMatrix) -> None:
+    def layout(self, matrix: MaskedMatrix) -> Any:
         """Nothing: the layout depends on the values, too."""
+        return None
 
     def pack_masked(self, matrix: MaskedMatrix, layout: None) -> Packed:
         """Round a weight to int8, and lay it out."""
