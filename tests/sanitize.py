@@ -95,9 +95,8 @@ def misaligned(products):
     library = products.library
     sparse.values += 1  # an address
     y = torch.empty(4, 8)
-    fields = 8, 16, 4, 0, 0, case.x.data_ptr(), 0, 0, y.data_ptr()
-    dense = library.structure("nm_operands *", *fields)
-    library.run("nm_csr_product", "NM_LINEAR", dense, sparse)
+    inputs = (case.x, (4, 16)), (None, ()), (None, ())
+    library.run("nm_csr_product", "NM_LINEAR", "nm_operands *", (8, 16, 4), inputs, y, sparse)
 
 
 def fuzz(products):

@@ -254,7 +254,10 @@ class CpuInt8Kernel(CpuKernel):
         x and the result, ``[images, out, *positions]``, are contiguous.
         """
         layout, values = _checked(packed, conv)
-        library.addresses(x.dtype, (x, (len(x), conv.inputs, *conv.size)))
+        if x.shape[1:] != (conv.inputs, *conv.size):
+            raise ValueError(
+                f"an operand of shape {tuple(x.shape)} is not of the convolution {conv}"
+            )
         along_height, along_width = conv.padding
         padded = F.pad(x, (along_width, along_width, along_height, along_height))
         patches = _patches(padded, conv, taps_first=layout.taps > 1)

@@ -95,7 +95,7 @@ class CpuKernel(GemmKernel):
         layout = packed.layout
         if not isinstance(layout, self.layouts):
             raise ValueError(
-                f"{self.name} takes a {self.layouts.__name__}, not a {type(layout).__name__}"
+                f"{self.name} takes layouts that are {self.layouts.__name__}, not {type(layout).__name__}"
             )
         if isinstance(layout, PermuteLayout) and layout.paired and x.dtype != torch.bfloat16:
             raise ValueError(
@@ -103,10 +103,9 @@ class CpuKernel(GemmKernel):
             )
         rows, depth, tokens = sizes
         shape = (depth, tokens) if product == "NM_MATMUL" else (tokens, depth)
-        inputs = library.addresses(x.dtype, (x, shape), (bias, (rows,)), (grad, (tokens, rows)))
-        fields = *sizes, DTYPES[x.dtype], 0, *inputs, y.data_ptr()
-        dense = library.structure("nm_operands *", *fields)
-        library.run(self.function, product, dense, layout.operand(packed.values))
+        inputs = (x, shape), (bias, (rows,)), (grad, (tokens, rows))
+        sparse = layout.operand(packed.values)
+        library.run(self.function, product, "nm_operands *", sizes, inputs, y, sparse)
         return y
 
     def _self_check(self) -> str:
@@ -216,22 +215,16 @@ class CpuCsrKernel(CpuKernel):
         self, packed: Packed, x: Tensor, conv: Convolution, bias: Tensor | None = None
     ) -> Tensor:
         """Convolve `x` with the packed ``W [out, in / groups * taps]``."""
-        sparse = _conv_operand(packed, conv)
-        y = x.new_empty(len(x), conv.outputs, *conv.positions)
-        return library.convolve("NM_FORWARD", conv, len(x), sparse, y, x, bias)
+        return _convolve("NM_FORWARD", packed, conv, x, bias)
 
     def conv_input(self, packed: Packed, grad: Tensor, conv: Convolution) -> Tensor:
         """Compute the gradient of a convolution's input, with W packed as for :meth:`conv`."""
-        sparse = _conv_operand(packed, conv)
-        dx = grad.new_empty(len(grad), conv.inputs, *conv.size)
-        return library.convolve("NM_DGRAD", conv, len(grad), sparse, dx, grad=grad)
+        return _convolve("NM_DGRAD", packed, conv, grad=grad)
 
     def conv_sampled(self, layout: CsrLayout, grad: Tensor, x: Tensor, conv: Convolution) -> Tensor:
         """Compute the gradient of a convolution's weight at the entries of a mask, zero elsewhere: as a matrix."""
         # The weight is the result, so its layout is needed alone.
-        sparse = _conv_operand(Packed(layout, None), conv)
-        dw = x.new_empty(layout.rows, layout.depth)
-        return library.convolve("NM_WGRAD", conv, len(grad), sparse, dw, x, grad=grad)
+        return _convolve("NM_WGRAD", Packed(layout, None), conv, x, grad=grad)
 
 
 def _matrix(matrix: Tensor, mask: Tensor, pattern: NMPattern | None) -> MaskedMatrix:
@@ -247,19 +240,38 @@ def _matrix(matrix: Tensor, mask: Tensor, pattern: NMPattern | None) -> MaskedMa
     )
 
 
-def _conv_operand(packed: Packed, conv: Convolution) -> Any:
-    """A convolution's weight as the library takes it.
+def _convolve(
+    product: str,
+    packed: Packed,
+    conv: Convolution,
+    x: Tensor | None = None,
+    bias: Tensor | None = None,
+    grad: Tensor | None = None,
+) -> Tensor:
+    """Call a product of a convolution of the library by its name, and return its result.
 
     Raises:
         ValueError: If the layout is that of another weight, or the convolution has no outputs.
     """
-    layout = packed.layout
+    layout, positions = packed.layout, conv.positions
     out, inputs, height, width = conv.weight_shape
     fits = layout.rows == out and layout.depth == inputs * height * width
     if not isinstance(layout, CsrLayout) or not fits:
         raise ValueError(
             f"a layout of {layout.rows} x {layout.depth} is not one of the convolution {conv}"
         )
-    if min(conv.positions) < 1 or conv.inputs % conv.groups or conv.outputs % conv.groups:
+    if min(positions) < 1 or conv.inputs % conv.groups or conv.outputs % conv.groups:
         raise ValueError(f"the convolution {conv} does not exist")
-    return layout.operand(packed.values)
+    given = x if grad is None else grad
+    assert given is not None
+    images = len(given)
+    of_x = (images, conv.inputs, *conv.size)
+    of_y = (images, out, *positions)
+    shapes = {"NM_FORWARD": of_y, "NM_DGRAD": of_x, "NM_WGRAD": (layout.rows, layout.depth)}
+    result = given.new_empty(shapes[product])
+    channels = images, conv.inputs, conv.outputs, conv.groups
+    sizes = *channels, conv.size, conv.kernel, conv.stride, conv.padding, conv.dilation, positions
+    operands = (x, of_x), (bias, (out,)), (grad, of_y)
+    sparse = layout.operand(packed.values)
+    library.run("nm_conv_product", product, "nm_conv *", sizes, operands, result, sparse)
+    return result

@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import sys
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,6 @@ import cffi
 import torch
 from torch import Tensor, nn
 
-from lightning_nm.kernels.api import Convolution
 from lightning_nm.kernels.cpu.build import LIBRARY, REASON, SOURCES, source
 
 PLACE = Path(__file__).resolve().parents[3]
@@ -201,61 +201,47 @@ def structure(kind: str, *fields: Any) -> Any:
     return ffi.new(kind, (loop or ffi.NULL, number, *fields))
 
 
-def addresses(dtype: torch.dtype, *operands: tuple[Tensor | None, tuple[int, ...]]) -> list[int]:
-    """Addresses of dense operands, each given with its shape; NULL for ``None``. The tensors must outlive the call.
+def run(
+    function: str,
+    product: str,
+    kind: str,
+    sizes: Sequence[Any],
+    inputs: Iterable[tuple[Tensor | None, tuple[int, ...]]],
+    y: Tensor,
+    sparse: Any,
+) -> None:
+    """Call a product by its names in csrc/nm.h.
+
+    Args:
+        function: Its function.
+        product: Which one of the function.
+        kind: The structure of its dense operands.
+        sizes: The fields of the structure before the dtype.
+        inputs: The tensors after it, each with its shape; ``None`` is NULL.
+        y: For the result, contiguous, of the dtype of all inputs.
+        sparse: The sparse operand.
 
     Raises:
-        ValueError: If the library would misread one: it knows neither shapes nor dtypes nor strides.
+        ValueError: If the library would misread an input: it knows neither shapes nor dtypes nor strides.
+        MemoryError: If the library was short of memory for its panels.
+        RuntimeError: If the instruction set has no such kernel, or a convolution is too large for it.
     """
-    if dtype not in DTYPES:
-        raise ValueError(f"an operand is {dtype}, not float32 or bfloat16")
-    found = []
-    for tensor, shape in operands:
+    if y.dtype not in DTYPES:
+        raise ValueError(f"an operand is {y.dtype}, not float32 or bfloat16")
+    addresses = []
+    for tensor, shape in inputs:
         if tensor is None:
-            found.append(0)
+            addresses.append(0)
             continue
-        if tensor.dtype != dtype:
-            raise ValueError(f"an operand is {tensor.dtype}, not {dtype}")
+        if tensor.dtype != y.dtype:
+            raise ValueError(f"an operand is {tensor.dtype}, not {y.dtype}")
         if tensor.device.type != "cpu" or tensor.shape != shape or not tensor.is_contiguous():
             raise ValueError(
                 f"an operand of shape {tuple(tensor.shape)}, strides {tensor.stride()}, on {tensor.device} must be "
                 f"contiguous, of shape {shape}, on the CPU"
             )
-        found.append(tensor.data_ptr())
-    return found
-
-
-def convolve(
-    product: str,
-    conv: Convolution,
-    images: int,
-    sparse: Any,
-    y: Tensor,
-    x: Tensor | None = None,
-    bias: Tensor | None = None,
-    grad: Tensor | None = None,
-) -> Tensor:
-    """Call a product of a convolution by its name, and return its result, which is written to ``y``."""
-    inputs = addresses(
-        y.dtype,
-        (x, (images, conv.inputs, *conv.size)),
-        (bias, (conv.outputs,)),
-        (grad, (images, conv.outputs, *conv.positions)),
-    )
-    sizes = conv.size, conv.kernel, conv.stride, conv.padding, conv.dilation, conv.positions
-    channels = conv.inputs, conv.outputs, conv.groups
-    fields = images, *channels, *sizes, DTYPES[y.dtype], 0, *inputs, y.data_ptr()
-    run("nm_conv_product", product, structure("nm_conv *", *fields), sparse)
-    return y
-
-
-def run(function: str, product: str, dense: Any, sparse: Any) -> None:
-    """Call a product by its names in csrc/nm.h.
-
-    Raises:
-        MemoryError: If the library was short of memory for its panels.
-        RuntimeError: If the instruction set has no such kernel, or a convolution is too large for it.
-    """
+        addresses.append(tensor.data_ptr())
+    dense = structure(kind, *sizes, DTYPES[y.dtype], 0, *addresses, y.data_ptr())
     library = load()
     status = getattr(library, function)(level(), getattr(library, product), dense, sparse)
     if status == library.NM_NO_MEMORY:

@@ -249,15 +249,15 @@ def test_torch_has_the_loop():
 
 @needs_library
 def test_a_lack_of_memory_and_of_a_kernel_are_errors(monkeypatch):
-    dense = library.structure("nm_operands *")
+    dense = "nm_operands *", (1, 1, 1), (), torch.empty(1)
     sparse = library.ffi.new("nm_permute *")
     with at_level("baseline"), pytest.raises(RuntimeError, match="baseline has no such kernel"):
-        library.run("nm_permute_product", "NM_LINEAR", dense, sparse)
+        library.run("nm_permute_product", "NM_LINEAR", *dense, sparse)
     library.level()
     short = SimpleNamespace(product=lambda *_: 1, NM_LINEAR=0, NM_NO_MEMORY=1)
     monkeypatch.setattr(library, "load", lambda: short)
     with pytest.raises(MemoryError, match="panels"):
-        library.run("product", "NM_LINEAR", dense, sparse)
+        library.run("product", "NM_LINEAR", *dense, sparse)
 
 
 class Products(Dataset):
@@ -308,12 +308,10 @@ def test_the_interpreter_ends_while_a_product_runs(threads):
 
         def work():  # the library alone: a thread that ends within torch's own operators ends the process, too
             y = torch.empty(len(made.x), layout.rows)
-            addresses = library.addresses(y.dtype, (made.x, made.x.shape), (None, ()), (None, ()))
-            sizes = layout.rows, layout.depth, len(made.x)
-            fields = *sizes, 0, 0, *addresses, y.data_ptr()
-            dense, sparse = library.structure("nm_operands *", *fields), layout.operand(values)
+            inputs = (made.x, made.x.shape), (None, ()), (None, ())
+            sizes, sparse = (layout.rows, layout.depth, len(made.x)), layout.operand(values)
             while True:
-                library.run(kernel.function, "NM_LINEAR", dense, sparse)
+                library.run(kernel.function, "NM_LINEAR", "nm_operands *", sizes, inputs, y, sparse)
                 running.set()
 
         for _ in range(2):
