@@ -156,9 +156,8 @@ def _kernel_product(layer: NMLayer, which: GemmName, operands: Operands, choice:
     if which == "wgrad":
         x = plain(operands.x)
         if key.sparsity == "outputs":
-            # dW has the mask of the forward, and so its layout; at other entries it may be anything.
-            make = partial(masked_matrix, layer, "forward", operands.weight, key)
-            return multiply(kernel, key, _layout(layer, which, operands, choice, make), x, grad=dy)
+            # At entries that are not kept dW may be anything.
+            return multiply(kernel, key, _packed(layer, which, operands, choice), x, grad=dy)
         estimate_ot = operands.estimate_ot
         if operands.estimate is not None:
             estimate_ot = operands.estimate.t().contiguous()
@@ -335,27 +334,10 @@ def masked_matrix(layer: NMLayer, which: GemmName, weight: Tensor, key: GemmKey)
     return MaskedMatrix(matrix, bits, bit, key.pattern, key.dtype, order, dense)
 
 
-def _layout(
-    layer: NMLayer,
-    which: GemmName,
-    operands: Operands,
-    choice: Choice,
-    matrix: Callable[[], MaskedMatrix],
-) -> Any:
-    """What a packed operand has of the masks, kept while they stand still; `matrix` makes the operand for it."""
-    kernel, key = choice
-    router = operands.route.router
-    if not router.keeps_layouts:
-        return kernel.layout(matrix())
-    # dgrad has a layout of its own. Those of convolutions and of other dtypes may be others.
-    name = (kernel.name, "layout", which == "dgrad", key.conv is None, key.dtype)
-    # A method may change its pattern without moving the masks.
-    stamp: Hashable = (layer.masks.cache_key, key.pattern)
-    return router.kept(layer, name, stamp, lambda: kernel.layout(matrix()))
-
-
 def _packed(layer: NMLayer, which: GemmName, operands: Operands, choice: Choice) -> Any:
     """The packed W_F or W_B, which changes with the weight, the masks, or anything that a step does.
+
+    Where outputs are sparse it is the layout of their mask: what a packed operand has of the masks alone.
 
     Packs are kept for training alone: evaluation may be of other weights, swapped in where no version is counted. A
     kernel that only gathers values packs them again: nothing is gained by asking whether the weight changed.
@@ -363,10 +345,17 @@ def _packed(layer: NMLayer, which: GemmName, operands: Operands, choice: Choice)
     kernel, key = choice
     weight, masks = operands.weight, layer.masks
     router, trains, _ = operands.route
-    # The pack of a convolution is not transposed: where W_B is W_F, that of the forward serves dgrad, too.
-    if key.conv is not None and layer.spec.method.selects_entries and not masks.has_backward:
+    by_outputs = key.sparsity == "outputs"
+    # The pack of a convolution is not transposed: where W_B is W_F, that of the forward serves dgrad, too. And dW has
+    # the mask of the forward.
+    is_forward = (
+        key.conv is not None and layer.spec.method.selects_entries and not masks.has_backward
+    )
+    if by_outputs or is_forward:
         which = "forward"
-    if trains and router.reuse > 1 and kernel.keeps_packs:
+    # Those of convolutions and of other dtypes may be others.
+    name = (kernel.name, which, key.conv is None, key.dtype)
+    if trains and router.reuse > 1 and kernel.keeps_packs and not by_outputs:
         # Memory belongs to the stream where it was made.
         stream = torch.cuda.current_stream(weight.device).cuda_stream if weight.is_cuda else 0
         # Not every optimizer leaves a version of the weight, so steps count, too.
@@ -377,11 +366,23 @@ def _packed(layer: NMLayer, which: GemmName, operands: Operands, choice: Choice)
             layer.progress.clock,
             stream,
         )
-        name = (kernel.name, "pack", which, key.conv is None, key.dtype)
         once = operands._replace(route=Route(router, trains=False))
-        return router.kept(layer, name, stamp, partial(_packed, layer, which, once, choice))
-    matrix = masked_matrix(layer, which, weight, key)
-    return kernel.pack_masked(matrix, _layout(layer, which, operands, choice, lambda: matrix))
+        make = partial(_packed, layer, which, once, choice)
+        return router.kept(layer, ("pack", *name), stamp, make)
+    make_matrix = partial(masked_matrix, layer, which, weight, key)
+    # The layout of outputs is all that is needed, so a matrix is made for a new one alone.
+    matrix = None if by_outputs else make_matrix()
+
+    def make_layout() -> Any:
+        return kernel.layout(matrix or make_matrix())
+
+    if router.keeps_layouts:
+        # A method may change its pattern without moving the masks.
+        stamp = (masks.cache_key, key.pattern)
+        layout = router.kept(layer, ("layout", *name), stamp, make_layout)
+    else:
+        layout = make_layout()
+    return layout if matrix is None else kernel.pack_masked(matrix, layout)
 
 
 def estimated(layer: NMLayer, dy_to: Tensor, seed: Tensor) -> Tensor:
