@@ -95,7 +95,8 @@ def misaligned(products):
     library = products.library
     sparse.values += 1  # an address
     y = torch.empty(4, 8)
-    library.run("nm_csr_product", "NM_LINEAR", library.operands(8, 16, 4, case.x, y), sparse)
+    inputs = (case.x, (4, 16)), (None, ()), (None, ())
+    library.run("nm_csr_product", "NM_LINEAR", "nm_operands *", (8, 16, 4), inputs, y, sparse)
 
 
 def fuzz(products):

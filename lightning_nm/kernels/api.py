@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import count
 from typing import Any, Literal, NamedTuple
 from weakref import WeakValueDictionary
@@ -141,7 +141,7 @@ class GemmKey:
         # A bucket of tokens need not hold whole images; what is left over is not counted.
         return self.tokens // math.prod(self.conv.positions)
 
-    @property
+    @cached_property
     def result_shape(self) -> tuple[int, ...]:
         """Shape of what a kernel returns."""
         if self.gemm == "wgrad":
@@ -372,7 +372,7 @@ class HasHandle:
         >>> class Scale(HasHandle):
         ...     pass
         >>> scale = Scale()
-        >>> lookup(scale.handle) is scale
+        >>> lookup(scale.handle) == [scale]
         True
     """
 
@@ -393,15 +393,15 @@ class HasHandle:
                 self.__dict__[name] = value
 
 
-def lookup(handle: int) -> Any:
-    """Return the object with this handle.
+def lookup(*handles: int) -> list[Any]:
+    """Return the objects with these handles.
 
     Raises:
-        RuntimeError: If it no longer exists.
+        RuntimeError: If one no longer exists.
     """
     try:
-        return _objects[handle]
-    except KeyError:
+        return list(map(_objects.__getitem__, handles))
+    except KeyError as error:
         raise RuntimeError(
-            f"object {handle} of a compiled graph is gone: keep model and router until the backward pass is over"
+            f"object {error.args[0]} of a compiled graph is gone: keep model and router until the backward pass is over"
         ) from None

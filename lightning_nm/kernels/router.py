@@ -17,7 +17,6 @@ from lightning_nm.kernels.api import (
     GemmKernel,
     GemmKey,
     HasHandle,
-    Sparsity,
     bucketed,
     check_mode,
     multiply_adds,
@@ -46,6 +45,13 @@ class Product(NamedTuple):
     layer: str
     key: GemmKey  # its pattern is the layer's if no operand is N:M along the contraction axis
     reason: str = ""  # why the product is always dense; empty if it is not
+
+
+class Choice(NamedTuple):
+    """The sparse kernel that a router chose for a product."""
+
+    kernel: GemmKernel
+    key: GemmKey
 
 
 @dataclass
@@ -136,17 +142,15 @@ class Router(HasHandle):
 
         # A dict instead of a set: it keeps the order of the products.
         self._recorded: dict[Product, None] = {}
-        # For products of one exact size; the use is shared by all sizes of a bucket.
-        self._chosen: dict[Product, tuple[GemmKernel, GemmUse]] = {}
-        self._validity = (0, False)  # under which they were chosen, see `kernel`
+        # For products of one exact size, with the terms of the choice; the use is shared by all sizes of a bucket.
+        self._chosen: dict[tuple[Product, Hashable], tuple[Choice | None, GemmUse]] = {}
         # By the bucketed product and the kernel's name.
         self._uses: dict[tuple[Product, str], GemmUse] = {}
-        self._takes: dict[str, frozenset[Sparsity]] = {}
         self.convolving = frozenset(
             kernel.device_type for kernel in self.registry.backends if kernel.convolutions
         )
         """The types of devices on which a kernel may take convolutions; the empty one stands for every type."""
-        # For each layer, by name: a stamp and the operand. Weak, so that a pack ends with its layer.
+        # For each layer, by name: a stamp, and choices or an operand. Weak, so that a pack ends with its layer.
         self._packs: WeakKeyDictionary[Any, dict[Hashable, tuple[Hashable, Any]]]
         self._packs = WeakKeyDictionary()
 
@@ -177,20 +181,39 @@ class Router(HasHandle):
             self.unavailable_reason = self.registry.unavailable_reason(str(device))
         return self.tuner
 
-    def kernel(self, product: Product) -> GemmKernel:
-        """Return the kernel for a product that is about to run, and count the call."""
-        # This runs for every product of every step: one look-up if the kernel is chosen already. A choice holds until a
-        # kernel fails or determinism is switched.
-        validity = len(self.registry.failures), torch.are_deterministic_algorithms_enabled()
-        if validity != self._validity:
-            self._chosen.clear()
-            self._validity = validity
-        kernel, use = self._chosen.get(product) or self._choose(product)
-        use.calls += 1
-        return kernel
+    def choose(
+        self,
+        owner: Any,
+        name: Hashable,
+        stamp: tuple[Hashable, ...],
+        products: Callable[[], Sequence[Product]],
+    ) -> list[Choice | None]:
+        """Choose the kernels of products that are about to run, and count the calls; ``None`` is the dense product.
 
-    def _choose(self, product: Product) -> tuple[GemmKernel, GemmUse]:
+        Args:
+            owner: The layer.
+            name: Of these products among those of the layer.
+            stamp: All that the products depend on.
+            products: Makes them. It is called again only if the stamp has changed since the last call.
+        """
+        # A choice also holds until a kernel fails or determinism is switched.
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        terms = self.tuned, len(self.registry.failures), deterministic
+
+        def choose() -> tuple[list[Choice | None], list[GemmUse]]:
+            found = [self._choose(product, terms) for product in products()]
+            return [choice for choice, _ in found], [use for _, use in found]
+
+        choices, uses = self.kept(owner, name, (terms, stamp), choose)
+        for use in uses:
+            use.calls += 1
+        return choices
+
+    def _choose(self, product: Product, terms: Hashable) -> tuple[Choice | None, GemmUse]:
         """Choose the kernel of a product, and remember it unless the choice is for the moment."""
+        known = self._chosen.get((product, terms))
+        if known is not None:
+            return known
         decision = None
         kernel = self.registry.reference
         # A capture must not measure: products without a decision are dense in it. So are those before `tune`.
@@ -201,11 +224,13 @@ class Router(HasHandle):
         bucket = product._replace(key=bucketed(product.key))
         use = self._uses.setdefault((bucket, kernel.name), GemmUse(bucket, kernel.name))
         use.decision = decision
+        is_dense = kernel is self.registry.reference
+        choice = None if is_dense else Choice(kernel, product.key)
         if lasting:
             if len(self._chosen) >= _MOST_CHOSEN:
                 self._chosen.clear()
-            self._chosen[product] = kernel, use
-        return kernel, use
+            self._chosen[product, terms] = choice, use
+        return choice, use
 
     def tune_if_single(self) -> None:
         """Call :meth:`tune`, unless other processes have to take part or a CUDA graph is captured."""
@@ -277,6 +302,7 @@ class Router(HasHandle):
             self.all_dense = False
             self._none_sparse = False
             self._chosen.clear()
+            self._packs.clear()  # with the choices among them
 
     def deactivate_if_all_dense(self) -> None:
         """Go inactive until the next :meth:`reset` if :meth:`tune` found no product that is faster sparse.
@@ -308,18 +334,6 @@ class Router(HasHandle):
         # Also after an error: one warning for the same decisions is enough.
         self._saved |= measured
 
-    def takes(self, device: str) -> frozenset[Sparsity]:
-        """Return what may be sparse in products on a device for a kernel to take them.
-
-        An N:M operand always: if no kernel takes it, the decision says why.
-        """
-        if device not in self._takes:
-            taken: frozenset[Sparsity] = frozenset({"n:m"})
-            if self.kernels != "reference":
-                taken |= self.registry.takes(device)
-            self._takes[device] = taken
-        return self._takes[device]
-
     def convolves(self, device_type: str) -> bool:
         """Whether a kernel may take convolutions on a type of device; compiled code asks, too."""
         return device_type in self.convolving or "" in self.convolving
@@ -342,12 +356,17 @@ class Router(HasHandle):
         return self.reuse if keeps else 1
 
     def kept(self, owner: Any, name: Hashable, stamp: Hashable, make: Callable[[], Any]) -> Any:
-        """Return what `make` returned for the same owner, a layer, name and stamp before, or now."""
-        if _capturing():  # a replayed graph would use the pack of the capture
+        """Return what `make` returned for the same owner, a layer, name and stamp before, or now.
+
+        Only what was made last is kept under a name: a stamp that comes back finds nothing.
+        """
+        # A replayed graph would use the pack of the capture. Written out: this runs several times for every layer.
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             return make()
         packs = self._packs.setdefault(owner, {})
-        if name in packs and packs[name][0] == stamp:
-            return packs[name][1]
+        known = packs.get(name)
+        if known is not None and known[0] == stamp:
+            return known[1]
         # A pack that is out of date is freed before another is made, and not left if that fails.
         packs.pop(name, None)
         made = make()
@@ -423,7 +442,7 @@ def _measured_keys(decisions: Decisions) -> set[GemmKey]:
 
 def _capturing() -> bool:
     """Whether a CUDA graph is captured: nothing may be timed then, and what is computed belongs to the graph."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 _active: Router | None = None

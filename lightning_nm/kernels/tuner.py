@@ -386,7 +386,7 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
 def _written_key(key: GemmKey) -> str:
     """A key as the text that names its entry in a file: its fields in JSON."""
     values = {
-        **vars(key),
+        **{field.name: getattr(key, field.name) for field in fields(key)},
         "dtype": str(key.dtype).removeprefix("torch."),
         "pattern": str(key.pattern),
     }
@@ -503,21 +503,15 @@ class KernelRegistry:
         if failed:
             return failed
         # The probe comes first: a kernel may need the device to answer the rest.
-        return (
-            self.probe(kernel, key.device)
-            or self._sparsity_reason(kernel, key)
-            or reason_or_error(partial(kernel.supports, key))
-        )
-
-    def _sparsity_reason(self, kernel: GemmKernel, key: GemmKey) -> str:
-        """Return why a kernel cannot use what is sparse in a product; empty if it can."""
-        if kernel is self.reference:
-            return ""
-        if key.conv is not None and not kernel.convolutions:
-            return "it takes no convolutions"
-        if key.sparsity not in kernel.takes:
-            return _NOT_TAKEN[key.sparsity]
-        return ""
+        reason = self.probe(kernel, key.device)
+        if reason:
+            return reason
+        if kernel is not self.reference:
+            if key.conv is not None and not kernel.convolutions:
+                return "it takes no convolutions"
+            if key.sparsity not in kernel.takes:
+                return _NOT_TAKEN[key.sparsity]
+        return reason_or_error(partial(kernel.supports, key))
 
     def reason_against(self, name: str, key: GemmKey) -> str:
         """:meth:`reason` of the kernel with this name, which may not be among the kernels."""
@@ -582,7 +576,7 @@ class KernelRegistry:
         except (torch.OutOfMemoryError, MemoryError):
             failed = ""  # of the moment, not of the kernel
         except Exception as error:
-            capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+            capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
             # A capture that failed takes no other product either.
             if kernel is self.reference or capturing:
                 raise

@@ -144,7 +144,12 @@ class LayerMasks:
 
         It also changes after a write to the bits or the permutation from outside, if torch counts the write.
         """
-        return self.generation, tuple(tensor_fingerprint(tensor) for tensor in self.tensors())
+        bits, order = self.bits, self.permutation
+        return (
+            self.generation,
+            None if bits is None else tensor_fingerprint(bits),
+            None if order is None else tensor_fingerprint(order),
+        )
 
     @property
     def density(self) -> float:

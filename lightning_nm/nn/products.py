@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,6 @@ from lightning_nm.functional.mask_storage import BACKWARD_BIT, FORWARD_BIT
 from lightning_nm.functional.select import masked
 from lightning_nm.kernels.api import (
     Convolution,
-    GemmKernel,
     GemmKey,
     GemmName,
     MaskedMatrix,
@@ -27,9 +26,10 @@ from lightning_nm.kernels.api import (
 )
 from lightning_nm.kernels.gpu.two_four import ALIGNMENT
 from lightning_nm.kernels.operands import in_one_pass, masked_operand, permuted_columns
-from lightning_nm.kernels.router import Product, Router, active
-from lightning_nm.nn.costs import LAYER_GEMMS, GemmKind
+from lightning_nm.kernels.router import Choice, Product, Router, active
+from lightning_nm.nn.costs import LAYER_GEMMS, GemmKind, gemms_key
 from lightning_nm.nn.layer import NMLayer, tensor_fingerprint
+from lightning_nm.nn.weight import Layout
 
 if TYPE_CHECKING:  # for the types only
     from lightning_nm.estimators.base import GradientEstimator
@@ -53,6 +53,14 @@ _DRAWN_CONVOLUTION = "no kernel takes a drawn weight of a convolution"
 _SPARSITY: dict[GemmKind, Sparsity] = {"n:m": "n:m", "masked": "masked", "outputs": "outputs"}
 
 
+class Route(NamedTuple):
+    """The active router of a call."""
+
+    router: Router
+    trains: bool = True  # whether a backward pass will follow
+    reason: str = ""  # why the call is dense all the same; empty if kernels may run it
+
+
 class Operands(NamedTuple):
     """What the three GEMMs of one call of a module are made of, besides masks and method."""
 
@@ -63,22 +71,15 @@ class Operands(NamedTuple):
     noise: Tensor | None = None  # that of the layer in the forward pass, for a drawn W_B
     rows: slice = slice(None)  # the outputs that are used: a part of a joint projection
     geometry: Geometry | None = None  # of a convolution
-    trains: bool = True  # whether a backward pass will follow
+    route: Any = None  # a Route; None where no router is active
     # Rows of the weight as a matrix. It is known in an operator alone, where kernels may also make dense operands.
     out: int | None = None
     dy: Any = None  # dY, of the shape of the output; None in a forward pass
     seed: Tensor | None = None  # of the estimate of dY; None where dW is made of dY itself
+    estimate: Tensor | None = None  # E(dY), where it is known already
     # What one pass over dY made for two GEMMs: E(dY)^T, and dY in the order of a permuted W_B.
     estimate_ot: Tensor | None = None
     dy_in_order: Tensor | None = None
-
-
-class Choice(NamedTuple):
-    """The sparse kernel that a router chose for a GEMM."""
-
-    router: Router
-    kernel: GemmKernel
-    key: GemmKey
 
 
 # ----------------------------------------------------------------------------------------------------- one GEMM
@@ -101,17 +102,18 @@ def gemm(
         Y ``[tokens, out]``, dX ``[tokens, in]`` or dW ``[out, in]``; those of a convolution are shaped as Y, X and W.
     """
     # Of a pass that is observed, E(dY) is made here, for the kernel as for the comparison with dY.
-    estimate: Tensor | None = None
     is_estimated = which == "wgrad" and operands.seed is not None
     # A compiled graph cannot hand figures out.
-    if is_estimated and not torch.compiler.is_compiling() and layer.progress.observing:
-        estimate = _estimate(layer, operands)
-    dense = partial(_dense_product, layer, which, operands, estimate)
+    observed = is_estimated and not torch.compiler.is_compiling() and layer.progress.observing
+    if observed:
+        operands = operands._replace(estimate=_estimate(layer, operands))
+    dense = partial(_dense_product, layer, which, operands)
     if choice is None:
         result = dense()
     else:
-        sparse = partial(_kernel_product, layer, which, operands, estimate, choice)
-        result = choice.router.registry.attempt(choice.kernel, choice.key, sparse, dense)
+        registry = operands.route.router.registry
+        sparse = partial(_kernel_product, layer, which, operands, choice)
+        result = registry.attempt(choice.kernel, choice.key, sparse, dense)
         shape = list(result.shape)
         if operands.geometry is not None:
             # Kernels return dW as a matrix, and planes of height 1 for a convolution in one dimension.
@@ -120,23 +122,19 @@ def gemm(
             shape = list(operands.weight.shape) if is_weight else shape[:2] + shape[-spatial:]
         # No view, as that of cut padding: autograd would not let the model change it in place.
         result = torch.ops.aten._unsafe_view(result, shape)
-    if estimate is not None:
+    if observed:
+        assert operands.estimate is not None
         exact = _weight_gradient(operands, operands.dy)
-        layer.progress.observe(estimate, exact, result)
+        layer.progress.observe(operands.estimate, exact, result)
     return result
 
 
-def _dense_product(
-    layer: NMLayer,
-    which: GemmName,
-    operands: Operands,
-    estimate: Tensor | None,
-) -> Tensor:
+def _dense_product(layer: NMLayer, which: GemmName, operands: Operands) -> Tensor:
     """The dense product of the masked operands; see :func:`gemm`."""
     x, dy, geometry = operands.x, operands.dy, operands.geometry
     if which == "wgrad":
         if operands.seed is not None:
-            dy = _estimate(layer, operands) if estimate is None else estimate
+            dy = _estimate(layer, operands)
         return _weight_gradient(operands, dy)
     weight = dense_weight(layer, which, operands)
     if which == "forward":
@@ -150,46 +148,38 @@ def _dense_product(
     return dx
 
 
-def _kernel_product(
-    layer: NMLayer,
-    which: GemmName,
-    operands: Operands,
-    estimate: Tensor | None,
-    choice: Choice,
-) -> Tensor:
+def _kernel_product(layer: NMLayer, which: GemmName, operands: Operands, choice: Choice) -> Tensor:
     """The product of the kernel's packed operand; see :func:`gemm`."""
-    _, kernel, key = choice
-    bias = operands.bias
+    kernel, key = choice
     # In the operator of a linear layer dY is plain already.
     dy = operands.dy if which == "forward" or key.conv is None else plain(operands.dy)
+    if which == "wgrad":
+        x = plain(operands.x)
+        if key.sparsity == "outputs":
+            # At entries that are not kept dW may be anything.
+            return multiply(kernel, key, _packed(layer, which, operands, choice), x, grad=dy)
+        estimate_ot = operands.estimate_ot
+        if operands.estimate is not None:
+            estimate_ot = operands.estimate.t().contiguous()
+        elif estimate_ot is None:
+            assert operands.seed is not None
+            estimate_ot, _ = _estimator(layer).estimate_transposed(layer, dy, operands.seed)
+        return multiply(kernel, key, kernel.pack(estimate_ot), x)
+    if key.drawn:
+        assert operands.noise is not None
+        drawn_io = drawn_matrix(layer, operands.weight, operands.noise, key.dtype, transposed=True)
+        return multiply(kernel, key, kernel.pack(plain(drawn_io)), dy)
+    packed = _packed(layer, which, operands, choice)
     if which == "forward":
-        packed = _pack(layer, which, operands, choice)
+        bias = operands.bias
         bias = None if bias is None else plain(bias)
         return multiply(kernel, key, packed, plain(operands.x), bias)
-    if which == "dgrad":
-        if key.drawn:
-            assert operands.noise is not None
-            drawn_io = drawn_transposed(layer, operands.weight, operands.noise, key.dtype)
-            return multiply(kernel, key, kernel.pack(plain(drawn_io)), dy)
-        packed = _pack(layer, which, operands, choice)
-        if key.permuted and kernel.ordered:
-            # A pack in the order of the permutation needs the columns of dY in the same order.
-            order: Any = layer.masks.permutation
-            in_order = operands.dy_in_order
-            dy = permuted_columns(dy, order) if in_order is None else in_order
-        return multiply(kernel, key, packed, dy)
-    x = plain(operands.x)
-    if key.sparsity == "outputs":
-        # dW has the mask of the forward, and so its layout; at other entries it may be anything.
-        make = partial(masked_matrix, layer, "forward", operands.weight, key)
-        return multiply(kernel, key, _layout(layer, which, choice, make), x, grad=dy)
-    estimate_ot = operands.estimate_ot
-    if estimate is not None:
-        estimate_ot = estimate.t().contiguous()
-    elif estimate_ot is None:
-        assert operands.seed is not None
-        estimate_ot, _ = _estimator(layer).estimate_transposed(layer, dy, operands.seed)
-    return multiply(kernel, key, kernel.pack(estimate_ot), x)
+    if key.permuted and kernel.ordered:
+        # A pack in the order of the permutation needs the columns of dY in the same order.
+        order: Any = layer.masks.permutation
+        in_order = operands.dy_in_order
+        dy = permuted_columns(dy, order) if in_order is None else in_order
+    return multiply(kernel, key, packed, dy)
 
 
 def _weight_gradient(operands: Operands, dy: Tensor) -> Tensor:
@@ -344,51 +334,55 @@ def masked_matrix(layer: NMLayer, which: GemmName, weight: Tensor, key: GemmKey)
     return MaskedMatrix(matrix, bits, bit, key.pattern, key.dtype, order, dense)
 
 
-def _layout(
-    layer: NMLayer, which: GemmName, choice: Choice, matrix: Callable[[], MaskedMatrix]
-) -> Any:
-    """What a packed operand has of the masks, kept while they stand still; `matrix` makes the operand for it."""
-    router, kernel, key = choice
-    if not router.keeps_layouts:
-        return kernel.layout(matrix())
-    # dgrad has a layout of its own. Those of convolutions and of other dtypes may be others.
-    name = (kernel.name, "layout", which == "dgrad", key.conv is None, key.dtype)
-    # A method may change its pattern without moving the masks.
-    stamp: Hashable = (layer.masks.cache_key, key.pattern)
-    return router.kept(layer, name, stamp, lambda: kernel.layout(matrix()))
-
-
-def _pack(layer: NMLayer, which: GemmName, operands: Operands, choice: Choice) -> Any:
+def _packed(layer: NMLayer, which: GemmName, operands: Operands, choice: Choice) -> Any:
     """The packed W_F or W_B, which changes with the weight, the masks, or anything that a step does.
+
+    Where outputs are sparse it is the layout of their mask: what a packed operand has of the masks alone.
 
     Packs are kept for training alone: evaluation may be of other weights, swapped in where no version is counted. A
     kernel that only gathers values packs them again: nothing is gained by asking whether the weight changed.
     """
-    router, kernel, key = choice
-    weight = operands.weight
-    masks = layer.masks
-    # The pack of a convolution is not transposed: where W_B is W_F, that of the forward serves dgrad, too.
-    if key.conv is not None and layer.spec.method.selects_entries and not masks.has_backward:
-        which = "forward"
-
-    def make() -> Any:
-        matrix = masked_matrix(layer, which, weight, key)
-        return kernel.pack_masked(matrix, _layout(layer, which, choice, lambda: matrix))
-
-    if router.reuse <= 1 or not operands.trains or not kernel.keeps_packs:
-        return make()
-    # Memory belongs to the stream where it was made.
-    stream = torch.cuda.current_stream(weight.device).cuda_stream if weight.is_cuda else 0
-    # Not every optimizer leaves a version of the weight, so steps count, too.
-    stamp: Hashable = (
-        tuple(tensor_fingerprint(tensor) for tensor in (weight, *layer.read_tensors())),
-        masks.cache_key,
-        layer.progress.step,
-        layer.progress.clock,
-        stream,
+    kernel, key = choice
+    weight, masks = operands.weight, layer.masks
+    router, trains, _ = operands.route
+    by_outputs = key.sparsity == "outputs"
+    # The pack of a convolution is not transposed: where W_B is W_F, that of the forward serves dgrad, too. And dW has
+    # the mask of the forward.
+    is_forward = (
+        key.conv is not None and layer.spec.method.selects_entries and not masks.has_backward
     )
-    name = (kernel.name, "pack", which, key.conv is None, key.dtype)
-    return router.kept(layer, name, stamp, make)
+    if by_outputs or is_forward:
+        which = "forward"
+    # Those of convolutions and of other dtypes may be others.
+    name = (kernel.name, which, key.conv is None, key.dtype)
+    if trains and router.reuse > 1 and kernel.keeps_packs and not by_outputs:
+        # Memory belongs to the stream where it was made.
+        stream = torch.cuda.current_stream(weight.device).cuda_stream if weight.is_cuda else 0
+        # Not every optimizer leaves a version of the weight, so steps count, too.
+        stamp: Hashable = (
+            tuple(tensor_fingerprint(tensor) for tensor in (weight, *layer.read_tensors())),
+            masks.cache_key,
+            layer.progress.step,
+            layer.progress.clock,
+            stream,
+        )
+        once = operands._replace(route=Route(router, trains=False))
+        make = partial(_packed, layer, which, once, choice)
+        return router.kept(layer, ("pack", *name), stamp, make)
+    make_matrix = partial(masked_matrix, layer, which, weight, key)
+    # The layout of outputs is all that is needed, so a matrix is made for a new one alone.
+    matrix = None if by_outputs else make_matrix()
+
+    def make_layout() -> Any:
+        return kernel.layout(matrix or make_matrix())
+
+    if router.keeps_layouts:
+        # A method may change its pattern without moving the masks.
+        stamp = (masks.cache_key, key.pattern)
+        layout = router.kept(layer, ("layout", *name), stamp, make_layout)
+    else:
+        layout = make_layout()
+    return layout if matrix is None else kernel.pack_masked(matrix, layout)
 
 
 def estimated(layer: NMLayer, dy_to: Tensor, seed: Tensor) -> Tensor:
@@ -415,6 +409,8 @@ def _estimator(layer: NMLayer) -> GradientEstimator:
 
 def _estimate(layer: NMLayer, operands: Operands) -> Tensor:
     """E(dY) in the shape of dY; blocks lie along batch x positions, for one output."""
+    if operands.estimate is not None:
+        return operands.estimate
     dy: Tensor = operands.dy
     assert operands.seed is not None
     if operands.geometry is None:
@@ -430,7 +426,13 @@ def _estimate(layer: NMLayer, operands: Operands) -> Tensor:
 
 
 def drawn_matrix(
-    layer: NMLayer, weight: Tensor, noise: Tensor, dtype: torch.dtype, rows: slice = slice(None)
+    layer: NMLayer,
+    weight: Tensor,
+    noise: Tensor,
+    dtype: torch.dtype,
+    rows: slice = slice(None),
+    *,
+    transposed: bool = False,
 ) -> Tensor:
     r"""Draw W_B ``[out, in]`` for a layer with ``draws_backward``: N:M along `out`, and W_F in the mean.
 
@@ -443,29 +445,18 @@ def drawn_matrix(
         noise: The layer's noise in the forward pass.
         dtype: Of the GEMM.
         rows: The outputs of the GEMM, in whole blocks: a part of a joint projection.
+        transposed: Whether to return W_B^T ``[in, out]``, contiguous, as kernels pack it.
     """
-    sampler, forward_oi, seed = _to_draw(layer, weight, noise, dtype, rows)
-    return sampler.estimate(layer, forward_oi, seed)
-
-
-def drawn_transposed(layer: NMLayer, weight: Tensor, noise: Tensor, dtype: torch.dtype) -> Tensor:
-    """W_B^T ``[in, out]`` of :func:`drawn_matrix`, contiguous, as kernels pack it."""
-    sampler, forward_oi, seed = _to_draw(layer, weight, noise, dtype)
-    drawn_io, _ = sampler.estimate_transposed(layer, forward_oi.contiguous(), seed)
-    # It may be padded, as the tokens of a wgrad are.
-    return drawn_io[:, : len(forward_oi)].contiguous()
-
-
-def _to_draw(
-    layer: NMLayer, weight: Tensor, noise: Tensor, dtype: torch.dtype, rows: slice = slice(None)
-) -> tuple[GradientEstimator, Tensor, Tensor]:
-    """What draws, W_F ``[out, in]`` and the seed of one draw."""
     sampler = layer.spec.dgrad
     assert sampler is not None
     # What the exact product would use: rounded to the dtype of the product before it is drawn.
     forward_oi = layer.view.matrix(layer.forward_of(weight))[rows].to(dtype)
-    first_row = layer.first_row + (rows.start or 0)
-    return sampler, forward_oi, layer.noise.for_weight(noise, first_row)
+    seed = layer.noise.for_weight(noise, layer.first_row + (rows.start or 0))
+    if not transposed:
+        return sampler.estimate(layer, forward_oi, seed)
+    drawn_io, _ = sampler.estimate_transposed(layer, forward_oi.contiguous(), seed)
+    # It may be padded, as the tokens of a wgrad are.
+    return drawn_io[:, : len(forward_oi)].contiguous()
 
 
 def plain(tensor: Tensor) -> Tensor:
@@ -480,29 +471,41 @@ def plain(tensor: Tensor) -> Tensor:
 
 
 def choose(
-    layer: NMLayer, which: GemmName, operands: Operands, router: Router | None, reason: str = ""
-) -> Choice | None:
-    """Ask the active router for the kernel of a GEMM, which counts the call; ``None`` is the dense product.
+    layer: NMLayer, gemms: tuple[GemmName, ...], operands: Operands
+) -> Sequence[Choice | None]:
+    """Ask the active router for the kernels of GEMMs, which counts the calls; ``None`` is the dense product.
 
-    Compiled graphs do not ask: they call operators that do. With a `reason` the GEMM is dense whatever the router has.
+    Compiled graphs do not ask: they call operators that do. With a reason in the route the GEMMs are dense whatever the
+    router has.
     """
-    if router is None or torch.compiler.is_compiling():
-        return None
-    product = product_now(layer, router, which, operands, reason)
-    if which == "forward" and not router.tuned and not reason:
+    route = operands.route
+    if route is None or torch.compiler.is_compiling():
+        return (None,) * len(gemms)
+    x, router = operands.x, route.router
+    if "forward" in gemms and not router.tuned and not route.reason:
         # The router measures all GEMMs of a layer at once, so it hears of those to come with the first.
-        later = GEMMS[1:] if operands.trains else ()
-        products = [product_now(layer, router, gemm, operands) for gemm in later]
-        router.record([product, *products])
-    kernel = router.kernel(product)
-    is_dense = kernel is router.registry.reference
-    return None if is_dense else Choice(router, kernel, product.key)
+        to_come = GEMMS if route.trains else gemms
+        router.record([_product(layer, which, operands) for which in to_come])
+    stamp = (
+        gemms_key(layer),
+        route.reason,
+        x.shape,
+        x.dtype,
+        x.device,
+        operands.weight.shape,
+        operands.geometry,
+    )
+    return router.choose(
+        layer, gemms, stamp, lambda: [_product(layer, which, operands) for which in gemms]
+    )
 
 
-def product_now(
-    layer: NMLayer, router: Router, which: GemmName, operands: Operands, reason: str = ""
-) -> Product:
-    """One of the layer's GEMMs as it would run now, with the reason if it can only be dense."""
+def _product(layer: NMLayer, which: GemmName, operands: Operands) -> Product:
+    """One of the layer's GEMMs as it would run now, with the reason if it can only be dense.
+
+    It depends on nothing but what :func:`choose` compares, and on what stays as it is in a layer.
+    """
+    router, _, reason = operands.route
     spec = layer.spec
     masks = layer.masks
     x = operands.x
@@ -516,14 +519,13 @@ def product_now(
         conv = _convolution(x, operands.weight, operands.geometry)
         tokens *= math.prod(conv.positions)
         width = math.prod(conv.weight_shape[1:])
-    if which == "forward":
-        size = out, width, tokens
-    elif which == "dgrad":
-        size = width, out, tokens
-    else:
-        size = out, tokens, width
-    sparsity: Sparsity | None = None
-    pattern = None
+    sizes = {
+        "forward": (out, width, tokens),
+        "dgrad": (width, out, tokens),
+        "wgrad": (out, tokens, width),
+    }
+    size = sizes[which]
+    sparsity = pattern = None
     is_dgrad = which == "dgrad"
     drawn = is_dgrad and layer.draws_backward
     if not reason:
@@ -537,7 +539,8 @@ def product_now(
             reason = _ESTIMATED_CONVOLUTION
         elif conv is not None and drawn:
             reason = _DRAWN_CONVOLUTION
-        elif pattern is None or sparsity is None or sparsity not in router.takes(device):
+        # A kernel may be asked for an N:M operand always: if none takes it, the decision says why.
+        elif pattern is None or sparsity not in {"n:m", *router.registry.takes(device)}:
             reason = "none of its operands is N:M"
             if gemm_now.reason:
                 reason = f"{gemm_now.label}; {gemm_now.reason}"
@@ -572,17 +575,16 @@ def _convolution(x: Tensor, weight: Tensor, geometry: Geometry) -> Convolution:
 
 
 def gradients(
-    layer: NMLayer,
-    operands: Operands,
-    router: Router | None,
-    reason: str = "",
-    *,
-    needs_input: bool,
-    needs_weight: bool,
+    layer: NMLayer, operands: Operands, *, needs_input: bool, needs_weight: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """``dX = dY W_B`` and ``dW = E(dY)^T X``: those that are needed, else ``None``; see :func:`gemm`."""
-    dgrad = choose(layer, "dgrad", operands, router, reason) if needs_input else None
-    wgrad = choose(layer, "wgrad", operands, router, reason) if needs_weight else None
+    dgrad = wgrad = None
+    if needs_input and needs_weight:
+        dgrad, wgrad = choose(layer, ("dgrad", "wgrad"), operands)
+    elif needs_input:
+        (dgrad,) = choose(layer, ("dgrad",), operands)
+    else:
+        (wgrad,) = choose(layer, ("wgrad",), operands)
     geometry, seed = operands.geometry, operands.seed
     both = needs_input and needs_weight
     if both and geometry is not None and seed is None and dgrad is None and wgrad is None:
@@ -660,18 +662,17 @@ def forward_gemm(
         router: The router's handle.
     """
     # An operator takes tensors and numbers alone: the objects are looked up.
-    layer: NMLayer = lookup(tag.shape[0])
-    active_router: Router = lookup(router)
+    layer, active_router = lookup(tag.shape[0], router)
     operands = Operands(
         x,
         weight,
         bias,
         x.dtype,
         geometry=_unflattened(geometry) if geometry else None,
-        trains=trains,
+        route=Route(active_router, trains),
         out=out,
     )
-    choice = choose(layer, "forward", operands, active_router)
+    (choice,) = choose(layer, ("forward",), operands)
     y = gemm(layer, "forward", operands, choice)
     # Whichever ran, the memory format is the one that register_fake promises to compiled graphs.
     return y.contiguous(memory_format=_memory_format(x)) if geometry else y
@@ -686,8 +687,7 @@ def _(
     trains: bool,
     out: int,
     geometry: Sequence[int],
-    tag: Tensor,
-    router: int,
+    *rest: Any,
 ) -> Tensor:
     if not geometry:
         return x.new_empty(x.shape[0], out)
@@ -738,10 +738,10 @@ def backward_gemms(
     Returns:
         dX in the shape and the memory format of `x`, and ``dW [out, in]``, of a convolution in the weight's shape.
     """
-    layer: NMLayer = lookup(tag.shape[0])
-    active_router: Router = lookup(router)
+    layer, active_router = lookup(tag.shape[0], router)
     # Before the kernels are chosen: now all GEMMs of the batch are known, if they shall be measured.
-    active_router.tune_if_single()
+    if not active_router.tuned:
+        active_router.tune_if_single()
     operands = Operands(
         x,
         weight,
@@ -749,17 +749,12 @@ def backward_gemms(
         grad.dtype,
         noise,
         geometry=_unflattened(geometry) if geometry else None,
+        route=Route(active_router),
         out=grad.shape[1],
         dy=grad if geometry else plain(grad),
         seed=_seed(layer, noise) if needs_weight else None,
     )
-    dx, dweight = gradients(
-        layer,
-        operands,
-        active_router,
-        needs_input=needs_input,
-        needs_weight=needs_weight,
-    )
+    dx, dweight = gradients(layer, operands, needs_input=needs_input, needs_weight=needs_weight)
     # Whichever ran, the memory formats are those that register_fake promises to compiled graphs.
     if dx is None:
         dx = grad.new_empty(0)
@@ -809,24 +804,11 @@ def _backward_flops(
 # ------------------------------------------------------------------------------------------------------- autograd
 
 
-class Route(NamedTuple):
-    """The active router of a call."""
-
-    router: Router
-    trains: bool  # whether a backward pass will follow
-    reason: str  # why the call is dense all the same; empty if kernels may run it
-
-
 def _seed(layer: NMLayer, noise: Tensor | None, first_row: int = 0) -> Tensor | None:
     """The seed of the estimate of dY whose first output is this row of the weight; ``None`` if dW is of dY itself."""
     if noise is None or not is_estimating(layer):
         return None
     return layer.noise.for_call(noise, layer.first_row + first_row)
-
-
-def _differentiated() -> bool:
-    """Whether this backward pass is itself recorded, for a second derivative, which no kernel has."""
-    return torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
 def _route_gradient(
@@ -877,10 +859,9 @@ class _Gemms(torch.autograd.Function):
                 layer.handle_tensor,
                 route.router.handle,
             )
-        operands = Operands(x, weight, bias, dtype, None, ctx.rows, geometry)
-        if route is not None:
-            choose(layer, "forward", operands, route.router, route.reason)
-        return gemm(layer, "forward", operands)
+        operands = Operands(x, weight, bias, dtype, None, ctx.rows, geometry, route)
+        (choice,) = choose(layer, ("forward",), operands)
+        return gemm(layer, "forward", operands, choice)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -896,9 +877,13 @@ class _Gemms(torch.autograd.Function):
         dx = dbias = None
         dweight: Any = None
         dtensors: list[Any] = [None] * len(tensors)
+        # Whether this backward pass is itself recorded, for a second derivative, which no kernel has.
+        is_differentiated = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        if route is not None and is_differentiated:
+            route = route._replace(reason=route.reason or _DIFFERENTIATED)
         if not (needs_x or needs_weight):
             pass
-        elif route is not None and not route.reason and not _differentiated():
+        elif route is not None and not route.reason:
             dx, dweight = backward_gemms(
                 dy,
                 x,
@@ -919,20 +904,14 @@ class _Gemms(torch.autograd.Function):
                 None,
                 ctx.dtype,
                 # A second derivative is that of W_F itself.
-                None if _differentiated() else noise,
+                None if is_differentiated else noise,
                 rows,
                 geometry,
+                route,
                 dy=dy,
                 seed=_seed(layer, noise, rows.start or 0) if needs_weight else None,
             )
-            dx, dweight = gradients(
-                layer,
-                operands,
-                None if route is None else route.router,
-                _DIFFERENTIATED if route is None else route.reason or _DIFFERENTIATED,
-                needs_input=needs_x,
-                needs_weight=needs_weight,
-            )
+            dx, dweight = gradients(layer, operands, needs_input=needs_x, needs_weight=needs_weight)
         if needs_weight:
             if geometry is None:
                 if rows != slice(None):
@@ -940,7 +919,8 @@ class _Gemms(torch.autograd.Function):
                     dweight = part_oi.new_zeros(layer.view.matrix_shape(weight))
                     dweight[rows] = part_oi
                 # A 1x1 convolution and a transposed layer have a weight that is not [out, in].
-                dweight = layer.view.unrows(dweight.view(layer.view.rows(weight).shape))
+                if layer.view.layout is not Layout.PLAIN or weight.dim() > 2:
+                    dweight = layer.view.unrows(dweight.view(layer.view.rows(weight).shape))
             dweight, dtensors = _route_gradient(layer, weight, dweight, len(tensors))
         if ctx.needs_input_grad[2]:
             batch_and_positions = (0, *range(2, dy.dim()))
@@ -984,21 +964,11 @@ class _Embedding(torch.autograd.Function):
 # ------------------------------------------------------------------------------------------- what adapters call
 
 
-class PackedProduct(Protocol):
-    """A packed weight, which a module of a registered adapter has in the place of a layer when it is for inference."""
-
-    def linear(self, x: Tensor, bias: Tensor | None, rows: tuple[int, int] | None) -> Tensor:
-        """Return ``x @ W^T + bias``, or the columns of these rows of W."""
-
-    def conv(self, x: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor:
-        """Return the convolution of x with W; the geometry is stride, padding, dilation and groups."""
-
-
 def nm_linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    layer: NMLayer | PackedProduct,
+    layer: Any,
     rows: tuple[int, int] | None = None,
     *,
     routed: bool = True,
@@ -1010,7 +980,8 @@ def nm_linear(
         x: ``[..., in]``.
         weight: The latent parameter: ``[out, in]``, or ``[in, out]`` for a transposed layout.
         bias: ``[out]`` or ``None``.
-        layer: Method, estimator and masks; or a packed weight, whose product is then made.
+        layer: An :class:`NMLayer` with method, estimator and masks. Or what a module of a registered adapter has in its
+            place for inference: a packed weight with methods `linear` and `conv`.
         rows: Use only the output rows ``rows[0]:rows[1]``, as cross-attention does of a joint projection.
         routed: Whether a router may choose the kernels.
         dtype: What the weight is cast to where autocast does not decide; by default nothing.
@@ -1020,29 +991,24 @@ def nm_linear(
     """
     if not isinstance(layer, NMLayer):
         return layer.linear(x, bias, rows)
-    x, bias, dtype, without_autocast = _autocast(x, dtype or weight.dtype, bias)
-    # A mismatch of dtypes is the dense product's to refuse.
-    router = active() if routed and x.dtype == dtype else None
+    router = active() if routed else None
     reason = ""
     if rows is not None:
         reason = _OF_A_PART
         bias = None if bias is None else bias[rows[0] : rows[1]]
-    with without_autocast:
-        # Outside of the function, so that its output is no view: that may be changed in place.
-        x_ti = x.reshape(-1, x.shape[-1])
-        # Within the function gradients are always off, so it is told whether a backward pass will follow.
-        route = None if router is None else Route(router, torch.is_grad_enabled(), reason)
-        arguments = (x_ti, weight, bias, layer, dtype, rows, None, route)
-        y_to = _Gemms.apply(*arguments, layer.noise.words, *layer.read_tensors())
-        # As torch's own linear: nothing else holds y, and FSDP's hooks are lost by changes in place of a view.
-        return torch.ops.aten._unsafe_view(y_to, [*x.shape[:-1], y_to.shape[-1]])
+    # Outside of the function, so that its output is no view: that may be changed in place.
+    x_ti = x.reshape(-1, x.shape[-1])
+    own_dtype = dtype or weight.dtype
+    y_to = _apply(x_ti, weight, bias, layer, own_dtype, rows, None, router, reason)
+    # As torch's own linear: nothing else holds y, and FSDP's hooks are lost by changes in place of a view.
+    return torch.ops.aten._unsafe_view(y_to, [*x.shape[:-1], y_to.shape[-1]])
 
 
 def nm_conv(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    layer: NMLayer | PackedProduct,
+    layer: Any,
     stride: tuple[int, ...],
     padding: tuple[int, ...],
     dilation: tuple[int, ...],
@@ -1071,20 +1037,14 @@ def nm_conv(
         tokens = x.movedim(1, -1)
         if is_pointwise and tokens.is_contiguous():
             return nm_linear(tokens, weight, bias, layer).movedim(-1, 1)
-    x, bias, dtype, without_autocast = _autocast(x, weight.dtype, bias)
-    with without_autocast:
-        route = None
-        if router is not None:
-            reason = ""
-            # A mismatch of dtypes is the dense product's to refuse. Kernels take planes at most.
-            if x.dim() > 4 or x.dtype != dtype or not router.convolves(x.device.type):
-                reason = "a convolution that no kernel takes"
-                if x.is_cuda:
-                    reason = "a convolution, left to cuDNN"
-            route = Route(router, torch.is_grad_enabled(), reason)
-        geometry = (stride, padding, dilation, groups)
-        arguments = (x, weight, bias, layer, dtype, None, geometry, route)
-        return _Gemms.apply(*arguments, layer.noise.words, *layer.read_tensors())
+    reason = ""
+    # Kernels take planes at most.
+    if router is not None and (x.dim() > 4 or not router.convolves(x.device.type)):
+        reason = "a convolution that no kernel takes"
+        if x.is_cuda:
+            reason = "a convolution, left to cuDNN"
+    geometry = (stride, padding, dilation, groups)
+    return _apply(x, weight, bias, layer, weight.dtype, None, geometry, router, reason)
 
 
 def nm_embedding(
@@ -1114,20 +1074,35 @@ def nm_embedding(
     )
 
 
-def _autocast(
-    x: Tensor, own: torch.dtype, bias: Tensor | None
-) -> tuple[Tensor, Tensor | None, torch.dtype, AbstractContextManager[Any]]:
-    """Return input, bias and the dtype of the GEMMs, cast as autocast casts for a matmul, and a context without it.
+def _apply(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    layer: NMLayer,
+    dtype: torch.dtype,
+    rows: tuple[int, int] | None,
+    geometry: Geometry | None,
+    router: Router | None,
+    reason: str,
+) -> Tensor:
+    """Apply :class:`_Gemms` to input and bias, cast as autocast casts for a matmul; `dtype` is that without autocast.
 
-    The weight is cast inside the function, so that the parameter itself is saved for backward. `own` is its dtype
-    without autocast.
+    The weight is cast inside the function, so that the parameter itself is saved for backward.
     """
     device = x.device.type
+    without_autocast: AbstractContextManager[Any] = nullcontext()
     # Entering torch's own context takes as long as a small product: not where autocast is off anyway.
-    if not torch.is_autocast_enabled(device):
-        return x, bias, own, nullcontext()
-    if x.is_floating_point() and x.dtype != torch.float64:
-        own = torch.get_autocast_dtype(device)
-        x = x.to(own)
-        bias = None if bias is None else bias.to(own)
-    return x, bias, own, torch.autocast(device, enabled=False)
+    if torch.is_autocast_enabled(device):
+        without_autocast = torch.autocast(device, enabled=False)
+        if x.is_floating_point() and x.dtype != torch.float64:
+            dtype = torch.get_autocast_dtype(device)
+            x = x.to(dtype)
+            bias = None if bias is None else bias.to(dtype)
+    route = None
+    # A mismatch of dtypes is the dense product's to refuse.
+    if router is not None and x.dtype == dtype:
+        # Within the function gradients are always off, so it is told whether a backward pass will follow.
+        route = Route(router, torch.is_grad_enabled(), reason)
+    arguments = (x, weight, bias, layer, dtype, rows, geometry, route)
+    with without_autocast:
+        return _Gemms.apply(*arguments, layer.noise.words, *layer.read_tensors())

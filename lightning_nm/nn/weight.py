@@ -311,7 +311,8 @@ class PlainWeight:
 
     def matrix(self, tensor: Tensor) -> Tensor:
         """View a weight-shaped tensor as ``[out, in]``: :meth:`rows`, without the single tap of a 1x1 convolution."""
-        return self.layout.rows(tensor).flatten(1)
+        rows = tensor if self.layout is Layout.PLAIN else self.layout.rows(tensor)
+        return rows.flatten(1)
 
     def matrix_shape(self, weight: Tensor) -> tuple[int, int]:
         """The shape of :meth:`matrix` of the parameter as products get it, also of a shard."""

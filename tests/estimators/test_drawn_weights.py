@@ -502,7 +502,7 @@ def test_the_transposed_draw_is_the_draw(shape, pattern):
     weight, words = layer.weight.detach(), layer.noise.words
     drawn_oi = estimates.drawn_matrix(layer, weight, words, torch.float64)
     layer.draw_noise(layer.noise.draws)
-    drawn_io = estimates.drawn_transposed(layer, weight, words, torch.float64)
+    drawn_io = estimates.drawn_matrix(layer, weight, words, torch.float64, transposed=True)
     assert drawn_io.is_contiguous()
     torch.testing.assert_close(drawn_io, drawn_oi.t())
 

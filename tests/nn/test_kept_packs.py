@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from lightning_nm.kernels import Router, SimulatedSparseKernel, routing
-from lightning_nm.kernels import router as router_module
 from tests.support.fake_kernels import FakeKernel, FakeTimer
 from tests.support.kinds import make
 from tests.support.routed import assert_equal, attach, gradients, ran, simulated
@@ -21,6 +20,11 @@ class Counting(SimulatedSparseKernel):
     def pack(self, matrix):
         self.packs += 1
         return super().pack(matrix)
+
+
+def capture(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
 
 
 def micro_batches(module, x, router, count):
@@ -102,7 +106,7 @@ def test_captures_of_graphs_neither_use_nor_keep_packs_nor_measure(monkeypatch):
     kernel.packs = 0
     gradients(module, x, router)
     assert kernel.packs == 0
-    monkeypatch.setattr(router_module, "_capturing", lambda: True)
+    capture(monkeypatch)
     gradients(module, x, router)
     gradients(module, x, router)
     assert kernel.packs == 4
@@ -143,7 +147,7 @@ def test_captures_try_nothing(mode, monkeypatch):
     attach(module)
     fast = FakeKernel()
     router = Router(mode, [fast], timer=FakeTimer([fast], dense=9.0, fast=(1.0, 0.0)))
-    monkeypatch.setattr(router_module, "_capturing", lambda: True)
+    capture(monkeypatch)
     gradients(module, x, router)
     assert not fast.calls
     assert {kernel for _, kernel in ran(router)} == {"reference"}

@@ -17,10 +17,11 @@ from lightning_nm.functional.int8 import (
     quantise_weight,
 )
 from lightning_nm.functional.masks import nm_mask
-from lightning_nm.kernels.api import Convolution, GemmKernel, GemmKey, MaskedMatrix
+from lightning_nm.kernels.api import Convolution, GemmKey, MaskedMatrix
 from lightning_nm.kernels.cpu import library
+from lightning_nm.kernels.cpu.kernels import CpuKernel
 from lightning_nm.kernels.cpu.layouts import Packed
-from lightning_nm.kernels.cpu.library import DTYPES, address, ffi
+from lightning_nm.kernels.cpu.library import ffi
 from lightning_nm.pattern import NMPattern
 
 # As csrc/nm.h has them.
@@ -146,11 +147,11 @@ class Int8Layout:
         )
         return dequantise_weight(integers, self.scale, dtype)
 
-    def operand(self, values: Tensor | None = None) -> Any:
+    def operand(self, values: Tensor) -> Any:
         """Return the matrix as the library takes it; the tensors must outlive the call."""
         tensors = values, self.positions, self.scale, self.offset
         n, m = self.pattern.n, self.pattern.m
-        fields = (*map(address, tensors), n, m, position_width(self.pattern))
+        fields = (*map(Tensor.data_ptr, tensors), n, m, position_width(self.pattern))
         return ffi.new("nm_int8 *", fields)
 
 
@@ -206,7 +207,7 @@ PATCHES = 1 << 20
 """Entries of the patches of a convolution that are copied at a time."""
 
 
-class CpuInt8Kernel(GemmKernel):
+class CpuInt8Kernel(CpuKernel):
     """Products of a weight in int8 that is N:M along its depth with tokens that it rounds to int8.
 
     Sums are exact in 32 bits, so all instruction sets and numbers of threads give the same bits; the rounding of
@@ -217,51 +218,33 @@ class CpuInt8Kernel(GemmKernel):
     """
 
     name = "cpu-int8"
-    device_type = "cpu"
+    keeps_packs = True
+    layouts = Int8Layout
+    function = "nm_int8_product"
     convolutions = True
     tolerance = 0.04
     """Of rounding both sides to 127 steps of their largest value."""
 
-    def probe(self, device: torch.device) -> str:
-        """Return why the kernel does not work: another device, no library, or a small product that is wrong."""
-        if device.type != "cpu":
-            return f"it is for CPUs, not {device.type}"
-        return library.unavailable() or self._self_check()
-
     def supports(self, key: GemmKey) -> str:
         """Return why a product cannot run: its dtype, its sizes, or blocks that do not fit registers."""
-        if key.dtype not in DTYPES:
-            return f"{key.dtype} is not one of its dtypes, {', '.join(map(str, DTYPES))}"
-        if 0 in (key.rows, key.depth, key.columns):
-            return f"the product {key} is empty"
+        reason = super().supports(key)
+        if reason:
+            return reason
         if key.gemm != "forward":
             return "it is for inference"
         if key.conv is not None and key.conv.groups > 1 and key.rows // key.conv.groups % ROWS:
             return f"{key.rows // key.conv.groups} outputs of a group are no whole tiles of {ROWS}"
         return Int8Layout.reason_against(key.rows, key.depth, key.pattern)
 
+    def layout(self, matrix: MaskedMatrix) -> Any:
+        """Nothing: the layout depends on the values, too."""
+        return None
+
     def pack_masked(self, matrix: MaskedMatrix, layout: None) -> Packed:
         """Round a weight to int8, and lay it out."""
         if matrix.pattern is None:
             raise ValueError(f"{self.name} takes a mask of a pattern")
         return packed_int8(matrix.dense(), matrix.pattern)
-
-    def linear(self, packed: Packed, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Compute ``x A^T + bias``: ``x [tokens, depth]``, ``bias [rows]``, result ``[tokens, rows]``.
-
-        All are contiguous, in float32 or bfloat16.
-        """
-        layout, values = packed
-        if not isinstance(layout, Int8Layout) or values is None:
-            raise ValueError(f"{self.name} takes an Int8Layout, not a {type(layout).__name__}")
-        tokens = len(x)
-        library.check_operand(x, (tokens, layout.depth))
-        if bias is not None:
-            library.check_operand(bias, (layout.rows,), x.dtype)
-        y = x.new_empty(tokens, layout.rows)
-        dense = library.operands(layout.rows, layout.depth, tokens, x, y, bias)
-        library.run("nm_int8_product", "NM_LINEAR", dense, layout.operand(values))
-        return y
 
     def conv(
         self, packed: Packed, x: Tensor, conv: Convolution, bias: Tensor | None = None
@@ -271,7 +254,10 @@ class CpuInt8Kernel(GemmKernel):
         x and the result, ``[images, out, *positions]``, are contiguous.
         """
         layout, values = _checked(packed, conv)
-        library.check_operand(x, (len(x), conv.inputs, *conv.size))
+        if x.shape[1:] != (conv.inputs, *conv.size):
+            raise ValueError(
+                f"an operand of shape {tuple(x.shape)} is not of the convolution {conv}"
+            )
         along_height, along_width = conv.padding
         padded = F.pad(x, (along_width, along_width, along_height, along_height))
         patches = _patches(padded, conv, taps_first=layout.taps > 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,12 +18,12 @@ from lightning_nm.pattern import NMPattern
 _Layout: TypeAlias = PermuteLayout | CsrLayout
 
 
-class _CpuKernel(GemmKernel):
-    """The base of both kernels: the device, the dtypes, the self-check."""
+class CpuKernel(GemmKernel):
+    """The base of all kernels: the device, the dtypes, the products with a layout."""
 
     device_type = "cpu"
     keeps_packs = False  # packing costs no more than reading the weight
-    layouts: type[PermuteLayout | CsrLayout]  # the class of layouts that the kernel takes
+    layouts: Any  # the class of layouts that the kernel takes
     function: str  # of csrc/nm.h, for its products
 
     def probe(self, device: torch.device) -> str:
@@ -47,42 +47,66 @@ class _CpuKernel(GemmKernel):
             return f"{key.tokens} tokens are less than an image of {key.conv}"
         return ""
 
+    def layout(self, matrix: MaskedMatrix) -> Any:
+        """Lay out the mask of a matrix."""
+        return self.layouts.of(matrix)
+
+    def pack_masked(self, matrix: MaskedMatrix, layout: Any) -> Packed:
+        """Read the values at the entries of the layout."""
+        return Packed(layout, layout.values(matrix))
+
     def linear(self, packed: Packed, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Compute ``x A^T + bias``: ``x [tokens, depth]``, ``bias [rows]``, result ``[tokens, rows]``.
 
         All are contiguous.
         """
         layout = packed.layout
-        tokens = len(x)
-        self._refuse_foreign(layout, x)
-        library.check_operand(x, (tokens, layout.depth))
-        if bias is not None:
-            library.check_operand(bias, (layout.rows,), x.dtype)
-        y = x.new_empty(tokens, layout.rows)
-        dense = library.operands(layout.rows, layout.depth, tokens, x, y, bias)
-        library.run(self.function, "NM_LINEAR", dense, layout.operand(packed.values))
-        return y
+        y = x.new_empty(len(x), layout.rows)
+        sizes = layout.rows, layout.depth, len(x)
+        return self._multiply("NM_LINEAR", packed, sizes, y, x, bias)
 
     def sampled(self, layout: _Layout, grad: Tensor, x: Tensor) -> Tensor:
         """Compute ``grad^T x`` at the entries of a mask, zero elsewhere: ``[rows, depth]``."""
-        self._refuse_foreign(layout, x)
-        library.check_operand(x, (len(grad), layout.depth))
-        library.check_operand(grad, (len(grad), layout.rows), x.dtype)
         y = x.new_empty(layout.rows, layout.depth)
-        dense = library.operands(layout.rows, layout.depth, len(x), x, y, grad=grad)
-        library.run(self.function, "NM_SAMPLED", dense, layout.operand())
-        return y
+        sizes = layout.rows, layout.depth, len(x)
+        return self._multiply("NM_SAMPLED", Packed(layout, None), sizes, y, x, grad=grad)
 
-    def _refuse_foreign(self, layout: _Layout, x: Tensor) -> None:
-        """Refuse the layout of another kernel, which the library would misread, or of another dtype."""
+    def _multiply(
+        self,
+        product: str,
+        packed: Packed,
+        sizes: tuple[int, int, int],
+        y: Tensor,
+        x: Tensor,
+        bias: Tensor | None = None,
+        grad: Tensor | None = None,
+    ) -> Tensor:
+        """Call a product of the library by its name, and return its result.
+
+        Args:
+            product: ``"NM_LINEAR"``, ``"NM_SAMPLED"`` or ``"NM_MATMUL"``.
+            packed: ``A [rows, depth]``; not in the layout of another kernel, which the library would misread.
+            sizes: Rows, depth and tokens.
+            y: For the result.
+            x: ``[tokens, depth]``, or ``[depth, tokens]`` for ``"NM_MATMUL"``.
+            bias: ``[rows]``.
+            grad: ``[tokens, rows]``.
+        """
+        layout = packed.layout
         if not isinstance(layout, self.layouts):
             raise ValueError(
-                f"{self.name} takes a {self.layouts.__name__}, not a {type(layout).__name__}"
+                f"{self.name} takes layouts that are {self.layouts.__name__}, not {type(layout).__name__}"
             )
         if isinstance(layout, PermuteLayout) and layout.paired and x.dtype != torch.bfloat16:
             raise ValueError(
                 f"an operand is {x.dtype}, but a paired layout takes torch.bfloat16 alone"
             )
+        rows, depth, tokens = sizes
+        shape = (depth, tokens) if product == "NM_MATMUL" else (tokens, depth)
+        inputs = (x, shape), (bias, (rows,)), (grad, (tokens, rows))
+        sparse = layout.operand(packed.values)
+        library.run(self.function, product, "nm_operands *", sizes, inputs, y, sparse)
+        return y
 
     def _self_check(self) -> str:
         """Compare small products with float64 ones."""
@@ -114,7 +138,7 @@ class _CpuKernel(GemmKernel):
         return ""
 
 
-class CpuPermuteKernel(_CpuKernel):
+class CpuPermuteKernel(CpuKernel):
     """Products with a matrix that is N:M along its depth: a block fits a register, and a permutation picks its inputs.
 
     A register holds 8 (AVX2), 16 (AVX-512) or, with AVX512_BF16, 32 bfloat16 inputs of one token; its lanes are
@@ -149,22 +173,12 @@ class CpuPermuteKernel(_CpuKernel):
             return f"blocks of {key.pattern.m} do not fit registers of {lanes}"
         return ""
 
-    def layout(self, matrix: MaskedMatrix) -> PermuteLayout:
-        """Lay out the mask of a matrix."""
-        if matrix.pattern is None:
-            raise ValueError(f"{self.name} takes a mask of a pattern")
-        return PermuteLayout.of(matrix, matrix.pattern)
-
-    def pack_masked(self, matrix: MaskedMatrix, layout: PermuteLayout) -> Packed:
-        """Read the values at the entries of the layout."""
-        return Packed(layout, layout.values(matrix))
-
     def pack(self, matrix: Tensor) -> Packed:
         """Refuse a matrix without a mask, which a layout is made from."""
         raise NotImplementedError(f"{self.name} packs masked weights alone, see pack_masked")
 
 
-class CpuCsrKernel(_CpuKernel):
+class CpuCsrKernel(CpuKernel):
     """Products with any sparse matrix: 64 tokens are lanes, and a nonzero multiplies a row of a transposed panel.
 
     It takes the dgrad of any mask, and a wgrad whose operand is N:M along the tokens. In convolutions the lanes are
@@ -173,19 +187,10 @@ class CpuCsrKernel(_CpuKernel):
 
     name = "cpu-csr"
     takes = frozenset({"n:m", "masked", "outputs"})
-    ordered = False  # a permuted mask is any mask to it
+    ordered = False  # any mask will do, so its depth stays in the order of memory
     convolutions = True
     layouts = CsrLayout
     function = "nm_csr_product"
-
-    def layout(self, matrix: MaskedMatrix) -> CsrLayout:
-        """Lay out the mask of a matrix."""
-        # Any mask will do, so the depth stays in the order of memory; `ordered` says so to callers.
-        return CsrLayout.of(matrix._replace(order=None))
-
-    def pack_masked(self, matrix: MaskedMatrix, layout: CsrLayout) -> Packed:
-        """Read the values at the entries of the layout."""
-        return Packed(layout, layout.values(matrix._replace(order=None)))
 
     def pack(self, matrix: Tensor) -> Packed:
         """Pack the nonzeros of a contiguous matrix."""
@@ -194,62 +199,32 @@ class CpuCsrKernel(_CpuKernel):
 
     def matmul(self, packed: Packed, matrix: Tensor) -> Tensor:
         """Compute ``A B``: ``B [depth, columns]``, result ``[rows, columns]``, all contiguous."""
-        self._refuse_foreign(packed.layout, matrix)
-        layout = cast("CsrLayout", packed.layout)
-        depth = layout.depth
-        given = len(matrix)
-        columns = matrix.shape[-1]
-        library.check_operand(matrix, (given, columns))
-        if given > depth:
-            raise ValueError(f"a matrix of {given} rows does not fit {depth} columns")
+        layout = packed.layout
+        given, columns = len(matrix), matrix.shape[-1]
+        if given > layout.depth:
+            raise ValueError(f"a matrix of {given} rows does not fit {layout.depth} columns")
         # The tokens of A may be padded with zeros, those of B not.
-        if given < depth and layout.used_depth() > given:
+        if given < layout.depth and layout.used_depth() > given:
             raise ValueError(
-                f"a matrix of {depth} columns has nonzeros beyond the {given} rows of its operand"
+                f"a matrix of {layout.depth} columns has nonzeros beyond the {given} rows of its operand"
             )
         y = matrix.new_empty(layout.rows, columns)
-        dense = library.operands(layout.rows, given, columns, matrix, y)
-        library.run(self.function, "NM_MATMUL", dense, layout.operand(packed.values))
-        return y
+        return self._multiply("NM_MATMUL", packed, (layout.rows, given, columns), y, matrix)
 
     def conv(
         self, packed: Packed, x: Tensor, conv: Convolution, bias: Tensor | None = None
     ) -> Tensor:
         """Convolve `x` with the packed ``W [out, in / groups * taps]``."""
-        _check_conv(packed.layout, conv)
-        images = len(x)
-        library.check_operand(x, (images, conv.inputs, *conv.size))
-        if bias is not None:
-            library.check_operand(bias, (conv.outputs,), x.dtype)
-        y = x.new_empty(images, conv.outputs, *conv.positions)
-        dense = library.conv_operands(conv, images, y, x, bias)
-        self._conv("NM_FORWARD", packed, dense)
-        return y
+        return _convolve("NM_FORWARD", packed, conv, x, bias)
 
     def conv_input(self, packed: Packed, grad: Tensor, conv: Convolution) -> Tensor:
         """Compute the gradient of a convolution's input, with W packed as for :meth:`conv`."""
-        _check_conv(packed.layout, conv)
-        images = len(grad)
-        library.check_operand(grad, (images, conv.outputs, *conv.positions))
-        dx = grad.new_empty(images, conv.inputs, *conv.size)
-        dense = library.conv_operands(conv, images, dx, grad=grad)
-        self._conv("NM_DGRAD", packed, dense)
-        return dx
+        return _convolve("NM_DGRAD", packed, conv, grad=grad)
 
     def conv_sampled(self, layout: CsrLayout, grad: Tensor, x: Tensor, conv: Convolution) -> Tensor:
         """Compute the gradient of a convolution's weight at the entries of a mask, zero elsewhere: as a matrix."""
-        _check_conv(layout, conv)
-        images = len(grad)
-        library.check_operand(x, (images, conv.inputs, *conv.size))
-        library.check_operand(grad, (images, conv.outputs, *conv.positions), x.dtype)
-        dw = x.new_empty(layout.rows, layout.depth)
-        dense = library.conv_operands(conv, images, dw, x, grad=grad)
         # The weight is the result, so its layout is needed alone.
-        self._conv("NM_WGRAD", Packed(layout, None), dense)
-        return dw
-
-    def _conv(self, product: str, packed: Packed, dense: Any) -> None:
-        library.run("nm_conv_product", product, dense, packed.layout.operand(packed.values))
+        return _convolve("NM_WGRAD", Packed(layout, None), conv, x, grad=grad)
 
 
 def _matrix(matrix: Tensor, mask: Tensor, pattern: NMPattern | None) -> MaskedMatrix:
@@ -265,14 +240,38 @@ def _matrix(matrix: Tensor, mask: Tensor, pattern: NMPattern | None) -> MaskedMa
     )
 
 
-def _check_conv(layout: _Layout, conv: Convolution) -> None:
-    """Refuse a layout of another weight than the convolution has, and a convolution without outputs."""
+def _convolve(
+    product: str,
+    packed: Packed,
+    conv: Convolution,
+    x: Tensor | None = None,
+    bias: Tensor | None = None,
+    grad: Tensor | None = None,
+) -> Tensor:
+    """Call a product of a convolution of the library by its name, and return its result.
+
+    Raises:
+        ValueError: If the layout is that of another weight, or the convolution has no outputs.
+    """
+    layout, positions = packed.layout, conv.positions
     out, inputs, height, width = conv.weight_shape
-    taps = height * width
-    fits = layout.rows == out and layout.depth == inputs * taps
+    fits = layout.rows == out and layout.depth == inputs * height * width
     if not isinstance(layout, CsrLayout) or not fits:
         raise ValueError(
             f"a layout of {layout.rows} x {layout.depth} is not one of the convolution {conv}"
         )
-    if min(conv.positions) < 1 or conv.inputs % conv.groups or conv.outputs % conv.groups:
+    if min(positions) < 1 or conv.inputs % conv.groups or conv.outputs % conv.groups:
         raise ValueError(f"the convolution {conv} does not exist")
+    given = x if grad is None else grad
+    assert given is not None
+    images = len(given)
+    of_x = (images, conv.inputs, *conv.size)
+    of_y = (images, out, *positions)
+    shapes = {"NM_FORWARD": of_y, "NM_DGRAD": of_x, "NM_WGRAD": (layout.rows, layout.depth)}
+    result = given.new_empty(shapes[product])
+    channels = images, conv.inputs, conv.outputs, conv.groups
+    sizes = *channels, conv.size, conv.kernel, conv.stride, conv.padding, conv.dilation, positions
+    operands = (x, of_x), (bias, (out,)), (grad, of_y)
+    sparse = layout.operand(packed.values)
+    library.run("nm_conv_product", product, "nm_conv *", sizes, operands, result, sparse)
+    return result

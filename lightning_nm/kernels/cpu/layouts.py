@@ -18,14 +18,11 @@ from lightning_nm.kernels.cpu.library import (
     DTYPES,
     EMPTY,
     PANEL,
-    address,
     ffi,
     level,
     load,
     multiplies_pairs,
-    parallel,
     structure,
-    threads,
 )
 from lightning_nm.pattern import NMPattern
 
@@ -85,12 +82,15 @@ class PermuteLayout:
         return block
 
     @classmethod
-    def of(cls, matrix: MaskedMatrix, pattern: NMPattern) -> PermuteLayout:
+    def of(cls, matrix: MaskedMatrix) -> PermuteLayout:
         """Lay out the mask of a matrix.
 
         Raises:
-            ValueError: If the mask is not of the pattern.
+            ValueError: If the mask has no pattern, or is not of it.
         """
+        pattern = matrix.pattern
+        if pattern is None:
+            raise ValueError("cpu-permute takes a mask of a pattern")
         library = load()
         lanes = library.nm_lanes(level())
         rows, depth = matrix.shape
@@ -152,16 +152,17 @@ class PermuteLayout:
 
     def operand(self, values: Tensor | None = None) -> Any:
         """Return the matrix as the library takes it; the tensors must outlive the call."""
-        fields = self.inputs.data_ptr(), address(values), self.slots, self.paired
-        return ffi.new("nm_permute *", fields)
+        found = 0 if values is None else values.data_ptr()
+        return ffi.new("nm_permute *", (self.inputs.data_ptr(), found, self.slots, self.paired))
 
 
 @dataclass(frozen=True, eq=False)
 class CsrLayout:
     """Any mask by rows: entries ``start[row] .. start[row + 1]``, each with its column times 64 as its offset.
 
-    ``source`` and ``slot`` are the places of the entries in the weight's memory and in this layout, in the order of
-    memory among the rows that one thread laid out.
+    Columns are those of the matrix in memory: an order of its depth is not used. ``source`` and ``slot`` are the places
+    of the entries in the weight's memory and in this layout, in the order of memory among the rows that one thread laid
+    out.
     """
 
     start: Tensor  # int32 [rows + 1]; the others are int32 [entries]
@@ -183,7 +184,7 @@ class CsrLayout:
         # Entries are counted, and columns times 64 stored, in 32 bits.
         if max(rows * depth, depth * PANEL) >= 2**31:
             raise ValueError(f"a matrix of shape {rows} x {depth} is too large for 32-bit offsets")
-        mask, *_outlive = _mask(matrix)
+        mask, *_outlive = _mask(matrix._replace(order=None))
         # So are places in the weight's memory, which may have gaps.
         last_place = (rows - 1) * mask.row_stride + (depth - 1) * mask.depth_stride
         if last_place >= 2**31:
@@ -232,11 +233,11 @@ class CsrLayout:
 
     def values(self, matrix: MaskedMatrix) -> Tensor:
         """Values of the matrix at the entries of this layout, float32, rounded to the matrix's dtype."""
-        _, weight, _ = _mask(matrix, (self.rows, self.depth))
+        mask, weight, _bits = _mask(matrix._replace(order=None), (self.rows, self.depth))
         values = torch.empty(self.offset.shape, dtype=torch.float32)
         load().nm_csr_values(
-            parallel() or ffi.NULL,
-            threads(),
+            mask.parallel,
+            mask.threads,
             self.source.data_ptr(),
             self.slot.data_ptr(),
             len(self.offset),
@@ -255,8 +256,8 @@ class CsrLayout:
 
     def operand(self, values: Tensor | None = None) -> Any:
         """Return the matrix as the library takes it; the tensors must outlive the call."""
-        fields = self.start.data_ptr(), self.offset.data_ptr(), address(values)
-        return ffi.new("nm_csr *", fields)
+        found = 0 if values is None else values.data_ptr()
+        return ffi.new("nm_csr *", (self.start.data_ptr(), self.offset.data_ptr(), found))
 
 
 def _divide_up(size: int, part: int) -> int:
@@ -305,5 +306,6 @@ def _mask(matrix: MaskedMatrix, shape: tuple[int, int] | None = None) -> tuple[A
                 f"the order of a depth of {depth} is {order.dtype} of shape {tuple(order.shape)}"
             )
     bit = matrix.bit.bit_length() - 1  # its number
-    fields = bits.data_ptr(), bit, rows, depth, row_stride, depth_stride, address(order)
+    place = 0 if order is None else order.data_ptr()
+    fields = bits.data_ptr(), bit, rows, depth, row_stride, depth_stride, place
     return structure("nm_mask *", *fields), weight, bits

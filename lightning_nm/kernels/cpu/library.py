@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import sys
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,6 @@ import cffi
 import torch
 from torch import Tensor, nn
 
-from lightning_nm.kernels.api import Convolution
 from lightning_nm.kernels.cpu.build import LIBRARY, REASON, SOURCES, source
 
 PLACE = Path(__file__).resolve().parents[3]
@@ -42,7 +42,6 @@ def _declarations() -> str:
 ffi = cffi.FFI()
 ffi.cdef(_declarations())
 ffi.cdef("int32_t torch_parallel_for(int64_t, int64_t, int64_t, nm_task, uintptr_t);")
-_OPERANDS = ffi.typeof("nm_operands *")
 
 
 @functools.cache
@@ -157,7 +156,7 @@ def parallel() -> Any:
 
 
 def threads() -> int:
-    """Threads that a call uses at most: torch's, or one where :func:`parallel` is ``None``."""
+    """Threads that a call uses at most: torch's, or one where :func:`parallel` is ``None``; see :func:`structure`."""
     return torch.get_num_threads() if parallel() is not None else 1
 
 
@@ -197,62 +196,52 @@ def _cpu_info(key: str) -> str:
 
 def structure(kind: str, *fields: Any) -> Any:
     """Return a structure of csrc/nm.h that runs on torch's threads, with the fields after those; the rest is zero."""
-    return ffi.new(kind, (parallel() or ffi.NULL, threads(), *fields))
+    loop = parallel()
+    number = 1 if loop is None else torch.get_num_threads()
+    return ffi.new(kind, (loop or ffi.NULL, number, *fields))
 
 
-def address(tensor: Tensor | None) -> int:
-    """Return a tensor's address as the library takes it, and NULL for none; the tensor must outlive the call."""
-    return 0 if tensor is None else tensor.data_ptr()
-
-
-def operands(
-    rows: int,
-    depth: int,
-    tokens: int,
-    x: Tensor,
+def run(
+    function: str,
+    product: str,
+    kind: str,
+    sizes: Sequence[Any],
+    inputs: Iterable[tuple[Tensor | None, tuple[int, ...]]],
     y: Tensor,
-    bias: Tensor | None = None,
-    grad: Tensor | None = None,
-) -> Any:
-    """Return the dense operands of a product as the library takes them; the tensors must outlive the call."""
-    # Written out: a small product takes some microseconds, and this is a fifth of it.
-    inputs = x.data_ptr(), address(bias), address(grad), y.data_ptr()
-    return structure(_OPERANDS, rows, depth, tokens, DTYPES[x.dtype], 0, *inputs)
-
-
-def conv_operands(
-    conv: Convolution,
-    images: int,
-    y: Tensor,
-    x: Tensor | None = None,
-    bias: Tensor | None = None,
-    grad: Tensor | None = None,
-) -> Any:
-    """Return the dense operands of a convolution as the library takes them; the tensors must outlive the call."""
-    sizes = conv.size, conv.kernel, conv.stride, conv.padding, conv.dilation, conv.positions
-    channels = conv.inputs, conv.outputs, conv.groups
-    addresses = address(x), address(bias), address(grad), address(y)
-    return structure("nm_conv *", images, *channels, *sizes, DTYPES[y.dtype], 0, *addresses)
-
-
-def check_operand(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> None:
-    """Refuse what the library would misread: it takes addresses, and knows neither dtypes nor strides."""
-    if tensor.dtype not in DTYPES or (dtype is not None and tensor.dtype != dtype):
-        raise ValueError(f"an operand is {tensor.dtype}, not {dtype or 'float32 or bfloat16'}")
-    if tensor.device.type != "cpu" or tuple(tensor.shape) != shape or not tensor.is_contiguous():
-        raise ValueError(
-            f"an operand of shape {tuple(tensor.shape)}, strides {tensor.stride()}, on {tensor.device} must be "
-            f"contiguous, of shape {shape}, on the CPU"
-        )
-
-
-def run(function: str, product: str, dense: Any, sparse: Any) -> None:
+    sparse: Any,
+) -> None:
     """Call a product by its names in csrc/nm.h.
 
+    Args:
+        function: Its function.
+        product: Which one of the function.
+        kind: The structure of its dense operands.
+        sizes: The fields of the structure before the dtype.
+        inputs: The tensors after it, each with its shape; ``None`` is NULL.
+        y: For the result, contiguous, of the dtype of all inputs.
+        sparse: The sparse operand.
+
     Raises:
+        ValueError: If the library would misread an input: it knows neither shapes nor dtypes nor strides.
         MemoryError: If the library was short of memory for its panels.
         RuntimeError: If the instruction set has no such kernel, or a convolution is too large for it.
     """
+    if y.dtype not in DTYPES:
+        raise ValueError(f"an operand is {y.dtype}, not float32 or bfloat16")
+    addresses = []
+    for tensor, shape in inputs:
+        if tensor is None:
+            addresses.append(0)
+            continue
+        if tensor.dtype != y.dtype:
+            raise ValueError(f"an operand is {tensor.dtype}, not {y.dtype}")
+        if tensor.device.type != "cpu" or tensor.shape != shape or not tensor.is_contiguous():
+            raise ValueError(
+                f"an operand of shape {tuple(tensor.shape)}, strides {tensor.stride()}, on {tensor.device} must be "
+                f"contiguous, of shape {shape}, on the CPU"
+            )
+        addresses.append(tensor.data_ptr())
+    dense = structure(kind, *sizes, DTYPES[y.dtype], 0, *addresses, y.data_ptr())
     library = load()
     status = getattr(library, function)(level(), getattr(library, product), dense, sparse)
     if status == library.NM_NO_MEMORY:

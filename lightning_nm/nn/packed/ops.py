@@ -152,7 +152,7 @@ def _operand(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Operand | 
 
 @torch.library.custom_op("lightning_nm::packed_linear", **OPTIONS)
 def _packed_linear(x: Tensor, bias: Tensor | None, out: int, tag: Tensor) -> Tensor:
-    operand: Operand = lookup(tag.shape[0])
+    (operand,) = lookup(tag.shape[0])
     return operand.linear(x, bias)
 
 
@@ -163,7 +163,7 @@ def _(x: Tensor, bias: Tensor | None, out: int, tag: Tensor) -> Tensor:
 
 @torch.library.custom_op("lightning_nm::packed_conv", **OPTIONS)
 def _packed_conv(x: Tensor, bias: Tensor | None, geometry: Sequence[int], tag: Tensor) -> Tensor:
-    operand: Operand = lookup(tag.shape[0])
+    (operand,) = lookup(tag.shape[0])
     return operand.conv(x, _convolution(x, geometry), bias)
 
 

@@ -189,9 +189,13 @@ def test_operands_that_would_be_misread_are_refused():
     other = case(24, 16, 10, "2:4")
     csr = CpuCsrKernel()
     foreign = csr.pack_masked(other.matrix, csr.layout(other.matrix))
-    with pytest.raises(ValueError, match="takes an Int8Layout, not a CsrLayout"):
+    with pytest.raises(
+        ValueError, match="cpu-int8 takes layouts that are Int8Layout, not CsrLayout"
+    ):
         KERNEL.linear(foreign, other.x)
-    with pytest.raises(ValueError, match="takes a CsrLayout, not a Int8Layout"):
+    with pytest.raises(
+        ValueError, match="cpu-csr takes layouts that are CsrLayout, not Int8Layout"
+    ):
         csr.linear(packed, x)
 
 

@@ -66,7 +66,7 @@ def mask_of_csr(layout):
 def test_a_permute_layout_is_the_mask(level, arguments, pattern, permuted):
     made = case(**arguments, pattern=pattern, permuted=permuted)
     with at_level(level):
-        layout = PermuteLayout.of(made.matrix, made.matrix.pattern)
+        layout = PermuteLayout.of(made.matrix)
         layout.check()
         assert torch.equal(mask_of_permute(layout), made.mask)
         assert layout.lanes == (8 if level == "avx2" else 16)
@@ -91,7 +91,7 @@ def layouts_of(made):
     yield CsrLayout.of(made.matrix)
     if WIDE:
         with at_level(WIDE[-1]):
-            yield PermuteLayout.of(made.matrix, made.matrix.pattern)
+            yield PermuteLayout.of(made.matrix)
 
 
 @pytest.mark.parametrize("storage", STORAGES)
@@ -141,7 +141,7 @@ def test_values_are_rounded_to_bfloat16_as_a_cast_rounds():
     if WIDE:
         mask[:, 31::32] = 0  # of the depth in its order all slots but these have an entry
         with at_level(WIDE[-1]):
-            layout = PermuteLayout.of(matrix, NMPattern(31, 32))
+            layout = PermuteLayout.of(matrix._replace(pattern=NMPattern(31, 32)))
         found = by_slot(layout, layout.values(matrix)).permute(0, 3, 1, 2).reshape(256, -1).float()
         assert not found[:, 31::32].any()
         values.append(torch.where(mask.bool(), found, expected))
@@ -158,7 +158,7 @@ def test_a_mask_that_is_not_of_the_pattern_is_refused(level, storage):
     row, start = 17, 32
     made.matrix.bits[row, start : start + 8] |= 1
     with at_level(level), pytest.raises(ValueError, match="is not 2:8 along its last axis"):
-        PermuteLayout.of(made.matrix, NMPattern(2, 8))
+        PermuteLayout.of(made.matrix)
     with pytest.raises(ValueError, match="takes a mask of a pattern"):
         CpuPermuteKernel().layout(made.matrix._replace(pattern=None))
 
@@ -169,7 +169,7 @@ def test_a_mask_that_is_not_of_the_pattern_is_refused(level, storage):
 def test_a_permute_layout_with_a_wrong_index_is_refused(level, dtype, wrong):
     made = case(40, 40, 1, "1:8", dtype)
     with at_level(level):
-        layout = PermuteLayout.of(made.matrix, NMPattern(1, 8))
+        layout = PermuteLayout.of(made.matrix)
         layout.check()
         layout.inputs.view(-1)[-3] = wrong % 256
         if 0 <= wrong < layout.block:
@@ -210,8 +210,9 @@ def test_what_a_layout_cannot_be_of_is_refused():
         CsrLayout.of(made.matrix._replace(bits=both))
     moved = case(24, 16, 1, "2:4", permuted=True).matrix
     for order in (torch.arange(15), torch.arange(16, dtype=torch.int32), torch.arange(32)[::2]):
-        with pytest.raises(ValueError, match="the order of a depth of 16"):
-            CsrLayout.of(moved._replace(order=order))
+        for level in WIDE:
+            with at_level(level), pytest.raises(ValueError, match="the order of a depth of 16"):
+                PermuteLayout.of(moved._replace(order=order))
     other = case(24, 20, 1, "2:4").matrix
     for layout in layouts_of(made):
         with pytest.raises(ValueError, match="not one of a matrix of 24 x 20"):

@@ -239,7 +239,7 @@ def test_without_torch_s_loop_there_is_one_thread(monkeypatch):
     kernels = [kernel for kernel in KERNELS if has_kernel(kernel, library.LEVELS[library.level()])]
     with_threads = [compare(kernel, made) for kernel in kernels]
     monkeypatch.setattr(library, "parallel", lambda: None)
-    assert library.operands(1, 1, 1, made.x, made.x).threads == 1
+    assert library.structure("nm_operands *").threads == library.threads() == 1
     for kernel, expected in zip(kernels, with_threads, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(compare(kernel, made), expected, strict=True))
 
@@ -252,16 +252,15 @@ def test_torch_has_the_loop():
 
 @needs_library
 def test_a_lack_of_memory_and_of_a_kernel_are_errors(monkeypatch):
-    made = case(4, 4, 1, "2:4")
-    dense = library.operands(4, 4, 1, made.x, made.grad)
+    dense = "nm_operands *", (1, 1, 1), (), torch.empty(1)
     sparse = library.ffi.new("nm_permute *")
     with at_level("baseline"), pytest.raises(RuntimeError, match="baseline has no such kernel"):
-        library.run("nm_permute_product", "NM_LINEAR", dense, sparse)
+        library.run("nm_permute_product", "NM_LINEAR", *dense, sparse)
     library.level()
     short = SimpleNamespace(product=lambda *_: 1, NM_LINEAR=0, NM_NO_MEMORY=1)
     monkeypatch.setattr(library, "load", lambda: short)
     with pytest.raises(MemoryError, match="panels"):
-        library.run("product", "NM_LINEAR", dense, sparse)
+        library.run("product", "NM_LINEAR", *dense, sparse)
 
 
 class Products(Dataset):
@@ -312,10 +311,10 @@ def test_the_interpreter_ends_while_a_product_runs(threads):
 
         def work():  # the library alone: a thread that ends within torch's own operators ends the process, too
             y = torch.empty(len(made.x), layout.rows)
-            dense = library.operands(layout.rows, layout.depth, len(made.x), made.x, y)
-            sparse = layout.operand(values)
+            inputs = (made.x, made.x.shape), (None, ()), (None, ())
+            sizes, sparse = (layout.rows, layout.depth, len(made.x)), layout.operand(values)
             while True:
-                library.run(kernel.function, "NM_LINEAR", dense, sparse)
+                library.run(kernel.function, "NM_LINEAR", "nm_operands *", sizes, inputs, y, sparse)
                 running.set()
 
         for _ in range(2):
