@@ -312,9 +312,10 @@ def _check_dgrad(rule: Rule) -> None:
         made = "makes a backward weight of its own"
     else:
         return
+    name = method.short_name or type(method).__name__
     place = "" if rule.include is None else f" of the layers {', '.join(rule.include)}"
     raise ValueError(
-        f"dgrad='mvue' draws the backward weight{place}, but method {shown_name(method)} {made}: leave dgrad out (in "
+        f"dgrad='mvue' draws the backward weight{place}, but method '{name}' {made}: leave dgrad out (in "
         "one of the `rules`: dgrad: null), or use a method whose dgrad takes the forward weight, such as 'sr-ste'"
     )
 
