@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_nm.functional.masks import nm_mask
+from lightning_nm.functional.masks import _check_blocks, nm_mask
 from lightning_nm.pattern import NMPattern, PatternLike
 
 # Columns whose corrections of all later columns are applied at once, by one matrix product.
@@ -111,12 +111,11 @@ def sparsegpt(
 
 def _check_moment(weight: Tensor, moment: Tensor, pattern: NMPattern) -> None:
     """Refuse a weight without blocks of this pattern, and second moments that are not those of its inputs."""
-    shape = tuple(weight.shape)
-    columns = shape[-1] if shape else 0
-    if len(shape) != 2 or moment.shape != (columns, columns):
-        raise ValueError(f"second moments {tuple(moment.shape)} do not belong to a weight {shape}")
-    if columns % pattern.m:
-        raise ValueError(f"in = {columns} is not a multiple of M = {pattern.m}")
+    if weight.dim() != 2 or moment.shape != 2 * weight.shape[1:]:
+        raise ValueError(
+            f"second moments {tuple(moment.shape)} do not belong to a weight {tuple(weight.shape)}"
+        )
+    _check_blocks(weight, pattern, 1)
     if not bool(moment.isfinite().all()):
         raise ValueError("the second moments of the inputs hold values that are not finite")
 

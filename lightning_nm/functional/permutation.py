@@ -10,7 +10,6 @@ number of columns, T that of tiles (runs of blocks that exchange rows with each 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from functools import reduce
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
@@ -19,6 +18,7 @@ from torch import Generator, Tensor
 
 from lightning_nm.functional.masks import check_output_blocks, checked_permutation, largest
 from lightning_nm.pattern import NMPattern, PatternLike
+from lightning_nm.spelling import check_option
 
 Search: TypeAlias = Literal["swap", "random", "redraw"]
 """How :func:`search_permutation` searches."""
@@ -128,7 +128,7 @@ def search_permutation(
 
     Source: ``"redraw"`` is the code of Zhang et al., ICML 2023, arXiv:2302.06058; ``"swap"`` is this package's.
     """
-    _check_choice("search", search, get_args(Search))
+    check_option("search", search, *get_args(Search))
     if candidates < 1:
         raise ValueError(
             f"candidates={candidates}: the search needs at least one, for example candidates=100"
@@ -164,12 +164,6 @@ class _Problem(NamedTuple):
     groups: int
 
 
-def _check_choice(name: str, value: str, options: Sequence[str]) -> None:
-    if value not in options:
-        choices = ", ".join(map(repr, options))
-        raise ValueError(f"{name}={value!r} is unknown: choose one of {choices}")
-
-
 def _problem(
     weight: Tensor,
     forward_mask: Tensor | None,
@@ -179,8 +173,8 @@ def _problem(
 ) -> _Problem:
     """Check the arguments, and make the table of what is summed."""
     pattern = NMPattern.parse(pattern)
-    _check_choice("criterion", criterion, get_args(Criterion))
-    check_output_blocks(weight, forward_mask, pattern, groups)
+    check_option("criterion", criterion, *get_args(Criterion))
+    check_output_blocks(weight, pattern, groups, forward_mask)
     weight = weight.detach()
     if criterion == "l1":
         table = weight.abs()
