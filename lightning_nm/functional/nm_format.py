@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_nm.functional.mask_storage import pack_mask, unpack_mask
-from lightning_nm.functional.masks import nm_mask
+from lightning_nm.functional.masks import _check_blocks, nm_mask
 from lightning_nm.pattern import NMPattern, PatternLike
 
 MAX_M = 256
@@ -84,23 +84,15 @@ def pack_nm(matrix: Tensor, pattern: PatternLike) -> tuple[Tensor, Tensor]:
     if matrix.dtype not in STORED_DTYPES:
         raise TypeError(f"a matrix to pack is {_names(STORED_DTYPES)}, not {matrix.dtype}")
     _check_pattern(pattern)
-    shape = tuple(matrix.shape)
-    if not shape or shape[-1] % pattern.m:
-        raise ValueError(
-            f"the last axis of a matrix of shape {shape} is no multiple of M = {pattern.m}"
-        )
+    _check_blocks(matrix, pattern, -1)
     blocks_bm = matrix.detach().reshape(-1, pattern.m)
     values = []
     positions = []
     for chunk_bm in blocks_bm.split(_chunk(pattern)):
         mask_bm = _stored_entries(chunk_bm, pattern, len(blocks_bm))
-        values.append(chunk_bm[mask_bm].view(-1, pattern.n))
+        values.append(chunk_bm[mask_bm].view(len(chunk_bm), pattern.n))
         positions.append(_encode(mask_bm, pattern))
-    values_shape = _values_shape(shape, pattern)
-    if not values:  # a matrix without entries
-        no_positions = torch.empty(0, dtype=torch.uint8, device=matrix.device)
-        return matrix.new_empty(values_shape), no_positions
-    return torch.cat(values).view(values_shape), torch.cat(positions)
+    return torch.cat(values).view(_values_shape(matrix.shape, pattern)), torch.cat(positions)
 
 
 def _stored_entries(chunk_bm: Tensor, pattern: NMPattern, all_blocks: int) -> Tensor:
@@ -287,38 +279,26 @@ def _encode(mask: Tensor, pattern: NMPattern) -> Tensor:
     """Return the bytes of the positions of the entries of ``mask [blocks, M]``."""
     if uses_bitmap(pattern):
         return pack_mask(mask)
-    device = mask.device
-    entries = torch.arange(pattern.m, device=device, dtype=torch.uint8)
+    entries = torch.arange(pattern.m, device=mask.device, dtype=torch.uint8)
     numbers = entries.expand_as(mask)[mask]  # N of each block, ascending
-    # Numbers of `width` bits are joined into words that end with a byte, and the words are cut into bytes.
-    width = _width(pattern)
-    together, octets = _word(width)
-    words = math.ceil(len(numbers) / together)
-    padded = torch.zeros(words * together, dtype=torch.int64, device=device)
-    padded[: len(numbers)] = numbers
-    # Numbers of different bits: their sum is their union.
-    placed = padded.view(words, together) << _shifts(together, width, device)
-    joined = placed.sum(1, keepdim=True)  # [words, 1]
-    encoded = (joined >> _shifts(octets, 8, device)) & 255  # [words, octets]
-    # Only the last word holds padding.
-    size = position_bytes(pattern, len(mask))
-    return encoded.to(torch.uint8).view(-1)[:size]
+    bits = torch.arange(_width(pattern), device=mask.device, dtype=torch.uint8)
+    return pack_mask((numbers.unsqueeze(1) >> bits & 1).bool())
 
 
 def _numbers(positions: Tensor, pattern: NMPattern, blocks: int) -> Tensor:
     """Return the positions ``[blocks, N]`` of the stored entries, int64."""
     device = positions.device
     width = _width(pattern)
-    together, octets = _word(width)
+    # So many numbers fill so many bytes without a rest: a word of at most seven bytes.
+    common = math.gcd(width, 8)
+    together, octets = 8 // common, width // common
     shifts = _shifts(together, width, device)
     if octets == 1:  # the bytes are the words: fewer passes
         words = positions.unsqueeze(1)
         shifts = shifts.byte()
     else:
-        padded = positions
         missing = -positions.shape[0] % octets
-        if missing:
-            padded = torch.cat([positions, positions.new_zeros(missing)])
+        padded = torch.nn.functional.pad(positions, (0, missing))
         placed = padded.view(-1, octets).long() << _shifts(octets, 8, device)
         words = placed.sum(1, keepdim=True)
     # [words, 1] >> [together], without the bits of the numbers above.
@@ -326,12 +306,6 @@ def _numbers(positions: Tensor, pattern: NMPattern, blocks: int) -> Tensor:
     numbers = words >> shifts & lowest_bits
     stored = numbers.view(-1)[: blocks * pattern.n]
     return stored.view(blocks, pattern.n).long()
-
-
-def _word(width: int) -> tuple[int, int]:
-    """Return how many numbers of so many bits fill how many bytes without a rest; at most seven bytes."""
-    common = math.gcd(width, 8)
-    return 8 // common, width // common
 
 
 def _shifts(count: int, width: int, device: torch.device) -> Tensor:
