@@ -35,8 +35,9 @@ class WeightSpec(NamedTuple):
 class Adapter(nn.Module):
     """Mixed into a module's class while its weights are masked; ``nm_layers`` maps parameter names to their layers.
 
-    A subclass sets :attr:`handles` and defines :meth:`specs`, :meth:`macs` and ``forward``, which runs the products by
-    :func:`~lightning_nm.nn.products.nm_linear` or :func:`~lightning_nm.nn.products.nm_conv`.
+    A subclass sets :attr:`handles` and defines :meth:`macs` and ``forward``, which runs the products by
+    :func:`~lightning_nm.nn.products.nm_linear` or :func:`~lightning_nm.nn.products.nm_conv`; and :meth:`specs`, if its
+    weights are others than one ``[out, in]``.
     :func:`register_adapter` makes it known. The state dict, loading, copies and devices are handled here.
     """
 
@@ -74,8 +75,11 @@ class Adapter(nn.Module):
 
     @classmethod
     def specs(cls, module: Any, conv_layout: str) -> Iterator[WeightSpec]:
-        """Yield the weights of a module of the handled class; ``conv_layout`` is ``"channels"`` or ``"flat"``."""
-        raise NotImplementedError
+        """Yield the weights of a module of the handled class; ``conv_layout`` is ``"channels"`` or ``"flat"``.
+
+        By default the one weight is called ``weight``, and is ``[out, in]``.
+        """
+        yield WeightSpec("weight")
 
     @classmethod
     def macs(
@@ -127,9 +131,7 @@ class Adapter(nn.Module):
             destination[key] = _saved_weight(layer, destination, key)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        loaded = [
-            layer for parameter, layer in self.nm_layers.items() if prefix + parameter in state_dict
-        ]
+        loaded = [layer for name, layer in self.nm_layers.items() if prefix + name in state_dict]
         for layer in loaded:
             keep_replaced(layer)
         super()._load_from_state_dict(state_dict, prefix, *args)

@@ -27,11 +27,6 @@ class NMLinear(Adapter):
     bias: nn.Parameter | None
 
     @classmethod
-    def specs(cls, module: Any, conv_layout: str) -> Iterator[WeightSpec]:
-        """Yield the one weight."""
-        yield WeightSpec("weight")
-
-    @classmethod
     def macs(
         cls, module: Any, parameter: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> int:
@@ -98,11 +93,6 @@ class NMEmbedding(Adapter):
         if module.max_norm is not None:
             return "max_norm: it renormalises rows of the weight in place in each forward pass"
         return ""
-
-    @classmethod
-    def specs(cls, module: Any, conv_layout: str) -> Iterator[WeightSpec]:
-        """Yield the one weight."""
-        yield WeightSpec("weight")
 
     @classmethod
     def macs(
