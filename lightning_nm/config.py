@@ -214,12 +214,7 @@ def with_schedules(rules: Sequence[Rule]) -> list[Rule]:
             raise ValueError(
                 f"{error}. This is the rule of {names}: give it a `schedule` of its own, or null"
             ) from error
-    _refuse_unused(rules)
-    return scheduled
-
-
-def _refuse_unused(rules: Sequence[Rule]) -> None:
-    """Refuse parts of schedules that no rule follows."""
+    # Parts that no rule follows are refused.
     followed: dict[str, bool] = {}
     for rule in rules:
         for part in [] if rule.schedule is None else rule.schedule.parts:
@@ -227,12 +222,12 @@ def _refuse_unused(rules: Sequence[Rule]) -> None:
             follows = rule.method.uses_masks or (rule.estimator is not None and part != "ramp")
             followed[part] = followed.get(part, False) or follows
     unused = [part for part in followed if not followed[part]]
-    if not unused:
-        return
-    needs = "masks" if unused == ["ramp"] else "masks or a gradient estimator"
-    raise ValueError(
-        f"schedule has {', '.join(unused)}, but no layer gets {needs}: leave that out, or use another method"
-    )
+    if unused:
+        needs = "masks" if unused == ["ramp"] else "masks or a gradient estimator"
+        raise ValueError(
+            f"schedule has {', '.join(unused)}, but no layer gets {needs}: leave that out, or use another method"
+        )
+    return scheduled
 
 
 def _with_schedule(rule: Rule) -> Rule:
@@ -318,17 +313,6 @@ def _check_dgrad(rule: Rule) -> None:
         f"dgrad='mvue' draws the backward weight{place}, but method '{name}' {made}: leave dgrad out (in "
         "one of the `rules`: dgrad: null), or use a method whose dgrad takes the forward weight, such as 'sr-ste'"
     )
-
-
-def _check_list(rules: Any) -> None:
-    """Refuse what is no list of mappings by a ``TypeError``."""
-    if rules is None:
-        return
-    # One mapping alone is a likely slip in YAML: iterating over it would give its keys.
-    is_list = isinstance(rules, (list, tuple))
-    if not is_list or not all(isinstance(rule, Mapping) for rule in rules):
-        example = "[{'include': 'encoder.*', 'pattern': '1:4'}]"
-        raise TypeError(f"`rules` takes a list of mappings, for example {example}, not {rules!r}")
 
 
 _PARSERS: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
@@ -450,8 +434,14 @@ class SparsityConfig:
         What is given comes first, then what the preset says, then the package's defaults. Each call makes new methods
         from short names, so two trainings with one configuration share none.
         """
-        _check_list(self.rules)
-        specs: Sequence[Mapping[str, Any]] = self.rules or ()
+        specs: Sequence[Mapping[str, Any]] = () if self.rules is None else self.rules
+        # One mapping alone is a likely slip in YAML: iterating over it would give its keys.
+        is_list = isinstance(specs, (list, tuple))
+        if not is_list or not all(isinstance(rule, Mapping) for rule in specs):
+            example = "[{'include': 'encoder.*', 'pattern': '1:4'}]"
+            raise TypeError(
+                f"`rules` takes a list of mappings, for example {example}, not {self.rules!r}"
+            )
         keys = list(RuleSpec.__annotations__)
         for place, spec in enumerate(specs):
             check_keys(f"rules[{place}]", spec, keys)

@@ -89,25 +89,18 @@ def pack_nm(matrix: Tensor, pattern: PatternLike) -> tuple[Tensor, Tensor]:
     values = []
     positions = []
     for chunk_bm in blocks_bm.split(_chunk(pattern)):
-        mask_bm = _stored_entries(chunk_bm, pattern, len(blocks_bm))
+        nonzero_bm = chunk_bm != 0
+        crowded = int((nonzero_bm.sum(1) > pattern.n).sum())
+        if crowded:
+            raise ValueError(
+                f"{crowded} or more of {len(blocks_bm)} blocks hold more than {pattern.n} nonzeros"
+            )
+        # Of the entries that are zero, -0 alone has bits: the score is 2 for a nonzero, 1 for -0 and 0 for +0.
+        bits_bm = chunk_bm.contiguous().view(_INTEGERS[chunk_bm.itemsize])
+        mask_bm = nm_mask(nonzero_bm.byte() + bits_bm.ne(0).byte(), pattern)
         values.append(chunk_bm[mask_bm].view(len(chunk_bm), pattern.n))
         positions.append(_encode(mask_bm, pattern))
     return torch.cat(values).view(_values_shape(matrix.shape, pattern)), torch.cat(positions)
-
-
-def _stored_entries(chunk_bm: Tensor, pattern: NMPattern, all_blocks: int) -> Tensor:
-    """Return the mask of the N entries of each block that are stored, or refuse a block of more nonzeros."""
-    nonzero_bm = chunk_bm != 0
-    too_many_b = nonzero_bm.sum(1) > pattern.n
-    crowded = int(too_many_b.sum())
-    if crowded:
-        raise ValueError(
-            f"{crowded} or more of {all_blocks} blocks hold more than {pattern.n} nonzeros"
-        )
-    # Of the entries that are zero, -0 alone has bits: the score is 2 for a nonzero, 1 for -0 and 0 for +0.
-    bits_bm = chunk_bm.contiguous().view(_INTEGERS[chunk_bm.itemsize])
-    scores_bm = nonzero_bm.byte() + bits_bm.ne(0).byte()
-    return nm_mask(scores_bm, pattern)
 
 
 def _values_shape(shape: Sequence[int], pattern: NMPattern) -> tuple[int, ...]:

@@ -345,7 +345,7 @@ def _swap(problem: _Problem, start: Tensor, rounds: int, generator: Generator | 
     """
     table = problem.table
     groups = problem.groups
-    m = problem.pattern.m
+    n, m = problem.pattern.n, problem.pattern.m
     device = start.device
     worth_k = None
     if problem.criterion == "l1":
@@ -380,7 +380,13 @@ def _swap(problem: _Problem, start: Tensor, rounds: int, generator: Generator | 
             moving = rows_bm[first:last, slot]
             taken_bk = ones_ok.index_select(0, moving)
             rest_bk = counts_bk[first:last].sub_(taken_bk)  # in place: the count of the others
-            price_bk = _price(rest_bk, problem, worth_k)
+            # What one nonzero more costs, given those of the other rows: an eligible block that is full is lost, and
+            # a nonzero beyond the N that are kept.
+            if problem.criterion == "eligible":
+                full_bk = rest_bk == n
+            else:
+                full_bk = rest_bk.clamp(n - 1, n).sub_(n - 1)
+            price_bk = full_bk.float() if worth_k is None else full_bk * worth_k
             # Of 0 and 1 with sums below 2**24: exact, whatever the matmul precision; with "l1" nearly so.
             price_tbk = price_bk.view(-1, tile, columns)
             taken_trk = taken_bk.float().view(-1, tile, columns)  # R rows as there are blocks
@@ -414,19 +420,6 @@ def _spans(blocks: int, per_group: int, tile: int, columns: int) -> list[tuple[i
             last = min(first + step, end)
             spans.append((first, last))
     return spans
-
-
-def _price(rest_bk: Tensor, problem: _Problem, worth_k: Tensor | None) -> Tensor:
-    """Return what one nonzero more costs in every block and column, given the nonzeros of the other rows: float."""
-    n = problem.pattern.n
-    if problem.criterion == "eligible":
-        full_bk = rest_bk == n  # one more makes the block ineligible
-    else:
-        # 1 where N are there already: one more is lost.
-        full_bk = rest_bk.clamp(n - 1, n).sub_(n - 1)
-    if worth_k is not None:
-        return full_bk * worth_k
-    return full_bk.float()
 
 
 def _cheaper_order(cost_tbr: Tensor) -> Tensor:

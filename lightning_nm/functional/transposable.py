@@ -238,7 +238,12 @@ def _augment(values: Tensor, mask: Tensor, pattern: NMPattern) -> None:
     # [M, M, U], for the U tiles that are not balanced yet: what a row gains when it gives or takes an entry.
     give_iju = torch.where(mask, -values, _NEVER)
     take_iku = torch.where(mask, _NEVER, values)
-    gain_jku = _step_gains(give_iju, take_iku)
+    # What a step from column j to column k gains in the best of the rows.
+    gain_jku = give_iju[0].unsqueeze(1) + take_iku[0]
+    step_jku = torch.empty_like(gain_jku)  # one buffer for all rows
+    for i in range(1, pattern.m):
+        torch.add(give_iju[i].unsqueeze(1), take_iku[i], out=step_jku)
+        torch.maximum(gain_jku, step_jku, out=gain_jku)
     counts_ju = mask.sum(0, dtype=torch.int32)
     parent_ju, end_1u = _best_paths(gain_jku, counts_ju, pattern)
 
@@ -258,16 +263,6 @@ def _augment(values: Tensor, mask: Tensor, pattern: NMPattern) -> None:
             flipped = cells.gather(0, cell_1u) ^ moves_1u
             cells.scatter_(0, cell_1u, flipped)
         column_1u = source_1u
-
-
-def _step_gains(give_iju: Tensor, take_iku: Tensor) -> Tensor:
-    """Return what a step from column j to column k gains in the best of the rows, ``[M, M, U]``."""
-    gain_jku = give_iju[0].unsqueeze(1) + take_iku[0]
-    step_jku = torch.empty_like(gain_jku)  # one buffer for all rows
-    for i in range(1, len(give_iju)):
-        torch.add(give_iju[i].unsqueeze(1), take_iku[i], out=step_jku)
-        torch.maximum(gain_jku, step_jku, out=gain_jku)
-    return gain_jku
 
 
 def _best_paths(

@@ -217,7 +217,17 @@ def select(
             refuse_nan(layer)
             selection.layers.append(layer)
     if not selection.layers and not selection.frozen:
-        raise ValueError("no layer can be masked. " + _advice(skipped))
+        if not skipped:
+            raise ValueError(
+                "no layer can be masked. The model has no linear, convolution or attention layer."
+            )
+        # A shape that does not fit, "in 10 % 4 != 0", is the reason that a user can least guess: it comes first.
+        ordered = sorted(skipped.items(), key=lambda row: "%" not in row[1])
+        reasons = some_of([f"'{name}': {reason}" for name, reason in ordered], 10)
+        raise ValueError(
+            f"no layer can be masked. Every layer was left out: {reasons}. See `include`, `exclude`, `pattern` and "
+            "`skip_first_last`."
+        )
     return selection
 
 
@@ -719,16 +729,6 @@ def _no_match(
     if close:
         shown = f"layers are named like {', '.join(map(repr, close))}"
     return f"{option} '{glob}' matches no layer; {shown}"
-
-
-def _advice(skipped: Mapping[str, str]) -> str:
-    """Return why nothing is left to mask."""
-    if not skipped:
-        return "The model has no linear, convolution or attention layer."
-    # A shape that does not fit, "in 10 % 4 != 0", is the reason that a user can least guess: it comes first.
-    ordered = sorted(skipped.items(), key=lambda row: "%" not in row[1])
-    reasons = some_of([f"'{name}': {reason}" for name, reason in ordered], 10)
-    return f"Every layer was left out: {reasons}. See `include`, `exclude`, `pattern` and `skip_first_last`."
 
 
 def as_globs(value: Any, option: str) -> tuple[str, ...] | None:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_nm.nn.adapters.base import Adapter, WeightSpec, register_adapter
+from lightning_nm.nn.adapters.base import Adapter, Args, Kwargs, WeightSpec, register_adapter
 from lightning_nm.nn.products import nm_linear
 
 FUSED_PATHS: tuple[tuple[type[nn.Module], str, Any], ...] = (
@@ -49,9 +49,7 @@ class AttentionForward(nn.Module):
         return F.linear(x, weight, None if bias is None else bias[part])
 
     @classmethod
-    def inputs(
-        cls, module: Any, parameter: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> list[Tensor]:
+    def inputs(cls, module: Any, parameter: str, args: Args, kwargs: Kwargs) -> list[Tensor]:
         """Return query, key and value for the joint projection, else the one that this weight projects."""
         given = _given_inputs(args, kwargs)
         tokens = [x.flatten(0, -2) for x in given]  # [tokens, in]
@@ -196,9 +194,7 @@ class NMMultiheadAttention(AttentionForward, Adapter):
                 yield WeightSpec(parameter)
 
     @classmethod
-    def macs(
-        cls, module: Any, parameter: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> int:
+    def macs(cls, module: Any, parameter: str, args: Args, kwargs: Kwargs, output: Any) -> int:
         """Return the multiply-adds of the projections of query, key and value that use this weight."""
         given = _given_inputs(args, kwargs)
         if parameter == "in_proj_weight":
@@ -217,7 +213,7 @@ class NMMultiheadAttention(AttentionForward, Adapter):
         return nm_linear(x, getattr(self, parameter), bias, layer, rows)
 
 
-def _given_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
+def _given_inputs(args: Args, kwargs: Kwargs) -> tuple[Tensor, ...]:
     """Return query, key and value of a call, by position or by name."""
     named = [kwargs[name] for name in _INPUTS if name in kwargs]
     # Further positional arguments are masks and flags.

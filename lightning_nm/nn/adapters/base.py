@@ -17,6 +17,12 @@ from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.state import keep_replaced, take_loaded
 from lightning_nm.nn.weight import Layout, as_sharded
 
+Args = tuple[Any, ...]
+"""The positional arguments of a module's call."""
+
+Kwargs = dict[str, Any]
+"""Its arguments by name."""
+
 
 class WeightSpec(NamedTuple):
     """A weight that an adapter can mask.
@@ -83,7 +89,7 @@ class Adapter(nn.Module):
 
     @classmethod
     def macs(
-        cls, module: Any, parameter: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+        cls, module: Any, parameter: str, args: Args, kwargs: Kwargs, output: Any
     ) -> int | None:
         """Return the multiply-adds of a weight's dense forward GEMM in one call; ``None`` if operators must be counted.
 
@@ -105,9 +111,7 @@ class Adapter(nn.Module):
         raise NotImplementedError
 
     @classmethod
-    def inputs(
-        cls, module: Any, parameter: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> list[Tensor]:
+    def inputs(cls, module: Any, parameter: str, args: Args, kwargs: Kwargs) -> list[Tensor]:
         """Return what a call multiplies by a weight, ``[tokens, in]`` for each of its groups of output rows.
 
         :func:`lightning_nm.prune` needs it for calibration. The columns are those of a row of the weight,

@@ -15,7 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_nm.nn.adapters.base import Adapter, WeightSpec, find_adapter, register_adapter
+from lightning_nm.nn.adapters.base import (
+    Adapter,
+    Args,
+    Kwargs,
+    WeightSpec,
+    find_adapter,
+    register_adapter,
+)
 from lightning_nm.nn.layer import LayerMasks, NMLayer
 from lightning_nm.nn.products import nm_linear
 from lightning_nm.nn.weight import Layout, PlainWeight
@@ -243,7 +250,7 @@ class NMExperts(Adapter):
 
     @classmethod
     def macs(
-        cls, module: Any, parameter: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+        cls, module: Any, parameter: str, args: Args, kwargs: Kwargs, output: Any
     ) -> int | None:
         """Return what the products with the weight counted in the module's last call."""
         layer = module.nm_layers.get(parameter) if isinstance(module, Adapter) else None
@@ -294,9 +301,7 @@ class NMTransformersExperts(NMExperts):
         return module.is_transposed
 
     @classmethod
-    def macs(
-        cls, module: Any, parameter: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> int:
+    def macs(cls, module: Any, parameter: str, args: Args, kwargs: Kwargs, output: Any) -> int:
         """Return those of the tokens that the router sent to the module's experts."""
         chosen = kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]
         return chosen.numel() * getattr(module, parameter)[0].numel()
