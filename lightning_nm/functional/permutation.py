@@ -300,42 +300,23 @@ def _bit_scores(
     """
     slots = _slots(words, permutations, pattern.m)
     counts_eligible = criterion == "eligible"
-    n = pattern.n + 1 if counts_eligible else pattern.n
+    # A block with N + 1 nonzeros or more is not eligible.
+    n = pattern.n + counts_eligible
     planes = largest(slots, n, torch.bitwise_or, torch.bitwise_and)
-    if counts_eligible:  # a block with N + 1 nonzeros or more is not
+    if counts_eligible:
         planes = planes[-1:]
-    count = len(permutations)
-    length = planes[0].numel() // count  # words of one permutation
-    scores = permutations.new_zeros(count)
-    # Fields of a word count in parallel, and none overflows: 3 planes of 4 ones fill a nibble with 12, and the bytes of
-    # 8 words, at most 24 each, make 192.
-    for i in range(0, len(planes), 3):
-        nibbles = reduce(torch.add, map(_nibble_counts, planes[i : i + 3]))
-        octets = _add_neighbours(nibbles, 4, 0x0F0F0F0F0F0F0F0F)
-        words_at_once = math.gcd(length, 8)
-        octets = octets.view(count, words_at_once, -1).sum(1)
-        doublets = _add_neighbours(octets, 8, 0x00FF00FF00FF00FF)
-        # The product brings the sum of all four fields of 16 bits to the uppermost one.
-        totals = doublets.mul_(0x0001000100010001).bitwise_right_shift_(48)
-        scores += totals.sum(1)
+    scores = permutations.new_zeros(len(permutations))
+    for words in planes:
+        # In place: the ones of every two bits, of every four, and of every byte.
+        words -= (words >> 1).bitwise_and_(0x5555555555555555)
+        upper = (words >> 2).bitwise_and_(0x3333333333333333)
+        words = words.bitwise_and_(0x3333333333333333).add_(upper)
+        upper = torch.bitwise_right_shift(words, 4, out=upper)
+        octets = upper.add_(words).bitwise_and_(0x0F0F0F0F0F0F0F0F)
+        # The product brings the sum of all eight bytes to the uppermost one.
+        totals = octets.mul_(0x0101010101010101).bitwise_right_shift_(56)
+        scores += totals.view(len(permutations), -1).sum(1)
     return scores
-
-
-def _add_neighbours(fields: Tensor, width: int, lower: int) -> Tensor:
-    """Return the sums of neighbouring fields of so many bits; ``lower`` has the bits of every second field."""
-    upper = (fields >> width).bitwise_and_(lower)
-    return (fields & lower).add_(upper)
-
-
-def _nibble_counts(words: Tensor) -> Tensor:
-    """Count the ones in every 4 bits of 64-bit words, in place."""
-    # Pairs of bits: 2 a + b less a is a + b.
-    upper = (words >> 1).bitwise_and_(0x5555555555555555)
-    words -= upper
-    # Nibbles: the upper pair is added to the lower one.
-    torch.bitwise_right_shift(words, 2, out=upper)
-    upper.bitwise_and_(0x3333333333333333)
-    return words.bitwise_and_(0x3333333333333333).add_(upper)
 
 
 def _swap(problem: _Problem, start: Tensor, rounds: int, generator: Generator | None) -> Tensor:
@@ -362,7 +343,18 @@ def _swap(problem: _Problem, start: Tensor, rounds: int, generator: Generator | 
     per_group = len(rows_bm) // groups
     tiles = math.ceil(per_group / _TILE)  # of every group
     tile = per_group // tiles
-    spans = _spans(len(rows_bm), per_group, tile, columns)
+    # Tiles are contiguous: over all groups, or within one group if blocks are left over, which sit the round out.
+    run = per_group // tile * tile
+    distance = per_group
+    if run == per_group:
+        run = distance = len(rows_bm)
+    # The blocks, first and last, that a round handles at a time: whole tiles, within bounded memory.
+    at_once = tile * max(1, 8 * _CACHE // (tile * columns))
+    spans = [
+        (first, min(first + at_once, begin + run))
+        for begin in range(0, len(rows_bm), distance)
+        for first in range(begin, begin + run, at_once)
+    ]
     stay_b = torch.arange(tile, dtype=torch.int64, device=device)
     idle = 0
     for step in range(rounds):
@@ -402,24 +394,6 @@ def _swap(problem: _Problem, start: Tensor, rounds: int, generator: Generator | 
         if idle == 4 * m * m:  # most likely all M * M pairs of rows of any two blocks have met
             break
     return rows_bm.view(-1)
-
-
-def _spans(blocks: int, per_group: int, tile: int, columns: int) -> list[tuple[int, int]]:
-    """Return the runs of blocks, first and last, that a round handles at a time: whole tiles, within bounded memory."""
-    used = per_group // tile * tile  # of every group; the blocks after them sit the round out
-    # Tiles are contiguous: over all groups, or within one group if blocks are left over.
-    if used == per_group:
-        runs = [(0, blocks)]
-    else:
-        runs = [(begin, begin + used) for begin in range(0, blocks, per_group)]
-    tiles_at_once = max(1, 8 * _CACHE // (tile * columns))
-    step = tile * tiles_at_once
-    spans = []
-    for begin, end in runs:
-        for first in range(begin, end, step):
-            last = min(first + step, end)
-            spans.append((first, last))
-    return spans
 
 
 def _cheaper_order(cost_tbr: Tensor) -> Tensor:
