@@ -594,10 +594,8 @@ def arguments_of(owner: type) -> list[str]:
         >>> arguments_of(SparsityConfig)[:3]
         ['pattern', 'method', 'grad_estimator']
     """
-    names = []
-    for name, parameter in inspect.signature(owner).parameters.items():
-        if parameter.kind is not parameter.VAR_KEYWORD:
-            names.append(name)
+    parameters = inspect.signature(owner).parameters.values()
+    names = [each.name for each in parameters if each.kind is not each.VAR_KEYWORD]
     # Who takes config= also takes its settings one by one, by **options.
     if "config" in names:
         names += [field.name for field in fields(SparsityConfig) if field.name not in names]
@@ -612,10 +610,11 @@ def _as_primitive(value: Any) -> Any:
         owner = type(value)
         # Constructors keep each argument under its own name; other attributes are derived from these.
         arguments = inspect.signature(owner).parameters
-        init_args = {}
-        for name, setting in vars(value).items():
-            if name in arguments:
-                init_args[name] = _as_primitive(setting)
+        init_args = {
+            name: _as_primitive(setting)
+            for name, setting in vars(value).items()
+            if name in arguments
+        }
         # The notation of LightningCLI.
         return {"class_path": f"{owner.__module__}.{owner.__qualname__}", "init_args": init_args}
     if isinstance(value, Mapping):

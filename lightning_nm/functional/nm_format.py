@@ -100,13 +100,8 @@ def pack_nm(matrix: Tensor, pattern: PatternLike) -> tuple[Tensor, Tensor]:
         mask_bm = nm_mask(nonzero_bm.byte() + bits_bm.ne(0).byte(), pattern)
         values.append(chunk_bm[mask_bm].view(len(chunk_bm), pattern.n))
         positions.append(_encode(mask_bm, pattern))
-    return torch.cat(values).view(_values_shape(matrix.shape, pattern)), torch.cat(positions)
-
-
-def _values_shape(shape: Sequence[int], pattern: NMPattern) -> tuple[int, ...]:
-    """Return the shape of the values of a matrix: ``[..., depth / M, N]``."""
-    *lead, depth = shape
-    return (*lead, depth // pattern.m, pattern.n)
+    blocks_shape = (*matrix.shape[:-1], matrix.shape[-1] // pattern.m, pattern.n)
+    return torch.cat(values).view(blocks_shape), torch.cat(positions)
 
 
 def unpack_nm(
@@ -183,7 +178,7 @@ def check_packed_sizes(
             f"a matrix of shape {list(shape)} has no blocks of {pattern.m} along its last axis"
         )
     blocks = math.prod(shape) // pattern.m
-    right_values = _values_shape(shape, pattern)
+    right_values = (*shape[:-1], shape[-1] // pattern.m, pattern.n)
     right_positions = (position_bytes(pattern, blocks),)
     for what, found, right in (
         ("values", values, right_values),

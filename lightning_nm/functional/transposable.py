@@ -197,10 +197,9 @@ def _rows_alone(values: Tensor, pattern: NMPattern) -> Tensor:
     row = index.unsqueeze(1)
     # Row i of a tile begins at its entry i, since of equals nm_mask keeps the first.
     rotated = row * m + (row + index) % m
-    inverse = rotated.flatten().argsort()
     flat_eb = values.flatten(0, 1)
-    rotated_mask = nm_mask(flat_eb[rotated], pattern, dim=1)
-    mask_eb = rotated_mask.flatten(0, 1)[inverse]
+    mask_eb = torch.empty_like(flat_eb, dtype=torch.bool)
+    mask_eb[rotated] = nm_mask(flat_eb[rotated], pattern, dim=1)
     return mask_eb.view(values.shape)
 
 

@@ -334,8 +334,11 @@ def _why_unknown(module: nn.Module, kind: type[nn.Module]) -> str:
 
 def _matrices(tensors: Iterable[Any]) -> list[Any]:
     """Return the tensors of two or more dimensions; those without a shape yet do not count."""
-    known = [each for each in tensors if each is not None and not nn.parameter.is_lazy(each)]
-    return [each for each in known if each.dim() > 1]
+    return [
+        each
+        for each in tensors
+        if each is not None and not nn.parameter.is_lazy(each) and each.dim() > 1
+    ]
 
 
 def _quantised(module: nn.Module) -> str:
@@ -343,29 +346,24 @@ def _quantised(module: nn.Module) -> str:
     # Some libraries keep the quantised weight in a buffer; other buffers may hold integers for other reasons.
     buffers = [buffer for name, buffer in module._buffers.items() if "weight" in name]
     for tensor in _matrices([*module._parameters.values(), *buffers]):
-        found = _quantised_as(tensor)
-        if found:
-            return f"quantised: its weight is {found}"
+        # torchao's tensor classes are held by an ordinary parameter.
+        wrapped = type(tensor.data)
+        dtype = tensor.dtype
+        if type(tensor).__name__ in _QUANTISED_CLASSES:
+            found = type(tensor).__name__
+        elif wrapped.__module__.startswith("torchao."):
+            found = wrapped.__name__
+        elif dtype in _INTEGERS or (dtype.is_floating_point and dtype.itemsize < 2):
+            found = str(dtype)
+        else:
+            continue
+        return f"quantised: its weight is {found}"
     kind = type(module)
     is_of_torch = kind.__module__.startswith("torch.ao.nn.") and "quantized" in kind.__module__
     # Its weight is a method, which unpacks an object that is no tensor.
     if is_of_torch and hasattr(kind, "weight"):
         return f"quantised: {kind.__module__}.{kind.__name__} packs its weight"
     return ""
-
-
-def _quantised_as(tensor: Tensor) -> str:
-    """Return the class or the dtype that shows that a tensor is quantised; empty if nothing does."""
-    name = type(tensor).__name__
-    if name in _QUANTISED_CLASSES:
-        return name
-    # torchao's tensor classes are held by an ordinary parameter.
-    wrapped = type(tensor.data)
-    if wrapped.__module__.startswith("torchao."):
-        return wrapped.__name__
-    dtype = tensor.dtype
-    is_8_bit_float = dtype.is_floating_point and dtype.itemsize < 2
-    return str(dtype) if dtype in _INTEGERS or is_8_bit_float else ""
 
 
 def is_low_rank(module: nn.Module) -> bool:

@@ -72,11 +72,8 @@ class AttentionForward(nn.Module):
         if query is key and key is value:
             return list(joint(query).chunk(3, dim=-1))
         # Rows of the weight for q, then k, then v.
-        return [
-            joint(query, rows=(0, width)),
-            joint(key, rows=(width, 2 * width)),
-            joint(value, rows=(2 * width, 3 * width)),
-        ]
+        inputs = enumerate((query, key, value))
+        return [joint(x, rows=(k * width, (k + 1) * width)) for k, x in inputs]
 
     def forward(
         self,

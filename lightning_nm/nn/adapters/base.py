@@ -6,7 +6,6 @@ parameters and its state-dict keys stay the same.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, Literal, NamedTuple
 from weakref import WeakKeyDictionary, ref
@@ -216,9 +215,8 @@ def register_adapter(adapter: type[Adapter]) -> type[Adapter]:
             f"register_adapter takes a subclass of lightning_nm.nn.Adapter, not {adapter!r}"
         )
     # An adapter that overrides handled() may do without `handles`.
-    own = inspect.getattr_static(adapter, "handled")
-    inherited = own is inspect.getattr_static(Adapter, "handled")
-    if inherited and not isinstance(getattr(adapter, "handles", None), type):
+    inherits = adapter.handled.__func__ is Adapter.handled.__func__  # type: ignore[attr-defined]
+    if inherits and not isinstance(getattr(adapter, "handles", None), type):
         raise TypeError(
             f"{adapter.__name__} handles no class: set `handles` to the module class that it adapts"
         )
