@@ -9,6 +9,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_nm.functional.int8 import conv_patches
 from lightning_nm.nn.adapters.base import Adapter, Args, Kwargs, WeightSpec, register_adapter
 from lightning_nm.nn.products import nm_conv
 from lightning_nm.nn.weight import Layout
@@ -38,16 +39,10 @@ class _NMConv(Adapter):
     def inputs(cls, module: Any, parameter: str, args: Args, kwargs: Kwargs) -> list[Tensor]:
         """Return the patches of the input for each group, ``[batch x positions, in / groups * taps]``."""
         (x,) = (*args, *kwargs.values())
-        spatial = len(module.kernel_size)
-        x, padding, _ = padded_input(module, x, spatial)
-        # F.pad counts dimensions from the last.
-        x = F.pad(x, [zeros for both in reversed(padding) for zeros in (both, both)])
-        windows = zip(module.kernel_size, module.stride, module.dilation, strict=True)
-        for axis, (taps, stride, dilation) in enumerate(windows, 2):
-            x = x.unfold(axis, dilation * (taps - 1) + 1, stride)[..., ::dilation]
-        # [batch, in, *positions, *taps] -> [groups, batch, *positions, in / groups, *taps]
-        x = x.unflatten(1, (module.groups, -1)).movedim((1, 2), (0, 2 + spatial))
-        return list(x.flatten(2 + spatial).flatten(1, 1 + spatial))
+        taps = module.kernel_size
+        x, padding, _ = padded_input(module, x, len(taps))
+        patches = conv_patches(x, taps, module.stride, padding, module.dilation, module.groups)
+        return list(patches.flatten(1, -2))
 
     def forward(self, input: Tensor) -> Tensor:
         """Convolve with W_F."""
