@@ -410,7 +410,7 @@ class Candidate:
     """The state-dict key of its weight in the first other module that holds it."""
     tie_fault: str = ""
     """Why a shared weight cannot be masked even if it is named."""
-    tied: Sequence[Candidate] = ()
+    partners: Sequence[Candidate] = ()
     """The other candidates that are masked with it."""
     joins: bool = False
     """Whether it is masked as a part of another candidate: the one with the product, else the first embedding."""
@@ -483,7 +483,7 @@ def _complete(
         if candidate.is_named and not candidate.tie_fault:
             members = [member for *_, member in own]
             products = [member for member in members if not member.is_embedding]
-            candidate.tied = [member for *_, member in others]
+            candidate.partners = [member for *_, member in others]
             candidate.joins = (products or members)[0] is not candidate
 
 
@@ -587,7 +587,7 @@ def _layer_spec(candidate: Candidate) -> LayerSpec:
         tensor_parallel=bool(cuts),
         dgrad=rule.dgrad,
         schedule=rule.schedule,
-        tied=tuple((other.module, other.spec.parameter) for other in candidate.tied),
+        tied=tuple((other.module, other.spec.parameter) for other in candidate.partners),
     )
 
 
@@ -613,7 +613,7 @@ def _why_weight(candidate: Candidate) -> str:
     if candidate.held_back:
         return candidate.held_back
     # Not earlier: a second sparsifier may exclude the weights that the first one has masked.
-    for each in (candidate, *candidate.tied):
+    for each in (candidate, *candidate.partners):
         refuse_masked(candidate.name, each.module, each.spec.parameter)
     module, stored = candidate.module, candidate.stored
     if stored is None:
