@@ -81,9 +81,7 @@ def pack_nm(matrix: Tensor, pattern: PatternLike) -> tuple[Tensor, Tensor]:
         ([[[5.0, 7.0]], [[0.0, 2.0]]], [141])
     """
     pattern = NMPattern.parse(pattern)
-    if matrix.dtype not in STORED_DTYPES:
-        raise TypeError(f"a matrix to pack is {_names(STORED_DTYPES)}, not {matrix.dtype}")
-    _check_pattern(pattern)
+    _check_stored("a matrix to pack is", matrix, pattern)
     _check_blocks(matrix, pattern, -1)
     blocks_bm = matrix.detach().reshape(-1, pattern.m)
     values = []
@@ -146,18 +144,22 @@ def check_packed(
         TypeError: If a tensor has another dtype.
         ValueError: If a size is wrong, or positions of a block are equal, descend or lie outside of it.
     """
-    if values.dtype not in STORED_DTYPES:
-        raise TypeError(f"packed values are {_names(STORED_DTYPES)}, not {values.dtype}")
+    _check_stored("packed values are", values, pattern)
     if positions.dtype != torch.uint8:
         raise TypeError(f"packed positions are {torch.uint8}, not {positions.dtype}")
-    _check_pattern(pattern)
     check_packed_sizes(tuple(values.shape), tuple(positions.shape), pattern, shape)
     blocks = values.numel() // pattern.n
     used_bits = blocks * position_bits(pattern) % 8  # of the last byte; 0 if it is full
     if used_bits and int(positions[-1]) >> used_bits:
         raise ValueError("the bits after the positions of the last block are not all zero")
     for first, count, part in _parts(positions, pattern, blocks, _chunk(pattern)):
-        wrong_b = _wrong_blocks(part, pattern, count)
+        if uses_bitmap(pattern):
+            wrong_b = unpack_mask(part, (count, pattern.m)).sum(1) != pattern.n
+        else:
+            numbers_bn = _numbers(part, pattern, count)
+            descends_b = (numbers_bn[:, 1:] <= numbers_bn[:, :-1]).any(1)
+            # Where positions ascend, the last one is the largest.
+            wrong_b = descends_b | (numbers_bn[:, -1] >= pattern.m)
         if wrong_b.any():
             block = first + int(wrong_b.int().argmax())
             raise ValueError(
@@ -188,18 +190,6 @@ def check_packed_sizes(
             raise ValueError(
                 f"a matrix of shape {list(shape)} in {pattern} has {what} of {right}, not {found}"
             )
-
-
-def _wrong_blocks(positions: Tensor, pattern: NMPattern, blocks: int) -> Tensor:
-    """Mark the blocks whose positions are not N different ones in ascending order, bool ``[blocks]``."""
-    if uses_bitmap(pattern):
-        mask_bm = unpack_mask(positions, (blocks, pattern.m))
-        return mask_bm.sum(1) != pattern.n
-    numbers_bn = _numbers(positions, pattern, blocks)
-    # Where positions ascend, the last one is the largest.
-    outside_b = numbers_bn[:, -1] >= pattern.m
-    descends = numbers_bn[:, 1:] <= numbers_bn[:, :-1]
-    return outside_b | descends.any(1)
 
 
 def expand(values: Tensor, positions: Tensor, pattern: NMPattern, shape: Sequence[int]) -> Tensor:
@@ -313,10 +303,10 @@ def _chunk(pattern: NMPattern) -> int:
     return max(multiple, 8)
 
 
-def _check_pattern(pattern: NMPattern) -> None:
+def _check_stored(what: str, values: Tensor, pattern: NMPattern) -> None:
+    """Refuse a dtype of values, and a length of blocks, that are not packed."""
+    if values.dtype not in STORED_DTYPES:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in STORED_DTYPES)
+        raise TypeError(f"{what} {names}, not {values.dtype}")
     if pattern.m > MAX_M:
         raise ValueError(f"pattern {pattern} has blocks of more than {MAX_M}, which are not packed")
-
-
-def _names(dtypes: Sequence[torch.dtype]) -> str:
-    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)

@@ -99,7 +99,9 @@ def transposable_mask(weight: Tensor, pattern: PatternLike, groups: int = 1) -> 
         if table is None:
             best_ijb = _by_paths(values_ijb, pattern)
         else:
-            best_ijb = _by_table(values_ijb, table)
+            # The scores of all masks of the table, exact sums of integers; of equals the first is taken.
+            scores_tb = table.view(len(table), -1).double() @ values_ijb.flatten(0, 1).double()
+            best_ijb = table[scores_tb.max(0).indices].permute(1, 2, 0)
         piece_mask.permute(entries_first).copy_(best_ijb.view(spread.shape))
     return mask
 
@@ -148,15 +150,6 @@ def _masks_of_a_tile(pattern: NMPattern) -> Tensor:
     masks = rows[choices]
     is_balanced = (masks.sum(1) == pattern.n).all(1)
     return masks[is_balanced]
-
-
-def _by_table(values_ijb: Tensor, table: Tensor) -> Tensor:
-    """Return the best mask for every tile of values ``[M, M, B]``, by trying all; the first of equals."""
-    values_eb = values_ijb.flatten(0, 1).double()  # e: the M M entries of a tile
-    masks_te = table.view(len(table), -1).double()  # t: the masks of the table
-    scores_tb = masks_te @ values_eb  # exact: sums of integers
-    best_b = scores_tb.max(0).indices
-    return table[best_b].permute(1, 2, 0)
 
 
 def _by_paths(values_ijb: Tensor, pattern: NMPattern) -> Tensor:
