@@ -534,11 +534,18 @@ def _first_and_last(
         continued: Names of layers for which the saved state has masks.
         skipped: Whether to leave the first convolution, and the last linear layer dense.
     """
-    names = {candidate.module_name for candidate in candidates}
-    before = {reason: name for name, reason in (saved or {}).items()}
-    found = {}
-    for (role, place, reason), is_left_dense in zip(_ENDS, skipped, strict=True):
-        if not is_left_dense:
+    roles = {candidate.module_name: candidate.adapter.role for candidate in candidates}
+    before = saved or {}
+    lost = {reason for name, reason in before.items() if name not in roles}
+    masked = {role for (role, *_), is_skipped in zip(_ENDS, skipped, strict=True) if not is_skipped}
+    # By name and role: version 0.2 had other reasons.
+    found = {
+        name: reason
+        for name, reason in before.items()
+        if name in roles and roles[name] not in masked
+    }
+    for role, place, reason in _ENDS:
+        if role in masked:
             continue
         layers = [candidate for candidate in candidates if candidate.adapter.role == role]
         if role == "linear":
@@ -546,13 +553,10 @@ def _first_and_last(
             layers = [layer for layer in layers if not layer.module_name.endswith(".out_proj")]
         # Fine-tuning trains a new head behind frozen layers; where all are frozen, all count.
         layers = [layer for layer in layers if not is_frozen(layer)] or layers
-        name = layers[place].module_name if layers else ""
-        if before.get(reason) in names:
-            name = before[reason]
-        elif saved is not None and (reason not in before or name in continued):
-            continue
-        if name:
-            found[name] = reason
+        if layers:
+            name = layers[place].module_name
+            if saved is None or (reason in lost and name not in continued):
+                found[name] = reason
     return found
 
 
