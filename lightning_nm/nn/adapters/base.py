@@ -215,7 +215,7 @@ def register_adapter(adapter: type[Adapter]) -> type[Adapter]:
             f"register_adapter takes a subclass of lightning_nm.nn.Adapter, not {adapter!r}"
         )
     # An adapter that overrides handled() may do without `handles`.
-    inherits = adapter.handled.__func__ is Adapter.handled.__func__  # type: ignore[attr-defined]
+    inherits = getattr(adapter.handled, "__func__", None) is Adapter.handled.__func__  # type: ignore[attr-defined]
     if inherits and not isinstance(getattr(adapter, "handles", None), type):
         raise TypeError(
             f"{adapter.__name__} handles no class: set `handles` to the module class that it adapts"
