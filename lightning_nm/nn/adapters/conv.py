@@ -9,7 +9,6 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_nm.functional.int8 import conv_patches
 from lightning_nm.nn.adapters.base import Adapter, Args, Kwargs, WeightSpec, register_adapter
 from lightning_nm.nn.products import nm_conv
 from lightning_nm.nn.weight import Layout
@@ -38,6 +37,8 @@ class _NMConv(Adapter):
     @classmethod
     def inputs(cls, module: Any, parameter: str, args: Args, kwargs: Kwargs) -> list[Tensor]:
         """Return the patches of the input for each group, ``[batch x positions, in / groups * taps]``."""
+        from lightning_nm.functional.int8 import conv_patches  # for calibration alone
+
         (x,) = (*args, *kwargs.values())
         taps = module.kernel_size
         x, padding, _ = padded_input(module, x, len(taps))
