@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from importlib import import_module
 from typing import Any, Literal, TypedDict, get_args
@@ -25,7 +25,7 @@ from lightning_nm.short_names import (
     resolve_estimator,
     resolve_method,
 )
-from lightning_nm.spelling import did_you_mean, not_given
+from lightning_nm.spelling import check_keys, check_option, did_you_mean, not_given
 from lightning_nm.training.scale import Scale, check_scale
 from lightning_nm.training.watch import OnDirectRead
 
@@ -59,15 +59,12 @@ class Preset:
 
     def __str__(self) -> str:
         """Return the source and all settings, on one line."""
-        settings: dict[str, Any] = {
-            **self.settings,
-            "conv_layout": self.conv_layout,
-            "skip_first": self.skip_first,
-            "skip_last": self.skip_last,
+        own = {
+            name: value for name, value in vars(self).items() if name not in ("source", "settings")
         }
-        if self.grad_estimator:
-            settings["grad_estimator"] = self.grad_estimator
-        listed = ", ".join(f"{name}={value}" for name, value in settings.items())
+        if not self.grad_estimator:
+            del own["grad_estimator"]
+        listed = ", ".join(f"{name}={value}" for name, value in {**self.settings, **own}.items())
         return f"{self.source}: {listed}"
 
 
@@ -158,9 +155,7 @@ def preset_of(preset: PresetName, method: MethodName | Method) -> Preset:
         >>> preset_of("paper", "bi-mask").source
         'arXiv 2302.06058'
     """
-    if preset not in _PRESETS:
-        choices = " or ".join(repr(name) for name in get_args(PresetName))
-        raise ValueError(f"preset={preset!r} is unknown: use {choices}")
+    check_option("preset", preset, *_PRESETS)
     known = _PRESETS[preset]
     # For its error alone: a name that no method has is not the preset's fault.
     resolve_method(method)
@@ -219,27 +214,20 @@ def with_schedules(rules: Sequence[Rule]) -> list[Rule]:
             raise ValueError(
                 f"{error}. This is the rule of {names}: give it a `schedule` of its own, or null"
             ) from error
-    _refuse_unused(rules)
-    return scheduled
-
-
-def _refuse_unused(rules: Sequence[Rule]) -> None:
-    """Refuse parts of schedules that no rule follows."""
-    given: dict[str, None] = {}  # a dict keeps the order
-    followed = set()
+    # Parts that no rule follows are refused.
+    followed: dict[str, bool] = {}
     for rule in rules:
         for part in [] if rule.schedule is None else rule.schedule.parts:
-            given[part] = None
             # An estimator has dense phases of its own, and no ramp.
-            if rule.method.uses_masks or (rule.estimator is not None and part != "ramp"):
-                followed.add(part)
-    unused = [part for part in given if part not in followed]
-    if not unused:
-        return
-    needs = "masks" if unused == ["ramp"] else "masks or a gradient estimator"
-    raise ValueError(
-        f"schedule has {', '.join(unused)}, but no layer gets {needs}: leave that out, or use another method"
-    )
+            follows = rule.method.uses_masks or (rule.estimator is not None and part != "ramp")
+            followed[part] = followed.get(part, False) or follows
+    unused = [part for part in followed if not followed[part]]
+    if unused:
+        needs = "masks" if unused == ["ramp"] else "masks or a gradient estimator"
+        raise ValueError(
+            f"schedule has {', '.join(unused)}, but no layer gets {needs}: leave that out, or use another method"
+        )
+    return scheduled
 
 
 def _with_schedule(rule: Rule) -> Rule:
@@ -322,43 +310,18 @@ def _check_dgrad(rule: Rule) -> None:
     name = method.short_name or type(method).__name__
     place = "" if rule.include is None else f" of the layers {', '.join(rule.include)}"
     raise ValueError(
-        f"dgrad='mvue' draws the backward weight{place}, but method '{name}' {made}: leave dgrad out (in one of the "
-        "`rules`: dgrad: null), or use a method whose dgrad takes the forward weight, such as 'sr-ste'"
+        f"dgrad='mvue' draws the backward weight{place}, but method '{name}' {made}: leave dgrad out (in "
+        "one of the `rules`: dgrad: null), or use a method whose dgrad takes the forward weight, such as 'sr-ste'"
     )
 
 
-def _check_layout(conv_layout: Any) -> None:
-    """Refuse an unknown layout; ``None`` stands for none that is given."""
-    if conv_layout is not None and conv_layout not in get_args(ConvLayout):
-        raise ValueError(f"conv_layout={conv_layout!r} is unknown: use 'channels' or 'flat'")
-
-
-def _check_list(rules: Any) -> None:
-    """Refuse what is no list of mappings by a ``TypeError``."""
-    if rules is None:
-        return
-    # One mapping alone is a likely slip in YAML: iterating over it would give its keys.
-    is_list = isinstance(rules, (list, tuple))
-    if not is_list or not all(isinstance(rule, Mapping) for rule in rules):
-        example = "[{'include': 'encoder.*', 'pattern': '1:4'}]"
-        raise TypeError(f"`rules` takes a list of mappings, for example {example}, not {rules!r}")
-
-
-def _check_keys(spec: Mapping[str, Any]) -> None:
-    """Refuse a rule with an unknown key or without ``include``."""
-    known = list(RuleSpec.__annotations__)
-    unknown = sorted(set(spec) - set(known))
-    if unknown:
-        problem = f"unknown key {unknown[0]!r}"
-    elif "include" not in spec:
-        problem = "no 'include'"
-    else:
-        return
-    # In the order of the class, so that the message reads like the documentation.
-    optional = ", ".join(repr(key) for key in known if key != "include")
-    raise ValueError(
-        f"rule {dict(spec)!r} has {problem}: a rule has 'include' and any of {optional}"
-    )
+_PARSERS: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
+    ("pattern", "pattern", NMPattern.parse),
+    ("grad_estimator", "estimator", resolve_estimator),
+    ("dgrad", "dgrad", resolve_dgrad),
+    ("schedule", "schedule", Schedule.parse),
+)
+"""Key of a rule as users write it, the field of :class:`Rule`, and what makes it of the value."""
 
 
 @dataclass(frozen=True)
@@ -453,12 +416,8 @@ class SparsityConfig:
 
     def __post_init__(self) -> None:
         # Mistakes are refused here, where the user wrote them, and not when a fit starts.
-        if self.frozen not in ("dense", "mask"):
-            raise ValueError(f"frozen={self.frozen!r} is unknown: use 'dense' or 'mask'")
-        if self.direct_reads not in ("error", "warn"):
-            raise ValueError(
-                f"direct_reads={self.direct_reads!r} is unknown: use 'error' or 'warn'"
-            )
+        check_option("frozen", self.frozen, "dense", "mask")
+        check_option("direct_reads", self.direct_reads, "error", "warn")
         every = self.grad_snr_every
         # bool is a subclass of int: grad_snr_every=True would mean every step.
         if not isinstance(every, int) or isinstance(every, bool) or every < 0:
@@ -475,9 +434,20 @@ class SparsityConfig:
         What is given comes first, then what the preset says, then the package's defaults. Each call makes new methods
         from short names, so two trainings with one configuration share none.
         """
-        _check_list(self.rules)
-        specs: Sequence[Mapping[str, Any]] = self.rules or ()
-        general_spec = {key: getattr(self, key) for key in RuleSpec.__annotations__}
+        specs: Sequence[Mapping[str, Any]] = () if self.rules is None else self.rules
+        # One mapping alone is a likely slip in YAML: iterating over it would give its keys.
+        is_list = isinstance(specs, (list, tuple))
+        if not is_list or not all(isinstance(rule, Mapping) for rule in specs):
+            example = "[{'include': 'encoder.*', 'pattern': '1:4'}]"
+            raise TypeError(
+                f"`rules` takes a list of mappings, for example {example}, not {self.rules!r}"
+            )
+        keys = list(RuleSpec.__annotations__)
+        for place, spec in enumerate(specs):
+            check_keys(f"rules[{place}]", spec, keys)
+            if "include" not in spec:
+                raise ValueError(f"rules[{place}] has no 'include': it has {', '.join(spec)}")
+        general_spec = {key: getattr(self, key) for key in keys}
         # None means "not given". "dense" is given: it keeps dY even where the preset has an estimator.
         if self.grad_estimator is None:
             del general_spec["grad_estimator"]
@@ -524,10 +494,8 @@ class SparsityConfig:
         With ``takes_own_estimator``, the preset of the rule's method precedes the estimator of ``base``.
 
         Raises:
-            ValueError: For an unknown key, a missing ``include``, or a bad value.
+            ValueError: For a bad value.
         """
-        _check_keys(spec)
-        _check_layout(spec.get("conv_layout"))
         values: dict[str, Any] = {"include": as_globs(spec["include"], "include")}
         # A method of the rule's own comes with a preset of its own.
         if "method" in spec:
@@ -538,16 +506,12 @@ class SparsityConfig:
                 values["estimator"] = resolve_estimator(preset.grad_estimator)
         # What the rule says precedes everything. In YAML a key may be there with the value null: as an estimator it
         # keeps dY, as a layout it counts as not given.
-        if "pattern" in spec:
-            values["pattern"] = NMPattern.parse(spec["pattern"])
-        if "grad_estimator" in spec:
-            values["estimator"] = resolve_estimator(spec["grad_estimator"])
-        if spec.get("conv_layout"):
+        for key, part, parse in _PARSERS:
+            if key in spec:
+                values[part] = parse(spec[key])
+        if spec.get("conv_layout") is not None:
+            check_option("conv_layout", spec["conv_layout"], *get_args(ConvLayout))
             values["conv_layout"] = spec["conv_layout"]
-        if "dgrad" in spec:
-            values["dgrad"] = resolve_dgrad(spec["dgrad"])
-        if "schedule" in spec:
-            values["schedule"] = Schedule.parse(spec["schedule"])
         rule = replace(base, **values)
         _check_dgrad(rule)
         return rule
@@ -630,10 +594,8 @@ def arguments_of(owner: type) -> list[str]:
         >>> arguments_of(SparsityConfig)[:3]
         ['pattern', 'method', 'grad_estimator']
     """
-    names = []
-    for name, parameter in inspect.signature(owner).parameters.items():
-        if parameter.kind is not parameter.VAR_KEYWORD:
-            names.append(name)
+    parameters = inspect.signature(owner).parameters.values()
+    names = [each.name for each in parameters if each.kind is not each.VAR_KEYWORD]
     # Who takes config= also takes its settings one by one, by **options.
     if "config" in names:
         names += [field.name for field in fields(SparsityConfig) if field.name not in names]
@@ -648,10 +610,11 @@ def _as_primitive(value: Any) -> Any:
         owner = type(value)
         # Constructors keep each argument under its own name; other attributes are derived from these.
         arguments = inspect.signature(owner).parameters
-        init_args = {}
-        for name, setting in vars(value).items():
-            if name in arguments:
-                init_args[name] = _as_primitive(setting)
+        init_args = {
+            name: _as_primitive(setting)
+            for name, setting in vars(value).items()
+            if name in arguments
+        }
         # The notation of LightningCLI.
         return {"class_path": f"{owner.__module__}.{owner.__qualname__}", "init_args": init_args}
     if isinstance(value, Mapping):

@@ -296,12 +296,8 @@ class Schedule:
                     f"the schedule's ramp has {pattern!r}: {error}. A dense phase before the ramp is `dense_start`"
                 ) from error
         ends = spec.get("ramp_ends")
-        schedule = cls(
-            dense_start=spec.get("dense_start", 0),
-            ramp=tuple(ramp),
-            ramp_ends=None if ends is None else tuple(ends),
-            dense_end=spec.get("dense_end", 0),
-        )
+        ramp_ends = None if ends is None else tuple(ends)
+        schedule = cls(**{**spec, "ramp": tuple(ramp), "ramp_ends": ramp_ends})
         return schedule if schedule.parts else None
 
     @property

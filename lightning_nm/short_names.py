@@ -150,7 +150,7 @@ def resolve_dgrad(dgrad: DgradName | Any | None) -> GradientEstimator | None:
     """
     if dgrad is None:
         return None
-    if dgrad not in get_args(DgradName):
+    if dgrad != "mvue":
         raise ValueError(
             f"dgrad={dgrad!r} is unknown: use 'mvue', or None for the backward weight of the method (such as "
             "'bi-mask' or 'transposable')"

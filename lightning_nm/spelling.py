@@ -64,6 +64,18 @@ def check_keys(name: str, given: Any, known: Sequence[str]) -> None:
             )
 
 
+def check_option(name: str, value: Any, *options: str) -> None:
+    """Raise ``ValueError`` for an option that does not exist.
+
+    Example:
+        >>> check_option("frozen", "no", "dense", "mask")
+        Traceback (most recent call last):
+        ValueError: frozen='no' is unknown: use 'dense' or 'mask'
+    """
+    if value not in options:
+        raise ValueError(f"{name}={value!r} is unknown: use {' or '.join(map(repr, options))}")
+
+
 def _letters(name: str) -> str:
     """Return the letters and digits of a name, in lower case."""
     return "".join(filter(str.isalnum, name.lower()))
@@ -80,29 +92,23 @@ def grouped(rows: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
         [('blocks.{0,1,3}.up x3', '2:4'), ('head', '-')]
     """
     # (template, cells) -> the numbers of each row, in the order of their places in the template
-    groups: dict[tuple[str, tuple[str, ...]], list[list[str]]] = {}
+    groups: dict[tuple[str, tuple[str, ...]], list[tuple[str, ...]]] = {}
     for name, *cells in rows:
-        parts = name.split(".")
-        template = ".".join("#" if part.isdigit() else part for part in parts)
-        numbers = [part for part in parts if part.isdigit()]
+        parts = name.replace("%", "%%").split(".")
+        template = ".".join("%s" if part.isdigit() else part for part in parts)
+        numbers = tuple(part for part in parts if part.isdigit())
         groups.setdefault((template, tuple(cells)), []).append(numbers)
     joined: list[tuple[str, ...]] = []
     for (template, key), members in groups.items():
         places = [sorted(set(numbers), key=int) for numbers in zip(*members, strict=True)]
         if math.prod(map(len, places)) == len(members):
             count = f" x{len(members)}" if len(members) > 1 else ""
-            names = [_fill(template, map(_range, places)) + count]
+            names = [template % tuple(map(_range, places)) + count]
         else:
             # The ranges would promise layers that are not there.
-            names = [_fill(template, numbers) for numbers in members]
+            names = [template % numbers for numbers in members]
         joined += [(name, *key) for name in names]
     return joined
-
-
-def _fill(template: str, numbers: Iterable[str]) -> str:
-    """Put numbers, or ranges of them, into the places of a template."""
-    remaining = iter(numbers)
-    return ".".join(next(remaining) if part == "#" else part for part in template.split("."))
 
 
 def _range(numbers: Sequence[str]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_nm.functional.masks import nm_mask
+from lightning_nm.functional.masks import _check_blocks, nm_mask
 from lightning_nm.pattern import NMPattern, PatternLike
 
 # Columns whose corrections of all later columns are applied at once, by one matrix product.
@@ -74,7 +74,13 @@ def sparsegpt(
             definite with this damping.
     """
     pattern = NMPattern.parse(pattern)
-    _check_moment(weight, moment, pattern)
+    if weight.dim() != 2 or moment.shape != 2 * weight.shape[1:]:
+        raise ValueError(
+            f"second moments {tuple(moment.shape)} do not belong to a weight {tuple(weight.shape)}"
+        )
+    _check_blocks(weight, pattern, 1)
+    if not bool(moment.isfinite().all()):
+        raise ValueError("the second moments of the inputs hold values that are not finite")
     # A feature that was always zero has no influence on the output: its weights are pruned at no error.
     dead_i = moment.diagonal() == 0
     work_oi = weight.double().masked_fill(dead_i, 0.0)
@@ -107,18 +113,6 @@ def sparsegpt(
         work_oi[:, end:] -= errors_oj @ factor_ii[start:end, end:]
     # Rounding to the weight's dtype cannot make a zero nonzero.
     return work_oi.to(weight.dtype)
-
-
-def _check_moment(weight: Tensor, moment: Tensor, pattern: NMPattern) -> None:
-    """Refuse a weight without blocks of this pattern, and second moments that are not those of its inputs."""
-    shape = tuple(weight.shape)
-    columns = shape[-1] if shape else 0
-    if len(shape) != 2 or moment.shape != (columns, columns):
-        raise ValueError(f"second moments {tuple(moment.shape)} do not belong to a weight {shape}")
-    if columns % pattern.m:
-        raise ValueError(f"in = {columns} is not a multiple of M = {pattern.m}")
-    if not bool(moment.isfinite().all()):
-        raise ValueError("the second moments of the inputs hold values that are not finite")
 
 
 def _inverse_factor(moment: Tensor, dead_i: Tensor, damping: float) -> Tensor:

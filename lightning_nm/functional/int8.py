@@ -5,6 +5,8 @@ All rounding is to nearest even, and integers are -127 to 127, so that both sign
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -222,20 +224,40 @@ def int8_conv2d(
         >>> int8_conv2d(torch.full((1, 1, 2, 2), 127.0), integers, torch.tensor([0.5])).flatten()
         tensor([32258.])
     """
-    positions = [
-        (size + 2 * p - d * (taps - 1) - 1) // s + 1
-        for size, taps, s, p, d in zip(
-            x.shape[2:], integers.shape[2:], stride, padding, dilation, strict=True
+    patches = conv_patches(x, integers.shape[2:], stride, padding, dilation, groups)
+    biases = [None] * groups if bias is None else bias.chunk(groups)
+    outputs = [
+        int8_linear(read.flatten(0, -2), of_group.flatten(1), scale_of_group, bias_of_group)
+        for read, of_group, scale_of_group, bias_of_group in zip(
+            patches, integers.chunk(groups), scale.chunk(groups), biases, strict=True
         )
     ]
-    rows = len(integers) // groups
-    outputs = []
-    for group, inputs in enumerate(x.chunk(groups, 1)):
-        own = slice(group * rows, (group + 1) * rows)
-        # [images, in / groups * taps, positions]
-        read = F.unfold(inputs, integers.shape[2:], dilation, padding, stride)
-        tokens = read.transpose(1, 2).flatten(0, 1)
-        own_bias = None if bias is None else bias[own]
-        y = int8_linear(tokens, integers[own].flatten(1), scale[own], own_bias)
-        outputs.append(y.view(len(x), -1, rows).transpose(1, 2))
-    return torch.cat(outputs, 1).view(len(x), -1, *positions)
+    y = torch.cat(outputs, 1).view(*patches.shape[1:-1], -1)  # [images, *positions, out]
+    return y.movedim(-1, 1).contiguous()
+
+
+def conv_patches(
+    x: Tensor,
+    taps: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> Tensor:
+    """Return what each output position of a convolution reads, ``[groups, images, *positions, in / groups * taps]``.
+
+    Args:
+        x: ``[images, in, *sizes]``.
+        taps: Of each spatial dimension, as the others.
+        stride: As of :func:`torch.nn.functional.conv2d`.
+        padding: As well.
+        dilation: As well.
+        groups: As well.
+    """
+    # F.pad counts dimensions from the last.
+    x = F.pad(x, [zeros for both in reversed(padding) for zeros in (both, both)])
+    for axis, (size, step, distance) in enumerate(zip(taps, stride, dilation, strict=True), 2):
+        x = x.unfold(axis, distance * (size - 1) + 1, step)[..., ::distance]
+    # [images, in, *positions, *taps] -> [groups, images, *positions, in / groups, *taps]
+    last = 2 + len(taps)
+    return x.unflatten(1, (groups, -1)).movedim((1, 2), (0, last)).flatten(last)

@@ -3,8 +3,9 @@
 One rule: an entry is kept if fewer than N entries of its block beat it. The larger score beats the smaller one,
 the lower index wins a tie, and a NaN loses to every number.
 
-On CPUs the C library ranks the entries. A compiler gets all pairs of a block as one expression, which it fuses. What is
-left, tensors on other devices and CPUs without the library, takes the same expression for short blocks, and a sort.
+On CPUs the C library ranks the entries. A compiler gets all comparisons of a block as one expression, which it fuses.
+What is left, tensors on other devices and CPUs without the library, takes the same expression for short blocks, and a
+sort.
 """
 
 from __future__ import annotations
@@ -20,16 +21,11 @@ from lightning_nm.pattern import NMPattern, PatternLike
 
 # Beyond, unrolled pairs take long to compile, and a sort is faster where nothing fuses them.
 _MAX_UNROLLED_M = 8
-_MAX_PAIRWISE_M = 64  # beyond, a sort is faster than all pairs
+_MAX_COUNTED_M = 32  # beyond, a sort is faster than all comparisons, and compiles faster
 
-
-def _no_library(blocks_bmi: Tensor, n: int, magnitude: bool) -> Tensor | None:
-    return None
-
-
-by_library: Callable[[Tensor, int, bool], Tensor | None] = _no_library
-"""The mask of blocks ``[B, M, I]`` by the library of CPU kernels, which sets this when it is imported; ``None`` where
-it cannot be used."""
+by_library: Callable[[Tensor, int, bool], Tensor | None] | None = None
+"""The mask of blocks ``[B, M, I]`` by the library of CPU kernels, which sets this when it is imported; it returns
+``None`` where it cannot be used."""
 
 
 def nm_mask(scores: Tensor, pattern: PatternLike, dim: int = -1) -> Tensor:
@@ -103,8 +99,8 @@ def backward_mask(
 
     Source: Zhang et al., Bi-directional Masks for Efficient N:M Sparse Training, ICML 2023, arXiv:2302.06058.
     """
-    pattern = _parse(pattern)
-    check_output_blocks(weight, forward_mask, pattern, groups)
+    pattern = NMPattern.parse(pattern)
+    check_output_blocks(weight, pattern, groups, forward_mask)
     magnitudes = weight.detach().abs()
     if forward_mask is not None:
         magnitudes = masked(magnitudes, forward_mask)
@@ -173,10 +169,7 @@ def count_violations(tensor: Tensor, pattern: PatternLike, dim: int = -1) -> Ten
 
 
 def check_output_blocks(
-    weight: Tensor,
-    forward_mask: Tensor | None,
-    pattern: NMPattern,
-    groups: int,
+    weight: Tensor, pattern: NMPattern, groups: int, forward_mask: Tensor | None = None
 ) -> None:
     """Refuse a weight along whose output axis no blocks lie, and a forward mask of another shape or dtype."""
     shape = tuple(weight.shape)
@@ -192,8 +185,8 @@ def check_output_blocks(
     size = out // groups
     if size % pattern.m:
         raise ValueError(
-            f"{out} output rows in {groups} group(s) are {size} rows each, not a multiple of M={pattern.m}: keep this "
-            "layer's input gradient dense, or choose another M"
+            f"{out} output rows in {groups} group(s) are {size} rows each, not a multiple of M={pattern.m}: choose "
+            "another pattern, name the layer in `exclude`, or keep its input gradient dense"
         )
     if forward_mask is None:
         return
@@ -229,13 +222,6 @@ def checked_permutation(permutation: Tensor | None, weight: Tensor, groups: int)
             "groups, or pass groups=1 if the layer is not grouped"
         )
     return rows
-
-
-def _parse(pattern: PatternLike) -> NMPattern:
-    """Parse a pattern; an :class:`NMPattern` comes back without a call, which counts in a training step."""
-    if isinstance(pattern, NMPattern):
-        return pattern
-    return NMPattern.parse(pattern)
 
 
 def _check_blocks(tensor: Tensor, pattern: NMPattern, dim: int) -> int:
@@ -319,7 +305,7 @@ def largest(
 
 def _top_n_mask(scores: Tensor, pattern: PatternLike, dim: int, magnitude: bool) -> Tensor:
     """Choose how to compute :func:`nm_mask`: traced as one expression, else by the library, all pairs or a sort."""
-    pattern = _parse(pattern)
+    pattern = NMPattern.parse(pattern)
     dim = _check_blocks(scores, pattern, dim)
     scores = _comparable(scores.detach())
     if scores.numel() == 0:
@@ -329,14 +315,14 @@ def _top_n_mask(scores: Tensor, pattern: PatternLike, dim: int, magnitude: bool)
             scores = scores.abs()
         if pattern.m <= _MAX_UNROLLED_M:
             return unrolled_mask(scores, pattern, dim)
-        by_pairs = pattern.m <= _MAX_PAIRWISE_M
-        return (broadcast_mask if by_pairs else sorted_mask)(scores, pattern, dim)
+        counts = pattern.m <= _MAX_COUNTED_M
+        return (counted_mask if counts else sorted_mask)(scores, pattern, dim)
     order, inverse_order = memory_order(scores)
     dense = scores.permute(order)
     # I entries lie inside, between two neighbours of a block in memory.
     inner = dense.shape[order.index(dim) + 1 :].numel()
     blocks_bmi = dense.reshape(-1, pattern.m, inner)
-    mask_bmi = by_library(blocks_bmi, pattern.n, magnitude)
+    mask_bmi = by_library(blocks_bmi, pattern.n, magnitude) if by_library else None
     if mask_bmi is None:
         if magnitude:
             blocks_bmi = blocks_bmi.abs()
@@ -359,21 +345,22 @@ def unrolled_mask(scores: Tensor, pattern: NMPattern, dim: int) -> Tensor:
     return kept.flatten(-2).movedim(-1, dim)
 
 
-def broadcast_mask(scores: Tensor, pattern: NMPattern, dim: int) -> Tensor:
-    """Compare all pairs in one expression without side effects: a compiler need not store them."""
-    blocks = scores.movedim(dim, -1).unflatten(-1, (-1, pattern.m))  # [..., blocks, M]
-    # [..., blocks, M, M]: row i is entry i, and column k the one it is compared with.
-    mine = blocks.unsqueeze(-1)
-    other = blocks.unsqueeze(-2)
+def counted_mask(scores: Tensor, pattern: NMPattern, dim: int) -> Tensor:
+    """Count what beats each entry, without side effects: a compiler fuses the M comparisons of each into one pass."""
+    axis = dim + 1
+    blocks = scores.unflatten(dim, (-1, pattern.m))  # [..., blocks, M, ...]
     index = torch.arange(pattern.m, dtype=torch.int64, device=scores.device)
-    is_earlier = index < index.unsqueeze(-1)
-    # An earlier entry wins ties, also between two NaN.
-    beaten_by_earlier = (other >= mine) | mine.isnan()
-    beaten_by_later = (other > mine) | (mine.isnan() & ~other.isnan())
-    beaten = torch.where(is_earlier, beaten_by_earlier, beaten_by_later)
-    rank = beaten.sum(-1)
+    index = index.view(-1, *[1] * (blocks.dim() - axis - 1))
+    nan = blocks.isnan()
+    rank = torch.zeros_like(blocks, dtype=torch.int32)
+    for k in range(pattern.m):
+        other = blocks.narrow(axis, k, 1)
+        # An earlier entry wins ties, also between two NaN.
+        beaten_by_earlier = (other >= blocks) | nan
+        beaten_by_later = (other > blocks) | (nan & ~other.isnan())
+        rank = rank + torch.where(index > k, beaten_by_earlier, beaten_by_later)
     kept = rank < pattern.n
-    return kept.flatten(-2).movedim(-1, dim)
+    return kept.flatten(dim, axis)
 
 
 def sorted_mask(scores: Tensor, pattern: NMPattern, dim: int) -> Tensor:

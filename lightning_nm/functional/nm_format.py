@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_nm.functional.mask_storage import pack_mask, unpack_mask
-from lightning_nm.functional.masks import nm_mask
+from lightning_nm.functional.masks import _check_blocks, nm_mask
 from lightning_nm.pattern import NMPattern, PatternLike
 
 MAX_M = 256
@@ -81,47 +81,25 @@ def pack_nm(matrix: Tensor, pattern: PatternLike) -> tuple[Tensor, Tensor]:
         ([[[5.0, 7.0]], [[0.0, 2.0]]], [141])
     """
     pattern = NMPattern.parse(pattern)
-    if matrix.dtype not in STORED_DTYPES:
-        raise TypeError(f"a matrix to pack is {_names(STORED_DTYPES)}, not {matrix.dtype}")
-    _check_pattern(pattern)
-    shape = tuple(matrix.shape)
-    if not shape or shape[-1] % pattern.m:
-        raise ValueError(
-            f"the last axis of a matrix of shape {shape} is no multiple of M = {pattern.m}"
-        )
+    _check_stored("a matrix to pack is", matrix, pattern)
+    _check_blocks(matrix, pattern, -1)
     blocks_bm = matrix.detach().reshape(-1, pattern.m)
     values = []
     positions = []
     for chunk_bm in blocks_bm.split(_chunk(pattern)):
-        mask_bm = _stored_entries(chunk_bm, pattern, len(blocks_bm))
-        values.append(chunk_bm[mask_bm].view(-1, pattern.n))
+        nonzero_bm = chunk_bm != 0
+        crowded = int((nonzero_bm.sum(1) > pattern.n).sum())
+        if crowded:
+            raise ValueError(
+                f"{crowded} or more of {len(blocks_bm)} blocks hold more than {pattern.n} nonzeros"
+            )
+        # Of the entries that are zero, -0 alone has bits: the score is 2 for a nonzero, 1 for -0 and 0 for +0.
+        bits_bm = chunk_bm.contiguous().view(_INTEGERS[chunk_bm.itemsize])
+        mask_bm = nm_mask(nonzero_bm.byte() + bits_bm.ne(0).byte(), pattern)
+        values.append(chunk_bm[mask_bm].view(len(chunk_bm), pattern.n))
         positions.append(_encode(mask_bm, pattern))
-    values_shape = _values_shape(shape, pattern)
-    if not values:  # a matrix without entries
-        no_positions = torch.empty(0, dtype=torch.uint8, device=matrix.device)
-        return matrix.new_empty(values_shape), no_positions
-    return torch.cat(values).view(values_shape), torch.cat(positions)
-
-
-def _stored_entries(chunk_bm: Tensor, pattern: NMPattern, all_blocks: int) -> Tensor:
-    """Return the mask of the N entries of each block that are stored, or refuse a block of more nonzeros."""
-    nonzero_bm = chunk_bm != 0
-    too_many_b = nonzero_bm.sum(1) > pattern.n
-    crowded = int(too_many_b.sum())
-    if crowded:
-        raise ValueError(
-            f"{crowded} or more of {all_blocks} blocks hold more than {pattern.n} nonzeros"
-        )
-    # Of the entries that are zero, -0 alone has bits: the score is 2 for a nonzero, 1 for -0 and 0 for +0.
-    bits_bm = chunk_bm.contiguous().view(_INTEGERS[chunk_bm.itemsize])
-    scores_bm = nonzero_bm.byte() + bits_bm.ne(0).byte()
-    return nm_mask(scores_bm, pattern)
-
-
-def _values_shape(shape: Sequence[int], pattern: NMPattern) -> tuple[int, ...]:
-    """Return the shape of the values of a matrix: ``[..., depth / M, N]``."""
-    *lead, depth = shape
-    return (*lead, depth // pattern.m, pattern.n)
+    blocks_shape = (*matrix.shape[:-1], matrix.shape[-1] // pattern.m, pattern.n)
+    return torch.cat(values).view(blocks_shape), torch.cat(positions)
 
 
 def unpack_nm(
@@ -166,18 +144,22 @@ def check_packed(
         TypeError: If a tensor has another dtype.
         ValueError: If a size is wrong, or positions of a block are equal, descend or lie outside of it.
     """
-    if values.dtype not in STORED_DTYPES:
-        raise TypeError(f"packed values are {_names(STORED_DTYPES)}, not {values.dtype}")
+    _check_stored("packed values are", values, pattern)
     if positions.dtype != torch.uint8:
         raise TypeError(f"packed positions are {torch.uint8}, not {positions.dtype}")
-    _check_pattern(pattern)
     check_packed_sizes(tuple(values.shape), tuple(positions.shape), pattern, shape)
     blocks = values.numel() // pattern.n
     used_bits = blocks * position_bits(pattern) % 8  # of the last byte; 0 if it is full
     if used_bits and int(positions[-1]) >> used_bits:
         raise ValueError("the bits after the positions of the last block are not all zero")
     for first, count, part in _parts(positions, pattern, blocks, _chunk(pattern)):
-        wrong_b = _wrong_blocks(part, pattern, count)
+        if uses_bitmap(pattern):
+            wrong_b = unpack_mask(part, (count, pattern.m)).sum(1) != pattern.n
+        else:
+            numbers_bn = _numbers(part, pattern, count)
+            descends_b = (numbers_bn[:, 1:] <= numbers_bn[:, :-1]).any(1)
+            # Where positions ascend, the last one is the largest.
+            wrong_b = descends_b | (numbers_bn[:, -1] >= pattern.m)
         if wrong_b.any():
             block = first + int(wrong_b.int().argmax())
             raise ValueError(
@@ -198,7 +180,7 @@ def check_packed_sizes(
             f"a matrix of shape {list(shape)} has no blocks of {pattern.m} along its last axis"
         )
     blocks = math.prod(shape) // pattern.m
-    right_values = _values_shape(shape, pattern)
+    right_values = (*shape[:-1], shape[-1] // pattern.m, pattern.n)
     right_positions = (position_bytes(pattern, blocks),)
     for what, found, right in (
         ("values", values, right_values),
@@ -208,18 +190,6 @@ def check_packed_sizes(
             raise ValueError(
                 f"a matrix of shape {list(shape)} in {pattern} has {what} of {right}, not {found}"
             )
-
-
-def _wrong_blocks(positions: Tensor, pattern: NMPattern, blocks: int) -> Tensor:
-    """Mark the blocks whose positions are not N different ones in ascending order, bool ``[blocks]``."""
-    if uses_bitmap(pattern):
-        mask_bm = unpack_mask(positions, (blocks, pattern.m))
-        return mask_bm.sum(1) != pattern.n
-    numbers_bn = _numbers(positions, pattern, blocks)
-    # Where positions ascend, the last one is the largest.
-    outside_b = numbers_bn[:, -1] >= pattern.m
-    descends = numbers_bn[:, 1:] <= numbers_bn[:, :-1]
-    return outside_b | descends.any(1)
 
 
 def expand(values: Tensor, positions: Tensor, pattern: NMPattern, shape: Sequence[int]) -> Tensor:
@@ -287,38 +257,26 @@ def _encode(mask: Tensor, pattern: NMPattern) -> Tensor:
     """Return the bytes of the positions of the entries of ``mask [blocks, M]``."""
     if uses_bitmap(pattern):
         return pack_mask(mask)
-    device = mask.device
-    entries = torch.arange(pattern.m, device=device, dtype=torch.uint8)
+    entries = torch.arange(pattern.m, device=mask.device, dtype=torch.uint8)
     numbers = entries.expand_as(mask)[mask]  # N of each block, ascending
-    # Numbers of `width` bits are joined into words that end with a byte, and the words are cut into bytes.
-    width = _width(pattern)
-    together, octets = _word(width)
-    words = math.ceil(len(numbers) / together)
-    padded = torch.zeros(words * together, dtype=torch.int64, device=device)
-    padded[: len(numbers)] = numbers
-    # Numbers of different bits: their sum is their union.
-    placed = padded.view(words, together) << _shifts(together, width, device)
-    joined = placed.sum(1, keepdim=True)  # [words, 1]
-    encoded = (joined >> _shifts(octets, 8, device)) & 255  # [words, octets]
-    # Only the last word holds padding.
-    size = position_bytes(pattern, len(mask))
-    return encoded.to(torch.uint8).view(-1)[:size]
+    bits = torch.arange(_width(pattern), device=mask.device, dtype=torch.uint8)
+    return pack_mask((numbers.unsqueeze(1) >> bits & 1).bool())
 
 
 def _numbers(positions: Tensor, pattern: NMPattern, blocks: int) -> Tensor:
     """Return the positions ``[blocks, N]`` of the stored entries, int64."""
     device = positions.device
     width = _width(pattern)
-    together, octets = _word(width)
+    # So many numbers fill so many bytes without a rest: a word of at most seven bytes.
+    common = math.gcd(width, 8)
+    together, octets = 8 // common, width // common
     shifts = _shifts(together, width, device)
     if octets == 1:  # the bytes are the words: fewer passes
         words = positions.unsqueeze(1)
         shifts = shifts.byte()
     else:
-        padded = positions
         missing = -positions.shape[0] % octets
-        if missing:
-            padded = torch.cat([positions, positions.new_zeros(missing)])
+        padded = torch.nn.functional.pad(positions, (0, missing))
         placed = padded.view(-1, octets).long() << _shifts(octets, 8, device)
         words = placed.sum(1, keepdim=True)
     # [words, 1] >> [together], without the bits of the numbers above.
@@ -326,12 +284,6 @@ def _numbers(positions: Tensor, pattern: NMPattern, blocks: int) -> Tensor:
     numbers = words >> shifts & lowest_bits
     stored = numbers.view(-1)[: blocks * pattern.n]
     return stored.view(blocks, pattern.n).long()
-
-
-def _word(width: int) -> tuple[int, int]:
-    """Return how many numbers of so many bits fill how many bytes without a rest; at most seven bytes."""
-    common = math.gcd(width, 8)
-    return 8 // common, width // common
 
 
 def _shifts(count: int, width: int, device: torch.device) -> Tensor:
@@ -351,10 +303,10 @@ def _chunk(pattern: NMPattern) -> int:
     return max(multiple, 8)
 
 
-def _check_pattern(pattern: NMPattern) -> None:
+def _check_stored(what: str, values: Tensor, pattern: NMPattern) -> None:
+    """Refuse a dtype of values, and a length of blocks, that are not packed."""
+    if values.dtype not in STORED_DTYPES:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in STORED_DTYPES)
+        raise TypeError(f"{what} {names}, not {values.dtype}")
     if pattern.m > MAX_M:
         raise ValueError(f"pattern {pattern} has blocks of more than {MAX_M}, which are not packed")
-
-
-def _names(dtypes: Sequence[torch.dtype]) -> str:
-    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)

@@ -10,7 +10,6 @@ number of columns, T that of tiles (runs of blocks that exchange rows with each 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from functools import reduce
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
@@ -19,6 +18,7 @@ from torch import Generator, Tensor
 
 from lightning_nm.functional.masks import check_output_blocks, checked_permutation, largest
 from lightning_nm.pattern import NMPattern, PatternLike
+from lightning_nm.spelling import check_option
 
 Search: TypeAlias = Literal["swap", "random", "redraw"]
 """How :func:`search_permutation` searches."""
@@ -128,7 +128,7 @@ def search_permutation(
 
     Source: ``"redraw"`` is the code of Zhang et al., ICML 2023, arXiv:2302.06058; ``"swap"`` is this package's.
     """
-    _check_choice("search", search, get_args(Search))
+    check_option("search", search, *get_args(Search))
     if candidates < 1:
         raise ValueError(
             f"candidates={candidates}: the search needs at least one, for example candidates=100"
@@ -164,12 +164,6 @@ class _Problem(NamedTuple):
     groups: int
 
 
-def _check_choice(name: str, value: str, options: Sequence[str]) -> None:
-    if value not in options:
-        choices = ", ".join(map(repr, options))
-        raise ValueError(f"{name}={value!r} is unknown: choose one of {choices}")
-
-
 def _problem(
     weight: Tensor,
     forward_mask: Tensor | None,
@@ -179,8 +173,8 @@ def _problem(
 ) -> _Problem:
     """Check the arguments, and make the table of what is summed."""
     pattern = NMPattern.parse(pattern)
-    _check_choice("criterion", criterion, get_args(Criterion))
-    check_output_blocks(weight, forward_mask, pattern, groups)
+    check_option("criterion", criterion, *get_args(Criterion))
+    check_output_blocks(weight, pattern, groups, forward_mask)
     weight = weight.detach()
     if criterion == "l1":
         table = weight.abs()
@@ -306,42 +300,23 @@ def _bit_scores(
     """
     slots = _slots(words, permutations, pattern.m)
     counts_eligible = criterion == "eligible"
-    n = pattern.n + 1 if counts_eligible else pattern.n
+    # A block with N + 1 nonzeros or more is not eligible.
+    n = pattern.n + counts_eligible
     planes = largest(slots, n, torch.bitwise_or, torch.bitwise_and)
-    if counts_eligible:  # a block with N + 1 nonzeros or more is not
+    if counts_eligible:
         planes = planes[-1:]
-    count = len(permutations)
-    length = planes[0].numel() // count  # words of one permutation
-    scores = permutations.new_zeros(count)
-    # Fields of a word count in parallel, and none overflows: 3 planes of 4 ones fill a nibble with 12, and the bytes of
-    # 8 words, at most 24 each, make 192.
-    for i in range(0, len(planes), 3):
-        nibbles = reduce(torch.add, map(_nibble_counts, planes[i : i + 3]))
-        octets = _add_neighbours(nibbles, 4, 0x0F0F0F0F0F0F0F0F)
-        words_at_once = math.gcd(length, 8)
-        octets = octets.view(count, words_at_once, -1).sum(1)
-        doublets = _add_neighbours(octets, 8, 0x00FF00FF00FF00FF)
-        # The product brings the sum of all four fields of 16 bits to the uppermost one.
-        totals = doublets.mul_(0x0001000100010001).bitwise_right_shift_(48)
-        scores += totals.sum(1)
+    scores = permutations.new_zeros(len(permutations))
+    for words in planes:
+        # In place: the ones of every two bits, of every four, and of every byte.
+        words -= (words >> 1).bitwise_and_(0x5555555555555555)
+        upper = (words >> 2).bitwise_and_(0x3333333333333333)
+        words = words.bitwise_and_(0x3333333333333333).add_(upper)
+        upper = torch.bitwise_right_shift(words, 4, out=upper)
+        octets = upper.add_(words).bitwise_and_(0x0F0F0F0F0F0F0F0F)
+        # The product brings the sum of all eight bytes to the uppermost one.
+        totals = octets.mul_(0x0101010101010101).bitwise_right_shift_(56)
+        scores += totals.view(len(permutations), -1).sum(1)
     return scores
-
-
-def _add_neighbours(fields: Tensor, width: int, lower: int) -> Tensor:
-    """Return the sums of neighbouring fields of so many bits; ``lower`` has the bits of every second field."""
-    upper = (fields >> width).bitwise_and_(lower)
-    return (fields & lower).add_(upper)
-
-
-def _nibble_counts(words: Tensor) -> Tensor:
-    """Count the ones in every 4 bits of 64-bit words, in place."""
-    # Pairs of bits: 2 a + b less a is a + b.
-    upper = (words >> 1).bitwise_and_(0x5555555555555555)
-    words -= upper
-    # Nibbles: the upper pair is added to the lower one.
-    torch.bitwise_right_shift(words, 2, out=upper)
-    upper.bitwise_and_(0x3333333333333333)
-    return words.bitwise_and_(0x3333333333333333).add_(upper)
 
 
 def _swap(problem: _Problem, start: Tensor, rounds: int, generator: Generator | None) -> Tensor:
@@ -351,7 +326,7 @@ def _swap(problem: _Problem, start: Tensor, rounds: int, generator: Generator | 
     """
     table = problem.table
     groups = problem.groups
-    m = problem.pattern.m
+    n, m = problem.pattern.n, problem.pattern.m
     device = start.device
     worth_k = None
     if problem.criterion == "l1":
@@ -368,7 +343,18 @@ def _swap(problem: _Problem, start: Tensor, rounds: int, generator: Generator | 
     per_group = len(rows_bm) // groups
     tiles = math.ceil(per_group / _TILE)  # of every group
     tile = per_group // tiles
-    spans = _spans(len(rows_bm), per_group, tile, columns)
+    # Tiles are contiguous: over all groups, or within one group if blocks are left over, which sit the round out.
+    run = per_group // tile * tile
+    distance = per_group
+    if run == per_group:
+        run = distance = len(rows_bm)
+    # The blocks, first and last, that a round handles at a time: whole tiles, within bounded memory.
+    at_once = tile * max(1, 8 * _CACHE // (tile * columns))
+    spans = [
+        (first, min(first + at_once, begin + run))
+        for begin in range(0, len(rows_bm), distance)
+        for first in range(begin, begin + run, at_once)
+    ]
     stay_b = torch.arange(tile, dtype=torch.int64, device=device)
     idle = 0
     for step in range(rounds):
@@ -386,7 +372,13 @@ def _swap(problem: _Problem, start: Tensor, rounds: int, generator: Generator | 
             moving = rows_bm[first:last, slot]
             taken_bk = ones_ok.index_select(0, moving)
             rest_bk = counts_bk[first:last].sub_(taken_bk)  # in place: the count of the others
-            price_bk = _price(rest_bk, problem, worth_k)
+            # What one nonzero more costs, given those of the other rows: an eligible block that is full is lost, and
+            # a nonzero beyond the N that are kept.
+            if problem.criterion == "eligible":
+                full_bk = rest_bk == n
+            else:
+                full_bk = rest_bk.clamp(n - 1, n).sub_(n - 1)
+            price_bk = full_bk.float() if worth_k is None else full_bk * worth_k
             # Of 0 and 1 with sums below 2**24: exact, whatever the matmul precision; with "l1" nearly so.
             price_tbk = price_bk.view(-1, tile, columns)
             taken_trk = taken_bk.float().view(-1, tile, columns)  # R rows as there are blocks
@@ -402,37 +394,6 @@ def _swap(problem: _Problem, start: Tensor, rounds: int, generator: Generator | 
         if idle == 4 * m * m:  # most likely all M * M pairs of rows of any two blocks have met
             break
     return rows_bm.view(-1)
-
-
-def _spans(blocks: int, per_group: int, tile: int, columns: int) -> list[tuple[int, int]]:
-    """Return the runs of blocks, first and last, that a round handles at a time: whole tiles, within bounded memory."""
-    used = per_group // tile * tile  # of every group; the blocks after them sit the round out
-    # Tiles are contiguous: over all groups, or within one group if blocks are left over.
-    if used == per_group:
-        runs = [(0, blocks)]
-    else:
-        runs = [(begin, begin + used) for begin in range(0, blocks, per_group)]
-    tiles_at_once = max(1, 8 * _CACHE // (tile * columns))
-    step = tile * tiles_at_once
-    spans = []
-    for begin, end in runs:
-        for first in range(begin, end, step):
-            last = min(first + step, end)
-            spans.append((first, last))
-    return spans
-
-
-def _price(rest_bk: Tensor, problem: _Problem, worth_k: Tensor | None) -> Tensor:
-    """Return what one nonzero more costs in every block and column, given the nonzeros of the other rows: float."""
-    n = problem.pattern.n
-    if problem.criterion == "eligible":
-        full_bk = rest_bk == n  # one more makes the block ineligible
-    else:
-        # 1 where N are there already: one more is lost.
-        full_bk = rest_bk.clamp(n - 1, n).sub_(n - 1)
-    if worth_k is not None:
-        return full_bk * worth_k
-    return full_bk.float()
 
 
 def _cheaper_order(cost_tbr: Tensor) -> Tensor:

@@ -99,7 +99,7 @@ def mask_flip_rate(before: Tensor, after: Tensor) -> Tensor:
     Source: Hu et al., ICML 2024, arXiv:2404.01847. Without the division it is the sparse architecture divergence of
     Zhou et al., ICLR 2021, arXiv:2102.04010.
     """
-    check_masks({"before": before, "after": after})
+    check_tensors({"before": before, "after": after})
     flips = torch.count_nonzero(before ^ after)
     return FLIP_RATE(flips, before.numel())
 
@@ -166,12 +166,12 @@ def mask_oscillation(masks: Iterable[Tensor]) -> Tensor:
     before = next(history, None)
     if before is None:
         raise ValueError("no masks were given: pass the masks of one weight in the order of time")
-    check_masks({"masks[0]": before})
+    check_tensors({"masks[0]": before})
     flipped = torch.zeros_like(before)  # where an entry ever flipped
     returns = torch.zeros((), dtype=torch.int64, device=before.device)
     entries = 0
     for step, after in enumerate(history, 1):
-        check_masks({f"masks[{step - 1}]": before, f"masks[{step}]": after})
+        check_tensors({f"masks[{step - 1}]": before, f"masks[{step}]": after})
         flips = before ^ after
         # A flip of an entry that flipped before takes it back.
         flips_back = flips & flipped
@@ -230,7 +230,7 @@ def mask_margin(weight: Tensor, mask: Tensor, pattern: PatternLike, dim: int = -
         tensor([0.2500])
     """
     pattern = NMPattern.parse(pattern)
-    _check_weight(weight, mask)
+    check_tensors({"mask": mask}, floating={"weight": weight})
     block_axis = _check_blocks(weight, pattern, dim)
     entry_axis = block_axis + 1  # of the tensors that are cut into blocks
     wide = torch.promote_types(weight.dtype, torch.float32)
@@ -259,7 +259,7 @@ def density_counts(tensor: Tensor) -> tuple[Tensor, int]:
 
 def overlap_counts(forward: Tensor, backward: Tensor, layer: str = "") -> tuple[Tensor, Tensor]:
     """Return the entries that both masks keep, and those that the forward mask keeps."""
-    check_masks({"forward": forward, "backward": backward}, layer)
+    check_tensors({"forward": forward, "backward": backward}, layer)
     both = torch.count_nonzero(forward & backward)
     forward_entries = torch.count_nonzero(forward)
     return both, forward_entries
@@ -267,7 +267,7 @@ def overlap_counts(forward: Tensor, backward: Tensor, layer: str = "") -> tuple[
 
 def magnitude_sums(weight: Tensor, mask: Tensor, layer: str = "") -> tuple[Tensor, Tensor]:
     """Return the sum of kept and of all magnitudes, in float64."""
-    _check_weight(weight, mask, layer)
+    check_tensors({"mask": mask}, layer, {"weight": weight})
     # A select and not a product: a pruned NaN does not count as kept.
     kept = torch.where(mask, weight.detach(), 0)
     return magnitude_sum(kept), magnitude_sum(weight)
@@ -280,9 +280,7 @@ def magnitude_sum(weight: Tensor) -> Tensor:
 
 def gradient_energies(exact: Tensor, estimate: Tensor, layer: str = "") -> tuple[Tensor, Tensor]:
     """Return the sum of squares of the gradient and of the estimate's error, in float64."""
-    gradients = {"exact": exact, "estimate": estimate}
-    _check_floating(gradients, layer)
-    _check_shapes(gradients, layer)
+    check_tensors({}, layer, {"exact": exact, "estimate": estimate})
     common = torch.promote_types(exact.dtype, estimate.dtype)
     wide = torch.promote_types(common, torch.float32)
     exact = exact.detach().to(wide)
@@ -299,45 +297,24 @@ def _energy(x: Tensor) -> Tensor:
     return norm.square()
 
 
-def check_masks(masks: NamedTensors, layer: str = "") -> None:
-    """Refuse masks that are not bool tensors, or of different shapes, by the names they are given."""
+def check_tensors(
+    masks: NamedTensors, layer: str = "", floating: NamedTensors | None = None
+) -> None:
+    """Refuse masks that are not bool, other tensors that are not floating, and different shapes, by their names."""
+    where = f" of layer '{layer}'" if layer else ""  # a lone tensor has none
     for name, mask in masks.items():
         # Not even uint8: of other dtypes, & and ^ are not those of sets.
         if mask.dtype != torch.bool:
             raise TypeError(
-                f"{name}{_of(layer)} is {mask.dtype}, and a mask is a bool tensor: pass `{name} != 0`"
+                f"{name}{where} is {mask.dtype}, and a mask is a bool tensor: pass `{name} != 0`"
             )
-    _check_shapes(masks, layer)
-
-
-def _check_shapes(tensors: NamedTensors, layer: str = "") -> None:
-    """Refuse tensors of different shapes, by a ``ValueError`` with their names."""
-    first = next(iter(tensors))
-    first_shape = tuple(tensors[first].shape)
+    tensors = {**(floating or {}), **masks}
+    first, *_ = tensors
     for name, tensor in tensors.items():
-        shape = tuple(tensor.shape)
-        if shape != first_shape:
+        if name not in masks and not tensor.is_floating_point():
+            raise TypeError(f"{name}{where} is {tensor.dtype}: pass a tensor of a floating dtype")
+        if tensor.shape != tensors[first].shape:
             raise ValueError(
-                f"{first}{_of(layer)} has shape {first_shape} and {name} has shape {shape}: pass one shape"
+                f"{first}{where} has shape {tuple(tensors[first].shape)} and {name} has shape {tuple(tensor.shape)}: "
+                "pass one shape"
             )
-
-
-def _check_floating(tensors: NamedTensors, layer: str = "") -> None:
-    """Refuse tensors that are not of a floating dtype, by a ``TypeError`` with their names."""
-    for name, tensor in tensors.items():
-        if not tensor.is_floating_point():
-            raise TypeError(
-                f"{name}{_of(layer)} is {tensor.dtype}: pass a tensor of a floating dtype"
-            )
-
-
-def _check_weight(weight: Tensor, mask: Tensor, layer: str = "") -> None:
-    """Refuse a weight that is not floating, and what is no bool mask of its shape."""
-    check_masks({"mask": mask}, layer)
-    _check_floating({"weight": weight}, layer)
-    _check_shapes({"weight": weight, "mask": mask}, layer)
-
-
-def _of(layer: str) -> str:
-    """Return the words that name a layer in an error, none for a lone tensor."""
-    return f" of layer '{layer}'" if layer else ""

@@ -18,12 +18,18 @@ local tensors end in their axes: i is a row of a tile, j a column and b the tile
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import combinations, product
 
 import torch
 from torch import Tensor
 
-from lightning_nm.functional.masks import largest, nm_mask, pieces
+from lightning_nm.functional.masks import (
+    _check_blocks,
+    check_output_blocks,
+    largest,
+    nm_mask,
+    pieces,
+)
+from lightning_nm.functional.soft import block_patterns
 from lightning_nm.pattern import NMPattern, PatternLike
 
 # Up to this M all masks of a tile are tried: 90 for 2:4; for 2:5 it would be 2,040.
@@ -72,7 +78,8 @@ def transposable_mask(weight: Tensor, pattern: PatternLike, groups: int = 1) -> 
     TSENOR, NeurIPS 2025, arXiv:2505.23949, which has entropic scaling where this has exact steps on the dual.
     """
     pattern = NMPattern.parse(pattern)
-    _check_tiles(weight, pattern, groups)
+    check_output_blocks(weight, pattern, groups)
+    _check_blocks(weight, pattern, 1)
     weight = weight.detach()
     mask = torch.empty(weight.shape, dtype=torch.bool, device=weight.device)
     if weight.numel() == 0:
@@ -85,46 +92,18 @@ def transposable_mask(weight: Tensor, pattern: PatternLike, groups: int = 1) -> 
     table = None
     if m <= _MAX_TABLE_M:
         table = _masks_of_a_tile(pattern).to(weight.device)
-    for piece, piece_mask in pieces((_CHUNK, _DEVICE_CHUNK), tiles, mask_tiles):
-        _solve_piece(piece, piece_mask, pattern, table)
-    return mask
-
-
-def _solve_piece(piece: Tensor, mask: Tensor, pattern: NMPattern, table: Tensor | None) -> None:
-    """Write the best mask of tiles ``[rows, M, columns, M, taps]`` into ``mask``, of the same shape."""
     entries_first = (1, 3, 0, 2, 4)  # [M, M, rows, columns, taps]
-    spread = piece.permute(entries_first)
-    tiles_ijb = spread.reshape(pattern.m, pattern.m, -1)
-    values_ijb = _integers(tiles_ijb, pattern)
-    if table is None:
-        best_ijb = _by_paths(values_ijb, pattern)
-    else:
-        best_ijb = _by_table(values_ijb, table)
-    mask.permute(entries_first).copy_(best_ijb.view(spread.shape))
-
-
-def _check_tiles(weight: Tensor, pattern: NMPattern, groups: int) -> None:
-    """Refuse a weight that cannot be cut into tiles of M x M within its groups."""
-    shape = tuple(weight.shape)
-    m = pattern.m
-    if len(shape) < 2:
-        raise ValueError(
-            f"weight of shape {shape} has no tiles of {pattern}: pass [out, in] or [out, in, *taps]"
-        )
-    out, columns = shape[:2]
-    if groups < 1 or out % groups:
-        raise ValueError(
-            f"groups={groups} does not split {out} output rows into equal runs: pass the layer's"
-        )
-    for name, size in (("in", columns), ("out", out // groups)):
-        if size % m:
-            per_group = ""
-            if name == "out" and groups > 1:
-                per_group = f" in each of {groups} groups"
-            raise ValueError(
-                f"shape {shape} has no tiles of {pattern}: M={m} does not divide the size {size} of `{name}`"
-                f"{per_group}; choose another pattern, name the layer in `exclude`, or use a mask of one axis (nm_mask)"
-            )
+    for piece, piece_mask in pieces((_CHUNK, _DEVICE_CHUNK), tiles, mask_tiles):
+        spread = piece.permute(entries_first)
+        values_ijb = _integers(spread.reshape(m, m, -1), pattern)
+        if table is None:
+            best_ijb = _by_paths(values_ijb, pattern)
+        else:
+            # The scores of all masks of the table, exact sums of integers; of equals the first is taken.
+            scores_tb = table.view(len(table), -1).double() @ values_ijb.flatten(0, 1).double()
+            best_ijb = table[scores_tb.max(0).indices].permute(1, 2, 0)
+        piece_mask.permute(entries_first).copy_(best_ijb.view(spread.shape))
+    return mask
 
 
 def _integers(tiles: Tensor, pattern: NMPattern) -> Tensor:
@@ -164,26 +143,13 @@ def _masks_of_a_tile(pattern: NMPattern) -> Tensor:
 
     They are in lexicographic order of the rows' choices.
     """
-    m = pattern.m
-    rows = []
-    for chosen in combinations(range(m), pattern.n):
-        row = [column in chosen for column in range(m)]
-        rows.append(row)
-    masks = []
-    for mask in product(rows, repeat=m):
-        column_counts = map(sum, zip(*mask, strict=True))
-        if all(count == pattern.n for count in column_counts):
-            masks.append(mask)
-    return torch.tensor(masks, dtype=torch.bool)
-
-
-def _by_table(values_ijb: Tensor, table: Tensor) -> Tensor:
-    """Return the best mask for every tile of values ``[M, M, B]``, by trying all; the first of equals."""
-    values_eb = values_ijb.flatten(0, 1).double()  # e: the M M entries of a tile
-    masks_te = table.view(len(table), -1).double()  # t: the masks of the table
-    scores_tb = masks_te @ values_eb  # exact: sums of integers
-    best_b = scores_tb.max(0).indices
-    return table[best_b].permute(1, 2, 0)
+    rows = block_patterns(pattern)
+    choices = torch.cartesian_prod(
+        *[torch.arange(len(rows))] * pattern.m
+    )  # of a pattern for each row
+    masks = rows[choices]
+    is_balanced = (masks.sum(1) == pattern.n).all(1)
+    return masks[is_balanced]
 
 
 def _by_paths(values_ijb: Tensor, pattern: NMPattern) -> Tensor:
@@ -224,10 +190,9 @@ def _rows_alone(values: Tensor, pattern: NMPattern) -> Tensor:
     row = index.unsqueeze(1)
     # Row i of a tile begins at its entry i, since of equals nm_mask keeps the first.
     rotated = row * m + (row + index) % m
-    inverse = rotated.flatten().argsort()
     flat_eb = values.flatten(0, 1)
-    rotated_mask = nm_mask(flat_eb[rotated], pattern, dim=1)
-    mask_eb = rotated_mask.flatten(0, 1)[inverse]
+    mask_eb = torch.empty_like(flat_eb, dtype=torch.bool)
+    mask_eb[rotated] = nm_mask(flat_eb[rotated], pattern, dim=1)
     return mask_eb.view(values.shape)
 
 
@@ -265,7 +230,12 @@ def _augment(values: Tensor, mask: Tensor, pattern: NMPattern) -> None:
     # [M, M, U], for the U tiles that are not balanced yet: what a row gains when it gives or takes an entry.
     give_iju = torch.where(mask, -values, _NEVER)
     take_iku = torch.where(mask, _NEVER, values)
-    gain_jku = _step_gains(give_iju, take_iku)
+    # What a step from column j to column k gains in the best of the rows.
+    gain_jku = give_iju[0].unsqueeze(1) + take_iku[0]
+    step_jku = torch.empty_like(gain_jku)  # one buffer for all rows
+    for i in range(1, pattern.m):
+        torch.add(give_iju[i].unsqueeze(1), take_iku[i], out=step_jku)
+        torch.maximum(gain_jku, step_jku, out=gain_jku)
     counts_ju = mask.sum(0, dtype=torch.int32)
     parent_ju, end_1u = _best_paths(gain_jku, counts_ju, pattern)
 
@@ -285,16 +255,6 @@ def _augment(values: Tensor, mask: Tensor, pattern: NMPattern) -> None:
             flipped = cells.gather(0, cell_1u) ^ moves_1u
             cells.scatter_(0, cell_1u, flipped)
         column_1u = source_1u
-
-
-def _step_gains(give_iju: Tensor, take_iku: Tensor) -> Tensor:
-    """Return what a step from column j to column k gains in the best of the rows, ``[M, M, U]``."""
-    gain_jku = give_iju[0].unsqueeze(1) + take_iku[0]
-    step_jku = torch.empty_like(gain_jku)  # one buffer for all rows
-    for i in range(1, len(give_iju)):
-        torch.add(give_iju[i].unsqueeze(1), take_iku[i], out=step_jku)
-        torch.maximum(gain_jku, step_jku, out=gain_jku)
-    return gain_jku
 
 
 def _best_paths(

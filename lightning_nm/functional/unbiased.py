@@ -56,7 +56,7 @@ def mvue_probabilities(x: Tensor, pattern: PatternLike, dim: int = -1) -> Tensor
     """
     pattern = NMPattern.parse(pattern)
     # This checks the arguments, as for the estimators; probabilities need no random numbers.
-    no_numbers = _uniform(x, pattern, dim, rows=0, uniform=None, generator=None)
+    no_numbers = _uniform(x, pattern, dim, (0,), None, None)
     function = partial(_probabilities, n=pattern.n)
     return _map_blocks(function, x, pattern, dim, no_numbers, _wide_dtype(x))
 
@@ -99,8 +99,7 @@ def mvue(
     II", 1949, doi:10.1214/aoms/1177729988, for sampling with given probabilities.
     """
     pattern = NMPattern.parse(pattern)
-    given = None if uniform is None else uniform.unsqueeze(0)
-    numbers = _uniform(x, pattern, dim, rows=1, uniform=given, generator=generator)
+    numbers = _uniform(x, pattern, dim, (), uniform, generator).unsqueeze(0)
     function = partial(_sample, n=pattern.n)
     return _map_blocks(function, x, pattern, dim, numbers, x.dtype)
 
@@ -138,7 +137,7 @@ def approx_mvue(
         raise ValueError(
             f"approx_mvue is defined for 2:4, not for {pattern}: use mvue, which takes any pattern"
         )
-    numbers = _uniform(x, pattern, dim, rows=2, uniform=uniform, generator=generator)
+    numbers = _uniform(x, pattern, dim, (2,), uniform, generator)
     return _map_blocks(_sample_two_of_four, x, pattern, dim, numbers, x.dtype)
 
 
@@ -151,11 +150,11 @@ def _uniform(
     x: Tensor,
     pattern: NMPattern,
     dim: int,
-    rows: int,
+    rows: tuple[int, ...],
     uniform: Tensor | None,
     generator: torch.Generator | None,
 ) -> Tensor:
-    """Check the arguments; return ``rows`` random numbers per block, given or drawn, as ``[rows, *blocks]``."""
+    """Check the arguments; return the random numbers, given or drawn: ``[*rows, *blocks]``."""
     # torch 2.6 cannot trace the tensor's own is_floating_point() in a backward pass.
     if not x.dtype.is_floating_point:
         raise TypeError(
@@ -163,7 +162,7 @@ def _uniform(
         )
     dim = _check_blocks(x, pattern, dim)
     blocks = x.shape[dim] // pattern.m
-    shape = (rows, *x.shape[:dim], blocks, *x.shape[dim + 1 :])
+    shape = (*rows, *x.shape[:dim], blocks, *x.shape[dim + 1 :])
     dtype = _wide_dtype(x)
     if uniform is None:
         return torch.rand(shape, generator=generator, dtype=dtype, device=x.device)
@@ -172,13 +171,8 @@ def _uniform(
             "uniform and generator are two sources of the same numbers: pass one of them"
         )
     if uniform.shape != shape:
-        given = tuple(uniform.shape)
-        wanted = shape
-        if rows == 1:  # callers pass the one row without this axis
-            given = given[1:]
-            wanted = wanted[1:]
         raise ValueError(
-            f"uniform has shape {given}, but blocks of {pattern} along dim={dim} need {wanted}"
+            f"uniform has shape {tuple(uniform.shape)}, but blocks of {pattern} along dim={dim} need {shape}"
         )
     return uniform.detach().to(dtype)
 
@@ -195,17 +189,19 @@ def _map_blocks(
     x = x.detach()
     dim = dim % x.dim()
     m = pattern.m
+    wide = _wide_dtype(x)
     if torch.compiler.is_compiling():
         # One expression for all blocks, which the compiler fuses; nothing may be read, hence careful.
-        wide_x = x.to(_wide_dtype(x))
         entry_axis = dim + 1
-        planes = wide_x.unflatten(dim, (-1, m)).unbind(entry_axis)
+        planes = x.to(wide).unflatten(dim, (-1, m)).unbind(entry_axis)
         results = function(list(planes), uniform, True)
         blocks = torch.stack(results, entry_axis)
         return blocks.flatten(dim, entry_axis).to(dtype)
     order, inverse_order = memory_order(x)
     dense = x.permute(order)
     result = torch.empty(dense.shape, dtype=dtype, device=x.device)
+    # A fake tensor has no values, and reading stalls an accelerator.
+    readable = x.device.type == "cpu" and type(dense) is Tensor
     if x.numel():
         # [B, M, I]: I entries lie between two neighbours of a block in memory.
         inner = dense.shape[order.index(dim) + 1 :].numel()
@@ -215,29 +211,15 @@ def _map_blocks(
         numbers_rbi = uniform.permute(number_order).reshape(len(uniform), len(x_bmi), inner)
         parts = (x_bmi, numbers_rbi.transpose(0, 1), result.view(-1, m, inner))
         for piece_bmi, numbers_bri, to_bmi in pieces((_CHUNK, _DEVICE_CHUNK), *parts):
-            results = _apply_to_piece(function, piece_bmi, numbers_bri.transpose(0, 1))
+            planes_mbi = torch.stack([plane.to(wide) for plane in piece_bmi.unbind(1)])
+            careful = True
+            if readable:
+                # A small sum of all magnitudes shows that everything is finite and no sum of a block overflows.
+                careful = not bool(planes_mbi.abs().sum() < torch.finfo(wide).max / 4)
+            results = function(list(planes_mbi), numbers_bri.transpose(0, 1), careful)
             for to_bi, result_bi in zip(to_bmi.unbind(1), results, strict=True):
                 to_bi.copy_(result_bi)
     return result.permute(inverse_order)
-
-
-def _apply_to_piece(
-    function: Callable[[Planes, Tensor, bool], Planes],
-    x_bmi: Tensor,
-    numbers_rbi: Tensor,
-) -> Planes:
-    """Apply a function of :func:`_map_blocks` to the planes of one piece; be careful only where values demand it."""
-    wide = _wide_dtype(x_bmi)
-    planes_mbi = torch.stack([plane.to(wide) for plane in x_bmi.unbind(1)])
-    # A fake tensor has no values, and reading stalls an accelerator.
-    readable = x_bmi.device.type == "cpu" and type(x_bmi) is Tensor
-    careful = True
-    if readable:
-        # A small sum of all magnitudes shows that everything is finite and no sum of a block overflows.
-        limit = torch.finfo(wide).max / 4
-        is_small = planes_mbi.abs().sum() < limit
-        careful = not bool(is_small)
-    return function(list(planes_mbi), numbers_rbi, careful)
 
 
 class _Saturated(NamedTuple):

@@ -7,12 +7,7 @@ import warnings
 
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.schedule import Moment
-
-
-def check_option(name: str, value: str, *options: str) -> None:
-    """Raise ``ValueError`` for an unknown option."""
-    if value not in options:
-        raise ValueError(f"{name}={value!r} is unknown: use {' or '.join(map(repr, options))}")
+from lightning_nm.spelling import check_option as check_option
 
 
 def check_number(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_nm.functional import pack_mask
 from lightning_nm.functional.mask_storage import count_bits
-from lightning_nm.functional.statistics import FLIP_RATE, OSCILLATION, check_masks
+from lightning_nm.functional.statistics import FLIP_RATE, OSCILLATION, check_tensors
 from lightning_nm.metrics.base import Layers, RatioMetric, by_name
 
 # What the keys of stored masks begin with in a state_dict: `memory.<layer>.shape` and `memory.<layer>.bits`.
@@ -43,7 +43,7 @@ class MaskHistory(RatioMetric):
         layers = by_name(masks)
         # All masks are checked before one is compared: nothing changes if an error is raised.
         for name, mask in layers.items():
-            check_masks({"mask": mask}, name)
+            check_tensors({"mask": mask}, name)
             shape = tuple(mask.shape)
             known = self._memory.get(name, (shape,))[0]
             if known != shape:

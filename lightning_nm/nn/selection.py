@@ -1,7 +1,7 @@
 """Which weights of a model are masked, the one reason why each other weight is dense, and how modules are exchanged.
 
-Two tables decide: :data:`_MODULE_ROWS` on the modules, then :data:`_WEIGHT_ROWS` on the weights of those that an
-adapter takes. The first row that has a reason gives it.
+Two functions decide: :func:`_why_module` on the modules, then :func:`_why_weight` on the weights of those that an
+adapter takes. The first of their lines that applies gives the reason.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,7 @@ from lightning_nm.nn.weight import (
 )
 from lightning_nm.pattern import NMPattern
 from lightning_nm.schedule import Schedule
+from lightning_nm.spelling import some_of
 
 if TYPE_CHECKING:  # for the types only
     from lightning_nm.estimators.base import GradientEstimator
@@ -49,13 +50,6 @@ SkipFirstLast = bool | Literal["first", "last"]
 
 Trained = Callable[[nn.Parameter], bool]
 """Whether a weight is trained."""
-
-FROZEN = "frozen: it is masked once it requires a gradient and is in an optimizer; at once if `include` names it"
-
-NOT_HELD = (
-    "in no optimizer: it is masked, frozen or not, once it is in one; at once if `include` names it"
-)
-"""The same for a method that does not train the weight."""
 
 NO_MATRICES = "parameters of the module itself are no matrices"
 """Of a module without an adapter that holds a class token, positions or the like."""
@@ -157,7 +151,7 @@ def select(
         skip_last: Leave the last linear layer dense.
         seed: Base of the layers' random choices.
         is_trained: Layers for which it is false stay dense and wait; ``None`` masks frozen layers, too.
-        is_held: The same for layers whose method does not train the weight; ``is_trained`` by default.
+        is_held: The same for layers whose method does not train the weight.
         continued: Names of layers that are masked all the same, because a saved state has masks for them.
         saved_first_last: ``Selection.first_last`` of the training that goes on from a saved state; by default they are
             the first convolution and the last linear layer that are trained, in the order of registration.
@@ -172,13 +166,19 @@ def select(
     # Before the globs are checked, so that one that matches embeddings alone is refused with the reason.
     for candidate in candidates:
         if candidate.is_embedding and not candidate.is_named:
-            skipped[candidate.name] = _why_lookup(candidate)
+            other = candidate.shared_with
+            shared = f", and shares its weight with '{other}'" if other else ""
+            skipped[candidate.name] = (
+                f"a lookup, not a product{shared}: it is masked only if `include` has its exact name, without wildcards"
+            )
     candidates = [candidate for candidate in candidates if candidate.name not in skipped]
     _check_globs(model, rules, exclude, candidates, skipped)
 
+    def trains_weight(candidate: Candidate) -> bool:
+        return candidate.rule is None or candidate.rule.method.trains_weight
+
     def is_frozen(candidate: Candidate) -> bool:
-        trains_weight = candidate.rule is None or candidate.rule.method.trains_weight
-        decides = is_trained if trains_weight or is_held is None else is_held
+        decides = is_trained if trains_weight(candidate) else is_held
         return decides is not None and not decides(candidate.weight)
 
     selection.first_last = _first_and_last(
@@ -192,62 +192,56 @@ def select(
         is_free = not candidate.is_named and candidate.name not in continued
         if is_free:
             candidate.held_back = selection.first_last.get(candidate.module_name, "")
-        reason = _reason(_WEIGHT_ROWS, candidate)
-        rule = candidate.rule
-        if rule is None or reason:
+        reason = _why_weight(candidate)
+        if not reason:
+            spec = _layer_spec(candidate)
+            reason = _why_misfit(spec, candidate.is_named)
+        if reason:
             if candidate.is_named:
-                raise ValueError(_named_but_dense(candidate, reason))
+                fault = (
+                    f"layer '{candidate.name}' is named by `include` but cannot be masked: {reason}"
+                )
+                if candidate.rule is not None and candidate.rule.estimator is not None:
+                    fault += "; a rule with `method: dense` gives it N:M gradients alone"
+                raise ValueError(fault)
             skipped[candidate.name] = reason
             continue
-        layer = _layer(candidate, rule, seed)
+        layer = NMLayer(spec, seed=seed, wrappers=candidate.fsdp)
         if is_free and is_frozen(candidate):
             selection.frozen.append(layer)
-            skipped[layer.name] = FROZEN if rule.method.trains_weight else NOT_HELD
+            state, until = "in no optimizer", "masked, frozen or not, once it is in one"
+            if trains_weight(candidate):
+                state, until = "frozen", "masked once it requires a gradient and is in an optimizer"
+            skipped[layer.name] = f"{state}: it is {until}; at once if `include` names it"
         else:
             refuse_nan(layer)
             selection.layers.append(layer)
     if not selection.layers and not selection.frozen:
-        raise ValueError("no layer can be masked. " + _advice(skipped))
+        if not skipped:
+            raise ValueError(
+                "no layer can be masked. The model has no linear, convolution or attention layer."
+            )
+        # A shape that does not fit, "in 10 % 4 != 0", is the reason that a user can least guess: it comes first.
+        ordered = sorted(skipped.items(), key=lambda row: "%" not in row[1])
+        reasons = some_of([f"'{name}': {reason}" for name, reason in ordered], 10)
+        raise ValueError(
+            f"no layer can be masked. Every layer was left out: {reasons}. See `include`, `exclude`, `pattern` and "
+            "`skip_first_last`."
+        )
     return selection
-
-
-def _reason(rows: Sequence[Callable[[Any], Any]], asked: Any) -> str:
-    """Return the reason of the first row of a table that has one; empty if none has."""
-    for row in rows:
-        reason = row(asked)
-        if reason:
-            return str(reason)
-    return ""
-
-
-class _Visited(NamedTuple):
-    """A module that an adapter knows, and what is known around it."""
-
-    module: nn.Module
-    kind: Any  # its class, as it was before it was adapted
-    adapter: type[Adapter]
-    handled: type[nn.Module]  # the class that the adapter handles
-    reader: str  # class of the module that reads its weight without calling it
-    wrapper: nn.Module | None  # the module with low-rank adapters that holds it
-
-    @property
-    def path(self) -> str:
-        """Many libraries have a class called Linear: its module tells whose it is."""
-        return f"{self.kind.__module__}.{self.kind.__name__}"
 
 
 def candidates_of(model: nn.Module) -> tuple[list[Candidate], dict[str, str]]:
     """Return every weight of a known layer kind; and why other modules that own a matrix are dense, by their names."""
     candidates = []
     skipped = {}
-    # Start of the names of its parts -> module with low-rank adapters.
-    low_rank: dict[str, nn.Module] = {}
-    # Child -> class that reads the child's weight without calling it.
+    # Why modules are dense for the sake of others: start of the names of a module's parts, and the name of a child.
+    low_rank: dict[str, str] = {}
     read_by: dict[str, str] = {}
     for raw_name, module in model.named_modules():
         name = plain_name(raw_name)
         if is_low_rank(module):
-            low_rank[f"{name}." if name else ""] = module
+            low_rank[f"{name}." if name else ""] = _in_low_rank(module)
         kind = original_class(module)
         found = find_adapter(kind)
         if found is None:
@@ -255,17 +249,19 @@ def candidates_of(model: nn.Module) -> tuple[list[Candidate], dict[str, str]]:
             if reason:
                 skipped[name] = reason
             continue
-        wrappers = [wrapper for start, wrapper in low_rank.items() if name.startswith(start)]
-        wrapper = wrappers[0] if wrappers else None
-        reason = _reason(
-            _MODULE_ROWS, _Visited(module, kind, *found, read_by.get(name, ""), wrapper)
+        adapter, handled = found
+        reason = (
+            _why_module(module, kind, adapter, handled)
+            or read_by.get(name, "")
+            or next((why for start, why in low_rank.items() if name.startswith(start)), "")
         )
-        adapter, _ = found
+        if not reason and parametrize.is_parametrized(module):
+            reason = "parametrized: its weight is computed, not stored"
         if reason:
             skipped[name] = reason
             # The module is not adapted, so it goes on to read its children without calling them.
             for child in adapter.reads_children:
-                read_by[f"{name}.{child}".lstrip(".")] = kind.__name__
+                read_by[f"{name}.{child}".lstrip(".")] = f"read, not called, by {kind.__name__}"
             continue
         for spec in adapter.specs(module, "channels"):
             weight_name = layer_name(name, spec.parameter)
@@ -273,33 +269,32 @@ def candidates_of(model: nn.Module) -> tuple[list[Candidate], dict[str, str]]:
     return candidates, skipped
 
 
-_MODULE_ROWS: tuple[Callable[[_Visited], Any], ...] = (
-    lambda its: _quantised(its.module),
+def _why_module(
+    module: nn.Module, kind: type[nn.Module], adapter: type[Adapter], handled: type[nn.Module]
+) -> str:
+    """Why the weights of a module that an adapter knows stay dense, by the module alone; empty if nothing says so.
+
+    Args:
+        module: The module.
+        kind: Its class, as it was before it was adapted.
+        adapter: The adapter.
+        handled: The class that the adapter handles.
+    """
     # A class may say so itself: the layers of a packed model do.
-    lambda its: getattr(its.kind, "nm_unmaskable", ""),
-    lambda its: its.adapter.refusal(its.module),
-    lambda its: (
-        its.kind.forward is nn.Module.forward
-        and f"{its.path} has no forward: other modules read its weights"
-    ),
-    lambda its: (
-        its.kind.forward is not its.handled.forward
-        and not its.adapter.wraps_forward
-        and f"{its.path} has a forward of its own"
-    ),
+    reason = _quantised(module) or getattr(kind, "nm_unmaskable", "") or adapter.refusal(module)
+    if reason:
+        return reason
+    # Many libraries have a class called Linear: its module tells whose it is.
+    path = f"{kind.__module__}.{kind.__name__}"
+    if kind.forward is nn.Module.forward:
+        return f"{path} has no forward: other modules read its weights"
+    if kind.forward is not handled.forward and not adapter.wraps_forward:
+        return f"{path} has a forward of its own"
     # The hooks of accelerate leave one in the dict of an instance.
-    lambda its: (
-        "forward" in vars(its.module)
-        and f"this {its.path} has a forward of its own, assigned to the instance"
-    ),
-    lambda its: its.reader and f"read, not called, by {its.reader}",
-    lambda its: its.wrapper is not None and _in_low_rank(its.wrapper),
-    lambda its: (
-        parametrize.is_parametrized(its.module)
-        and "parametrized: its weight is computed, not stored"
-    ),
-)
-"""Why the weights of a module that an adapter knows stay dense: condition and reason, in the order of asking."""
+    if "forward" in vars(module):
+        return f"this {path} has a forward of its own, assigned to the instance"
+    return ""
+
 
 _KINDS: dict[type[nn.Module], str] = {
     nn.Bilinear: "a bilinear layer: its weight has three dimensions, and no N:M product is defined for it",
@@ -339,8 +334,11 @@ def _why_unknown(module: nn.Module, kind: type[nn.Module]) -> str:
 
 def _matrices(tensors: Iterable[Any]) -> list[Any]:
     """Return the tensors of two or more dimensions; those without a shape yet do not count."""
-    known = [each for each in tensors if each is not None and not nn.parameter.is_lazy(each)]
-    return [each for each in known if each.dim() > 1]
+    return [
+        each
+        for each in tensors
+        if each is not None and not nn.parameter.is_lazy(each) and each.dim() > 1
+    ]
 
 
 def _quantised(module: nn.Module) -> str:
@@ -348,29 +346,24 @@ def _quantised(module: nn.Module) -> str:
     # Some libraries keep the quantised weight in a buffer; other buffers may hold integers for other reasons.
     buffers = [buffer for name, buffer in module._buffers.items() if "weight" in name]
     for tensor in _matrices([*module._parameters.values(), *buffers]):
-        found = _quantised_as(tensor)
-        if found:
-            return f"quantised: its weight is {found}"
+        # torchao's tensor classes are held by an ordinary parameter.
+        wrapped = type(tensor.data)
+        dtype = tensor.dtype
+        if type(tensor).__name__ in _QUANTISED_CLASSES:
+            found = type(tensor).__name__
+        elif wrapped.__module__.startswith("torchao."):
+            found = wrapped.__name__
+        elif dtype in _INTEGERS or (dtype.is_floating_point and dtype.itemsize < 2):
+            found = str(dtype)
+        else:
+            continue
+        return f"quantised: its weight is {found}"
     kind = type(module)
     is_of_torch = kind.__module__.startswith("torch.ao.nn.") and "quantized" in kind.__module__
     # Its weight is a method, which unpacks an object that is no tensor.
     if is_of_torch and hasattr(kind, "weight"):
         return f"quantised: {kind.__module__}.{kind.__name__} packs its weight"
     return ""
-
-
-def _quantised_as(tensor: Tensor) -> str:
-    """Return the class or the dtype that shows that a tensor is quantised; empty if nothing does."""
-    name = type(tensor).__name__
-    if name in _QUANTISED_CLASSES:
-        return name
-    # torchao's tensor classes are held by an ordinary parameter.
-    wrapped = type(tensor.data)
-    if wrapped.__module__.startswith("torchao."):
-        return wrapped.__name__
-    dtype = tensor.dtype
-    is_8_bit_float = dtype.is_floating_point and dtype.itemsize < 2
-    return str(dtype) if dtype in _INTEGERS or is_8_bit_float else ""
 
 
 def is_low_rank(module: nn.Module) -> bool:
@@ -387,12 +380,9 @@ def _in_low_rank(wrapper: nn.Module) -> str:
     return f"inside a low-rank adapter: the merged weight would not be N:M; {way}"
 
 
-class _Holder(NamedTuple):
-    """A module that holds a parameter under a name; no candidate if no adapter knows how to mask it there."""
-
-    module_name: str
-    parameter: str
-    candidate: Candidate | None
+_Holder = tuple[str, str, Any]
+"""Name of a module that holds a parameter, the parameter's name there, and the candidate; ``None`` if no adapter knows
+how to mask it there."""
 
 
 @dataclass(eq=False)
@@ -416,8 +406,14 @@ class Candidate:
     is_excluded: bool = False
     held_back: str = ""
     """Why it stays dense as the first or the last layer."""
-    holders: list[_Holder] = field(default_factory=list)
-    """Every module that holds its weight, in the model's order; empty if the weight is not stored."""
+    shared_with: str = ""
+    """The state-dict key of its weight in the first other module that holds it."""
+    tie_fault: str = ""
+    """Why a shared weight cannot be masked even if it is named."""
+    partners: Sequence[Candidate] = ()
+    """The other candidates that are masked with it."""
+    joins: bool = False
+    """Whether it is masked as a part of another candidate: the one with the product, else the first embedding."""
     fsdp: list[Any] = field(default_factory=list)
     """The FSDP modules that hold its module, or are it."""
 
@@ -437,35 +433,9 @@ class Candidate:
         return self.adapter.role == "embedding"
 
     @property
-    def others(self) -> list[_Holder]:
-        """The other modules that hold its weight."""
-        return [holder for holder in self.holders if holder.candidate is not self]
-
-    @property
-    def tied(self) -> list[Candidate]:
-        """The other candidates that are masked with it."""
-        if not self.is_named or _tie_fault(self):
-            return []
-        return [other for other in _members(self) if other is not self]
-
-    @property
-    def joins(self) -> bool:
-        """Whether it is masked as a part of another candidate: the one with the product, else the first embedding."""
-        if not self.tied:
-            return False
-        members = _members(self)
-        products = [member for member in members if not member.is_embedding]
-        return (products or members)[0] is not self
-
-    @property
     def cuts(self) -> dict[int, int]:
         """How many parts each dimension is cut into while the module runs."""
         return cuts_in_forward(self.weight, fsdp=bool(self.fsdp))
-
-
-def _members(candidate: Candidate) -> list[Candidate]:
-    """Return the candidates among the modules that hold a candidate's weight."""
-    return [holder.candidate for holder in candidate.holders if holder.candidate is not None]
 
 
 def _complete(
@@ -483,18 +453,18 @@ def _complete(
         if isinstance(module, FSDPModule):
             fsdp_modules.append((name, module))
         for parameter, weight in module._parameters.items():
-            holder = _Holder(name, parameter, known.get((id(module), parameter)))
+            holder = name, parameter, known.get((id(module), parameter))
             holders.setdefault(id(weight), []).append(holder)
     # Globs without wildcards: each names one layer, which must then be maskable.
     globs = [glob for rule in rules for glob in rule.include or ()]
     named = {glob for glob in globs if not any(character in glob for character in "*?[")}
     for candidate in candidates:
-        if candidate.stored is not None:
-            candidate.holders = holders[id(candidate.stored)]
+        own = [] if candidate.stored is None else holders[id(candidate.stored)]
+        others = [holder for holder in own if holder[2] is not candidate]
         names = [candidate.module_name, candidate.name]
         # Who names one of the modules in `include` means the weight, and so every module that holds it.
         every = [*names]
-        for module_name, parameter, _ in candidate.others:
+        for module_name, parameter, _ in others:
             every += (module_name, layer_name(module_name, parameter))
         candidate.is_named = not named.isdisjoint(every)
         if candidate.is_named:
@@ -506,6 +476,15 @@ def _complete(
         candidate.fsdp = [
             wrapper for name, wrapper in fsdp_modules if not name or path.startswith(f"{name}.")
         ]
+        if not others:
+            continue
+        candidate.shared_with = parameter_key(*others[0][:2])
+        candidate.tie_fault = _tie_fault(candidate, own)
+        if candidate.is_named and not candidate.tie_fault:
+            members = [member for *_, member in own]
+            products = [member for member in members if not member.is_embedding]
+            candidate.partners = [member for *_, member in others]
+            candidate.joins = (products or members)[0] is not candidate
 
 
 def _match(names: Iterable[str], globs: Iterable[str]) -> bool:
@@ -513,17 +492,14 @@ def _match(names: Iterable[str], globs: Iterable[str]) -> bool:
     return any(fnmatchcase(name, glob) for glob in globs for name in names)
 
 
-def _tie_fault(candidate: Candidate) -> str:
-    """Why a shared weight cannot be masked even if it is named; empty if it can, or is not shared."""
-    others = candidate.others
+def _tie_fault(candidate: Candidate, holders: Sequence[_Holder]) -> str:
+    """Why a shared weight cannot be masked even if it is named; empty if it can."""
     # A module that no adapter knows would go on to read the dense weight.
-    for holder in others:
-        if holder.candidate is None:
-            return f"its weight is shared with '{_key(holder)}', which cannot be masked"
-    if not others:
-        return ""
-    shared = f"shared with '{_key(others[0])}'"
-    members = _members(candidate)
+    for module_name, parameter, member in holders:
+        if member is None:
+            return f"its weight is shared with '{parameter_key(module_name, parameter)}', which cannot be masked"
+    shared = f"shared with '{candidate.shared_with}'"
+    members = [member for *_, member in holders]
     # Any number of embeddings may join a layer with a product, but no second such layer.
     if sum(not member.is_embedding for member in members) > 1:
         return f"its weight is {shared}, which would change with it"
@@ -533,31 +509,6 @@ def _tie_fault(candidate: Candidate) -> str:
     if any(member.spec.layout != Layout.PLAIN for member in members):
         return f"its weight is {shared}, along whose rows other blocks lie"
     return ""
-
-
-def _key(holder: _Holder) -> str:
-    """The parameter's key in the state dict."""
-    return parameter_key(holder.module_name, holder.parameter)
-
-
-def _why_tied(candidate: Candidate) -> str:
-    """Return why a shared weight is not masked; empty if it may be."""
-    others = candidate.others
-    fault = _tie_fault(candidate)
-    # Whoever names one of them knows of both; then only a fault counts.
-    if not others or candidate.is_named:
-        return fault
-    reason = f"its weight is shared with '{_key(others[0])}', which would change with it"
-    if not fault:
-        reason += ": if `include` has the exact name of one, both are masked"
-    return reason
-
-
-def _why_lookup(candidate: Candidate) -> str:
-    """Return why an embedding that is not named stays dense."""
-    others = candidate.others
-    shared = f", and shares its weight with '{_key(others[0])}'" if others else ""
-    return f"a lookup, not a product{shared}: it is masked only if `include` has its exact name, without wildcards"
 
 
 _ENDS = (("convolution", 0, "first convolution"), ("linear", -1, "last linear layer"))
@@ -587,6 +538,7 @@ def _first_and_last(
     before = saved or {}
     lost = {reason for name, reason in before.items() if name not in roles}
     masked = {role for (role, *_), is_skipped in zip(_ENDS, skipped, strict=True) if not is_skipped}
+    # By name and role: version 0.2 had other reasons.
     found = {
         name: reason
         for name, reason in before.items()
@@ -608,103 +560,22 @@ def _first_and_last(
     return found
 
 
-def _misfits(candidate: Candidate, rule: Rule) -> tuple[WeightSpec, str, str]:
-    """Return a weight's blocks by the rule, and why the forward and the dgrad GEMM cannot be N:M; else empty."""
+def _layer_spec(candidate: Candidate) -> LayerSpec:
+    """The decisions on a weight that no line of :func:`_why_weight` leaves dense."""
+    rule = candidate.rule
+    assert rule is not None
     specs = candidate.adapter.specs(candidate.module, rule.conv_layout)
     spec = next(each for each in specs if each.parameter == candidate.spec.parameter)
     cuts = candidate.cuts
     layout = Layout(spec.layout)
     out, depth = layout.row_sizes(candidate.weight.shape)
     # The groups of a layer of experts are its experts, whose sizes the user knows as plain in and out.
-    is_grouped = spec.groups > 1 and not layout.has_experts
-    per_group = "/group" if is_grouped else ""
-    m = rule.pattern.m
-    forward = misfit(f"in{per_group}", depth, m, cuts.get(1, 1))
-    if candidate.is_embedding:
-        return spec, forward, "tokens have no gradient"
-    return spec, forward, misfit(f"out{per_group}", out // spec.groups, m, cuts.get(0, 1))
-
-
-def _why_misfit(candidate: Candidate) -> str:
-    """Return why neither of a weight's GEMMs would gain by its rule; empty if one does, or none needs its masks."""
-    rule = candidate.rule
-    assert rule is not None
-    method = rule.method
-    _, forward_reason, dgrad_reason = _misfits(candidate, rule)
-    wants_dgrad = method.sparse_dgrad or rule.dgrad is not None
-    gains = (method.sparse_forward and not forward_reason) or (wants_dgrad and not dgrad_reason)
-    wants_masks = method.sparse_forward or method.sparse_dgrad
-    # With an estimator its wgrad can gain, but who names a layer wants its weights masked.
-    needs_masks = rule.estimator is None or candidate.is_named
-    if gains or not wants_masks or not needs_masks:
-        return ""
-    reasons = [forward_reason, dgrad_reason if wants_dgrad else ""]
-    return "; ".join(filter(None, reasons))
-
-
-def _refuse_masked_holders(candidate: Candidate) -> None:
-    """Refuse a weight that another sparsifier has masked; asked late, because a second one may exclude such weights."""
-    for each in (candidate, *candidate.tied):
-        refuse_masked(candidate.name, each.module, each.spec.parameter)
-
-
-_WEIGHT_ROWS: tuple[Callable[[Candidate], Any], ...] = (
-    lambda its: its.rule is None and "not in `include`",
-    lambda its: its.is_excluded and "in `exclude`",
-    lambda its: its.held_back,
-    _refuse_masked_holders,
-    lambda its: (
-        its.stored is None
-        and f"{its.spec.parameter}_orig" in its.module._parameters
-        and "pruned by torch.nn.utils.prune: call prune.remove(module, name) first"
-    ),
-    lambda its: (
-        its.stored is None and "its weight is computed, not stored (weight norm or the like)"
-    ),
-    # Also one whose weight was loaded: in its first call it takes another class, and would lose that of its adapter.
-    lambda its: (
-        (nn.parameter.is_lazy(its.stored) or isinstance(its.module, LazyModuleMixin))
-        and "lazy: it has its shape and class only after its first batch: run one before the training to mask it"
-    ),
-    lambda its: (
-        its.stored.is_meta
-        and "on the meta device: give it memory and values (to_empty and reset_parameters) before masking"
-    ),
-    # With CPUOffloadPolicy the shards lie on the CPU, while the mesh is of GPUs.
-    lambda its: (
-        isinstance(its.stored, DTensor)
-        and its.stored.device.type != its.stored.device_mesh.device_type
-        and f"FSDP keeps it on the {its.stored.device.type}, where no product is made: leave out its CPUOffloadPolicy"
-    ),
-    lambda its: not its.stored.is_floating_point() and f"its weight is {its.stored.dtype}",
-    lambda its: (
-        its.stored.dim() < 2
-        and f"its weight is flat, {tuple(its.stored.shape)}, as FSDP1 keeps weights in parts: use FSDP2, fully_shard "
-        "in configure_model and ModelParallelStrategy"
-    ),
-    # A row of such a weight has no input channels to choose among.
-    lambda its: (
-        getattr(its.module, "groups", 1) > 1
-        and its.stored.shape[1] == 1
-        and "depthwise convolution: one input channel per filter"
-    ),
-    _why_tied,
-    lambda its: (
-        its.cuts
-        and not its.adapter.tensor_parallel
-        and "sharded while it runs, as tensor parallelism does, which only linear layers can be; under FSDP, give the "
-        "module that fully_shard was given, not a part of it"
-    ),
-    _why_misfit,
-)
-"""Why a weight stays dense: condition and reason, in the order of asking. Rows may rely on those before them."""
-
-
-def _layer(candidate: Candidate, rule: Rule, seed: int) -> NMLayer:
-    """Return the masked layer of a weight that no row leaves dense."""
-    spec, forward_reason, dgrad_reason = _misfits(candidate, rule)
-    cuts = candidate.cuts
-    layer_spec = LayerSpec(
+    per_group = "/group" if spec.groups > 1 and not layout.has_experts else ""
+    dgrad_reason = "tokens have no gradient"
+    if not candidate.is_embedding:
+        out_of_group = out // spec.groups
+        dgrad_reason = misfit(f"out{per_group}", out_of_group, rule.pattern.m, cuts.get(0, 1))
+    return LayerSpec(
         candidate.name,
         candidate.module,
         spec.parameter,
@@ -712,17 +583,80 @@ def _layer(candidate: Candidate, rule: Rule, seed: int) -> NMLayer:
         rule.method,
         # The gradient of an embedding is a sum over tokens, and no product of dY.
         None if candidate.is_embedding else rule.estimator,
-        layout=Layout(spec.layout),
+        layout=layout,
         # Nor does a dgrad block cross the rows of two processes.
         groups=spec.groups * cuts.get(0, 1),
-        forward_reason=forward_reason,
+        forward_reason=misfit(f"in{per_group}", depth, rule.pattern.m, cuts.get(1, 1)),
         dgrad_reason=dgrad_reason,
         tensor_parallel=bool(cuts),
         dgrad=rule.dgrad,
         schedule=rule.schedule,
-        tied=tuple((other.module, other.spec.parameter) for other in candidate.tied),
+        tied=tuple((other.module, other.spec.parameter) for other in candidate.partners),
     )
-    return NMLayer(layer_spec, seed=seed, wrappers=candidate.fsdp)
+
+
+def _why_misfit(spec: LayerSpec, is_named: bool) -> str:
+    """Why neither of a weight's GEMMs would gain by its rule; empty if one does, or none needs its masks."""
+    method = spec.method
+    wants_masks = method.sparse_forward or method.sparse_dgrad
+    # With an estimator its wgrad can gain, but who names a layer wants its weights masked.
+    needs_masks = spec.estimator is None or is_named
+    if spec.maskable or spec.may_draw_backward or not wants_masks or not needs_masks:
+        return ""
+    wants_dgrad = method.sparse_dgrad or spec.dgrad is not None
+    reasons = [spec.forward_reason, spec.dgrad_reason if wants_dgrad else ""]
+    return "; ".join(filter(None, reasons))
+
+
+def _why_weight(candidate: Candidate) -> str:
+    """Why a weight stays dense, whether or not its blocks fit; empty if nothing says so. Lines rely on those before."""
+    if candidate.rule is None:
+        return "not in `include`"
+    if candidate.is_excluded:
+        return "in `exclude`"
+    if candidate.held_back:
+        return candidate.held_back
+    # Not earlier: a second sparsifier may exclude the weights that the first one has masked.
+    for each in (candidate, *candidate.partners):
+        refuse_masked(candidate.name, each.module, each.spec.parameter)
+    module, stored = candidate.module, candidate.stored
+    if stored is None:
+        if f"{candidate.spec.parameter}_orig" in module._parameters:
+            return "pruned by torch.nn.utils.prune: call prune.remove(module, name) first"
+        return "its weight is computed, not stored (weight norm or the like)"
+    # Also one whose weight was loaded: in its first call it takes another class, and would lose that of its adapter.
+    if nn.parameter.is_lazy(stored) or isinstance(module, LazyModuleMixin):
+        return "lazy: it has its shape and class only after its first batch: run one before the training to mask it"
+    if stored.is_meta:
+        return "on the meta device: give it memory and values (to_empty and reset_parameters) before masking"
+    # With CPUOffloadPolicy the shards lie on the CPU, while the mesh is of GPUs.
+    device = stored.device.type
+    if isinstance(stored, DTensor) and device != stored.device_mesh.device_type:
+        return f"FSDP keeps it on the {device}, where no product is made: leave out its CPUOffloadPolicy"
+    if not stored.is_floating_point():
+        return f"its weight is {stored.dtype}"
+    if stored.dim() < 2:
+        return (
+            f"its weight is flat, {tuple(stored.shape)}, as FSDP1 keeps weights in parts: use FSDP2, fully_shard "
+            "in configure_model and ModelParallelStrategy"
+        )
+    # A row of such a weight has no input channels to choose among.
+    if getattr(module, "groups", 1) > 1 and stored.shape[1] == 1:
+        return "depthwise convolution: one input channel per filter"
+    # Whoever names one of the modules that share a weight knows of both; then only a fault counts.
+    if candidate.is_named and candidate.tie_fault:
+        return candidate.tie_fault
+    if candidate.shared_with and not candidate.is_named:
+        reason = f"its weight is shared with '{candidate.shared_with}', which would change with it"
+        if not candidate.tie_fault:
+            reason += ": if `include` has the exact name of one, both are masked"
+        return reason
+    if candidate.cuts and not candidate.adapter.tensor_parallel:
+        return (
+            "sharded while it runs, as tensor parallelism does, which only linear layers can be; under FSDP, give the "
+            "module that fully_shard was given, not a part of it"
+        )
+    return ""
 
 
 def refuse_masked(name: str, module: nn.Module, parameter: str) -> None:
@@ -743,14 +677,6 @@ def refuse_nan(layer: NMLayer) -> None:
         )
 
 
-def _named_but_dense(candidate: Candidate, reason: str) -> str:
-    """Return the message for a layer that `include` names though it cannot be masked."""
-    message = f"layer '{candidate.name}' is named by `include` but cannot be masked: {reason}"
-    if candidate.rule is not None and candidate.rule.estimator is not None:
-        message += "; a rule with `method: dense` gives it N:M gradients alone"
-    return message
-
-
 def _check_globs(
     model: nn.Module,
     rules: Sequence[Rule],
@@ -762,16 +688,15 @@ def _check_globs(
     names = [name for each in candidates for name in (each.module_name, each.name)]
     layer_names = list(dict.fromkeys(names))  # without duplicates, in order
     modules = {plain_name(name): module for name, module in model.named_modules()}
+    options = [(f"`include` of rules[{place}]", rule.include) for place, rule in enumerate(rules)]
     # The last rule is the one of the settings themselves, which have no `rules` entry.
-    options = [f"`include` of rules[{place}]" for place in range(len(rules) - 1)] + ["`include`"]
-    for option, rule in zip(options, rules, strict=True):
-        for glob in rule.include or ():
-            if not _match(layer_names, [glob]):
-                raise ValueError(_no_match(option, glob, layer_names, modules, skipped))
-    for glob in exclude:
+    options[-1] = "`include`", rules[-1].include
+    for option, globs in (*options, ("`exclude`", exclude)):
         # Excluding a module without layers does no harm; including one is a mistake.
-        if not _match([*layer_names, *modules], [glob]):
-            raise ValueError(_no_match("`exclude`", glob, layer_names, modules, skipped))
+        names = [*layer_names, *modules] if option == "`exclude`" else layer_names
+        for glob in globs or ():
+            if not _match(names, [glob]):
+                raise ValueError(_no_match(option, glob, layer_names, modules, skipped))
 
 
 def _no_match(
@@ -788,10 +713,7 @@ def _no_match(
             return f"layer '{glob}' is named by {option} but cannot be masked: {skipped[name]}"
     matched = [f"'{name}': {why}" for name, why in skipped.items() if fnmatchcase(name, glob)]
     if matched:
-        shown = "; ".join(matched[:5])
-        if len(matched) > 5:
-            shown += f"; and {len(matched) - 5} more"
-        return f"{option} '{glob}' matches only layers that cannot be masked: {shown}"
+        return f"{option} '{glob}' matches only layers that cannot be masked: {some_of(matched, 5)}"
     if glob in modules:
         kind = type(modules[glob]).__name__
         if any(name.startswith(f"{glob}.") for name in layer_names):
@@ -809,16 +731,6 @@ def _no_match(
     if close:
         shown = f"layers are named like {', '.join(map(repr, close))}"
     return f"{option} '{glob}' matches no layer; {shown}"
-
-
-def _advice(skipped: Mapping[str, str]) -> str:
-    """Return why nothing is left to mask."""
-    if not skipped:
-        return "The model has no linear, convolution or attention layer."
-    # A shape that does not fit, "in 10 % 4 != 0", is the reason that a user can least guess: it comes first.
-    ordered = sorted(skipped.items(), key=lambda row: "%" not in row[1])
-    reasons = "; ".join(f"'{name}': {reason}" for name, reason in ordered[:10])
-    return f"Every layer was left out: {reasons}. See `include`, `exclude`, `pattern` and `skip_first_last`."
 
 
 def as_globs(value: Any, option: str) -> tuple[str, ...] | None:
@@ -850,49 +762,34 @@ def parse_skip_first_last(value: Any) -> tuple[bool, bool]:
     raise ValueError(f"skip_first_last={value!r} is unknown: use True, False, 'first' or 'last'")
 
 
-_MOST_SHOWN = 8  # modules that the warning names
-
-
 def warn_of_adapters(model: nn.Module, patterns: Sequence[NMPattern]) -> None:
     """Warn of base weights that are N:M by one of the patterns, and would not be with their adapters merged."""
     found = []
     for name, module in model.named_modules():
         if _breaks_when_merged(module, patterns):
             found.append(plain_name(name))
-    if not found:
-        return
-    shown = ", ".join(found[:_MOST_SHOWN])
-    if len(found) > _MOST_SHOWN:
-        shown += f" and {len(found) - _MOST_SHOWN} more"
-    warnings.warn(
-        f"low-rank adapters lie on N:M weights, which will not be N:M once they are merged: {shown}. "
-        "Call lightning_nm.integrations.peft.mask_adapters(model) before training",
-        stacklevel=3,  # the attach() of the sparsifier
-    )
+    if found:
+        warnings.warn(
+            "low-rank adapters lie on N:M weights, which will not be N:M once they are merged: "
+            f"{some_of(found)}. Call lightning_nm.integrations.peft.mask_adapters(model) before training",
+            stacklevel=3,  # the attach() of the sparsifier
+        )
 
 
 def _breaks_when_merged(module: Any, patterns: Sequence[NMPattern]) -> bool:
     """Whether merging the adapters of a module would fill the zeros of an N:M base weight."""
-    if not is_low_rank(module) or hasattr(module, "nm_mask"):
-        return False
     weight = getattr(getattr(module, "base_layer", None), "weight", None)
+    if not isinstance(weight, Tensor) or not is_low_rank(module) or hasattr(module, "nm_mask"):
+        return False
     # No process can look at the blocks of a sharded weight alone.
-    if not isinstance(weight, Tensor) or is_sharded(weight):
+    if is_sharded(weight) or weight.dim() < 2 or not weight.is_floating_point():
         return False
-    if weight.dim() < 2 or not weight.is_floating_point():
-        return False
-    # peft's name for a base weight [in, out]
-    transposed = getattr(module, "fan_in_fan_out", False)
-    rows = weight.detach().t() if transposed else weight.detach()
-    is_nm_by_one = any(
-        rows.shape[1] % pattern.m == 0 and is_nm(rows, pattern, dim=1) for pattern in patterns
-    )
+    rows = weight.detach()
+    if getattr(module, "fan_in_fan_out", False):  # peft's name for a base weight [in, out]
+        rows = rows.t()
+    fitting = [pattern for pattern in patterns if rows.shape[1] % pattern.m == 0]
     # A weight of zeros is N:M by any pattern, and says nothing.
-    return is_nm_by_one and bool(rows.any())
-
-
-# Key in a module's dict for the attributes that switch its fused paths, as they were: name -> value.
-_FAST_PATH = "_nm_fast_path"
+    return any(is_nm(rows, pattern, dim=1) for pattern in fitting) and bool(rows.any())
 
 
 def install(model: nn.Module, layers: Iterable[NMLayer]) -> None:
@@ -901,18 +798,7 @@ def install(model: nn.Module, layers: Iterable[NMLayer]) -> None:
         for module, parameter in layer.spec.holders:
             _adapt(module)
             vars(module)["nm_layers"][parameter] = layer
-    # A second pass: whether a parent is needed shows once its children are adapted.
-    for module in model.modules():
-        if _needed_around(module):
-            _adapt(module)
-    for module in model.modules():
-        for kind, attribute, off in FUSED_PATHS:
-            if isinstance(module, kind) and _holds_masks(module):
-                saved = vars(module).setdefault(_FAST_PATH, {})
-                # Another sparsifier may have switched it off: what was saved first is the module's own value.
-                if attribute not in saved:
-                    saved[attribute] = getattr(module, attribute)
-                    setattr(module, attribute, off)
+    _adapt_around(model)
 
 
 def uninstall(model: nn.Module, layers: Iterable[NMLayer]) -> None:
@@ -921,16 +807,7 @@ def uninstall(model: nn.Module, layers: Iterable[NMLayer]) -> None:
         for module, parameter in layer.spec.holders:
             if isinstance(module, Adapter):
                 module.nm_layers.pop(parameter, None)
-    # Children come after their parents, which may be needed around them.
-    for module in reversed(list(model.modules())):
-        if isinstance(module, Adapter) and not module.nm_layers and not _needed_around(module):
-            module.__class__ = type(module).nm_base  # type: ignore[assignment]
-            del module.nm_layers
-    for module in model.modules():
-        if _FAST_PATH in vars(module) and not _holds_masks(module):
-            saved = vars(module).pop(_FAST_PATH)
-            for attribute, value in saved.items():
-                setattr(module, attribute, value)
+    _adapt_around(model)
 
 
 def _adapt(module: nn.Module) -> None:
@@ -941,12 +818,25 @@ def _adapt(module: nn.Module) -> None:
         vars(module)["nm_layers"] = {}
 
 
-def _needed_around(module: nn.Module) -> bool:
-    """Whether a module must be adapted for the sake of its children."""
-    found = find_adapter(type(module))
-    return found is not None and found[0].needed_around(module)
-
-
-def _holds_masks(module: nn.Module) -> bool:
-    """Whether a module or a part of it is adapted."""
-    return any(isinstance(part, Adapter) for part in module.modules())
+def _adapt_around(model: nn.Module) -> None:
+    """Adapt what is needed around the modules with masks, and nothing else; switch off the fused paths around them."""
+    # Children come after their parents, which may be needed around them.
+    for module in reversed(list(model.modules())):
+        found = find_adapter(type(module))
+        if found is not None and found[0].needed_around(module):
+            _adapt(module)
+        elif vars(module).get("nm_layers") == {}:  # those of packed modules are made when asked for
+            module.__class__ = original_class(module)
+            del vars(module)["nm_layers"]
+    for module in model.modules():
+        for kind, attribute, off in FUSED_PATHS:
+            if not isinstance(module, kind):
+                continue
+            # The module's own value, while another one is in its place; so it travels with copies and pickles.
+            key = f"_nm_own_{attribute}"
+            has_masks = any(isinstance(part, Adapter) for part in module.modules())
+            if has_masks and key not in vars(module):
+                vars(module)[key] = getattr(module, attribute)
+                setattr(module, attribute, off)
+            elif not has_masks and key in vars(module):
+                setattr(module, attribute, vars(module).pop(key))

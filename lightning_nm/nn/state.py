@@ -93,11 +93,11 @@ def _decisions(layer: NMLayer) -> dict[str, Any]:
 def _settings(part: Any) -> dict[str, Any]:
     """The primitives, and mappings of them, among the arguments that a part keeps under their names."""
     names = inspect.signature(type(part).__init__).parameters
-    found = {}
-    for name, value in vars(part).items():
-        if name in names and isinstance(value, (bool, int, float, str, dict)):
-            found[name] = value
-    return found
+    return {
+        name: value
+        for name, value in vars(part).items()
+        if name in names and isinstance(value, (bool, int, float, str, dict))
+    }
 
 
 def _copied(tensor: Tensor) -> Tensor:

@@ -54,7 +54,10 @@ def parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, layer: NMLay
     local_bias = None if by_columns else bias
     if isinstance(local_bias, DTensor):
         local_bias = local_bias.to_local()
-    y = nm_linear(local_x, local_weight, local_bias, _local_layer(layer, weight), routed=False)
+    bits = layer.masks.bits
+    local_bits = None if bits is None else local_shard(bits, weight)
+    local_layer = layer.with_parts(masks=layer.masks.with_bits(local_bits))
+    y = nm_linear(local_x, local_weight, local_bias, local_layer, routed=False)
     if not by_columns:
         placements = [Shard(last_dimension) if by_rows else Replicate()]
         return DTensor.from_local(y, mesh, placements, run_check=False)
@@ -62,10 +65,3 @@ def parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, layer: NMLay
     partial = DTensor.from_local(y, mesh, [Partial()], run_check=False)
     whole = partial.redistribute(mesh, [Replicate()])
     return whole if bias is None else whole + bias
-
-
-def _local_layer(layer: NMLayer, weight: Tensor) -> NMLayer:
-    """The layer for this process's shard of ``weight``."""
-    bits = layer.masks.bits
-    local_bits = None if bits is None else local_shard(bits, weight)
-    return layer.with_parts(masks=layer.masks.with_bits(local_bits))

@@ -206,7 +206,10 @@ def test_the_other_lightning_package_is_refused(tmp_path):
         ({"grad_snr_every": -1}, "grad_snr_every=-1"),
         ({"grad_snr_every": None}, "grad_snr_every=None"),
         ({"grad_snr_every": 1.5}, r"grad_snr_every=1\.5"),
-        ({"rules": [{"include": "x", "metod": "ste"}]}, "unknown key 'metod'"),
+        (
+            {"rules": [{"include": "x", "metod": "ste"}]},
+            r"rules\[0\] has no 'metod'; did you mean 'method'",
+        ),
     ],
 )
 def test_bad_options_fail_before_any_trainer(options, message):

@@ -106,7 +106,7 @@ def test_features_that_are_always_zero_get_no_weight():
     ("weight", "moment", "message"),
     [
         (torch.ones(2, 8), torch.eye(4), r"\(4, 4\) do not belong to a weight \(2, 8\)"),
-        (torch.ones(2, 6), torch.eye(6), "not a multiple of M = 4"),
+        (torch.ones(2, 6), torch.eye(6), "M=4 does not divide size 6 of dim=1"),
         (torch.ones(2, 4), torch.full((4, 4), float("nan")), "not finite"),
         (torch.ones(2, 4), -torch.eye(4), "raise it"),
     ],

@@ -143,12 +143,12 @@ def test_assignments_are_permutations_and_exchange_never_loses(count, size, seed
         (
             torch.ones(8, 4),
             {"search": "greedy"},
-            r"search='greedy' is unknown: choose one of 'swap', 'random'",
+            r"search='greedy' is unknown: use 'swap' or 'random'",
         ),
         (
             torch.ones(8, 4),
             {"criterion": "l2"},
-            r"criterion='l2' is unknown: choose one of 'retained'",
+            r"criterion='l2' is unknown: use 'retained'",
         ),
         (torch.ones(8, 4), {"candidates": 0}, r"candidates=0: .* candidates=100"),
         (

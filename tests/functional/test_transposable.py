@@ -413,12 +413,12 @@ def test_what_a_second_axis_costs(pattern, low, high):
 @pytest.mark.parametrize(
     ("shape", "pattern", "groups", "message"),
     [
-        ((8, 6), "2:4", 1, r"\(8, 6\).*2:4.*M=4.*size 6 of `in`.*exclude"),
-        ((6, 8), "2:4", 1, r"\(6, 8\).*size 6 of `out`;"),
-        ((8, 8), "4:8", 2, r"\(8, 8\).*size 4 of `out` in each of 2 groups"),
+        ((8, 6), "2:4", 1, r"\(8, 6\).*2:4.*M=4.*size 6 of dim=1;.*exclude"),
+        ((6, 8), "2:4", 1, r"6 output rows in 1 group.*M=4:.*exclude"),
+        ((8, 8), "4:8", 2, r"8 output rows in 2 group\(s\) are 4 rows each, not a multiple of M=8"),
         ((8, 8), "2:4", 3, "groups=3 does not split 8"),
         ((8, 8), "2:4", 0, "groups=0"),
-        ((8,), "2:4", 1, r"\(8,\) has no tiles"),
+        ((8,), "2:4", 1, r"\(8,\) has no input axis"),
         ((8, 8), "2-4", 1, "cannot read"),
     ],
 )

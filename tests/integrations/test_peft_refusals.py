@@ -99,7 +99,7 @@ def in_a_model(masks):
 
 def test_a_sparsifier_warns_of_adapters_that_would_break_its_pattern():
     with pytest.warns(
-        UserWarning, match=r"base_model\.model\.first, .*gpt, .*head.*mask_adapters\(model\) before"
+        UserWarning, match=r"base_model\.model\.first; .*gpt; .*head.*mask_adapters\(model\) before"
     ):
         sparsifier = NMSparsifier(in_a_model(False), "2:4", "ste").attach()
     assert "mask_adapters keeps it so" in sparsifier.skipped["0.base_model.model.gpt.base_layer"]

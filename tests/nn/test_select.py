@@ -137,7 +137,10 @@ def test_each_gemm_is_eligible_by_itself():
             r"'odd' is named .* in 30 % 16 != 0 \(M = 2, .* would fit\); out 30 % 16 != 0 \(M",
         ),
         ({"include": ["conv", "depthwise"]}, "'depthwise' is named .*depthwise convolution"),
-        ({"rules": [{"include": "conv", "patern": "1:4"}]}, "unknown key 'patern'"),
+        (
+            {"rules": [{"include": "conv", "patern": "1:4"}]},
+            r"rules\[0\] has no 'patern'; did you mean 'pattern'",
+        ),
         ({"rules": [{"pattern": "1:4"}]}, "no 'include'"),
         (
             {"rules": [{"include": "head"}, {"include": "nothing.*"}]},

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_nm.nn.adapters.base import Adapter, WeightSpec, register_adapter
+from lightning_nm.nn.adapters.base import Adapter, Args, Kwargs, WeightSpec, register_adapter
 from lightning_nm.nn.products import nm_linear
 
 FUSED_PATHS: tuple[tuple[type[nn.Module], str, Any], ...] = (
@@ -43,13 +43,13 @@ class AttentionForward(nn.Module):
     def project(
         self, x: Tensor, parameter: str, bias: Tensor | None, rows: tuple[int, int] | None = None
     ) -> Tensor:
-        """Return ``x @ W^T + bias`` of the projection with this parameter, or of some rows of it."""
-        raise NotImplementedError
+        """Return ``x @ W^T + bias`` of the projection with this parameter, or of some rows of it; here dense."""
+        part = slice(None) if rows is None else slice(*rows)
+        weight = getattr(self, parameter)[part]
+        return F.linear(x, weight, None if bias is None else bias[part])
 
     @classmethod
-    def inputs(
-        cls, module: Any, parameter: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> list[Tensor]:
+    def inputs(cls, module: Any, parameter: str, args: Args, kwargs: Kwargs) -> list[Tensor]:
         """Return query, key and value for the joint projection, else the one that this weight projects."""
         given = _given_inputs(args, kwargs)
         tokens = [x.flatten(0, -2) for x in given]  # [tokens, in]
@@ -72,11 +72,8 @@ class AttentionForward(nn.Module):
         if query is key and key is value:
             return list(joint(query).chunk(3, dim=-1))
         # Rows of the weight for q, then k, then v.
-        return [
-            joint(query, rows=(0, width)),
-            joint(key, rows=(width, 2 * width)),
-            joint(value, rows=(2 * width, 3 * width)),
-        ]
+        inputs = enumerate((query, key, value))
+        return [joint(x, rows=(k * width, (k + 1) * width)) for k, x in inputs]
 
     def forward(
         self,
@@ -103,8 +100,7 @@ class AttentionForward(nn.Module):
         elif not mha.batch_first:
             q, k, v = (x.transpose(0, 1) for x in (q, k, v))
         batch, targets, _ = q.shape
-        if mha.bias_k is not None or mha.add_zero_attn:
-            k, v = self._with_extra_keys(k, v)
+        k, v = self._with_extra_keys(k, v)
         sources = k.shape[1]
         # [batch, heads, tokens, head_dim]
         heads_and_size = (mha.num_heads, mha.head_dim)
@@ -141,14 +137,13 @@ class AttentionForward(nn.Module):
         """Append the keys that belong to no token, a learned one and zeros; all are ``[batch, sources, embed_dim]``."""
         mha: Any = self
         batch, _, width = k.shape
-        if mha.bias_k is not None:
-            learned_k = mha.bias_k.to(k.dtype).expand(batch, 1, -1)
-            learned_v = mha.bias_v.to(v.dtype).expand(batch, 1, -1)
-            k = torch.cat([k, learned_k], dim=1)
-            v = torch.cat([v, learned_v], dim=1)
+        extra = [] if mha.bias_k is None else [(mha.bias_k, mha.bias_v)]
         if mha.add_zero_attn:
-            k = torch.cat([k, k.new_zeros(batch, 1, width)], dim=1)
-            v = torch.cat([v, v.new_zeros(batch, 1, width)], dim=1)
+            zeros = k.new_zeros(1, 1, width)
+            extra.append((zeros, zeros))
+        for more_k, more_v in extra:
+            k = torch.cat([k, more_k.to(k.dtype).expand(batch, 1, -1)], dim=1)
+            v = torch.cat([v, more_v.to(v.dtype).expand(batch, 1, -1)], dim=1)
         return k, v
 
     def _attention_bias(
@@ -196,9 +191,7 @@ class NMMultiheadAttention(AttentionForward, Adapter):
                 yield WeightSpec(parameter)
 
     @classmethod
-    def macs(
-        cls, module: Any, parameter: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> int:
+    def macs(cls, module: Any, parameter: str, args: Args, kwargs: Kwargs, output: Any) -> int:
         """Return the multiply-adds of the projections of query, key and value that use this weight."""
         given = _given_inputs(args, kwargs)
         if parameter == "in_proj_weight":
@@ -211,16 +204,13 @@ class NMMultiheadAttention(AttentionForward, Adapter):
         self, x: Tensor, parameter: str, bias: Tensor | None, rows: tuple[int, int] | None = None
     ) -> Tensor:
         """Return ``x @ W_F^T + bias`` of a projection, or of some rows of it."""
-        weight = getattr(self, parameter)
         layer = self.nm_layers.get(parameter)
-        if layer is not None:
-            return nm_linear(x, weight, bias, layer, rows)
-        # A projection that is not masked, beside others that are.
-        part = slice(None) if rows is None else slice(*rows)
-        return F.linear(x, weight[part], None if bias is None else bias[part])
+        if layer is None:  # next to others that are masked
+            return super().project(x, parameter, bias, rows)
+        return nm_linear(x, getattr(self, parameter), bias, layer, rows)
 
 
-def _given_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
+def _given_inputs(args: Args, kwargs: Kwargs) -> tuple[Tensor, ...]:
     """Return query, key and value of a call, by position or by name."""
     named = [kwargs[name] for name in _INPUTS if name in kwargs]
     # Further positional arguments are masks and flags.

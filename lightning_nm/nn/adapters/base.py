@@ -6,7 +6,6 @@ parameters and its state-dict keys stay the same.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, Literal, NamedTuple
 from weakref import WeakKeyDictionary, ref
@@ -16,6 +15,12 @@ from torch import Tensor, nn
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.state import keep_replaced, take_loaded
 from lightning_nm.nn.weight import Layout, as_sharded
+
+Args = tuple[Any, ...]
+"""The positional arguments of a module's call."""
+
+Kwargs = dict[str, Any]
+"""Its arguments by name."""
 
 
 class WeightSpec(NamedTuple):
@@ -35,8 +40,9 @@ class WeightSpec(NamedTuple):
 class Adapter(nn.Module):
     """Mixed into a module's class while its weights are masked; ``nm_layers`` maps parameter names to their layers.
 
-    A subclass sets :attr:`handles` and defines :meth:`specs`, :meth:`macs` and ``forward``, which runs the products by
-    :func:`~lightning_nm.nn.products.nm_linear` or :func:`~lightning_nm.nn.products.nm_conv`.
+    A subclass sets :attr:`handles` and defines :meth:`macs` and ``forward``, which runs the products by
+    :func:`~lightning_nm.nn.products.nm_linear` or :func:`~lightning_nm.nn.products.nm_conv`; and :meth:`specs`, if its
+    weights are others than one ``[out, in]``.
     :func:`register_adapter` makes it known. The state dict, loading, copies and devices are handled here.
     """
 
@@ -74,12 +80,15 @@ class Adapter(nn.Module):
 
     @classmethod
     def specs(cls, module: Any, conv_layout: str) -> Iterator[WeightSpec]:
-        """Yield the weights of a module of the handled class; ``conv_layout`` is ``"channels"`` or ``"flat"``."""
-        raise NotImplementedError
+        """Yield the weights of a module of the handled class; ``conv_layout`` is ``"channels"`` or ``"flat"``.
+
+        By default the one weight is called ``weight``, and is ``[out, in]``.
+        """
+        yield WeightSpec("weight")
 
     @classmethod
     def macs(
-        cls, module: Any, parameter: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+        cls, module: Any, parameter: str, args: Args, kwargs: Kwargs, output: Any
     ) -> int | None:
         """Return the multiply-adds of a weight's dense forward GEMM in one call; ``None`` if operators must be counted.
 
@@ -101,9 +110,7 @@ class Adapter(nn.Module):
         raise NotImplementedError
 
     @classmethod
-    def inputs(
-        cls, module: Any, parameter: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> list[Tensor]:
+    def inputs(cls, module: Any, parameter: str, args: Args, kwargs: Kwargs) -> list[Tensor]:
         """Return what a call multiplies by a weight, ``[tokens, in]`` for each of its groups of output rows.
 
         :func:`lightning_nm.prune` needs it for calibration. The columns are those of a row of the weight,
@@ -127,9 +134,7 @@ class Adapter(nn.Module):
             destination[key] = _saved_weight(layer, destination, key)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        loaded = [
-            layer for parameter, layer in self.nm_layers.items() if prefix + parameter in state_dict
-        ]
+        loaded = [layer for name, layer in self.nm_layers.items() if prefix + name in state_dict]
         for layer in loaded:
             keep_replaced(layer)
         super()._load_from_state_dict(state_dict, prefix, *args)
@@ -210,9 +215,8 @@ def register_adapter(adapter: type[Adapter]) -> type[Adapter]:
             f"register_adapter takes a subclass of lightning_nm.nn.Adapter, not {adapter!r}"
         )
     # An adapter that overrides handled() may do without `handles`.
-    own = inspect.getattr_static(adapter, "handled")
-    inherited = own is inspect.getattr_static(Adapter, "handled")
-    if inherited and not isinstance(getattr(adapter, "handles", None), type):
+    inherits = getattr(adapter.handled, "__func__", None) is Adapter.handled.__func__  # type: ignore[attr-defined]
+    if inherits and not isinstance(getattr(adapter, "handles", None), type):
         raise TypeError(
             f"{adapter.__name__} handles no class: set `handles` to the module class that it adapts"
         )

@@ -6,12 +6,11 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_nm.nn.adapters.base import Adapter, WeightSpec, register_adapter
-from lightning_nm.nn.products import CONVOLUTIONS, nm_conv
+from lightning_nm.nn.adapters.base import Adapter, Args, Kwargs, WeightSpec, register_adapter
+from lightning_nm.nn.products import nm_conv
 from lightning_nm.nn.weight import Layout
 
 
@@ -29,37 +28,22 @@ class _NMConv(Adapter):
         yield WeightSpec("weight", layout, module.groups)
 
     @classmethod
-    def macs(
-        cls, module: Any, parameter: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> int:
+    def macs(cls, module: Any, parameter: str, args: Args, kwargs: Kwargs, output: Any) -> int:
         """Return ``batch * positions * out * in / groups * taps``."""
         return (
             output.numel() * (module.in_channels // module.groups) * math.prod(module.kernel_size)
         )
 
     @classmethod
-    def inputs(
-        cls, module: Any, parameter: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> list[Tensor]:
-        """Return the patches of the input for each group, ``[batch x positions, in / groups * taps]``.
+    def inputs(cls, module: Any, parameter: str, args: Args, kwargs: Kwargs) -> list[Tensor]:
+        """Return the patches of the input for each group, ``[batch x positions, in / groups * taps]``."""
+        from lightning_nm.functional.int8 import conv_patches  # for calibration alone
 
-        A convolution makes them by filters that each copy one entry of a patch.
-        """
         (x,) = (*args, *kwargs.values())
-        weight = module.weight
-        groups = module.groups
-        spatial = weight.dim() - 2
-        patch_shape = weight.shape[1:]  # in / groups, and the taps
-        size = math.prod(patch_shape)
-        identity = torch.eye(size, dtype=x.dtype, device=x.device)
-        one_group = identity.view(size, *patch_shape)
-        filters = one_group.repeat(groups, *[1] * (spatial + 1))
-        x, padding, _ = padded_input(module, x, spatial)
-        convolve = CONVOLUTIONS[spatial - 1]
-        patches = convolve(x, filters, None, module.stride, padding, module.dilation, groups)
-        # [batch, groups x size, *positions] -> [groups, batch x positions, size]
-        patches = patches.unflatten(1, (groups, size)).flatten(3)
-        return list(patches.permute(1, 0, 3, 2).flatten(1, 2))
+        taps = module.kernel_size
+        x, padding, _ = padded_input(module, x, len(taps))
+        patches = conv_patches(x, taps, module.stride, padding, module.dilation, module.groups)
+        return list(patches.flatten(1, -2))
 
     def forward(self, input: Tensor) -> Tensor:
         """Convolve with W_F."""
@@ -97,24 +81,18 @@ def padded_input(conv: Any, input: Tensor, spatial: int) -> tuple[Tensor, tuple[
         )
     x = input.unsqueeze(0) if unbatched else input
     # (before, after) for each spatial dimension
-    sides = []
     # torch takes padding as numbers or by one of two names.
     if conv.padding == "same":
-        for dilation, taps in zip(conv.dilation, conv.kernel_size, strict=True):
-            total = dilation * (taps - 1)
-            # An even number of taps needs one more after than before.
-            sides.append((total // 2, total - total // 2))
-    elif conv.padding == "valid":
-        sides = [(0, 0)] * spatial
+        totals = [d * (taps - 1) for d, taps in zip(conv.dilation, conv.kernel_size, strict=True)]
+        # An even number of taps needs one more after than before.
+        sides = [(total // 2, total - total // 2) for total in totals]
     else:
-        sides = [(zeros, zeros) for zeros in conv.padding]
+        numbers = (0,) * spatial if conv.padding == "valid" else conv.padding
+        sides = [(zeros, zeros) for zeros in numbers]
     if conv.padding_mode != "zeros" or any(before != after for before, after in sides):
         # As torch does: the input is padded first. F.pad counts dimensions from the last.
         mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
-        widths: list[int] = []
-        for before_and_after in reversed(sides):
-            widths += before_and_after
-        x = F.pad(x, widths, mode=mode)
+        x = F.pad(x, [zeros for both in reversed(sides) for zeros in both], mode=mode)
         sides = [(0, 0)] * spatial
     return x, tuple(before for before, _ in sides), unbatched
 

@@ -15,7 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_nm.nn.adapters.base import Adapter, WeightSpec, find_adapter, register_adapter
+from lightning_nm.nn.adapters.base import (
+    Adapter,
+    Args,
+    Kwargs,
+    WeightSpec,
+    find_adapter,
+    register_adapter,
+)
 from lightning_nm.nn.layer import LayerMasks, NMLayer
 from lightning_nm.nn.products import nm_linear
 from lightning_nm.nn.weight import Layout, PlainWeight
@@ -95,7 +102,7 @@ def _product(
     if not layer.experts:
         made: dict[str, Tensor] = {}
         layer.experts.extend(ExpertLayer(layer, number, made) for number in range(len(weight)))
-    _forget(layer)
+    layer.experts[0].made.clear()  # freed: this pass makes its own
     matrices = _Routed.apply(layer, weight, *layer.parameters.values()).unbind()
     layer.costs.record_product(0)  # the weight is multiplied by, even if no expert has tokens
 
@@ -130,7 +137,7 @@ class ExpertLayer(NMLayer):
     Args:
         layer: The layer of all experts.
         expert: The number of this one.
-        made: The weights of all experts that a method made, until :func:`_forget`; one for all of them.
+        made: The weights of all experts that a method made, freed by the next pass; one for all of them.
     """
 
     routes_gradients = False  # those of all experts are routed together
@@ -170,27 +177,20 @@ class ExpertLayer(NMLayer):
 
     def forward_of(self, weight: Tensor) -> Tensor:
         """W_F of this expert."""
-        if self.spec.method.selects_entries:
-            return super().forward_of(weight)
-        return self._part("forward_of")
+        return self._part("forward_of", weight)
 
     def backward_of(self, weight: Tensor) -> Tensor:
         """W_B of this expert."""
+        return self._part("backward_of", weight)
+
+    def _part(self, which: str, weight: Tensor) -> Tensor:
+        """W_F or W_B of this expert, perhaps a part of what the method makes of the entries of all, once."""
         if self.spec.method.selects_entries:
-            return super().backward_of(weight)
-        return self._part("backward_of")
-
-    @torch.no_grad()
-    def _part(self, which: str) -> Tensor:
-        """This expert's part of what the method makes of the entries of all, once."""
+            return getattr(super(), which)(weight)
         if which not in self.made:
-            self.made[which] = getattr(self.layer, which)(self.layer.param.detach())
+            with torch.no_grad():
+                self.made[which] = getattr(self.layer, which)(self.layer.param.detach())
         return self.made[which][self.expert]
-
-
-def _forget(layer: NMLayer) -> None:
-    """Free the weights that a method made for all experts: the next pass makes its own."""
-    layer.experts[0].made.clear()
 
 
 class _Routed(torch.autograd.Function):
@@ -206,7 +206,7 @@ class _Routed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (weight,) = ctx.saved_tensors
-        _forget(ctx.layer)
+        ctx.layer.experts[0].made.clear()
         ctx.layer.progress.trained_by_layer = True
         return None, *ctx.layer.spec.method.weight_gradient(ctx.layer, weight, grads[0])
 
@@ -250,7 +250,7 @@ class NMExperts(Adapter):
 
     @classmethod
     def macs(
-        cls, module: Any, parameter: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+        cls, module: Any, parameter: str, args: Args, kwargs: Kwargs, output: Any
     ) -> int | None:
         """Return what the products with the weight counted in the module's last call."""
         layer = module.nm_layers.get(parameter) if isinstance(module, Adapter) else None
@@ -301,9 +301,7 @@ class NMTransformersExperts(NMExperts):
         return module.is_transposed
 
     @classmethod
-    def macs(
-        cls, module: Any, parameter: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> int:
+    def macs(cls, module: Any, parameter: str, args: Args, kwargs: Kwargs, output: Any) -> int:
         """Return those of the tokens that the router sent to the module's experts."""
         chosen = kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]
         return chosen.numel() * getattr(module, parameter)[0].numel()

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_nm.nn.adapters.base import Adapter, WeightSpec, register_adapter
+from lightning_nm.nn.adapters.base import Adapter, Args, Kwargs, WeightSpec, register_adapter
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.products import nm_embedding, nm_linear
 from lightning_nm.nn.tensor_parallel import parallel_linear
@@ -27,21 +27,12 @@ class NMLinear(Adapter):
     bias: nn.Parameter | None
 
     @classmethod
-    def specs(cls, module: Any, conv_layout: str) -> Iterator[WeightSpec]:
-        """Yield the one weight."""
-        yield WeightSpec("weight")
-
-    @classmethod
-    def macs(
-        cls, module: Any, parameter: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> int:
+    def macs(cls, module: Any, parameter: str, args: Args, kwargs: Kwargs, output: Any) -> int:
         """Return ``tokens * in * out``."""
         return output.numel() * _only_input(args, kwargs).shape[-1]
 
     @classmethod
-    def inputs(
-        cls, module: Any, parameter: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> list[Tensor]:
+    def inputs(cls, module: Any, parameter: str, args: Args, kwargs: Kwargs) -> list[Tensor]:
         """Return the input as ``[tokens, in]``."""
         return [_only_input(args, kwargs).flatten(0, -2)]
 
@@ -100,14 +91,7 @@ class NMEmbedding(Adapter):
         return ""
 
     @classmethod
-    def specs(cls, module: Any, conv_layout: str) -> Iterator[WeightSpec]:
-        """Yield the one weight."""
-        yield WeightSpec("weight")
-
-    @classmethod
-    def macs(
-        cls, module: Any, parameter: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> int:
+    def macs(cls, module: Any, parameter: str, args: Args, kwargs: Kwargs, output: Any) -> int:
         """Return 0: rows are looked up."""
         return 0
 
@@ -120,7 +104,7 @@ class NMEmbedding(Adapter):
         )
 
 
-def _only_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def _only_input(args: Args, kwargs: Kwargs) -> Tensor:
     """Return the one argument of a call, by position or by name, with a dimension for tokens."""
     (x,) = (*args, *kwargs.values())
     # One token without a batch.

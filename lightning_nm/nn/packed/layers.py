@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_nm.nn.adapters import (
@@ -89,8 +88,7 @@ class PackedMultiheadAttention(AttentionForward, PackedLayer):
         weight = getattr(self, parameter)
         if isinstance(weight, PackedWeight):
             return packed_linear(x, weight, bias, rows)
-        part = slice(None) if rows is None else slice(*rows)
-        return F.linear(x, weight[part], None if bias is None else bias[part])
+        return super().project(x, parameter, bias, rows)
 
 
 class PackedAdapted(PackedLayer):
