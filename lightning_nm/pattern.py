@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 
@@ -49,7 +48,7 @@ class NMPattern(_OneValue):
                 "to keep a layer dense, name it in `exclude`"
             )
 
-    @cached_property  # every step reads it
+    @property
     def density(self) -> float:
         """Share of the entries that are kept, ``n / m``."""
         return self.n / self.m
