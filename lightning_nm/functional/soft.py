@@ -344,7 +344,6 @@ def soft_factor(weight: Tensor, thresholds: Sequence[Tensor], temperature: float
     return factor
 
 
-RAMPS = ("linear", "cubic", "cos", "exp")
 _EXPONENT = 1.5  # of "exp": the code's 0.05 for each of 30 epochs
 
 

@@ -37,8 +37,13 @@ _REPLACED = {
     "may_start_early": "define phases()",
     "check_stages": "define phases()",
     "end_masks": "leave it out, the package ends the masks",
+    "restores_masks": "leave it out, init_masks() runs again on resume",
+    "has_own_backward_weight": "leave it out, it follows from an override of backward_weight()",
+    "changes_pattern": "leave it out, it follows from an override of current_pattern()",
 }
 """What a method of 0.3 has to do in place of defining these."""
+
+_WEIGHT_HOOKS = ("forward_weight", "backward_weight", "training_weight")
 
 
 def largest_entries(layer: NMLayer, pattern: NMPattern | None = None) -> Tensor:
@@ -124,7 +129,7 @@ class Method:
     """Whether the method prunes by the layer's masks: a :class:`MaskMethod`."""
     selects_entries: ClassVar[bool] = False
     """Whether W_F and W_B are W under the layer's masks: kernels then mask while they pack, and processes mask their
-    shards. It is so for a :class:`MaskMethod` that overrides none of the hooks which make weights."""
+    shards. It is so for a :class:`MaskMethod`, or :class:`Dense`, that overrides none of the hooks which make weights."""
     has_training_weight: ClassVar[bool] = False
     """Whether the class overrides :meth:`training_weight`."""
 
@@ -136,6 +141,14 @@ class Method:
                 f"{cls.__name__} has {name}, which methods had in lightning_nm 0.3: {_REPLACED[name]}"
             )
         cls.has_training_weight = cls.training_weight is not Method.training_weight
+        # A class selects entries if all of its weights are made by the hooks of one that does.
+        bases = [base for base in cls.__mro__[1:] if issubclass(base, Method)]
+        selecting = [base for base in bases if base.selects_entries]
+        if selecting:
+            cls.selects_entries = any(
+                all(getattr(cls, hook) is getattr(base, hook) for hook in _WEIGHT_HOOKS)
+                for base in selecting
+            )
         if _place(cls, "weight_gradient") < _place(cls, "gradient_at_pruned"):
             # What a base class says of its gradient need not hold for another one.
             cls.gradient_at_pruned = Method.gradient_at_pruned  # type: ignore[method-assign]
@@ -336,13 +349,6 @@ class MaskMethod(Method):
     sparse_forward = True
     uses_masks = True
     selects_entries = True
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        weights = ("forward_weight", "training_weight", "backward_weight")
-        cls.selects_entries = all(
-            getattr(cls, hook) is getattr(MaskMethod, hook) for hook in weights
-        )
 
     def forward_weight(self, layer: NMLayer, weight: Tensor) -> Tensor:
         """``where(forward_mask, W, 0)``."""

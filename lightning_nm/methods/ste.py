@@ -35,6 +35,9 @@ class STE(MaskMethod):
     """
 
     short_name = "ste"
+    # Class attributes, so that a subclass need not define __init__, or call it.
+    dense_start: Moment = 0
+    dense_end: Moment = 0
 
     def __init__(self, dense_start: Moment = 0, dense_end: Moment = 0) -> None:
         check_window(dense_start, dense_end)
