@@ -76,10 +76,10 @@ def zero_pruned(layer: NMLayer) -> None:
         layer.zero_pruned(layer.view.local)
 
 
-def at_kept(layer: NMLayer, grad: Tensor) -> Tensor:
-    """The gradient at the entries that the forward mask keeps, 0 at the others; in place."""
+def kept_gradient(layer: NMLayer, grad: Tensor) -> Tensor:
+    """The gradient at kept entries, 0 at pruned ones, in place; all of it in a window whose gradient is dense."""
     mask = layer.masks.forward_view
-    return grad if mask is None else mask_(grad, mask)
+    return grad if mask is None or layer.progress.dense_gradient else mask_(grad, mask)
 
 
 def _place(cls: type, hook: str) -> int:
@@ -129,7 +129,8 @@ class Method:
     """Whether the method prunes by the layer's masks: a :class:`MaskMethod`."""
     selects_entries: ClassVar[bool] = False
     """Whether W_F and W_B are W under the layer's masks: kernels then mask while they pack, and processes mask their
-    shards. It is so for a :class:`MaskMethod`, or :class:`Dense`, that overrides none of the hooks which make weights."""
+    shards. It is so for a :class:`MaskMethod` that overrides none of the hooks which make weights, and for
+    :class:`Dense`."""
     has_training_weight: ClassVar[bool] = False
     """Whether the class overrides :meth:`training_weight`."""
 
@@ -359,3 +360,24 @@ class MaskMethod(Method):
         """``where(backward_mask, W, 0)``; W_F for a layer without a backward mask."""
         mask = layer.masks.backward
         return self.forward_weight(layer, weight) if mask is None else masked(weight, mask)
+
+
+class SparseToSparse(MaskMethod):
+    """Without latent weights: pruned entries are zero in the parameter after every step, and get no gradient.
+
+    All of the gradient is kept in a window for which :meth:`needs_dense_gradient` asked, for the method to use it.
+    """
+
+    latent = False
+
+    def gradient_at_pruned(self, layer: NMLayer) -> bool:
+        """Whether there is no mask yet, or the method asked for the dense gradient of this window."""
+        return not layer.masks.has_forward or layer.progress.dense_gradient
+
+    def weight_gradient(self, layer: NMLayer, weight: Tensor, grad: Tensor) -> Gradients:
+        """The gradient at kept entries, 0 at pruned ones; all of it in a window whose gradient is dense."""
+        return super().weight_gradient(layer, weight, kept_gradient(layer, grad))
+
+    def after_step(self, layer: NMLayer, optimizer: Optimizer) -> None:
+        """Keep pruned entries at zero, whatever the optimizer did."""
+        zero_pruned(layer)

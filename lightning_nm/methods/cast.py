@@ -15,9 +15,9 @@ from lightning_nm.functional.select import masked
 from lightning_nm.functional.soft import decayed_moment
 from lightning_nm.methods.base import (
     Gradients,
-    MaskMethod,
     Method,
-    at_kept,
+    SparseToSparse,
+    kept_gradient,
     largest_entries,
     set_parameter,
     zero_pruned,
@@ -43,7 +43,7 @@ class _BeforeStep:
     grad: Tensor
 
 
-class CAST(MaskMethod):
+class CAST(SparseToSparse):
     r"""Continuous adaptive sparse training (Huang et al., arXiv 2509.25996) of a trained model, under Adam or AdamW.
 
     **Until** ``end`` **the model is dense.** Its forward weight is :math:`A \odot W`, where the learnable scale A has
@@ -92,6 +92,7 @@ class CAST(MaskMethod):
     """
 
     short_name = "cast"
+    latent = True  # until its end
     passes_read_buffers = False
     fixed = ("scale_groups",)
     headline = "decayed_magnitude"
@@ -219,9 +220,7 @@ class CAST(MaskMethod):
         if not layer.spec.forward_reason and not layer.masks.has_forward:
             self._project(layer)
 
-    def gradient_at_pruned(self, layer: NMLayer) -> bool:
-        """Whether all entries are trained still."""
-        return not layer.masks.has_forward
+    gradient_at_pruned = SparseToSparse.gradient_at_pruned
 
     def forward_weight(self, layer: NMLayer, weight: Tensor) -> Tensor:
         """``A * W``, and +0.0 at pruned entries once there is a mask."""
@@ -232,7 +231,7 @@ class CAST(MaskMethod):
 
     def weight_gradient(self, layer: NMLayer, weight: Tensor, grad: Tensor) -> Gradients:
         """The gradients of W, which is ``A * grad`` under the mask, and of A."""
-        grad = at_kept(layer, grad)
+        grad = kept_gradient(layer, grad)
         scale = self._scale(layer, weight)
         if scale is None:
             return (grad,)
@@ -299,7 +298,7 @@ class CAST(MaskMethod):
             grad = layer.view.local_grad
             if grad is not None:
                 grad.copy_(before.grad)
-        zero_pruned(layer)
+        super().after_step(layer, optimizer)
 
     def statistics(self, layers: Sequence[NMLayer]) -> dict[str, float]:
         """``decayed_magnitude``: the share of the sum of :math:`|W|` in entries that the projection would set to zero.

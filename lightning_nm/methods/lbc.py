@@ -14,10 +14,10 @@ from lightning_nm.functional.select import masked
 from lightning_nm.functional.soft import surviving
 from lightning_nm.methods.base import (
     Gradients,
-    MaskMethod,
     Method,
-    at_kept,
+    SparseToSparse,
     from_blocks_of,
+    kept_gradient,
     set_parameter,
     zero_pruned,
 )
@@ -33,7 +33,7 @@ REMOVED = "removed"
 """The layer's buffer: whether each of them is removed, one bit each."""
 
 
-class LBC(MaskMethod):
+class LBC(SparseToSparse):
     r"""Learning Best Combination (Zhang et al., NeurIPS 2022, arXiv 2206.06662): patterns compete within each block.
 
     Each block has a score for each of its :math:`C = \binom{M}{N}` patterns, at first :math:`1 / \binom{M-1}{N-1}`.
@@ -67,7 +67,6 @@ class LBC(MaskMethod):
     """
 
     short_name = "lbc"
-    latent = False
     # The paper counts all three GEMMs by the share of kept entries.
     paper_counts_masked = True
 
@@ -144,13 +143,12 @@ class LBC(MaskMethod):
         keepers = (~removed).flatten(0, 1).float() @ patterns.float()
         layer.set_masks(from_blocks_of(layer, keepers > 0))
 
-    def gradient_at_pruned(self, layer: NMLayer) -> bool:
-        """Whether there is no mask: a pruned entry is in no pattern that is left, so no score needs its gradient."""
-        return not layer.masks.has_forward
+    # A pruned entry is in no pattern that is left, so no score needs its gradient.
+    gradient_at_pruned = SparseToSparse.gradient_at_pruned
 
     def weight_gradient(self, layer: NMLayer, weight: Tensor, grad: Tensor) -> Gradients:
         """The gradient at kept entries, and that of the scores that are left."""
-        kept_grad = at_kept(layer, grad)
+        kept_grad = kept_gradient(layer, grad)
         scores = layer.parameters.get(SCORES)
         if scores is None:
             return (kept_grad,)
@@ -168,7 +166,7 @@ class LBC(MaskMethod):
 
     def after_step(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Keep pruned entries and removed scores at zero, whatever the optimizer did."""
-        zero_pruned(layer)
+        super().after_step(layer, optimizer)
         scores = layer.parameters.get(SCORES)
         if scores is not None:
             scores.detach().masked_fill_(_removed(layer), 0)

@@ -10,20 +10,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_nm.functional.evolution import block_index, drop_and_grow
-from lightning_nm.methods.bame.exchange import (
-    Exchange,
-    dense_gradient_was_used,
-    gradient_of_window,
-    make_exchange,
-)
-from lightning_nm.methods.base import Gradients, MaskMethod, blocks_of, largest_entries, zero_pruned
+from lightning_nm.methods.bame.exchange import Exchange, dense_gradient_was_used, make_exchange
+from lightning_nm.methods.base import SparseToSparse, blocks_of, largest_entries
 from lightning_nm.methods.checks import check_count, check_number
 from lightning_nm.methods.optimizer_state import check_optimizer
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.schedule import Moment, Phases, check_moment, resolve_moment
 
 
-class RigL(MaskMethod):
+class RigL(SparseToSparse):
     r"""RigL (Evci et al., ICML 2020, arXiv 1911.11134) in N:M blocks.
 
     Every block keeps N of M entries, as every row keeps its fan-in in SRigL (Lasby et al., ICLR 2024, arXiv
@@ -59,7 +54,6 @@ class RigL(MaskMethod):
     """
 
     short_name = "rigl"
-    latent = False
     paper_counts_masked = True
     headline = "flip_rate"
 
@@ -104,10 +98,6 @@ class RigL(MaskMethod):
         is_turn = step > 0 and step % self.every == 0
         return is_turn or layer.progress.dense_gradient
 
-    def gradient_at_pruned(self, layer: NMLayer) -> bool:
-        """Whether the mask needs the dense gradient of this window."""
-        return layer.progress.dense_gradient
-
     def check_optimizer(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Refuse an optimizer whose state cannot be matched to entries of the weight."""
         check_optimizer(optimizer, layer.param, layer.name)
@@ -115,14 +105,7 @@ class RigL(MaskMethod):
     def init_masks(self, layer: NMLayer) -> None:
         """Keep the largest entries."""
         layer.pending = None
-        if layer.spec.forward_reason:
-            layer.set_masks(None)
-            return
-        layer.set_masks(largest_entries(layer))
-
-    def weight_gradient(self, layer: NMLayer, weight: Tensor, grad: Tensor) -> Gradients:
-        """The gradient at kept entries; all of it in a window whose gradient moves the mask."""
-        return (gradient_of_window(layer, grad),)
+        layer.set_masks(None if layer.spec.forward_reason else largest_entries(layer))
 
     def before_step(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Find the exchange that the dense gradient speaks for, then leave the optimizer that of kept entries."""
@@ -145,7 +128,7 @@ class RigL(MaskMethod):
         mask = layer.masks.forward_view
         if mask is None:
             return
-        zero_pruned(layer)
+        super().after_step(layer, optimizer)
         exchange: Exchange | None = layer.pending
         layer.pending = None
         if layer.progress.dense_gradient and layer.view.local_grad is not None:

@@ -18,7 +18,7 @@ from lightning_nm.functional.evolution import (
     look_ahead_scores,
     select_blocks,
 )
-from lightning_nm.functional.select import mask_, masked
+from lightning_nm.functional.select import masked
 from lightning_nm.kernels.cpu.evolution import MOST_STATES
 from lightning_nm.kernels.evolution import passes_for
 from lightning_nm.methods.bame.evidence import Evidence
@@ -26,6 +26,7 @@ from lightning_nm.methods.optimizer_state import (
     SECOND_MOMENTS,
     StepSize,
     entry_states,
+    group_of,
     moment_correction,
     step_size,
 )
@@ -67,14 +68,6 @@ def dense_gradient_was_used(layer: NMLayer, mask: Tensor) -> bool:
         return False
     grad = layer.weight.grad
     return grad is not None and not masked(grad, ~mask).any()
-
-
-def gradient_of_window(layer: NMLayer, grad: Tensor) -> Tensor:
-    """The gradient at kept entries, in place; all of it in a window that needs the dense one."""
-    mask = layer.masks.forward_view
-    if layer.progress.dense_gradient or mask is None:
-        return grad
-    return mask_(grad, mask)
 
 
 @torch.no_grad()
@@ -158,11 +151,11 @@ def make_exchange(
     """
     m = layer.pattern.m
     param = layer.param
-    for key, kept_state in entry_states(optimizer, param, layer.name):
+    for key, kept_state in entry_states(optimizer, param, layer.name).items():
         state = gather(kept_state)
         start: Tensor | float = 0.0
         if key in SECOND_MOMENTS and evidence is not None:
-            scale = moment_correction(optimizer, param)
+            scale = moment_correction(group_of(optimizer, param), optimizer.state[param])
             start = (evidence.mean_square()[exchange.regrown] * scale).to(state.dtype)
         elif key in SECOND_MOMENTS:
             kept = as_blocks(layer.view.rows(mask), m)[exchange.blocks]  # [K, M]
@@ -205,17 +198,15 @@ def exchange_in_one_pass(
         return None
     param = layer.param
     weight = param.detach()
-    names, states = [], []
-    for name, state in entry_states(optimizer, param, layer.name):
-        names.append(name)
-        states.append(state)
+    states = entry_states(optimizer, param, layer.name)
     grid = layer.view.blocks(layer.pattern.m)
     grad = param.grad
     if grad is not None and not (grad.is_contiguous() and grad.dtype == weight.dtype):
         grad = None  # it is masked apart
     fits = grid is not None and len(states) <= MOST_STATES
-    if not fits or passes_for(weight, grad, *states) is not passes:
+    if not fits or passes_for(weight, grad, *states.values()) is not passes:
         return None
+    state = optimizer.state.get(param, {})
     blocks, held = passes.exchange(
         grid,
         masks.bits,
@@ -225,11 +216,11 @@ def exchange_in_one_pass(
         evidence.square,
         layer.buffers["oscillation"],
         layer.buffers["exchanged"],
-        states,
-        [name in SECOND_MOMENTS for name in names],
+        list(states.values()),
+        [name in SECOND_MOMENTS for name in states],
         budget,
         evidence.correction(),
-        moment_correction(optimizer, param),
+        moment_correction(group_of(optimizer, param), state),
     )
     masks.count_moved(2 * blocks)
     if grad is None and param.grad is not None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_nm.functional import magnitude_mask, unpack_mask
+from lightning_nm.functional import unpack_mask
 from lightning_nm.functional.evolution import count_oscillations, swap_budget
 from lightning_nm.methods.bame.evidence import (
     COUNT,
@@ -26,10 +26,9 @@ from lightning_nm.methods.bame.exchange import (
     dense_gradient_was_used,
     exchange_in_one_pass,
     find_exchange,
-    gradient_of_window,
     make_exchange,
 )
-from lightning_nm.methods.base import MaskMethod
+from lightning_nm.methods.base import SparseToSparse, largest_entries
 from lightning_nm.methods.bi_mask import BiMask
 from lightning_nm.methods.checks import check_option
 from lightning_nm.methods.optimizer_state import check_optimizer, clear_entries, group_of
@@ -62,7 +61,13 @@ class PhaseTotals:
     adaptations: int = 0
 
 
-class BAME(MaskMethod):
+def _is_fresh(layer: NMLayer) -> bool:
+    """Whether the masks are new, and the optimizer's state at pruned entries is no evidence yet, which must stay."""
+    # With a count a saved state was loaded: a layer that was loaded has no pending step.
+    return COUNT not in layer.buffers and (layer.pending is None or layer.pending.fresh)
+
+
+class BAME(SparseToSparse):
     r"""Block-aware mask evolution (Yang et al., ICML 2025, OpenReview XAZKPGUcQm), a reconstruction.
 
     There are no latent weights: pruned entries are exactly zero in the parameter after every step, and but for the
@@ -115,7 +120,6 @@ class BAME(MaskMethod):
     """
 
     short_name = "bame"
-    latent = False
     paper_counts_masked = True
     passes_read_buffers = False
     fixed = ("dgrad",)
@@ -215,7 +219,7 @@ class BAME(MaskMethod):
         layer.buffers.clear()
         forward = None
         if not layer.spec.forward_reason:
-            forward = layer.view.by_rows(lambda rows: magnitude_mask(rows, layer.pattern, dim=1))
+            forward = largest_entries(layer)
             entries, device = layer.param.numel(), layer.param.device
             blocks = entries // layer.pattern.m
             layer.buffers.update(
@@ -251,12 +255,13 @@ class BAME(MaskMethod):
         """Whether the coming window's gradient is to be dense: it is its turn, or an earlier one could not."""
         if not self._adapting(layer):
             return False
-        if layer.progress.dense_gradient:
-            return True  # the gradient that the last window was asked for has not been used
-        if self.evidence == "accumulated":
-            return self._turn(layer, self.gradient_every)
-        start, _ = layer.progress.schedule
-        return (layer.progress.clock - start) % self.every == 0
+        progress = layer.progress
+        # Accumulated evidence counts the layer's own steps, so that layers whose optimizers alternate have their turns.
+        counted, every = progress.step, self.gradient_every
+        if self.evidence == "batch":
+            counted, every = progress.clock, self.every
+        # The gradient that the last window was asked for may not have been used.
+        return progress.dense_gradient or (counted - progress.schedule[0]) % every == 0
 
     def _adapting(self, layer: NMLayer) -> bool:
         """Whether the coming window lies in the adaptation phase."""
@@ -267,25 +272,6 @@ class BAME(MaskMethod):
         # An empty phase, start == stop, has one adaptation.
         return start <= clock < stop or clock == start == stop
 
-    @staticmethod
-    def _turn(layer: NMLayer, every: int) -> bool:
-        """Whether the coming step is a multiple of `every` after ``start``.
-
-        It counts the layer's own steps, so that layers whose optimizers alternate all have their turns.
-        """
-        start, _ = layer.progress.schedule
-        return (layer.progress.step - start) % every == 0
-
-    def gradient_at_pruned(self, layer: NMLayer) -> bool:
-        """Whether the masks need the dense gradient of this window."""
-        return layer.progress.dense_gradient
-
-    def weight_gradient(
-        self, layer: NMLayer, weight: Tensor, grad: Tensor
-    ) -> tuple[Tensor | None, ...]:
-        """The gradient at kept entries; all of it in a window whose gradient is dense."""
-        return (gradient_of_window(layer, grad),)
-
     # The optimizer steps.
 
     @torch.no_grad()
@@ -294,15 +280,19 @@ class BAME(MaskMethod):
         mask = layer.masks.forward_view
         if mask is None or dense_gradient_was_used(layer, mask):
             return
-        pending = PendingStep(fresh=self._pending(layer).fresh, ready=True)
+        progress = layer.progress
+        pending = PendingStep(fresh=_is_fresh(layer), ready=True)
         if self.evidence == "accumulated" and self._adapting(layer):
             rate = self.evidence_rate * self.gradient_every**0.5
-            # It masks the gradient, too.
-            pending.evidence = gather_evidence(layer, optimizer, mask, rate, fresh=pending.fresh)
             param = layer.param
-            trains = param.grad is not None and bool(group_of(optimizer, param)["lr"])
-            pending.due = trains and self._turn(layer, self.every)
-        elif layer.progress.dense_gradient:
+            group = group_of(optimizer, param)
+            # It masks the gradient, too.
+            pending.evidence = gather_evidence(
+                layer, optimizer, group, mask, rate, fresh=pending.fresh
+            )
+            trains = param.grad is not None and bool(group["lr"])
+            pending.due = trains and (progress.step - progress.schedule[0]) % self.every == 0
+        elif progress.dense_gradient:
             dense_grad = layer.view.local_grad
             if dense_grad is not None:
                 if self.evidence == "batch":
@@ -322,52 +312,47 @@ class BAME(MaskMethod):
         if mask is None:
             return
         param = layer.param
-        pending = self._pending(layer)
-        layer.zero_pruned(layer.view.local)
+        progress = layer.progress
+        # A layer that was loaded keeps nothing yet.
+        pending: PendingStep = layer.pending or PendingStep(fresh=True)
+        if _is_fresh(layer):
+            # Not earlier: a fit that fails before its first step has cost the user no weight.
+            clear_entries(optimizer, param, ~mask, layer.name)
         has_evidence = COUNT in layer.buffers
         holds_evidence = self.evidence == "accumulated" and has_evidence and self._adapting(layer)
-        if param.grad is not None and (layer.progress.dense_gradient or holds_evidence):
+        evidence = pending.evidence
+        exchange = pending.exchange if pending.ready else None
+        done = None
+        if evidence is not None and pending.due:
+            # By kernels, which also zero what was pruned before, or else by torch operations.
+            budget = self._budget(layer)
+            done = exchange_in_one_pass(layer, optimizer, evidence, budget)
+            if done is None:
+                exchange = find_exchange(layer, optimizer, mask, evidence, budget)
+        if done is None:
+            super().after_step(layer, optimizer)
+        else:
+            self._count(layer, *done, 0.0)
+        if param.grad is not None and (progress.dense_gradient or holds_evidence):
             if not pending.ready:
                 raise RuntimeError(
                     f"the optimizer stepped without before_step() for layer '{layer.name}', so its mask cannot adapt: "
                     "call sparsifier.before_step(optimizer) first; with Lightning, step the optimizer of "
                     "self.optimizers()"
                 )
-            layer.progress.dense_gradient = False
-        if pending.fresh:
-            # Not earlier: a fit that fails before its first step has cost the user no weight.
-            clear_entries(optimizer, param, ~mask, layer.name)
-
-        evidence = pending.evidence
-        exchange = pending.exchange if pending.ready else None
-        if evidence is not None and pending.due:
-            budget = self._budget(layer)
-            done = exchange_in_one_pass(layer, optimizer, evidence, budget)
-            if done is None:
-                exchange = find_exchange(layer, optimizer, mask, evidence, budget)
-            else:
-                self._count(layer, *done, 0.0)
+            progress.dense_gradient = False
         if exchange is not None:
             self._exchange(layer, optimizer, mask, exchange, evidence)
         if evidence is not None:
-            write_evidence(layer, optimizer, evidence)
+            write_evidence(layer, optimizer, evidence, checked=done is not None)
         layer.pending = PendingStep(exchange=exchange)
 
         if has_evidence and not holds_evidence:
             # The phase has ended.
             drop_evidence(layer, optimizer)
         # By the next step of any layer, the phase of all layers has ended.
-        if self._totals.blocks and layer.progress.clock >= layer.progress.schedule[1]:
+        if self._totals.blocks and progress.clock >= progress.schedule[1]:
             self._warn_of_idleness()
-
-    @staticmethod
-    def _pending(layer: NMLayer) -> PendingStep:
-        """What the layer keeps for the next call of this step; a layer that was loaded keeps nothing yet."""
-        pending: PendingStep = layer.pending or PendingStep(fresh=True)
-        if COUNT in layer.buffers:
-            # A saved state was loaded: the optimizer's state at pruned entries is evidence, which must stay.
-            pending.fresh = False
-        return pending
 
     def _budget(self, layer: NMLayer) -> int:
         """How many blocks may change at this point of the phase."""
