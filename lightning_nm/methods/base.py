@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from lightning_nm.functional.masks import magnitude_mask
 from lightning_nm.functional.select import mask_, masked
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.pattern import NMPattern
-from lightning_nm.schedule import Phases, Schedule, refuse_second
+from lightning_nm.schedule import Phases, Schedule, refuse_second, resolve_moment
 
 Gradients = tuple[Tensor | None, ...]
 """The gradients of a weight and of the parameters that the method owns, ``None`` for none."""
@@ -82,6 +82,15 @@ def kept_gradient(layer: NMLayer, grad: Tensor) -> Tensor:
     return grad if mask is None or layer.progress.dense_gradient else mask_(grad, mask)
 
 
+def weighted_mean(name: str, parts: Iterable[tuple[float, float]]) -> dict[str, float]:
+    """A statistic of layers from its sum and its number of summands in each of them; none without summands."""
+    total = count = 0.0
+    for own_total, own_count in parts:
+        total += own_total
+        count += own_count
+    return {name: total / count} if count else {}
+
+
 def _place(cls: type, hook: str) -> int:
     """Which of the classes that a class inherits from, in the order of inheritance, defines a hook."""
     return next(place for place, base in enumerate(cls.__mro__) if hook in vars(base))
@@ -124,6 +133,11 @@ class Method:
     fixed: tuple[str, ...] = ()
     """Settings that a saved state depends on: resuming with other values is refused."""
 
+    _scheduled: ClassVar[tuple[str, ...]] = ()
+    """The settings that :meth:`schedule` turns into training steps."""
+    _refused: ClassVar[Mapping[str, str]] = {}
+    """Why :meth:`follow` refuses parts of a user's schedule, by part."""
+
     # What follows from the class itself: nobody sets it.
     uses_masks: ClassVar[bool] = False
     """Whether the method prunes by the layer's masks: a :class:`MaskMethod`."""
@@ -164,7 +178,10 @@ class Method:
         Raises:
             ValueError: If that takes the number of planned steps, and it is not known.
         """
-        return ()
+        return tuple(
+            resolve_moment(self, name, getattr(self, name), planned_steps)
+            for name in self._scheduled
+        )
 
     def layer_schedule(self, layer: NMLayer, planned_steps: int | None) -> tuple[int, ...]:
         """The schedule of one layer, for a method whose moments depend on its pattern; :meth:`schedule` by default."""
@@ -184,6 +201,7 @@ class Method:
         Raises:
             ValueError: If the method cannot follow a part of it, see :meth:`~lightning_nm.schedule.Schedule.refuse`.
         """
+        schedule.refuse(self, **self._refused)
         for name in ("dense_start", "dense_end"):
             refuse_second(self, name)
         return self

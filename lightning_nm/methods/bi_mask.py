@@ -113,10 +113,6 @@ class BiMask(SRSTE):
             return False
         if not evolution.has_whole_rows(rows, weight, m):
             return False
-        rows = layer.view.rows(weight)
-        grid = layer.view.blocks(layer.pattern.m)
-        if grid is None or not evolution.has_whole_rows(rows, weight, layer.pattern.m):
-            return False
         # A saved state may be damaged, and the library reads and writes wherever the permutation says.
         checked_permutation(masks.permutation, rows, layer.spec.groups)
         assert masks.bits is not None

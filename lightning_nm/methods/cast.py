@@ -15,18 +15,18 @@ from lightning_nm.functional.select import masked
 from lightning_nm.functional.soft import decayed_moment
 from lightning_nm.methods.base import (
     Gradients,
-    Method,
     SparseToSparse,
     kept_gradient,
     largest_entries,
     set_parameter,
+    weighted_mean,
     zero_pruned,
 )
 from lightning_nm.methods.checks import check_count, check_number, refuse_tensor_parallel
 from lightning_nm.methods.optimizer_state import coupled_decay, group_of, will_be_skipped
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.weight import local_values
-from lightning_nm.schedule import Moment, Phases, Schedule, check_moment, resolve_moment
+from lightning_nm.schedule import Moment, Phases, check_moment
 
 KEPT = "kept"
 """The name of the buffer with the entries that are not decayed, one bit each."""
@@ -96,6 +96,13 @@ class CAST(SparseToSparse):
     passes_read_buffers = False
     fixed = ("scale_groups",)
     headline = "decayed_magnitude"
+    _scheduled = ("end",)
+    _refused = {
+        "dense_start": "it trains densely until its `end` anyway",
+        "ramp": "it has no masks before its `end`, and one pattern from there on",
+        "dense_end": "all of its training leads to an N:M model at its `end`. Train on without a callback for a dense "
+        "model",
+    }
 
     def __init__(
         self,
@@ -118,24 +125,14 @@ class CAST(SparseToSparse):
         self.scale_groups = scale_groups
         self.end = end
 
-    def follow(self, schedule: Schedule) -> Method:
-        """Refuse every part."""
-        schedule.refuse(
-            self,
-            dense_start="it trains densely until its `end` anyway",
-            ramp="it has no masks before its `end`, and one pattern from there on",
-            dense_end="all of its training leads to an N:M model at its `end`. Train on without a callback for a dense "
-            "model",
-        )
-        return self
-
     def phases(self, layer: NMLayer) -> Phases:
         """The forward weight is dense until the end of the decay."""
         return Phases(layer.progress.schedule)
 
     def schedule(self, planned_steps: int | None) -> tuple[int, ...]:
         """The training step at which the model becomes N:M."""
-        return (max(resolve_moment(self, "end", self.end, planned_steps), 1),)
+        (end,) = super().schedule(planned_steps)
+        return (max(end, 1),)
 
     def check(self, planned_steps: int | None) -> None:
         """Refuse an end that the training does not reach: the model would stay dense."""
@@ -305,15 +302,15 @@ class CAST(SparseToSparse):
 
         0 once the model is N:M.
         """
-        total = decayed = 0.0
+        parts = []
         for layer in layers:
             if layer.spec.forward_reason:
                 continue
             with layer.full(), torch.no_grad():
                 magnitude = layer.weight.detach().abs().double()
-                total += float(magnitude.sum())
-                decayed += float(magnitude[~largest_entries(layer)].sum())
-        return {"decayed_magnitude": decayed / total if total else 0.0}
+                decayed = magnitude[~largest_entries(layer)].sum()
+                parts.append((float(decayed), float(magnitude.sum())))
+        return weighted_mean("decayed_magnitude", parts) or {"decayed_magnitude": 0.0}
 
 
 def _add_gradient(moment: Tensor, grad: Tensor, group: dict[str, Any]) -> None:

@@ -14,18 +14,18 @@ from lightning_nm.functional.select import masked
 from lightning_nm.functional.soft import surviving
 from lightning_nm.methods.base import (
     Gradients,
-    Method,
     SparseToSparse,
     from_blocks_of,
     kept_gradient,
     set_parameter,
+    weighted_mean,
     zero_pruned,
 )
 from lightning_nm.methods.checks import warn_of_late_stop
 from lightning_nm.methods.pattern_scores import PATTERNS, begin_scores, sum_by_pattern
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.pattern import NMPattern
-from lightning_nm.schedule import Moment, Schedule, check_moment, resolve_moment
+from lightning_nm.schedule import Moment, check_moment
 
 SCORES = "scores"
 """The layer's parameter: a score for each pattern of each block, ``[out, blocks, C]``; 0 once it is removed."""
@@ -69,25 +69,17 @@ class LBC(SparseToSparse):
     short_name = "lbc"
     # The paper counts all three GEMMs by the share of kept entries.
     paper_counts_masked = True
+    _scheduled = ("stop",)
+    _refused = {
+        "dense_start": "it starts dense anyway, and removes entries until its `stop`",
+        "ramp": "its scores are of the combinations of one pattern, and masks narrow to it until its `stop`",
+        "dense_end": "it trains scores, and masks that narrow to N:M until its `stop`; without masks nothing of that "
+        "would be left",
+    }
 
     def __init__(self, stop: Moment = 0.5) -> None:
         check_moment("stop", stop)
         self.stop = stop
-
-    def follow(self, schedule: Schedule) -> Method:
-        """Refuse every part."""
-        schedule.refuse(
-            self,
-            dense_start="it starts dense anyway, and removes entries until its `stop`",
-            ramp="its scores are of the combinations of one pattern, and masks narrow to it until its `stop`",
-            dense_end="it trains scores, and masks that narrow to N:M until its `stop`; without masks nothing of that "
-            "would be left",
-        )
-        return self
-
-    def schedule(self, planned_steps: int | None) -> tuple[int, ...]:
-        """The training step from which masks are N:M."""
-        return (resolve_moment(self, "stop", self.stop, planned_steps),)
 
     def check(self, planned_steps: int | None) -> None:
         """Warn of a stop that the training does not reach."""
@@ -173,14 +165,11 @@ class LBC(SparseToSparse):
 
     def statistics(self, layers: Sequence[NMLayer]) -> dict[str, float]:
         """``surviving_patterns``: patterns that are left in a block, on average; 1 from ``stop`` on."""
-        left = 0
-        blocks = 0
-        for layer in layers:
-            if SCORES in layer.parameters:
-                removed = _removed(layer)
-                left += int((~removed).sum())
-                blocks += removed[..., 0].numel()
-        return {"surviving_patterns": left / blocks} if blocks else {}
+        scored = [layer for layer in layers if SCORES in layer.parameters]
+        left = (~_removed(layer) for layer in scored)
+        return weighted_mean(
+            "surviving_patterns", ((int(each.sum()), each[..., 0].numel()) for each in left)
+        )
 
 
 def _finished(layer: NMLayer) -> bool:

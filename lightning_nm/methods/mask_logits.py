@@ -22,16 +22,16 @@ from lightning_nm.functional.soft import (
 from lightning_nm.methods.base import (
     Gradients,
     MaskMethod,
-    Method,
     from_blocks_of,
     largest_entries,
     set_parameter,
+    weighted_mean,
 )
 from lightning_nm.methods.checks import check_number, warn_of_late_stop
 from lightning_nm.methods.pattern_scores import PATTERNS, begin_scores, sum_by_pattern
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.weight import key_of_layer
-from lightning_nm.schedule import Moment, Schedule, check_moment, resolve_moment
+from lightning_nm.schedule import Moment, check_moment
 
 LOGITS = "logits"
 """The layer's parameter: a logit for each pattern of each block, ``[out, blocks, C]``."""
@@ -40,6 +40,7 @@ WORDS = "words"
 ANNEALED = "annealed"
 """The layer's buffer ``[2]``: the scale of the logits and the temperature of the coming step."""
 
+_NOTHING_TO_TRAIN = "it trains logits of the masks alone, so that a dense phase would train nothing"
 _SPREAD = 0.01  # standard deviation of the first logits, as in the paper's code
 
 
@@ -87,6 +88,12 @@ class MaskLogits(MaskMethod):
 
     short_name = "mask-logits"
     trains_weight = False
+    _scheduled = ("stop",)
+    _refused = {
+        "dense_start": _NOTHING_TO_TRAIN,
+        "ramp": "its logits are of the combinations of one pattern",
+        "dense_end": _NOTHING_TO_TRAIN,
+    }
 
     def __init__(
         self,
@@ -117,17 +124,6 @@ class MaskLogits(MaskMethod):
             self._prior = {
                 name: (pack_mask(value.detach() != 0), value.shape) for name, value in prior.items()
             }
-
-    def follow(self, schedule: Schedule) -> Method:
-        """Refuse every part."""
-        why = "it trains logits of the masks alone, so that a dense phase would train nothing"
-        ramp = "its logits are of the combinations of one pattern"
-        schedule.refuse(self, dense_start=why, ramp=ramp, dense_end=why)
-        return self
-
-    def schedule(self, planned_steps: int | None) -> tuple[int, ...]:
-        """The training step from which scale and temperature have their last values."""
-        return (resolve_moment(self, "stop", self.stop, planned_steps),)
 
     def check(self, planned_steps: int | None) -> None:
         """Warn of a stop that the training does not reach."""
@@ -249,16 +245,14 @@ class MaskLogits(MaskMethod):
 
     def statistics(self, layers: Sequence[NMLayer]) -> dict[str, float]:
         """``mask_confidence``: the largest weight of a pattern in a block without noise, on average; 1 is certain."""
-        total = 0.0
-        blocks = 0
+        parts = []
         for layer in layers:
             if LOGITS in layer.parameters:
-                logits = layer.parameters[LOGITS].detach()
                 scale, _ = layer.buffers[ANNEALED].unbind()
+                logits = layer.parameters[LOGITS].detach()
                 largest = torch.softmax(logits * scale, dim=-1).amax(-1)
-                total += float(largest.sum(dtype=torch.float64))
-                blocks += largest.numel()
-        return {"mask_confidence": total / blocks} if blocks else {}
+                parts.append((float(largest.sum(dtype=torch.float64)), largest.numel()))
+        return weighted_mean("mask_confidence", parts)
 
 
 def _progress(layer: NMLayer) -> float:

@@ -15,7 +15,7 @@ from lightning_nm.methods.base import SparseToSparse, blocks_of, largest_entries
 from lightning_nm.methods.checks import check_count, check_number
 from lightning_nm.methods.optimizer_state import check_optimizer
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.schedule import Moment, Phases, check_moment, resolve_moment
+from lightning_nm.schedule import Moment, Phases, check_moment
 
 
 class RigL(SparseToSparse):
@@ -56,6 +56,7 @@ class RigL(SparseToSparse):
     short_name = "rigl"
     paper_counts_masked = True
     headline = "flip_rate"
+    _scheduled = ("stop",)
 
     def __init__(self, every: int = 100, stop: Moment = 0.75, drop: float = 0.3) -> None:
         check_count("every", every, 1)
@@ -64,10 +65,6 @@ class RigL(SparseToSparse):
         self.every = every
         self.stop = stop
         self.drop = drop
-
-    def schedule(self, planned_steps: int | None) -> tuple[int, ...]:
-        """The training step from which on masks stand still."""
-        return (resolve_moment(self, "stop", self.stop, planned_steps),)
 
     def check(self, planned_steps: int | None) -> None:
         """Warn if the masks never move."""

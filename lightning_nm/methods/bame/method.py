@@ -30,10 +30,16 @@ from lightning_nm.methods.bame.exchange import (
 )
 from lightning_nm.methods.base import SparseToSparse, largest_entries
 from lightning_nm.methods.bi_mask import BiMask
-from lightning_nm.methods.checks import check_option
+from lightning_nm.methods.checks import (
+    check_count,
+    check_number,
+    check_option,
+    check_span,
+    resolve_span,
+)
 from lightning_nm.methods.optimizer_state import check_optimizer, clear_entries, group_of
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.schedule import Moment, Phases, check_moment, resolve_moment
+from lightning_nm.schedule import Moment, Phases
 
 _FEW = 1e-3
 """Exchanges a block. A phase with fewer of them has trained nearly a fixed mask."""
@@ -124,6 +130,8 @@ class BAME(SparseToSparse):
     passes_read_buffers = False
     fixed = ("dgrad",)
     headline = "adapted_blocks"
+    # The first training step at which an adaptation may happen, and the one from which on none may.
+    _scheduled = ("start", "stop")
 
     def __init__(
         self,
@@ -136,28 +144,20 @@ class BAME(SparseToSparse):
         budget: float = 0.3,
         dgrad: Literal["masked", "bi-mask"] = "masked",
     ) -> None:
-        check_moment("start", start)
-        check_moment("stop", stop)
-        if isinstance(start, float) == isinstance(stop, float) and stop < start:
-            raise ValueError(f"stop={stop} lies before start={start}: no adaptation could happen")
+        check_span(start, stop, "no adaptation could happen")
         check_option("evidence", evidence, "accumulated", "batch")
         check_option("dgrad", dgrad, "masked", "bi-mask")
         if every is None:
             every = 1 if evidence == "accumulated" else 100
-        for name, number in (("every", every), ("gradient_every", gradient_every)):
-            if not isinstance(number, int) or number < 1:
-                raise ValueError(f"{name}={number} must be an integer of at least 1")
+        check_count("every", every, 1)
+        check_count("gradient_every", gradient_every, 1)
         if evidence == "batch" and gradient_every != 1:
             raise ValueError(
                 f"gradient_every={gradient_every} has no meaning for evidence='batch', whose dense gradients come "
                 "with `every` adaptation: leave it out"
             )
-        if not 0 < evidence_rate < float("inf"):
-            raise ValueError(
-                f"evidence_rate={evidence_rate} must be a positive number; the default is 0.015"
-            )
-        if not 0 < budget <= 1:
-            raise ValueError(f"budget={budget} is not a share of the blocks: it must lie in (0, 1]")
+        check_number("evidence_rate", evidence_rate, "the default is 0.015")
+        check_number("budget", budget, "it is a share of the blocks", most=1)
         self.start = start
         self.stop = stop
         self.every = every
@@ -175,19 +175,9 @@ class BAME(SparseToSparse):
         """Whether dgrad has a mask of its own."""
         return self._bi_mask is not None
 
-    def schedule(self, planned_steps: int | None) -> tuple[int, int]:
-        """The first training step at which an adaptation may happen, and the one from which on none may."""
-        start = resolve_moment(self, "start", self.start, planned_steps)
-        stop = resolve_moment(self, "stop", self.stop, planned_steps)
-        return start, stop
-
     def check(self, planned_steps: int | None) -> None:
         """Refuse an empty window, and warn of one in which ``every`` leaves no room to evolve."""
-        start, stop = self.schedule(planned_steps)
-        if stop < start:
-            raise ValueError(
-                f"stop={self.stop} is step {stop} of {planned_steps}, before start={self.start} ({start})"
-            )
+        start, stop = resolve_span(self, planned_steps)
         last = max(stop - 1, start)
         if planned_steps is not None:
             last = min(last, planned_steps - 1)
