@@ -60,6 +60,14 @@ def set_parameter(layer: NMLayer, name: str, values: Tensor) -> None:
         layer.parameters[name] = nn.Parameter(values)
 
 
+def set_buffer(layer: NMLayer, name: str, values: Tensor) -> None:
+    """Give a layer a buffer of the method's, or set the values of the one that it has: compiled graphs read it."""
+    if name in layer.buffers:
+        layer.buffers[name].copy_(values)
+    else:
+        layer.buffers[name] = values
+
+
 def blocks_of(layer: NMLayer, tensor: Tensor) -> Tensor:
     """A tensor of the weight's shape as ``[blocks, M]``."""
     return as_blocks(layer.view.rows(tensor), layer.pattern.m)

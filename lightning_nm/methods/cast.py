@@ -234,10 +234,8 @@ class CAST(SparseToSparse):
             return (grad,)
         own_scale = layer.parameters[SCALE]
         out, groups = own_scale.shape
-        products = layer.view.rows(grad * weight)  # [out, in, *taps]
-        by_group = products.reshape(
-            out, groups, -1
-        )  # a group's columns are neighbours, with all of their taps
+        # A group's columns are neighbours, with all of their taps.
+        by_group = layer.view.rows(grad * weight).reshape(out, groups, -1)
         return grad * scale, by_group.sum(2)
 
     @staticmethod
@@ -246,11 +244,10 @@ class CAST(SparseToSparse):
         scale = layer.parameters.get(SCALE)
         if scale is None:
             return None
-        rows_shape = layer.view.rows(weight).shape  # [out, in, *taps]
-        out, groups = scale.shape
-        by_group = scale.unsqueeze(2).expand(out, groups, rows_shape[1] // groups)
-        by_column = by_group.reshape(out, rows_shape[1], *[1] * (len(rows_shape) - 2))
-        return layer.view.unrows(by_column.expand(rows_shape))
+        out, columns, *taps = layer.view.rows(weight).shape
+        by_column = scale.repeat_interleave(columns // scale.shape[1], dim=1)
+        by_row = by_column.view(out, columns, *[1] * len(taps))
+        return layer.view.unrows(by_row.expand(out, columns, *taps))
 
     def after_clipping(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Give the optimizer a moment and a gradient with which its own step is that of AdamS.

@@ -105,7 +105,11 @@ class MaskLogits(MaskMethod):
         stop: Moment = 1.0,
     ) -> None:
         for name, pair in (("temperature", temperature), ("scale", scale)):
-            _check_pair(name, pair)
+            values = pair if isinstance(pair, (list, tuple)) and len(pair) == 2 else [None]
+            if not all(isinstance(each, (int, float)) and 0 < each < math.inf for each in values):
+                raise ValueError(
+                    f"{name}={pair!r} must be two positive numbers, the first and the last"
+                )
         for name, value in (("prior_strength", prior_strength), ("weight_reg", weight_reg)):
             check_number(name, value, "0 leaves it out", zero=True)
         check_moment("stop", stop)
@@ -269,12 +273,3 @@ def _warn_of_zeros(layer: NMLayer) -> None:
             "begin with the dense weights, and give the pruned ones as `prior`",
             stacklevel=2,
         )
-
-
-def _check_pair(name: str, pair: Sequence[float]) -> None:
-    """Refuse what is not two positive numbers, the first and the last value of a schedule, by a ``ValueError``."""
-    is_pair = isinstance(pair, Sequence) and not isinstance(pair, str) and len(pair) == 2
-    if not is_pair or not all(
-        isinstance(value, (int, float)) and 0 < value < float("inf") for value in pair
-    ):
-        raise ValueError(f"{name}={pair!r} must be two positive numbers, the first and the last")

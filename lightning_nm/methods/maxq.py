@@ -12,7 +12,7 @@ from lightning_nm.functional import magnitude_mask
 from lightning_nm.functional.evolution import as_blocks, from_blocks
 from lightning_nm.functional.select import masked
 from lightning_nm.functional.soft import axis_thresholds, share_left, soft_factor
-from lightning_nm.methods.base import Method, weighted_mean
+from lightning_nm.methods.base import Method, set_buffer, weighted_mean
 from lightning_nm.methods.checks import (
     check_number,
     check_option,
@@ -142,11 +142,7 @@ class MaxQ(SRSTE):
         layer.set_masks(layer.view.unrows(mask_rows))
         thresholds = axis_thresholds(_by_filters(layer, weight), layer.pattern)
         for name, threshold in zip(("filters", "positions"), thresholds, strict=False):
-            if name in layer.buffers:
-                # In place: compiled graphs read this tensor.
-                layer.buffers[name].copy_(threshold)
-            else:
-                layer.buffers[name] = threshold
+            set_buffer(layer, name, threshold)
 
     def _share_left(self, layer: NMLayer) -> float:
         """The share of blocks that are dense now."""

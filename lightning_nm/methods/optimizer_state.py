@@ -74,14 +74,14 @@ def step_size(optimizer: Optimizer, parameter: Tensor) -> StepSize:
         for key, value in optimizer.state.get(parameter, {}).items()
     }
     rate = float(group["lr"])
+    maximize = bool(group.get("maximize"))
     if not is_adam_like(optimizer, group, state):
         momentum = float(group.get("momentum") or 0)
         if momentum < 1:
             rate *= (1 - float(group.get("dampening") or 0)) / (1 - momentum)
-        return StepSize(rate, maximize=bool(group.get("maximize")))
+        return StepSize(rate, maximize=maximize)
     beta = float(group["betas"][1])
     done = float(state.get("step", 0))
-    maximize = bool(group.get("maximize"))
     if isinstance(optimizer, torch.optim.RAdam):
         rectified = _rectification(beta, done + 1)
         if rectified is None:

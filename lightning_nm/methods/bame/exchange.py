@@ -48,14 +48,14 @@ class Exchange:
         pruned: Index of the pruned entries into the weight.
         regrown: Index of the regrown entries.
         held: Number of blocks that do not change, though an exchange would raise their score.
-        loss_change: The expected change of the loss; ``None`` where nothing was expected of a certain batch.
+        loss_change: The expected change of the loss; 0 where nothing was expected of a certain batch.
     """
 
     blocks: Tensor
     pruned: Index
     regrown: Index
     held: Tensor
-    loss_change: Tensor | None = None
+    loss_change: Tensor | float = 0.0
 
 
 def dense_gradient_was_used(layer: NMLayer, mask: Tensor) -> bool:
@@ -113,7 +113,7 @@ def find_exchange(
         pruned=index_of(swaps.pruned),
         regrown=index_of(swaps.regrown),
         held=(swaps.gain > 0).sum() - len(chosen),
-        loss_change=torch.cat(loss_changes)[chosen].sum() if loss_changes else None,
+        loss_change=torch.cat(loss_changes)[chosen].sum() if loss_changes else 0.0,
     )
 
 

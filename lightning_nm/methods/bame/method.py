@@ -371,8 +371,7 @@ class BAME(SparseToSparse):
             numbers.append(number)
         buffers = layer.buffers
         count_oscillations(buffers["oscillation"], buffers["exchanged"], exchange.blocks, *numbers)
-        loss_change = 0.0 if exchange.loss_change is None else exchange.loss_change
-        self._count(layer, len(exchange.blocks), exchange.held, loss_change)
+        self._count(layer, len(exchange.blocks), exchange.held, exchange.loss_change)
 
     @staticmethod
     def _count(
@@ -380,10 +379,8 @@ class BAME(SparseToSparse):
     ) -> None:
         """Count an adaptation; its numbers stay on their device."""
         layer.buffers["exchanges"] += blocks
-        adaptation = layer.buffers["adaptation"]
-        adaptation[0] = blocks
-        adaptation[1] = held
-        adaptation[2] = loss_change
+        for place, number in enumerate((blocks, held, loss_change)):
+            layer.buffers["adaptation"][place] = number
 
     # The batch ends.
 
@@ -430,34 +427,34 @@ class BAME(SparseToSparse):
         changed; ``frozen_blocks``: share of blocks that did not, though an exchange promised a gain; with the evidence
         of a batch also ``predicted_loss_change``, summed over the layers. After the phase these are 0, 1 and 0.
         """
-        blocks = oscillations = adapted = held = loss = alive = exchanges = 0.0
+        blocks = oscillations = alive = exchanges = 0.0
+        last = torch.zeros(
+            3, dtype=torch.float64
+        )  # blocks that adapted, blocks held back, the change of the loss
         for layer in layers:
             if not layer.buffers:
                 continue
-            counts = layer.buffers["oscillation"]
+            buffers = layer.buffers
+            counts = buffers["oscillation"]
             blocks += len(counts)
             oscillations += int(counts.sum())
             mask = layer.masks.forward_view
             if mask is not None:
                 # The last exchange of such an entry regrew it. Of those that regrew it before, each was undone.
-                exchanged = unpack_mask(layer.buffers["exchanged"], mask.shape)
-                alive += int((exchanged & mask).sum())
-                exchanges += int(layer.buffers["exchanges"])
+                alive += int((unpack_mask(buffers["exchanged"], mask.shape) & mask).sum())
+                exchanges += int(buffers["exchanges"])
             start, stop = layer.progress.schedule
             if layer.progress.clock > max(stop, start + 1):
-                held += len(counts)  # all blocks are frozen
+                last[1] += len(counts)  # all blocks are frozen
             else:
-                last_adapted, last_held, last_loss = layer.buffers["adaptation"].tolist()
-                adapted += last_adapted
-                held += last_held
-                loss += last_loss
+                last += buffers["adaptation"].cpu()
         blocks = max(blocks, 1)
         found = {
             "oscillation": oscillations / blocks,
-            "adapted_blocks": adapted / blocks,
-            "frozen_blocks": held / blocks,
+            "adapted_blocks": float(last[0] / blocks),
+            "frozen_blocks": float(last[1] / blocks),
             "regrown_alive": alive / max(exchanges, 1),
         }
         if self.evidence == "batch":
-            found["predicted_loss_change"] = loss
+            found["predicted_loss_change"] = float(last[2])
         return found
