@@ -103,9 +103,7 @@ class LBC(SparseToSparse):
         dtype = torch.promote_types(weight.dtype, torch.float32)
         scores = torch.full(shape, score, dtype=dtype, device=device)
         set_parameter(layer, SCORES, scores)
-        layer.buffers[REMOVED] = torch.zeros(
-            (scores.numel() + 7) // 8, dtype=torch.uint8, device=device
-        )
+        layer.buffers[REMOVED] = pack_mask(torch.zeros_like(scores, dtype=torch.bool))
         layer.set_masks(torch.ones(layer.view.shape, dtype=torch.bool, device=device))
         self._remove_patterns(layer)
 

@@ -10,7 +10,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_nm.functional.evolution import block_index, drop_and_grow
-from lightning_nm.methods.bame.exchange import Exchange, dense_gradient_was_used, make_exchange
+from lightning_nm.methods.bame.exchange import (
+    Exchange,
+    dense_gradient_was_used,
+    forgotten_call,
+    make_exchange,
+)
 from lightning_nm.methods.base import SparseToSparse, blocks_of, largest_entries
 from lightning_nm.methods.checks import check_count, check_number
 from lightning_nm.methods.optimizer_state import check_optimizer
@@ -130,11 +135,7 @@ class RigL(SparseToSparse):
         layer.pending = None
         if layer.progress.dense_gradient and layer.view.local_grad is not None:
             if exchange is None:
-                raise RuntimeError(
-                    f"the optimizer stepped without before_step() for layer '{layer.name}', so its mask cannot move: "
-                    "call sparsifier.before_step(optimizer) first; with Lightning, step the optimizer of "
-                    "self.optimizers()"
-                )
+                raise forgotten_call(layer, "move")
             layer.progress.dense_gradient = False
         if exchange is not None:
             layer.set_masks(make_exchange(layer, optimizer, mask, exchange))

@@ -70,6 +70,15 @@ def dense_gradient_was_used(layer: NMLayer, mask: Tensor) -> bool:
     return grad is not None and not masked(grad, ~mask).any()
 
 
+def forgotten_call(layer: NMLayer, lost: str) -> RuntimeError:
+    """The error of a step whose dense gradient no ``before_step`` has used; ``lost``: what the mask cannot do."""
+    return RuntimeError(
+        f"the optimizer stepped without before_step() for layer '{layer.name}', so its mask cannot {lost}: "
+        "call sparsifier.before_step(optimizer) first; with Lightning, step the optimizer of "
+        "self.optimizers()"
+    )
+
+
 @torch.no_grad()
 def find_exchange(
     layer: NMLayer, optimizer: Optimizer, mask: Tensor, evidence: Evidence | None, budget: int
@@ -94,7 +103,9 @@ def find_exchange(
     found: list[Swaps] = []
     loss_changes: list[Tensor] = []
     for chunk in zip(*(tensor.split(rows_of_chunk) for tensor in rows), strict=True):
-        keep, weight, *others = (_in_single_precision(as_blocks(tensor, m)) for tensor in chunk)
+        keep, *values = (as_blocks(tensor, m) for tensor in chunk)
+        # At least float32: half precision would make ties of scores that differ.
+        weight, *others = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in values)
         if size is None:
             swaps = best_swaps(evidence_scores(weight, others[0], keep), keep)
         else:
@@ -126,13 +137,6 @@ def _best_by_gradient(
     step = size.of_blocks(grad, keep, *moments)
     swaps = best_swaps(look_ahead_scores(weight, grad, keep, step), keep)
     return swaps, expected_loss_change(weight, grad, keep, step, swaps)
-
-
-def _in_single_precision(tensor: Tensor) -> Tensor:
-    """At least float32: half precision would make ties of scores that differ. Masks stay bool."""
-    if tensor.dtype == torch.bool:
-        return tensor
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 @torch.no_grad()

@@ -26,6 +26,7 @@ from lightning_nm.methods.bame.exchange import (
     dense_gradient_was_used,
     exchange_in_one_pass,
     find_exchange,
+    forgotten_call,
     make_exchange,
 )
 from lightning_nm.methods.base import SparseToSparse, largest_entries
@@ -157,7 +158,8 @@ class BAME(SparseToSparse):
                 "with `every` adaptation: leave it out"
             )
         check_number("evidence_rate", evidence_rate, "the default is 0.015")
-        check_number("budget", budget, "it is a share of the blocks", most=1)
+        if not 0 < budget <= 1:
+            raise ValueError(f"budget={budget} is not a share of the blocks: it must lie in (0, 1]")
         self.start = start
         self.stop = stop
         self.every = every
@@ -305,7 +307,7 @@ class BAME(SparseToSparse):
         progress = layer.progress
         # A layer that was loaded keeps nothing yet.
         pending: PendingStep = layer.pending or PendingStep(fresh=True)
-        if _is_fresh(layer):
+        if pending.fresh if pending.ready else _is_fresh(layer):
             # Not earlier: a fit that fails before its first step has cost the user no weight.
             clear_entries(optimizer, param, ~mask, layer.name)
         has_evidence = COUNT in layer.buffers
@@ -325,11 +327,7 @@ class BAME(SparseToSparse):
             self._count(layer, *done, 0.0)
         if param.grad is not None and (progress.dense_gradient or holds_evidence):
             if not pending.ready:
-                raise RuntimeError(
-                    f"the optimizer stepped without before_step() for layer '{layer.name}', so its mask cannot adapt: "
-                    "call sparsifier.before_step(optimizer) first; with Lightning, step the optimizer of "
-                    "self.optimizers()"
-                )
+                raise forgotten_call(layer, "adapt")
             progress.dense_gradient = False
         if exchange is not None:
             self._exchange(layer, optimizer, mask, exchange, evidence)
