@@ -79,8 +79,8 @@ class BiMask(SRSTE):
         self.permute_every = permute_every
         self.candidates = candidates
         self.first_search = first_search
-        self.search: Search = search
-        self.criterion: Criterion = criterion
+        self.search = search
+        self.criterion = criterion
 
     def init_masks(self, layer: NMLayer) -> None:
         """Select both masks, with the first permutation, unless training starts dense."""

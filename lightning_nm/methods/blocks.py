@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from lightning_nm.nn.weight import known_shape
 
@@ -299,7 +299,7 @@ class Memory:
                 if self._ready[entry.module] > done:
                     continue
                 attributes = entry.module.__dict__
-                own = {key: attributes[key] for key in ("forward",) if key in attributes}
+                own = {key: value for key, value in attributes.items() if key == "forward"}
                 attributes["forward"] = partial(self._answer, entry, entry.module.forward)
                 # The instance may have a forward of its own, as accelerate sets it.
                 stack.callback(attributes.update, own)
@@ -313,12 +313,12 @@ class Memory:
         if index < entry.index:
             output = forward(*args, **kwargs)
             # What follows may change its input in place.
-            entry.answers[self.batch] = entry.index, tree_map(_copied, output)
+            entry.answers[self.batch] = entry.index, tree_map_only(Tensor, Tensor.clone, output)
             for part in entry.parts:
                 part.answers.pop(self.batch, None)
             return output
         # The answers of blocks before the last finished one are not read.
-        return tree_map(_copied, answer) if index == entry.index else answer
+        return tree_map_only(Tensor, Tensor.clone, answer) if index == entry.index else answer
 
     def fault(self, run: Callable[[], Any]) -> str:
         """Run the model on a batch as it is, and say where answers from memory change what it computes.
@@ -396,10 +396,6 @@ def _parts(module: nn.Module, blocks: set[nn.Module]) -> Iterator[nn.Module]:
 
 def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
-def _copied(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, Enum)

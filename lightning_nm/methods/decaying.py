@@ -104,7 +104,7 @@ class DecayingMask(STE):
         if stop is not None:
             check_moment("stop", stop)
         check_number("rate", rate, "it is how fast pruned entries fade")
-        self.decay: Decay = decay
+        self.decay = decay
         self.stop = stop
         self.rate = rate
 

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -32,6 +31,7 @@ from lightning_nm.methods.pattern_scores import PATTERNS, begin_scores, sum_by_p
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.weight import key_of_layer
 from lightning_nm.schedule import Moment, check_moment
+from lightning_nm.training.ranks import processes
 
 LOGITS = "logits"
 """The layer's parameter: a logit for each pattern of each block, ``[out, blocks, C]``."""
@@ -136,8 +136,7 @@ class MaskLogits(MaskMethod):
 
     def check_optimizer(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Refuse a weight that several processes would wait for the gradient of."""
-        is_distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        if is_distributed and layer.param.requires_grad:
+        if processes() > 1 and layer.param.requires_grad:
             raise ValueError(
                 f"the weight of layer '{layer.name}' gets no gradient from MaskLogits, but the other processes wait "
                 "for one: freeze it by requires_grad_(False) before the model is distributed, and leave it in the "

@@ -92,7 +92,7 @@ class MaxQ(SRSTE):
         check_number("temperature", temperature, "the default is 0.01")
         self.start = start
         self.stop = stop
-        self.ramp: Ramp = ramp
+        self.ramp = ramp
         self.temperature = temperature
 
     def phases(self, layer: NMLayer) -> Phases:
@@ -117,10 +117,6 @@ class MaxQ(SRSTE):
         refuse_tensor_parallel(layer, "thresholds of whole filters")
         layer.set_masks(None)
         layer.buffers.clear()
-        self.select(layer)
-
-    def update(self, layer: NMLayer) -> None:
-        """Select the masks and thresholds of the weight as it is now."""
         self.select(layer)
 
     def select(self, layer: NMLayer) -> None:

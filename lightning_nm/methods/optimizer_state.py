@@ -30,8 +30,7 @@ class StepSize:
     scale: float  # s
     moment: Tensor | None = None  # v, of the weight's shape; None for zeros
     largest: Tensor | None = None  # u, likewise; None without AMSGrad
-    keep: float = 0.0  # a
-    take: float = 1.0  # b
+    keep: float = 0.0  # a, and b = 1 - a
     correction: float = 1.0  # c
     epsilon: float | None = None
     # Whether the optimizer climbs: the gradient of the loss is then the negative one.
@@ -53,7 +52,9 @@ class StepSize:
         if self.epsilon is None:
             return self.scale
         square = grad.square()
-        second = self.take * square if moment is None else self.keep * moment + self.take * square
+        second = (1 - self.keep) * square
+        if moment is not None:
+            second = self.keep * moment + second
         if largest is not None:
             second = torch.maximum(largest, second)
         second /= self.correction
@@ -92,7 +93,6 @@ def step_size(optimizer: Optimizer, parameter: Tensor) -> StepSize:
         moment=state.get("exp_avg_sq"),
         largest=state.get("max_exp_avg_sq"),  # AMSGrad's, which the coming gradient may still raise
         keep=beta,
-        take=1 - beta,
         correction=1 - beta ** (done + 1),
         epsilon=group["eps"],
         maximize=maximize,

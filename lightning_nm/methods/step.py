@@ -133,7 +133,7 @@ class STEP(STE):
             check_number("threshold", threshold, why)
         self.latest = latest
         self.threshold = threshold
-        self.mean: Mean = mean
+        self.mean = mean
         self._groups: dict[int, _Group] = {}  # by the id of the optimizer, within a batch
 
     # ------------------------------------------------------------------------------------------------------- schedule

@@ -49,7 +49,7 @@ def gather_evidence(
     size: Tensor,
     own_ratio: float,
     decay: float,
-    **constants: float,
+    **constants: Any,
 ) -> tuple[Tensor, Tensor]:
     """Do what :func:`lightning_nm.kernels.cpu.evolution.gather_evidence` does; constants are `unit` and `epsilon`."""
     new = torch.empty_like(old_value), torch.empty_like(old_square)
