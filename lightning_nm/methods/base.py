@@ -141,10 +141,10 @@ class Method:
     fixed: tuple[str, ...] = ()
     """Settings that a saved state depends on: resuming with other values is refused."""
 
+    # The settings that schedule() turns into training steps.
     _scheduled: ClassVar[tuple[str, ...]] = ()
-    """The settings that :meth:`schedule` turns into training steps."""
+    # Why follow() refuses parts of a user's schedule, by part.
     _refused: ClassVar[Mapping[str, str]] = {}
-    """Why :meth:`follow` refuses parts of a user's schedule, by part."""
 
     # What follows from the class itself: nobody sets it.
     uses_masks: ClassVar[bool] = False
