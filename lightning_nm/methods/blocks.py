@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -97,15 +97,13 @@ class Trace:
         watched |= {block for each in lists for block in each.blocks}
         self.counts: dict[nn.Module, set[int]] = {module: set() for module in watched}
         """How often a batch calls a module."""
-        self.shared: dict[nn.Module, set[nn.Module | None]] = {module: set() for module in layers}
+        self.shared: dict[nn.Module, set[nn.Module | None]] = defaultdict(set)
         """By layer, the layer that was called right before each of its calls with the same one input, or ``None``."""
-        self.needs: dict[nn.Module, set[nn.Module]] = {}
+        self.needs: dict[nn.Module, set[nn.Module]] = defaultdict(set)
         """By module, the layers that were called before it returned: its output may depend on them."""
-        self.sizes: dict[nn.Module, int] = {}
+        self.sizes: dict[nn.Module, int] = defaultdict(int)
         """The entries of the largest output of a module."""
-        self.block_orders: dict[str, set[tuple[nn.Module, ...]]] = {
-            each.name: set() for each in lists
-        }
+        self.block_orders: dict[str, set[tuple[nn.Module, ...]]] = defaultdict(set)
         """By list, the orders in which batches call its modules."""
         self.unchained: set[str] = set()
         """Lists with a module that is given no tensor which the module called before it returned."""
@@ -143,10 +141,9 @@ class Trace:
         self._last = last
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.needs.setdefault(module, set()).update(self.layers.intersection(self._called))
+        self.needs[module].update(self.layers.intersection(self._called))
         outputs = _tensors(output)
-        size = sum(x.numel() for x in outputs)
-        self.sizes[module] = max(size, self.sizes.get(module, 0))
+        self.sizes[module] = max(sum(x.numel() for x in outputs), self.sizes[module])
         for each in self._lists:
             if module in each.blocks:
                 self._returned[each.name] = outputs

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_nm.functional.evolution import block_index, drop_and_grow
+from lightning_nm.functional.evolution import drop_and_grow
 from lightning_nm.methods.bame.exchange import (
     Exchange,
     dense_gradient_was_used,
+    exchange_of,
     forgotten_call,
     make_exchange,
 )
@@ -158,16 +159,7 @@ class RigL(SparseToSparse):
         drops = self._drops(layer, int(mask_bm.sum()))
         moved_bm = drop_and_grow(weight_bm, grad_bm, mask_bm, drops)
         # Both are in the order of the blocks, each of which loses as many entries as it grows: they are pairs.
-        pruned_blocks, pruned_entries = (mask_bm & ~moved_bm).nonzero(as_tuple=True)
-        grown_blocks, grown_entries = (moved_bm & ~mask_bm).nonzero(as_tuple=True)
-
-        def index_of(blocks: Tensor, entries: Tensor) -> tuple[Tensor, ...]:
-            shape = layer.view.rows(mask).shape  # [out, in, *taps]
-            return layer.view.locate(block_index(shape, layer.pattern.m, blocks, entries))
-
-        return Exchange(
-            blocks=pruned_blocks,
-            pruned=index_of(pruned_blocks, pruned_entries),
-            regrown=index_of(grown_blocks, grown_entries),
-            held=torch.zeros((), dtype=torch.int64, device=mask.device),
-        )
+        blocks, pruned = (mask_bm & ~moved_bm).nonzero(as_tuple=True)
+        _, grown = (moved_bm & ~mask_bm).nonzero(as_tuple=True)
+        held = torch.zeros((), dtype=torch.int64, device=mask.device)
+        return exchange_of(layer, blocks, pruned, grown, held=held)

@@ -347,8 +347,7 @@ class STEP(STE):
         settings = group_of(optimizer, parameter)
         newest = pending.change.float().reshape(1)
         pending.change = None
-        known = layer.buffers.get(CHANGES)
-        changes = newest if known is None else torch.cat([known, newest])
+        changes = torch.cat([layer.buffers.get(CHANGES, newest[:0]), newest])
         length = window_length(float(settings["betas"][1]))
         layer.buffers[CHANGES] = changes[-length:].clone()
         # Join the layers of the same step of the same optimizer.

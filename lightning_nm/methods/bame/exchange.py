@@ -58,6 +58,23 @@ class Exchange:
     loss_change: Tensor | float = 0.0
 
 
+def exchange_of(
+    layer: NMLayer,
+    blocks: Tensor,
+    pruned: Tensor,
+    regrown: Tensor,
+    held: Tensor,
+    loss_change: Tensor | float = 0.0,
+) -> Exchange:
+    """The exchange of one entry of each of some blocks for another one of it, int64 ``[K]`` each."""
+    shape = layer.view.rows(layer.weight).shape  # [out, in, *taps]
+    pruned_at, regrown_at = (
+        layer.view.locate(block_index(shape, layer.pattern.m, blocks, entries))
+        for entries in (pruned, regrown)
+    )
+    return Exchange(blocks, pruned_at, regrown_at, held, loss_change)
+
+
 def dense_gradient_was_used(layer: NMLayer, mask: Tensor) -> bool:
     """Whether an earlier call before the same step used this dense gradient: it left zeros at pruned entries.
 
@@ -97,7 +114,6 @@ def find_exchange(
     m = layer.pattern.m
     # [out, in] each, convolutions with their taps
     rows = [layer.view.rows(tensor) for tensor in tensors]
-    shape = rows[0].shape
     # A few rows of the weight at a time.
     rows_of_chunk = max(1, _CHUNK * len(rows[0]) // rows[0].numel())
     found: list[Swaps] = []
@@ -114,15 +130,11 @@ def find_exchange(
         found.append(swaps)
     swaps = Swaps(*(torch.cat(column) for column in zip(*found, strict=True)))
     chosen = select_blocks(swaps.gain, layer.buffers["oscillation"], budget)
-
-    def index_of(entry: Tensor) -> Index:
-        """Where an entry of each chosen block lies in the weight."""
-        return layer.view.locate(block_index(shape, m, chosen, entry[chosen].long()))
-
-    return Exchange(
-        blocks=chosen,
-        pruned=index_of(swaps.pruned),
-        regrown=index_of(swaps.regrown),
+    return exchange_of(
+        layer,
+        chosen,
+        swaps.pruned[chosen].long(),
+        swaps.regrown[chosen].long(),
         held=(swaps.gain > 0).sum() - len(chosen),
         loss_change=torch.cat(loss_changes)[chosen].sum() if loss_changes else 0.0,
     )
