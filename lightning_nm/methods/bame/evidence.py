@@ -34,6 +34,7 @@ VALUE = "evidence"
 SQUARE = "evidence_square"
 
 Places = tuple[str | None, str | None]
+"""Names of the optimizer's tensors that hold U and V; ``None`` for a buffer of the layer."""
 
 
 @dataclass
@@ -53,8 +54,7 @@ class Evidence:
         value: U, of the weight's shape, 0 at kept entries.
         square: V, of the same shape, of all entries.
         count: t, a scalar.
-        places: The optimizer's tensors whose pruned entries hold U / SCALE and V between two steps; ``None`` for a
-            buffer of the layer.
+        places: Where U / SCALE and V are between two steps: in the pruned entries of these tensors.
         passes: The kernels that advanced it, and go on with it; ``None`` for torch operations.
     """
 

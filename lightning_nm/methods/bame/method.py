@@ -426,9 +426,8 @@ class BAME(SparseToSparse):
         of a batch also ``predicted_loss_change``, summed over the layers. After the phase these are 0, 1 and 0.
         """
         blocks = oscillations = alive = exchanges = 0.0
-        last = torch.zeros(
-            3, dtype=torch.float64
-        )  # blocks that adapted, blocks held back, the change of the loss
+        # Of the last adaptation: blocks that adapted, blocks held back, the predicted change of the loss.
+        last = torch.zeros(3, dtype=torch.float64)
         for layer in layers:
             if not layer.buffers:
                 continue
