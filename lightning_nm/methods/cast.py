@@ -176,18 +176,16 @@ class CAST(SparseToSparse):
         if layer.spec.forward_reason:
             return
         if self.scale_groups:
-            self._init_scale(layer)
+            refuse_tensor_parallel(layer, "a scale that is not cut with it, unless scale_groups=0")
+            weight = layer.weight
+            out, columns, *_ = layer.view.rows(weight.detach()).shape
+            groups = 1 if columns % self.scale_groups else self.scale_groups
+            ones = torch.ones(out, groups, dtype=weight.dtype, device=weight.device)
+            set_parameter(layer, SCALE, ones)
         if self._is_over(layer):
             self._choose_mask(layer)
         else:
             self._find_kept(layer)
-
-    def _init_scale(self, layer: NMLayer) -> None:
-        refuse_tensor_parallel(layer, "a scale that is not cut with it, unless scale_groups=0")
-        out, columns, *_ = layer.view.rows(layer.weight.detach()).shape
-        groups = 1 if columns % self.scale_groups else self.scale_groups
-        ones = torch.ones(out, groups, dtype=layer.weight.dtype, device=layer.weight.device)
-        set_parameter(layer, SCALE, ones)
 
     def _find_kept(self, layer: NMLayer) -> None:
         """Find the entries that are not decayed."""

@@ -195,8 +195,13 @@ class MaskLogits(MaskMethod):
         logits = layer.parameters.get(LOGITS)
         if logits is None:
             return
-        if layer.step == 1:  # weights that were loaded by then are those that training began with
-            _warn_of_zeros(layer)
+        # Weights that were loaded by the first step are those that training began with.
+        if layer.step == 1 and is_nm(layer.view.rows(layer.weight), layer.pattern, dim=1):
+            warnings.warn(
+                f"the weight of layer '{layer.name}' is {layer.pattern} already, so that other masks would keep zeros: "
+                "begin with the dense weights, and give the pruned ones as `prior`",
+                stacklevel=2,
+            )
         patterns = layer.buffers[PATTERNS]
         best = logits.argmax(-1).flatten()  # [blocks]
         kept_blocks = patterns[best].bool()  # [blocks, M]
@@ -262,13 +267,3 @@ def _progress(layer: NMLayer) -> float:
     """How far the annealing is, from 0 to 1."""
     (stop,) = layer.progress.schedule
     return min(layer.progress.clock / stop, 1.0) if stop else 1.0
-
-
-def _warn_of_zeros(layer: NMLayer) -> None:
-    """Warn of a weight whose pruned entries are lost already."""
-    if is_nm(layer.view.rows(layer.weight.detach()), layer.pattern, dim=1):
-        warnings.warn(
-            f"the weight of layer '{layer.name}' is {layer.pattern} already, so that other masks would keep zeros: "
-            "begin with the dense weights, and give the pruned ones as `prior`",
-            stacklevel=2,
-        )

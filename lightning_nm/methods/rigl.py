@@ -87,14 +87,10 @@ class RigL(SparseToSparse):
         """Masks move until ``stop``."""
         return Phases(moves_until=layer.progress.schedule[0])
 
-    def _moving(self, layer: NMLayer) -> bool:
-        """Whether the coming window lies before ``stop``."""
-        (stop,) = layer.progress.schedule
-        return layer.masks.has_forward and layer.progress.clock < stop
-
     def needs_dense_gradient(self, layer: NMLayer) -> bool:
         """Whether the coming window's gradient moves the mask: it is its turn, or an earlier one could not."""
-        if not self._moving(layer):
+        (stop,) = layer.progress.schedule
+        if not layer.masks.has_forward or layer.progress.clock >= stop:
             return False
         # The layer's own steps, so that layers whose optimizers alternate all have their turns.
         step = layer.progress.step
