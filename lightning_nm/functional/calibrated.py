@@ -74,7 +74,14 @@ def sparsegpt(
             definite with this damping.
     """
     pattern = NMPattern.parse(pattern)
-    _check_moment(weight, moment, pattern)
+    shape = tuple(weight.shape)
+    columns = shape[-1] if shape else 0
+    if len(shape) != 2 or moment.shape != (columns, columns):
+        raise ValueError(f"second moments {tuple(moment.shape)} do not belong to a weight {shape}")
+    if columns % pattern.m:
+        raise ValueError(f"in = {columns} is not a multiple of M = {pattern.m}")
+    if not bool(moment.isfinite().all()):
+        raise ValueError("the second moments of the inputs hold values that are not finite")
     # A feature that was always zero has no influence on the output: its weights are pruned at no error.
     dead_i = moment.diagonal() == 0
     work_oi = weight.double().masked_fill(dead_i, 0.0)
@@ -82,7 +89,6 @@ def sparsegpt(
     diagonal_i = factor_ii.diagonal()
 
     m = pattern.m
-    columns = weight.shape[1]
     blocks_at_once = max(1, _COLUMNS_AT_ONCE // m)
     step = m * blocks_at_once
     for start in range(0, columns, step):
@@ -107,18 +113,6 @@ def sparsegpt(
         work_oi[:, end:] -= errors_oj @ factor_ii[start:end, end:]
     # Rounding to the weight's dtype cannot make a zero nonzero.
     return work_oi.to(weight.dtype)
-
-
-def _check_moment(weight: Tensor, moment: Tensor, pattern: NMPattern) -> None:
-    """Refuse a weight without blocks of this pattern, and second moments that are not those of its inputs."""
-    shape = tuple(weight.shape)
-    columns = shape[-1] if shape else 0
-    if len(shape) != 2 or moment.shape != (columns, columns):
-        raise ValueError(f"second moments {tuple(moment.shape)} do not belong to a weight {shape}")
-    if columns % pattern.m:
-        raise ValueError(f"in = {columns} is not a multiple of M = {pattern.m}")
-    if not bool(moment.isfinite().all()):
-        raise ValueError("the second moments of the inputs hold values that are not finite")
 
 
 def _inverse_factor(moment: Tensor, dead_i: Tensor, damping: float) -> Tensor:

@@ -127,7 +127,12 @@ class MaxQ(SRSTE):
         rows = layer.view.rows(weight)
         mask_rows = magnitude_mask(rows, layer.pattern, dim=1)
         mask_blocks = as_blocks(mask_rows, layer.pattern.m)  # [blocks, M]
-        dense = int(self._share_left(layer) * len(mask_blocks))
+        start, stop = layer.progress.schedule
+        clock = layer.progress.clock
+        dense = 0
+        if clock < stop:
+            progress = (clock - start) / (stop - start) if clock > start else 0.0
+            dense = int(share_left(self.ramp, progress) * len(mask_blocks))
         if dense:
             magnitudes = as_blocks(rows.abs(), layer.pattern.m)
             sums = magnitudes.sum(1, dtype=torch.promote_types(weight.dtype, torch.float32))
@@ -139,14 +144,6 @@ class MaxQ(SRSTE):
         thresholds = axis_thresholds(_by_filters(layer, weight), layer.pattern)
         for name, threshold in zip(("filters", "positions"), thresholds, strict=False):
             set_buffer(layer, name, threshold)
-
-    def _share_left(self, layer: NMLayer) -> float:
-        """The share of blocks that are dense now."""
-        start, stop = layer.progress.schedule
-        clock = layer.progress.clock
-        if clock >= stop:
-            return 0.0
-        return share_left(self.ramp, (clock - start) / (stop - start) if clock > start else 0.0)
 
     def forward_weight(self, layer: NMLayer, weight: Tensor) -> Tensor:
         """W under the mask, times the soft factors."""

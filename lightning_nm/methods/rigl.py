@@ -137,13 +137,6 @@ class RigL(SparseToSparse):
         if exchange is not None:
             layer.set_masks(make_exchange(layer, optimizer, mask, exchange))
 
-    def _drops(self, layer: NMLayer, kept: int) -> int:
-        """How many of ``kept`` entries are dropped at this point of the training."""
-        (stop,) = layer.progress.schedule
-        decay = 0.5 * (1 + math.cos(math.pi * layer.progress.clock / stop))
-        # Rounding errors must not lose an entry: 6.999999999999999 is 7.
-        return int(round(kept * self.drop * decay, 6))
-
     def _find_exchange(self, layer: NMLayer, mask: Tensor) -> Exchange:
         """The entries to exchange, by the weight and the dense gradient as they are before the step."""
         assert layer.weight.grad is not None
@@ -152,7 +145,10 @@ class RigL(SparseToSparse):
         dtype = torch.promote_types(layer.weight.dtype, torch.float32)
         weight_bm = blocks_of(layer, layer.weight.detach()).to(dtype)
         grad_bm = blocks_of(layer, layer.weight.grad).to(dtype)
-        drops = self._drops(layer, int(mask_bm.sum()))
+        (stop,) = layer.progress.schedule
+        decay = 0.5 * (1 + math.cos(math.pi * layer.progress.clock / stop))
+        # Rounding errors must not lose an entry: 6.999999999999999 is 7.
+        drops = int(round(int(mask_bm.sum()) * self.drop * decay, 6))
         moved_bm = drop_and_grow(weight_bm, grad_bm, mask_bm, drops)
         # Both are in the order of the blocks, each of which loses as many entries as it grows: they are pairs.
         blocks, pruned = (mask_bm & ~moved_bm).nonzero(as_tuple=True)
