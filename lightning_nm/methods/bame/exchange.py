@@ -24,7 +24,6 @@ from lightning_nm.kernels.evolution import passes_for
 from lightning_nm.methods.bame.evidence import Evidence
 from lightning_nm.methods.optimizer_state import (
     SECOND_MOMENTS,
-    StepSize,
     entry_states,
     group_of,
     moment_correction,
@@ -125,8 +124,13 @@ def find_exchange(
         if size is None:
             swaps = best_swaps(evidence_scores(weight, others[0], keep), keep)
         else:
-            swaps, loss_change = _best_by_gradient(size, keep, weight, *others)
-            loss_changes.append(loss_change)
+            # One step ahead of the optimizer.
+            grad, *moments = others
+            if size.maximize:
+                grad = -grad
+            step = size.of_blocks(grad, keep, *moments)
+            swaps = best_swaps(look_ahead_scores(weight, grad, keep, step), keep)
+            loss_changes.append(expected_loss_change(weight, grad, keep, step, swaps))
         found.append(swaps)
     swaps = Swaps(*(torch.cat(column) for column in zip(*found, strict=True)))
     chosen = select_blocks(swaps.gain, layer.buffers["oscillation"], budget)
@@ -138,17 +142,6 @@ def find_exchange(
         held=(swaps.gain > 0).sum() - len(chosen),
         loss_change=torch.cat(loss_changes)[chosen].sum() if loss_changes else 0.0,
     )
-
-
-def _best_by_gradient(
-    size: StepSize, keep: Tensor, weight: Tensor, grad: Tensor, *moments: Tensor
-) -> tuple[Swaps, Tensor]:
-    """The best exchange of each block one step ahead, and the change of the loss that is expected of it."""
-    if size.maximize:
-        grad = -grad
-    step = size.of_blocks(grad, keep, *moments)
-    swaps = best_swaps(look_ahead_scores(weight, grad, keep, step), keep)
-    return swaps, expected_loss_change(weight, grad, keep, step, swaps)
 
 
 @torch.no_grad()
