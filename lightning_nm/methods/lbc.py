@@ -124,7 +124,11 @@ class LBC(SparseToSparse):
         # The same number in all blocks.
         if left >= total - int(removed[0, 0].sum()):
             return
-        worst_first = _worst_first(layer, scores, removed)
+        # In the order in which they go: those gone already, then by score, then by magnitude.
+        magnitudes = sum_by_pattern(layer, layer.weight.detach().abs(), scores)
+        by_magnitude = magnitudes.argsort(dim=-1, stable=True)
+        ranked = scores.masked_fill(removed, -torch.inf).gather(-1, by_magnitude)
+        worst_first = by_magnitude.gather(-1, ranked.argsort(dim=-1, stable=True))
         removed.scatter_(-1, worst_first[..., : total - left], True)
         layer.buffers[REMOVED].copy_(pack_mask(removed))
         scores.masked_fill_(removed, 0)
@@ -179,12 +183,3 @@ def _finished(layer: NMLayer) -> bool:
 def _removed(layer: NMLayer) -> Tensor:
     """Whether each score is removed, bool of their shape."""
     return unpack_mask(layer.buffers[REMOVED], tuple(layer.parameters[SCORES].shape))
-
-
-def _worst_first(layer: NMLayer, scores: Tensor, removed: Tensor) -> Tensor:
-    """The patterns of each block in the order in which they go: those gone already, then by score, then magnitude."""
-    kept = sum_by_pattern(layer, layer.weight.detach().abs(), scores)
-    ranked = scores.masked_fill(removed, -torch.inf)
-    by_magnitude = kept.argsort(dim=-1, stable=True)
-    by_score = ranked.gather(-1, by_magnitude).argsort(dim=-1, stable=True)
-    return by_magnitude.gather(-1, by_score)
