@@ -19,6 +19,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -44,13 +45,7 @@ from lightning_nm.kernels.operands import (
     permuted_columns_reference,
     triton_kernels,
 )
-from lightning_nm.methods.bame.evidence import (
-    DECAY,
-    EPSILON,
-    SCALE,
-    Evidence,
-    bias_correction,
-)
+from lightning_nm.methods.bame.evidence import DECAY, EPSILON, SCALE, Evidence
 from lightning_nm.pattern import NMPattern
 
 PATTERN = NMPattern(2, 4)
@@ -146,7 +141,7 @@ def ways_of_an_adaptation(weight: Tensor, pattern: NMPattern) -> list[Way]:
     value = torch.where(mask, 0, 0.1 * torch.randn_like(weight).float())
     old = Evidence(value / SCALE, value.square(), torch.ones((), device=weight.device))
     rate, limit = torch.tensor([1e-3, 1e3], device=weight.device)
-    correction = bias_correction(old.count + 1)
+    correction = replace(old, count=old.count + 1).correction()
     step = {"correction": correction, "limit": limit, "size": rate}
     step |= {"unit": SCALE, "own_ratio": 1.0, "decay": DECAY, "epsilon": EPSILON}
     grid = BlockGrid.of(weight, m)

@@ -79,6 +79,7 @@ def sparsegpt(
             f"second moments {tuple(moment.shape)} do not belong to a weight {tuple(weight.shape)}"
         )
     _check_blocks(weight, pattern, 1)
+    columns = weight.shape[1]
     if not bool(moment.isfinite().all()):
         raise ValueError("the second moments of the inputs hold values that are not finite")
     # A feature that was always zero has no influence on the output: its weights are pruned at no error.
@@ -88,7 +89,6 @@ def sparsegpt(
     diagonal_i = factor_ii.diagonal()
 
     m = pattern.m
-    columns = weight.shape[1]
     blocks_at_once = max(1, _COLUMNS_AT_ONCE // m)
     step = m * blocks_at_once
     for start in range(0, columns, step):

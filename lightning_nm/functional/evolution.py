@@ -290,7 +290,10 @@ def drop_and_grow(weight: Tensor, grad: Tensor, mask: Tensor, drops: int) -> Ten
         >>> drop_and_grow(weight, grad, mask, 1).int().tolist()
         [[1, 0, 0, 1], [1, 1, 0, 0]]
     """
-    survives_bm = mask & ~_smallest_kept(weight.abs(), mask, drops)
+    kept = weight.abs()[mask]  # in the order of the entries
+    survives = torch.ones_like(kept, dtype=torch.bool)
+    survives[kept.argsort(stable=True)[:drops]] = False
+    survives_bm = torch.zeros_like(mask).masked_scatter(mask, survives)
     lost_b = mask.sum(1) - survives_bm.sum(1)
     # The blocks that lost entries, [C, M]: a small part of all, once the share of drops has decayed.
     losing_c = lost_b.nonzero().squeeze(1)
@@ -303,11 +306,3 @@ def drop_and_grow(weight: Tensor, grad: Tensor, mask: Tensor, drops: int) -> Ten
     grown_bm = survives_bm.clone()
     grown_bm[losing_c] = survives_cm | grows_cm
     return grown_bm
-
-
-def _smallest_kept(magnitude: Tensor, mask: Tensor, count: int) -> Tensor:
-    """Whether each entry is one of the ``count`` kept ones of least magnitude; the first of equal ones, bool."""
-    kept = magnitude[mask]  # in the order of the entries
-    smallest = torch.zeros_like(kept, dtype=torch.bool)
-    smallest[kept.argsort(stable=True)[:count]] = True
-    return torch.zeros_like(mask).masked_scatter(mask, smallest)

@@ -163,14 +163,6 @@ def block_patterns(pattern: PatternLike) -> Tensor:
     return kept
 
 
-def patterns_of_layer(name: str, pattern: NMPattern) -> Tensor:
-    """Return :func:`block_patterns`, or raise its error with the name of the layer."""
-    try:
-        return block_patterns(pattern)
-    except ValueError as error:
-        raise ValueError(f"layer '{name}': {error}") from None
-
-
 def surviving(total: int, step: int, stop: int) -> int:
     r"""Return how many patterns of a block are left after a step, of ``total`` at first and one from ``stop`` on.
 
@@ -344,7 +336,6 @@ def soft_factor(weight: Tensor, thresholds: Sequence[Tensor], temperature: float
     return factor
 
 
-RAMPS = ("linear", "cubic", "cos", "exp")
 _EXPONENT = 1.5  # of "exp": the code's 0.05 for each of 30 epochs
 
 

@@ -12,6 +12,7 @@ for CUDA tensors, by functions of the same arguments. Other tensors are left to 
 
 from __future__ import annotations
 
+import os
 from types import ModuleType
 
 import torch
@@ -30,7 +31,9 @@ def passes_for(first: Tensor, *others: Tensor | None) -> ModuleType | None:
     if torch.compiler.is_compiling():
         return None
     tensors = first, *others
-    if not triton_use.runs_on(first.device):
+    # The first question is the cheaper one, and answers most.
+    on_cpu = first.device.type == "cpu" and "TRITON_INTERPRET" not in os.environ
+    if on_cpu or not triton_use.runs_on(first.device):
         return cpu_passes if cpu_passes.runs(*tensors) else None
     for tensor in tensors:
         if tensor is not None and (tensor.device != first.device or not tensor.numel()):

@@ -5,18 +5,8 @@ from __future__ import annotations
 import warnings
 from typing import Literal
 
-from torch import Tensor
-from torch.optim import Optimizer
-
 from lightning_nm.functional import is_nm
-from lightning_nm.methods.base import (
-    Gradients,
-    MaskMethod,
-    Method,
-    at_kept,
-    largest_entries,
-    zero_pruned,
-)
+from lightning_nm.methods.base import Method, SparseToSparse, largest_entries, zero_pruned
 from lightning_nm.methods.checks import check_option
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.schedule import (
@@ -29,7 +19,7 @@ from lightning_nm.schedule import (
 )
 
 
-class ASP(MaskMethod):
+class ASP(SparseToSparse):
     """Prune once, then keep the mask: train densely, mask by magnitude at a step, go on training the kept weights.
 
     After pruning there is no latent weight: pruned entries get no gradient, and are set to zero after every step.
@@ -47,7 +37,6 @@ class ASP(MaskMethod):
     """
 
     short_name = "asp"
-    latent = False
 
     def __init__(
         self, start: Moment = 0, init: Literal["magnitude", "zeros"] = "magnitude"
@@ -126,15 +115,3 @@ class ASP(MaskMethod):
         else:
             mask = largest_entries(layer)
         layer.set_masks(mask)
-
-    def gradient_at_pruned(self, layer: NMLayer) -> bool:
-        """Whether training is still dense; after pruning, no step needs the gradient of pruned entries."""
-        return not layer.masks.has_forward
-
-    def weight_gradient(self, layer: NMLayer, weight: Tensor, grad: Tensor) -> Gradients:
-        """The gradient at kept entries, 0 at pruned ones."""
-        return super().weight_gradient(layer, weight, at_kept(layer, grad))
-
-    def after_step(self, layer: NMLayer, optimizer: Optimizer) -> None:
-        """Keep pruned entries at zero, whatever the optimizer did."""
-        zero_pruned(layer)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from lightning_nm.functional.masks import magnitude_mask
 from lightning_nm.functional.select import mask_, masked
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.pattern import NMPattern
-from lightning_nm.schedule import Phases, Schedule, refuse_second
+from lightning_nm.schedule import Phases, Schedule, refuse_second, resolve_moment
 
 Gradients = tuple[Tensor | None, ...]
 """The gradients of a weight and of the parameters that the method owns, ``None`` for none."""
@@ -37,8 +37,13 @@ _REPLACED = {
     "may_start_early": "define phases()",
     "check_stages": "define phases()",
     "end_masks": "leave it out, the package ends the masks",
+    "restores_masks": "leave it out, init_masks() runs again on resume",
+    "has_own_backward_weight": "leave it out, it follows from an override of backward_weight()",
+    "changes_pattern": "leave it out, it follows from an override of current_pattern()",
 }
 """What a method of 0.3 has to do in place of defining these."""
+
+_WEIGHT_HOOKS = ("forward_weight", "backward_weight", "training_weight")
 
 
 def largest_entries(layer: NMLayer, pattern: NMPattern | None = None) -> Tensor:
@@ -53,6 +58,14 @@ def set_parameter(layer: NMLayer, name: str, values: Tensor) -> None:
         layer.parameters[name].data.copy_(values)
     else:
         layer.parameters[name] = nn.Parameter(values)
+
+
+def set_buffer(layer: NMLayer, name: str, values: Tensor) -> None:
+    """Give a layer a buffer of the method's, or set the values of the one that it has: compiled graphs read it."""
+    if name in layer.buffers:
+        layer.buffers[name].copy_(values)
+    else:
+        layer.buffers[name] = values
 
 
 def blocks_of(layer: NMLayer, tensor: Tensor) -> Tensor:
@@ -71,10 +84,19 @@ def zero_pruned(layer: NMLayer) -> None:
         layer.zero_pruned(layer.view.local)
 
 
-def at_kept(layer: NMLayer, grad: Tensor) -> Tensor:
-    """The gradient at the entries that the forward mask keeps, 0 at the others; in place."""
+def kept_gradient(layer: NMLayer, grad: Tensor) -> Tensor:
+    """The gradient at kept entries, 0 at pruned ones, in place; all of it in a window whose gradient is dense."""
     mask = layer.masks.forward_view
-    return grad if mask is None else mask_(grad, mask)
+    return grad if mask is None or layer.progress.dense_gradient else mask_(grad, mask)
+
+
+def weighted_mean(name: str, parts: Iterable[tuple[float, float]]) -> dict[str, float]:
+    """A statistic of layers from its sum and its number of summands in each of them; none without summands."""
+    total = count = 0.0
+    for own_total, own_count in parts:
+        total += own_total
+        count += own_count
+    return {name: total / count} if count else {}
 
 
 def _place(cls: type, hook: str) -> int:
@@ -119,12 +141,18 @@ class Method:
     fixed: tuple[str, ...] = ()
     """Settings that a saved state depends on: resuming with other values is refused."""
 
+    # The settings that schedule() turns into training steps.
+    _scheduled: ClassVar[tuple[str, ...]] = ()
+    # Why follow() refuses parts of a user's schedule, by part.
+    _refused: ClassVar[Mapping[str, str]] = {}
+
     # What follows from the class itself: nobody sets it.
     uses_masks: ClassVar[bool] = False
     """Whether the method prunes by the layer's masks: a :class:`MaskMethod`."""
     selects_entries: ClassVar[bool] = False
     """Whether W_F and W_B are W under the layer's masks: kernels then mask while they pack, and processes mask their
-    shards. It is so for a :class:`MaskMethod` that overrides none of the hooks which make weights."""
+    shards. It is so for a :class:`MaskMethod` that overrides none of the hooks which make weights, and for
+    :class:`Dense`."""
     has_training_weight: ClassVar[bool] = False
     """Whether the class overrides :meth:`training_weight`."""
 
@@ -136,6 +164,14 @@ class Method:
                 f"{cls.__name__} has {name}, which methods had in lightning_nm 0.3: {_REPLACED[name]}"
             )
         cls.has_training_weight = cls.training_weight is not Method.training_weight
+        # A class selects entries if all of its weights are made by the hooks of one that does.
+        bases = [base for base in cls.__mro__[1:] if issubclass(base, Method)]
+        selecting = [base for base in bases if base.selects_entries]
+        if selecting:
+            cls.selects_entries = any(
+                all(getattr(cls, hook) is getattr(base, hook) for hook in _WEIGHT_HOOKS)
+                for base in selecting
+            )
         if _place(cls, "weight_gradient") < _place(cls, "gradient_at_pruned"):
             # What a base class says of its gradient need not hold for another one.
             cls.gradient_at_pruned = Method.gradient_at_pruned  # type: ignore[method-assign]
@@ -150,7 +186,10 @@ class Method:
         Raises:
             ValueError: If that takes the number of planned steps, and it is not known.
         """
-        return ()
+        return tuple(
+            resolve_moment(self, name, getattr(self, name), planned_steps)
+            for name in self._scheduled
+        )
 
     def layer_schedule(self, layer: NMLayer, planned_steps: int | None) -> tuple[int, ...]:
         """The schedule of one layer, for a method whose moments depend on its pattern; :meth:`schedule` by default."""
@@ -170,6 +209,7 @@ class Method:
         Raises:
             ValueError: If the method cannot follow a part of it, see :meth:`~lightning_nm.schedule.Schedule.refuse`.
         """
+        schedule.refuse(self, **self._refused)
         for name in ("dense_start", "dense_end"):
             refuse_second(self, name)
         return self
@@ -337,13 +377,6 @@ class MaskMethod(Method):
     uses_masks = True
     selects_entries = True
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        weights = ("forward_weight", "training_weight", "backward_weight")
-        cls.selects_entries = all(
-            getattr(cls, hook) is getattr(MaskMethod, hook) for hook in weights
-        )
-
     def forward_weight(self, layer: NMLayer, weight: Tensor) -> Tensor:
         """``where(forward_mask, W, 0)``."""
         mask = layer.masks.forward_view
@@ -353,3 +386,24 @@ class MaskMethod(Method):
         """``where(backward_mask, W, 0)``; W_F for a layer without a backward mask."""
         mask = layer.masks.backward
         return self.forward_weight(layer, weight) if mask is None else masked(weight, mask)
+
+
+class SparseToSparse(MaskMethod):
+    """Without latent weights: pruned entries are zero in the parameter after every step, and get no gradient.
+
+    All of the gradient is kept in a window for which :meth:`needs_dense_gradient` asked, for the method to use it.
+    """
+
+    latent = False
+
+    def gradient_at_pruned(self, layer: NMLayer) -> bool:
+        """Whether there is no mask yet, or the method asked for the dense gradient of this window."""
+        return not layer.masks.has_forward or layer.progress.dense_gradient
+
+    def weight_gradient(self, layer: NMLayer, weight: Tensor, grad: Tensor) -> Gradients:
+        """The gradient at kept entries, 0 at pruned ones; all of it in a window whose gradient is dense."""
+        return super().weight_gradient(layer, weight, kept_gradient(layer, grad))
+
+    def after_step(self, layer: NMLayer, optimizer: Optimizer) -> None:
+        """Keep pruned entries at zero, whatever the optimizer did."""
+        zero_pruned(layer)

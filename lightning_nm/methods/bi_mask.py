@@ -79,8 +79,8 @@ class BiMask(SRSTE):
         self.permute_every = permute_every
         self.candidates = candidates
         self.first_search = first_search
-        self.search: Search = search
-        self.criterion: Criterion = criterion
+        self.search = search
+        self.criterion = criterion
 
     def init_masks(self, layer: NMLayer) -> None:
         """Select both masks, with the first permutation, unless training starts dense."""
@@ -112,10 +112,6 @@ class BiMask(SRSTE):
         if grid is None or masks.permutation is None:
             return False
         if not evolution.has_whole_rows(rows, weight, m):
-            return False
-        rows = layer.view.rows(weight)
-        grid = layer.view.blocks(layer.pattern.m)
-        if grid is None or not evolution.has_whole_rows(rows, weight, layer.pattern.m):
             return False
         # A saved state may be damaged, and the library reads and writes wherever the permutation says.
         checked_permutation(masks.permutation, rows, layer.spec.groups)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from lightning_nm.nn.weight import known_shape
 
@@ -97,15 +97,13 @@ class Trace:
         watched |= {block for each in lists for block in each.blocks}
         self.counts: dict[nn.Module, set[int]] = {module: set() for module in watched}
         """How often a batch calls a module."""
-        self.shared: dict[nn.Module, set[nn.Module | None]] = {module: set() for module in layers}
+        self.shared: dict[nn.Module, set[nn.Module | None]] = defaultdict(set)
         """By layer, the layer that was called right before each of its calls with the same one input, or ``None``."""
-        self.needs: dict[nn.Module, set[nn.Module]] = {}
+        self.needs: dict[nn.Module, set[nn.Module]] = defaultdict(set)
         """By module, the layers that were called before it returned: its output may depend on them."""
-        self.sizes: dict[nn.Module, int] = {}
+        self.sizes: dict[nn.Module, int] = defaultdict(int)
         """The entries of the largest output of a module."""
-        self.block_orders: dict[str, set[tuple[nn.Module, ...]]] = {
-            each.name: set() for each in lists
-        }
+        self.block_orders: dict[str, set[tuple[nn.Module, ...]]] = defaultdict(set)
         """By list, the orders in which batches call its modules."""
         self.unchained: set[str] = set()
         """Lists with a module that is given no tensor which the module called before it returned."""
@@ -143,10 +141,9 @@ class Trace:
         self._last = last
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.needs.setdefault(module, set()).update(self.layers.intersection(self._called))
+        self.needs[module].update(self.layers.intersection(self._called))
         outputs = _tensors(output)
-        size = sum(x.numel() for x in outputs)
-        self.sizes[module] = max(size, self.sizes.get(module, 0))
+        self.sizes[module] = max(sum(x.numel() for x in outputs), self.sizes[module])
         for each in self._lists:
             if module in each.blocks:
                 self._returned[each.name] = outputs
@@ -299,7 +296,7 @@ class Memory:
                 if self._ready[entry.module] > done:
                     continue
                 attributes = entry.module.__dict__
-                own = {key: attributes[key] for key in ("forward",) if key in attributes}
+                own = {key: value for key, value in attributes.items() if key == "forward"}
                 attributes["forward"] = partial(self._answer, entry, entry.module.forward)
                 # The instance may have a forward of its own, as accelerate sets it.
                 stack.callback(attributes.update, own)
@@ -313,12 +310,12 @@ class Memory:
         if index < entry.index:
             output = forward(*args, **kwargs)
             # What follows may change its input in place.
-            entry.answers[self.batch] = entry.index, tree_map(_copied, output)
+            entry.answers[self.batch] = entry.index, tree_map_only(Tensor, Tensor.clone, output)
             for part in entry.parts:
                 part.answers.pop(self.batch, None)
             return output
         # The answers of blocks before the last finished one are not read.
-        return tree_map(_copied, answer) if index == entry.index else answer
+        return tree_map_only(Tensor, Tensor.clone, answer) if index == entry.index else answer
 
     def fault(self, run: Callable[[], Any]) -> str:
         """Run the model on a batch as it is, and say where answers from memory change what it computes.
@@ -396,10 +393,6 @@ def _parts(module: nn.Module, blocks: set[nn.Module]) -> Iterator[nn.Module]:
 
 def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
-def _copied(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, Enum)

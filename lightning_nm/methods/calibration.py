@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from lightning_nm.functional.evolution import from_blocks
 from lightning_nm.methods.blocks import Memory, Reached, Trace, find_lists
@@ -115,14 +115,10 @@ class Calibration:
 
     def batches(self) -> Iterator[Any]:
         """The batches, on the model's device."""
-
-        def moved(leaf: Any) -> Any:
-            return leaf.to(self.device) if isinstance(leaf, Tensor) else leaf
-
         for number, batch in enumerate(self.data):
             if self.memory is not None:
                 self.memory.batch = number
-            yield tree_map(moved, batch)
+            yield tree_map_only(Tensor, lambda leaf: leaf.to(self.device), batch)
 
     def _find_blocks(self) -> None:
         """Let blocks answer from memory, if the model has some and this changes nothing."""
@@ -202,11 +198,11 @@ class Calibration:
             wanted: The layers and their groups.
             done: How many layers come before them.
         """
-        columns = {layer: _columns(layer) for layer in wanted}
-        summed = {}
+        columns, summed = {}, {}
         for layer, groups in wanted.items():
-            shape = (len(groups), len(columns[layer]), len(columns[layer]))
-            summed[layer] = torch.zeros(shape, dtype=torch.float64, device=layer.param.device)
+            order = columns[layer] = _columns(layer)
+            shape = (len(groups), len(order), len(order))
+            summed[layer] = torch.zeros(shape, dtype=torch.float64, device=order.device)
         first = next(iter(wanted))
         module = first.spec.module
         counts = self.trace.counts[module]
@@ -214,10 +210,10 @@ class Calibration:
         calls = sum(counts) if len(counts) == 1 else 0
         left = 0
 
-        def add(layer: NMLayer, group: int, inputs: Tensor) -> None:
-            groups = wanted[layer]
+        def add(group: int, inputs: Tensor) -> None:
+            groups = wanted[first]
             if group in groups:
-                summed[layer][group - groups.start] += _gram(inputs, columns[layer])
+                summed[first][group - groups.start] += _gram(inputs, columns[first])
 
         def collect(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             last: tuple[Tensor, Tensor, Tensor] | None = None
@@ -252,7 +248,7 @@ class Calibration:
                 stack.callback(module.register_forward_hook(called).remove)
                 install(self.model, [first])
                 stack.callback(uninstall, self.model, [first])
-                INPUT_HOOKS[first] = partial(add, first)
+                INPUT_HOOKS[first] = add
                 stack.callback(INPUT_HOOKS.pop, first)
             else:
                 handle = module.register_forward_pre_hook(collect, with_kwargs=True)

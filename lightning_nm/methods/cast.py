@@ -15,18 +15,18 @@ from lightning_nm.functional.select import masked
 from lightning_nm.functional.soft import decayed_moment
 from lightning_nm.methods.base import (
     Gradients,
-    MaskMethod,
-    Method,
-    at_kept,
+    SparseToSparse,
+    kept_gradient,
     largest_entries,
     set_parameter,
+    weighted_mean,
     zero_pruned,
 )
 from lightning_nm.methods.checks import check_count, check_number, refuse_tensor_parallel
 from lightning_nm.methods.optimizer_state import coupled_decay, group_of, will_be_skipped
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.weight import local_values
-from lightning_nm.schedule import Moment, Phases, Schedule, check_moment, resolve_moment
+from lightning_nm.schedule import Moment, Phases, check_moment
 
 KEPT = "kept"
 """The name of the buffer with the entries that are not decayed, one bit each."""
@@ -43,7 +43,7 @@ class _BeforeStep:
     grad: Tensor
 
 
-class CAST(MaskMethod):
+class CAST(SparseToSparse):
     r"""Continuous adaptive sparse training (Huang et al., arXiv 2509.25996) of a trained model, under Adam or AdamW.
 
     **Until** ``end`` **the model is dense.** Its forward weight is :math:`A \odot W`, where the learnable scale A has
@@ -92,9 +92,17 @@ class CAST(MaskMethod):
     """
 
     short_name = "cast"
+    latent = True  # until its end
     passes_read_buffers = False
     fixed = ("scale_groups",)
     headline = "decayed_magnitude"
+    _scheduled = ("end",)
+    _refused = {
+        "dense_start": "it trains densely until its `end` anyway",
+        "ramp": "it has no masks before its `end`, and one pattern from there on",
+        "dense_end": "all of its training leads to an N:M model at its `end`. Train on without a callback for a dense "
+        "model",
+    }
 
     def __init__(
         self,
@@ -117,24 +125,14 @@ class CAST(MaskMethod):
         self.scale_groups = scale_groups
         self.end = end
 
-    def follow(self, schedule: Schedule) -> Method:
-        """Refuse every part."""
-        schedule.refuse(
-            self,
-            dense_start="it trains densely until its `end` anyway",
-            ramp="it has no masks before its `end`, and one pattern from there on",
-            dense_end="all of its training leads to an N:M model at its `end`. Train on without a callback for a dense "
-            "model",
-        )
-        return self
-
     def phases(self, layer: NMLayer) -> Phases:
         """The forward weight is dense until the end of the decay."""
         return Phases(layer.progress.schedule)
 
     def schedule(self, planned_steps: int | None) -> tuple[int, ...]:
         """The training step at which the model becomes N:M."""
-        return (max(resolve_moment(self, "end", self.end, planned_steps), 1),)
+        (end,) = super().schedule(planned_steps)
+        return (max(end, 1),)
 
     def check(self, planned_steps: int | None) -> None:
         """Refuse an end that the training does not reach: the model would stay dense."""
@@ -178,18 +176,16 @@ class CAST(MaskMethod):
         if layer.spec.forward_reason:
             return
         if self.scale_groups:
-            self._init_scale(layer)
+            refuse_tensor_parallel(layer, "a scale that is not cut with it, unless scale_groups=0")
+            weight = layer.weight
+            out, columns, *_ = layer.view.rows(weight.detach()).shape
+            groups = 1 if columns % self.scale_groups else self.scale_groups
+            ones = torch.ones(out, groups, dtype=weight.dtype, device=weight.device)
+            set_parameter(layer, SCALE, ones)
         if self._is_over(layer):
             self._choose_mask(layer)
         else:
             self._find_kept(layer)
-
-    def _init_scale(self, layer: NMLayer) -> None:
-        refuse_tensor_parallel(layer, "a scale that is not cut with it, unless scale_groups=0")
-        out, columns, *_ = layer.view.rows(layer.weight.detach()).shape
-        groups = 1 if columns % self.scale_groups else self.scale_groups
-        ones = torch.ones(out, groups, dtype=layer.weight.dtype, device=layer.weight.device)
-        set_parameter(layer, SCALE, ones)
 
     def _find_kept(self, layer: NMLayer) -> None:
         """Find the entries that are not decayed."""
@@ -219,9 +215,7 @@ class CAST(MaskMethod):
         if not layer.spec.forward_reason and not layer.masks.has_forward:
             self._project(layer)
 
-    def gradient_at_pruned(self, layer: NMLayer) -> bool:
-        """Whether all entries are trained still."""
-        return not layer.masks.has_forward
+    gradient_at_pruned = SparseToSparse.gradient_at_pruned
 
     def forward_weight(self, layer: NMLayer, weight: Tensor) -> Tensor:
         """``A * W``, and +0.0 at pruned entries once there is a mask."""
@@ -232,16 +226,14 @@ class CAST(MaskMethod):
 
     def weight_gradient(self, layer: NMLayer, weight: Tensor, grad: Tensor) -> Gradients:
         """The gradients of W, which is ``A * grad`` under the mask, and of A."""
-        grad = at_kept(layer, grad)
+        grad = kept_gradient(layer, grad)
         scale = self._scale(layer, weight)
         if scale is None:
             return (grad,)
         own_scale = layer.parameters[SCALE]
         out, groups = own_scale.shape
-        products = layer.view.rows(grad * weight)  # [out, in, *taps]
-        by_group = products.reshape(
-            out, groups, -1
-        )  # a group's columns are neighbours, with all of their taps
+        # A group's columns are neighbours, with all of their taps.
+        by_group = layer.view.rows(grad * weight).reshape(out, groups, -1)
         return grad * scale, by_group.sum(2)
 
     @staticmethod
@@ -250,11 +242,10 @@ class CAST(MaskMethod):
         scale = layer.parameters.get(SCALE)
         if scale is None:
             return None
-        rows_shape = layer.view.rows(weight).shape  # [out, in, *taps]
-        out, groups = scale.shape
-        by_group = scale.unsqueeze(2).expand(out, groups, rows_shape[1] // groups)
-        by_column = by_group.reshape(out, rows_shape[1], *[1] * (len(rows_shape) - 2))
-        return layer.view.unrows(by_column.expand(rows_shape))
+        out, columns, *taps = layer.view.rows(weight).shape
+        by_column = scale.repeat_interleave(columns // scale.shape[1], dim=1)
+        by_row = by_column.view(out, columns, *[1] * len(taps))
+        return layer.view.unrows(by_row.expand(out, columns, *taps))
 
     def after_clipping(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Give the optimizer a moment and a gradient with which its own step is that of AdamS.
@@ -299,22 +290,22 @@ class CAST(MaskMethod):
             grad = layer.view.local_grad
             if grad is not None:
                 grad.copy_(before.grad)
-        zero_pruned(layer)
+        super().after_step(layer, optimizer)
 
     def statistics(self, layers: Sequence[NMLayer]) -> dict[str, float]:
         """``decayed_magnitude``: the share of the sum of :math:`|W|` in entries that the projection would set to zero.
 
         0 once the model is N:M.
         """
-        total = decayed = 0.0
+        parts = []
         for layer in layers:
             if layer.spec.forward_reason:
                 continue
             with layer.full(), torch.no_grad():
                 magnitude = layer.weight.detach().abs().double()
-                total += float(magnitude.sum())
-                decayed += float(magnitude[~largest_entries(layer)].sum())
-        return {"decayed_magnitude": decayed / total if total else 0.0}
+                decayed = magnitude[~largest_entries(layer)].sum()
+                parts.append((float(decayed), float(magnitude.sum())))
+        return weighted_mean("decayed_magnitude", parts) or {"decayed_magnitude": 0.0}
 
 
 def _add_gradient(moment: Tensor, grad: Tensor, group: dict[str, Any]) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import warnings
+from typing import Any
 
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.schedule import Moment
+from lightning_nm.schedule import Moment, check_moment
 from lightning_nm.spelling import check_option as check_option
 
 
@@ -28,6 +29,25 @@ def check_number(
         kind = "0 or a positive number" if zero else "a positive number"
         limit = "" if most == math.inf else f" of at most {most:g}"
         raise ValueError(f"{name}={value} must be {kind}{limit}: {why}")
+
+
+def check_span(start: Moment, stop: Moment, advice: str) -> None:
+    """Refuse a `start` and a `stop` that are no moments, or certainly in the wrong order."""
+    check_moment("start", start)
+    check_moment("stop", stop)
+    # Steps and shares can be compared only when the number of steps is known.
+    if isinstance(start, float) == isinstance(stop, float) and stop < start:
+        raise ValueError(f"stop={stop} lies before start={start}: {advice}")
+
+
+def resolve_span(method: Any, planned_steps: int | None) -> tuple[int, int]:
+    """The training steps of a method's `start` and `stop`; a ``ValueError`` if they are in the wrong order."""
+    start, stop = method.schedule(planned_steps)
+    if stop < start:
+        raise ValueError(
+            f"stop={method.stop} is step {stop} of {planned_steps}, before start={method.start} ({start})"
+        )
+    return start, stop
 
 
 def check_count(name: str, value: int | None, least: int) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_nm.functional import magnitude_mask
-from lightning_nm.methods.base import Method
+from lightning_nm.methods.base import Method, set_buffer
 from lightning_nm.methods.checks import check_number, check_option
 from lightning_nm.methods.ste import STE
 from lightning_nm.nn.layer import NMLayer
@@ -104,7 +104,7 @@ class DecayingMask(STE):
         if stop is not None:
             check_moment("stop", stop)
         check_number("rate", rate, "it is how fast pruned entries fade")
-        self.decay: Decay = decay
+        self.decay = decay
         self.stop = stop
         self.rate = rate
 
@@ -201,12 +201,9 @@ class DecayingMask(STE):
         start, stop = frames
         share = (clock - start) / (stop - start)
         factor = 1 - share if self.decay == "linear" else math.exp(-self.rate * share)
-        if FADE in layer.buffers:
-            layer.buffers[FADE].fill_(factor)
-        else:
-            weight = layer.param
-            dtype = torch.promote_types(weight.dtype, torch.float32)
-            layer.buffers[FADE] = torch.tensor([factor], dtype=dtype, device=weight.device)
+        weight = layer.param
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        set_buffer(layer, FADE, torch.tensor([factor], dtype=dtype, device=weight.device))
 
     def forward_weight(self, layer: NMLayer, weight: Tensor) -> Tensor:
         """W under the mask; while pruned entries fade, W with these multiplied by b."""

@@ -14,18 +14,18 @@ from lightning_nm.functional.select import masked
 from lightning_nm.functional.soft import surviving
 from lightning_nm.methods.base import (
     Gradients,
-    MaskMethod,
-    Method,
-    at_kept,
+    SparseToSparse,
     from_blocks_of,
+    kept_gradient,
     set_parameter,
+    weighted_mean,
     zero_pruned,
 )
 from lightning_nm.methods.checks import warn_of_late_stop
 from lightning_nm.methods.pattern_scores import PATTERNS, begin_scores, sum_by_pattern
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.pattern import NMPattern
-from lightning_nm.schedule import Moment, Schedule, check_moment, resolve_moment
+from lightning_nm.schedule import Moment, check_moment
 
 SCORES = "scores"
 """The layer's parameter: a score for each pattern of each block, ``[out, blocks, C]``; 0 once it is removed."""
@@ -33,7 +33,7 @@ REMOVED = "removed"
 """The layer's buffer: whether each of them is removed, one bit each."""
 
 
-class LBC(MaskMethod):
+class LBC(SparseToSparse):
     r"""Learning Best Combination (Zhang et al., NeurIPS 2022, arXiv 2206.06662): patterns compete within each block.
 
     Each block has a score for each of its :math:`C = \binom{M}{N}` patterns, at first :math:`1 / \binom{M-1}{N-1}`.
@@ -67,28 +67,19 @@ class LBC(MaskMethod):
     """
 
     short_name = "lbc"
-    latent = False
     # The paper counts all three GEMMs by the share of kept entries.
     paper_counts_masked = True
+    _scheduled = ("stop",)
+    _refused = {
+        "dense_start": "it starts dense anyway, and removes entries until its `stop`",
+        "ramp": "its scores are of the combinations of one pattern, and masks narrow to it until its `stop`",
+        "dense_end": "it trains scores, and masks that narrow to N:M until its `stop`; without masks nothing of that "
+        "would be left",
+    }
 
     def __init__(self, stop: Moment = 0.5) -> None:
         check_moment("stop", stop)
         self.stop = stop
-
-    def follow(self, schedule: Schedule) -> Method:
-        """Refuse every part."""
-        schedule.refuse(
-            self,
-            dense_start="it starts dense anyway, and removes entries until its `stop`",
-            ramp="its scores are of the combinations of one pattern, and masks narrow to it until its `stop`",
-            dense_end="it trains scores, and masks that narrow to N:M until its `stop`; without masks nothing of that "
-            "would be left",
-        )
-        return self
-
-    def schedule(self, planned_steps: int | None) -> tuple[int, ...]:
-        """The training step from which masks are N:M."""
-        return (resolve_moment(self, "stop", self.stop, planned_steps),)
 
     def check(self, planned_steps: int | None) -> None:
         """Warn of a stop that the training does not reach."""
@@ -112,9 +103,7 @@ class LBC(MaskMethod):
         dtype = torch.promote_types(weight.dtype, torch.float32)
         scores = torch.full(shape, score, dtype=dtype, device=device)
         set_parameter(layer, SCORES, scores)
-        layer.buffers[REMOVED] = torch.zeros(
-            (scores.numel() + 7) // 8, dtype=torch.uint8, device=device
-        )
+        layer.buffers[REMOVED] = pack_mask(torch.zeros_like(scores, dtype=torch.bool))
         layer.set_masks(torch.ones(layer.view.shape, dtype=torch.bool, device=device))
         self._remove_patterns(layer)
 
@@ -135,7 +124,11 @@ class LBC(MaskMethod):
         # The same number in all blocks.
         if left >= total - int(removed[0, 0].sum()):
             return
-        worst_first = _worst_first(layer, scores, removed)
+        # In the order in which they go: those gone already, then by score, then by magnitude.
+        magnitudes = sum_by_pattern(layer, layer.weight.detach().abs(), scores)
+        by_magnitude = magnitudes.argsort(dim=-1, stable=True)
+        ranked = scores.masked_fill(removed, -torch.inf).gather(-1, by_magnitude)
+        worst_first = by_magnitude.gather(-1, ranked.argsort(dim=-1, stable=True))
         removed.scatter_(-1, worst_first[..., : total - left], True)
         layer.buffers[REMOVED].copy_(pack_mask(removed))
         scores.masked_fill_(removed, 0)
@@ -144,13 +137,12 @@ class LBC(MaskMethod):
         keepers = (~removed).flatten(0, 1).float() @ patterns.float()
         layer.set_masks(from_blocks_of(layer, keepers > 0))
 
-    def gradient_at_pruned(self, layer: NMLayer) -> bool:
-        """Whether there is no mask: a pruned entry is in no pattern that is left, so no score needs its gradient."""
-        return not layer.masks.has_forward
+    # A pruned entry is in no pattern that is left, so no score needs its gradient.
+    gradient_at_pruned = SparseToSparse.gradient_at_pruned
 
     def weight_gradient(self, layer: NMLayer, weight: Tensor, grad: Tensor) -> Gradients:
         """The gradient at kept entries, and that of the scores that are left."""
-        kept_grad = at_kept(layer, grad)
+        kept_grad = kept_gradient(layer, grad)
         scores = layer.parameters.get(SCORES)
         if scores is None:
             return (kept_grad,)
@@ -168,21 +160,18 @@ class LBC(MaskMethod):
 
     def after_step(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Keep pruned entries and removed scores at zero, whatever the optimizer did."""
-        zero_pruned(layer)
+        super().after_step(layer, optimizer)
         scores = layer.parameters.get(SCORES)
         if scores is not None:
             scores.detach().masked_fill_(_removed(layer), 0)
 
     def statistics(self, layers: Sequence[NMLayer]) -> dict[str, float]:
         """``surviving_patterns``: patterns that are left in a block, on average; 1 from ``stop`` on."""
-        left = 0
-        blocks = 0
-        for layer in layers:
-            if SCORES in layer.parameters:
-                removed = _removed(layer)
-                left += int((~removed).sum())
-                blocks += removed[..., 0].numel()
-        return {"surviving_patterns": left / blocks} if blocks else {}
+        scored = [layer for layer in layers if SCORES in layer.parameters]
+        left = (~_removed(layer) for layer in scored)
+        return weighted_mean(
+            "surviving_patterns", ((int(each.sum()), each[..., 0].numel()) for each in left)
+        )
 
 
 def _finished(layer: NMLayer) -> bool:
@@ -194,12 +183,3 @@ def _finished(layer: NMLayer) -> bool:
 def _removed(layer: NMLayer) -> Tensor:
     """Whether each score is removed, bool of their shape."""
     return unpack_mask(layer.buffers[REMOVED], tuple(layer.parameters[SCORES].shape))
-
-
-def _worst_first(layer: NMLayer, scores: Tensor, removed: Tensor) -> Tensor:
-    """The patterns of each block in the order in which they go: those gone already, then by score, then magnitude."""
-    kept = sum_by_pattern(layer, layer.weight.detach().abs(), scores)
-    ranked = scores.masked_fill(removed, -torch.inf)
-    by_magnitude = kept.argsort(dim=-1, stable=True)
-    by_score = ranked.gather(-1, by_magnitude).argsort(dim=-1, stable=True)
-    return by_magnitude.gather(-1, by_score)

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -22,16 +21,17 @@ from lightning_nm.functional.soft import (
 from lightning_nm.methods.base import (
     Gradients,
     MaskMethod,
-    Method,
     from_blocks_of,
     largest_entries,
     set_parameter,
+    weighted_mean,
 )
 from lightning_nm.methods.checks import check_number, warn_of_late_stop
 from lightning_nm.methods.pattern_scores import PATTERNS, begin_scores, sum_by_pattern
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.weight import key_of_layer
-from lightning_nm.schedule import Moment, Schedule, check_moment, resolve_moment
+from lightning_nm.schedule import Moment, check_moment
+from lightning_nm.training.ranks import processes
 
 LOGITS = "logits"
 """The layer's parameter: a logit for each pattern of each block, ``[out, blocks, C]``."""
@@ -40,6 +40,7 @@ WORDS = "words"
 ANNEALED = "annealed"
 """The layer's buffer ``[2]``: the scale of the logits and the temperature of the coming step."""
 
+_NOTHING_TO_TRAIN = "it trains logits of the masks alone, so that a dense phase would train nothing"
 _SPREAD = 0.01  # standard deviation of the first logits, as in the paper's code
 
 
@@ -87,6 +88,12 @@ class MaskLogits(MaskMethod):
 
     short_name = "mask-logits"
     trains_weight = False
+    _scheduled = ("stop",)
+    _refused = {
+        "dense_start": _NOTHING_TO_TRAIN,
+        "ramp": "its logits are of the combinations of one pattern",
+        "dense_end": _NOTHING_TO_TRAIN,
+    }
 
     def __init__(
         self,
@@ -98,7 +105,11 @@ class MaskLogits(MaskMethod):
         stop: Moment = 1.0,
     ) -> None:
         for name, pair in (("temperature", temperature), ("scale", scale)):
-            _check_pair(name, pair)
+            values = pair if isinstance(pair, (list, tuple)) and len(pair) == 2 else [None]
+            if not all(isinstance(each, (int, float)) and 0 < each < math.inf for each in values):
+                raise ValueError(
+                    f"{name}={pair!r} must be two positive numbers, the first and the last"
+                )
         for name, value in (("prior_strength", prior_strength), ("weight_reg", weight_reg)):
             check_number(name, value, "0 leaves it out", zero=True)
         check_moment("stop", stop)
@@ -118,17 +129,6 @@ class MaskLogits(MaskMethod):
                 name: (pack_mask(value.detach() != 0), value.shape) for name, value in prior.items()
             }
 
-    def follow(self, schedule: Schedule) -> Method:
-        """Refuse every part."""
-        why = "it trains logits of the masks alone, so that a dense phase would train nothing"
-        ramp = "its logits are of the combinations of one pattern"
-        schedule.refuse(self, dense_start=why, ramp=ramp, dense_end=why)
-        return self
-
-    def schedule(self, planned_steps: int | None) -> tuple[int, ...]:
-        """The training step from which scale and temperature have their last values."""
-        return (resolve_moment(self, "stop", self.stop, planned_steps),)
-
     def check(self, planned_steps: int | None) -> None:
         """Warn of a stop that the training does not reach."""
         (stop,) = self.schedule(planned_steps)
@@ -136,8 +136,7 @@ class MaskLogits(MaskMethod):
 
     def check_optimizer(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Refuse a weight that several processes would wait for the gradient of."""
-        is_distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        if is_distributed and layer.param.requires_grad:
+        if processes() > 1 and layer.param.requires_grad:
             raise ValueError(
                 f"the weight of layer '{layer.name}' gets no gradient from MaskLogits, but the other processes wait "
                 "for one: freeze it by requires_grad_(False) before the model is distributed, and leave it in the "
@@ -196,8 +195,13 @@ class MaskLogits(MaskMethod):
         logits = layer.parameters.get(LOGITS)
         if logits is None:
             return
-        if layer.step == 1:  # weights that were loaded by then are those that training began with
-            _warn_of_zeros(layer)
+        # Weights that were loaded by the first step are those that training began with.
+        if layer.step == 1 and is_nm(layer.view.rows(layer.weight), layer.pattern, dim=1):
+            warnings.warn(
+                f"the weight of layer '{layer.name}' is {layer.pattern} already, so that other masks would keep zeros: "
+                "begin with the dense weights, and give the pruned ones as `prior`",
+                stacklevel=2,
+            )
         patterns = layer.buffers[PATTERNS]
         best = logits.argmax(-1).flatten()  # [blocks]
         kept_blocks = patterns[best].bool()  # [blocks, M]
@@ -249,38 +253,17 @@ class MaskLogits(MaskMethod):
 
     def statistics(self, layers: Sequence[NMLayer]) -> dict[str, float]:
         """``mask_confidence``: the largest weight of a pattern in a block without noise, on average; 1 is certain."""
-        total = 0.0
-        blocks = 0
+        parts = []
         for layer in layers:
             if LOGITS in layer.parameters:
-                logits = layer.parameters[LOGITS].detach()
                 scale, _ = layer.buffers[ANNEALED].unbind()
+                logits = layer.parameters[LOGITS].detach()
                 largest = torch.softmax(logits * scale, dim=-1).amax(-1)
-                total += float(largest.sum(dtype=torch.float64))
-                blocks += largest.numel()
-        return {"mask_confidence": total / blocks} if blocks else {}
+                parts.append((float(largest.sum(dtype=torch.float64)), largest.numel()))
+        return weighted_mean("mask_confidence", parts)
 
 
 def _progress(layer: NMLayer) -> float:
     """How far the annealing is, from 0 to 1."""
     (stop,) = layer.progress.schedule
     return min(layer.progress.clock / stop, 1.0) if stop else 1.0
-
-
-def _warn_of_zeros(layer: NMLayer) -> None:
-    """Warn of a weight whose pruned entries are lost already."""
-    if is_nm(layer.view.rows(layer.weight.detach()), layer.pattern, dim=1):
-        warnings.warn(
-            f"the weight of layer '{layer.name}' is {layer.pattern} already, so that other masks would keep zeros: "
-            "begin with the dense weights, and give the pruned ones as `prior`",
-            stacklevel=2,
-        )
-
-
-def _check_pair(name: str, pair: Sequence[float]) -> None:
-    """Refuse what is not two positive numbers, the first and the last value of a schedule, by a ``ValueError``."""
-    is_pair = isinstance(pair, Sequence) and not isinstance(pair, str) and len(pair) == 2
-    if not is_pair or not all(
-        isinstance(value, (int, float)) and 0 < value < float("inf") for value in pair
-    ):
-        raise ValueError(f"{name}={pair!r} must be two positive numbers, the first and the last")

@@ -12,17 +12,19 @@ from lightning_nm.functional import magnitude_mask
 from lightning_nm.functional.evolution import as_blocks, from_blocks
 from lightning_nm.functional.select import masked
 from lightning_nm.functional.soft import axis_thresholds, share_left, soft_factor
-from lightning_nm.methods.base import Method
+from lightning_nm.methods.base import Method, set_buffer, weighted_mean
 from lightning_nm.methods.checks import (
     check_number,
     check_option,
+    check_span,
     refuse_tensor_parallel,
+    resolve_span,
     warn_of_late_stop,
 )
 from lightning_nm.methods.ste import SRSTE, DecayAt
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.pattern import NMPattern
-from lightning_nm.schedule import Moment, Phases, Schedule, check_moment, resolve_moment
+from lightning_nm.schedule import Moment, Phases
 
 Ramp = Literal["linear", "cubic", "cos", "exp"]
 
@@ -66,6 +68,13 @@ class MaxQ(SRSTE):
     """
 
     short_name = "maxq"
+    _scheduled = ("start", "stop")
+    _refused = {
+        "dense_start": "it prunes block by block from its `start`, and its soft factors hold from the first step on. "
+        "Give MaxQ(start=...)",
+        "ramp": "its masks narrow block by block from its `start` to its `stop`",
+        "dense_end": "its weights are multiplied by soft factors, without which all of them would change at once",
+    }
 
     def __init__(
         self,
@@ -78,45 +87,24 @@ class MaxQ(SRSTE):
         decay_at: DecayAt = "before-clipping",
     ) -> None:
         super().__init__(decay, decay_scale=decay_scale, decay_at=decay_at)
-        check_moment("start", start)
-        check_moment("stop", stop)
-        if isinstance(start, float) == isinstance(stop, float) and stop < start:
-            raise ValueError(f"stop={stop} lies before start={start}: give a later `stop`, too")
+        check_span(start, stop, "give a later `stop`, too")
         check_option("ramp", ramp, *get_args(Ramp))
         check_number("temperature", temperature, "the default is 0.01")
         self.start = start
         self.stop = stop
-        self.ramp: Ramp = ramp
+        self.ramp = ramp
         self.temperature = temperature
-
-    def follow(self, schedule: Schedule) -> Method:
-        """Refuse every part."""
-        schedule.refuse(
-            self,
-            dense_start="it prunes block by block from its `start`, and its soft factors hold from the first step on. "
-            "Give MaxQ(start=...)",
-            ramp="its masks narrow block by block from its `start` to its `stop`",
-            dense_end="its weights are multiplied by soft factors, without which all of them would change at once",
-        )
-        return self
 
     def phases(self, layer: NMLayer) -> Phases:
         """There are masks from the first step on."""
         return Phases()
 
-    def schedule(self, planned_steps: int | None) -> tuple[int, ...]:
-        """The training steps at which blocks begin to be pruned, and at which all of them are."""
-        start = resolve_moment(self, "start", self.start, planned_steps)
-        stop = resolve_moment(self, "stop", self.stop, planned_steps)
-        return start, stop
+    # The training steps at which blocks begin to be pruned, and at which all of them are.
+    schedule = Method.schedule
 
     def check(self, planned_steps: int | None) -> None:
         """Refuse a stop before the start, and warn of one that the training does not reach."""
-        start, stop = self.schedule(planned_steps)
-        if stop < start:
-            raise ValueError(
-                f"stop={self.stop} is step {stop} of {planned_steps}, before start={self.start} ({start})"
-            )
+        stop = resolve_span(self, planned_steps)[1]
         warn_of_late_stop("MaxQ's masks never become N:M", self.stop, stop, planned_steps)
 
     def current_pattern(self, layer: NMLayer) -> NMPattern | None:
@@ -131,10 +119,6 @@ class MaxQ(SRSTE):
         layer.buffers.clear()
         self.select(layer)
 
-    def update(self, layer: NMLayer) -> None:
-        """Select the masks and thresholds of the weight as it is now."""
-        self.select(layer)
-
     def select(self, layer: NMLayer) -> None:
         """Select the masks and thresholds."""
         if layer.spec.forward_reason:
@@ -143,7 +127,12 @@ class MaxQ(SRSTE):
         rows = layer.view.rows(weight)
         mask_rows = magnitude_mask(rows, layer.pattern, dim=1)
         mask_blocks = as_blocks(mask_rows, layer.pattern.m)  # [blocks, M]
-        dense = int(self._share_left(layer) * len(mask_blocks))
+        start, stop = layer.progress.schedule
+        clock = layer.progress.clock
+        dense = 0
+        if clock < stop:
+            progress = (clock - start) / (stop - start) if clock > start else 0.0
+            dense = int(share_left(self.ramp, progress) * len(mask_blocks))
         if dense:
             magnitudes = as_blocks(rows.abs(), layer.pattern.m)
             sums = magnitudes.sum(1, dtype=torch.promote_types(weight.dtype, torch.float32))
@@ -154,19 +143,7 @@ class MaxQ(SRSTE):
         layer.set_masks(layer.view.unrows(mask_rows))
         thresholds = axis_thresholds(_by_filters(layer, weight), layer.pattern)
         for name, threshold in zip(("filters", "positions"), thresholds, strict=False):
-            if name in layer.buffers:
-                # In place: compiled graphs read this tensor.
-                layer.buffers[name].copy_(threshold)
-            else:
-                layer.buffers[name] = threshold
-
-    def _share_left(self, layer: NMLayer) -> float:
-        """The share of blocks that are dense now."""
-        start, stop = layer.progress.schedule
-        clock = layer.progress.clock
-        if clock >= stop:
-            return 0.0
-        return share_left(self.ramp, (clock - start) / (stop - start) if clock > start else 0.0)
+            set_buffer(layer, name, threshold)
 
     def forward_weight(self, layer: NMLayer, weight: Tensor) -> Tensor:
         """W under the mask, times the soft factors."""
@@ -183,15 +160,13 @@ class MaxQ(SRSTE):
 
     def statistics(self, layers: Sequence[NMLayer]) -> dict[str, float]:
         """``dense_blocks``: the share of blocks that keep all their entries; 0 from ``stop`` on."""
-        dense = 0.0
-        entries = 0
+        parts = []
         for layer in layers:
             if layer.masks.has_forward:
                 size = layer.view.shape.numel()
                 pruned_share = (1 - layer.masks.density) / (1 - layer.pattern.density)
-                dense += size * (1 - pruned_share)
-                entries += size
-        return {"dense_blocks": dense / entries} if entries else {}
+                parts.append((size * (1 - pruned_share), size))
+        return weighted_mean("dense_blocks", parts)
 
 
 def _by_filters(layer: NMLayer, weight: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,8 +30,7 @@ class StepSize:
     scale: float  # s
     moment: Tensor | None = None  # v, of the weight's shape; None for zeros
     largest: Tensor | None = None  # u, likewise; None without AMSGrad
-    keep: float = 0.0  # a
-    take: float = 1.0  # b
+    keep: float = 0.0  # a, and b = 1 - a
     correction: float = 1.0  # c
     epsilon: float | None = None
     # Whether the optimizer climbs: the gradient of the loss is then the negative one.
@@ -53,7 +52,9 @@ class StepSize:
         if self.epsilon is None:
             return self.scale
         square = grad.square()
-        second = self.take * square if moment is None else self.keep * moment + self.take * square
+        second = (1 - self.keep) * square
+        if moment is not None:
+            second = self.keep * moment + second
         if largest is not None:
             second = torch.maximum(largest, second)
         second /= self.correction
@@ -74,14 +75,14 @@ def step_size(optimizer: Optimizer, parameter: Tensor) -> StepSize:
         for key, value in optimizer.state.get(parameter, {}).items()
     }
     rate = float(group["lr"])
+    maximize = bool(group.get("maximize"))
     if not is_adam_like(optimizer, group, state):
         momentum = float(group.get("momentum") or 0)
         if momentum < 1:
             rate *= (1 - float(group.get("dampening") or 0)) / (1 - momentum)
-        return StepSize(rate, maximize=bool(group.get("maximize")))
+        return StepSize(rate, maximize=maximize)
     beta = float(group["betas"][1])
     done = float(state.get("step", 0))
-    maximize = bool(group.get("maximize"))
     if isinstance(optimizer, torch.optim.RAdam):
         rectified = _rectification(beta, done + 1)
         if rectified is None:
@@ -92,7 +93,6 @@ def step_size(optimizer: Optimizer, parameter: Tensor) -> StepSize:
         moment=state.get("exp_avg_sq"),
         largest=state.get("max_exp_avg_sq"),  # AMSGrad's, which the coming gradient may still raise
         keep=beta,
-        take=1 - beta,
         correction=1 - beta ** (done + 1),
         epsilon=group["eps"],
         maximize=maximize,
@@ -124,10 +124,10 @@ def will_be_skipped(optimizer: Optimizer) -> bool:
     return found_inf is not None and bool(found_inf)
 
 
-def moment_correction(optimizer: Optimizer, parameter: Tensor) -> float:
+def moment_correction(group: Mapping[str, Any], state: Mapping[str, Any]) -> float:
     r"""What corrects Adam's second moment after its steps so far: :math:`1 - \beta_2^t`, or 1 before the first."""
-    steps = float(optimizer.state.get(parameter, {}).get("step", 0))
-    return 1 - float(group_of(optimizer, parameter)["betas"][1]) ** steps if steps else 1.0
+    steps = float(state.get("step", 0))
+    return 1 - float(group["betas"][1]) ** steps if steps else 1.0
 
 
 def is_adam_like(optimizer: Optimizer, group: Mapping[str, Any], state: Mapping[str, Any]) -> bool:
@@ -149,18 +149,22 @@ def _rectification(beta: float, step: float) -> float | None:
     return ((length - 4) * (length - 2) * limit / ((limit - 4) * (limit - 2) * length)) ** 0.5
 
 
-def entry_states(optimizer: Optimizer, weight: Tensor, layer: str) -> Iterator[tuple[str, Tensor]]:
-    """The names and tensors with one number for each entry of the weight; a ValueError names any other state."""
+def entry_states(optimizer: Optimizer, weight: Tensor, layer: str) -> dict[str, Tensor]:
+    """The tensors with one number for each entry of the weight, by name; a ValueError names any other state."""
+    found = {}
     for key, value in optimizer.state.get(weight, {}).items():
-        if isinstance(value, Tensor) and value.shape == weight.shape and value.is_floating_point():
-            yield key, value
-        elif isinstance(value, Tensor) and value.numel() > 1:
-            kept = f"keeps '{key}' as {value.dtype} of shape {tuple(value.shape)} for a weight of shape "
-            raise ValueError(_unsupported(optimizer, layer, f"{kept}{tuple(weight.shape)}"))
-        elif isinstance(value, (list, tuple, dict)) and value:
-            raise ValueError(
-                _unsupported(optimizer, layer, f"keeps '{key}' as a {type(value).__name__}")
-            )
+        if isinstance(value, Tensor):
+            if value.shape == weight.shape and value.is_floating_point():
+                found[key] = value
+                continue
+            is_unknown = value.numel() > 1
+            kept = f"{value.dtype} of shape {tuple(value.shape)} for a weight of shape {tuple(weight.shape)}"
+        else:
+            is_unknown = isinstance(value, (list, tuple, dict)) and bool(value)
+            kept = f"a {type(value).__name__}"
+        if is_unknown:
+            raise ValueError(_unsupported(optimizer, layer, f"keeps '{key}' as {kept}"))
+    return found
 
 
 def check_optimizer(optimizer: Optimizer, weight: Tensor, layer: str) -> None:
@@ -169,8 +173,7 @@ def check_optimizer(optimizer: Optimizer, weight: Tensor, layer: str) -> None:
     known = (is_adam_like(optimizer, group, state) for group in optimizer.param_groups)
     if not isinstance(optimizer, torch.optim.SGD) and not all(known):
         raise ValueError(_unsupported(optimizer, layer, "is neither SGD nor of the Adam family"))
-    for _ in entry_states(optimizer, weight, layer):
-        pass
+    entry_states(optimizer, weight, layer)
 
 
 def _unsupported(optimizer: Optimizer, layer: str, why: str) -> str:
@@ -183,5 +186,5 @@ def _unsupported(optimizer: Optimizer, layer: str, why: str) -> str:
 @torch.no_grad()
 def clear_entries(optimizer: Optimizer, weight: Tensor, pruned: Tensor, layer: str) -> None:
     """Zero the state of the entries under a bool mask."""
-    for _, state in entry_states(optimizer, weight, layer):
+    for state in entry_states(optimizer, weight, layer).values():
         mask_(local_values(state), ~local_shard(pruned, state))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_nm.functional.soft import patterns_of_layer
+from lightning_nm.functional.soft import block_patterns
 from lightning_nm.methods.base import blocks_of
 from lightning_nm.methods.checks import refuse_tensor_parallel
 from lightning_nm.nn.layer import NMLayer
@@ -29,7 +29,10 @@ def begin_scores(layer: NMLayer, what: str) -> tuple[int, int, int] | None:
     if layer.spec.forward_reason:
         return None
     refuse_tensor_parallel(layer, f"{what} of all blocks")
-    patterns = patterns_of_layer(layer.name, layer.pattern)
+    try:
+        patterns = block_patterns(layer.pattern)
+    except ValueError as error:
+        raise ValueError(f"layer '{layer.name}': {error}") from None
     layer.buffers[PATTERNS] = patterns.to(layer.weight.device, torch.uint8)
     count, m = patterns.shape
     rows = layer.view.rows(layer.weight)

@@ -9,21 +9,22 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_nm.functional.evolution import block_index, drop_and_grow
+from lightning_nm.functional.evolution import drop_and_grow
 from lightning_nm.methods.bame.exchange import (
     Exchange,
     dense_gradient_was_used,
-    gradient_of_window,
+    exchange_of,
+    forgotten_call,
     make_exchange,
 )
-from lightning_nm.methods.base import Gradients, MaskMethod, blocks_of, largest_entries, zero_pruned
+from lightning_nm.methods.base import SparseToSparse, blocks_of, largest_entries
 from lightning_nm.methods.checks import check_count, check_number
 from lightning_nm.methods.optimizer_state import check_optimizer
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.schedule import Moment, Phases, check_moment, resolve_moment
+from lightning_nm.schedule import Moment, Phases, check_moment
 
 
-class RigL(MaskMethod):
+class RigL(SparseToSparse):
     r"""RigL (Evci et al., ICML 2020, arXiv 1911.11134) in N:M blocks.
 
     Every block keeps N of M entries, as every row keeps its fan-in in SRigL (Lasby et al., ICLR 2024, arXiv
@@ -59,9 +60,9 @@ class RigL(MaskMethod):
     """
 
     short_name = "rigl"
-    latent = False
     paper_counts_masked = True
     headline = "flip_rate"
+    _scheduled = ("stop",)
 
     def __init__(self, every: int = 100, stop: Moment = 0.75, drop: float = 0.3) -> None:
         check_count("every", every, 1)
@@ -70,10 +71,6 @@ class RigL(MaskMethod):
         self.every = every
         self.stop = stop
         self.drop = drop
-
-    def schedule(self, planned_steps: int | None) -> tuple[int, ...]:
-        """The training step from which on masks stand still."""
-        return (resolve_moment(self, "stop", self.stop, planned_steps),)
 
     def check(self, planned_steps: int | None) -> None:
         """Warn if the masks never move."""
@@ -90,23 +87,15 @@ class RigL(MaskMethod):
         """Masks move until ``stop``."""
         return Phases(moves_until=layer.progress.schedule[0])
 
-    def _moving(self, layer: NMLayer) -> bool:
-        """Whether the coming window lies before ``stop``."""
-        (stop,) = layer.progress.schedule
-        return layer.masks.has_forward and layer.progress.clock < stop
-
     def needs_dense_gradient(self, layer: NMLayer) -> bool:
         """Whether the coming window's gradient moves the mask: it is its turn, or an earlier one could not."""
-        if not self._moving(layer):
+        (stop,) = layer.progress.schedule
+        if not layer.masks.has_forward or layer.progress.clock >= stop:
             return False
         # The layer's own steps, so that layers whose optimizers alternate all have their turns.
         step = layer.progress.step
         is_turn = step > 0 and step % self.every == 0
         return is_turn or layer.progress.dense_gradient
-
-    def gradient_at_pruned(self, layer: NMLayer) -> bool:
-        """Whether the mask needs the dense gradient of this window."""
-        return layer.progress.dense_gradient
 
     def check_optimizer(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Refuse an optimizer whose state cannot be matched to entries of the weight."""
@@ -115,14 +104,7 @@ class RigL(MaskMethod):
     def init_masks(self, layer: NMLayer) -> None:
         """Keep the largest entries."""
         layer.pending = None
-        if layer.spec.forward_reason:
-            layer.set_masks(None)
-            return
-        layer.set_masks(largest_entries(layer))
-
-    def weight_gradient(self, layer: NMLayer, weight: Tensor, grad: Tensor) -> Gradients:
-        """The gradient at kept entries; all of it in a window whose gradient moves the mask."""
-        return (gradient_of_window(layer, grad),)
+        layer.set_masks(None if layer.spec.forward_reason else largest_entries(layer))
 
     def before_step(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Find the exchange that the dense gradient speaks for, then leave the optimizer that of kept entries."""
@@ -145,26 +127,15 @@ class RigL(MaskMethod):
         mask = layer.masks.forward_view
         if mask is None:
             return
-        zero_pruned(layer)
+        super().after_step(layer, optimizer)
         exchange: Exchange | None = layer.pending
         layer.pending = None
         if layer.progress.dense_gradient and layer.view.local_grad is not None:
             if exchange is None:
-                raise RuntimeError(
-                    f"the optimizer stepped without before_step() for layer '{layer.name}', so its mask cannot move: "
-                    "call sparsifier.before_step(optimizer) first; with Lightning, step the optimizer of "
-                    "self.optimizers()"
-                )
+                raise forgotten_call(layer, "move")
             layer.progress.dense_gradient = False
         if exchange is not None:
             layer.set_masks(make_exchange(layer, optimizer, mask, exchange))
-
-    def _drops(self, layer: NMLayer, kept: int) -> int:
-        """How many of ``kept`` entries are dropped at this point of the training."""
-        (stop,) = layer.progress.schedule
-        decay = 0.5 * (1 + math.cos(math.pi * layer.progress.clock / stop))
-        # Rounding errors must not lose an entry: 6.999999999999999 is 7.
-        return int(round(kept * self.drop * decay, 6))
 
     def _find_exchange(self, layer: NMLayer, mask: Tensor) -> Exchange:
         """The entries to exchange, by the weight and the dense gradient as they are before the step."""
@@ -174,19 +145,13 @@ class RigL(MaskMethod):
         dtype = torch.promote_types(layer.weight.dtype, torch.float32)
         weight_bm = blocks_of(layer, layer.weight.detach()).to(dtype)
         grad_bm = blocks_of(layer, layer.weight.grad).to(dtype)
-        drops = self._drops(layer, int(mask_bm.sum()))
+        (stop,) = layer.progress.schedule
+        decay = 0.5 * (1 + math.cos(math.pi * layer.progress.clock / stop))
+        # Rounding errors must not lose an entry: 6.999999999999999 is 7.
+        drops = int(round(int(mask_bm.sum()) * self.drop * decay, 6))
         moved_bm = drop_and_grow(weight_bm, grad_bm, mask_bm, drops)
         # Both are in the order of the blocks, each of which loses as many entries as it grows: they are pairs.
-        pruned_blocks, pruned_entries = (mask_bm & ~moved_bm).nonzero(as_tuple=True)
-        grown_blocks, grown_entries = (moved_bm & ~mask_bm).nonzero(as_tuple=True)
-
-        def index_of(blocks: Tensor, entries: Tensor) -> tuple[Tensor, ...]:
-            shape = layer.view.rows(mask).shape  # [out, in, *taps]
-            return layer.view.locate(block_index(shape, layer.pattern.m, blocks, entries))
-
-        return Exchange(
-            blocks=pruned_blocks,
-            pruned=index_of(pruned_blocks, pruned_entries),
-            regrown=index_of(grown_blocks, grown_entries),
-            held=torch.zeros((), dtype=torch.int64, device=mask.device),
-        )
+        blocks, pruned = (mask_bm & ~moved_bm).nonzero(as_tuple=True)
+        _, grown = (moved_bm & ~mask_bm).nonzero(as_tuple=True)
+        held = torch.zeros((), dtype=torch.int64, device=mask.device)
+        return exchange_of(layer, blocks, pruned, grown, held=held)

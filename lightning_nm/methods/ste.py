@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-import torch.distributed as dist
 from torch.optim import Optimizer
 
 from lightning_nm.functional.evolution import BlockGrid
@@ -14,6 +13,7 @@ from lightning_nm.methods.base import MaskMethod, largest_entries
 from lightning_nm.methods.checks import check_number, check_option
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.schedule import Moment, Phases, check_window, resolve_window, within
+from lightning_nm.training.ranks import processes
 
 
 class STE(MaskMethod):
@@ -35,6 +35,9 @@ class STE(MaskMethod):
     """
 
     short_name = "ste"
+    # Class attributes, so that a subclass need not define __init__, or call it.
+    dense_start: Moment = 0
+    dense_end: Moment = 0
 
     def __init__(self, dense_start: Moment = 0, dense_end: Moment = 0) -> None:
         check_window(dense_start, dense_end)
@@ -141,7 +144,7 @@ class SRSTE(STE):
         check_option("decay_at", decay_at, *get_args(DecayAt))
         self.decay = decay
         self.decay_scale = decay_scale
-        self.decay_at: DecayAt = decay_at
+        self.decay_at = decay_at
 
     def defined_hooks(self) -> frozenset[str]:
         """The hooks of a step, without that of the other place of the decay."""
@@ -178,7 +181,9 @@ class SRSTE(STE):
         grad = layer.view.local_grad
         if not self.decay or mask is None or grad is None:
             return
-        factor = self.decay * self._scale()
+        # Each process adds the decay before the all-reduce in the authors' code, so that their decays add up.
+        scale = processes() if self.decay_scale == "world-size" else self.decay_scale
+        factor = self.decay * float(scale)
         weight = layer.view.local
         bits = layer.masks.bits
         one_dtype = grad.dtype == weight.dtype
@@ -187,11 +192,3 @@ class SRSTE(STE):
             return
         pruned_weights = masked(weight, ~layer.view.shard_of(mask))
         grad.add_(pruned_weights, alpha=factor)
-
-    def _scale(self) -> float:
-        if self.decay_scale != "world-size":
-            return float(self.decay_scale)
-        # Each process adds the decay before the all-reduce in the authors' code, so that their decays add up.
-        if dist.is_available() and dist.is_initialized():
-            return float(dist.get_world_size())
-        return 1.0

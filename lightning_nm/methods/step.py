@@ -64,8 +64,6 @@ class _Pending:
     """What a layer keeps from the beginning of an optimizer's step to the end of the batch."""
 
     change: Tensor | None = None  # mean change of the second moment, or of its logarithm
-    length: int = 0  # of the window
-    threshold: float = 0.0
     second: Tensor | None = None  # the frozen second moment, while its entry in the state is scaled
     grad: Tensor | None = None  # the gradient, while it is in the first moment
     group: _Group | None = None
@@ -135,7 +133,7 @@ class STEP(STE):
             check_number("threshold", threshold, why)
         self.latest = latest
         self.threshold = threshold
-        self.mean: Mean = mean
+        self.mean = mean
         self._groups: dict[int, _Group] = {}  # by the id of the optimizer, within a batch
 
     # ------------------------------------------------------------------------------------------------------- schedule
@@ -181,7 +179,7 @@ class STEP(STE):
 
     def update(self, layer: NMLayer) -> None:
         """Switch if the second moments have settled; after the switch select the masks anew."""
-        pending = self._pending(layer)
+        group = layer.pending.group if layer.pending else None
         layer.pending = None
         # All optimizers of the batch have stepped, and the layers hold what they need of it.
         self._groups.clear()
@@ -189,7 +187,7 @@ class STEP(STE):
         clock = layer.progress.clock
         if dense_from and clock >= dense_from[0]:
             layer.set_masks(None)
-        elif layer.masks.has_forward or clock >= latest or self._switches(layer, pending.group):
+        elif layer.masks.has_forward or clock >= latest or self._switches(layer, group):
             self.select(layer)
         if layer.masks.has_forward:
             layer.buffers.pop(CHANGES, None)
@@ -256,8 +254,8 @@ class STEP(STE):
             return
         parameter = layer.view.optimizer_param
         state = optimizer.state.get(parameter, {})
-        last = self._pending(layer)
-        if last.second is not None:
+        last: _Pending | None = layer.pending
+        if last is not None and last.second is not None:
             # The last step ended without after_step(), which a step that trains nothing does.
             local_values(state["exp_avg_sq"]).copy_(last.second)
         layer.pending = _Pending()
@@ -265,14 +263,12 @@ class STEP(STE):
         if layer.masks.has_forward and parameter.grad is not None:
             layer.pending = self._freeze(layer, optimizer)
         elif not layer.masks.has_forward and layer.progress.clock < latest:
-            layer.pending = self._measure(layer, optimizer)
+            layer.pending.change = self._measure(layer, optimizer)
 
-    def _measure(self, layer: NMLayer, optimizer: Optimizer) -> _Pending:
+    def _measure(self, layer: NMLayer, optimizer: Optimizer) -> Tensor:
         """The change of one layer's second moment in the coming step, averaged over its entries."""
         parameter = layer.view.optimizer_param
-        group = group_of(optimizer, parameter)
-        beta2 = float(group["betas"][1])
-        threshold = float(group["eps"]) if self.threshold is None else self.threshold
+        beta2 = float(group_of(optimizer, parameter)["betas"][1])
         values = local_values(parameter)
         dtype = torch.promote_types(values.dtype, torch.float32)
         if parameter.grad is None:
@@ -286,8 +282,7 @@ class STEP(STE):
             change.abs_().mul_(1 - beta2)
         if self.mean == "geometric":
             change.clamp_(min=torch.finfo(torch.float32).tiny).log_()
-        mean_change = sum_of_shards(change.sum(), parameter) / layer.view.shape.numel()
-        return _Pending(change=mean_change, length=window_length(beta2), threshold=threshold)
+        return sum_of_shards(change.sum(), parameter) / layer.view.shape.numel()
 
     def _freeze(self, layer: NMLayer, optimizer: Optimizer) -> _Pending:
         r"""Let the coming step of Adam be :math:`\eta \hat m / (\sqrt{v^*} + \epsilon)`.
@@ -339,7 +334,7 @@ class STEP(STE):
 
     def after_step(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Put the second moment and the gradient back; keep the change of a dense step."""
-        pending = self._pending(layer)
+        pending: _Pending = layer.pending or _Pending()
         parameter = layer.view.optimizer_param
         if pending.second is not None:
             local_values(optimizer.state[parameter]["exp_avg_sq"]).copy_(pending.second)
@@ -349,25 +344,20 @@ class STEP(STE):
             pending.grad = None
         if pending.change is None:
             return
+        settings = group_of(optimizer, parameter)
         newest = pending.change.float().reshape(1)
         pending.change = None
-        known = layer.buffers.get(CHANGES)
-        changes = newest if known is None else torch.cat([known, newest])
-        layer.buffers[CHANGES] = changes[-pending.length :].clone()
-        self._join(layer, optimizer, pending)
-
-    def _join(self, layer: NMLayer, optimizer: Optimizer, pending: _Pending) -> None:
-        """Join the layers of the same step of the same optimizer."""
+        changes = torch.cat([layer.buffers.get(CHANGES, newest[:0]), newest])
+        length = window_length(float(settings["betas"][1]))
+        layer.buffers[CHANGES] = changes[-length:].clone()
+        # Join the layers of the same step of the same optimizer.
         group = self._groups.get(id(optimizer))
         if group is None or layer.name in group.layers:
             group = self._groups[id(optimizer)] = _Group()
         group.layers[layer.name] = layer
-        group.threshold = max(group.threshold, pending.threshold)
+        threshold = float(settings["eps"]) if self.threshold is None else self.threshold
+        group.threshold = max(group.threshold, threshold)
         pending.group = group
-
-    @staticmethod
-    def _pending(layer: NMLayer) -> _Pending:
-        return layer.pending or _Pending()
 
 
 def _adams_gradient(optimizer: Optimizer, parameter: Tensor) -> Tensor:

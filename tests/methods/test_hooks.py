@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_nm import ASP, BAME, SRSTE, STE, Method, NMSparsifier
+from lightning_nm import ASP, BAME, SRSTE, STE, Dense, Method, NMSparsifier
 from lightning_nm.functional import nm_mask
 from lightning_nm.methods import MaskMethod
 
@@ -95,6 +95,36 @@ def test_a_class_that_makes_weights_by_itself_does_not_count_as_one_that_selects
         assert not cls().selects_entries
 
 
+def test_a_subclass_of_dense_that_makes_weights_by_itself_does_not_select_entries():
+    class Doubled(Dense):
+        def forward_weight(self, layer, weight):
+            return 2 * weight
+
+    assert Dense().selects_entries
+    assert type("Untouched", (Dense,), {})().selects_entries
+    for cls in (Doubled, type("Below", (Doubled,), {}), type("Mixed", (Doubles, Dense), {})):
+        assert not cls.selects_entries
+    model, x = nn.Linear(8, 4), torch.randn(3, 8)
+    expected = nn.functional.linear(x, 2 * model.weight, model.bias)
+    NMSparsifier(model, "2:4", Doubled(), skip_first_last=False).attach()
+    torch.testing.assert_close(model(x), expected)
+
+
+@pytest.mark.parametrize("base", [STE, MaskMethod, Dense])
+def test_a_subclass_need_not_call_init(base):
+    class Own(base):
+        def __init__(self):
+            self.calls = 0
+
+        def init_masks(self, layer):
+            self.calls += 1
+            super().init_masks(layer)
+
+    method = Own()
+    NMSparsifier(nn.Linear(8, 4), "2:4", method, skip_first_last=False, planned_steps=5).attach()
+    assert method.calls == 1
+
+
 def test_a_class_that_overrides_the_gradient_gets_it_at_pruned_entries():
     def gradient(self, layer, weight, grad):
         return ASP.weight_gradient(self, layer, weight, grad)
@@ -122,6 +152,9 @@ def test_a_class_that_overrides_the_gradient_gets_it_at_pruned_entries():
         ("may_start_early", "define phases"),
         ("check_stages", "define phases"),
         ("end_masks", "leave it out"),
+        ("restores_masks", "leave it out"),
+        ("has_own_backward_weight", "leave it out"),
+        ("changes_pattern", "leave it out"),
     ],
 )
 def test_what_has_no_effect_any_more_is_refused_with_what_to_do(name, instead):

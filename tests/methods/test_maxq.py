@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from itertools import chain
+from typing import get_args
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from lightning_nm import LBC, MaxQ, NMSparsifier
 from lightning_nm import functional as nmf
 from lightning_nm.functional import soft
 from lightning_nm.functional.evolution import as_blocks
-from lightning_nm.functional.soft import RAMPS, axis_thresholds, share_left, soft_factor
+from lightning_nm.functional.soft import axis_thresholds, share_left, soft_factor
+from lightning_nm.methods.maxq import Ramp
 from lightning_nm.nn.state import fits, layer_state
 from tests.support.kinds import make
 
@@ -82,7 +84,7 @@ def test_thresholds_and_factors_entry_by_entry(seed, pattern, taps):
                 assert factor[o, i, t].item() == pytest.approx(expected, abs=1e-12)
 
 
-@pytest.mark.parametrize("ramp", RAMPS)
+@pytest.mark.parametrize("ramp", get_args(Ramp))
 def test_ramps_fall_from_one_to_zero(ramp):
     shares = [share_left(ramp, k / 50) for k in range(-5, 56)]
     assert shares[:6] == [1] * 6

@@ -36,9 +36,8 @@ _LONGEST_RANKED = 64  # entries of a block
 
 def runs(*tensors: Tensor | None) -> bool:
     """Tell whether the library takes these tensors: on the CPU, in row-major order, of a dtype that it knows."""
-    if torch.compiler.is_compiling() or library.unavailable():
-        return False
-    return is_row_major(*tensors)
+    is_here = not torch.compiler.is_compiling() and not library.unavailable()
+    return is_here and is_row_major(*tensors)
 
 
 def is_row_major(*tensors: Tensor | None, device_type: str = "cpu") -> bool:
@@ -52,36 +51,43 @@ def is_row_major(*tensors: Tensor | None, device_type: str = "cpu") -> bool:
     return library.is_plain(*tensors, device_type=device_type)
 
 
-def _job(bits: Tensor, grid: BlockGrid | None = None, **fields: Any) -> Any:
-    """Make the library's description of a weight and its masks, ``nm_evolution`` in csrc/nm.h.
+def _run(
+    *passes: str,
+    bits: Tensor,
+    grid: BlockGrid | None = None,
+    written: Sequence[Tensor | None] = (),
+    job: Any = None,
+    **fields: Any,
+) -> Any:
+    """Run passes by their names in csrc/nm.h, and return their description, the library's ``nm_evolution``.
 
     Args:
-        bits: The masks.
+        passes: Their names.
+        bits: The masks of the weight.
         grid: The blocks, for passes that look at blocks.
-        fields: Other fields by their names; a tensor stands for its address, and must outlive the job.
+        written: The tensors that are written, of which torch is told.
+        job: The description that an earlier call returned; it has all fields.
+        fields: Other fields of the description by their names; a tensor stands for its address.
     """
-    weight = fields.get("weight")
-    typed = fields.get("grad") if weight is None else weight
-    description = {
-        "parallel": library.parallel() or library.ffi.NULL,
-        "threads": library.threads(),
-        "entries": bits.numel(),
-        "bits": bits.data_ptr(),
-        "dtype": 0 if typed is None else DTYPES[typed.dtype],
-    }
-    if grid is not None:
-        description.update(vars(grid), blocks=bits.numel() // grid.m)
-    for name, value in fields.items():
-        if value is not None:  # else NULL
-            description[name] = value.data_ptr() if isinstance(value, Tensor) else value
-    return library.ffi.new("nm_evolution *", description)
-
-
-def _run(name: str, job: Any, *written: Tensor | None) -> Any:
-    """Run a pass by its name in csrc/nm.h, let torch count a write to these tensors, and return the job."""
+    if job is None:
+        typed = fields.get("weight", fields.get("grad"))
+        description = {
+            "parallel": library.parallel() or library.ffi.NULL,
+            "threads": torch.get_num_threads(),
+            "entries": bits.numel(),
+            "bits": bits.data_ptr(),
+            "dtype": 0 if typed is None else DTYPES[typed.dtype],
+        }
+        if grid is not None:
+            description.update(vars(grid), blocks=bits.numel() // grid.m)
+        for name, value in fields.items():
+            if value is not None:  # else NULL
+                description[name] = value.data_ptr() if isinstance(value, Tensor) else value
+        job = library.ffi.new("nm_evolution *", description)
     lib = library.load()
-    if lib.nm_evolution_pass(library.level(), getattr(lib, f"NM_{name}"), job):
-        raise MemoryError("there is no memory for a pass over a weight")
+    for name in passes:
+        if lib.nm_evolution_pass(library.level(), getattr(lib, f"NM_{name}"), job):
+            raise MemoryError("there is no memory for a pass over a weight")
     for tensor in written:
         if tensor is not None:
             increment_version(tensor)
@@ -97,7 +103,7 @@ def mask_(x: Tensor, bits: Tensor) -> bool:
     """
     if x.numel() <= _FEW or x.shape != bits.shape or not runs(x, bits):
         return False
-    _run("MASK", _job(bits, weight=x), x)
+    _run("MASK", bits=bits, weight=x, written=[x])
     return True
 
 
@@ -134,7 +140,7 @@ masks.by_library = top_n_mask
 @torch.no_grad()
 def decay_(grad: Tensor, weight: Tensor, bits: Tensor, factor: float) -> None:
     """Add ``factor`` times the entries of a weight whose forward bit is not set to its gradient, in place."""
-    _run("DECAY", _job(bits, weight=weight, grad=grad, size=factor), grad)
+    _run("DECAY", bits=bits, weight=weight, grad=grad, size=factor, written=[grad])
 
 
 @torch.no_grad()
@@ -143,7 +149,8 @@ def keep_largest(grid: BlockGrid, n: int, weight: Tensor, bits: Tensor) -> int:
 
     Of equal entries the first are kept; NaN is below all numbers. Returns how many bits changed.
     """
-    return int(_run("LARGEST", _job(bits, grid, weight=weight, n=n), bits).better)
+    job = _run("LARGEST", bits=bits, grid=grid, weight=weight, n=n, written=[bits])
+    return int(job.better)
 
 
 @torch.no_grad()
@@ -161,8 +168,16 @@ def keep_largest_of_columns(
         bits: uint8 of its shape, whose forward bits are read.
     """
     order = order.to(torch.int64).contiguous()
-    job = _job(bits, weight=weight, n=n, m=m, order=order, columns=rows[0].numel())
-    _run("LARGEST_OF_COLUMNS", job, bits)
+    _run(
+        "LARGEST_OF_COLUMNS",
+        bits=bits,
+        written=[bits],
+        weight=weight,
+        order=order,
+        columns=rows[0].numel(),
+        n=n,
+        m=m,
+    )
 
 
 def has_whole_rows(rows: Tensor, weight: Tensor, m: int) -> bool:
@@ -178,7 +193,7 @@ def has_whole_rows(rows: Tensor, weight: Tensor, m: int) -> bool:
 
 def size_of_kept(weight: Tensor, bits: Tensor) -> float:
     """The root mean square of the entries of a weight whose forward bit is set; 0 if there are none."""
-    job = _run("KEPT_SIZE", _job(bits, weight=weight))
+    job = _run("KEPT_SIZE", bits=bits, weight=weight)
     return math.sqrt(job.kept_square / max(job.kept, 1))
 
 
@@ -214,8 +229,10 @@ def gather_evidence(
     """
     value = torch.empty_like(old_value)
     square = torch.empty_like(old_square)
-    job = _job(
-        bits,
+    _run(
+        *(["GATHER"] if grad is None else ["GATHER", "MASK"]),
+        bits=bits,
+        written=[grad],
         weight=grad,  # what the second pass masks
         grad=grad,
         old_value=old_value,
@@ -231,9 +248,6 @@ def gather_evidence(
         epsilon=epsilon,
         size=float(size),
     )
-    _run("GATHER", job)
-    if grad is not None:
-        _run("MASK", job, grad)
     return value, square
 
 
@@ -249,8 +263,10 @@ def keep_evidence(
     whole_square: bool,
 ) -> None:
     """Write U divided by ``unit``, and V: all entries, or only those whose forward bit is not set."""
-    job = _job(
-        bits,
+    _run(
+        "KEEP",
+        bits=bits,
+        written=[kept_value, kept_square],
         value=value,
         square=square,
         old_value=kept_value,
@@ -259,7 +275,6 @@ def keep_evidence(
         whole_value=whole_value,
         whole_square=whole_square,
     )
-    _run("KEEP", job, kept_value, kept_square)
 
 
 def exchange(
@@ -302,9 +317,10 @@ def exchange(
     blocks = weight.numel() // grid.m
     gain = torch.empty(blocks, dtype=torch.float32)
     pruned, regrown, chosen = torch.empty(3, blocks, dtype=torch.uint8)
-    job = _job(
-        bits,
-        grid,
+    job = _run(
+        "BEST",
+        bits=bits,
+        grid=grid,
         weight=weight,
         grad=grad,
         value=value,
@@ -323,7 +339,7 @@ def exchange(
         moment=moment,
         budget=budget,
     )
-    _run("BEST", job)
     changed = int(library.load().nm_choose_blocks(job))
-    _run("EXCHANGE", job, bits, weight, grad, oscillation, exchanged, *states)
+    written = [bits, weight, grad, oscillation, exchanged, *states]
+    _run("EXCHANGE", bits=bits, job=job, written=written)
     return changed, int(job.better) - changed

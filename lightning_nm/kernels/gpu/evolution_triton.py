@@ -14,6 +14,7 @@ memory and caches move.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -26,8 +27,14 @@ from lightning_nm.functional.evolution import BlockGrid, count_oscillations, sel
 TILE = 1024
 """Entries of a program."""
 
-OPTIONS = {"enable_fp_fusion": False}
-"""A fused multiply-add would round once where the other implementations round twice."""
+
+def _launch(kernel: Any, count: int, *arguments: Any, tile: int = TILE, **constants: Any) -> None:
+    """Run a kernel on the device of its first argument, in programs of ``tile`` of its ``count`` entries or blocks."""
+    with torch.cuda.device_of(arguments[0]):
+        # A fused multiply-add would round once where the other implementations round twice.
+        kernel[(triton.cdiv(count, tile),)](
+            *arguments, count, TILE=tile, enable_fp_fusion=False, **constants
+        )
 
 
 @torch.no_grad()
@@ -37,40 +44,20 @@ def gather_evidence(
     old_value: Tensor,
     old_square: Tensor,
     *,
-    unit: float,
-    own_ratio: float,
     limit: Tensor,
     correction: Tensor,
     size: Tensor,
+    own_ratio: float,
     decay: float,
-    epsilon: float,
+    **constants: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Do what :func:`lightning_nm.kernels.cpu.evolution.gather_evidence` does."""
-    value = torch.empty_like(old_value)
-    square = torch.empty_like(old_square)
-    entries = bits.numel()
-    with torch.cuda.device_of(bits):
-        _gather[(triton.cdiv(entries, TILE),)](
-            bits,
-            grad,
-            old_value,
-            old_square,
-            value,
-            square,
-            limit,
-            correction,
-            size,
-            entries,
-            own_ratio,
-            UNIT=unit,
-            DECAY=decay,
-            TAKE=1 - decay,
-            EPSILON=epsilon,
-            TILE=TILE,
-            **OPTIONS,
-        )
+    """Do what :func:`lightning_nm.kernels.cpu.evolution.gather_evidence` does; constants are `unit` and `epsilon`."""
+    new = torch.empty_like(old_value), torch.empty_like(old_square)
+    tensors = bits, grad, old_value, old_square, *new, limit, correction, size
+    constants |= {"decay": decay, "take": 1 - decay}
+    _launch(_gather, bits.numel(), *tensors, own_ratio, **constants)
     _count_writes(grad)
-    return value, square
+    return new
 
 
 @torch.no_grad()
@@ -81,26 +68,11 @@ def keep_evidence(
     kept_value: Tensor,
     kept_square: Tensor,
     unit: float,
-    *,
-    whole_value: bool,
-    whole_square: bool,
+    **whole: bool,
 ) -> None:
     """Do what :func:`lightning_nm.kernels.cpu.evolution.keep_evidence` does."""
-    entries = bits.numel()
-    with torch.cuda.device_of(bits):
-        _keep[(triton.cdiv(entries, TILE),)](
-            bits,
-            value,
-            square,
-            kept_value,
-            kept_square,
-            entries,
-            SHARE=1 / unit,
-            WHOLE_VALUE=whole_value,
-            WHOLE_SQUARE=whole_square,
-            TILE=TILE,
-            **OPTIONS,
-        )
+    tensors = bits, value, square, kept_value, kept_square
+    _launch(_keep, bits.numel(), *tensors, fraction=1 / unit, **whole)
     _count_writes(kept_value, kept_square)
 
 
@@ -125,27 +97,8 @@ def best(
     pruned, regrown = torch.empty(2, blocks, dtype=torch.uint8, device=weight.device)
     # A range has a power of two as its length, so that a block is filled up.
     width = triton.next_power_of_2(grid.m)
-    tile = TILE // width
-    with torch.cuda.device_of(weight):
-        _best[(triton.cdiv(blocks, tile),)](
-            bits,
-            weight,
-            value,
-            gain,
-            pruned,
-            regrown,
-            blocks,
-            grid.blocks_per_row,
-            grid.taps,
-            grid.out_stride,
-            grid.tap_stride,
-            grid.in_stride,
-            IN_LINE=grid.in_line,
-            M=grid.m,
-            WIDTH=width,
-            TILE=tile,
-            **OPTIONS,
-        )
+    tensors = bits, weight, value, gain, pruned, regrown
+    _launch(_best, blocks, *tensors, tile=TILE // width, width=width, **vars(grid))
     _count_writes(weight)
     return pruned, regrown, gain
 
@@ -174,24 +127,10 @@ def exchange(
         return 0, held
     pruned_places = grid.places(chosen, pruned[chosen].long())
     regrown_places = grid.places(chosen, regrown[chosen].long())
-    with torch.cuda.device_of(weight):
-        _exchange[(triton.cdiv(len(chosen), TILE),)](
-            pruned_places,
-            regrown_places,
-            bits,
-            weight,
-            grad,
-            value,
-            square,
-            tuple(states),
-            correction,
-            len(chosen),
-            moment,
-            ARE_SQUARES=tuple(are_squares),
-            TILE=TILE,
-            **OPTIONS,
-        )
-    count_oscillations(oscillation, exchanged, chosen, pruned_places, regrown_places)
+    places = pruned_places, regrown_places
+    tensors = bits, weight, grad, value, square, tuple(states), correction
+    _launch(_exchange, len(chosen), *places, *tensors, moment, are_squares=tuple(are_squares))
+    count_oscillations(oscillation, exchanged, chosen, *places)
     _count_writes(bits, weight, grad, value, *states)
     return len(chosen), held
 
@@ -226,12 +165,12 @@ def _gather(
     limit,
     correction,
     size,
-    entries,
     own_ratio,
-    UNIT: tl.constexpr,
-    DECAY: tl.constexpr,
-    TAKE: tl.constexpr,
-    EPSILON: tl.constexpr,
+    entries,
+    unit: tl.constexpr,
+    decay: tl.constexpr,
+    take: tl.constexpr,
+    epsilon: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """Advance U and V of some entries by one gradient, and mask it."""
@@ -241,16 +180,16 @@ def _gather(
     v = tl.load(old_square + at, mask=inside, other=0.0)
     u = tl.load(old_value + at, mask=inside, other=0.0)
     v = tl.where(keep, v * own_ratio, v)
-    u = tl.where(keep, 0.0, u * UNIT)
+    u = tl.where(keep, 0.0, u * unit)
     u = tl.where(tl.abs(u) > tl.load(limit), 0.0, u)  # NaN stays
     if grad is not None:
         own = tl.load(grad + at, mask=inside, other=0.0)
         g = own.to(tl.float32)
-        v = v * DECAY + g * g * TAKE
+        v = v * decay + g * g * take
         # As torch has the root of the mean square from its reciprocal.
         root = tl.sqrt_rn(tl.div_rn(v, tl.load(correction)))
         root = tl.div_rn(1.0, tl.div_rn(1.0, root))
-        step = tl.div_rn(1.0, root + EPSILON) * g * tl.load(size)
+        step = tl.div_rn(1.0, root + epsilon) * g * tl.load(size)
         u = tl.where(keep, 0.0, u - step)
         # A select and not a product: a pruned infinity is 0, and a pruned negative number is +0.
         tl.store(grad + at, tl.where(keep, own, 0.0), mask=inside)
@@ -266,21 +205,21 @@ def _keep(
     kept_value,
     kept_square,
     entries,
-    SHARE: tl.constexpr,
-    WHOLE_VALUE: tl.constexpr,
-    WHOLE_SQUARE: tl.constexpr,
+    fraction: tl.constexpr,
+    whole_value: tl.constexpr,
+    whole_square: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """Write U and V of some entries to where they are kept, of the optimizer's state to pruned entries alone."""
     at = _places(TILE)
     inside = at < entries
     keep = _is_kept(bits + at, inside)
-    u = tl.load(value + at, mask=inside, other=0.0) * SHARE
+    u = tl.load(value + at, mask=inside, other=0.0) * fraction
     v = tl.load(square + at, mask=inside, other=0.0)
     # What stays is read and written again: a write to some of the entries could not be vectorised.
-    if not WHOLE_VALUE:
+    if not whole_value:
         u = tl.where(keep, tl.load(kept_value + at, mask=inside, other=0.0), u)
-    if not WHOLE_SQUARE:
+    if not whole_square:
         v = tl.where(keep, tl.load(kept_square + at, mask=inside, other=0.0), v)
     tl.store(kept_value + at, u, mask=inside)
     tl.store(kept_square + at, v, mask=inside)
@@ -300,25 +239,25 @@ def _best(
     out_stride,
     tap_stride,
     in_stride,
-    IN_LINE: tl.constexpr,
-    M: tl.constexpr,
-    WIDTH: tl.constexpr,
+    in_line: tl.constexpr,
+    m: tl.constexpr,
+    width: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """Mask some blocks of the weight, and find the best exchange of each: tiles are [blocks, entries]."""
     block = _places(TILE)
-    entry = tl.arange(0, WIDTH)
-    if IN_LINE:  # without the divisions, and with strides that the compiler knows
-        at = (block * M)[:, None] + entry[None, :]
+    entry = tl.arange(0, width)
+    if in_line:  # without the divisions, and with strides that the compiler knows
+        at = (block * m)[:, None] + entry[None, :]
     else:
         row = block // blocks_per_row
         first = (
             row // taps * out_stride
             + row % taps * tap_stride
-            + block % blocks_per_row * M * in_stride
+            + block % blocks_per_row * m * in_stride
         )
         at = first[:, None] + (entry * in_stride)[None, :]
-    inside = (block < blocks)[:, None] & (entry < M)[None, :]
+    inside = (block < blocks)[:, None] & (entry < m)[None, :]
     keep = _is_kept(bits + at, inside)
     prune = inside & (keep == 0)
     w = tl.load(weight + at, mask=inside, other=0.0)
@@ -336,8 +275,8 @@ def _best(
     # Of equal ones the first.
     is_lowest = keep & (kept == lowest[:, None])
     is_highest = prune & (virtual == highest[:, None])
-    to_prune = tl.min(tl.where(is_lowest, entry[None, :], WIDTH), 1)
-    to_regrow = tl.min(tl.where(is_highest, entry[None, :], WIDTH), 1)
+    to_prune = tl.min(tl.where(is_lowest, entry[None, :], width), 1)
+    to_regrow = tl.min(tl.where(is_highest, entry[None, :], width), 1)
     is_block = block < blocks
     tl.store(gain + block, tl.where(better, raised, 0.0), mask=is_block)
     tl.store(pruned + block, tl.where(better, to_prune, 0).to(tl.uint8), mask=is_block)
@@ -361,9 +300,9 @@ def _exchange(
     square,
     states,
     correction,
-    exchanges,
     moment,
-    ARE_SQUARES: tl.constexpr,
+    exchanges,
+    are_squares: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """Make some exchanges; all places differ, so that no write meets another."""
@@ -373,8 +312,8 @@ def _exchange(
     into = tl.load(regrown_places + index, mask=inside, other=0)
     zero = tl.zeros((TILE,), tl.float32)
     mean_square = tl.div_rn(tl.load(square + into, mask=inside, other=0.0), tl.load(correction))
-    for i in tl.static_range(len(ARE_SQUARES)):
-        start = mean_square * moment if ARE_SQUARES[i] else zero
+    for i in tl.static_range(len(are_squares)):
+        start = mean_square * moment if are_squares[i] else zero
         tl.store(states[i] + out, zero, mask=inside)
         tl.store(states[i] + into, start, mask=inside)
     tl.store(weight + out, zero, mask=inside)

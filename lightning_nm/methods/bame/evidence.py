@@ -17,9 +17,10 @@ from lightning_nm.kernels.cpu import evolution
 from lightning_nm.kernels.evolution import passes_for
 from lightning_nm.methods.optimizer_state import clear_entries, group_of, moment_correction
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.nn.weight import gather, is_sharded, local_shard, local_values
+from lightning_nm.nn.weight import gather, local_shard, local_values
 
 DECAY = 0.999  # of the second moment
+LOG_DECAY = math.log(DECAY)
 EPSILON = 1e-12
 SCALE = 2.0**64
 """U is kept divided by this power of two, which loses no bit. Otherwise a step with other masks, or after ``detach()``,
@@ -31,6 +32,9 @@ _PLAUSIBLE = 1024
 COUNT = "evidence_count"
 VALUE = "evidence"
 SQUARE = "evidence_square"
+
+Places = tuple[str | None, str | None]
+"""Names of the optimizer's tensors that hold U and V; ``None`` for a buffer of the layer."""
 
 
 @dataclass
@@ -50,20 +54,23 @@ class Evidence:
         value: U, of the weight's shape, 0 at kept entries.
         square: V, of the same shape, of all entries.
         count: t, a scalar.
+        places: Where U / SCALE and V are between two steps: in the pruned entries of these tensors.
         passes: The kernels that advanced it, and go on with it; ``None`` for torch operations.
     """
 
     value: Tensor
     square: Tensor
     count: Tensor
+    places: Places = (None, None)
     passes: ModuleType | None = None
 
     @classmethod
-    def none(cls, weight: Tensor) -> Evidence:
+    def none(cls, weight: Tensor, places: Places = (None, None)) -> Evidence:
         """No gradient was gathered yet."""
         dtype = torch.promote_types(weight.dtype, torch.float32)
         zero = torch.zeros(weight.shape, dtype=dtype, device=weight.device)
-        return cls(zero, zero.clone(), torch.zeros((), dtype=torch.float32, device=weight.device))
+        count = torch.zeros((), dtype=torch.float32, device=weight.device)
+        return cls(zero, zero.clone(), count, places)
 
     def add(self, grad: Tensor, mask: Tensor, size: Tensor) -> None:
         """Add a dense gradient of the loss; ``size`` is r."""
@@ -84,47 +91,71 @@ class Evidence:
 
     def correction(self) -> Tensor:
         """``1 - beta^t``, without axes; that of one gradient before the first."""
-        return bias_correction(self.count.clamp(min=1))
-
-
-def bias_correction(count: Tensor) -> Tensor:
-    """``1 - beta^t``."""
-    return -torch.expm1(count * math.log(DECAY))
+        return -torch.expm1(self.count.clamp(min=1) * LOG_DECAY)
 
 
 def gather_evidence(
-    layer: NMLayer, optimizer: Optimizer, mask: Tensor, rate: float, *, fresh: bool
+    layer: NMLayer,
+    optimizer: Optimizer,
+    group: Mapping[str, Any],
+    mask: Tensor,
+    rate: float,
+    *,
+    fresh: bool,
 ) -> Evidence:
     """The evidence so far, with the gradient of the coming step if that is dense; this gradient is masked then.
 
     Args:
         layer: The layer.
         optimizer: Keeps the evidence, see :func:`write_evidence`.
+        group: The optimizer's group of the weight.
         mask: The forward mask.
         rate: The largest r relative to the size of kept weights.
         fresh: Whether the masks are new: there is no evidence yet.
     """
-    parameter = layer.weight
-    weight = parameter.detach()
-    grad = parameter.grad if layer.progress.dense_gradient else None
-    kept = None if fresh else _read(layer, optimizer)
-    if kept is None and grad is None:
-        return Evidence.none(weight)
-    evidence, own_ratio = kept or (Evidence.none(weight), 1.0)
+    weight = layer.weight.detach()
+    grad = layer.weight.grad if layer.progress.dense_gradient else None
+    places = _places(optimizer, group, weight)
+    state = optimizer.state.get(layer.param, {})
+    buffers = layer.buffers
+    value_key, square_key = places
+    value = buffers.get(VALUE) if value_key is None else state.get(value_key)
+    square = buffers.get(SQUARE) if square_key is None else state.get(square_key)
+    count = buffers.get(COUNT)
+    # The value is U / SCALE, and of kept entries perhaps momentum; V of kept entries may be the optimizer's own.
+    own_ratio = 1.0
+    if fresh or count is None or value is None or square is None:
+        evidence = Evidence.none(weight, places)
+        if grad is None:
+            return evidence
+    else:
+        if square_key is not None:
+            # The optimizer's counts from its first step.
+            correction = -torch.expm1(count * LOG_DECAY)
+            own_ratio = float(correction / moment_correction(group, state))
+        evidence = Evidence(gather(value), gather(square), count, places)
     bits = layer.masks.bits
-    size_of_kept = _size_of_kept(weight, bits, mask)
-    size = _rate_now(rate, group_of(optimizer, layer.param)) * size_of_kept
-    limit = _PLAUSIBLE * size_of_kept
-
     # oneDNN returns the weight gradients of convolutions in another memory order: a pass reads and masks a copy.
     row_major = None if grad is None else grad.contiguous()
     passes = None
-    if bits is not None and _is_single(evidence.value, evidence.square):
+    is_single = evidence.value.dtype == evidence.square.dtype == torch.float32
+    if bits is not None and is_single and not layer.view.is_sharded:
         # Sharded parameters are left to torch.
-        passes = passes_for(layer.param, bits, evidence.value, evidence.square, row_major)
+        passes = passes_for(weight, bits, evidence.value, evidence.square, row_major)
+    size_of_kept = _size_of_kept(weight, bits, mask, checked=passes is evolution)
+    # In the shape of the learning-rate schedule, negative for an optimizer that climbs: the learning rate over the
+    # largest one known, which schedulers keep in the group. A group may have these keys with the value None.
+    now = float(group["lr"])
+    largest = max(now, float(group.get("max_lr") or 0), float(group.get("initial_lr") or 0))
+    rate *= now / largest if largest else 0.0
+    size = (-rate if group.get("maximize") else rate) * size_of_kept
+    limit = _PLAUSIBLE * size_of_kept
+
     if passes is not None:
-        count = evidence.count if grad is None else evidence.count + 1
-        value, square = passes.gather_evidence(
+        evidence.passes = passes
+        if grad is not None:
+            evidence.count = evidence.count + 1
+        evidence.value, evidence.square = passes.gather_evidence(
             bits,
             row_major,
             evidence.value,
@@ -132,18 +163,16 @@ def gather_evidence(
             unit=SCALE,
             own_ratio=own_ratio,
             limit=limit,
-            correction=bias_correction(count.clamp(min=1)),
+            correction=evidence.correction(),
             size=size,
             decay=DECAY,
             epsilon=EPSILON,
         )
-        evidence = Evidence(value, square, count, passes)
     else:
         # Into new tensors: the optimizer's step still reads its state.
-        square = merged(mask, evidence.square * own_ratio, evidence.square)
+        evidence.square = merged(mask, evidence.square * own_ratio, evidence.square)
         value = masked(evidence.value, ~mask).mul_(SCALE)
-        implausible = value.abs() > limit
-        evidence = Evidence(mask_(value, ~implausible), square, evidence.count)
+        evidence.value = mask_(value, ~(value.abs() > limit))
         if grad is not None:
             evidence.add(grad, mask, size)
     if grad is not None and (passes is None or row_major is not grad):
@@ -153,14 +182,9 @@ def gather_evidence(
     return evidence
 
 
-def _is_single(value: Tensor, square: Tensor) -> bool:
-    """Whether U and V are of the dtype that passes take."""
-    return value.dtype == square.dtype == torch.float32
-
-
-def _size_of_kept(weight: Tensor, bits: Tensor | None, mask: Tensor) -> Tensor:
-    """The root mean square of kept weights, float32 without axes."""
-    if bits is not None and evolution.runs(weight, bits):
+def _size_of_kept(weight: Tensor, bits: Tensor | None, mask: Tensor, *, checked: bool) -> Tensor:
+    """The root mean square of kept weights, float32 without axes; ``checked``: the library takes these tensors."""
+    if bits is not None and (checked or evolution.runs(weight, bits)):
         return torch.tensor(evolution.size_of_kept(weight, bits), dtype=torch.float32)
     # In float64, so that the order of summation hardly ever changes the result.
     norm = torch.linalg.vector_norm(masked(weight, mask), dtype=torch.float64)
@@ -168,66 +192,35 @@ def _size_of_kept(weight: Tensor, bits: Tensor | None, mask: Tensor) -> Tensor:
     return mean_square.sqrt().float()
 
 
-def _rate_now(rate: float, group: Mapping[str, Any]) -> float:
-    """``rate`` in the shape of the learning-rate schedule, negative for an optimizer that climbs.
-
-    That shape is the learning rate over the largest one known: ``max_lr`` or ``initial_lr``, which schedulers keep in
-    the parameter's group.
-    """
-    now = float(group["lr"])
-    # A group may have these keys with the value None.
-    largest = max(now, float(group.get("max_lr") or 0), float(group.get("initial_lr") or 0))
-    fraction = now / largest if largest else 0.0
-    return -rate * fraction if group.get("maximize") else rate * fraction
-
-
 # Between two steps U / SCALE and V are in the optimizer's state of pruned entries, or else in buffers of the layer.
 
 
-def _places(optimizer: Optimizer, parameter: Tensor) -> tuple[str | None, str | None]:
+def _places(optimizer: Optimizer, group: Mapping[str, Any], weight: Tensor) -> Places:
     """The optimizer's tensors whose pruned entries hold U / SCALE and V; ``None`` for a buffer of the layer.
 
     While BAME trains, the optimizer does not need these entries: their gradient is zero, their weight is set to zero
     after each step, and what the step does to them is overwritten. Half precision would lose small steps.
     """
-    if parameter.dtype in (torch.float32, torch.float64):
+    if weight.dtype in (torch.float32, torch.float64):
         if isinstance(optimizer, (Adam, AdamW, NAdam, RAdam)):
             return "exp_avg", "exp_avg_sq"
-        if type(optimizer) is SGD and group_of(optimizer, parameter)["momentum"]:
+        if type(optimizer) is SGD and group["momentum"]:
             return "momentum_buffer", None
     return None, None
 
 
-def _read(layer: NMLayer, optimizer: Optimizer) -> tuple[Evidence, float] | None:
-    """What :func:`write_evidence` kept, and what V of kept entries is multiplied by; ``None`` if a part is missing.
+def write_evidence(
+    layer: NMLayer, optimizer: Optimizer, evidence: Evidence, *, checked: bool = False
+) -> None:
+    """Keep the evidence until the next step, for the layer's masks as they are now.
 
-    The value is U / SCALE, and of kept entries perhaps momentum; V of kept entries may be the optimizer's own.
+    ``checked``: the passes have taken all of the optimizer's state in this step.
     """
-    param = layer.param
-    state = optimizer.state.get(param, {})
-    value_key, square_key = _places(optimizer, param)
-    value = layer.buffers.get(VALUE) if value_key is None else state.get(value_key)
-    square = layer.buffers.get(SQUARE) if square_key is None else state.get(square_key)
-    count = layer.buffers.get(COUNT)
-    if count is None or value is None or square is None:
-        return None
-    own_ratio = 1.0
-    if square_key is not None:
-        # It counts from the optimizer's first step.
-        own_ratio = float(bias_correction(count) / moment_correction(optimizer, param))
-    return Evidence(gather(value), gather(square), count), own_ratio
-
-
-def write_evidence(layer: NMLayer, optimizer: Optimizer, evidence: Evidence) -> None:
-    """Keep the evidence until the next step, for the layer's masks as they are now."""
-    param = layer.param
-    state = optimizer.state.get(param, {})
-    places = _places(optimizer, param)
+    state = optimizer.state.get(layer.param, {})
     layer.buffers[COUNT] = evidence.count
+    tensors = (evidence.value, evidence.square)
     targets = []
-    for key, name, tensor in zip(
-        places, (VALUE, SQUARE), (evidence.value, evidence.square), strict=True
-    ):
+    for key, name, tensor in zip(evidence.places, (VALUE, SQUARE), tensors, strict=True):
         layer.buffers.pop(name, None)
         if key is None:
             layer.buffers[name] = torch.empty_like(tensor)
@@ -235,24 +228,23 @@ def write_evidence(layer: NMLayer, optimizer: Optimizer, evidence: Evidence) -> 
         targets.append(layer.buffers[name] if key is None else state.get(key))
     value, square = targets
     passes = evidence.passes
-    fits = value is not None and square is not None and _is_single(value, square)
-    if passes is not None and fits and passes_for(value, square) is passes:
+    has_places = value is not None and square is not None
+    is_single = has_places and value.dtype == square.dtype == torch.float32
+    if passes is not None and is_single and (checked or passes_for(value, square) is passes):
         passes.keep_evidence(
             layer.masks.bits,
-            evidence.value,
-            evidence.square,
+            *tensors,
             value,
             square,
             SCALE,
-            whole_value=places[0] is None,
-            whole_square=places[1] is None,
+            whole_value=evidence.places[0] is None,
+            whole_square=evidence.places[1] is None,
         )
         return
     mask = layer.masks.forward_view
     assert mask is not None
-    for target, key, tensor in zip(
-        targets, places, (evidence.value / SCALE, evidence.square), strict=True
-    ):
+    tensors = (evidence.value / SCALE, evidence.square)
+    for target, key, tensor in zip(targets, evidence.places, tensors, strict=True):
         if key is None:
             target.copy_(tensor)
         elif target is not None:
@@ -263,12 +255,11 @@ def write_evidence(layer: NMLayer, optimizer: Optimizer, evidence: Evidence) -> 
 
 def unpack_evidence(layer: NMLayer, optimizer: Optimizer) -> None:
     """Read evidence that version 0.3 kept in buffers, for packed weights, into the optimizer's state."""
-    param = layer.param
-    if is_sharded(param):
+    if layer.view.is_sharded:
         return
-    state = optimizer.state.get(param, {})
+    state = optimizer.state.get(layer.param, {})
     mask = layer.masks.forward_view
-    places = _places(optimizer, param)
+    places = _places(optimizer, group_of(optimizer, layer.param), layer.param)
     for key, name in zip(places, (VALUE, SQUARE), strict=True):
         if mask is not None and key in state and name in layer.buffers:
             state[key].copy_(merged(mask, state[key], layer.buffers[name]))

@@ -18,14 +18,14 @@ from lightning_nm.functional.evolution import (
     look_ahead_scores,
     select_blocks,
 )
-from lightning_nm.functional.select import mask_, masked
+from lightning_nm.functional.select import masked
 from lightning_nm.kernels.cpu.evolution import MOST_STATES
 from lightning_nm.kernels.evolution import passes_for
 from lightning_nm.methods.bame.evidence import Evidence
 from lightning_nm.methods.optimizer_state import (
     SECOND_MOMENTS,
-    StepSize,
     entry_states,
+    group_of,
     moment_correction,
     step_size,
 )
@@ -47,14 +47,31 @@ class Exchange:
         pruned: Index of the pruned entries into the weight.
         regrown: Index of the regrown entries.
         held: Number of blocks that do not change, though an exchange would raise their score.
-        loss_change: The expected change of the loss; ``None`` where nothing was expected of a certain batch.
+        loss_change: The expected change of the loss; 0 where nothing was expected of a certain batch.
     """
 
     blocks: Tensor
     pruned: Index
     regrown: Index
     held: Tensor
-    loss_change: Tensor | None = None
+    loss_change: Tensor | float = 0.0
+
+
+def exchange_of(
+    layer: NMLayer,
+    blocks: Tensor,
+    pruned: Tensor,
+    regrown: Tensor,
+    held: Tensor,
+    loss_change: Tensor | float = 0.0,
+) -> Exchange:
+    """The exchange of one entry of each of some blocks for another one of it, int64 ``[K]`` each."""
+    shape = layer.view.rows(layer.weight).shape  # [out, in, *taps]
+    pruned_at, regrown_at = (
+        layer.view.locate(block_index(shape, layer.pattern.m, blocks, entries))
+        for entries in (pruned, regrown)
+    )
+    return Exchange(blocks, pruned_at, regrown_at, held, loss_change)
 
 
 def dense_gradient_was_used(layer: NMLayer, mask: Tensor) -> bool:
@@ -69,12 +86,13 @@ def dense_gradient_was_used(layer: NMLayer, mask: Tensor) -> bool:
     return grad is not None and not masked(grad, ~mask).any()
 
 
-def gradient_of_window(layer: NMLayer, grad: Tensor) -> Tensor:
-    """The gradient at kept entries, in place; all of it in a window that needs the dense one."""
-    mask = layer.masks.forward_view
-    if layer.progress.dense_gradient or mask is None:
-        return grad
-    return mask_(grad, mask)
+def forgotten_call(layer: NMLayer, lost: str) -> RuntimeError:
+    """The error of a step whose dense gradient no ``before_step`` has used; ``lost``: what the mask cannot do."""
+    return RuntimeError(
+        f"the optimizer stepped without before_step() for layer '{layer.name}', so its mask cannot {lost}: "
+        "call sparsifier.before_step(optimizer) first; with Lightning, step the optimizer of "
+        "self.optimizers()"
+    )
 
 
 @torch.no_grad()
@@ -95,51 +113,35 @@ def find_exchange(
     m = layer.pattern.m
     # [out, in] each, convolutions with their taps
     rows = [layer.view.rows(tensor) for tensor in tensors]
-    shape = rows[0].shape
     # A few rows of the weight at a time.
     rows_of_chunk = max(1, _CHUNK * len(rows[0]) // rows[0].numel())
     found: list[Swaps] = []
     loss_changes: list[Tensor] = []
     for chunk in zip(*(tensor.split(rows_of_chunk) for tensor in rows), strict=True):
-        keep, weight, *others = (_in_single_precision(as_blocks(tensor, m)) for tensor in chunk)
+        keep, *values = (as_blocks(tensor, m) for tensor in chunk)
+        # At least float32: half precision would make ties of scores that differ.
+        weight, *others = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in values)
         if size is None:
             swaps = best_swaps(evidence_scores(weight, others[0], keep), keep)
         else:
-            swaps, loss_change = _best_by_gradient(size, keep, weight, *others)
-            loss_changes.append(loss_change)
+            # One step ahead of the optimizer.
+            grad, *moments = others
+            if size.maximize:
+                grad = -grad
+            step = size.of_blocks(grad, keep, *moments)
+            swaps = best_swaps(look_ahead_scores(weight, grad, keep, step), keep)
+            loss_changes.append(expected_loss_change(weight, grad, keep, step, swaps))
         found.append(swaps)
     swaps = Swaps(*(torch.cat(column) for column in zip(*found, strict=True)))
     chosen = select_blocks(swaps.gain, layer.buffers["oscillation"], budget)
-
-    def index_of(entry: Tensor) -> Index:
-        """Where an entry of each chosen block lies in the weight."""
-        return layer.view.locate(block_index(shape, m, chosen, entry[chosen].long()))
-
-    return Exchange(
-        blocks=chosen,
-        pruned=index_of(swaps.pruned),
-        regrown=index_of(swaps.regrown),
+    return exchange_of(
+        layer,
+        chosen,
+        swaps.pruned[chosen].long(),
+        swaps.regrown[chosen].long(),
         held=(swaps.gain > 0).sum() - len(chosen),
-        loss_change=torch.cat(loss_changes)[chosen].sum() if loss_changes else None,
+        loss_change=torch.cat(loss_changes)[chosen].sum() if loss_changes else 0.0,
     )
-
-
-def _best_by_gradient(
-    size: StepSize, keep: Tensor, weight: Tensor, grad: Tensor, *moments: Tensor
-) -> tuple[Swaps, Tensor]:
-    """The best exchange of each block one step ahead, and the change of the loss that is expected of it."""
-    if size.maximize:
-        grad = -grad
-    step = size.of_blocks(grad, keep, *moments)
-    swaps = best_swaps(look_ahead_scores(weight, grad, keep, step), keep)
-    return swaps, expected_loss_change(weight, grad, keep, step, swaps)
-
-
-def _in_single_precision(tensor: Tensor) -> Tensor:
-    """At least float32: half precision would make ties of scores that differ. Masks stay bool."""
-    if tensor.dtype == torch.bool:
-        return tensor
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 @torch.no_grad()
@@ -158,11 +160,11 @@ def make_exchange(
     """
     m = layer.pattern.m
     param = layer.param
-    for key, kept_state in entry_states(optimizer, param, layer.name):
+    for key, kept_state in entry_states(optimizer, param, layer.name).items():
         state = gather(kept_state)
         start: Tensor | float = 0.0
         if key in SECOND_MOMENTS and evidence is not None:
-            scale = moment_correction(optimizer, param)
+            scale = moment_correction(group_of(optimizer, param), optimizer.state[param])
             start = (evidence.mean_square()[exchange.regrown] * scale).to(state.dtype)
         elif key in SECOND_MOMENTS:
             kept = as_blocks(layer.view.rows(mask), m)[exchange.blocks]  # [K, M]
@@ -205,17 +207,15 @@ def exchange_in_one_pass(
         return None
     param = layer.param
     weight = param.detach()
-    names, states = [], []
-    for name, state in entry_states(optimizer, param, layer.name):
-        names.append(name)
-        states.append(state)
+    states = entry_states(optimizer, param, layer.name)
     grid = layer.view.blocks(layer.pattern.m)
     grad = param.grad
     if grad is not None and not (grad.is_contiguous() and grad.dtype == weight.dtype):
         grad = None  # it is masked apart
     fits = grid is not None and len(states) <= MOST_STATES
-    if not fits or passes_for(weight, grad, *states) is not passes:
+    if not fits or passes_for(weight, grad, *states.values()) is not passes:
         return None
+    state = optimizer.state.get(param, {})
     blocks, held = passes.exchange(
         grid,
         masks.bits,
@@ -225,11 +225,11 @@ def exchange_in_one_pass(
         evidence.square,
         layer.buffers["oscillation"],
         layer.buffers["exchanged"],
-        states,
-        [name in SECOND_MOMENTS for name in names],
+        list(states.values()),
+        [name in SECOND_MOMENTS for name in states],
         budget,
         evidence.correction(),
-        moment_correction(optimizer, param),
+        moment_correction(group_of(optimizer, param), state),
     )
     masks.count_moved(2 * blocks)
     if grad is None and param.grad is not None:

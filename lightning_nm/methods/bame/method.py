@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_nm.functional import magnitude_mask, unpack_mask
+from lightning_nm.functional import unpack_mask
 from lightning_nm.functional.evolution import count_oscillations, swap_budget
 from lightning_nm.methods.bame.evidence import (
     COUNT,
@@ -26,15 +26,21 @@ from lightning_nm.methods.bame.exchange import (
     dense_gradient_was_used,
     exchange_in_one_pass,
     find_exchange,
-    gradient_of_window,
+    forgotten_call,
     make_exchange,
 )
-from lightning_nm.methods.base import MaskMethod
+from lightning_nm.methods.base import SparseToSparse, largest_entries
 from lightning_nm.methods.bi_mask import BiMask
-from lightning_nm.methods.checks import check_option
+from lightning_nm.methods.checks import (
+    check_count,
+    check_number,
+    check_option,
+    check_span,
+    resolve_span,
+)
 from lightning_nm.methods.optimizer_state import check_optimizer, clear_entries, group_of
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.schedule import Moment, Phases, check_moment, resolve_moment
+from lightning_nm.schedule import Moment, Phases
 
 _FEW = 1e-3
 """Exchanges a block. A phase with fewer of them has trained nearly a fixed mask."""
@@ -62,7 +68,13 @@ class PhaseTotals:
     adaptations: int = 0
 
 
-class BAME(MaskMethod):
+def _is_fresh(layer: NMLayer) -> bool:
+    """Whether the masks are new, and the optimizer's state at pruned entries is no evidence yet, which must stay."""
+    # With a count a saved state was loaded: a layer that was loaded has no pending step.
+    return COUNT not in layer.buffers and (layer.pending is None or layer.pending.fresh)
+
+
+class BAME(SparseToSparse):
     r"""Block-aware mask evolution (Yang et al., ICML 2025, OpenReview XAZKPGUcQm), a reconstruction.
 
     There are no latent weights: pruned entries are exactly zero in the parameter after every step, and but for the
@@ -115,11 +127,12 @@ class BAME(MaskMethod):
     """
 
     short_name = "bame"
-    latent = False
     paper_counts_masked = True
     passes_read_buffers = False
     fixed = ("dgrad",)
     headline = "adapted_blocks"
+    # The first training step at which an adaptation may happen, and the one from which on none may.
+    _scheduled = ("start", "stop")
 
     def __init__(
         self,
@@ -132,26 +145,19 @@ class BAME(MaskMethod):
         budget: float = 0.3,
         dgrad: Literal["masked", "bi-mask"] = "masked",
     ) -> None:
-        check_moment("start", start)
-        check_moment("stop", stop)
-        if isinstance(start, float) == isinstance(stop, float) and stop < start:
-            raise ValueError(f"stop={stop} lies before start={start}: no adaptation could happen")
+        check_span(start, stop, "no adaptation could happen")
         check_option("evidence", evidence, "accumulated", "batch")
         check_option("dgrad", dgrad, "masked", "bi-mask")
         if every is None:
             every = 1 if evidence == "accumulated" else 100
-        for name, number in (("every", every), ("gradient_every", gradient_every)):
-            if not isinstance(number, int) or number < 1:
-                raise ValueError(f"{name}={number} must be an integer of at least 1")
+        check_count("every", every, 1)
+        check_count("gradient_every", gradient_every, 1)
         if evidence == "batch" and gradient_every != 1:
             raise ValueError(
                 f"gradient_every={gradient_every} has no meaning for evidence='batch', whose dense gradients come "
                 "with `every` adaptation: leave it out"
             )
-        if not 0 < evidence_rate < float("inf"):
-            raise ValueError(
-                f"evidence_rate={evidence_rate} must be a positive number; the default is 0.015"
-            )
+        check_number("evidence_rate", evidence_rate, "the default is 0.015")
         if not 0 < budget <= 1:
             raise ValueError(f"budget={budget} is not a share of the blocks: it must lie in (0, 1]")
         self.start = start
@@ -171,19 +177,9 @@ class BAME(MaskMethod):
         """Whether dgrad has a mask of its own."""
         return self._bi_mask is not None
 
-    def schedule(self, planned_steps: int | None) -> tuple[int, int]:
-        """The first training step at which an adaptation may happen, and the one from which on none may."""
-        start = resolve_moment(self, "start", self.start, planned_steps)
-        stop = resolve_moment(self, "stop", self.stop, planned_steps)
-        return start, stop
-
     def check(self, planned_steps: int | None) -> None:
         """Refuse an empty window, and warn of one in which ``every`` leaves no room to evolve."""
-        start, stop = self.schedule(planned_steps)
-        if stop < start:
-            raise ValueError(
-                f"stop={self.stop} is step {stop} of {planned_steps}, before start={self.start} ({start})"
-            )
+        start, stop = resolve_span(self, planned_steps)
         last = max(stop - 1, start)
         if planned_steps is not None:
             last = min(last, planned_steps - 1)
@@ -215,7 +211,7 @@ class BAME(MaskMethod):
         layer.buffers.clear()
         forward = None
         if not layer.spec.forward_reason:
-            forward = layer.view.by_rows(lambda rows: magnitude_mask(rows, layer.pattern, dim=1))
+            forward = largest_entries(layer)
             entries, device = layer.param.numel(), layer.param.device
             blocks = entries // layer.pattern.m
             layer.buffers.update(
@@ -251,12 +247,13 @@ class BAME(MaskMethod):
         """Whether the coming window's gradient is to be dense: it is its turn, or an earlier one could not."""
         if not self._adapting(layer):
             return False
-        if layer.progress.dense_gradient:
-            return True  # the gradient that the last window was asked for has not been used
-        if self.evidence == "accumulated":
-            return self._turn(layer, self.gradient_every)
-        start, _ = layer.progress.schedule
-        return (layer.progress.clock - start) % self.every == 0
+        progress = layer.progress
+        # Accumulated evidence counts the layer's own steps, so that layers whose optimizers alternate have their turns.
+        counted, every = progress.step, self.gradient_every
+        if self.evidence == "batch":
+            counted, every = progress.clock, self.every
+        # The gradient that the last window was asked for may not have been used.
+        return progress.dense_gradient or (counted - progress.schedule[0]) % every == 0
 
     def _adapting(self, layer: NMLayer) -> bool:
         """Whether the coming window lies in the adaptation phase."""
@@ -267,25 +264,6 @@ class BAME(MaskMethod):
         # An empty phase, start == stop, has one adaptation.
         return start <= clock < stop or clock == start == stop
 
-    @staticmethod
-    def _turn(layer: NMLayer, every: int) -> bool:
-        """Whether the coming step is a multiple of `every` after ``start``.
-
-        It counts the layer's own steps, so that layers whose optimizers alternate all have their turns.
-        """
-        start, _ = layer.progress.schedule
-        return (layer.progress.step - start) % every == 0
-
-    def gradient_at_pruned(self, layer: NMLayer) -> bool:
-        """Whether the masks need the dense gradient of this window."""
-        return layer.progress.dense_gradient
-
-    def weight_gradient(
-        self, layer: NMLayer, weight: Tensor, grad: Tensor
-    ) -> tuple[Tensor | None, ...]:
-        """The gradient at kept entries; all of it in a window whose gradient is dense."""
-        return (gradient_of_window(layer, grad),)
-
     # The optimizer steps.
 
     @torch.no_grad()
@@ -294,15 +272,19 @@ class BAME(MaskMethod):
         mask = layer.masks.forward_view
         if mask is None or dense_gradient_was_used(layer, mask):
             return
-        pending = PendingStep(fresh=self._pending(layer).fresh, ready=True)
+        progress = layer.progress
+        pending = PendingStep(fresh=_is_fresh(layer), ready=True)
         if self.evidence == "accumulated" and self._adapting(layer):
             rate = self.evidence_rate * self.gradient_every**0.5
-            # It masks the gradient, too.
-            pending.evidence = gather_evidence(layer, optimizer, mask, rate, fresh=pending.fresh)
             param = layer.param
-            trains = param.grad is not None and bool(group_of(optimizer, param)["lr"])
-            pending.due = trains and self._turn(layer, self.every)
-        elif layer.progress.dense_gradient:
+            group = group_of(optimizer, param)
+            # It masks the gradient, too.
+            pending.evidence = gather_evidence(
+                layer, optimizer, group, mask, rate, fresh=pending.fresh
+            )
+            trains = param.grad is not None and bool(group["lr"])
+            pending.due = trains and (progress.step - progress.schedule[0]) % self.every == 0
+        elif progress.dense_gradient:
             dense_grad = layer.view.local_grad
             if dense_grad is not None:
                 if self.evidence == "batch":
@@ -322,52 +304,43 @@ class BAME(MaskMethod):
         if mask is None:
             return
         param = layer.param
-        pending = self._pending(layer)
-        layer.zero_pruned(layer.view.local)
-        has_evidence = COUNT in layer.buffers
-        holds_evidence = self.evidence == "accumulated" and has_evidence and self._adapting(layer)
-        if param.grad is not None and (layer.progress.dense_gradient or holds_evidence):
-            if not pending.ready:
-                raise RuntimeError(
-                    f"the optimizer stepped without before_step() for layer '{layer.name}', so its mask cannot adapt: "
-                    "call sparsifier.before_step(optimizer) first; with Lightning, step the optimizer of "
-                    "self.optimizers()"
-                )
-            layer.progress.dense_gradient = False
-        if pending.fresh:
+        progress = layer.progress
+        # A layer that was loaded keeps nothing yet.
+        pending: PendingStep = layer.pending or PendingStep(fresh=True)
+        if pending.fresh if pending.ready else _is_fresh(layer):
             # Not earlier: a fit that fails before its first step has cost the user no weight.
             clear_entries(optimizer, param, ~mask, layer.name)
-
+        has_evidence = COUNT in layer.buffers
+        holds_evidence = self.evidence == "accumulated" and has_evidence and self._adapting(layer)
         evidence = pending.evidence
         exchange = pending.exchange if pending.ready else None
+        done = None
         if evidence is not None and pending.due:
+            # By kernels, which also zero what was pruned before, or else by torch operations.
             budget = self._budget(layer)
             done = exchange_in_one_pass(layer, optimizer, evidence, budget)
             if done is None:
                 exchange = find_exchange(layer, optimizer, mask, evidence, budget)
-            else:
-                self._count(layer, *done, 0.0)
+        if done is None:
+            super().after_step(layer, optimizer)
+        else:
+            self._count(layer, *done, 0.0)
+        if param.grad is not None and (progress.dense_gradient or holds_evidence):
+            if not pending.ready:
+                raise forgotten_call(layer, "adapt")
+            progress.dense_gradient = False
         if exchange is not None:
             self._exchange(layer, optimizer, mask, exchange, evidence)
         if evidence is not None:
-            write_evidence(layer, optimizer, evidence)
+            write_evidence(layer, optimizer, evidence, checked=done is not None)
         layer.pending = PendingStep(exchange=exchange)
 
         if has_evidence and not holds_evidence:
             # The phase has ended.
             drop_evidence(layer, optimizer)
         # By the next step of any layer, the phase of all layers has ended.
-        if self._totals.blocks and layer.progress.clock >= layer.progress.schedule[1]:
+        if self._totals.blocks and progress.clock >= progress.schedule[1]:
             self._warn_of_idleness()
-
-    @staticmethod
-    def _pending(layer: NMLayer) -> PendingStep:
-        """What the layer keeps for the next call of this step; a layer that was loaded keeps nothing yet."""
-        pending: PendingStep = layer.pending or PendingStep(fresh=True)
-        if COUNT in layer.buffers:
-            # A saved state was loaded: the optimizer's state at pruned entries is evidence, which must stay.
-            pending.fresh = False
-        return pending
 
     def _budget(self, layer: NMLayer) -> int:
         """How many blocks may change at this point of the phase."""
@@ -396,8 +369,7 @@ class BAME(MaskMethod):
             numbers.append(number)
         buffers = layer.buffers
         count_oscillations(buffers["oscillation"], buffers["exchanged"], exchange.blocks, *numbers)
-        loss_change = 0.0 if exchange.loss_change is None else exchange.loss_change
-        self._count(layer, len(exchange.blocks), exchange.held, loss_change)
+        self._count(layer, len(exchange.blocks), exchange.held, exchange.loss_change)
 
     @staticmethod
     def _count(
@@ -405,10 +377,8 @@ class BAME(MaskMethod):
     ) -> None:
         """Count an adaptation; its numbers stay on their device."""
         layer.buffers["exchanges"] += blocks
-        adaptation = layer.buffers["adaptation"]
-        adaptation[0] = blocks
-        adaptation[1] = held
-        adaptation[2] = loss_change
+        for place, number in enumerate((blocks, held, loss_change)):
+            layer.buffers["adaptation"][place] = number
 
     # The batch ends.
 
@@ -455,34 +425,33 @@ class BAME(MaskMethod):
         changed; ``frozen_blocks``: share of blocks that did not, though an exchange promised a gain; with the evidence
         of a batch also ``predicted_loss_change``, summed over the layers. After the phase these are 0, 1 and 0.
         """
-        blocks = oscillations = adapted = held = loss = alive = exchanges = 0.0
+        blocks = oscillations = alive = exchanges = 0.0
+        # Of the last adaptation: blocks that adapted, blocks held back, the predicted change of the loss.
+        last = torch.zeros(3, dtype=torch.float64)
         for layer in layers:
             if not layer.buffers:
                 continue
-            counts = layer.buffers["oscillation"]
+            buffers = layer.buffers
+            counts = buffers["oscillation"]
             blocks += len(counts)
             oscillations += int(counts.sum())
             mask = layer.masks.forward_view
             if mask is not None:
                 # The last exchange of such an entry regrew it. Of those that regrew it before, each was undone.
-                exchanged = unpack_mask(layer.buffers["exchanged"], mask.shape)
-                alive += int((exchanged & mask).sum())
-                exchanges += int(layer.buffers["exchanges"])
+                alive += int((unpack_mask(buffers["exchanged"], mask.shape) & mask).sum())
+                exchanges += int(buffers["exchanges"])
             start, stop = layer.progress.schedule
             if layer.progress.clock > max(stop, start + 1):
-                held += len(counts)  # all blocks are frozen
+                last[1] += len(counts)  # all blocks are frozen
             else:
-                last_adapted, last_held, last_loss = layer.buffers["adaptation"].tolist()
-                adapted += last_adapted
-                held += last_held
-                loss += last_loss
+                last += buffers["adaptation"].cpu()
         blocks = max(blocks, 1)
         found = {
             "oscillation": oscillations / blocks,
-            "adapted_blocks": adapted / blocks,
-            "frozen_blocks": held / blocks,
+            "adapted_blocks": float(last[0] / blocks),
+            "frozen_blocks": float(last[1] / blocks),
             "regrown_alive": alive / max(exchanges, 1),
         }
         if self.evidence == "batch":
-            found["predicted_loss_change"] = loss
+            found["predicted_loss_change"] = float(last[2])
         return found
