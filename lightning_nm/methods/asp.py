@@ -6,7 +6,7 @@ import warnings
 from typing import Literal
 
 from lightning_nm.functional import is_nm
-from lightning_nm.methods.base import Method, SparseToSparse, largest_entries, zero_pruned
+from lightning_nm.methods.base import Method, SparseToSparse, largest_entries
 from lightning_nm.methods.checks import check_option
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.schedule import (
@@ -95,11 +95,12 @@ class ASP(SparseToSparse):
 
     def update(self, layer: NMLayer) -> None:
         """Prune when the clock reaches ``start``."""
-        has_begun = within(layer.progress.schedule, layer.progress.clock)
-        if layer.masks.bits is None and has_begun:
+        if layer.masks.bits is not None:
+            return
+        if within(layer.progress.schedule, layer.progress.clock):
             self._choose_mask(layer)
             if layer.step:
-                zero_pruned(layer)
+                layer.zero_pruned()
 
     def _choose_mask(self, layer: NMLayer) -> None:
         if layer.spec.forward_reason:

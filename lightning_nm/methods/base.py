@@ -78,12 +78,6 @@ def from_blocks_of(layer: NMLayer, blocks: Tensor) -> Tensor:
     return layer.view.unrows(from_blocks(blocks, layer.view.rows(layer.weight).shape))
 
 
-def zero_pruned(layer: NMLayer) -> None:
-    """Set the pruned entries of a layer's weight to zero, whatever the optimizer did."""
-    if layer.masks.has_forward:
-        layer.zero_pruned(layer.view.local)
-
-
 def kept_gradient(layer: NMLayer, grad: Tensor) -> Tensor:
     """The gradient at kept entries, 0 at pruned ones, in place; all of it in a window whose gradient is dense."""
     mask = layer.masks.forward_view
@@ -402,8 +396,8 @@ class SparseToSparse(MaskMethod):
 
     def weight_gradient(self, layer: NMLayer, weight: Tensor, grad: Tensor) -> Gradients:
         """The gradient at kept entries, 0 at pruned ones; all of it in a window whose gradient is dense."""
-        return super().weight_gradient(layer, weight, kept_gradient(layer, grad))
+        return (kept_gradient(layer, grad), *[None] * len(layer.parameters))
 
     def after_step(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Keep pruned entries at zero, whatever the optimizer did."""
-        zero_pruned(layer)
+        layer.zero_pruned()

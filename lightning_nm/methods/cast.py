@@ -20,7 +20,6 @@ from lightning_nm.methods.base import (
     largest_entries,
     set_parameter,
     weighted_mean,
-    zero_pruned,
 )
 from lightning_nm.methods.checks import check_count, check_number, refuse_tensor_parallel
 from lightning_nm.methods.optimizer_state import coupled_decay, group_of, will_be_skipped
@@ -199,7 +198,7 @@ class CAST(SparseToSparse):
     def _project(self, layer: NMLayer) -> None:
         """Set the smaller entries to zero, for good."""
         self._choose_mask(layer)
-        zero_pruned(layer)
+        layer.zero_pruned()
 
     def update(self, layer: NMLayer) -> None:
         """Find the entries to decay anew when it is time; make the weight N:M at the end."""

@@ -19,7 +19,6 @@ from lightning_nm.methods.base import (
     kept_gradient,
     set_parameter,
     weighted_mean,
-    zero_pruned,
 )
 from lightning_nm.methods.checks import warn_of_late_stop
 from lightning_nm.methods.pattern_scores import PATTERNS, begin_scores, sum_by_pattern
@@ -112,7 +111,7 @@ class LBC(SparseToSparse):
         if SCORES in layer.parameters:
             self._remove_patterns(layer)
             if layer.step:
-                zero_pruned(layer)
+                layer.zero_pruned()
 
     def _remove_patterns(self, layer: NMLayer) -> None:
         """Remove the scores that are due, and move the mask; the weight stays."""

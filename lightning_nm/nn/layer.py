@@ -164,26 +164,22 @@ class LayerMasks:
             self._density = (self.generation, int(kept) / self.bits.numel())
         return self._density[1]
 
-    def tensors(self) -> list[Tensor]:
-        """What the masks are made of."""
-        return [tensor for tensor in (self.bits, self.permutation) if tensor is not None]
-
     @property
     def forward(self) -> Tensor | None:
         """Bool mask of the weight's shape; ``None`` when the forward weight is not masked."""
         if self.bits is None or not self.has_forward:
             return None
-        return _as_bool(self.bits & FORWARD_BIT)
+        return (self.bits & FORWARD_BIT).ne(0)
 
     @property
     def forward_view(self) -> Tensor | None:
         """:attr:`forward` for use at once: it may share memory with ``bits``, which change when the masks move."""
         if self.bits is None or not self.has_forward:
             return None
-        if self.has_backward:
-            return _as_bool(self.bits & FORWARD_BIT)
-        # The forward bit is the only one, so that the bytes are 0 and 1.
-        return _as_bool(self.bits)
+        # Without a backward mask the forward bit is the only one, so that the bytes are 0 and 1.
+        bits = self.bits & FORWARD_BIT if self.has_backward else self.bits
+        # A view in eager code alone: what Inductor makes of a view, no C++ compiler takes.
+        return bits.ne(0) if torch.compiler.is_compiling() else bits.view(torch.bool)
 
     @property
     def backward(self) -> Tensor | None:
@@ -279,11 +275,6 @@ class LayerMasks:
             first = group * size
             part.permutation = self.permutation[first : first + size] - first
         return part
-
-
-def _as_bool(bits: Tensor) -> Tensor:
-    """Bytes 0 and 1 as bool; a view only in eager code: what Inductor makes of a view, no C++ compiler takes."""
-    return bits.ne(0) if torch.compiler.is_compiling() else bits.view(torch.bool)
 
 
 class LayerNoise:
@@ -586,12 +577,18 @@ class NMLayer(HasHandle):
         self.masks.set(forward, backward, self.view.memory_order)
 
     @torch.no_grad()
-    def zero_pruned(self, local: Tensor) -> None:
-        """Set the entries of a tensor like ``view.local`` that the forward mask prunes to +0.0, in place."""
+    def zero_pruned(self, local: Tensor | None = None) -> None:
+        """Set the entries that the forward mask prunes to +0.0, in place; nothing happens without one.
+
+        Args:
+            local: A tensor like ``view.local``; ``None`` for the weight itself.
+        """
         masks = self.masks
         mask = masks.forward_view
-        assert mask is not None
-        assert masks.bits is not None
+        if mask is None or masks.bits is None:
+            return
+        if local is None:
+            local = self.view.local
         if not evolution.mask_(local, self.view.shard_of(masks.bits)):
             mask_(local, self.view.shard_of(mask))
 
@@ -661,8 +658,12 @@ class NMLayer(HasHandle):
         return Gemms(*(find(self) for find in LAYER_GEMMS.values()))
 
     def read_tensors(self) -> list[Tensor]:
-        """The tensors beside the weight that forward and backward passes read."""
-        found = self.masks.tensors()
+        """The tensors, besides the weight, that forward and backward passes read."""
+        found = []
+        if self.masks.bits is not None:
+            found.append(self.masks.bits)
+        if self.masks.permutation is not None:
+            found.append(self.masks.permutation)
         if self.spec.method.passes_read_buffers:
             found += self.buffers.values()
         return [*found, *self.parameters.values()]

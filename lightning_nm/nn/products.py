@@ -752,7 +752,7 @@ def backward_gemms(
         route=Route(active_router),
         out=grad.shape[1],
         dy=grad if geometry else plain(grad),
-        seed=_seed(layer, noise) if needs_weight else None,
+        seed=_seed(layer, noise) if needs_weight and noise is not None else None,
     )
     dx, dweight = gradients(layer, operands, needs_input=needs_input, needs_weight=needs_weight)
     # Whichever ran, the memory formats are those that register_fake promises to compiled graphs.

@@ -155,8 +155,7 @@ def begin_stage(layer: NMLayer, optimizers: Iterable[Optimizer] = ()) -> None:
     # A weight that never made a step keeps its entries until its first one: a fit that fails before has cost nothing.
     if method.latent or kept is None or not layer.step:
         return
-    if layer.masks.has_forward:
-        layer.zero_pruned(layer.view.local)
+    layer.zero_pruned()
     zero_pruned_state(layer, kept, optimizers)
 
 

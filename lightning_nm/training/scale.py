@@ -22,6 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_nm.nn.costs import kept_share
 from lightning_nm.nn.layer import NMLayer, tensor_fingerprint
+from lightning_nm.training.optimizers import RegisteredOptimizer
 
 Scale = Literal["supar", "supar-lr"]
 
@@ -187,10 +188,11 @@ class ScaledLearningRates:
             view = view.nm_of
 
     @contextmanager
-    def shown(self, optimizer: Optimizer, layers: Iterable[NMLayer]) -> Iterator[None]:
+    def shown(self, known: RegisteredOptimizer) -> Iterator[None]:
         """Within, the optimizer itself has the groups of its step, for methods that read their learning rates."""
+        optimizer = known.optimizer
         view = self.view(optimizer)
-        self.scale(view, layers)
+        self.scale(view, known.layers)
         groups = list(optimizer.param_groups)
         try:
             # In place: the optimizer and its wrappers share the list.

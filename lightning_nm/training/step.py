@@ -66,6 +66,10 @@ class TrainingStep:
         self.direct_reads = DirectReads(model, on_direct_read)
         self._model = model
         self._rates = rates
+        # Within, the groups of a RegisteredOptimizer have the learning rates of its step.
+        self._rates_shown: Callable[[RegisteredOptimizer], AbstractContextManager[Any]] = (
+            nullcontext if rates is None else rates.shown
+        )
         self._observe_every = observe_every
         # By id: an optimizer has no hash of its own to rely on.
         self._registered: dict[int, RegisteredOptimizer] = {}
@@ -399,12 +403,6 @@ class TrainingStep:
             self._rates.check_optimizer(known.optimizer, self.layers)
         known.find_layers(self.layers)
         known.parameters = _parameter_count(known.optimizer)
-
-    def _rates_shown(self, known: RegisteredOptimizer) -> AbstractContextManager[None]:
-        """Within, the optimizer's groups have the learning rates of its step."""
-        if self._rates is None:
-            return nullcontext()
-        return self._rates.shown(known.optimizer, known.layers)
 
     # -------------------------------------------------------------------------------------------- hooks of their step()
 
