@@ -330,7 +330,7 @@ def warm_up(
                 for size in sorted({b * t for b in batch for t in tokens}):
                     weight.measure(size)
             elif weight.operand is not None:
-                weight.operand.forget()
+                weight.forget()
         if inputs and chosen:
             for size in batch:
                 model(*(each.expand(size, *each.shape[1:]) for each in inputs))

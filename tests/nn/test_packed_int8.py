@@ -253,7 +253,8 @@ def test_convolutions_that_no_kernel_takes_unpack_their_weight():
 @needs_library
 def test_convolutions_of_other_weights_are_refused():
     model = pack(prune(nn.Conv2d(16, 32, 3), "2:4"), dtype="int8", kernels="sparse")
-    kernel, packed = CpuInt8Kernel(), Packed(*model.weight.operand._held)
+    operand = model.weight.operand
+    kernel, packed = CpuInt8Kernel(), Packed(operand.layout, operand.values)
     conv = Convolution(16, 32, (5, 5), (3, 3))
     x = torch.randn(1, 16, 5, 5)
     assert kernel.conv(packed, x, conv).shape == (1, 32, 3, 3)
@@ -445,12 +446,13 @@ def test_parts_of_a_projection():
     dense = prune(nn.MultiheadAttention(32, 4, batch_first=True), "2:4")
     model = pack(copied(dense), dtype="int8", kernels="sparse")
     weight = model.in_proj_weight
-    assert weight.operand.part(0, 20) is None, "rows that are no whole tiles"
+    assert weight.operand.part((0, 20)) is None, "rows that are no whole tiles"
     query, memory = torch.randn(2, 5, 32), torch.randn(2, 7, 32)
     near(model(query, memory, memory)[0], dense(query, memory, memory)[0], steps=4)
     matrix = weight.unpack()
     for first, end in ((0, 32), (32, 64), (64, 96), (16, 96)):
-        assert torch.equal(weight.operand.part(first, end).dense(), matrix[first:end])
+        part = weight.operand.part((first, end))
+        assert torch.equal(part.layout.dense(part.values, torch.float32), matrix[first:end])
 
 
 def test_what_is_refused():

@@ -1,9 +1,8 @@
 """Packed layers: modules for inference that hold N:M weights as values and positions."""
 
 from lightning_nm.nn.packed.experts import packed_weight
-from lightning_nm.nn.packed.kernel_choice import BUDGET_S, Budget, Kernels
+from lightning_nm.nn.packed.kernel_choice import BUDGET_S, Budget, Kernels, return_freed_memory
 from lightning_nm.nn.packed.layers import PackedLayer, refuse_to_fit
-from lightning_nm.nn.packed.memory import return_freed_memory
 from lightning_nm.nn.packed.replace import (
     Place,
     call_packed_children,

@@ -46,9 +46,9 @@ class PackedExperts(PackedWeight):
         self.train(self.training)
         self.values = self.positions = None
 
-    def _hold(self, packed: PackedTensor) -> None:
+    def _take(self, packed: PackedTensor) -> None:
         self.parts = ()
-        super()._hold(packed)
+        super()._take(packed)
 
     @property
     def device(self) -> torch.device:

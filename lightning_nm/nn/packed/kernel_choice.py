@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import math
+import sys
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
@@ -28,7 +30,6 @@ from lightning_nm.kernels.tuner import (
     environment_of,
     time_packed,
 )
-from lightning_nm.nn.packed.memory import return_freed_memory
 
 Kernels = Literal["auto", "sparse", "reference"]
 """``"auto"``: a kernel while it is measured to be no slower than the dense product, then the dense weight.
@@ -273,3 +274,13 @@ def _measure(tuner: _PackedTuner, key: GemmKey, budget: Budget, packed: Any) -> 
     return_freed_memory()
     budget.left_s -= perf_counter() - start
     return decision
+
+
+def return_freed_memory() -> None:
+    """Let glibc give freed memory back to the system: it keeps most of the dense weights and layouts that were made.
+
+    Of a model of 190 MB, packed 2:4 to 145 MB, a process held 236 MB before it and 150 MB after it.
+    """
+    if sys.platform == "linux":
+        with suppress(AttributeError, OSError):  # another C library
+            ctypes.CDLL(None).malloc_trim(0)

@@ -37,20 +37,20 @@ def packed_linear(
     if bias is not None:
         bias = bias[chosen]
     operand = _operand(x, weight, bias)
-    if operand is not None and rows is not None:
-        operand = operand.part(*rows)
-    if operand is None or x.dim() == 0 or x.shape[-1] != operand.depth:
+    part = None if operand is None else operand.part(rows)
+    if operand is None or part is None or x.dim() == 0 or x.shape[-1] != part.layout.depth:
         # torch's own error tells of an input of another size.
         matrix = weight.product_matrix()[chosen]
         y = F.linear(x, matrix, bias)
         _hold_dense(x, weight)
         return y
     x_ti = x.reshape(-1, x.shape[-1])
-    out = operand.rows
+    out = part.layout.rows
     if torch.compiler.is_compiling():
-        y_to = torch.ops.lightning_nm.packed_linear(x_ti, bias, out, operand.handle_tensor)
+        first = 0 if rows is None else rows[0]
+        y_to = torch.ops.lightning_nm.packed_linear(x_ti, bias, first, out, operand.handle_tensor)
     else:
-        y_to = operand.linear(x_ti, bias)
+        y_to = weight.multiply(x_ti, bias, rows)
     return y_to.view(*x.shape[:-1], out)
 
 
@@ -89,7 +89,7 @@ def packed_conv(
     if torch.compiler.is_compiling():
         y = torch.ops.lightning_nm.packed_conv(image, bias, geometry, operand.handle_tensor)
     else:
-        y = operand.conv(image, _convolution(image, geometry), bias)
+        y = _convolve(weight, image, bias, geometry)
     return y.squeeze(2) if is_1d else y
 
 
@@ -151,30 +151,41 @@ def _operand(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Operand | 
 
 
 @torch.library.custom_op("lightning_nm::packed_linear", **OPTIONS)
-def _packed_linear(x: Tensor, bias: Tensor | None, out: int, tag: Tensor) -> Tensor:
-    operand: Operand = lookup(tag.shape[0])
-    return operand.linear(x, bias)
+def _packed_linear(x: Tensor, bias: Tensor | None, first: int, out: int, tag: Tensor) -> Tensor:
+    weight: PackedWeight = lookup(tag.shape[0])
+    return weight.multiply(x, bias, (first, first + out))
 
 
 @_packed_linear.register_fake
-def _(x: Tensor, bias: Tensor | None, out: int, tag: Tensor) -> Tensor:
+def _(x: Tensor, bias: Tensor | None, first: int, out: int, tag: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], out)
 
 
 @torch.library.custom_op("lightning_nm::packed_conv", **OPTIONS)
 def _packed_conv(x: Tensor, bias: Tensor | None, geometry: Sequence[int], tag: Tensor) -> Tensor:
-    operand: Operand = lookup(tag.shape[0])
-    return operand.conv(x, _convolution(x, geometry), bias)
+    return _convolve(lookup(tag.shape[0]), x, bias, geometry)
 
 
 @_packed_conv.register_fake
 def _(x: Tensor, bias: Tensor | None, geometry: Sequence[int], tag: Tensor) -> Tensor:
     conv = _convolution(x, geometry)
-    memory_format = torch.contiguous_format
-    if not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last):
-        memory_format = torch.channels_last
     size = (x.shape[0], conv.outputs, *conv.positions)
-    return torch.empty(size, dtype=x.dtype, device=x.device, memory_format=memory_format)
+    return x.new_empty(size).contiguous(memory_format=_memory_format(x))
+
+
+def _convolve(
+    weight: PackedWeight, x: Tensor, bias: Tensor | None, geometry: Sequence[int]
+) -> Tensor:
+    """The convolution of ``x [images, in, height, width]``, in its memory format."""
+    y = weight.multiply(x, bias, conv=_convolution(x, geometry))
+    return y.contiguous(memory_format=_memory_format(x))
+
+
+def _memory_format(x: Tensor) -> torch.memory_format:
+    # A tensor of one channel is contiguous in both orders.
+    if not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last):
+        return torch.channels_last
+    return torch.contiguous_format
 
 
 def _convolution(x: Tensor, geometry: Sequence[int]) -> Convolution:

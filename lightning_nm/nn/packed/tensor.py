@@ -159,22 +159,34 @@ class PackedTensor(NamedTuple):
         return from_blocks(dense, self.layout, self.shape)
 
     @property
+    def parts(self) -> dict[str, Tensor]:
+        """Its tensors, by the names that they have in files and state dicts."""
+        names = part_names(self.scales is not None)
+        return {name: getattr(self, name) for name in names}
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the tensors."""
-        scales = 0 if self.scales is None else self.scales.nbytes
-        return self.values.nbytes + self.positions.nbytes + scales
+        return sum(tensor.nbytes for tensor in self.parts.values())
 
     def to(self, device: torch.device) -> PackedTensor:
         """The same on a device."""
-        scales = None if self.scales is None else self.scales.to(device)
-        return self._replace(
-            values=self.values.to(device), positions=self.positions.to(device), scales=scales
-        )
+        return self._replace(**{name: tensor.to(device) for name, tensor in self.parts.items()})
+
+    @property
+    def taps(self) -> int:
+        """Taps of a convolution that lie between its rows and its blocks."""
+        return math.prod(self.shape[2:]) if self.layout == "plain" else 1
 
     def numbers(self) -> Tensor:
         """The position of each value in its block, uint8 of the values' shape."""
         blocks = self.values.numel() // self.pattern.n
         return position_numbers(self.positions, self.pattern, blocks).view(self.values.shape)
+
+
+def part_names(is_int8: bool) -> tuple[str, ...]:
+    """Names of the tensors of a packed weight in files and state dicts, after its key and a dot."""
+    return ("values", "positions", "scales")[: 3 if is_int8 else 2]
 
 
 def int8_fault(weight: Tensor) -> str:

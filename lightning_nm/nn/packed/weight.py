@@ -4,27 +4,40 @@ from __future__ import annotations
 
 import math
 import threading
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_nm.functional.int8 import INT8_DTYPES, dequantise_weight
 from lightning_nm.functional.nm_format import PACKED_DTYPES
+from lightning_nm.kernels.api import Convolution, GemmKey, HasHandle
 from lightning_nm.kernels.cpu.int8 import int8_matrix
-from lightning_nm.nn.packed.kernel_choice import Budget, Kernels
-from lightning_nm.nn.packed.memory import return_freed_memory
+from lightning_nm.kernels.cpu.layouts import Packed
+from lightning_nm.nn.packed.kernel_choice import (
+    Budget,
+    Choice,
+    Kernels,
+    choose,
+    kernel_of,
+    registry_of,
+    return_freed_memory,
+)
 from lightning_nm.nn.packed.operand import Operand, dense_matrix, lay_out, lay_out_int8
-from lightning_nm.nn.packed.tensor import PackedTensor, Role, check_scales
+from lightning_nm.nn.packed.tensor import PackedTensor, Role, check_scales, part_names
+from lightning_nm.nn.products import plain
+
+_MOST_SIZES = 1 << 12
+"""Sizes of products whose choice is remembered."""
 
 _IN_LAYOUT = ("kernel_values", "kernel_index", "kernel_offset")
 
 _BECOMING_DENSE = threading.Lock()  # one weight at a time, so that a weight has one dense matrix
 
 
-class PackedWeight(nn.Module):
+class PackedWeight(nn.Module, HasHandle):
     """A weight that is N:M along one axis, as the values of each block and their positions.
 
     It holds them as they are in files, or, on a CPU with a kernel for it, in the kernel's layout, or the dense weight,
@@ -62,30 +75,27 @@ class PackedWeight(nn.Module):
         super().__init__()
         self.budget = budget or Budget()
         self.name, self.role, self.kernels = name, role, kernels
-        self.pattern, self.layout, self.shape = (
-            packed.pattern,
-            packed.layout,
-            torch.Size(packed.shape),
-        )
+        self.pattern, self.layout = packed.pattern, packed.layout
+        self.shape = torch.Size(packed.shape)
+        self._take(packed)
+
+    def _take(self, packed: PackedTensor) -> None:
+        """Hold a weight of this shape, in its dtype and on its device."""
         self.dtype = packed.dtype
         self.operand: Operand | None = None
-        self._former: Operand | None = None  # graphs that were compiled before may still look it up
-        self._hold(packed)
-        self.lay_out()
-
-    def _hold(self, packed: PackedTensor) -> None:
-        """Keep a weight as it is in files."""
-        self.operand = self._former = None
+        self._choices: dict[Any, tuple[GemmKey, bool]] = {}
         self._drop_layout()
         self.register_buffer("matrix", None, persistent=False)
         self.register_buffer("values", packed.values)
         self.register_buffer("positions", packed.positions)
         self.register_buffer("scales", packed.scales)
+        self.lay_out()
 
-    def _drop_layout(self) -> None:
-        for name in _IN_LAYOUT:
-            self._buffers.pop(name, None)
-            self._non_persistent_buffers_set.discard(name)
+    def _drop_layout(self, **changed: Tensor) -> None:
+        # A new dict: threads that read the former one find the whole layout there.
+        kept = {name: each for name, each in self._buffers.items() if name not in _IN_LAYOUT}
+        self._buffers = {**kept, **changed}
+        self._non_persistent_buffers_set.difference_update(_IN_LAYOUT)
 
     def lay_out(self) -> None:
         """Change to the layout of the CPU kernel for this weight; without one, in ``"auto"``, to the dense weight."""
@@ -93,20 +103,20 @@ class PackedWeight(nn.Module):
             return
         if self.role == "embedding":  # whose rows are looked up
             return
-        device = self.device
-        pattern = self._row_pattern()
+        # Where blocks lie along the depth of the product.
+        along = {"linear": ("plain", "flat"), "transposed": ("transposed",)}
+        pattern = self.pattern if self.layout in along.get(self.role, ("flat",)) else None
+        convolves = self.role == "convolution"
         if self.is_int8:
-            # The scales are those of rows only where blocks lie along the depth of the product. Kernels know two
-            # dimensions.
-            if self.dim() <= 4 if self._convolves else pattern is not None:
-                self.operand = lay_out_int8(self.packed(), self.kernels, self.budget)
-        elif device.type == "cpu":
+            # The scales are those of rows only where blocks lie along the depth. Kernels know two dimensions.
+            if self.dim() <= 4 if convolves else pattern is not None:
+                self.operand = lay_out_int8(self.packed())
+        elif self.device.type == "cpu":
             matrix = self.product_matrix().contiguous()
-            self.operand = lay_out(
-                matrix, pattern, self.kernels, convolution=self._convolves, budget=self.budget
-            )
+            self.operand = lay_out(matrix, pattern, convolution=convolves)
         if self.operand is not None:
-            self.operand.hold = _holder(weakref.ref(self))
+            # An empty tensor whose size is the handle, by which graphs find this weight.
+            self.operand.handle_tensor = torch.empty(self.handle, 0, dtype=torch.float32)
             for name, tensor in zip(_IN_LAYOUT, self.operand.tensors, strict=False):
                 self.register_buffer(name, tensor, persistent=False)
         elif self.kernels == "auto":
@@ -118,29 +128,51 @@ class PackedWeight(nn.Module):
     def hold_dense(self) -> None:
         """Hold the dense weight instead of the kernel's layout; nothing if there is no layout."""
         with _BECOMING_DENSE:
-            operand = self.operand
-            if operand is None:
+            if self.operand is None:
                 return
             # Not in inference mode: later products may need gradients of their inputs.
             with torch.inference_mode(False), torch.no_grad():
-                matrix = operand.dense()
-            operand.become_dense(matrix)
-            # A new dict: threads that read the former one find the whole layout there.
-            kept = {
-                name: buffer for name, buffer in self._buffers.items() if name not in _IN_LAYOUT
-            }
-            self._buffers = {**kept, "matrix": matrix}
-            self._former = operand
+                self._drop_layout(matrix=self.product_matrix())
             self.operand = None
-            self._non_persistent_buffers_set.difference_update(_IN_LAYOUT)
-            del operand
         return_freed_memory()
 
     def measure(self, tokens: int) -> None:
         """In ``"auto"``, choose for products of so many tokens, and hold the dense weight if that is faster."""
+        self.forget()
         operand = self.operand
-        if operand is not None and self.kernels == "auto" and not operand.takes(tokens):
+        if operand is not None and self.kernels == "auto" and not self._takes(operand, tokens)[1]:
             self.hold_dense()
+
+    def forget(self) -> None:
+        """Ask again which products the kernel makes; those that were measured are not measured again."""
+        self._choices.clear()
+
+    def _takes(
+        self, operand: Operand, tokens: int, conv: Convolution | None = None
+    ) -> tuple[GemmKey, bool]:
+        """The key of a product, and whether the kernel makes it: it can, and is in ``"auto"`` no slower than torch."""
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        name = operand.layout.rows, tokens, conv, torch.get_num_threads(), deterministic
+        found = self._choices.get(name)
+        if found is not None:
+            return found
+        kernel, layout = operand.kernel, operand.layout
+        key = GemmKey(
+            *("forward", layout.rows, layout.depth, tokens, self.dtype, operand.pattern, "cpu"),
+            conv=conv,
+        )
+        choice = Choice(kernel=True, settled=True)
+        if registry_of(kernel).reason(kernel_of(kernel), key):
+            choice = Choice(kernel=False, settled=True)
+        elif self.kernels == "auto":
+            choice = choose(kernel, key, self.budget, Packed(layout, operand.values))
+        found = key, choice.kernel
+        if choice.settled:
+            # Kept, because to make a key takes longer than to multiply one token.
+            if len(self._choices) >= _MOST_SIZES:
+                self._choices.clear()
+            self._choices[name] = found
+        return found
 
     def linear(self, x: Tensor, bias: Tensor | None, rows: tuple[int, int] | None) -> Tensor:
         """``x @ W^T + bias``, as :func:`~lightning_nm.nn.nm_linear` asks for it."""
@@ -154,18 +186,47 @@ class PackedWeight(nn.Module):
 
         return packed_conv(x, self, bias, *geometry)
 
-    @property
-    def _convolves(self) -> bool:
-        return self.role == "convolution"
+    def multiply(
+        self,
+        x: Tensor,
+        bias: Tensor | None,
+        rows: tuple[int, int] | None = None,
+        conv: Convolution | None = None,
+    ) -> Tensor:
+        """``x W^T + bias`` for ``x [tokens, depth]``, or a convolution: by the kernel, or with the dense matrix.
 
-    def _row_pattern(self) -> Any:
-        """The pattern of :meth:`product_matrix` along its depth; ``None`` if it has none."""
-        layouts = {
-            "linear": ("plain", "flat"),
-            "transposed": ("transposed",),
-            "convolution": ("flat",),
-        }
-        return self.pattern if self.layout in layouts[self.role] else None
+        In ``"auto"`` that is held from the first product on that is faster with it, or that the kernel cannot make;
+        in ``"sparse"`` it is made for each product that the kernel cannot make.
+        """
+
+        def dense() -> Tensor:
+            if self.kernels == "auto" and x.numel():
+                self.hold_dense()
+            matrix = self.product_matrix()
+            if conv is not None:
+                return F.conv2d(x, matrix.view(conv.weight_shape), bias, *conv.arguments)
+            return F.linear(x, matrix if rows is None else matrix[slice(*rows)], bias)
+
+        # Read once: another thread may let this weight become dense at any time.
+        operand = self.operand
+        part = None if operand is None else operand.part(rows)
+        if part is None or not x.numel():
+            return dense()
+        tokens = len(x) * (1 if conv is None else math.prod(conv.positions))
+        key, takes = self._takes(part, tokens, conv)
+        if not takes:
+            return dense()
+        kernel = kernel_of(part.kernel)
+        packed = Packed(part.layout, part.values)
+
+        def sparse() -> Tensor:
+            plain_bias = None if bias is None else plain(bias)
+            if conv is None:
+                return kernel.linear(packed, plain(x), plain_bias)
+            return kernel.conv(packed, plain(x), conv, plain_bias)
+
+        # If the kernel fails, the product is made dense, now and in the future.
+        return registry_of(kernel.name).attempt(kernel, key, sparse, dense)
 
     @property
     def is_int8(self) -> bool:
@@ -227,7 +288,7 @@ class PackedWeight(nn.Module):
         return self._with_tensors(self.values, self.positions, self.scales)
 
     def _with_tensors(
-        self, values: Tensor, positions: Tensor, scales: Tensor | None
+        self, values: Tensor, positions: Tensor, scales: Tensor | None = None
     ) -> PackedTensor:
         """A weight as this one with other tensors."""
         dense_dtype = None if scales is None else self.dtype
@@ -251,11 +312,11 @@ class PackedWeight(nn.Module):
         matrix = buffers["matrix"]
         if matrix is not None:
             return matrix
-        if self.values is not None:
+        if buffers["values"] is not None:
             weight = self.packed().unpack()
             return weight.t() if self.role == "transposed" else weight.flatten(1)
         tensors: list[Any] = [buffers[name] for name in _IN_LAYOUT if name in buffers]
-        rows = self._rows
+        rows = self.shape[1 if self.role == "transposed" else 0]
         depth = self.numel() // rows
         scales = buffers["scales"]
         if scales is None:
@@ -265,10 +326,6 @@ class PackedWeight(nn.Module):
         integers = int8_matrix(values, positions, rows, depth, self.pattern, taps)
         return dequantise_weight(integers, scales, self.dtype)
 
-    @property
-    def _rows(self) -> int:
-        return self.shape[1] if self.role == "transposed" else self.shape[0]
-
     def extra_repr(self) -> str:
         """Pattern, shape and what is held."""
         return (
@@ -276,52 +333,41 @@ class PackedWeight(nn.Module):
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedWeight:
-        # A kernel's layout depends on dtype and device.
         packed = self.packed()
-        values, positions = fn(packed.values), fn(packed.positions)
-        scales = packed.scales
-        if scales is not None:
-            # Conversions of dtypes are those of the weight that the values stand for: these stay int8.
-            dtype = fn(scales.new_empty(0, dtype=self.dtype)).dtype
-            if dtype not in INT8_DTYPES:
-                raise TypeError(
-                    f"'{self.name}' is packed in int8, and cannot be converted to {dtype}: its inputs are float32 or "
-                    "bfloat16. For another dtype load lightning_nm.unpacked_state_dict(model) into a model that is not "
-                    "packed"
-                )
-            if values.dtype != torch.int8:  # Module.type() converts all buffers
-                values = packed.values.to(values.device)
-            moved = fn(scales)
-            if moved.dtype != scales.dtype:
-                moved = scales.to(values.device)
-            packed = packed._replace(scales=moved, dense_dtype=dtype)
-        elif values.dtype not in PACKED_DTYPES:
-            raise TypeError(
-                f"'{self.name}' is packed, and cannot be converted to {values.dtype}: it can be float16, bfloat16, "
-                "float32 or float64. For another dtype load lightning_nm.unpacked_state_dict(model) into a model that "
-                "is not packed"
-            )
-        if positions.dtype != torch.uint8:  # Module.type() converts all buffers
-            positions = packed.positions.to(values.device)
-        self._take(packed._replace(values=values, positions=positions))
-        return self
 
-    def _take(self, packed: PackedTensor) -> None:
-        """Hold another weight, in its dtype and on its device."""
-        self.dtype = packed.dtype
-        self._hold(packed)
-        self.lay_out()
+        def moved(tensor: Tensor) -> Tensor:
+            # Conversions of dtypes, which Module.type() makes of all buffers, are those of the weight alone.
+            found = fn(tensor)
+            return found if found.dtype == tensor.dtype else tensor.to(found.device)
+
+        values, scales = packed.values, packed.scales
+        dtype = fn(values.new_empty(0, dtype=self.dtype)).dtype
+        remedy = "For another dtype load lightning_nm.unpacked_state_dict(model) into a model that is not packed"
+        if scales is not None and dtype not in INT8_DTYPES:
+            raise TypeError(
+                f"'{self.name}' is packed in int8, and cannot be converted to {dtype}: its inputs are float32 or "
+                f"bfloat16. {remedy}"
+            )
+        if dtype not in PACKED_DTYPES:
+            raise TypeError(
+                f"'{self.name}' is packed, and cannot be converted to {dtype}: it can be float16, bfloat16, float32 "
+                f"or float64. {remedy}"
+            )
+        changed = {name: moved(tensor) for name, tensor in packed.parts.items()}
+        if scales is None:
+            changed["values"] = fn(values)
+            packed = packed._replace(**changed)
+        else:
+            packed = packed._replace(**changed, dense_dtype=dtype)
+        # A kernel's layout depends on dtype and device.
+        self._take(packed)
+        return self
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
-        packed = self.packed()
-        destination[f"{prefix}values"], destination[f"{prefix}positions"] = (
-            packed.values,
-            packed.positions,
-        )
-        if packed.scales is not None:
-            destination[f"{prefix}scales"] = packed.scales
+        for name, tensor in self.packed().parts.items():
+            destination[prefix + name] = tensor
 
     def _load_from_state_dict(
         self,
@@ -333,47 +379,40 @@ class PackedWeight(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        keys = [f"{prefix}values", f"{prefix}positions"]
-        if self.is_int8:
-            keys.append(f"{prefix}scales")
-        missing_keys += [key for key in keys if key not in state_dict]
-        if all(key in state_dict for key in keys):
-            values, positions, *rest = (state_dict[key].detach() for key in keys)
-            scales = rest[0] if rest else None
-            loaded = self._with_tensors(values, positions, scales)
-            try:
-                loaded.check()
-                check_scales(loaded, self.role)
-            except (TypeError, ValueError) as error:
-                error_msgs.append(f"'{self.name}': {error}")
+        names = part_names(self.is_int8)
+        missing = [prefix + name for name in names if prefix + name not in state_dict]
+        missing_keys += missing
+        if missing:
+            return
+        tensors = {name: state_dict[prefix + name].detach() for name in names}
+        loaded = self._with_tensors(**tensors)
+        try:
+            loaded.check()
+            check_scales(loaded, self.role)
+        except (TypeError, ValueError) as error:
+            error_msgs.append(f"'{self.name}': {error}")
+            return
+        # Without `assign` torch copies into parameters, which takes memory to copy into.
+        if not local_metadata.get("assign_to_params_buffers", False):
+            if self.device.type == "meta":
+                error_msgs.append(f"'{self.name}' is on the meta device: pass assign=True")
                 return
-            # Without `assign` torch copies into parameters, which takes memory to copy into.
-            if not local_metadata.get("assign_to_params_buffers", False):
-                if self.device.type == "meta":
-                    error_msgs.append(f"'{self.name}' is on the meta device: pass assign=True")
-                    return
-                dtype = values.dtype if self.is_int8 else self.dtype
-                values = values.to(self.device, dtype, copy=True)
-                positions = positions.to(self.device, copy=True)
-                scales = None if scales is None else scales.to(self.device, copy=True)
-            self._take(loaded._replace(values=values, positions=positions, scales=scales))
+            for name, tensor in tensors.items():
+                is_weight = name == "values" and not self.is_int8
+                dtype = self.dtype if is_weight else tensor.dtype
+                tensors[name] = tensor.to(self.device, dtype, copy=True)
+        self._take(loaded._replace(**tensors))
 
     def __getstate__(self) -> dict[str, Any]:
         """As files hold it: layouts and handles belong to this process and its CPU."""
-        packed = self.packed()
-        buffers = {
-            "matrix": None,
-            "values": packed.values,
-            "positions": packed.positions,
-            "scales": packed.scales,
-        }
         own = {
             "operand": None,
-            "_former": None,
-            "_buffers": buffers,
+            "_choices": {},
+            "_buffers": {"matrix": None, "scales": None, **self.packed().parts},
             "_non_persistent_buffers_set": {"matrix"},
         }
-        return {**self.__dict__, **own}
+        # A copy has a handle of its own.
+        return {name: each for name, each in {**self.__dict__, **own}.items() if name != "handle"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -381,14 +420,3 @@ class PackedWeight(nn.Module):
             "scales", None
         )  # of models that were pickled before there were any
         self.lay_out()
-
-
-def _holder(weight: Callable[[], PackedWeight | None]) -> Callable[[], None]:
-    """Let the weight, of which there is a weak reference, hold the dense matrix."""
-
-    def hold() -> None:
-        found = weight()
-        if found is not None:
-            found.hold_dense()
-
-    return hold
