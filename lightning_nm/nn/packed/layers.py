@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, ClassVar
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_nm.nn.adapters import (
@@ -18,21 +18,31 @@ from lightning_nm.nn.adapters import (
     find_adapter,
 )
 from lightning_nm.nn.adapters.attention import AttentionForward
-from lightning_nm.nn.adapters.conv import padded_input
-from lightning_nm.nn.packed.ops import packed_conv, packed_embedding, packed_linear, training_error
-from lightning_nm.nn.packed.tensor import Role
+from lightning_nm.nn.packed.ops import packed_embedding, training_error
 from lightning_nm.nn.packed.weight import PackedWeight
 
 
 class PackedLayer(nn.Module):
-    """Mixed into a module's class whose weights are packed; a :class:`PackedWeight` replaces each parameter."""
+    """Mixed into a module's class whose weights are packed; a :class:`PackedWeight` replaces each parameter.
+
+    The forward is that of the module's adapter, whose :func:`~lightning_nm.nn.nm_linear` and
+    :func:`~lightning_nm.nn.nm_conv` take packed weights in the place of masked layers.
+    """
 
     nm_base: ClassVar[type[nn.Module]]  # the class that the module had before
     nm_unmaskable: ClassVar[str] = (
         "packed already, for inference: to prune, train or pack it anew, load lightning_nm.unpacked_state_dict(model) "
         "into a model that is not packed"
     )
-    packed_role: ClassVar[Role] = "linear"
+
+    @property
+    def nm_layers(self) -> dict[str, PackedWeight]:
+        """The packed weights by the names of their parameters."""
+        return {
+            name: module
+            for name, module in self._modules.items()
+            if isinstance(module, PackedWeight)
+        }
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The class has no importable name: pickle and deepcopy make it again from the class it was made of.
@@ -40,38 +50,8 @@ class PackedLayer(nn.Module):
         return _new, (type(self).nm_base,), *reduced[2:]
 
 
-class PackedLinear(PackedLayer):
-    """``nn.Linear``, and with :attr:`packed_role` ``"transposed"`` the ``Conv1D`` of ``transformers``."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        """``input @ W^T + bias``."""
-        layer: Any = self
-        return packed_linear(input, layer.weight, layer.bias)
-
-
-class PackedTransposedLinear(PackedLinear):
-    """``transformers.pytorch_utils.Conv1D``."""
-
-    packed_role = "transposed"
-
-
-class PackedConv(PackedLayer):
-    """Convolutions in one to three dimensions."""
-
-    packed_role = "convolution"
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Convolve with W."""
-        conv: Any = self
-        x, padding, unbatched = padded_input(conv, input, conv.weight.dim() - 2)
-        y = packed_conv(x, conv.weight, conv.bias, conv.stride, padding, conv.dilation, conv.groups)
-        return y.squeeze(0) if unbatched else y
-
-
 class PackedEmbedding(PackedLayer):
     """``nn.Embedding`` whose matrix is in int8; the rows that are looked up are dequantised."""
-
-    packed_role = "embedding"
 
     def forward(self, input: Tensor) -> Tensor:
         """Look rows up."""
@@ -82,32 +62,11 @@ class PackedEmbedding(PackedLayer):
 class PackedMultiheadAttention(AttentionForward, PackedLayer):
     """``nn.MultiheadAttention`` with packed projections, or a packed ``out_proj`` alone."""
 
-    def project(
-        self, x: Tensor, parameter: str, bias: Tensor | None, rows: tuple[int, int] | None = None
-    ) -> Tensor:
-        """``x @ W^T + bias`` of a projection, or of some rows of it."""
-        weight = getattr(self, parameter)
-        if isinstance(weight, PackedWeight):
-            return packed_linear(x, weight, bias, rows)
-        part = slice(None) if rows is None else slice(*rows)
-        return F.linear(x, weight[part], None if bias is None else bias[part])
+    project = NMMultiheadAttention.project
 
 
 class PackedAdapted(PackedLayer):
-    """A module of a registered adapter, mixed in before the adapter.
-
-    The adapter's ``forward`` runs its products by :func:`~lightning_nm.nn.nm_linear` and
-    :func:`~lightning_nm.nn.nm_conv`, which take packed weights in the place of layers.
-    """
-
-    @property
-    def nm_layers(self) -> dict[str, PackedWeight]:
-        """The packed weights by the names of their parameters."""
-        return {
-            name: module
-            for name, module in self._modules.items()
-            if isinstance(module, PackedWeight)
-        }
+    """A module of another adapter, which may call ``super()``: it is mixed in, too."""
 
     # An adapter's own are for masked layers.
     _save_to_state_dict = nn.Module._save_to_state_dict
@@ -142,41 +101,37 @@ def refuse_to_fit(model: nn.Module) -> None:
     # Known by its hooks: this part of the package does not import Lightning.
     is_lightning = hasattr(model, "training_step") and hasattr(model, "setup")
     if is_lightning and not isinstance(model, PackedLightningModule):
-        model.__class__ = _lightning_class(type(model))
+        model.__class__ = _mixed(PackedLightningModule, type(model))
 
 
-def _lightning_class(base: type[nn.Module]) -> type[nn.Module]:
-    bases = (PackedLightningModule, base)
-    if bases not in _CLASSES:
-        attributes = {"nm_base": base, "__module__": __name__}
-        _CLASSES[bases] = type(f"Packed{base.__name__}", bases, attributes)
-    return _CLASSES[bases]
+@functools.cache
+def _mixed(*bases: type[nn.Module], forward: Any = None) -> type[nn.Module]:
+    """The class of these bases, the last of which is the module's own; made at first use, and once."""
+    attributes: dict[str, Any] = {"nm_base": bases[-1], "__module__": __name__}
+    if forward is not None:
+        attributes["forward"] = forward
+    return type(f"Packed{bases[-1].__name__}", bases, attributes)
 
 
 def _new_lightning_module(base: type[nn.Module]) -> nn.Module:
     """An empty module, for pickle and deepcopy to fill."""
-    cls = _lightning_class(base)
+    cls = _mixed(PackedLightningModule, base)
     return cls.__new__(cls)
 
 
-_KINDS: dict[type[Adapter], type[PackedLayer]] = {
-    NMLinear: PackedLinear,
-    NMTransposedLinear: PackedTransposedLinear,
-    **dict.fromkeys((NMConv1d, NMConv2d, NMConv3d), PackedConv),
-    NMMultiheadAttention: PackedMultiheadAttention,
-}
-_CLASSES: dict[tuple[type[nn.Module], ...], type[nn.Module]] = {}  # by the bases of each
+_BORROWED = (NMLinear, NMTransposedLinear, NMConv1d, NMConv2d, NMConv3d)
+"""Adapters of which packed layers need the forward alone."""
 
 
-def packed_kind(kind: type[nn.Module]) -> type[PackedLayer] | None:
-    """The packed layer for a module class; ``None`` if there is none, or it has a forward of its own."""
+def packed_adapter(kind: type[nn.Module]) -> type[Adapter] | None:
+    """The adapter for a module class whose products can be packed; ``None`` if there is none.
+
+    Classes with a forward of their own have none, and those that look rows up.
+    """
     found = find_adapter(kind)
-    if found is None or kind.forward is not found[1].forward:
+    if found is None or kind.forward is not found[1].forward or found[0].role == "embedding":
         return None
-    adapter, _ = found
-    if adapter.role == "embedding":
-        return None
-    return _KINDS.get(adapter, PackedAdapted)
+    return found[0]
 
 
 def holds_embedding(kind: type[nn.Module]) -> bool:
@@ -185,21 +140,17 @@ def holds_embedding(kind: type[nn.Module]) -> bool:
 
 
 def packed_class(base: type[nn.Module]) -> type[nn.Module]:
-    """The class that mixes the packed layer into ``base``, and a registered adapter; made at first use, and once."""
-    attributes: dict[str, Any] = {"nm_base": base, "__module__": __name__}
-    kind = packed_kind(base)
+    """The class that mixes a packed layer into ``base``, and its adapter or the adapter's forward."""
     if holds_embedding(base):
-        kind = PackedEmbedding
-    if kind is None:
+        return _mixed(PackedEmbedding, base)
+    adapter = packed_adapter(base)
+    if adapter is None:
         raise TypeError(f"no packed layer for {base.__name__}")
-    bases: tuple[type[nn.Module], ...] = (kind, base)
-    if kind is PackedAdapted:
-        found = find_adapter(base)
-        assert found is not None
-        bases = (kind, found[0], base)
-    if bases not in _CLASSES:
-        _CLASSES[bases] = type(f"Packed{base.__name__}", bases, attributes)
-    return _CLASSES[bases]
+    if adapter in _BORROWED:
+        return _mixed(PackedLayer, base, forward=adapter.forward)
+    if adapter is NMMultiheadAttention:
+        return _mixed(PackedMultiheadAttention, base)
+    return _mixed(PackedAdapted, adapter, base)
 
 
 def _new(base: type[nn.Module], *_: bool) -> nn.Module:

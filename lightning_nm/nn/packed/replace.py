@@ -11,11 +11,10 @@ from torch.distributed.tensor import DTensor
 from lightning_nm.functional.nm_format import PACKED_DTYPES
 from lightning_nm.nn.adapters import FUSED_PATHS, Adapter, find_adapter
 from lightning_nm.nn.packed.layers import (
-    PackedAdapted,
     PackedLayer,
     holds_embedding,
+    packed_adapter,
     packed_class,
-    packed_kind,
 )
 from lightning_nm.nn.packed.tensor import Role
 from lightning_nm.nn.packed.weight import PackedWeight
@@ -71,11 +70,10 @@ def places_and_reasons(model: nn.Module) -> tuple[dict[str, Place], dict[str, st
     for candidate in candidates:
         module, parameter = candidate.module, candidate.spec.parameter
         key = parameter_key(candidate.module_name, parameter)
-        kind = packed_kind(type(module))
         weight = module._parameters.get(parameter)
         if _is_masked(module):
             reasons[key] = "masked by a sparsifier"
-        elif kind is None:
+        elif packed_adapter(type(module)) is None:
             reasons[key] = f"no packed layer for {type(module).__name__}"
         elif weight is None or nn.parameter.is_lazy(weight) or weight.dim() < 2:
             reasons[key] = "its weight is not an ordinary parameter"
@@ -88,11 +86,11 @@ def places_and_reasons(model: nn.Module) -> tuple[dict[str, Place], dict[str, st
         else:
             own_layout = Layout(candidate.spec.layout)
             layout = SAME_BLOCKS.get(own_layout, own_layout)
-            role = kind.packed_role
+            role: Role = "transposed" if own_layout.is_transposed else "linear"
             if own_layout.has_experts:
                 role = "experts-transposed" if own_layout.is_transposed else "experts"
-            elif kind is PackedAdapted:
-                role = _role_of(weight, layout)
+            elif weight.dim() > 2:
+                role = "convolution"
             found[key] = Place(module, parameter, layout, role)
     return found, {**skipped, **reasons}
 
@@ -129,13 +127,6 @@ def _is_masked(module: nn.Module) -> bool:
         and not isinstance(module, PackedLayer)
         and bool(module.nm_layers)
     )
-
-
-def _role_of(weight: nn.Parameter, layout: Layout) -> Role:
-    """What the products of a registered adapter's weight are."""
-    if weight.dim() > 2:
-        return "convolution"
-    return "transposed" if layout is Layout.TRANSPOSED else "linear"
 
 
 def put(place: Place, weight: PackedWeight) -> None:
