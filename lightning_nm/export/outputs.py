@@ -111,7 +111,8 @@ def export_packed(
             own_pattern, int8, reason = EVERY_ENTRY, True, ""
             named["--int8-embeddings"] += keys
         tensor: Tensor | PackedTensor = weight
-        if int8 and own_pattern is not None:
+        if int8:
+            assert own_pattern is not None
             fault = int8_fault(weight)
             # The scales of experts are [experts, out].
             if (
@@ -121,9 +122,8 @@ def export_packed(
                 fault = f"its blocks lie across rows, so that it is no weight of experts in {own_pattern}"
             if fault:
                 raise ValueError(f"'{keys[0]}' of '{source.path}' has no int8 form: {fault}")
-            tensor = PackedTensor.of_int8(weight, own_pattern, layout, role=role)
-        elif own_pattern is not None:
-            tensor = PackedTensor.of(weight, own_pattern, layout)
+        if own_pattern is not None:
+            tensor = PackedTensor.of(weight, own_pattern, layout, int8=int8, role=role)
         tensors |= dict.fromkeys(keys, tensor)
         text = "" if own_pattern is None else str(own_pattern)
         stored = "int8" if int8 else ""

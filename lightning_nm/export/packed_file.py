@@ -29,6 +29,7 @@ from lightning_nm.nn.packed.tensor import (
     LAYOUTS,
     PackedTensor,
     packed_shapes,
+    part_names,
     scale_shapes,
 )
 from lightning_nm.nn.weight import Layout
@@ -161,25 +162,24 @@ class PackedFile:
             pattern = EVERY_ENTRY if is_dense else NMPattern.parse(fields["pattern"])
             if pattern.m > MAX_M:
                 raise ValueError(f"pattern {pattern} has blocks of more than {MAX_M}")
-            shapes = packed_shapes(tuple(fields["shape"]), pattern, fields["layout"])
+            values, positions = packed_shapes(tuple(fields["shape"]), pattern, fields["layout"])
         except ValueError as error:
             self._refuse(f"'{key}': {error}")
         # A list or an object from the header is not hashable: only texts are looked up.
         dtype = DTYPES.get(fields["dtype"]) if isinstance(fields["dtype"], str) else None
         if dtype is None or dtype not in PACKED_DTYPES:
             self._refuse(f"'{key}' is of dtype {fields['dtype']!r}, which is not packed")
-        values_shape, positions_shape = shapes
-        values_name, positions_name, *scales_name = parts_of(key, int8=int8)
         if int8 and dtype not in INT8_DTYPES:
             self._refuse(
                 f"'{key}' in {fields['dtype']} has int8 values, which weights in F32 and BF16 have alone"
             )
-        self._check_part(values_name, torch.int8 if int8 else dtype, values_shape)
-        self._check_part(positions_name, torch.uint8, positions_shape)
-        for name in scales_name:
-            possible = scale_shapes(tuple(fields["shape"]), pattern, fields["layout"])
-            self._check_part(name, torch.float32, *possible)
-        return PackedEntry(pattern, Layout(fields["layout"]), tuple(fields["shape"]), dtype, int8)
+        entry = PackedEntry(pattern, Layout(fields["layout"]), tuple(fields["shape"]), dtype, int8)
+        possible = [(values,), (positions,), scale_shapes(entry.shape, pattern, entry.layout)]
+        dtypes = torch.int8 if int8 else dtype, torch.uint8, torch.float32
+        # Without int8 there are no scales.
+        for name, own_dtype, own in zip(parts_of(key, int8=int8), dtypes, possible, strict=False):
+            self._check_part(name, own_dtype, *own)
+        return entry
 
     def _check_part(self, name: str, dtype: torch.dtype, *shapes: tuple[int, ...]) -> None:
         """Check a tensor that the header of a packed weight implies; it is of one of the shapes."""
@@ -253,10 +253,9 @@ class PackedFile:
             ValueError: If its bytes, its positions, or its int8 values and scales, are damaged.
         """
         entry = self.packed[key]
-        parts = [self.read_stored(name) for name in parts_of(key, int8=entry.int8)]
-        values, positions, *scales = parts
-        found = PackedTensor(values, positions, entry.pattern, entry.layout, entry.shape)
-        if entry.int8:
+        values, positions, *scales = map(self.read_stored, parts_of(key, int8=entry.int8))
+        found = PackedTensor(values, positions, *entry[:3])
+        if scales:
             found = found._replace(scales=scales[0], dense_dtype=entry.dtype)
         try:
             found.check()
@@ -285,8 +284,7 @@ def is_packed(path: str | os.PathLike[str]) -> bool:
 
 def parts_of(key: str, *, int8: bool) -> list[str]:
     """Names of the tensors of a packed weight."""
-    parts = ["values", "positions", "scales"] if int8 else ["values", "positions"]
-    return [f"{key}.{part}" for part in parts]
+    return [f"{key}.{part}" for part in part_names(int8)]
 
 
 def _is_shape(value: Any) -> bool:
@@ -334,18 +332,17 @@ def write_packed(
             "shape": list(tensor.shape),
             "dtype": NAMES[tensor.dtype],
         }
-        parts = [tensor.values, tensor.positions]
         if tensor.scales is not None:
             header[key]["values"] = NAMES[torch.int8]
             is_dense = tensor.pattern == EVERY_ENTRY
             version = max(version, VERSION_DENSE if is_dense else VERSION_INT8)
-            parts.append(tensor.scales)
-        for name, part in zip(parts_of(key, int8=len(parts) > 2), parts, strict=True):
+        for part, value in tensor.parts.items():
+            name = f"{key}.{part}"
             if name in tensors:
                 raise ValueError(
                     f"a packed weight needs the name '{name}', which another tensor has"
                 )
-            stored[name] = part
+            stored[name] = value
     metadata = {
         "format": FORMAT,
         "version": version,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from fnmatch import fnmatchcase
 from typing import Any, Literal, TypeVar
@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lightning_nm.export.packed_file import parts_of, write_packed
+from lightning_nm.export.packed_file import write_packed
 from lightning_nm.export.patterns import Found, pattern_of
 from lightning_nm.functional.int8 import INT8_DTYPES
 from lightning_nm.nn.packed import (
@@ -124,17 +124,19 @@ def pack(
         else:
             found[key] = place, each
     refuse_empty(found, reasons, f"{type(model).__name__} has no weight to pack")
-    if dtype == "int8":
-        _check_int8({**embeddings, **{key: place for key, (place, _) in found.items()}})
-    for key, place in embeddings.items():
-        tensor = PackedTensor.of_int8(place.weight, EVERY_ENTRY)
-        put(place, packed_weight(tensor, key, place.role, kernels, budget))
-    for key, (place, each) in found.items():
-        assert each.pattern is not None
-        if dtype == "int8":
-            tensor = PackedTensor.of_int8(place.weight, each.pattern, each.layout, role=place.role)
-        else:
-            tensor = PackedTensor.of(place.weight, each.pattern, each.layout)
+    found = {key: (place, Found(EVERY_ENTRY)) for key, place in embeddings.items()} | found
+    for key, (place, _) in found.items():
+        fault = int8_fault(place.weight) if dtype else ""
+        if fault:
+            other_dtype = place.weight.dtype not in INT8_DTYPES
+            remedy = "convert the model by model.to(torch.bfloat16), or " if other_dtype else ""
+            option = "`int8_embeddings`" if place.role == "embedding" else "`exclude`"
+            raise ValueError(
+                f"'{key}' has no int8 form, {fault}: {remedy}leave the layer out by {option}"
+            )
+    for key, (place, (own, layout, _)) in found.items():
+        assert own is not None
+        tensor = PackedTensor.of(place.weight, own, layout, int8=dtype == "int8", role=place.role)
         put(place, packed_weight(tensor, key, place.role, kernels, budget))
     return for_inference(model)
 
@@ -152,7 +154,7 @@ def _chosen_embeddings(
     if globs and dtype != "int8":
         raise ValueError("`int8_embeddings` needs dtype='int8'")
     possible = embeddings_of(model)
-    chosen = {}
+    chosen: dict[str, Place] = {}
     for glob in globs:
         matched = {key: place for key, place in possible.items() if matches(key, glob)}
         if not matched:
@@ -170,23 +172,7 @@ def _pattern_of_place(place: Place, given: NMPattern | None) -> Found:
         # Each expert is a matrix, so that no block may lie across its rows.
         rows = place.weight.flatten(0, 1)  # [experts * out, in]
         return pattern_of(rows, given, [Layout.PLAIN])._replace(layout=place.layout)
-    layouts = [place.layout]
-    if place.role == "convolution":
-        layouts.append(Layout.FLAT)
-    return pattern_of(place.weight, given, layouts)
-
-
-def _check_int8(places: Mapping[str, Place]) -> None:
-    """Refuse weights that have no int8 form, by a ``ValueError``."""
-    for key, place in places.items():
-        fault = int8_fault(place.weight)
-        if fault:
-            other_dtype = place.weight.dtype not in INT8_DTYPES
-            remedy = "convert the model by model.to(torch.bfloat16), or " if other_dtype else ""
-            option = "`int8_embeddings`" if place.role == "embedding" else "`exclude`"
-            raise ValueError(
-                f"'{key}' has no int8 form, {fault}: {remedy}leave the layer out by {option}"
-            )
+    return pattern_of(place.weight, given, place.layouts)
 
 
 def save_packed(model: nn.Module, path: str | os.PathLike[str]) -> None:
@@ -200,22 +186,29 @@ def save_packed(model: nn.Module, path: str | os.PathLike[str]) -> None:
         ValueError: If no layer is packed.
         OSError: If the file cannot be written.
     """
-    packed = {plain_name(key): weight for key, weight in packed_weights(model, all_names=True)}
-    if not packed:
+    packed = dict(required_weights(model, all_names=True))
+    # A weight is packed once for all of its keys, so that the file has its tensors once, and the other keys as aliases.
+    once = {weight: weight.packed() for weight in packed.values()}
+    tensors: dict[str, Tensor | PackedTensor] = {
+        plain_name(key): tensor
+        for key, tensor in model.state_dict().items()
+        if isinstance(tensor, Tensor) and key.rpartition(".")[0] not in packed
+    }
+    for key, weight in packed.items():
+        tensors[plain_name(key)] = once[weight]
+    write_packed(path, tensors)
+
+
+def required_weights(
+    model: nn.Module, *, all_names: bool = False
+) -> Iterator[tuple[str, PackedWeight]]:
+    """:func:`~lightning_nm.nn.packed.packed_weights` of a model that must have one, or a ``ValueError`` says so."""
+    found = list(packed_weights(model, all_names=all_names))
+    if not found:
         raise ValueError(
             f"{type(model).__name__} has no packed layer: call lightning_nm.pack(model) first"
         )
-    # A weight is packed once for all of its keys, so that the file has its tensors once, and the other keys as aliases.
-    once = {weight: weight.packed() for weight in packed.values()}
-    parts = {part for key, weight in packed.items() for part in parts_of(key, int8=weight.is_int8)}
-    tensors: dict[str, Tensor | PackedTensor] = {}
-    for key, tensor in model.state_dict().items():
-        plain = plain_name(key)
-        if isinstance(tensor, Tensor) and plain not in parts:
-            tensors[plain] = tensor
-    for key, weight in packed.items():
-        tensors[key] = once[weight]
-    write_packed(path, tensors)
+    return iter(found)
 
 
 def unpacked_state_dict(model: nn.Module) -> dict[str, Tensor]:
@@ -225,17 +218,12 @@ def unpacked_state_dict(model: nn.Module) -> dict[str, Tensor]:
     tensor. ``model.state_dict()`` has the packed tensors.
     """
     packed = dict(packed_weights(model, all_names=True))
-    once: dict[PackedWeight, Tensor] = {}
+    once = {weight: weight.unpack() for weight in dict.fromkeys(packed.values())}
     found: dict[str, Tensor] = {}
     for key, tensor in model.state_dict().items():
-        owner, _, part = key.rpartition(".")
-        if owner not in packed:
-            found[key] = tensor
-        elif part == "values":
-            weight = packed[owner]
-            if weight not in once:
-                once[weight] = weight.unpack()
-            found[owner] = once[weight]
+        owner = key.rpartition(".")[0]
+        name, value = (owner, once[packed[owner]]) if owner in packed else (key, tensor)
+        found[name] = value
     return found
 
 
@@ -302,11 +290,7 @@ def warm_up(
         >>> _ = prune(layer, "1:16", skip_first_last=False)
         >>> model = warm_up(pack(layer, kernels="sparse"), batch=[1, 8], tokens=[1, 128])
     """
-    weights = dict(packed_weights(model))
-    if not weights:
-        raise ValueError(
-            f"{type(model).__name__} has no packed layer: call lightning_nm.pack(model) first"
-        )
+    weights = dict(required_weights(model))
     for name, sizes in (("batch", batch), ("tokens", tokens)):
         if not sizes or not all(isinstance(size, int) and size > 0 for size in sizes):
             raise ValueError(f"{name}={sizes!r} must be positive integers, such as {name}=[1, 16]")

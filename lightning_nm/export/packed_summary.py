@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 from torch import nn
 
+from lightning_nm.export.packed_model import required_weights
 from lightning_nm.export.patterns import pattern_of
-from lightning_nm.nn.packed import PackedLayer, packed_weights, places_and_reasons
+from lightning_nm.nn.packed import PackedLayer, places_and_reasons
 from lightning_nm.nn.weight import Layout, parameter_key, plain_name
 
 
@@ -103,11 +104,7 @@ def packed_summary(model: nn.Module) -> PackedSummary:
         0.weight   1:16     packed     576     0.070
         1 weights                      576     0.070
     """
-    held = {plain_name(name): weight for name, weight in packed_weights(model)}
-    if not held:
-        raise ValueError(
-            f"{type(model).__name__} has no packed layer: call lightning_nm.pack(model) first"
-        )
+    held = {plain_name(name): weight for name, weight in required_weights(model)}
     rows = tuple(
         HeldWeight(name, str(weight.pattern), weight.form, weight.nbytes, weight.dense_nbytes)
         for name, weight in held.items()
@@ -142,10 +139,7 @@ def _not_packed(model: nn.Module) -> Iterator[NotPacked]:
             if tensor is not None and tensor.dim() > 1 and not parameter.startswith("bias_"):
                 yield NotPacked(parameter_key(name, parameter), _why_dense(tensor, [Layout.PLAIN]))
     for name, place in places.items():
-        layouts = [place.layout]
-        if place.role == "convolution":
-            layouts.append(Layout.FLAT)
-        yield NotPacked(name, _why_dense(place.weight, layouts))
+        yield NotPacked(name, _why_dense(place.weight, place.layouts))
 
 
 def _why_dense(weight: nn.Parameter, layouts: list[Layout]) -> str:

@@ -255,7 +255,7 @@ def test_values_and_scales_that_are_damaged(saved, capsys, part, value, message)
 
 
 def test_a_name_that_is_taken(tmp_path):
-    packed = PackedTensor.of_int8(small()[4].weight, NMPattern(2, 4))
+    packed = PackedTensor.of(small()[4].weight, NMPattern(2, 4), int8=True)
     for name in ("w.values", "w.positions", "w.scales"):
         with pytest.raises(ValueError, match=f"needs the name '{name}', which another tensor has"):
             write_packed(tmp_path / "a.safetensors", {"w": packed, name: torch.ones(1)})

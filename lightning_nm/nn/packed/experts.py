@@ -34,14 +34,12 @@ class PackedExperts(PackedWeight):
         role: Role = "transposed" if transposed else "linear"
         parts = []
         for number, weight_ab in enumerate(weight_eab):
-            if self.scales is None:
-                tensor = PackedTensor.of(weight_ab, self.pattern, layout)
-            else:
-                own_scales = self.scales[number]
-                tensor = PackedTensor.of_int8(weight_ab, self.pattern, layout, own_scales)
-            parts.append(
-                PackedWeight(tensor, f"{self.name}[{number}]", role, self.kernels, self.budget)
+            scales = None if self.scales is None else self.scales[number]
+            tensor = PackedTensor.of(
+                weight_ab, self.pattern, layout, int8=self.is_int8, scales=scales
             )
+            name = f"{self.name}[{number}]"
+            parts.append(PackedWeight(tensor, name, role, self.kernels, self.budget))
         self.parts = tuple(parts)
         self.train(self.training)
         self.values = self.positions = None

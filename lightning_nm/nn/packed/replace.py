@@ -41,6 +41,11 @@ class Place(NamedTuple):
     role: Role
 
     @property
+    def layouts(self) -> list[Layout]:
+        """Where the blocks may lie in files: those of a convolution also in the flattened filter."""
+        return [self.layout, Layout.FLAT] if self.role == "convolution" else [self.layout]
+
+    @property
     def weight(self) -> nn.Parameter:
         """The parameter."""
         found: nn.Parameter = self.module._parameters[self.parameter]  # type: ignore[assignment]

@@ -282,9 +282,9 @@ class PackedWeight(nn.Module, HasHandle):
     def packed(self) -> PackedTensor:
         """The weight as files hold it; it is packed again if it is in a kernel's layout."""
         if self.values is None or self.positions is None:
-            if self.is_int8:
-                return PackedTensor.of_int8(self.unpack(), self.pattern, self.layout, self.scales)
-            return PackedTensor.of(self.unpack(), self.pattern, self.layout)
+            return PackedTensor.of(
+                *(self.unpack(), self.pattern, self.layout), int8=self.is_int8, scales=self.scales
+            )
         return self._with_tensors(self.values, self.positions, self.scales)
 
     def _with_tensors(
@@ -292,10 +292,8 @@ class PackedWeight(nn.Module, HasHandle):
     ) -> PackedTensor:
         """A weight as this one with other tensors."""
         dense_dtype = None if scales is None else self.dtype
-        shape = tuple(self.shape)
-        return PackedTensor(
-            values, positions, self.pattern, self.layout, shape, scales, dense_dtype
-        )
+        kind = self.pattern, self.layout, tuple(self.shape)
+        return PackedTensor(values, positions, *kind, scales, dense_dtype)
 
     def unpack(self) -> Tensor:
         """The dense weight, a new tensor."""
