@@ -6,7 +6,7 @@ from .executorch import ExecutorchExport as ExecutorchExport
 from .executorch import export_executorch as export_executorch
 from .files import check_archive as check_archive
 from .packed_file import PackedFile as PackedFile
-from .packed_loading import load_packed as load_packed
+from .packed_model import load_packed as load_packed
 from .packed_model import pack as pack
 from .packed_model import save_packed as save_packed
 from .packed_model import unpacked_state_dict as unpacked_state_dict

@@ -70,7 +70,7 @@ def test_dense_weights_are_freed_one_by_one(saved, monkeypatch):
         put(place, weight)
         alive.append(sum(each() is not None for each in weights))
 
-    monkeypatch.setattr("lightning_nm.export.packed_loading.put", counting)
+    monkeypatch.setattr("lightning_nm.export.packed_model.put", counting)
     load_packed(model, path)
     assert alive == [2, 1, 0]
 

@@ -312,9 +312,7 @@ def test_blocks_do_not_lie_across_the_rows_of_an_expert():
 def test_scales_of_experts_and_of_layers_do_not_pass_for_each_other(tmp_path):
     conv = nn.Conv1d(16, 32, 4).eval()
     conv.weight.data = nm_prune(conv.weight.data, "2:4", 2)  # so are [experts, out, in], too
-    as_experts = PackedTensor.of(
-        conv.weight, NMPattern(2, 4), "flat", int8=True, role="experts"
-    )
+    as_experts = PackedTensor.of(conv.weight, NMPattern(2, 4), "flat", int8=True, role="experts")
     write_packed(tmp_path / "a.safetensors", {"weight": as_experts, "bias": conv.bias})
     before = clones(conv)
     with pytest.raises(ValueError, match=r"'weight' of .* does not fit the model: scales of shape"):

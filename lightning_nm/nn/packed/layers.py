@@ -18,7 +18,6 @@ from lightning_nm.nn.adapters import (
     find_adapter,
 )
 from lightning_nm.nn.adapters.attention import AttentionForward
-from lightning_nm.nn.packed.ops import packed_embedding, training_error
 from lightning_nm.nn.packed.weight import PackedWeight
 
 
@@ -55,8 +54,13 @@ class PackedEmbedding(PackedLayer):
 
     def forward(self, input: Tensor) -> Tensor:
         """Look rows up."""
-        layer: Any = self
-        return packed_embedding(input, layer.weight)
+        weight = self.nm_layers["weight"]
+        weight.refuse_training()
+        values, scales = weight.values, weight.scales
+        assert values is not None
+        assert scales is not None
+        rows = values.squeeze(-1)[input].float() * scales[input].unsqueeze(-1)
+        return rows.to(weight.dtype)
 
 
 class PackedMultiheadAttention(AttentionForward, PackedLayer):
@@ -88,7 +92,7 @@ class PackedLightningModule(nn.Module):
         super().setup(stage)  # type: ignore[misc]
         # The dense parameters of a packed model may be trained: then the user made them require gradients.
         if stage == "fit" and not any(each.requires_grad for each in self.parameters()):
-            raise training_error(next(m for m in self.modules() if isinstance(m, PackedWeight)))
+            raise next(m for m in self.modules() if isinstance(m, PackedWeight)).training_error()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # As of a packed layer.

@@ -1,10 +1,14 @@
-"""The weight of a packed layer: a module in the place of the dense parameter."""
+"""The weight of a packed layer: a module in the place of the dense parameter, which makes its products.
+
+Graphs that are compiled call two operators, which look up the weight by handle when a graph runs. Graphs that are
+exported unpack the weight by torch's own operators, so that they run without this package.
+"""
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_nm.functional.int8 import INT8_DTYPES, dequantise_weight
 from lightning_nm.functional.nm_format import PACKED_DTYPES
-from lightning_nm.kernels.api import Convolution, GemmKey, HasHandle
+from lightning_nm.kernels.api import Convolution, GemmKey, HasHandle, lookup
 from lightning_nm.kernels.cpu.int8 import int8_matrix
 from lightning_nm.kernels.cpu.layouts import Packed
 from lightning_nm.nn.packed.kernel_choice import (
@@ -27,12 +31,16 @@ from lightning_nm.nn.packed.kernel_choice import (
 )
 from lightning_nm.nn.packed.operand import Operand, dense_matrix, lay_out, lay_out_int8
 from lightning_nm.nn.packed.tensor import PackedTensor, Role, check_scales, part_names
-from lightning_nm.nn.products import plain
+from lightning_nm.nn.products import CONVOLUTIONS, OPTIONS, plain
 
 _MOST_SIZES = 1 << 12
 """Sizes of products whose choice is remembered."""
 
 _IN_LAYOUT = ("kernel_values", "kernel_index", "kernel_offset")
+
+_PLAIN = (Tensor, nn.Parameter)  # others are fake, as in a trace
+
+_exporting = getattr(torch.compiler, "is_exporting", lambda: False)  # torch 2.6 has none
 
 _BECOMING_DENSE = threading.Lock()  # one weight at a time, so that a weight has one dense matrix
 
@@ -174,17 +182,103 @@ class PackedWeight(nn.Module, HasHandle):
             self._choices[name] = found
         return found
 
-    def linear(self, x: Tensor, bias: Tensor | None, rows: tuple[int, int] | None) -> Tensor:
-        """``x @ W^T + bias``, as :func:`~lightning_nm.nn.nm_linear` asks for it."""
-        from lightning_nm.nn.packed.ops import packed_linear
+    def linear(
+        self, x: Tensor, bias: Tensor | None = None, rows: tuple[int, int] | None = None
+    ) -> Tensor:
+        """``x @ W^T + bias`` for ``x [..., in]``, or the columns of these rows of W.
 
-        return packed_linear(x, self, bias, rows)
+        Raises:
+            RuntimeError: In training mode with gradients.
+        """
+        self.refuse_training()
+        chosen = slice(None) if rows is None else slice(*rows)
+        if bias is not None:
+            bias = bias[chosen]
+        operand = self._operand_for(x, bias)
+        part = None if operand is None else operand.part(rows)
+        if operand is None or part is None or x.dim() == 0 or x.shape[-1] != part.layout.depth:
+            # torch's own error tells of an input of another size.
+            y = F.linear(x, self.product_matrix()[chosen], bias)
+            self._keep_dense(x)
+            return y
+        x_ti = x.reshape(-1, x.shape[-1])
+        out = part.layout.rows
+        if torch.compiler.is_compiling():
+            first = 0 if rows is None else rows[0]
+            tag = operand.handle_tensor
+            y_to = torch.ops.lightning_nm.packed_linear(x_ti, bias, first, out, tag)
+        else:
+            y_to = self.multiply(x_ti, bias, rows)
+        return y_to.view(*x.shape[:-1], out)
 
-    def conv(self, x: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor:
-        """The convolution of x with W, as :func:`~lightning_nm.nn.nm_conv` asks for it."""
-        from lightning_nm.nn.packed.ops import packed_conv
+    def conv(
+        self,
+        x: Tensor,
+        bias: Tensor | None,
+        stride: tuple[int, ...],
+        padding: tuple[int, ...],
+        dilation: tuple[int, ...],
+        groups: int,
+    ) -> Tensor:
+        """The convolution of ``x [batch, in, *positions]`` with ``W [out, in / groups, *taps]``.
 
-        return packed_conv(x, self, bias, *geometry)
+        Raises:
+            RuntimeError: In training mode with gradients.
+        """
+        self.refuse_training()
+        operand = self._operand_for(x, bias)
+        # What does not fit goes to torch, for its error. Kernels know two dimensions.
+        fits = x.dim() == self.dim() <= 4 and x.shape[1] == self.shape[1] * groups
+        if operand is None or not fits:
+            convolve = CONVOLUTIONS[self.dim() - 3]
+            matrix = self.product_matrix().view(self.shape)
+            y = convolve(x, matrix, bias, stride, padding, dilation, groups)
+            self._keep_dense(x)
+            return y
+        # A convolution in one dimension is one in two, over images of height 1.
+        is_1d = self.dim() == 3
+        taps = self.shape[2:]
+        if is_1d:
+            x, taps = x.unsqueeze(2), (1, *taps)
+            stride, padding, dilation = (1, *stride), (0, *padding), (1, *dilation)
+        geometry = [*stride, *padding, *dilation, groups, self.shape[0], *taps]
+        if torch.compiler.is_compiling():
+            y = torch.ops.lightning_nm.packed_conv(x, bias, geometry, operand.handle_tensor)
+        else:
+            y = _convolve(self, x, bias, geometry)
+        return y.squeeze(2) if is_1d else y
+
+    def refuse_training(self) -> None:
+        """Refuse to train beside a weight that cannot be trained."""
+        if self.training and torch.is_grad_enabled():
+            raise self.training_error()
+
+    def training_error(self) -> RuntimeError:
+        """What a training that meets this weight ends with."""
+        return RuntimeError(
+            f"'{self.name}' is packed and cannot be trained: call model.eval() to run the model; to train it, load "
+            "lightning_nm.unpacked_state_dict(model) into a model that is not packed"
+        )
+
+    def _operand_for(self, x: Tensor, bias: Tensor | None) -> Operand | None:
+        """The layout by which a kernel can make a product of `x`; ``None`` if the weight is to be unpacked."""
+        if self.operand is None or _exporting():
+            return None
+        if type(x) not in _PLAIN and not torch.compiler.is_compiling():
+            return None
+        if x.device.type != "cpu" or x.dtype != self.dtype or torch.is_autocast_enabled("cpu"):
+            return None
+        # Kernels have no backward pass.
+        differentiable = x.requires_grad or (bias is not None and bias.requires_grad)
+        if differentiable and torch.is_grad_enabled():
+            return None
+        return self.operand
+
+    def _keep_dense(self, x: Tensor) -> None:
+        """In ``"auto"``, hold the dense weight after a product that the kernel cannot make, unless it was traced."""
+        traced = torch.compiler.is_compiling() or _exporting()
+        if not traced and type(x) in _PLAIN and self.kernels == "auto" and x.numel():
+            self.hold_dense()
 
     def multiply(
         self,
@@ -418,3 +512,49 @@ class PackedWeight(nn.Module, HasHandle):
             "scales", None
         )  # of models that were pickled before there were any
         self.lay_out()
+
+
+@torch.library.custom_op("lightning_nm::packed_linear", **OPTIONS)
+def _packed_linear(x: Tensor, bias: Tensor | None, first: int, out: int, tag: Tensor) -> Tensor:
+    weight: PackedWeight = lookup(tag.shape[0])
+    return weight.multiply(x, bias, (first, first + out))
+
+
+@_packed_linear.register_fake
+def _(x: Tensor, bias: Tensor | None, first: int, out: int, tag: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], out)
+
+
+@torch.library.custom_op("lightning_nm::packed_conv", **OPTIONS)
+def _packed_conv(x: Tensor, bias: Tensor | None, geometry: Sequence[int], tag: Tensor) -> Tensor:
+    return _convolve(lookup(tag.shape[0]), x, bias, geometry)
+
+
+@_packed_conv.register_fake
+def _(x: Tensor, bias: Tensor | None, geometry: Sequence[int], tag: Tensor) -> Tensor:
+    conv = _convolution(x, geometry)
+    size = (x.shape[0], conv.outputs, *conv.positions)
+    return x.new_empty(size).contiguous(memory_format=_memory_format(x))
+
+
+def _convolve(
+    weight: PackedWeight, x: Tensor, bias: Tensor | None, geometry: Sequence[int]
+) -> Tensor:
+    """The convolution of ``x [images, in, height, width]``, in its memory format."""
+    y = weight.multiply(x, bias, conv=_convolution(x, geometry))
+    return y.contiguous(memory_format=_memory_format(x))
+
+
+def _memory_format(x: Tensor) -> torch.memory_format:
+    # A tensor of one channel is contiguous in both orders.
+    if not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last):
+        return torch.channels_last
+    return torch.contiguous_format
+
+
+def _convolution(x: Tensor, geometry: Sequence[int]) -> Convolution:
+    """The geometry for ``x [images, in, height, width]``."""
+    stride, padding, dilation = (tuple(geometry[axis : axis + 2]) for axis in (0, 2, 4))
+    groups, out, *taps = geometry[6:]
+    size = tuple(x.shape[2:])
+    return Convolution(x.shape[1], out, size, tuple(taps), stride, padding, dilation, groups)
