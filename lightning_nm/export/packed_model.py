@@ -505,20 +505,20 @@ def _refuse_other_model(
     given = {id(owners[plain]) for plain in names if plain in owners}
     missing = [key for key, owner in owners.items() if key not in names and id(owner) not in given]
     others = [key for key in names if key not in owners]
+    shared = [(plain, key, owners[plain].tensor) for plain, key in names.items() if plain in owners]
     faults = []
     for what, keys in (("the file lacks", missing), ("the model lacks", others)):
         if keys:
             faults.append(f"{what} {listed([*map(repr, keys)])}")
-    for plain, key in names.items():
-        if plain in owners and tuple(owners[plain].tensor.shape) != file.shape(key):
-            own = tuple(owners[plain].tensor.shape)
+    for plain, key, tensor in shared:
+        own = tuple(tensor.shape)
+        if own != file.shape(key):
             faults.append(f"'{plain}' is {own} in the model and {file.shape(key)} in the file")
     if faults:
         raise ValueError(
             f"the model {type(model).__name__} does not fit '{path}': {listed(faults, '; ')}"
         )
-    for plain, key in names.items():
-        tensor = owners[plain].tensor
+    for plain, key, tensor in shared:
         own_dtype, dtype = tensor.dtype, file.dtype(key)
         # A model in torch's default dtype takes the file's; inputs of one that was converted would have the wrong one.
         is_chosen = own_dtype.is_floating_point and own_dtype != torch.get_default_dtype()
