@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_nm.export.files import load_tensors
+from lightning_nm.export.sources import load_tensors
 
 # The numbers of dtypes in programs of torch.export.
 _DTYPES = {

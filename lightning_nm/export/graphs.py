@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_nm.export.atomic_write import replacing
-from lightning_nm.export.huggingface import check_loadable
-from lightning_nm.export.sources import Source, hyperparameters
+from lightning_nm.export.sources import Source, check_loadable, hyperparameters
 
 TOLERANCE = 1e-3
 """Largest difference of an output of onnxruntime and of torch, relative to the largest output."""

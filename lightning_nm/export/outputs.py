@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 
 from lightning_nm.export.atomic_write import check_folder, replacing
-from lightning_nm.export.huggingface import (
+from lightning_nm.export.packed_file import memory_of, write_packed, write_safetensors
+from lightning_nm.export.packed_model import matches, refuse_empty
+from lightning_nm.export.patterns import patterns_in
+from lightning_nm.export.sources import (
+    Source,
     config_without_bitmasks,
     holds_bitmasks,
     named_as_in_model,
+    other_files,
 )
-from lightning_nm.export.packed_file import write_packed
-from lightning_nm.export.packed_model import matches, refuse_empty
-from lightning_nm.export.patterns import patterns_in
-from lightning_nm.export.safetensors_file import memory_of, write_safetensors
-from lightning_nm.export.sources import Source, other_files
-from lightning_nm.nn.packed import EVERY_ENTRY, PackedTensor, Role, int8_fault, scale_shapes
+from lightning_nm.nn.packed.tensor import EVERY_ENTRY, PackedTensor, Role, int8_fault, scale_shapes
 from lightning_nm.pattern import NMPattern, PatternLike
 
 

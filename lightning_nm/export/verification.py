@@ -11,13 +11,18 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from lightning_nm.export.coreml_package import SPARSE, CoreMLPackage, is_package
-from lightning_nm.export.files import ONNX, PROGRAM, kind_of_graph
+from lightning_nm.export.coreml import SPARSE, CoreMLPackage, is_package
 from lightning_nm.export.graph_weights import onnx_weights, program_weights
-from lightning_nm.export.huggingface import decoded, named_as_in_model
 from lightning_nm.export.packed_file import PackedFile, is_packed, no_checksums
 from lightning_nm.export.packed_model import listed, matches
-from lightning_nm.export.sources import read_checkpoint
+from lightning_nm.export.sources import (
+    ONNX,
+    PROGRAM,
+    decoded,
+    kind_of_graph,
+    named_as_in_model,
+    read_checkpoint,
+)
 from lightning_nm.export.verdicts import (
     Verdict,
     classify,
@@ -25,8 +30,7 @@ from lightning_nm.export.verdicts import (
     is_matrix,
     judge,
 )
-from lightning_nm.nn.packed import EVERY_ENTRY
-from lightning_nm.nn.packed.tensor import blocks_last
+from lightning_nm.nn.packed.tensor import EVERY_ENTRY, blocks_last
 from lightning_nm.nn.state import saved_stages
 from lightning_nm.nn.weight import Layout, key_of_layer, misfit, plain_name
 from lightning_nm.pattern import NMPattern, PatternLike

@@ -22,8 +22,11 @@ from lightning_nm import (
 )
 from lightning_nm.functional import nm_prune
 from lightning_nm.kernels.cpu import library
-from lightning_nm.nn.packed import PackedTensor, PackedWeight, kernel_choice, packed_weights
+from lightning_nm.nn.packed import kernel_choice
+from lightning_nm.nn.packed.layers import packed_weights
 from lightning_nm.nn.packed.operand import dense_matrix, lay_out
+from lightning_nm.nn.packed.tensor import PackedTensor
+from lightning_nm.nn.packed.weight import PackedWeight
 from tests.support.cpu_products import LEVELS, at_level, needs_library
 from tests.support.kinds import KINDS, make
 from tests.support.packed_models import assert_equal_states, clones, copied, held, prune, small

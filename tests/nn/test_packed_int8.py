@@ -28,7 +28,9 @@ from lightning_nm.functional import (
 from lightning_nm.kernels.api import Convolution
 from lightning_nm.kernels.cpu import CpuInt8Kernel, int8
 from lightning_nm.kernels.cpu.layouts import Packed
-from lightning_nm.nn.packed import PackedTensor, kernel_choice, packed_weights
+from lightning_nm.nn.packed import kernel_choice
+from lightning_nm.nn.packed.layers import packed_weights
+from lightning_nm.nn.packed.tensor import PackedTensor
 from tests.support.cpu_products import LEVELS, REASON, at_level, needs_library
 from tests.support.experts import WIDTH, Experts, LinearExperts, TransposedExperts
 from tests.support.kinds import make

@@ -39,13 +39,13 @@ class Operand:
         layout: Where the nonzeros are.
         values: Their values, in the layout's order.
         pattern: The pattern of the blocks.
-        handle_tensor: An empty tensor whose size is the handle of the weight that has this operand, as graphs take it.
+        tag: An empty tensor whose size is the handle of the weight that has this operand, as graphs take it.
     """
 
     layout: Layout
     values: Tensor
     pattern: NMPattern
-    handle_tensor: Tensor | None = None
+    tag: Tensor | None = None
     _parts: dict[tuple[int, int], Operand] = field(default_factory=dict)
 
     @property

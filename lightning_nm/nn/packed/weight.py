@@ -30,8 +30,9 @@ from lightning_nm.nn.packed.kernel_choice import (
     return_freed_memory,
 )
 from lightning_nm.nn.packed.operand import Operand, dense_matrix, lay_out, lay_out_int8
-from lightning_nm.nn.packed.tensor import PackedTensor, Role, check_scales, part_names
+from lightning_nm.nn.packed.tensor import EXPERTS, PackedTensor, Role, check_scales, part_names
 from lightning_nm.nn.products import CONVOLUTIONS, OPTIONS, plain
+from lightning_nm.nn.weight import Layout
 
 _MOST_SIZES = 1 << 12
 """Sizes of products whose choice is remembered."""
@@ -124,7 +125,7 @@ class PackedWeight(nn.Module, HasHandle):
             self.operand = lay_out(matrix, pattern, convolution=convolves)
         if self.operand is not None:
             # An empty tensor whose size is the handle, by which graphs find this weight.
-            self.operand.handle_tensor = torch.empty(self.handle, 0, dtype=torch.float32)
+            self.operand.tag = torch.empty(self.handle, 0, dtype=torch.float32)
             for name, tensor in zip(_IN_LAYOUT, self.operand.tensors, strict=False):
                 self.register_buffer(name, tensor, persistent=False)
         elif self.kernels == "auto":
@@ -205,7 +206,7 @@ class PackedWeight(nn.Module, HasHandle):
         out = part.layout.rows
         if torch.compiler.is_compiling():
             first = 0 if rows is None else rows[0]
-            tag = operand.handle_tensor
+            tag = operand.tag
             y_to = torch.ops.lightning_nm.packed_linear(x_ti, bias, first, out, tag)
         else:
             y_to = self.multiply(x_ti, bias, rows)
@@ -243,7 +244,7 @@ class PackedWeight(nn.Module, HasHandle):
             stride, padding, dilation = (1, *stride), (0, *padding), (1, *dilation)
         geometry = [*stride, *padding, *dilation, groups, self.shape[0], *taps]
         if torch.compiler.is_compiling():
-            y = torch.ops.lightning_nm.packed_conv(x, bias, geometry, operand.handle_tensor)
+            y = torch.ops.lightning_nm.packed_conv(x, bias, geometry, operand.tag)
         else:
             y = _convolve(self, x, bias, geometry)
         return y.squeeze(2) if is_1d else y
@@ -558,3 +559,89 @@ def _convolution(x: Tensor, geometry: Sequence[int]) -> Convolution:
     groups, out, *taps = geometry[6:]
     size = tuple(x.shape[2:])
     return Convolution(x.shape[1], out, size, tuple(taps), stride, padding, dilation, groups)
+
+
+class PackedExperts(PackedWeight):
+    """The weight of several experts: each is held as a :class:`PackedWeight` of two axes.
+
+    The state dict has ``values`` and ``positions`` of the whole weight, and ``scales`` in int8, as files have.
+
+    Attributes:
+        parts: The weight of each expert, ``[out, in]`` or ``[in, out]``.
+    """
+
+    parts: tuple[PackedWeight, ...] = ()
+
+    def lay_out(self) -> None:
+        """Divide the weight into those of the experts, and hold each in the layout of a kernel if there is one."""
+        if self.values is None or self.device.type == "meta":
+            return
+        weight_eab = self.packed().unpack()
+        transposed = self.role == "experts-transposed"
+        layout = Layout.TRANSPOSED if transposed else Layout.PLAIN
+        role: Role = "transposed" if transposed else "linear"
+        parts = []
+        for number, weight_ab in enumerate(weight_eab):
+            scales = None if self.scales is None else self.scales[number]
+            tensor = PackedTensor.of(
+                weight_ab, self.pattern, layout, int8=self.is_int8, scales=scales
+            )
+            name = f"{self.name}[{number}]"
+            parts.append(PackedWeight(tensor, name, role, self.kernels, self.budget))
+        self.parts = tuple(parts)
+        self.train(self.training)
+        self.values = self.positions = None
+
+    def _take(self, packed: PackedTensor) -> None:
+        self.parts = ()
+        super()._take(packed)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return self.parts[0].device if self.parts else super().device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are held."""
+        return sum(part.nbytes for part in self.parts) if self.parts else super().nbytes
+
+    @property
+    def form(self) -> str:
+        """What is held for the experts, each form once."""
+        if not self.parts:
+            return super().form
+        return ", ".join(dict.fromkeys(part.form for part in self.parts))
+
+    def unpack(self) -> Tensor:
+        """The dense weight, a new tensor."""
+        if not self.parts:
+            return super().unpack()
+        return torch.stack([part.unpack() for part in self.parts])
+
+    def measure(self, tokens: int) -> None:
+        """In ``"auto"``, choose for products of so many tokens with each expert."""
+        for part in self.parts:
+            part.measure(tokens)
+
+    def train(self, mode: bool = True) -> PackedExperts:
+        """Set the mode of the experts' weights, too."""
+        super().train(mode)
+        for part in self.parts:
+            part.train(mode)
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "parts": ()}
+
+
+def packed_weight(
+    packed: PackedTensor,
+    name: str,
+    role: Role,
+    kernels: Kernels = "auto",
+    budget: Budget | None = None,
+) -> PackedWeight:
+    """The packed weight for a role; the arguments are those of :class:`PackedWeight`."""
+    kind = PackedExperts if role in EXPERTS else PackedWeight
+    return kind(packed, name, role, kernels, budget)
