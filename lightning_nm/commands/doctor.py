@@ -170,7 +170,15 @@ def main(args: Sequence[str]) -> int:
     print_machine(machine, console)
     if training is not None:
         print_kernels(router, console)
-        _print_training(training, console)
+        if training["speedup"] is None:
+            least = _WARM_UP + 1
+            speed = f"not measured with and without masks: the training has less than {least} steps, or needs its masks"
+        else:
+            speed = (
+                f"{training['step_ms']:.4g} ms under masks by the kernels above, {training['plain_step_ms']:.4g} ms in "
+                f"plain dense training: {training['speedup']:.3f}x as fast"
+            )
+        print_line(console, f"a step: {speed}", style="bold")
     return 0
 
 
@@ -218,18 +226,6 @@ def _train(options: argparse.Namespace) -> tuple[Router, dict[str, Any]]:
         "step_ms": step_ms,
         "speedup": plain_ms / step_ms if plain_ms and step_ms else None,
     }
-
-
-def _print_training(training: dict[str, Any], console: Console) -> None:
-    if training["speedup"] is None:
-        least = _WARM_UP + 1
-        speed = f"not measured with and without masks: the training has less than {least} steps, or needs its masks"
-    else:
-        speed = (
-            f"{training['step_ms']:.4g} ms under masks by the kernels above, {training['plain_step_ms']:.4g} ms in "
-            f"plain dense training: {training['speedup']:.3f}x as fast"
-        )
-    print_line(console, f"a step: {speed}", style="bold")
 
 
 class _StepClock(pl.Callback):

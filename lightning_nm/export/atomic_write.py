@@ -6,7 +6,15 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeAlias
 from uuid import uuid4
+
+from torch import Tensor
+
+FilePath: TypeAlias = str | os.PathLike[str]
+
+Weights: TypeAlias = dict[str, Tensor]
+"""Tensors by their keys in a state dict."""
 
 
 def check_folder(path: Path) -> None:

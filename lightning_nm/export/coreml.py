@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import logging
-import os
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_nm.export.atomic_write import check_folder
+from lightning_nm.export.atomic_write import FilePath, check_folder
 from lightning_nm.export.graphs import evaluation
 from lightning_nm.export.packed_file import memory_of
 from lightning_nm.export.packed_model import refuse_empty
@@ -87,7 +86,7 @@ class CoreMLPackage:
         ValueError: If the package cannot be read, or coremltools is missing.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: FilePath) -> None:
         self.path = Path(path)
         try:
             coremltools = import_coremltools()
@@ -177,7 +176,7 @@ class CoreMLPackage:
         return ValueError(f"cannot read '{self.path}' as a Core ML package: {reason}")
 
 
-def is_package(path: str | os.PathLike[str]) -> bool:
+def is_package(path: FilePath) -> bool:
     """Whether a path is a folder that is named as a Core ML package."""
     return Path(path).suffix == SUFFIX and Path(path).is_dir()
 
@@ -272,7 +271,7 @@ class CoreMLReport(NamedTuple):
 def export_coreml(
     model: nn.Module,
     example: tuple[Any, ...],
-    output: str | os.PathLike[str],
+    output: FilePath,
     pattern: PatternLike | None = None,
     *,
     precision: Precision = "float32",
@@ -386,7 +385,7 @@ def export_coreml(
     return report
 
 
-def check_output(output: str | os.PathLike[str]) -> None:
+def check_output(output: FilePath) -> None:
     """Refuse a path that is no new ``.mlpackage``.
 
     Raises:

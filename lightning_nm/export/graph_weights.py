@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_nm.export.atomic_write import Weights
 from lightning_nm.export.sources import load_tensors
 
 # The numbers of dtypes in programs of torch.export.
@@ -31,13 +32,13 @@ _QUANTISED = (
 )
 
 
-def program_weights(path: Path) -> dict[str, Tensor]:
+def program_weights(path: Path) -> Weights:
     """The parameters, buffers and constants in a program of ``torch.export``.
 
     Raises:
         ValueError: If the file is damaged, or holds an object that is no tensor.
     """
-    found: dict[str, Tensor] = {}
+    found: Weights = {}
     try:
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()
@@ -98,7 +99,7 @@ def _record(archive: zipfile.ZipFile, name: str) -> bytes:
     return archive.read(name)
 
 
-def onnx_weights(path: Path) -> dict[str, Tensor]:
+def onnx_weights(path: Path) -> Weights:
     """The constant matrices of an ONNX file, whose weights are not quantised.
 
     Raises:
@@ -109,7 +110,7 @@ def onnx_weights(path: Path) -> dict[str, Tensor]:
     except ImportError as error:
         advice = "pip install -e '.[onnx]' in a checkout of lightning_nm"
         raise ValueError(f"reading '{path}' needs the package `onnx`: {advice}") from error
-    found: dict[str, Tensor] = {}
+    found: Weights = {}
     try:
         model = onnx.load(path, load_external_data=False)
         for prefix, graph in [("", model.graph), *((f"{f.name}/", f) for f in model.functions)]:

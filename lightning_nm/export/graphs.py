@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import io
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,14 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lightning_nm.export.atomic_write import replacing
+from lightning_nm.export.atomic_write import FilePath, replacing
 from lightning_nm.export.sources import Source, check_loadable, hyperparameters
 
 TOLERANCE = 1e-3
 """Largest difference of an output of onnxruntime and of torch, relative to the largest output."""
 
 
-def export_pt2(model: nn.Module, example: tuple[Any, ...], output: str | os.PathLike[str]) -> None:
+def export_pt2(model: nn.Module, example: tuple[Any, ...], output: FilePath) -> None:
     """Write a model as a program of ``torch.export``, dense or packed; its first axis of each input may vary.
 
     The program of a packed model holds the packed weights and unpacks them for each product by torch's operators. It
@@ -47,9 +46,7 @@ def export_pt2(model: nn.Module, example: tuple[Any, ...], output: str | os.Path
         new.write_bytes(content.getbuffer())
 
 
-def export_onnx(
-    model: nn.Module, example: tuple[Any, ...], output: str | os.PathLike[str]
-) -> float:
+def export_onnx(model: nn.Module, example: tuple[Any, ...], output: FilePath) -> float:
     """Write a model as ONNX, by ``torch.onnx.export(dynamo=True)``, and compare it with torch in onnxruntime.
 
     Weights are dense, with zeros.

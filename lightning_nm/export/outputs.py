@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ from uuid import uuid4
 import torch
 from torch import Tensor
 
-from lightning_nm.export.atomic_write import check_folder, replacing
+from lightning_nm.export.atomic_write import FilePath, Weights, check_folder, replacing
 from lightning_nm.export.packed_file import memory_of, write_packed, write_safetensors
 from lightning_nm.export.packed_model import matches, refuse_empty
 from lightning_nm.export.patterns import patterns_in
@@ -53,7 +52,7 @@ class Written(NamedTuple):
 
 def export_packed(
     source: Source,
-    output: str | os.PathLike[str],
+    output: FilePath,
     pattern: PatternLike | None = None,
     dtype: Literal["int8"] | None = None,
     experts: Sequence[str] = (),
@@ -159,7 +158,7 @@ def _part(weight: Tensor, pattern: NMPattern | None, int8: bool) -> str:
     return f"N:M, {dtype}, three axes" if weight.dim() == 3 else f"N:M, {dtype}"
 
 
-def export_torch(source: Source, output: str | os.PathLike[str]) -> None:
+def export_torch(source: Source, output: FilePath) -> None:
     """Write the dense state dict, with zeros.
 
     Args:
@@ -179,7 +178,7 @@ def export_torch(source: Source, output: str | os.PathLike[str]) -> None:
     _write_dense(source.weights, path)
 
 
-def _write_dense(weights: dict[str, Tensor], path: Path) -> None:
+def _write_dense(weights: Weights, path: Path) -> None:
     if path.suffix == ".safetensors":
         write_safetensors(path, weights, {"format": "pt"})
     else:
@@ -210,6 +209,6 @@ def _write_folder(source: Source, path: Path) -> None:
         shutil.rmtree(new, ignore_errors=True)
 
 
-def _check_suffix(path: str | os.PathLike[str], suffixes: tuple[str, ...], to: str) -> None:
+def _check_suffix(path: FilePath, suffixes: tuple[str, ...], to: str) -> None:
     if Path(path).suffix not in suffixes:
         raise ValueError(f"--to {to} writes {' or '.join(suffixes)}, not '{path}'")

@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from lightning_nm.export.atomic_write import replacing
+from lightning_nm.export.atomic_write import FilePath, Weights, replacing
 from lightning_nm.functional.int8 import INT8_DTYPES
 from lightning_nm.functional.nm_format import MAX_M, PACKED_DTYPES
 from lightning_nm.nn.packed.tensor import (
@@ -70,7 +70,7 @@ class SafetensorsFile:
         OSError: If it cannot be opened.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: FilePath) -> None:
         if sys.byteorder != "little":
             raise ValueError(
                 "safetensors files are little-endian, and this machine is not: they cannot be read here"
@@ -143,7 +143,7 @@ def read_json(text: bytes | str, refuse: Callable[[str], NoReturn]) -> Any:
 
 
 def write_safetensors(
-    path: str | os.PathLike[str], tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
+    path: FilePath, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
 ) -> None:
     """Write a file: into a temporary one next to it, which takes its place when it is complete.
 
@@ -251,7 +251,7 @@ class PackedFile:
         OSError: If it cannot be opened.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: FilePath) -> None:
         expected = "a packed model is one file, which `lightning-nm export --to packed` or save_packed() writes"
         if not os.path.exists(path):
             raise FileNotFoundError(f"there is no file '{path}': {expected}")
@@ -280,7 +280,15 @@ class PackedFile:
                 self._refuse(f"'{key}' is both dense and packed")
             for part in parts_of(key, int8=self.packed[key].int8):
                 self.dense.pop(part, None)
-        self.checksums = self._checksums(metadata)
+        self.checksums: dict[str, str] | None = None
+        if CHECKSUMS in metadata:
+            found = read_json(metadata[CHECKSUMS], self._refuse)
+            is_right = isinstance(found, dict)
+            if not is_right or not all(isinstance(each, str) for each in found.values()):
+                self._refuse(f"`{CHECKSUMS}` is no object of texts")
+            for name in found.keys() ^ self.file.entries.keys():
+                self._refuse(f"'{name}' is not both a tensor and a name in `{CHECKSUMS}`")
+            self.checksums = found
         self._intact: set[str] = set()  # tensors whose checksum was compared
         self.aliases: dict[str, str] = aliases
         for alias, key in aliases.items():
@@ -290,17 +298,6 @@ class PackedFile:
 
     def _refuse(self, reason: str) -> NoReturn:
         raise ValueError(f"'{self.file.path}' is not a packed model, or is damaged: {reason}")
-
-    def _checksums(self, metadata: Mapping[str, str]) -> dict[str, str] | None:
-        """The checksum of every tensor, if the file has checksums."""
-        if CHECKSUMS not in metadata:
-            return None
-        found = read_json(metadata[CHECKSUMS], self._refuse)
-        if not isinstance(found, dict) or not all(isinstance(each, str) for each in found.values()):
-            self._refuse(f"`{CHECKSUMS}` is no object of texts")
-        for name in found.keys() ^ self.file.entries.keys():
-            self._refuse(f"'{name}' is not both a tensor and a name in `{CHECKSUMS}`")
-        return found
 
     def _entry(self, key: str, fields: Any) -> PackedEntry:
         """A checked entry of the header."""
@@ -314,22 +311,23 @@ class PackedFile:
             self._refuse(
                 f"'{key}' has the layout {fields['layout']!r}, none of {', '.join(LAYOUTS)}"
             )
-        if not _is_shape(fields["shape"]):
-            self._refuse(f"'{key}' is of shape {fields['shape']!r}")
+        sizes = fields["shape"]
+        is_list = isinstance(sizes, list) and len(sizes) <= _MOST_AXES
+        if not is_list or not all(type(size) is int and 0 < size < 1 << 48 for size in sizes):
+            self._refuse(f"'{key}' is of shape {sizes!r}")
+        shape = tuple(sizes)
         try:
             if not isinstance(fields["pattern"], str):
                 raise ValueError(f"pattern {fields['pattern']!r} is no text")
             is_dense = self._version == VERSION_DENSE and fields["pattern"] == str(EVERY_ENTRY)
-            if is_dense and not (
-                int8 and len(fields["shape"]) == 2 and fields["layout"] == "plain"
-            ):
+            if is_dense and not (int8 and len(shape) == 2 and fields["layout"] == "plain"):
                 raise ValueError(
                     "a dense matrix is not in int8, of two axes and of the layout 'plain'"
                 )
             pattern = EVERY_ENTRY if is_dense else NMPattern.parse(fields["pattern"])
             if pattern.m > MAX_M:
                 raise ValueError(f"pattern {pattern} has blocks of more than {MAX_M}")
-            values, positions = packed_shapes(tuple(fields["shape"]), pattern, fields["layout"])
+            values, positions = packed_shapes(shape, pattern, fields["layout"])
         except ValueError as error:
             self._refuse(f"'{key}': {error}")
         # A list or an object from the header is not hashable: only texts are looked up.
@@ -340,22 +338,18 @@ class PackedFile:
             self._refuse(
                 f"'{key}' in {fields['dtype']} has int8 values, which weights in F32 and BF16 have alone"
             )
-        entry = PackedEntry(pattern, Layout(fields["layout"]), tuple(fields["shape"]), dtype, int8)
-        possible = [(values,), (positions,), scale_shapes(entry.shape, pattern, entry.layout)]
+        entry = PackedEntry(pattern, Layout(fields["layout"]), shape, dtype, int8)
+        shapes = [values], [positions], scale_shapes(shape, pattern, entry.layout)
         dtypes = torch.int8 if int8 else dtype, torch.uint8, torch.float32
         # Without int8 there are no scales.
-        for name, own_dtype, own in zip(parts_of(key, int8=int8), dtypes, possible, strict=False):
-            self._check_part(name, own_dtype, *own)
+        for name, own, possible in zip(parts_of(key, int8=int8), dtypes, shapes, strict=False):
+            part = self.file.entries.get(name)
+            if part is None:
+                self._refuse(f"there is no tensor '{name}'")
+            if part.dtype != own or part.shape not in possible:
+                expected = " or ".join(map(str, possible))
+                self._refuse(f"'{name}' is {part.dtype} {part.shape}, not {own} {expected}")
         return entry
-
-    def _check_part(self, name: str, dtype: torch.dtype, *shapes: tuple[int, ...]) -> None:
-        """Check a tensor that the header of a packed weight implies; it is of one of the shapes."""
-        entry = self.file.entries.get(name)
-        if entry is None:
-            self._refuse(f"there is no tensor '{name}'")
-        if entry.dtype != dtype or entry.shape not in shapes:
-            expected = " or ".join(map(str, shapes))
-            self._refuse(f"'{name}' is {entry.dtype} {entry.shape}, not {dtype} {expected}")
 
     def names(self) -> list[str]:
         """The keys of the model's state dict."""
@@ -371,7 +365,7 @@ class PackedFile:
 
     def _described(self, key: str) -> PackedEntry | Entry:
         key = self.aliases.get(key, key)
-        return self.packed[key] if key in self.packed else self.dense[key]
+        return self.packed.get(key) or self.dense[key]
 
     def read(self, key: str) -> Tensor | PackedTensor:
         """Read one tensor.
@@ -431,7 +425,7 @@ class PackedFile:
         return found
 
 
-def no_checksums(path: str | os.PathLike[str]) -> str:
+def no_checksums(path: FilePath) -> str:
     """What is said of a packed file without checksums."""
     return (
         f"'{path}' was written by lightning_nm 0.3 or older and has no checksums, so damaged values are not noticed: "
@@ -439,7 +433,7 @@ def no_checksums(path: str | os.PathLike[str]) -> str:
     )
 
 
-def is_packed(path: str | os.PathLike[str]) -> bool:
+def is_packed(path: FilePath) -> bool:
     """Whether a file is a packed model; one that cannot be read as safetensors is none."""
     path = Path(path)
     if path.suffix != ".safetensors" or not path.is_file():
@@ -454,18 +448,7 @@ def parts_of(key: str, *, int8: bool) -> list[str]:
     return [f"{key}.{part}" for part in part_names(int8)]
 
 
-def _is_shape(value: Any) -> bool:
-    """Whether a value of JSON is a list of sizes, none of them 0."""
-    return (
-        isinstance(value, list)
-        and len(value) <= _MOST_AXES
-        and all(type(size) is int and 0 < size < 1 << 48 for size in value)
-    )
-
-
-def write_packed(
-    path: str | os.PathLike[str], tensors: Mapping[str, Tensor | PackedTensor]
-) -> None:
+def write_packed(path: FilePath, tensors: Mapping[str, Tensor | PackedTensor]) -> None:
     """Write a packed model: a temporary file, which takes the place of `path` when it is complete.
 
     Tensors on the same memory are written once.
@@ -480,7 +463,7 @@ def write_packed(
     """
     first: dict[Any, str] = {}  # the key of each tensor that is written
     aliases: dict[str, str] = {}
-    stored: dict[str, Tensor] = {}
+    stored: Weights = {}
     header: dict[str, dict[str, Any]] = {}
     version = VERSION
     for key, tensor in tensors.items():

@@ -5,7 +5,6 @@ A file is loaded one tensor at a time, after it and the model are known to fit e
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -16,6 +15,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
+from lightning_nm.export.atomic_write import FilePath, Weights
 from lightning_nm.export.packed_file import PackedFile, bytes_of, no_checksums, write_packed
 from lightning_nm.export.patterns import Found, pattern_of
 from lightning_nm.export.verdicts import count_nonfinite
@@ -178,7 +178,7 @@ def _pattern_of_place(place: Place, given: NMPattern | None) -> Found:
     return pattern_of(place.weight, given, place.layouts)
 
 
-def save_packed(model: nn.Module, path: str | os.PathLike[str]) -> None:
+def save_packed(model: nn.Module, path: FilePath) -> None:
     """Save a packed model, as :func:`load_packed` reads it.
 
     Args:
@@ -214,7 +214,7 @@ def required_weights(
     return iter(found)
 
 
-def unpacked_state_dict(model: nn.Module) -> dict[str, Tensor]:
+def unpacked_state_dict(model: nn.Module) -> Weights:
     """The dense state dict of a packed model, with zeros, under the keys that the model had before.
 
     It has the memory of the dense model: keys of one module, which the model holds under several names, have one
@@ -222,7 +222,7 @@ def unpacked_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """
     packed = dict(packed_weights(model, all_names=True))
     once = {weight: weight.unpack() for weight in dict.fromkeys(packed.values())}
-    found: dict[str, Tensor] = {}
+    found: Weights = {}
     for key, tensor in model.state_dict().items():
         owner = key.rpartition(".")[0]
         name, value = (owner, once[packed[owner]]) if owner in packed else (key, tensor)
@@ -326,7 +326,7 @@ def warm_up(
 
 def load_packed(
     model: Model,
-    path: str | os.PathLike[str],
+    path: FilePath,
     *,
     kernels: Kernels = "auto",
     budget_s: float = BUDGET_S,
@@ -496,7 +496,7 @@ def _refuse_other_model(
     file: PackedFile,
     names: Mapping[str, str],
     owners: Mapping[str, _Owner],
-    path: str | os.PathLike[str],
+    path: FilePath,
 ) -> None:
     given = {id(owners[plain]) for plain in names if plain in owners}
     missing = [key for key, owner in owners.items() if key not in names and id(owner) not in given]

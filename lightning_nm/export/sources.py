@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from lightning_nm.export.atomic_write import Weights
 from lightning_nm.export.packed_file import PackedFile, is_packed
 from lightning_nm.functional import unpack_mask
 from lightning_nm.nn.weight import key_of_layer, plain_name
@@ -58,17 +59,24 @@ def read_file(path: Path) -> Any:
     fault = file_fault(path)
     if fault:
         raise ValueError(f"cannot read '{path}': {fault}")
-    if path.suffix != ".safetensors":
-        return _read_torch(path)
+    if path.suffix == ".safetensors":
+        try:
+            return load_file(path)
+        except (SafetensorError, KeyError) as error:
+            raise ValueError(
+                f"cannot read '{path}' as safetensors, it is damaged or truncated: {error}"
+            ) from error
+    check_archive(path)
     try:
-        return load_file(path)
-    except (SafetensorError, KeyError) as error:
-        raise ValueError(
-            f"cannot read '{path}' as safetensors, it is damaged or truncated: {error}"
-        ) from error
+        return load_tensors(path)
+    except Exception as error:
+        fault = str(error)
+        if other := re.search(r"GLOBAL ([\w.]+)", fault):
+            fault = f"it holds a {other[1]}, which only its own program can load safely: save model.state_dict()"
+        raise ValueError(f"cannot read '{path}' as tensors alone: {fault}") from error
 
 
-def tensors_in(content: Mapping[Any, Any], path: Path, *, nested: bool) -> dict[str, Tensor]:
+def tensors_in(content: Mapping[Any, Any], path: Path, *, nested: bool) -> Weights:
     """The tensors of a dictionary by key.
 
     Args:
@@ -80,7 +88,7 @@ def tensors_in(content: Mapping[Any, Any], path: Path, *, nested: bool) -> dict[
     Raises:
         ValueError: If two tensors have one name.
     """
-    found: dict[str, Tensor] = {}
+    found: Weights = {}
     seen = set()  # a list may hold itself, or one list many times
     waiting: list[tuple[str, Any]] = [(str(key), value) for key, value in content.items()]
     waiting.reverse()
@@ -92,15 +100,14 @@ def tensors_in(content: Mapping[Any, Any], path: Path, *, nested: bool) -> dict[
             found[key] = value
         elif nested and id(value) not in seen and not key.rpartition(".")[2].startswith("optim"):
             seen.add(id(value))
-            waiting += reversed([(f"{key}.{name}", each) for name, each in _inner(value)])
+            inner: Iterable[tuple[Any, Any]] = ()
+            if isinstance(value, Mapping):
+                # Not the state of a sparsifier.
+                inner = () if "schema" in value and "layers" in value else value.items()
+            elif isinstance(value, list | tuple | set):
+                inner = enumerate(value)
+            waiting += reversed([(f"{key}.{name}", each) for name, each in inner])
     return found
-
-
-def _inner(value: Any) -> Iterable[tuple[Any, Any]]:
-    """What a dictionary or list holds, by key or place; nothing of other objects and of sparsifier states."""
-    if isinstance(value, Mapping):
-        return () if "schema" in value and "layers" in value else value.items()
-    return enumerate(value) if isinstance(value, list | tuple | set) else ()
 
 
 def load_tensors(file: Path | BinaryIO) -> Any:
@@ -111,18 +118,6 @@ def load_tensors(file: Path | BinaryIO) -> Any:
     """
     with torch.sparse.check_sparse_tensor_invariants(enable=True):
         return torch.load(file, map_location="cpu", weights_only=True)
-
-
-def _read_torch(path: Path) -> Any:
-    check_archive(path)
-    try:
-        return load_tensors(path)
-    except Exception as error:
-        other = re.search(r"GLOBAL ([\w.]+)", str(error))
-        if other:
-            fault = f"it holds a {other[1]}, which only its own program can load safely: save model.state_dict()"
-            raise ValueError(f"cannot read '{path}' as tensors alone: {fault}") from error
-        raise ValueError(f"cannot read '{path}' as tensors alone: {error}") from error
 
 
 def file_fault(path: Path) -> str:
@@ -185,9 +180,7 @@ def holds_model(folder: Path) -> bool:
     return any((folder / name).is_file() for name in names)
 
 
-def read_folder(
-    folder: Path, *, nested: bool = False
-) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+def read_folder(folder: Path, *, nested: bool = False) -> tuple[Weights, list[dict[str, Any]]]:
     """Read the weights of a model folder, in one file or in several with an index, and the sparsifier state in it.
 
     Args:
@@ -211,8 +204,8 @@ def read_folder(
 
 
 def named_as_in_model(
-    weights: dict[str, Tensor], states: Sequence[Mapping[str, Any]], folder: Path
-) -> dict[str, Tensor]:
+    weights: Weights, states: Sequence[Mapping[str, Any]], folder: Path
+) -> Weights:
     """The weights of a checkpoint under the names that they have in the model.
 
     transformers saves the experts of many models one by one, under other names than their one weight in the model. If
@@ -232,7 +225,19 @@ def named_as_in_model(
     if not lacking and not any(_ONE_EXPERT.search(key) for key in weights):
         return weights
     try:
-        return _state_dict_of_model(folder)
+        check_loadable(folder)
+        try:
+            import transformers
+        except ImportError:
+            raise ValueError("pip install -e '.[hf]' in a checkout of lightning_nm") from None
+        name = (_read_config(folder).get("architectures") or ["none"])[0]
+        cls = getattr(transformers, name, None)
+        if cls is None:
+            raise ValueError(f"it has no class {name}")
+        found: Weights = cls.from_pretrained(
+            folder, dtype="auto", local_files_only=True
+        ).state_dict()
+        return found
     except Exception as error:
         if not lacking:
             return weights
@@ -251,22 +256,6 @@ def check_loadable(folder: Path) -> None:
             f"'{folder}' holds bitmasks of compressed-tensors, which transformers does not read: make an ordinary "
             f"folder of it by `lightning-nm export {folder} --to torch -o NEW_FOLDER`, and take that"
         )
-
-
-def _state_dict_of_model(folder: Path) -> dict[str, Tensor]:
-    check_loadable(folder)
-    try:
-        import transformers
-    except ImportError:
-        raise ValueError("pip install -e '.[hf]' in a checkout of lightning_nm") from None
-    config = json.loads((folder / "config.json").read_text("utf-8"))
-    names = config.get("architectures") or ["none"]
-    cls = getattr(transformers, names[0], None)
-    if cls is None:
-        raise ValueError(f"it has no class {names[0]}")
-    model = cls.from_pretrained(folder, dtype="auto", local_files_only=True)
-    found: dict[str, Tensor] = model.state_dict()
-    return found
 
 
 def _read_weights(folder: Path) -> Mapping[str, Any]:
@@ -374,7 +363,7 @@ def check_compression(folder: Path) -> None:
     )
 
 
-def decoded(weights: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
+def decoded(weights: Mapping[str, Tensor], path: Path) -> Weights:
     """The dense weights of a checkpoint: those that compressed-tensors (up to 0.9) wrote as bitmasks are decoded.
 
     A weight of R x C has its nonzeros, row by row, under ``.compressed``, and its mask under ``.bitmask``: R rows of
@@ -387,7 +376,7 @@ def decoded(weights: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
     Raises:
         ValueError: If a bitmask does not fit its values, or a weight is in a form that is not read.
     """
-    found: dict[str, Tensor] = {}
+    found: Weights = {}
     parts: set[str] = set()
     for key in weights:
         name, _, part = key.rpartition(".")
@@ -486,14 +475,14 @@ class Source(NamedTuple):
     """
 
     path: Path
-    weights: dict[str, Tensor]
+    weights: Weights
     states: list[dict[str, Any]]
     folder: Path | None = None
 
 
 def read_checkpoint(
     path: str | Path, *, nested: bool = False
-) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+) -> tuple[Weights, list[dict[str, Any]]]:
     """Read the weights and the sparsifier states of a checkpoint.
 
     Args:
@@ -523,22 +512,14 @@ def read_checkpoint(
         return read_folder(path, nested=nested)
     if not path.is_file():
         raise ValueError(f"'{path}' is neither a file nor a folder")
-    return _find_weights_and_states(read_file(path), path, nested)
-
-
-def _find_weights_and_states(
-    content: Any, path: Path, nested: bool
-) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+    content = read_file(path)
     if nested and isinstance(content, list | tuple):
         content = dict(enumerate(content))
     if not isinstance(content, Mapping):
         content = {}
-    state_dict = content
     # Lightning's key, and those that many training loops use.
-    for key in ("state_dict", "model_state_dict", "model"):
-        if isinstance(content.get(key), Mapping):
-            state_dict = content[key]
-            break
+    inner = (content.get(key) for key in ("state_dict", "model_state_dict", "model"))
+    state_dict = next((each for each in inner if isinstance(each, Mapping)), content)
     # A file may also hold the state of a sparsifier itself.
     is_state = "schema" in content and isinstance(content.get("layers"), Mapping)
     weights = decoded(tensors_in(state_dict, path, nested=nested and not is_state), path)
@@ -546,11 +527,12 @@ def _find_weights_and_states(
         raise ValueError(
             f"'{path}' holds no state dict: expected tensors by name, or a checkpoint with 'state_dict'"
         )
-    states = []
     callbacks = content.get("callbacks")
-    for name, state in callbacks.items() if isinstance(callbacks, Mapping) else ():
-        if str(name).startswith("NMSparsityCallback") and isinstance(state, Mapping) and state:
-            states.append(dict(state))
+    states = [
+        dict(state)
+        for name, state in (callbacks.items() if isinstance(callbacks, Mapping) else ())
+        if str(name).startswith("NMSparsityCallback") and isinstance(state, Mapping) and state
+    ]
     if is_state:
         states.append(dict(content))
     for state in states:
@@ -570,40 +552,33 @@ def read_source(path: str | Path, prefix: str = "") -> Source:
         ValueError: If it cannot be read, holds no weights, or no key begins with `prefix`.
     """
     path = Path(path)
-    source = _read(path)
-    if not prefix:
-        return source
-    weights = {}
-    for key, weight in source.weights.items():
-        if key.startswith(prefix):
-            weights[key.removeprefix(prefix)] = weight
-    if not weights:
-        shown = ", ".join(repr(key) for key in list(source.weights)[:4])
-        raise ValueError(f"no key of '{path}' begins with '{prefix}': they are {shown}, ...")
-    states = [{**state, "layers": _without(state["layers"], prefix)} for state in source.states]
-    return source._replace(weights=weights, states=states)
-
-
-def _without(layers: dict[str, Any], prefix: str) -> dict[str, Any]:
-    found = {}
-    for name, layer in layers.items():
-        # The module that the prefix names has no dot at its end.
-        if f"{name}.".startswith(prefix):
-            found[name.removeprefix(prefix)] = layer
-    return found
-
-
-def _read(path: Path) -> Source:
+    folder = None
     if is_packed(path):
         file = PackedFile(path)
-        unpacked = {key: file.read_dense(key) for key in (*file.dense, *file.packed)}
+        weights = {key: file.read_dense(key) for key in (*file.dense, *file.packed)}
         # Aliases share their tensor.
-        return Source(
-            path, unpacked | {key: unpacked[own] for key, own in file.aliases.items()}, []
-        )
-    weights, states = read_checkpoint(path)
-    folder = path if (path / "config.json").is_file() else None
+        weights |= {key: weights[own] for key, own in file.aliases.items()}
+        states: list[dict[str, Any]] = []
+    else:
+        weights, states = read_checkpoint(path)
+        folder = path if (path / "config.json").is_file() else None
+    if prefix:
+        keys = list(weights)
+        weights = _without(weights, prefix)
+        if not weights:
+            shown = ", ".join(map(repr, keys[:4]))
+            raise ValueError(f"no key of '{path}' begins with '{prefix}': they are {shown}, ...")
+        states = [{**state, "layers": _without(state["layers"], prefix, ".")} for state in states]
     return Source(path, weights, states, folder)
+
+
+def _without(found: Mapping[str, Any], prefix: str, end: str = "") -> dict[str, Any]:
+    """What begins with a prefix, without it; the module that it names has no dot at its end, which `end` adds."""
+    return {
+        name.removeprefix(prefix): each
+        for name, each in found.items()
+        if f"{name}{end}".startswith(prefix)
+    }
 
 
 def hyperparameters(path: Path) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
 
-from lightning_nm.export.atomic_write import check_folder, replacing
+from lightning_nm.export.atomic_write import FilePath, check_folder, replacing
 from lightning_nm.export.executorch.lowering import (
     Operator,
     Undelegated,
@@ -97,7 +96,7 @@ class ExecutorchExport:
 
 def export_executorch(
     model: nn.Module,
-    path: str | os.PathLike[str],
+    path: FilePath,
     example_inputs: tuple[Tensor, ...],
     *,
     target: str = "ethos-u85-256",

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 
@@ -58,8 +58,7 @@ PackedKernel: TypeAlias = CpuPermuteKernel | CpuCsrKernel | CpuInt8Kernel
 @functools.cache
 def kernel_of(name: str) -> PackedKernel:
     """The kernel with a name."""
-    kinds: tuple[type[PackedKernel], ...] = (CpuPermuteKernel, CpuCsrKernel, CpuInt8Kernel)
-    return next(kind for kind in kinds if kind.name == name)()
+    return next(kind for kind in get_args(PackedKernel) if kind.name == name)()
 
 
 @functools.cache
@@ -94,18 +93,6 @@ class Budget:
             self.left_s = left_s
 
 
-class Choice(NamedTuple):
-    """Whether a kernel makes a product.
-
-    Attributes:
-        kernel: Whether the kernel makes it, and not the dense product.
-        settled: Whether that stands; if not, it is asked again at the next product.
-    """
-
-    kernel: bool
-    settled: bool
-
-
 class _PackedTuner(Tuner):
     """Takes a kernel unless the dense product is faster in two measurements: a kernel's weight is smaller."""
 
@@ -124,19 +111,25 @@ class _PackedTuner(Tuner):
     def nearest(self, key: GemmKey) -> Decision | None:
         """The measured decision for the most similar product: of the same matrix if there is one, else of another."""
         terms = self._terms(key)
-        best: tuple[tuple[bool, float], Decision] | None = None
-        for other, decision in self.known:
-            comparable = (other.dtype, other.pattern, other.conv is None) == (
-                key.dtype,
-                key.pattern,
-                key.conv is None,
-            )
-            if decision.source != "measured" or decision.terms != terms or not comparable:
-                continue
-            distance = _distance(key, other)
-            if best is None or distance < best[0]:
-                best = distance, decision
-        return None if best is None else best[1]
+
+        def kind(key: GemmKey) -> tuple[Any, ...]:
+            return key.dtype, key.pattern, key.conv is None
+
+        def distance(measured: tuple[GemmKey, Decision]) -> tuple[bool, float]:
+            # Whether their matrices or convolutions differ, then the ratios of their sizes.
+            other, _ = measured
+            sizes = ((key.rows, other.rows), (key.depth, other.depth), (key.columns, other.columns))
+            ratios = sum(abs(math.log2(a / b)) for a, b in sizes)
+            return (key.rows, key.depth, key.conv) != (other.rows, other.depth, other.conv), ratios
+
+        comparable = [
+            (other, decision)
+            for other, decision in self.known
+            if decision.source == "measured"
+            and decision.terms == terms
+            and kind(other) == kind(key)
+        ]
+        return min(comparable, key=distance)[1] if comparable else None
 
     def measure(self, key: GemmKey, packed: Any) -> Decision:
         """Decide for a product with this operand, which a kernel can take."""
@@ -179,13 +172,6 @@ def few_rows(key: GemmKey) -> GemmKey:
         return key
     conv = None if key.conv is None else key.conv._replace(outputs=rows)
     return replace(key, rows=rows, conv=conv)
-
-
-def _distance(key: GemmKey, other: GemmKey) -> tuple[bool, float]:
-    """How different two products are: whether their matrices or convolutions differ, then the ratios of their sizes."""
-    sizes = ((key.rows, other.rows), (key.depth, other.depth), (key.columns, other.columns))
-    ratios = sum(abs(math.log2(a / b)) for a, b in sizes)
-    return (key.rows, key.depth, key.conv) != (other.rows, other.depth, other.conv), ratios
 
 
 def _tuner(name: str, threads: int) -> _PackedTuner:
@@ -233,24 +219,24 @@ def coarse(key: GemmKey) -> GemmKey:
     return replace(key, columns=unit * min(power, most))
 
 
-def choose(name: str, key: GemmKey, budget: Budget, packed: Any) -> Choice:
-    """Whether a kernel makes a product with a packed operand.
+def choose(name: str, key: GemmKey, budget: Budget, packed: Any) -> tuple[bool, bool]:
+    """Whether a kernel makes a product with a packed operand, and whether that stands; if not, ask again.
 
     :func:`coarse` products are measured once, while the budget lasts, and kept in :data:`DECISIONS`. After that, and
     while another thread measures, the nearest measured product decides; without one, the kernel makes the product.
     """
     key = coarse(key)
     tuner = _tuner(name, torch.get_num_threads())
-    known = tuner.recall(key)
-    if known is not None:
-        return Choice(known.kernel == name, settled=True)
-    if budget.left_s > 0 and _MEASURING.acquire(blocking=math.isinf(budget.left_s)):
-        try:
-            return Choice(_measure(tuner, key, budget, packed).kernel == name, settled=True)
-        finally:
-            _MEASURING.release()
-    nearest = tuner.nearest(key)
-    return Choice(nearest is None or nearest.kernel == name, settled=budget.left_s <= 0)
+    decision, settled = tuner.recall(key), True
+    if decision is None:
+        if budget.left_s > 0 and _MEASURING.acquire(blocking=math.isinf(budget.left_s)):
+            try:
+                decision = _measure(tuner, key, budget, packed)
+            finally:
+                _MEASURING.release()
+        else:
+            decision, settled = tuner.nearest(key), budget.left_s <= 0
+    return decision is None or decision.kernel == name, settled
 
 
 @functools.cache
@@ -264,13 +250,13 @@ def _measure(tuner: _PackedTuner, key: GemmKey, budget: Budget, packed: Any) -> 
     decision = tuner.measure(key, packed)
     tuner.known.append((bucketed(key), decision))
     file = _file_of(tuner.registry.backends[0].name)
-    if file is not None:
-        try:
+    try:
+        if file is not None:
             tuner.decisions.save(file)
-        except (OSError, ValueError) as error:  # no reason to answer nothing
-            _warn_once(
-                f"the choice of kernels is not kept and will be measured again next time: {error}"
-            )
+    except (OSError, ValueError) as error:  # no reason to answer nothing
+        _warn_once(
+            f"the choice of kernels is not kept and will be measured again next time: {error}"
+        )
     return_freed_memory()
     budget.left_s -= perf_counter() - start
     return decision

@@ -22,7 +22,6 @@ from lightning_nm.kernels.cpu.int8 import int8_matrix
 from lightning_nm.kernels.cpu.layouts import Packed
 from lightning_nm.nn.packed.kernel_choice import (
     Budget,
-    Choice,
     Kernels,
     choose,
     kernel_of,
@@ -170,13 +169,11 @@ class PackedWeight(nn.Module, HasHandle):
             *("forward", layout.rows, layout.depth, tokens, self.dtype, operand.pattern, "cpu"),
             conv=conv,
         )
-        choice = Choice(kernel=True, settled=True)
-        if registry_of(kernel).reason(kernel_of(kernel), key):
-            choice = Choice(kernel=False, settled=True)
-        elif self.kernels == "auto":
-            choice = choose(kernel, key, self.budget, Packed(layout, operand.values))
-        found = key, choice.kernel
-        if choice.settled:
+        takes, settled = not registry_of(kernel).reason(kernel_of(kernel), key), True
+        if takes and self.kernels == "auto":
+            takes, settled = choose(kernel, key, self.budget, Packed(layout, operand.values))
+        found = key, takes
+        if settled:
             # Kept, because to make a key takes longer than to multiply one token.
             if len(self._choices) >= _MOST_SIZES:
                 self._choices.clear()
