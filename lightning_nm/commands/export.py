@@ -18,7 +18,7 @@ from rich.table import Table
 from torch import Tensor
 
 from lightning_nm.commands.output import columns_table, print_line
-from lightning_nm.export.atomic_write import check_folder
+from lightning_nm.export.atomic_write import check_folder, check_suffix
 from lightning_nm.export.coreml import CoreMLReport, check_output, export_coreml
 from lightning_nm.export.executorch import ExecutorchExport, Operator, export_executorch
 from lightning_nm.export.executorch.targets import check_target, require_packages
@@ -254,9 +254,8 @@ def _check(options: argparse.Namespace) -> None:
     if options.to == "coreml":
         check_output(options.output)
         return
-    suffix = _SUFFIXES.get(options.to)
-    if suffix and Path(options.output).suffix != suffix:
-        raise ValueError(f"--to {options.to} writes {suffix}, not '{options.output}'")
+    if options.to in _SUFFIXES:
+        check_suffix(options.output, (_SUFFIXES[options.to],), options.to)
     if options.to != "torch" and Path(options.output).is_dir():
         raise ValueError(f"'{options.output}' is a folder: name a file")
     check_folder(Path(options.output))

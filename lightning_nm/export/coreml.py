@@ -11,14 +11,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from io import StringIO
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from lightning_nm.export.atomic_write import FilePath, check_folder
-from lightning_nm.export.graphs import evaluation
+from lightning_nm.export.atomic_write import FilePath, check_folder, check_suffix, new_folder
+from lightning_nm.export.graphs import evaluation, first_line
 from lightning_nm.export.packed_file import memory_of
 from lightning_nm.export.packed_model import refuse_empty
 from lightning_nm.export.patterns import Found, patterns_in
@@ -363,26 +362,23 @@ def export_coreml(
     metadata = json.dumps({"schema": SCHEMA, "weights": noted})
     compressed.user_defined_metadata[METADATA] = metadata
     path = Path(output)
-    try:
-        # On the same file system, so that the package can be renamed when it is complete and checked.
-        with TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
-            new = Path(folder) / path.name
-            with quiet():
-                compressed.save(str(new))
-            package = CoreMLPackage(new)
-            written = []
-            for key, each in sparse.items():
-                # Such as the head of a model whose forward does not use it.
-                row = CoreMLWritten(key, str(each.pattern))
-                if key in places:
-                    name, layout = places[key]
-                    row = _read_back(row, package, stored[name], layout, dense.weights[name].bytes)
-                written.append(row)
-            report = CoreMLReport(_size(new), _size(dense.path), written)
-            new.rename(path)
-    except OSError as error:
-        raise type(error)(f"'{output}' was not written: {error.strerror or error}") from error
-    return report
+    with new_folder(path) as new:
+        with quiet():
+            compressed.save(str(new))
+        package = CoreMLPackage(new)
+        written = []
+        for key, each in sparse.items():
+            # Such as the head of a model whose forward does not use it.
+            row = CoreMLWritten(key, str(each.pattern))
+            if key in places:
+                name, layout = places[key]
+                row = _read_back(row, package, stored[name], layout, dense.weights[name].bytes)
+            written.append(row)
+        sizes = (
+            sum(file.stat().st_size for file in each.rglob("*") if file.is_file())
+            for each in (new, dense.path)
+        )
+        return CoreMLReport(*sizes, written)
 
 
 def check_output(output: FilePath) -> None:
@@ -393,8 +389,7 @@ def check_output(output: FilePath) -> None:
         OSError: If its folder does not exist or cannot be written.
     """
     path = Path(output)
-    if path.suffix != SUFFIX:
-        raise ValueError(f"--to coreml writes {SUFFIX}, not '{path}'")
+    check_suffix(path, (SUFFIX,), "coreml")
     if path.exists() or path.is_symlink():
         raise ValueError(f"'{path}' exists: give a package that does not")
     check_folder(path)
@@ -436,7 +431,7 @@ def _traced(model: nn.Module, example: tuple[Any, ...]) -> Any:
         with quiet(), evaluation(model):
             program = torch.export.export(model, inputs)
     except Exception as error:
-        raise ValueError(f"torch.export cannot trace {kind}: {_first_line(error)}") from error
+        raise ValueError(f"torch.export cannot trace {kind}: {first_line(error)}") from error
     finally:
         if use_cache:
             config.use_cache = use_cache
@@ -471,12 +466,12 @@ def _converted(coremltools: Any, program: Any, kind: str, precision: Precision) 
         except NotImplementedError as error:
             # "Unsupported fx node lstm, kind lstm.input": the name before the overload.
             unknown = re.search(r"kind (\w+)", str(error))
-            operator = f"the operator '{unknown[1]}'" if unknown else _first_line(error)
+            operator = f"the operator '{unknown[1]}'" if unknown else first_line(error)
             failed = ValueError(f"coremltools cannot convert {operator} of {kind}")
             failed.__cause__ = error
         except Exception as error:
             raise ValueError(
-                f"coremltools cannot convert {kind}: {type(error).__name__}: {_first_line(error)}"
+                f"coremltools cannot convert {kind}: {type(error).__name__}: {first_line(error)}"
             ) from error
     raise failed
 
@@ -577,12 +572,3 @@ def _read_back(
         bytes=weight.bytes,
         dense_bytes=dense_bytes,
     )
-
-
-def _size(package: Path) -> int:
-    return sum(file.stat().st_size for file in package.rglob("*") if file.is_file())
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

@@ -79,19 +79,13 @@ def export_onnx(model: nn.Module, example: tuple[Any, ...], output: FilePath) ->
             model, example, dynamo=True, dynamic_shapes=shapes, verbose=False
         )
         outputs = model(*inputs)
-    expected = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
     with replacing(Path(output)) as new:
         program.save(str(new), external_data=False)
         session = onnxruntime.InferenceSession(str(new), providers=["CPUExecutionProvider"])
         names = [each.name for each in session.get_inputs()]
         feeds = {name: x.numpy() for name, x in zip(names, inputs, strict=True)}
         found = [torch.from_numpy(array) for array in session.run(None, feeds)]
-        worst = max(difference(a, b) for a, b in zip(found, expected, strict=True))
-        if not worst < TOLERANCE:
-            raise RuntimeError(
-                f"onnxruntime differs from torch by {worst:.2g} of the largest output: nothing is written"
-            )
-    return worst
+        return worst_difference("onnxruntime", found, outputs, TOLERANCE)
 
 
 def build_model(source: Source, name: str) -> nn.Module:
@@ -142,8 +136,8 @@ def example_of(model: nn.Module, texts: list[str]) -> tuple[Tensor, ...]:
             model(*example)
     except Exception as error:
         given = " ".join(f"--input {text}" for text in texts) or "its example_input_array"
-        reason = str(error).strip().split("\n")[0] or type(error).__name__
-        raise ValueError(f"{type(model).__name__} does not take {given}: {reason}") from error
+        kind = type(model).__name__
+        raise ValueError(f"{kind} does not take {given}: {first_line(error)}") from error
     return example
 
 
@@ -180,13 +174,33 @@ def _first_axis_varies(example: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(free if isinstance(x, Tensor) and x.dim() else None for x in example)
 
 
-def difference(found: Tensor, expected: Tensor) -> float:
-    """The largest difference, relative to the largest expected value."""
-    if not expected.numel():
-        return 0.0
-    expected = expected.double()
-    largest = expected.abs().max().clamp_min(1e-30)
-    return float((found.double() - expected).abs().max() / largest)
+def worst_difference(who: str, found: list[Tensor], outputs: Any, tolerance: float) -> float:
+    """The largest difference of another runtime's outputs and of torch's, relative to the largest expected value.
+
+    Raises:
+        RuntimeError: If it is larger than the tolerance.
+    """
+    expected = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+    errors = [
+        float(
+            (own.double() - each.double()).abs().max() / each.double().abs().max().clamp_min(1e-30)
+        )
+        for own, each in zip(found, expected, strict=True)
+        if each.numel()
+    ]
+    worst = max(errors, default=0.0)
+    # An error may be NaN.
+    if not all(error < tolerance for error in errors):
+        raise RuntimeError(
+            f"{who} differs from torch by {worst:.2g} of the largest output: nothing is written"
+        )
+    return worst
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or its class without one: compilers answer by pages of traces."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
 
 
 def find_modules_here() -> None:

@@ -6,12 +6,18 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
-from uuid import uuid4
 
 import torch
 from torch import Tensor
 
-from lightning_nm.export.atomic_write import FilePath, Weights, check_folder, replacing
+from lightning_nm.export.atomic_write import (
+    FilePath,
+    Weights,
+    check_folder,
+    check_suffix,
+    new_folder,
+    replacing,
+)
 from lightning_nm.export.packed_file import memory_of, write_packed, write_safetensors
 from lightning_nm.export.packed_model import matches, refuse_empty
 from lightning_nm.export.patterns import patterns_in
@@ -81,7 +87,7 @@ def export_packed(
             form, or a glob matches none. Nothing is written.
         OSError: If the file cannot be written.
     """
-    _check_suffix(output, (".safetensors",), "packed")
+    check_suffix(output, (".safetensors",), "packed")
     given = None if pattern is None else NMPattern.parse(pattern)
     weights = source.weights
     if source.folder is not None:
@@ -174,7 +180,7 @@ def export_torch(source: Source, output: FilePath) -> None:
     if not path.suffix and source.folder is not None:
         _write_folder(source, path)
         return
-    _check_suffix(path, (".pt", ".pth", ".bin", ".safetensors"), "torch")
+    check_suffix(path, (".pt", ".pth", ".bin", ".safetensors"), "torch")
     _write_dense(source.weights, path)
 
 
@@ -191,24 +197,10 @@ def _write_folder(source: Source, path: Path) -> None:
         raise ValueError(f"'{path}' exists: give a folder that does not")
     assert source.folder is not None
     check_folder(path)
-    new = path.with_name(f".{path.name}.{uuid4().hex}")
-    new.mkdir()
-    try:
+    with new_folder(path) as new:
+        new.mkdir()
         for file in other_files(source.folder):
             shutil.copyfile(file, new / file.name)
         if holds_bitmasks(source.folder):
             (new / "config.json").write_text(config_without_bitmasks(source.folder), "utf-8")
         _write_dense(source.weights, new / "model.safetensors")
-        new.rename(path)
-    except OSError as error:
-        # The name of the temporary folder tells nothing.
-        fault = error.__cause__ or error
-        reason = getattr(fault, "strerror", None) or fault
-        raise type(error)(f"'{path}' was not written: {reason}") from error
-    finally:
-        shutil.rmtree(new, ignore_errors=True)
-
-
-def _check_suffix(path: FilePath, suffixes: tuple[str, ...], to: str) -> None:
-    if Path(path).suffix not in suffixes:
-        raise ValueError(f"--to {to} writes {' or '.join(suffixes)}, not '{path}'")

@@ -5,9 +5,9 @@ A file is loaded one tensor at a time, after it and the model are known to fit e
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -111,7 +111,19 @@ def pack(
     given = None if pattern is None else NMPattern.parse(pattern)
     globs = [exclude] if isinstance(exclude, str) else list(exclude)
     places, reasons = places_of(model)
-    embeddings = _chosen_embeddings(model, int8_embeddings, dtype)
+    wanted = [int8_embeddings] if isinstance(int8_embeddings, str) else int8_embeddings
+    if wanted and dtype != "int8":
+        raise ValueError("`int8_embeddings` needs dtype='int8'")
+    possible = embeddings_of(model)
+    embeddings: dict[str, Place] = {}
+    for glob in wanted:
+        matched = {key: place for key, place in possible.items() if matches(key, glob)}
+        if not matched:
+            raise ValueError(
+                f"`int8_embeddings` '{glob}' matches no nn.Embedding whose weight is its own: there are "
+                f"{', '.join(map(repr, possible)) or 'none'}"
+            )
+        embeddings |= matched
     found: dict[str, tuple[Place, Found]] = {}
     for key, place in places.items():
         if any(matches(key, glob) for glob in globs):
@@ -121,7 +133,12 @@ def pack(
             raise ValueError(
                 f"'{key}' has no values, it is on the meta device: use load_packed(model, file)"
             )
-        each = _pattern_of_place(place, given)
+        if place.role == "experts":
+            # Each expert is a matrix, so that no block may lie across its rows.
+            rows = place.weight.flatten(0, 1)  # [experts * out, in]
+            each = pattern_of(rows, given, [Layout.PLAIN])._replace(layout=place.layout)
+        else:
+            each = pattern_of(place.weight, given, place.layouts)
         if each.pattern is None:
             reasons[key] = each.reason
         else:
@@ -147,35 +164,6 @@ def pack(
 def matches(key: str, glob: str) -> bool:
     """Whether a glob over module names and keys matches a weight."""
     return fnmatchcase(key, glob) or fnmatchcase(key.rpartition(".")[0], glob)
-
-
-def _chosen_embeddings(
-    model: nn.Module, globs: str | Sequence[str], dtype: str | None
-) -> dict[str, Place]:
-    """The embeddings to hold in int8."""
-    globs = [globs] if isinstance(globs, str) else globs
-    if globs and dtype != "int8":
-        raise ValueError("`int8_embeddings` needs dtype='int8'")
-    possible = embeddings_of(model)
-    chosen: dict[str, Place] = {}
-    for glob in globs:
-        matched = {key: place for key, place in possible.items() if matches(key, glob)}
-        if not matched:
-            raise ValueError(
-                f"`int8_embeddings` '{glob}' matches no nn.Embedding whose weight is its own: there are "
-                f"{', '.join(map(repr, possible)) or 'none'}"
-            )
-        chosen.update(matched)
-    return chosen
-
-
-def _pattern_of_place(place: Place, given: NMPattern | None) -> Found:
-    """The pattern of a weight, and where its blocks lie."""
-    if place.role == "experts":
-        # Each expert is a matrix, so that no block may lie across its rows.
-        rows = place.weight.flatten(0, 1)  # [experts * out, in]
-        return pattern_of(rows, given, [Layout.PLAIN])._replace(layout=place.layout)
-    return pattern_of(place.weight, given, place.layouts)
 
 
 def save_packed(model: nn.Module, path: FilePath) -> None:
@@ -309,18 +297,23 @@ def warm_up(
             raise ValueError(
                 f"'{name}' is of a convolution, whose sizes depend on the image: pass example=image[None]"
             )
-    with ExitStack() as stack, torch.inference_mode():
-        for budget in {id(weight.budget): weight.budget for weight in chosen.values()}.values():
-            stack.enter_context(budget.unlimited())
-        for weight in chosen.values():
-            if weight.role != "convolution":
+    budgets = {weight.budget: weight.budget.left_s for weight in chosen.values()}
+    try:
+        for budget in budgets:
+            budget.left_s = math.inf  # whatever is asked for is measured
+        with torch.inference_mode():
+            for weight in chosen.values():
+                if weight.role == "convolution":
+                    weight.forget()
+                    continue
                 for size in sorted({b * t for b in batch for t in tokens}):
                     weight.measure(size)
-            elif weight.operand is not None:
-                weight.forget()
-        if inputs and chosen:
-            for size in batch:
-                model(*(each.expand(size, *each.shape[1:]) for each in inputs))
+            if inputs and chosen:
+                for size in batch:
+                    model(*(each.expand(size, *each.shape[1:]) for each in inputs))
+    finally:
+        for budget, left_s in budgets.items():
+            budget.left_s = left_s
     return model
 
 
@@ -364,8 +357,7 @@ def load_packed(
     _refuse_other_model(model, file, names, owners, path)
     found_places, _ = places_of(model)  # refuses a masked model
     embeddings = embeddings_of(model)
-    _check_tensors(file, names, {**embeddings, **found_places})
-    _refuse_different_values(file, names, owners)
+    _refuse_other_tensors(file, names, owners, {**embeddings, **found_places})
     if file.checksums is None:
         warnings.warn(no_checksums(path), stacklevel=2)
     # N:M embeddings, and dense matrices of other layers, are unpacked.
@@ -414,23 +406,6 @@ def load_packed(
     return model
 
 
-def _check_tensors(file: PackedFile, names: Mapping[str, str], places: Mapping[str, Place]) -> None:
-    """Refuse tensors that are damaged, and packed weights that do not fit, before anything is changed."""
-    for key in file.dense:
-        file.check(key)
-    # The roles of the modules, by the file's own keys.
-    own_keys = {name: names[name] for name in places.keys() & names.keys()}
-    roles = {file.aliases.get(key, key): places[name].role for name, key in own_keys.items()}
-    for key in file.packed:
-        packed = file.read_packed(key)
-        try:
-            if key in roles:
-                check_scales(packed, roles[key])
-        except ValueError as error:
-            message = f"'{key}' of '{file.file.path}' does not fit the model: {error}"
-            raise ValueError(message) from None
-
-
 class _Owner:
     """Where a tensor of the state dict is: in one or, if it is shared, several modules.
 
@@ -465,16 +440,31 @@ def _owners(model: nn.Module) -> dict[str, _Owner]:
     return found
 
 
-def _refuse_different_values(
-    file: PackedFile, names: Mapping[str, str], owners: Mapping[str, _Owner]
+def _refuse_other_tensors(
+    file: PackedFile,
+    names: Mapping[str, str],
+    owners: Mapping[str, _Owner],
+    places: Mapping[str, Place],
 ) -> None:
-    """Refuse a file that has different values for keys that are one tensor in the model."""
+    """Refuse tensors that are damaged or do not fit, and different values of what is one tensor in the model."""
+    path = file.file.path
+    for key in file.dense:
+        file.check(key)
+    # The tensors of the file by the model's keys, and the roles of the modules by those tensors.
+    own_keys = {plain: file.aliases.get(key, key) for plain, key in names.items()}
+    roles = {own_keys[name]: place.role for name, place in places.items() if name in own_keys}
+    for key in file.packed:
+        packed = file.read_packed(key)
+        try:
+            if key in roles:
+                check_scales(packed, roles[key])
+        except ValueError as error:
+            raise ValueError(f"'{key}' of '{path}' does not fit the model: {error}") from None
     for owner in dict.fromkeys(owners.values()):
         given: dict[str, str] = {}  # a key of the model by each tensor of the file
         for plain in owner.keys:
-            if plain in names:
-                key = names[plain]
-                given.setdefault(file.aliases.get(key, key), plain)
+            if plain in own_keys:
+                given.setdefault(own_keys[plain], plain)
         if len(given) < 2:
             continue
         first, *others = given
@@ -487,7 +477,7 @@ def _refuse_different_values(
             ):
                 raise ValueError(
                     f"'{given[first]}' and '{given[other]}' are one tensor in the model, and different ones in "
-                    f"'{file.file.path}': load the file into a model that does not share them"
+                    f"'{path}': load the file into a model that does not share them"
                 )
 
 
@@ -498,6 +488,7 @@ def _refuse_other_model(
     owners: Mapping[str, _Owner],
     path: FilePath,
 ) -> None:
+    kind = type(model).__name__
     given = {id(owners[plain]) for plain in names if plain in owners}
     missing = [key for key, owner in owners.items() if key not in names and id(owner) not in given]
     others = [key for key in names if key not in owners]
@@ -511,16 +502,14 @@ def _refuse_other_model(
         if own != file.shape(key):
             faults.append(f"'{plain}' is {own} in the model and {file.shape(key)} in the file")
     if faults:
-        raise ValueError(
-            f"the model {type(model).__name__} does not fit '{path}': {listed(faults, '; ')}"
-        )
+        raise ValueError(f"the model {kind} does not fit '{path}': {listed(faults, '; ')}")
     for plain, key, tensor in shared:
         own_dtype, dtype = tensor.dtype, file.dtype(key)
         # A model in torch's default dtype takes the file's; inputs of one that was converted would have the wrong one.
         is_chosen = own_dtype.is_floating_point and own_dtype != torch.get_default_dtype()
         if is_chosen and own_dtype != dtype and not tensor.is_meta:
             raise ValueError(
-                f"'{plain}' is {own_dtype} in the model {type(model).__name__} and {dtype} in '{path}', and a loaded "
+                f"'{plain}' is {own_dtype} in the model {kind} and {dtype} in '{path}', and a loaded "
                 f"model has the dtypes of its file: load into model.to({dtype}), and convert the packed model by "
                 f".to({own_dtype})"
             )
@@ -532,7 +521,7 @@ def _refuse_other_model(
     ]
     if empty:
         raise ValueError(
-            f"{listed([*map(repr, empty)])} of {type(model).__name__} on the meta device has no values, and "
+            f"{listed([*map(repr, empty)])} of {kind} on the meta device has no values, and "
             "no state dict holds it: build the model on the CPU, or under accelerate.init_empty_weights()"
         )
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -64,11 +63,19 @@ def pattern_of(
     if pattern is not None:
         return _checked(blocked, pattern)
     best = None
-    least = math.inf
+    least = LARGEST
     for layout, rows in blocked:
-        for possible in _sparsest(rows):
-            share = _share(possible, weight.dtype)
-            if share <= LARGEST and share < least:
+        for m in SOUGHT:
+            if rows.shape[-1] % m:
+                continue
+            # The least N for these blocks; a weight that is all zero needs one value a block, too.
+            most = max(int(torch.count_nonzero(rows.reshape(-1, m), dim=1).max()), 1)
+            if most == m:
+                continue
+            possible = NMPattern(most, m)
+            # Packed over dense bytes.
+            share = possible.density + position_bits(possible) / (m * weight.itemsize * 8)
+            if share < least or (best is None and share == least):
                 least = share
                 best = Found(possible, layout)
     if best is not None:
@@ -95,25 +102,6 @@ def _checked(blocked: Sequence[tuple[Layout, Tensor]], pattern: NMPattern) -> Fo
     return Found(
         None, reason=f"{min(counts)} of {blocks} blocks hold more than {pattern.n} of {pattern.m}"
     )
-
-
-def _sparsest(rows: Tensor) -> Iterator[NMPattern]:
-    """For each length of blocks the least N."""
-    for m in SOUGHT:
-        if rows.shape[-1] % m:
-            continue
-        blocks_bm = rows.reshape(-1, m)
-        nonzeros_b = torch.count_nonzero(blocks_bm, dim=1)
-        most = int(nonzeros_b.max())
-        if most < m:
-            # A weight that is all zero needs one value a block, too.
-            yield NMPattern(max(most, 1), m)
-
-
-def _share(pattern: NMPattern, dtype: torch.dtype) -> float:
-    """Packed over dense bytes."""
-    dense_bits = pattern.m * dtype.itemsize * 8
-    return pattern.density + position_bits(pattern) / dense_bits
 
 
 def patterns_in(

@@ -112,16 +112,13 @@ def classify(key: str, weight: Tensor, pattern: NMPattern) -> Verdict:
         )
     # All have as many blocks.
     found = min(verdicts, key=lambda verdict: verdict.violations)
-    own_pattern = "" if found.verdict == "N:M" else _own_pattern(weight, found.density)
+    own_pattern = ""
+    if found.verdict != "N:M" and 0 < found.density <= LARGEST:
+        # Its zeros may have another pattern.
+        own = pattern_of(weight).pattern
+        if own is not None and found.density >= _FULL * own.density:
+            own_pattern = str(own)
     return replace(found, note=f"{found.note}{stored}", own_pattern=own_pattern)
-
-
-def _own_pattern(weight: Tensor, density: float) -> str:
-    """The pattern of a weight, if its zeros have one; empty otherwise."""
-    if not 0 < density <= LARGEST:
-        return ""
-    pattern = pattern_of(weight).pattern
-    return str(pattern) if pattern is not None and density >= _FULL * pattern.density else ""
 
 
 def judge(key: str, rows: Tensor, pattern: NMPattern, dim: int, note: str, masked: bool) -> Verdict:

@@ -190,7 +190,10 @@ class _Checked(NamedTuple):
 def _verify_file(checkpoint: str | Path, pattern: NMPattern | None) -> _Checked:
     checked = _Checked([], {}, [])
     if is_packed(checkpoint):
-        _verify_packed(PackedFile(checkpoint), pattern, checked)
+        file = PackedFile(checkpoint)
+        if file.checksums is None:
+            checked.notes.append(no_checksums(checkpoint))
+        _verify_packed(file, pattern, checked)
     elif is_package(checkpoint):
         _verify_coreml(CoreMLPackage(checkpoint), pattern, checked)
     else:
@@ -254,8 +257,6 @@ def _verify_packed(file: PackedFile, pattern: NMPattern | None, checked: _Checke
     Raises:
         ValueError: If a tensor is damaged.
     """
-    if file.checksums is None:
-        checked.notes.append(no_checksums(file.file.path))
     for name in file.names():
         own_name = file.aliases.get(name, name)
         if is_matrix(file.dtype(name), len(file.shape(name))):

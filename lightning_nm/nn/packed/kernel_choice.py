@@ -8,8 +8,7 @@ import math
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
@@ -81,16 +80,6 @@ class Budget:
         if not seconds >= 0:
             raise ValueError(f"budget_s={seconds!r} must be 0 or more seconds")
         self.left_s = seconds
-
-    @contextmanager
-    def unlimited(self) -> Iterator[None]:
-        """Measure whatever is asked for, within a ``with`` block; what is left stays as it was."""
-        left_s = self.left_s
-        self.left_s = math.inf
-        try:
-            yield
-        finally:
-            self.left_s = left_s
 
 
 class _PackedTuner(Tuner):
