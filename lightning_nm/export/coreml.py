@@ -374,11 +374,11 @@ def export_coreml(
                 name, layout = places[key]
                 row = _read_back(row, package, stored[name], layout, dense.weights[name].bytes)
             written.append(row)
-        sizes = (
+        size, dense_size = (
             sum(file.stat().st_size for file in each.rglob("*") if file.is_file())
             for each in (new, dense.path)
         )
-        return CoreMLReport(*sizes, written)
+        return CoreMLReport(size, dense_size, written)
 
 
 def check_output(output: FilePath) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from typing import Any, ClassVar, NamedTuple
 
@@ -28,14 +27,24 @@ from lightning_nm.nn.selection import candidates_of
 from lightning_nm.nn.weight import Layout, parameter_key, plain_name
 
 
-class PackedLayer(nn.Module):
+class _Swapped(nn.Module):
+    """Mixed into the class of a module of a packed model."""
+
+    nm_base: ClassVar[type[nn.Module]]  # the class that the module had before
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # The class has no importable name: pickle and deepcopy make it again from the class it was made of.
+        reduced: Any = super().__reduce_ex__(protocol)
+        return _new, (type(self).nm_base,), *reduced[2:]
+
+
+class PackedLayer(_Swapped):
     """Mixed into a module's class whose weights are packed; a :class:`PackedWeight` replaces each parameter.
 
     The forward is that of the module's adapter, whose :func:`~lightning_nm.nn.nm_linear` and
     :func:`~lightning_nm.nn.nm_conv` take packed weights in the place of masked layers.
     """
 
-    nm_base: ClassVar[type[nn.Module]]  # the class that the module had before
     nm_unmaskable: ClassVar[str] = (
         "packed already, for inference: to prune, train or pack it anew, load lightning_nm.unpacked_state_dict(model) "
         "into a model that is not packed"
@@ -49,11 +58,6 @@ class PackedLayer(nn.Module):
             for name, module in self._modules.items()
             if isinstance(module, PackedWeight)
         }
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        # The class has no importable name: pickle and deepcopy make it again from the class it was made of.
-        reduced: Any = super().__reduce_ex__(protocol)
-        return _new, (type(self).nm_base,), *reduced[2:]
 
 
 class PackedEmbedding(PackedLayer):
@@ -85,14 +89,12 @@ class PackedAdapted(PackedLayer):
     _apply = nn.Module._apply
 
 
-class PackedLightningModule(nn.Module):
+class PackedLightningModule(_Swapped):
     """Mixed into the class of a LightningModule whose layers are packed, so that fitting it is refused at once.
 
     Lightning's fit leaves modules in evaluation mode, in which packed layers run: it would end at the first backward
     pass, by torch's error that no tensor requires gradients.
     """
-
-    nm_base: ClassVar[type[nn.Module]]  # the class that the module had before
 
     def setup(self, stage: str) -> None:
         """Refuse to fit the module while no parameter requires gradients, by a ``RuntimeError``."""
@@ -101,33 +103,29 @@ class PackedLightningModule(nn.Module):
         if stage == "fit" and not any(each.requires_grad for each in self.parameters()):
             raise next(m for m in self.modules() if isinstance(m, PackedWeight)).training_error()
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        # As of a packed layer.
-        reduced: Any = super().__reduce_ex__(protocol)
-        return _new_lightning_module, (type(self).nm_base,), *reduced[2:]
-
 
 def refuse_to_fit(model: nn.Module) -> None:
     """Let a packed model refuse to be fitted, if it is a LightningModule."""
-    # Known by its hooks: this part of the package does not import Lightning.
-    is_lightning = hasattr(model, "training_step") and hasattr(model, "setup")
-    if is_lightning and not isinstance(model, PackedLightningModule):
+    if _is_lightning(type(model)) and not isinstance(model, PackedLightningModule):
         model.__class__ = _mixed(PackedLightningModule, type(model))
 
 
-@functools.cache
-def _mixed(*bases: type[nn.Module], forward: Any = None) -> type[nn.Module]:
+def _is_lightning(kind: type[nn.Module]) -> bool:
+    # Known by its hooks: this part of the package does not import Lightning.
+    return hasattr(kind, "training_step") and hasattr(kind, "setup")
+
+
+_CLASSES: dict[tuple[Any, ...], type[nn.Module]] = {}
+
+
+def _mixed(*bases: Any, forward: Any = None) -> type[nn.Module]:
     """The class of these bases, the last of which is the module's own; made at first use, and once."""
-    attributes: dict[str, Any] = {"nm_base": bases[-1], "__module__": __name__}
-    if forward is not None:
-        attributes["forward"] = forward
-    return type(f"Packed{bases[-1].__name__}", bases, attributes)
-
-
-def _new_lightning_module(base: type[nn.Module]) -> nn.Module:
-    """An empty module, for pickle and deepcopy to fill."""
-    cls = _mixed(PackedLightningModule, base)
-    return cls.__new__(cls)
+    if bases not in _CLASSES:
+        attributes: dict[str, Any] = {"nm_base": bases[-1], "__module__": __name__}
+        if forward is not None:
+            attributes["forward"] = forward
+        _CLASSES[bases] = type(f"Packed{bases[-1].__name__}", bases, attributes)
+    return _CLASSES[bases]
 
 
 _BORROWED = (NMLinear, NMTransposedLinear, NMConv1d, NMConv2d, NMConv3d)
@@ -155,6 +153,8 @@ def packed_class(base: type[nn.Module]) -> type[nn.Module]:
     if holds_embedding(base):
         return _mixed(PackedEmbedding, base)
     adapter = packed_adapter(base)
+    if adapter is None and _is_lightning(base):
+        return _mixed(PackedLightningModule, base)
     if adapter is None:
         raise TypeError(f"no packed layer for {base.__name__}")
     if adapter in _BORROWED:
@@ -168,6 +168,9 @@ def _new(base: type[nn.Module], *_: bool) -> nn.Module:
     """An empty module of the packed class, for pickle and deepcopy to fill; pickles of 0.3 have a second argument."""
     cls = packed_class(base)
     return cls.__new__(cls)
+
+
+_new_lightning_module = _new  # as pickles of 0.3 name it
 
 
 SAME_BLOCKS = {Layout.EXPERTS: Layout.FLAT, Layout.EXPERTS_TRANSPOSED: Layout.PLAIN}

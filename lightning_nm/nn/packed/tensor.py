@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -168,7 +168,8 @@ class PackedTensor(NamedTuple):
 
     def to(self, device: torch.device) -> PackedTensor:
         """The same on a device."""
-        return self._replace(**{name: tensor.to(device) for name, tensor in self.parts.items()})
+        moved: dict[str, Any] = {name: each.to(device) for name, each in self.parts.items()}
+        return self._replace(**moved)
 
     @property
     def taps(self) -> int:

@@ -235,7 +235,7 @@ class PackedWeight(nn.Module, HasHandle):
             return y
         # A convolution in one dimension is one in two, over images of height 1.
         is_1d = self.dim() == 3
-        taps = self.shape[2:]
+        taps: tuple[int, ...] = self.shape[2:]
         if is_1d:
             x, taps = x.unsqueeze(2), (1, *taps)
             stride, padding, dilation = (1, *stride), (0, *padding), (1, *dilation)
@@ -443,14 +443,10 @@ class PackedWeight(nn.Module, HasHandle):
                 f"'{self.name}' is packed, and cannot be converted to {dtype}: it can be float16, bfloat16, float32 "
                 f"or float64. {remedy}"
             )
-        changed = {name: moved(tensor) for name, tensor in packed.parts.items()}
-        if scales is None:
-            changed["values"] = fn(values)
-            packed = packed._replace(**changed)
-        else:
-            packed = packed._replace(**changed, dense_dtype=dtype)
+        changed: dict[str, Any] = {name: moved(tensor) for name, tensor in packed.parts.items()}
+        own = {"values": fn(values)} if scales is None else {"dense_dtype": dtype}
         # A kernel's layout depends on dtype and device.
-        self._take(packed)
+        self._take(packed._replace(**{**changed, **own}))
         return self
 
     def _save_to_state_dict(
@@ -474,7 +470,7 @@ class PackedWeight(nn.Module, HasHandle):
         missing_keys += missing
         if missing:
             return
-        tensors = {name: state_dict[prefix + name].detach() for name in names}
+        tensors: dict[str, Any] = {name: state_dict[prefix + name].detach() for name in names}
         loaded = self._with_tensors(**tensors)
         try:
             loaded.check()
