@@ -30,9 +30,8 @@ from lightning_nm.export.graphs import (
     import_class,
 )
 from lightning_nm.export.outputs import Written, export_packed, export_torch
-from lightning_nm.export.patterns import patterns_in
+from lightning_nm.export.patterns import classify, is_matrix, patterns_in
 from lightning_nm.export.sources import Source, holds_bitmasks, read_file, read_source
-from lightning_nm.export.verdicts import classify, is_matrix
 from lightning_nm.pattern import NMPattern
 
 Report = list[Table | str]

@@ -11,8 +11,8 @@ from .packed_model import packed_summary as packed_summary
 from .packed_model import save_packed as save_packed
 from .packed_model import unpacked_state_dict as unpacked_state_dict
 from .packed_model import warm_up as warm_up
+from .patterns import Verdict as Verdict
 from .sources import check_archive as check_archive
 from .sources import read_checkpoint as read_checkpoint
-from .verdicts import Verdict as Verdict
 from .verification import Verification as Verification
 from .verification import verify as verify

@@ -20,8 +20,7 @@ from lightning_nm.export.atomic_write import FilePath, check_folder, check_suffi
 from lightning_nm.export.graphs import evaluation, first_line
 from lightning_nm.export.packed_file import memory_of
 from lightning_nm.export.packed_model import refuse_empty
-from lightning_nm.export.patterns import Found, patterns_in
-from lightning_nm.export.verdicts import judge
+from lightning_nm.export.patterns import Found, judge, patterns_in
 from lightning_nm.nn.packed.layers import packed_weights, places_of
 from lightning_nm.nn.packed.tensor import LAYOUTS, blocks_last, shape_of_blocks
 from lightning_nm.nn.weight import Layout

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from lightning_nm.export.atomic_write import FilePath, Weights
 from lightning_nm.export.packed_file import PackedFile, bytes_of, no_checksums, write_packed
-from lightning_nm.export.patterns import Found, pattern_of
-from lightning_nm.export.verdicts import count_nonfinite
+from lightning_nm.export.patterns import Found, count_nonfinite, pattern_of
 from lightning_nm.functional.int8 import INT8_DTYPES
 from lightning_nm.nn.packed.kernel_choice import BUDGET_S, Budget, Kernels, return_freed_memory
 from lightning_nm.nn.packed.layers import (

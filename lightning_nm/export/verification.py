@@ -12,9 +12,16 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from lightning_nm.export.coreml import SPARSE, CoreMLPackage, is_package
-from lightning_nm.export.graph_weights import onnx_weights, program_weights
+from lightning_nm.export.graphs import onnx_weights, program_weights
 from lightning_nm.export.packed_file import PackedFile, is_packed, no_checksums
 from lightning_nm.export.packed_model import listed, matches
+from lightning_nm.export.patterns import (
+    Verdict,
+    classify,
+    comparable,
+    is_matrix,
+    judge,
+)
 from lightning_nm.export.sources import (
     ONNX,
     PROGRAM,
@@ -22,13 +29,6 @@ from lightning_nm.export.sources import (
     kind_of_graph,
     named_as_in_model,
     read_checkpoint,
-)
-from lightning_nm.export.verdicts import (
-    Verdict,
-    classify,
-    comparable,
-    is_matrix,
-    judge,
 )
 from lightning_nm.nn.packed.tensor import EVERY_ENTRY, blocks_last
 from lightning_nm.nn.state import saved_stages

@@ -70,7 +70,6 @@ class PackedWeight(nn.Module, HasHandle):
     positions: Tensor | None
     scales: Tensor | None
     matrix: Tensor | None
-    storage = None  # as of a layer in training whose module holds its weight itself
 
     def __init__(
         self,
@@ -502,9 +501,6 @@ class PackedWeight(nn.Module, HasHandle):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._buffers.setdefault(
-            "scales", None
-        )  # of models that were pickled before there were any
         self.lay_out()
 
 
