@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -369,7 +369,7 @@ def load_packed(
     nonfinite = []
     while waiting:
         owner = waiting.pop(0)
-        key = next(names[plain] for plain in owner.keys if plain in names)
+        key = next(names[plain] for plain in map(plain_name, owner.keys) if plain in names)
         found = file.read(key)
         tensor, fitting = owner.tensor, None
         if isinstance(found, PackedTensor):
@@ -390,7 +390,9 @@ def load_packed(
             tensor.data = dense.to(device)  # its dtype, too
             continue
         new = nn.Parameter(dense, requires_grad=False)
-        for module, name in owner.places:
+        for own_key in owner.keys:
+            prefix, _, name = own_key.rpartition(".")
+            module = model.get_submodule(prefix)
             if isinstance(tensor, nn.Parameter):
                 module._parameters[name] = new
             else:
@@ -405,37 +407,23 @@ def load_packed(
     return model
 
 
+@dataclass(eq=False)
 class _Owner:
-    """Where a tensor of the state dict is: in one or, if it is shared, several modules.
+    """A tensor of the state dict, and its keys: several if modules share it, or if the model holds one several times."""
 
-    Attributes:
-        tensor: The tensor.
-        places: The modules that hold it, and its name in each.
-        keys: Its keys in the state dict, without wrappers: several if modules share it, or if the model holds its
-            module under several names.
-    """
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-        self.places: list[tuple[nn.Module, str]] = []
-        self.keys: list[str] = []
+    tensor: Tensor
+    keys: list[str] = field(default_factory=list)
 
 
 def _owners(model: nn.Module) -> dict[str, _Owner]:
     """The tensors of a model's state dict by key, without wrappers."""
     shared: dict[int, _Owner] = {}
     found: dict[str, _Owner] = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        own = {**module._parameters, **module._buffers}
-        for name, tensor in own.items():
-            if tensor is None or name in module._non_persistent_buffers_set:
-                continue
+    for key, tensor in model.state_dict(keep_vars=True).items():
+        if isinstance(tensor, Tensor):
             owner = shared.setdefault(id(tensor), _Owner(tensor))
-            if (module, name) not in owner.places:
-                owner.places.append((module, name))
-            key = plain_name(f"{prefix}.{name}" if prefix else name)
             owner.keys.append(key)
-            found[key] = owner
+            found[plain_name(key)] = owner
     return found
 
 
@@ -461,7 +449,7 @@ def _refuse_other_tensors(
             raise ValueError(f"'{key}' of '{path}' does not fit the model: {error}") from None
     for owner in dict.fromkeys(owners.values()):
         given: dict[str, str] = {}  # a key of the model by each tensor of the file
-        for plain in owner.keys:
+        for plain in map(plain_name, owner.keys):
             if plain in own_keys:
                 given.setdefault(own_keys[plain], plain)
         if len(given) < 2:

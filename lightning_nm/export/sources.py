@@ -377,20 +377,19 @@ def decoded(weights: Mapping[str, Tensor], path: Path) -> Weights:
         ValueError: If a bitmask does not fit its values, or a weight is in a form that is not read.
     """
     found: Weights = {}
-    parts: set[str] = set()
-    for key in weights:
+    parts = {
+        f"{key.removesuffix('bitmask')}{part}"
+        for key in weights
+        if key.endswith(".bitmask")
+        for part in ("compressed", "bitmask", "shape", "row_offsets")
+    }
+    for key, weight in weights.items():
         name, _, part = key.rpartition(".")
-        if part == "bitmask":
-            parts |= {
-                f"{name}.{each}" for each in ("compressed", "bitmask", "shape", "row_offsets")
-            }
-        elif part in _PACKED and not weights[key].is_floating_point():
+        if part in _PACKED and not weight.is_floating_point():
             writer, way_out = _PACKED[part]
             raise ValueError(
                 f"'{path}' holds '{key}', a weight as {writer} packs it, which is not read: {way_out}"
             )
-    for key, weight in weights.items():
-        name, _, part = key.rpartition(".")
         if part == "bitmask":
             module = name.removesuffix(".weight")
             dense_key = f"{module}.weight"
