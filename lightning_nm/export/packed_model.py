@@ -409,7 +409,7 @@ def load_packed(
 
 @dataclass(eq=False)
 class _Owner:
-    """A tensor of the state dict, and its keys: several if modules share it, or if the model holds one several times."""
+    """A tensor of the state dict, and its keys: several if modules share it, or if the model holds one of them twice."""
 
     tensor: Tensor
     keys: list[str] = field(default_factory=list)
