@@ -32,7 +32,7 @@ from lightning_nm.nn.packed.layers import (
     refuse_to_fit,
 )
 from lightning_nm.nn.packed.tensor import EVERY_ENTRY, PackedTensor, check_scales, int8_fault
-from lightning_nm.nn.packed.weight import PackedWeight, packed_weight
+from lightning_nm.nn.packed.weight import PackedWeight
 from lightning_nm.nn.weight import Layout, parameter_key, plain_name
 from lightning_nm.pattern import NMPattern, PatternLike
 
@@ -156,7 +156,7 @@ def pack(
     for key, (place, (own, layout, _)) in found.items():
         assert own is not None
         tensor = PackedTensor.of(place.weight, own, layout, int8=dtype == "int8", role=place.role)
-        put(place, packed_weight(tensor, key, place.role, kernels, budget))
+        put(place, tensor, key, kernels, budget)
     return for_inference(model)
 
 
@@ -383,7 +383,7 @@ def load_packed(
         if isinstance(found, PackedTensor) and fitting is not None:
             name, place = fitting
             del owner, tensor
-            put(place, packed_weight(found.to(device), name, place.role, kernels, budget))
+            put(place, found.to(device), name, kernels, budget)
             continue
         dense = found.unpack() if isinstance(found, PackedTensor) else found
         if not tensor.is_meta:
@@ -409,7 +409,7 @@ def load_packed(
 
 @dataclass(eq=False)
 class _Owner:
-    """A tensor of the state dict, and its keys: several if modules share it, or if the model holds one of them twice."""
+    """A tensor of the state dict, and its keys: several if modules share it, or the model holds one twice."""
 
     tensor: Tensor
     keys: list[str] = field(default_factory=list)

@@ -21,8 +21,9 @@ from lightning_nm.nn.adapters import (
     find_adapter,
 )
 from lightning_nm.nn.adapters.attention import AttentionForward
-from lightning_nm.nn.packed.tensor import Role
-from lightning_nm.nn.packed.weight import PackedWeight
+from lightning_nm.nn.packed.kernel_choice import Budget, Kernels
+from lightning_nm.nn.packed.tensor import EXPERTS, PackedTensor, Role
+from lightning_nm.nn.packed.weight import PackedExperts, PackedWeight
 from lightning_nm.nn.selection import candidates_of
 from lightning_nm.nn.weight import Layout, parameter_key, plain_name
 
@@ -286,14 +287,16 @@ def _is_masked(module: nn.Module) -> bool:
     )
 
 
-def put(place: Place, weight: PackedWeight) -> None:
+def put(place: Place, packed: PackedTensor, name: str, kernels: Kernels, budget: Budget) -> None:
     """Replace a parameter by its packed weight, and the class of its module."""
-    module = place.module
+    module, parameter, _, role = place
+    kind = PackedExperts if role in EXPERTS else PackedWeight
+    weight = kind(packed, name, role, kernels, budget)
     weight.train(module.training)
     if not isinstance(module, PackedLayer):
         module.__class__ = packed_class(type(module))
-    del module._parameters[place.parameter]
-    setattr(module, place.parameter, weight)
+    del module._parameters[parameter]
+    setattr(module, parameter, weight)
 
 
 def call_packed_children(model: nn.Module) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from lightning_nm.nn.packed.kernel_choice import (
     return_freed_memory,
 )
 from lightning_nm.nn.packed.operand import Operand, dense_matrix, lay_out, lay_out_int8
-from lightning_nm.nn.packed.tensor import EXPERTS, PackedTensor, Role, check_scales, part_names
+from lightning_nm.nn.packed.tensor import PackedTensor, Role, check_scales, part_names
 from lightning_nm.nn.products import CONVOLUTIONS, OPTIONS, plain
 from lightning_nm.nn.weight import Layout
 
@@ -585,15 +585,11 @@ class PackedExperts(PackedWeight):
         self.parts = ()
         super()._take(packed)
 
-    @property
-    def device(self) -> torch.device:
-        """Where the tensors are."""
-        return self.parts[0].device if self.parts else super().device
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that are held."""
-        return sum(part.nbytes for part in self.parts) if self.parts else super().nbytes
+    def buffers(self, recurse: bool = True) -> Iterator[Tensor]:
+        """The tensors that are held."""
+        if not self.parts:
+            return super().buffers(recurse)
+        return (tensor for part in self.parts for tensor in part.buffers())
 
     @property
     def form(self) -> str:
@@ -622,15 +618,3 @@ class PackedExperts(PackedWeight):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "parts": ()}
-
-
-def packed_weight(
-    packed: PackedTensor,
-    name: str,
-    role: Role,
-    kernels: Kernels = "auto",
-    budget: Budget | None = None,
-) -> PackedWeight:
-    """The packed weight for a role; the arguments are those of :class:`PackedWeight`."""
-    kind = PackedExperts if role in EXPERTS else PackedWeight
-    return kind(packed, name, role, kernels, budget)
