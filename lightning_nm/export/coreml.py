@@ -7,7 +7,7 @@ import json
 import logging
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from io import StringIO
 from pathlib import Path
@@ -107,19 +107,18 @@ class CoreMLPackage:
         for block in blocks:  # branches and loops add theirs
             for operation in block.operations:
                 blocks += operation.blocks
-                if operation.op_type == "const" or operation.op_type.startswith("constexpr_"):
-                    self._add(operation)
+                kind = operation.op_type
+                if kind != "const" and not kind.startswith("constexpr_"):
+                    continue
+                (output,) = operation.outputs
+                shape = tuple(getattr(output, "shape", None) or ())
+                users = tuple(sorted({each.op_type for each in output.child_ops}))
+                # The program also holds strides, text, vectors, and the parts of compressed weights.
+                is_part = any(each.startswith("constexpr_") for each in users)
+                if len(shape) > 1 and output.dtype.__name__.startswith("fp") and not is_part:
+                    weight = CoreMLWeight(output.name, shape, kind, users, operation)
+                    self.weights[output.name] = weight
         self.exported = self._read_metadata(dict(spec.description.metadata.userDefined))
-
-    def _add(self, constant: Any) -> None:
-        (output,) = constant.outputs
-        shape = tuple(getattr(output, "shape", None) or ())
-        users = tuple(sorted({each.op_type for each in output.child_ops}))
-        # The program also holds strides, text, vectors, and the parts of compressed weights.
-        is_part = any(each.startswith("constexpr_") for each in users)
-        if len(shape) > 1 and output.dtype.__name__.startswith("fp") and not is_part:
-            weight = CoreMLWeight(output.name, shape, constant.op_type, users, constant)
-            self.weights[output.name] = weight
 
     def read(self, name: str) -> Tensor:
         """A weight as a dense tensor.
@@ -349,7 +348,19 @@ def export_coreml(
     places = _places(weights, sparse, names, dense)
     # A weight that is all zero has no nonzeros to list, and stays dense.
     chosen = {name for name, _ in places.values() if torch.count_nonzero(dense.read(name))}
-    compressed = _compressed(converted, chosen)
+    from coremltools.optimize.coreml import (
+        OpThresholdPrunerConfig,
+        OptimizationConfig,
+        prune_weights,
+    )
+
+    # A threshold of zero prunes what is zero already, so that no value changes.
+    exact = OpThresholdPrunerConfig(
+        threshold=0.0, minimum_sparsity_percentile=0.0, weight_threshold=0
+    )
+    with quiet():
+        config = OptimizationConfig(op_name_configs=dict.fromkeys(chosen, exact))
+        compressed = prune_weights(converted, config)
     stored = {
         name: f"{name}{_SPARSIFIED}" if name in chosen else name for name, _ in places.values()
     }
@@ -531,23 +542,6 @@ def _same_nonzeros(found: Tensor, is_nonzero: Tensor) -> bool:
     if bool((is_found & ~is_nonzero).any()):
         return False
     return int(is_found.sum()) >= _SAME_NONZEROS * int(is_nonzero.sum())
-
-
-def _compressed(converted: Any, names: Iterable[str]) -> Any:
-    """The model with constants stored as sparse; no value changes."""
-    from coremltools.optimize.coreml import (
-        OpThresholdPrunerConfig,
-        OptimizationConfig,
-        prune_weights,
-    )
-
-    # A threshold of zero prunes what is zero already.
-    exact = OpThresholdPrunerConfig(
-        threshold=0.0, minimum_sparsity_percentile=0.0, weight_threshold=0
-    )
-    with quiet():
-        config = OptimizationConfig(op_name_configs=dict.fromkeys(names, exact))
-        return prune_weights(converted, config)
 
 
 def _read_back(

@@ -52,13 +52,9 @@ class PackedLayer(_Swapped):
     )
 
     @property
-    def nm_layers(self) -> dict[str, PackedWeight]:
-        """The packed weights by the names of their parameters."""
-        return {
-            name: module
-            for name, module in self._modules.items()
-            if isinstance(module, PackedWeight)
-        }
+    def nm_layers(self) -> dict[str, Any]:
+        """The packed weights by the names of their parameters, among other children; it is asked at every call."""
+        return self._modules
 
 
 class PackedEmbedding(PackedLayer):
@@ -66,13 +62,11 @@ class PackedEmbedding(PackedLayer):
 
     def forward(self, input: Tensor) -> Tensor:
         """Look rows up."""
-        weight = self.nm_layers["weight"]
+        weight: Any = self.weight
         weight.refuse_training()
-        values, scales = weight.values, weight.scales
-        assert values is not None
-        assert scales is not None
-        rows = values.squeeze(-1)[input].float() * scales[input].unsqueeze(-1)
-        return rows.to(weight.dtype)
+        rows = weight.values.squeeze(-1)[input].float() * weight.scales[input].unsqueeze(-1)
+        found: Tensor = rows.to(weight.dtype)
+        return found
 
 
 class PackedMultiheadAttention(AttentionForward, PackedLayer):

@@ -66,9 +66,8 @@ class Operand:
     def part(self, rows: tuple[int, int] | None) -> Operand | None:
         """Some rows as an operand on the same memory; ``None`` if they are not whole tiles."""
         layout = self.layout
-        if rows in (None, (0, layout.rows)):
+        if rows is None or rows == (0, layout.rows):
             return self
-        assert rows is not None
         if rows in self._parts:
             return self._parts[rows]
         if isinstance(layout, CsrLayout):
