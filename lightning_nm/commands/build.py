@@ -68,6 +68,7 @@ class Classes(NamedTuple):
                 and no option names it.
         """
         classes: dict[str, Any] = {}
+        faults = []
         for option, given, argument, kind, example in (
             ("model", self.model, "model_class", pl.LightningModule, "Net"),
             ("data", self.data, "datamodule_class", pl.LightningDataModule, "Data"),
@@ -81,10 +82,13 @@ class Classes(NamedTuple):
             # `model: Net` is short for `model: {class_path: Net}`.
             is_named = any(isinstance(each, str) or "class_path" in each for each in sections)
             if sections and not is_named:
-                raise ValueError(
+                faults.append(
                     f"`{option}:` of the config names no class: give it by --{option}, such as --{option} "
                     f"train.{example}, or write `class_path` and `init_args` in the config"
                 )
+        # A class that was named wrongly is told first.
+        if faults:
+            raise ValueError(faults[0])
         return classes
 
 
