@@ -21,9 +21,10 @@ from lightning_nm.nn.adapters import (
     find_adapter,
 )
 from lightning_nm.nn.adapters.attention import AttentionForward
+from lightning_nm.nn.packed.experts import PackedExperts
 from lightning_nm.nn.packed.kernel_choice import Budget, Kernels
 from lightning_nm.nn.packed.tensor import EXPERTS, PackedTensor, Role
-from lightning_nm.nn.packed.weight import PackedExperts, PackedWeight
+from lightning_nm.nn.packed.weight import PackedWeight
 from lightning_nm.nn.selection import candidates_of
 from lightning_nm.nn.weight import Layout, parameter_key, plain_name
 

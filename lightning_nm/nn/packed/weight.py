@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +31,6 @@ from lightning_nm.nn.packed.kernel_choice import (
 from lightning_nm.nn.packed.operand import Operand, dense_matrix, lay_out, lay_out_int8
 from lightning_nm.nn.packed.tensor import PackedTensor, Role, check_scales, part_names
 from lightning_nm.nn.products import CONVOLUTIONS, OPTIONS, plain
-from lightning_nm.nn.weight import Layout
 
 _MOST_SIZES = 1 << 12
 """Sizes of products whose choice is remembered."""
@@ -492,15 +491,16 @@ class PackedWeight(nn.Module, HasHandle):
         """As files hold it: layouts and handles belong to this process and its CPU."""
         own = {
             "operand": None,
-            "_choices": {},
             "_buffers": {"matrix": None, "scales": None, **self.packed().parts},
             "_non_persistent_buffers_set": {"matrix"},
         }
-        # A copy has a handle of its own.
-        return {name: each for name, each in {**self.__dict__, **own}.items() if name != "handle"}
+        # A copy has a handle and choices of its own.
+        state = {**self.__dict__, **own}
+        return {name: each for name, each in state.items() if name not in ("handle", "_choices")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._choices = {}
         self.lay_out()
 
 
@@ -548,73 +548,3 @@ def _convolution(x: Tensor, geometry: Sequence[int]) -> Convolution:
     groups, out, *taps = geometry[6:]
     size = tuple(x.shape[2:])
     return Convolution(x.shape[1], out, size, tuple(taps), stride, padding, dilation, groups)
-
-
-class PackedExperts(PackedWeight):
-    """The weight of several experts: each is held as a :class:`PackedWeight` of two axes.
-
-    The state dict has ``values`` and ``positions`` of the whole weight, and ``scales`` in int8, as files have.
-
-    Attributes:
-        parts: The weight of each expert, ``[out, in]`` or ``[in, out]``.
-    """
-
-    parts: tuple[PackedWeight, ...] = ()
-
-    def lay_out(self) -> None:
-        """Divide the weight into those of the experts, and hold each in the layout of a kernel if there is one."""
-        if self.values is None or self.device.type == "meta":
-            return
-        weight_eab = self.packed().unpack()
-        transposed = self.role == "experts-transposed"
-        layout = Layout.TRANSPOSED if transposed else Layout.PLAIN
-        role: Role = "transposed" if transposed else "linear"
-        parts = []
-        for number, weight_ab in enumerate(weight_eab):
-            scales = None if self.scales is None else self.scales[number]
-            tensor = PackedTensor.of(
-                weight_ab, self.pattern, layout, int8=self.is_int8, scales=scales
-            )
-            name = f"{self.name}[{number}]"
-            parts.append(PackedWeight(tensor, name, role, self.kernels, self.budget))
-        self.parts = tuple(parts)
-        self.train(self.training)
-        self.values = self.positions = None
-
-    def _take(self, packed: PackedTensor) -> None:
-        self.parts = ()
-        super()._take(packed)
-
-    def buffers(self, recurse: bool = True) -> Iterator[Tensor]:
-        """The tensors that are held."""
-        if not self.parts:
-            return super().buffers(recurse)
-        return (tensor for part in self.parts for tensor in part.buffers())
-
-    @property
-    def form(self) -> str:
-        """What is held for the experts, each form once."""
-        if not self.parts:
-            return super().form
-        return ", ".join(dict.fromkeys(part.form for part in self.parts))
-
-    def unpack(self) -> Tensor:
-        """The dense weight, a new tensor."""
-        if not self.parts:
-            return super().unpack()
-        return torch.stack([part.unpack() for part in self.parts])
-
-    def measure(self, tokens: int) -> None:
-        """In ``"auto"``, choose for products of so many tokens with each expert."""
-        for part in self.parts:
-            part.measure(tokens)
-
-    def train(self, mode: bool = True) -> PackedExperts:
-        """Set the mode of the experts' weights, too."""
-        super().train(mode)
-        for part in self.parts:
-            part.train(mode)
-        return self
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "parts": ()}
