@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
-from lightning_nm.export.executorch.lowering import lower, make_quantizer, outputs_of
+from lightning_nm.export.executorch.program import lower, make_quantizer, outputs_of
 from lightning_nm.export.executorch.quantized import quantize, trace
 
 Batch = tuple[Tensor, Tensor]

@@ -42,7 +42,7 @@ FACTORIES = {
     *("scalar_tensor", "sparse_coo_tensor", "tensor", "zeros"),
 }
 """Functions of torch that take the default dtype where none is given, or that of Python's numbers."""
-MAY_ASK = {"export/packed_loading.py"}
+MAY_ASK = {"export/packed_model.py"}
 """Files that read the default dtype: whether a model was converted on purpose."""
 
 

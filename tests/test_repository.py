@@ -88,8 +88,7 @@ def test_readers_are_those_of_the_security_policy():
         if loads.search(path.read_text(encoding="utf-8"))
     }
     known = {
-        "export/files.py",
-        "export/safetensors_file.py",
+        "export/packed_file.py",
         "export/sources.py",
     }
     assert found == known, found ^ known

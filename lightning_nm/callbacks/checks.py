@@ -83,7 +83,7 @@ def check_averaging_order(callback: Callback, trainer: Trainer) -> None:
 def refuse_unreadable(path: str | Path | None, error: Exception) -> None:
     """Say by a ``ValueError`` why a checkpoint cannot be read, where torch's own error does not name the file."""
     # Only here: most fits read no checkpoint.
-    from lightning_nm.export.files import file_fault
+    from lightning_nm.export.sources import file_fault
 
     # Distributed checkpoints are folders.
     fault = file_fault(Path(path)) if path and Path(path).is_file() else ""

@@ -170,7 +170,7 @@ class NMSparsityCallback(Callback):
     ) -> None:
         """Refuse a damaged file; restore averaged weights when a fit resumes."""
         # Only here: most processes read no checkpoint.
-        from lightning_nm.export.files import check_archive
+        from lightning_nm.export.sources import check_archive
 
         # Lightning calls this also if the checkpoint has no state of this callback, unlike load_state_dict.
         self._read_checkpoint = True

@@ -53,44 +53,43 @@ class Classes(NamedTuple):
 
     Example:
         >>> classes = Classes(model="lightning_nm.demo.ResidualCNN")
-        >>> classes.imported()["model_class"].__name__
+        >>> classes.imported([])["model_class"].__name__
         'ResidualCNN'
     """
 
     model: str | None = None
     data: str | None = None
 
-    def imported(self) -> dict[str, Any]:
+    def imported(self, configs: Sequence[Any]) -> dict[str, Any]:
         """Return the classes as arguments of a LightningCLI.
 
         Raises:
-            ValueError: If one cannot be imported, or is no such class.
+            ValueError: If one cannot be imported, or is no such class, or if a section of the configs names no class,
+                and no option names it.
         """
         classes: dict[str, Any] = {}
-        if self.model is not None:
-            classes["model_class"] = import_class(self.model, "--model", pl.LightningModule)
-        if self.data is not None:
-            classes["datamodule_class"] = import_class(self.data, "--data", pl.LightningDataModule)
+        faults = []
+        for option, given, argument, kind, example in (
+            ("model", self.model, "model_class", pl.LightningModule, "Net"),
+            ("data", self.data, "datamodule_class", pl.LightningDataModule, "Data"),
+        ):
+            if given is not None:
+                classes[argument] = import_class(given, f"--{option}", kind)
+                continue
+            sections = [
+                each[option] for each in configs if isinstance(each, Mapping) and each.get(option)
+            ]
+            # `model: Net` is short for `model: {class_path: Net}`.
+            is_named = any(isinstance(each, str) or "class_path" in each for each in sections)
+            if sections and not is_named:
+                faults.append(
+                    f"`{option}:` of the config names no class: give it by --{option}, such as --{option} "
+                    f"train.{example}, or write `class_path` and `init_args` in the config"
+                )
+        # A class that was named wrongly is told first.
+        if faults:
+            raise ValueError(faults[0])
         return classes
-
-
-def require_classes(configs: Sequence[Any], classes: Classes) -> None:
-    """Refuse configs whose ``model:`` or ``data:`` names no class, if no option names it.
-
-    Raises:
-        ValueError: With the option.
-    """
-    for option, given, example in (("model", classes.model, "Net"), ("data", classes.data, "Data")):
-        sections = [
-            each[option] for each in configs if isinstance(each, Mapping) and each.get(option)
-        ]
-        # `model: Net` is short for `model: {class_path: Net}`.
-        is_named = any(isinstance(each, str) or "class_path" in each for each in sections)
-        if sections and not is_named and given is None:
-            raise ValueError(
-                f"`{option}:` of the config names no class: give it by --{option}, such as --{option} train.{example}, "
-                "or write `class_path` and `init_args` in the config"
-            )
 
 
 def _content(path: str) -> Any:
@@ -127,12 +126,8 @@ def build(
         ValueError: If a class cannot be imported, or is no such class.
         SystemExit: With status 2 if a file cannot be read or an argument is wrong; stderr says which.
     """
-    classes = Classes(model, data)
-    class_arguments = classes.imported()
-    require_classes([_content(path) for path in configs], classes)
-    arguments = []
-    for path in configs:
-        arguments += ["--config", str(path)]
+    class_arguments = Classes(model, data).imported([_content(path) for path in configs])
+    arguments = [word for path in configs for word in ("--config", str(path))]
 
     class CLI(NMLightningCLI):
         def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:

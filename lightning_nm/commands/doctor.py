@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict
+from functools import partial
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -15,7 +17,7 @@ import lightning.pytorch as pl
 import torch
 from rich.console import Console
 
-from lightning_nm.callbacks.tables import kernel_rows, print_kernels
+from lightning_nm.callbacks.tables import kernel_rows, plain_table, print_kernels
 from lightning_nm.commands.build import (
     Enough,
     add_training,
@@ -23,11 +25,117 @@ from lightning_nm.commands.build import (
     fit_until_enough,
     masking_callbacks,
 )
-from lightning_nm.commands.machine import examine, print_machine
-from lightning_nm.commands.output import add_json, print_json, print_line
-from lightning_nm.kernels import Router
+from lightning_nm.commands.output import add_json, columns_table, print_json, print_line
+from lightning_nm.kernels import KernelRegistry, Router
+from lightning_nm.kernels.cpu import library
+from lightning_nm.kernels.gpu import triton_use
 from lightning_nm.kernels.router import activate, routing
+from lightning_nm.kernels.tuner import environment_of, reason_or_error
 from lightning_nm.plugins.precision import KernelRouting
+
+
+def examine() -> dict[str, Any]:
+    """Return what is known of CUDA's current device, else of the CPU, as primitives.
+
+    Example:
+        >>> machine = examine()
+        >>> machine["kernels"][0]["name"], machine["kernels"][0]["works"]
+        ('reference', True)
+    """
+    device = torch.device("cpu")
+    capability = triton = None
+    if torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
+        major, minor = torch.cuda.get_device_capability(device)
+        capability = f"{major}.{minor}"
+        triton = triton_use.unavailable()  # empty if Triton kernels run
+    kernels = []
+    for kernel in KernelRegistry().kernels.values():
+        # A kernel that raises does not work, and its error is the reason.
+        reason = reason_or_error(partial(kernel.probe, device))
+        remark = reason_or_error(partial(kernel.remark, device))
+        state = {"name": kernel.name, "works": not reason, "reason": reason, "remark": remark}
+        kernels.append(state)
+    return {
+        **asdict(environment_of(device)),
+        "capability": capability,
+        "cpu": _cpu() if device.type == "cpu" else None,
+        "triton": triton,
+        "kernels": kernels,
+    }
+
+
+def _cpu() -> dict[str, Any]:
+    # The library is compiled at installation; without a compiler there is none.
+    usable = not library.unavailable()
+    # On Linux a container or `taskset` may allow fewer cores than the machine has.
+    can_tell = hasattr(os, "sched_getaffinity")
+    return {
+        "model": library.cpu_name(),
+        "instructions": library.LEVELS[library.level()] if usable else None,
+        "asked": os.environ.get("LIGHTNING_NM_ISA") or None,
+        "cores": len(os.sched_getaffinity(0)) if can_tell else os.cpu_count() or 1,
+        "threads": torch.get_num_threads(),
+        "parallel": usable and library.parallel() is not None,  # the kernels, on torch's threads
+        "amx": library.has_amx(),
+    }
+
+
+def print_machine(machine: dict[str, Any], console: Console) -> None:
+    """Print the device, the libraries and each kernel."""
+    table = plain_table("machine", show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for row in _cpu_rows(machine) if machine["cpu"] else _gpu_rows(machine):
+        table.add_row(*row)
+    console.print(table)
+
+    table = columns_table("kernels", ("kernel", "works", "why"), {"why": 20})
+    for kernel in machine["kernels"]:
+        why = "; ".join(filter(None, (kernel["reason"], kernel["remark"])))
+        if kernel["name"] == "reference":
+            why = "the dense product on masked operands, always available"
+        works, style = ("yes", None) if kernel["works"] else ("no", "dim")
+        why = why or "passed its numeric check on this device"
+        table.add_row(kernel["name"], works, why, style=style)
+    console.print(table)
+    # The first one is the dense product.
+    if not any(kernel["works"] for kernel in machine["kernels"][1:]):
+        print_line(console, "No sparse kernel works here: a training runs every product dense.")
+
+
+def _gpu_rows(machine: dict[str, Any]) -> list[tuple[str, str]]:
+    triton = "its kernels prepare operands, and make BAME's passes"
+    if machine["triton"]:
+        triton = f"{machine['triton']}: torch prepares operands, and makes BAME's passes"
+    return [
+        ("device", f"{machine['device']}, compute capability {machine['capability']}"),
+        *((name, machine[name] or "none") for name in ("driver", "torch", "cuda", "cusparselt")),
+        ("triton", triton),
+    ]
+
+
+def _cpu_rows(machine: dict[str, Any]) -> list[tuple[str, str]]:
+    cpu = machine["cpu"]
+    instructions = cpu["instructions"] or "none, the kernels do not work"
+    if cpu["asked"]:
+        instructions += f" (LIGHTNING_NM_ISA={cpu['asked']})"
+    threads = f"{cpu['threads']}"
+    if cpu["parallel"]:
+        threads += ", for dense products and kernels"
+    elif cpu["instructions"]:
+        threads += " for dense products; the kernels use one: more need torch 2.10 or later"
+    rows = [
+        ("device", f"CPU, {cpu['model']}"),
+        ("instructions", instructions),
+        ("cores", f"{cpu['cores']} that this process may use"),
+        ("threads", threads),
+    ]
+    if cpu["amx"]:
+        amx = "for dense products of many tokens in bfloat16: N:M ones cannot use it"
+        rows.append(("AMX", amx))
+    return [*rows, ("torch", machine["torch"])]
+
 
 # Optimizer steps. Kernels are chosen in the first; the others before the timed ones run them, unmeasured.
 _WARM_UP = 3
@@ -62,7 +170,15 @@ def main(args: Sequence[str]) -> int:
     print_machine(machine, console)
     if training is not None:
         print_kernels(router, console)
-        _print_training(training, console)
+        if training["speedup"] is None:
+            least = _WARM_UP + 1
+            speed = f"not measured with and without masks: the training has less than {least} steps, or needs its masks"
+        else:
+            speed = (
+                f"{training['step_ms']:.4g} ms under masks by the kernels above, {training['plain_step_ms']:.4g} ms in "
+                f"plain dense training: {training['speedup']:.3f}x as fast"
+            )
+        print_line(console, f"a step: {speed}", style="bold")
     return 0
 
 
@@ -110,18 +226,6 @@ def _train(options: argparse.Namespace) -> tuple[Router, dict[str, Any]]:
         "step_ms": step_ms,
         "speedup": plain_ms / step_ms if plain_ms and step_ms else None,
     }
-
-
-def _print_training(training: dict[str, Any], console: Console) -> None:
-    if training["speedup"] is None:
-        least = _WARM_UP + 1
-        speed = f"not measured with and without masks: the training has less than {least} steps, or needs its masks"
-    else:
-        speed = (
-            f"{training['step_ms']:.4g} ms under masks by the kernels above, {training['plain_step_ms']:.4g} ms in "
-            f"plain dense training: {training['speedup']:.3f}x as fast"
-        )
-    print_line(console, f"a step: {speed}", style="bold")
 
 
 class _StepClock(pl.Callback):

@@ -103,7 +103,20 @@ def _report(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         "ratios": flops_ratios(densities, dense.macs),
         "masked_ratios": flops_ratios(densities, masked_macs) if masked_macs else None,
     }
-    _print_report(report, console)
+    heads = ("counted as", "all layers", "masked alone", "meaning")
+    table = columns_table("training FLOPs", heads, {"meaning": 20}, right=heads[1:-1])
+    for kind, meaning in COUNTINGS.items():
+        alone = f"{report['masked_ratios'][kind]:.4f}" if report["masked_ratios"] else "-"
+        table.add_row(kind, f"{report['ratios'][kind]:.4f}", alone, meaning)
+    console.print(table)
+    print_line(
+        console,
+        f"dense forward pass of {', '.join(report['inputs'])}: {report['macs']:,} multiply-adds "
+        f"({2e-9 * report['macs']:.4g} GFLOPs), of which {report['masked_macs']:,} in masked layers\n"
+        "products of two activations, as in attention, are not counted",
+    )
+    if report["planned_steps"] is not None:
+        print_line(console, f"averaged over {report['planned_steps']:,} planned training steps")
     return report
 
 
@@ -151,23 +164,6 @@ class _FirstBatch(pl.Callback):
 
     # Under manual optimization a training step need not call `manual_backward`.
     on_train_batch_end = on_before_backward  # type: ignore[assignment]
-
-
-def _print_report(report: dict[str, Any], console: Console) -> None:
-    heads = ("counted as", "all layers", "masked alone", "meaning")
-    table = columns_table("training FLOPs", heads, {"meaning": 20}, right=heads[1:-1])
-    for kind, meaning in COUNTINGS.items():
-        alone = f"{report['masked_ratios'][kind]:.4f}" if report["masked_ratios"] else "-"
-        table.add_row(kind, f"{report['ratios'][kind]:.4f}", alone, meaning)
-    console.print(table)
-    print_line(
-        console,
-        f"dense forward pass of {', '.join(report['inputs'])}: {report['macs']:,} multiply-adds "
-        f"({2e-9 * report['macs']:.4g} GFLOPs), of which {report['masked_macs']:,} in masked layers\n"
-        "products of two activations, as in attention, are not counted",
-    )
-    if report["planned_steps"] is not None:
-        print_line(console, f"averaged over {report['planned_steps']:,} planned training steps")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -8,10 +8,8 @@ from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from lightning_nm.commands.output import add_json, columns_table, print_json, print_line
-from lightning_nm.export.verdicts import Verdict
 from lightning_nm.export.verification import Verification, verify
 from lightning_nm.spelling import grouped
 
@@ -45,10 +43,21 @@ def main(args: Sequence[str]) -> int:
             print_line(errors, f"lightning-nm verify: {text}")
             documents.append({"checkpoint": checkpoint, "ok": False, "error": text})
             statuses.append(2)
-        else:
-            _print(result, console, options.quiet)
-            documents.append({"checkpoint": checkpoint, "ok": result.ok, **_content(result)})
-            statuses.append(0 if result.ok else 1)
+            continue
+        _print(result, console, options.quiet)
+        statuses.append(0 if result.ok else 1)
+        kinds = ("N:M", "dense", "broken")
+        documents.append(
+            {
+                "checkpoint": checkpoint,
+                "ok": result.ok,
+                "matrices": {verdict: result.count(verdict) for verdict in kinds},
+                "share": result.share,
+                "problems": result.problems,
+                "warnings": result.warnings,
+                "weights": [asdict(verdict) for verdict in result.verdicts],
+            }
+        )
     if is_list:
         console.print(f"{statuses.count(0)} of {len(statuses)} checkpoints OK", highlight=False)
     if options.json:
@@ -58,7 +67,19 @@ def main(args: Sequence[str]) -> int:
 
 def _print(result: Verification, console: Console, quiet: bool) -> None:
     if not quiet:
-        console.print(_table(result.verdicts))
+        heads = ("weight", "pattern", "verdict", "violating", "density", "note")
+        table = columns_table("N:M verification", heads, {"weight": 20, "note": 12})
+        rows = []
+        for each in result.verdicts:
+            # That of a dense weight in two places, so that equal layers share a row.
+            density = f"{each.density:.{2 if each.verdict == 'dense' else 4}f}"
+            violating = f"{each.violations} / {each.blocks}"
+            rows.append((each.key, each.pattern, each.verdict, violating, density, each.note))
+        styles = {"N:M": "green", "broken": "red", "dense": "dim"}
+        # Layers that differ in a number of their names alone share a row.
+        for row in grouped(rows):
+            table.add_row(*row, style=styles[row[2]])
+        console.print(table)
     dense = result.count("dense")
     print_line(
         console,
@@ -73,33 +94,6 @@ def _print(result: Verification, console: Console, quiet: bool) -> None:
         # All weights, not only the matrices that are counted above.
         good = sum(verdict.verdict == "N:M" for verdict in result.verdicts)
         console.print(f"OK: {good} weights, no block holds more than N of M")
-
-
-def _table(verdicts: Sequence[Verdict]) -> Table:
-    heads = ("weight", "pattern", "verdict", "violating", "density", "note")
-    table = columns_table("N:M verification", heads, {"weight": 20, "note": 12})
-    rows = []
-    for weight in verdicts:
-        # That of a dense weight in two places, so that equal layers share a row.
-        density = f"{weight.density:.{2 if weight.verdict == 'dense' else 4}f}"
-        violating = f"{weight.violations} / {weight.blocks}"
-        rows.append((weight.key, weight.pattern, weight.verdict, violating, density, weight.note))
-    styles = {"N:M": "green", "broken": "red", "dense": "dim"}
-    # Layers that differ in a number of their names alone share a row.
-    for row in grouped(rows):
-        table.add_row(*row, style=styles[row[2]])
-    return table
-
-
-def _content(result: Verification) -> dict[str, Any]:
-    """A result as primitives, for JSON."""
-    return {
-        "matrices": {verdict: result.count(verdict) for verdict in ("N:M", "dense", "broken")},
-        "share": result.share,
-        "problems": result.problems,
-        "warnings": result.warnings,
-        "weights": [asdict(verdict) for verdict in result.verdicts],
-    }
 
 
 def _parser() -> argparse.ArgumentParser:

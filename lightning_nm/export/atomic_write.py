@@ -6,7 +6,16 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TypeAlias
 from uuid import uuid4
+
+from torch import Tensor
+
+FilePath: TypeAlias = str | os.PathLike[str]
+
+Weights: TypeAlias = dict[str, Tensor]
+"""Tensors by their keys in a state dict."""
 
 
 def check_folder(path: Path) -> None:
@@ -59,3 +68,29 @@ def replacing(path: Path) -> Iterator[Path]:
         ) from error
     finally:
         new.unlink(missing_ok=True)
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """A temporary path for a folder, which becomes `path` unless there is an error.
+
+    Raises:
+        OSError: If it cannot be written: the message names `path`.
+    """
+    try:
+        # On the same file system, so that it can be renamed when it is complete.
+        with TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
+            new = Path(folder) / path.name
+            yield new
+            new.rename(path)
+    except OSError as error:
+        # The name of a temporary file tells nothing.
+        fault = error.__cause__ or error
+        reason = getattr(fault, "strerror", None) or fault
+        raise type(error)(f"'{path}' was not written: {reason}") from error
+
+
+def check_suffix(path: FilePath, suffixes: tuple[str, ...], to: str) -> None:
+    """Refuse a file of another suffix, by a ``ValueError`` that names the form of the export."""
+    if Path(path).suffix not in suffixes:
+        raise ValueError(f"--to {to} writes {' or '.join(suffixes)}, not '{path}'")

@@ -4,34 +4,210 @@ from __future__ import annotations
 
 import copy
 import json
-import os
+import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr
+from io import StringIO
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from lightning_nm.export.atomic_write import check_folder
-from lightning_nm.export.coreml_package import (
-    METADATA,
-    SCHEMA,
-    SUFFIX,
-    CoreMLPackage,
-    import_coremltools,
-    quiet,
-)
-from lightning_nm.export.graphs import evaluation
+from lightning_nm.export.atomic_write import FilePath, check_folder, check_suffix, new_folder
+from lightning_nm.export.graphs import evaluation, first_line
+from lightning_nm.export.packed_file import memory_of
 from lightning_nm.export.packed_model import refuse_empty
-from lightning_nm.export.patterns import Found, patterns_in
-from lightning_nm.export.safetensors_file import memory_of
-from lightning_nm.export.verdicts import judge
-from lightning_nm.nn.packed import packed_weights, places_of
-from lightning_nm.nn.packed.tensor import blocks_last
+from lightning_nm.export.patterns import Found, judge, patterns_in
+from lightning_nm.nn.packed.layers import packed_weights, places_of
+from lightning_nm.nn.packed.tensor import LAYOUTS, blocks_last, shape_of_blocks
 from lightning_nm.nn.weight import Layout
 from lightning_nm.pattern import NMPattern, PatternLike
+
+SUFFIX = ".mlpackage"
+
+METADATA = "lightning_nm"
+"""Key of the package's user-defined metadata under which the exported patterns are, as JSON."""
+
+SCHEMA = 1
+"""Version of that JSON."""
+
+SPARSE = "constexpr_sparse_to_dense"
+"""The operator that holds the nonzeros of a weight and a bit mask."""
+
+
+class CoreMLWeight(NamedTuple):
+    """A floating-point constant of two or more dimensions in a package.
+
+    Args:
+        name: In the program.
+        shape: Of the dense tensor.
+        storage: The operator that holds it: ``"const"`` for dense values, ``"constexpr_sparse_to_dense"`` for the
+            nonzeros and a bit mask, or another one.
+        operators: The kinds of operators that use it, such as ``("linear",)``.
+        constant: The operator, of coremltools.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    storage: str
+    operators: tuple[str, ...]
+    constant: Any
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether the package holds the nonzeros alone."""
+        return self.storage == SPARSE
+
+    @property
+    def bytes(self) -> int:
+        """In the file: of the values, and of the bit mask if there is one."""
+        if self.storage == "const":
+            return int(self.constant.outputs[0].val.nbytes)
+        parts = [self.constant.inputs[name].val for name in ("nonzero_data", "mask")]
+        return sum(part.nbytes for part in parts)
+
+
+class CoreMLPackage:
+    """The weights of a Core ML package.
+
+    Args:
+        path: The folder ``.mlpackage``.
+
+    Attributes:
+        weights: Of two or more dimensions, by their names in the program.
+        exported: What this package's exporter noted of weights: the model's key, the pattern and the layout.
+
+    Raises:
+        ValueError: If the package cannot be read, or coremltools is missing.
+    """
+
+    def __init__(self, path: FilePath) -> None:
+        self.path = Path(path)
+        try:
+            coremltools = import_coremltools()
+            from coremltools.converters.mil.frontend.milproto.load import load
+        except ImportError as error:
+            raise ValueError(f"cannot read '{self.path}': {error}") from error
+        # A link could lead out of the package.
+        links = [file for file in self.path.rglob("*") if file.is_symlink()]
+        if links:
+            raise self._damaged(f"'{links[0]}' is a link")
+        try:
+            with quiet():
+                model = coremltools.models.MLModel(str(self.path), skip_model_load=True)
+                spec = model.get_spec()
+                program = load(spec, spec.specificationVersion, model.weights_dir or "")
+        except Exception as error:  # of many classes
+            raise self._damaged(f"{type(error).__name__}: {error}") from error
+        blocks = list(program.functions.values())
+        self.weights: dict[str, CoreMLWeight] = {}
+        for block in blocks:  # branches and loops add theirs
+            for operation in block.operations:
+                blocks += operation.blocks
+                kind = operation.op_type
+                if kind != "const" and not kind.startswith("constexpr_"):
+                    continue
+                (output,) = operation.outputs
+                shape = tuple(getattr(output, "shape", None) or ())
+                users = tuple(sorted({each.op_type for each in output.child_ops}))
+                # The program also holds strides, text, vectors, and the parts of compressed weights.
+                is_part = any(each.startswith("constexpr_") for each in users)
+                if len(shape) > 1 and output.dtype.__name__.startswith("fp") and not is_part:
+                    weight = CoreMLWeight(output.name, shape, kind, users, operation)
+                    self.weights[output.name] = weight
+        self.exported = self._read_metadata(dict(spec.description.metadata.userDefined))
+
+    def read(self, name: str) -> Tensor:
+        """A weight as a dense tensor.
+
+        Raises:
+            ValueError: If its values, and its bit mask, do not fit its shape.
+        """
+        weight = self.weights[name]
+        constant = weight.constant
+        try:
+            if weight.storage == "const":
+                values = constant.outputs[0].val
+            else:
+                values = constant.materialized_val_inference()
+            return torch.from_numpy(values.reshape(weight.shape).copy())
+        except Exception as error:  # of coremltools and numpy
+            raise self._damaged(f"'{name}': {error}") from error
+
+    def _read_metadata(self, noted: dict[str, str]) -> dict[str, dict[str, str]]:
+        """What the exporter noted, checked: a file may come from anywhere."""
+        if METADATA not in noted:
+            return {}
+        try:
+            content = json.loads(noted[METADATA])
+            schema, weights = content["schema"], content["weights"]
+            entries = {
+                name: {part: str(entry[part]) for part in ("key", "pattern", "layout")}
+                for name, entry in weights.items()
+            }
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise self._damaged(f"its metadata '{METADATA}' is not as it was written") from error
+        if schema != SCHEMA:
+            raise self._damaged(f"its metadata '{METADATA}' has the schema {schema}, not {SCHEMA}")
+        for name, entry in entries.items():
+            # A renamed or removed weight would otherwise pass unchecked.
+            if name not in self.weights:
+                raise self._damaged(f"it has no weight '{name}', which its metadata names")
+            shape = self.weights[name].shape
+            try:
+                layout = {str(each): each for each in LAYOUTS}[entry["layout"]]
+                rest = shape_of_blocks(shape, layout)[-1] % NMPattern.parse(entry["pattern"]).m
+            except (KeyError, ValueError):
+                rest = 1
+            if rest:
+                raise self._damaged(
+                    f"'{name}' of shape {list(shape)} has no blocks {entry['pattern']} in the layout "
+                    f"'{entry['layout']}'"
+                )
+        return entries
+
+    def _damaged(self, reason: str) -> ValueError:
+        return ValueError(f"cannot read '{self.path}' as a Core ML package: {reason}")
+
+
+def is_package(path: FilePath) -> bool:
+    """Whether a path is a folder that is named as a Core ML package."""
+    return Path(path).suffix == SUFFIX and Path(path).is_dir()
+
+
+def import_coremltools() -> Any:
+    """The module ``coremltools``, which warns of what it lacks outside of macOS when it is imported.
+
+    Raises:
+        ImportError: With the extra that installs it.
+    """
+    try:
+        with quiet():
+            import coremltools
+    except ImportError as error:
+        raise ImportError(
+            f"{error}: pip install -e '.[coreml]' in a checkout of lightning_nm"
+        ) from error
+    return coremltools
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep progress bars, and warnings of versions that coremltools has not tested, from the terminal."""
+    # coremltools warns at each import of the system, of torch and of scikit-learn.
+    logger = logging.getLogger("coremltools")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), redirect_stderr(StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
 
 Precision = Literal["float32", "float16"]
 
@@ -92,7 +268,7 @@ class CoreMLReport(NamedTuple):
 def export_coreml(
     model: nn.Module,
     example: tuple[Any, ...],
-    output: str | os.PathLike[str],
+    output: FilePath,
     pattern: PatternLike | None = None,
     *,
     precision: Precision = "float32",
@@ -172,7 +348,19 @@ def export_coreml(
     places = _places(weights, sparse, names, dense)
     # A weight that is all zero has no nonzeros to list, and stays dense.
     chosen = {name for name, _ in places.values() if torch.count_nonzero(dense.read(name))}
-    compressed = _compressed(converted, chosen)
+    from coremltools.optimize.coreml import (
+        OpThresholdPrunerConfig,
+        OptimizationConfig,
+        prune_weights,
+    )
+
+    # A threshold of zero prunes what is zero already, so that no value changes.
+    exact = OpThresholdPrunerConfig(
+        threshold=0.0, minimum_sparsity_percentile=0.0, weight_threshold=0
+    )
+    with quiet():
+        config = OptimizationConfig(op_name_configs=dict.fromkeys(chosen, exact))
+        compressed = prune_weights(converted, config)
     stored = {
         name: f"{name}{_SPARSIFIED}" if name in chosen else name for name, _ in places.values()
     }
@@ -184,29 +372,26 @@ def export_coreml(
     metadata = json.dumps({"schema": SCHEMA, "weights": noted})
     compressed.user_defined_metadata[METADATA] = metadata
     path = Path(output)
-    try:
-        # On the same file system, so that the package can be renamed when it is complete and checked.
-        with TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
-            new = Path(folder) / path.name
-            with quiet():
-                compressed.save(str(new))
-            package = CoreMLPackage(new)
-            written = []
-            for key, each in sparse.items():
-                # Such as the head of a model whose forward does not use it.
-                row = CoreMLWritten(key, str(each.pattern))
-                if key in places:
-                    name, layout = places[key]
-                    row = _read_back(row, package, stored[name], layout, dense.weights[name].bytes)
-                written.append(row)
-            report = CoreMLReport(_size(new), _size(dense.path), written)
-            new.rename(path)
-    except OSError as error:
-        raise type(error)(f"'{output}' was not written: {error.strerror or error}") from error
-    return report
+    with new_folder(path) as new:
+        with quiet():
+            compressed.save(str(new))
+        package = CoreMLPackage(new)
+        written = []
+        for key, each in sparse.items():
+            # Such as the head of a model whose forward does not use it.
+            row = CoreMLWritten(key, str(each.pattern))
+            if key in places:
+                name, layout = places[key]
+                row = _read_back(row, package, stored[name], layout, dense.weights[name].bytes)
+            written.append(row)
+        size, dense_size = (
+            sum(file.stat().st_size for file in each.rglob("*") if file.is_file())
+            for each in (new, dense.path)
+        )
+        return CoreMLReport(size, dense_size, written)
 
 
-def check_output(output: str | os.PathLike[str]) -> None:
+def check_output(output: FilePath) -> None:
     """Refuse a path that is no new ``.mlpackage``.
 
     Raises:
@@ -214,8 +399,7 @@ def check_output(output: str | os.PathLike[str]) -> None:
         OSError: If its folder does not exist or cannot be written.
     """
     path = Path(output)
-    if path.suffix != SUFFIX:
-        raise ValueError(f"--to coreml writes {SUFFIX}, not '{path}'")
+    check_suffix(path, (SUFFIX,), "coreml")
     if path.exists() or path.is_symlink():
         raise ValueError(f"'{path}' exists: give a package that does not")
     check_folder(path)
@@ -257,7 +441,7 @@ def _traced(model: nn.Module, example: tuple[Any, ...]) -> Any:
         with quiet(), evaluation(model):
             program = torch.export.export(model, inputs)
     except Exception as error:
-        raise ValueError(f"torch.export cannot trace {kind}: {_first_line(error)}") from error
+        raise ValueError(f"torch.export cannot trace {kind}: {first_line(error)}") from error
     finally:
         if use_cache:
             config.use_cache = use_cache
@@ -292,12 +476,12 @@ def _converted(coremltools: Any, program: Any, kind: str, precision: Precision) 
         except NotImplementedError as error:
             # "Unsupported fx node lstm, kind lstm.input": the name before the overload.
             unknown = re.search(r"kind (\w+)", str(error))
-            operator = f"the operator '{unknown[1]}'" if unknown else _first_line(error)
+            operator = f"the operator '{unknown[1]}'" if unknown else first_line(error)
             failed = ValueError(f"coremltools cannot convert {operator} of {kind}")
             failed.__cause__ = error
         except Exception as error:
             raise ValueError(
-                f"coremltools cannot convert {kind}: {type(error).__name__}: {_first_line(error)}"
+                f"coremltools cannot convert {kind}: {type(error).__name__}: {first_line(error)}"
             ) from error
     raise failed
 
@@ -360,23 +544,6 @@ def _same_nonzeros(found: Tensor, is_nonzero: Tensor) -> bool:
     return int(is_found.sum()) >= _SAME_NONZEROS * int(is_nonzero.sum())
 
 
-def _compressed(converted: Any, names: Iterable[str]) -> Any:
-    """The model with constants stored as sparse; no value changes."""
-    from coremltools.optimize.coreml import (
-        OpThresholdPrunerConfig,
-        OptimizationConfig,
-        prune_weights,
-    )
-
-    # A threshold of zero prunes what is zero already.
-    exact = OpThresholdPrunerConfig(
-        threshold=0.0, minimum_sparsity_percentile=0.0, weight_threshold=0
-    )
-    with quiet():
-        config = OptimizationConfig(op_name_configs=dict.fromkeys(names, exact))
-        return prune_weights(converted, config)
-
-
 def _read_back(
     row: CoreMLWritten, package: CoreMLPackage, name: str, layout: Layout, dense_bytes: int
 ) -> CoreMLWritten:
@@ -398,12 +565,3 @@ def _read_back(
         bytes=weight.bytes,
         dense_bytes=dense_bytes,
     )
-
-
-def _size(package: Path) -> int:
-    return sum(file.stat().st_size for file in package.rglob("*") if file.is_file())
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

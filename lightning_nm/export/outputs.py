@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
-from uuid import uuid4
 
 import torch
 from torch import Tensor
 
-from lightning_nm.export.atomic_write import check_folder, replacing
-from lightning_nm.export.huggingface import (
+from lightning_nm.export.atomic_write import (
+    FilePath,
+    Weights,
+    check_folder,
+    check_suffix,
+    new_folder,
+    replacing,
+)
+from lightning_nm.export.packed_file import memory_of, write_packed, write_safetensors
+from lightning_nm.export.packed_model import matches, refuse_empty
+from lightning_nm.export.patterns import patterns_in
+from lightning_nm.export.sources import (
+    Source,
     config_without_bitmasks,
     holds_bitmasks,
     named_as_in_model,
+    other_files,
 )
-from lightning_nm.export.packed_file import write_packed
-from lightning_nm.export.packed_model import matches, refuse_empty
-from lightning_nm.export.patterns import patterns_in
-from lightning_nm.export.safetensors_file import memory_of, write_safetensors
-from lightning_nm.export.sources import Source, other_files
-from lightning_nm.nn.packed import EVERY_ENTRY, PackedTensor, Role, int8_fault, scale_shapes
+from lightning_nm.nn.packed.tensor import EVERY_ENTRY, PackedTensor, Role, int8_fault, scale_shapes
 from lightning_nm.pattern import NMPattern, PatternLike
 
 
@@ -53,7 +58,7 @@ class Written(NamedTuple):
 
 def export_packed(
     source: Source,
-    output: str | os.PathLike[str],
+    output: FilePath,
     pattern: PatternLike | None = None,
     dtype: Literal["int8"] | None = None,
     experts: Sequence[str] = (),
@@ -82,7 +87,7 @@ def export_packed(
             form, or a glob matches none. Nothing is written.
         OSError: If the file cannot be written.
     """
-    _check_suffix(output, (".safetensors",), "packed")
+    check_suffix(output, (".safetensors",), "packed")
     given = None if pattern is None else NMPattern.parse(pattern)
     weights = source.weights
     if source.folder is not None:
@@ -111,7 +116,8 @@ def export_packed(
             own_pattern, int8, reason = EVERY_ENTRY, True, ""
             named["--int8-embeddings"] += keys
         tensor: Tensor | PackedTensor = weight
-        if int8 and own_pattern is not None:
+        if int8:
+            assert own_pattern is not None
             fault = int8_fault(weight)
             # The scales of experts are [experts, out].
             if (
@@ -121,9 +127,8 @@ def export_packed(
                 fault = f"its blocks lie across rows, so that it is no weight of experts in {own_pattern}"
             if fault:
                 raise ValueError(f"'{keys[0]}' of '{source.path}' has no int8 form: {fault}")
-            tensor = PackedTensor.of_int8(weight, own_pattern, layout, role=role)
-        elif own_pattern is not None:
-            tensor = PackedTensor.of(weight, own_pattern, layout)
+        if own_pattern is not None:
+            tensor = PackedTensor.of(weight, own_pattern, layout, int8=int8, role=role)
         tensors |= dict.fromkeys(keys, tensor)
         text = "" if own_pattern is None else str(own_pattern)
         stored = "int8" if int8 else ""
@@ -159,7 +164,7 @@ def _part(weight: Tensor, pattern: NMPattern | None, int8: bool) -> str:
     return f"N:M, {dtype}, three axes" if weight.dim() == 3 else f"N:M, {dtype}"
 
 
-def export_torch(source: Source, output: str | os.PathLike[str]) -> None:
+def export_torch(source: Source, output: FilePath) -> None:
     """Write the dense state dict, with zeros.
 
     Args:
@@ -175,11 +180,11 @@ def export_torch(source: Source, output: str | os.PathLike[str]) -> None:
     if not path.suffix and source.folder is not None:
         _write_folder(source, path)
         return
-    _check_suffix(path, (".pt", ".pth", ".bin", ".safetensors"), "torch")
+    check_suffix(path, (".pt", ".pth", ".bin", ".safetensors"), "torch")
     _write_dense(source.weights, path)
 
 
-def _write_dense(weights: dict[str, Tensor], path: Path) -> None:
+def _write_dense(weights: Weights, path: Path) -> None:
     if path.suffix == ".safetensors":
         write_safetensors(path, weights, {"format": "pt"})
     else:
@@ -192,24 +197,10 @@ def _write_folder(source: Source, path: Path) -> None:
         raise ValueError(f"'{path}' exists: give a folder that does not")
     assert source.folder is not None
     check_folder(path)
-    new = path.with_name(f".{path.name}.{uuid4().hex}")
-    new.mkdir()
-    try:
+    with new_folder(path) as new:
+        new.mkdir()
         for file in other_files(source.folder):
             shutil.copyfile(file, new / file.name)
         if holds_bitmasks(source.folder):
             (new / "config.json").write_text(config_without_bitmasks(source.folder), "utf-8")
         _write_dense(source.weights, new / "model.safetensors")
-        new.rename(path)
-    except OSError as error:
-        # The name of the temporary folder tells nothing.
-        fault = error.__cause__ or error
-        reason = getattr(fault, "strerror", None) or fault
-        raise type(error)(f"'{path}' was not written: {reason}") from error
-    finally:
-        shutil.rmtree(new, ignore_errors=True)
-
-
-def _check_suffix(path: str | os.PathLike[str], suffixes: tuple[str, ...], to: str) -> None:
-    if Path(path).suffix not in suffixes:
-        raise ValueError(f"--to {to} writes {' or '.join(suffixes)}, not '{path}'")

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+import sys
+import zlib
+from collections import Counter
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from lightning_nm.export.safetensors_file import (
-    DTYPES,
-    NAMES,
-    Entry,
-    SafetensorsFile,
-    crc32,
-    memory_of,
-    read_json,
-    write_safetensors,
-)
+from lightning_nm.export.atomic_write import FilePath, Weights, replacing
 from lightning_nm.functional.int8 import INT8_DTYPES
 from lightning_nm.functional.nm_format import MAX_M, PACKED_DTYPES
 from lightning_nm.nn.packed.tensor import (
@@ -29,10 +24,183 @@ from lightning_nm.nn.packed.tensor import (
     LAYOUTS,
     PackedTensor,
     packed_shapes,
+    part_names,
     scale_shapes,
 )
 from lightning_nm.nn.weight import Layout
 from lightning_nm.pattern import NMPattern
+
+DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class Entry(NamedTuple):
+    """A tensor in a file, and where its bytes begin."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+
+
+class SafetensorsFile:
+    """The header of a file, checked, and its tensors on request.
+
+    Args:
+        path: The file.
+
+    Raises:
+        ValueError: If the file is not one.
+        OSError: If it cannot be opened.
+    """
+
+    def __init__(self, path: FilePath) -> None:
+        if sys.byteorder != "little":
+            raise ValueError(
+                "safetensors files are little-endian, and this machine is not: they cannot be read here"
+            )
+        self.path = Path(path)
+        with open(self.path, "rb") as file:
+            first = file.read(8)
+            # torch.save writes zip files.
+            if first.startswith(b"PK"):
+                raise ValueError(
+                    f"'{self.path}' is a checkpoint of torch, not a safetensors file: "
+                    f"`lightning-nm export {self.path} -o model.safetensors` packs it"
+                )
+            try:
+                # The library compares all sizes and places with the file before anything is read.
+                with safe_open(self.path, "pt"):
+                    pass
+            except SafetensorError as error:
+                self._refuse(str(error))
+            length = int.from_bytes(first, "little")
+            header = read_json(file.read(length), self._refuse)
+        self.metadata: dict[str, str] = header.pop("__metadata__", None) or {}
+        self.entries: dict[str, Entry] = {}
+        for name, fields in header.items():
+            if fields["dtype"] not in DTYPES:
+                self._refuse(f"'{name}' is of dtype {fields['dtype']}, none of {', '.join(DTYPES)}")
+            begin = 8 + length + fields["data_offsets"][0]
+            self.entries[name] = Entry(DTYPES[fields["dtype"]], tuple(fields["shape"]), begin)
+
+    def _refuse(self, reason: str) -> NoReturn:
+        raise ValueError(f"'{self.path}' is not a safetensors file, or is damaged: {reason}")
+
+    def read(self, name: str) -> Tensor:
+        """Read one tensor.
+
+        Raises:
+            ValueError: If the file became shorter.
+        """
+        entry = self.entries[name]
+        tensor = torch.empty(entry.shape, dtype=entry.dtype)
+        if tensor.numel():
+            with open(self.path, "rb") as file:
+                file.seek(entry.begin)
+                if file.readinto(bytes_of(tensor).numpy().data) != tensor.nbytes:
+                    self._refuse(f"it ends within '{name}'")
+        return tensor
+
+
+def read_json(text: bytes | str, refuse: Callable[[str], NoReturn]) -> Any:
+    """Parse JSON in which no object may have two equal names."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            (name, _), *_ = Counter(name for name, _ in pairs).most_common(1)
+            refuse(f"'{name}' occurs twice in its header")
+        return found
+
+    try:
+        # json.loads would guess the encoding of bytes.
+        decoded = text.decode("utf-8") if isinstance(text, bytes) else text
+        return json.loads(decoded, object_pairs_hook=unique)
+    except (RecursionError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        refuse(f"its header is no JSON ({error})")
+    except ValueError as error:
+        # Python refuses integers of thousands of digits by a plain ValueError, the class of `refuse`.
+        if str(error).startswith("Exceeds the limit"):
+            refuse(f"its header is no JSON ({error})")
+        raise
+
+
+def write_safetensors(
+    path: FilePath, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
+) -> None:
+    """Write a file: into a temporary one next to it, which takes its place when it is complete.
+
+    Args:
+        path: The file, which is replaced.
+        tensors: By name.
+        metadata: Texts by name.
+
+    Raises:
+        ValueError: If a dtype is unknown to the format.
+        OSError: If the file cannot be written; an older one is then as it was.
+    """
+    # Larger elements come first, so that every tensor is aligned.
+    order = sorted(tensors, key=lambda name: -tensors[name].itemsize)
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    end = 0
+    for name in order:
+        tensor = tensors[name]
+        if tensor.dtype not in NAMES:
+            raise ValueError(
+                f"safetensors files hold no {tensor.dtype}: leave out or convert '{name}'"
+            )
+        begin, end = end, end + tensor.nbytes
+        header[name] = {
+            "dtype": NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with replacing(Path(path)) as new, open(new, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in order:
+            file.write(bytes_of(tensors[name]).numpy().data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor on the CPU, uint8 of one axis: a view if it is contiguous."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+def crc32(tensor: Tensor) -> str:
+    """The CRC-32 of a tensor's bytes, eight hexadecimal digits: it finds damage, and is no protection from attacks.
+
+    Example:
+        >>> crc32(torch.tensor([1.0, 2.0]))
+        '2e3fa576'
+    """
+    return f"{zlib.crc32(bytes_of(tensor).numpy().data):08x}"
+
+
+def memory_of(tensor: Tensor) -> tuple[Any, ...]:
+    """Equal for tensors that are the same view of the same memory, as tied weights are."""
+    return tensor.data_ptr(), tensor.device, tensor.dtype, tuple(tensor.shape), tensor.stride()
+
 
 FORMAT = "lightning_nm.packed"
 VERSION = "1"
@@ -83,7 +251,7 @@ class PackedFile:
         OSError: If it cannot be opened.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: FilePath) -> None:
         expected = "a packed model is one file, which `lightning-nm export --to packed` or save_packed() writes"
         if not os.path.exists(path):
             raise FileNotFoundError(f"there is no file '{path}': {expected}")
@@ -112,7 +280,15 @@ class PackedFile:
                 self._refuse(f"'{key}' is both dense and packed")
             for part in parts_of(key, int8=self.packed[key].int8):
                 self.dense.pop(part, None)
-        self.checksums = self._checksums(metadata)
+        self.checksums: dict[str, str] | None = None
+        if CHECKSUMS in metadata:
+            found = read_json(metadata[CHECKSUMS], self._refuse)
+            is_right = isinstance(found, dict)
+            if not is_right or not all(isinstance(each, str) for each in found.values()):
+                self._refuse(f"`{CHECKSUMS}` is no object of texts")
+            for name in found.keys() ^ self.file.entries.keys():
+                self._refuse(f"'{name}' is not both a tensor and a name in `{CHECKSUMS}`")
+            self.checksums = found
         self._intact: set[str] = set()  # tensors whose checksum was compared
         self.aliases: dict[str, str] = aliases
         for alias, key in aliases.items():
@@ -122,17 +298,6 @@ class PackedFile:
 
     def _refuse(self, reason: str) -> NoReturn:
         raise ValueError(f"'{self.file.path}' is not a packed model, or is damaged: {reason}")
-
-    def _checksums(self, metadata: Mapping[str, str]) -> dict[str, str] | None:
-        """The checksum of every tensor, if the file has checksums."""
-        if CHECKSUMS not in metadata:
-            return None
-        found = read_json(metadata[CHECKSUMS], self._refuse)
-        if not isinstance(found, dict) or not all(isinstance(each, str) for each in found.values()):
-            self._refuse(f"`{CHECKSUMS}` is no object of texts")
-        for name in found.keys() ^ self.file.entries.keys():
-            self._refuse(f"'{name}' is not both a tensor and a name in `{CHECKSUMS}`")
-        return found
 
     def _entry(self, key: str, fields: Any) -> PackedEntry:
         """A checked entry of the header."""
@@ -146,49 +311,45 @@ class PackedFile:
             self._refuse(
                 f"'{key}' has the layout {fields['layout']!r}, none of {', '.join(LAYOUTS)}"
             )
-        if not _is_shape(fields["shape"]):
-            self._refuse(f"'{key}' is of shape {fields['shape']!r}")
+        sizes = fields["shape"]
+        is_list = isinstance(sizes, list) and len(sizes) <= _MOST_AXES
+        if not is_list or not all(type(size) is int and 0 < size < 1 << 48 for size in sizes):
+            self._refuse(f"'{key}' is of shape {sizes!r}")
+        shape = tuple(sizes)
         try:
             if not isinstance(fields["pattern"], str):
                 raise ValueError(f"pattern {fields['pattern']!r} is no text")
             is_dense = self._version == VERSION_DENSE and fields["pattern"] == str(EVERY_ENTRY)
-            if is_dense and not (
-                int8 and len(fields["shape"]) == 2 and fields["layout"] == "plain"
-            ):
+            if is_dense and not (int8 and len(shape) == 2 and fields["layout"] == "plain"):
                 raise ValueError(
                     "a dense matrix is not in int8, of two axes and of the layout 'plain'"
                 )
             pattern = EVERY_ENTRY if is_dense else NMPattern.parse(fields["pattern"])
             if pattern.m > MAX_M:
                 raise ValueError(f"pattern {pattern} has blocks of more than {MAX_M}")
-            shapes = packed_shapes(tuple(fields["shape"]), pattern, fields["layout"])
+            values, positions = packed_shapes(shape, pattern, fields["layout"])
         except ValueError as error:
             self._refuse(f"'{key}': {error}")
         # A list or an object from the header is not hashable: only texts are looked up.
         dtype = DTYPES.get(fields["dtype"]) if isinstance(fields["dtype"], str) else None
         if dtype is None or dtype not in PACKED_DTYPES:
             self._refuse(f"'{key}' is of dtype {fields['dtype']!r}, which is not packed")
-        values_shape, positions_shape = shapes
-        values_name, positions_name, *scales_name = parts_of(key, int8=int8)
         if int8 and dtype not in INT8_DTYPES:
             self._refuse(
                 f"'{key}' in {fields['dtype']} has int8 values, which weights in F32 and BF16 have alone"
             )
-        self._check_part(values_name, torch.int8 if int8 else dtype, values_shape)
-        self._check_part(positions_name, torch.uint8, positions_shape)
-        for name in scales_name:
-            possible = scale_shapes(tuple(fields["shape"]), pattern, fields["layout"])
-            self._check_part(name, torch.float32, *possible)
-        return PackedEntry(pattern, Layout(fields["layout"]), tuple(fields["shape"]), dtype, int8)
-
-    def _check_part(self, name: str, dtype: torch.dtype, *shapes: tuple[int, ...]) -> None:
-        """Check a tensor that the header of a packed weight implies; it is of one of the shapes."""
-        entry = self.file.entries.get(name)
-        if entry is None:
-            self._refuse(f"there is no tensor '{name}'")
-        if entry.dtype != dtype or entry.shape not in shapes:
-            expected = " or ".join(map(str, shapes))
-            self._refuse(f"'{name}' is {entry.dtype} {entry.shape}, not {dtype} {expected}")
+        entry = PackedEntry(pattern, Layout(fields["layout"]), shape, dtype, int8)
+        shapes = [values], [positions], scale_shapes(shape, pattern, entry.layout)
+        dtypes = torch.int8 if int8 else dtype, torch.uint8, torch.float32
+        # Without int8 there are no scales.
+        for name, own, possible in zip(parts_of(key, int8=int8), dtypes, shapes, strict=False):
+            part = self.file.entries.get(name)
+            if part is None:
+                self._refuse(f"there is no tensor '{name}'")
+            if part.dtype != own or part.shape not in possible:
+                expected = " or ".join(map(str, possible))
+                self._refuse(f"'{name}' is {part.dtype} {part.shape}, not {own} {expected}")
+        return entry
 
     def names(self) -> list[str]:
         """The keys of the model's state dict."""
@@ -204,7 +365,7 @@ class PackedFile:
 
     def _described(self, key: str) -> PackedEntry | Entry:
         key = self.aliases.get(key, key)
-        return self.packed[key] if key in self.packed else self.dense[key]
+        return self.packed.get(key) or self.dense[key]
 
     def read(self, key: str) -> Tensor | PackedTensor:
         """Read one tensor.
@@ -253,10 +414,9 @@ class PackedFile:
             ValueError: If its bytes, its positions, or its int8 values and scales, are damaged.
         """
         entry = self.packed[key]
-        parts = [self.read_stored(name) for name in parts_of(key, int8=entry.int8)]
-        values, positions, *scales = parts
-        found = PackedTensor(values, positions, entry.pattern, entry.layout, entry.shape)
-        if entry.int8:
+        values, positions, *scales = map(self.read_stored, parts_of(key, int8=entry.int8))
+        found = PackedTensor(values, positions, *entry[:3])
+        if scales:
             found = found._replace(scales=scales[0], dense_dtype=entry.dtype)
         try:
             found.check()
@@ -265,7 +425,7 @@ class PackedFile:
         return found
 
 
-def no_checksums(path: str | os.PathLike[str]) -> str:
+def no_checksums(path: FilePath) -> str:
     """What is said of a packed file without checksums."""
     return (
         f"'{path}' was written by lightning_nm 0.3 or older and has no checksums, so damaged values are not noticed: "
@@ -273,7 +433,7 @@ def no_checksums(path: str | os.PathLike[str]) -> str:
     )
 
 
-def is_packed(path: str | os.PathLike[str]) -> bool:
+def is_packed(path: FilePath) -> bool:
     """Whether a file is a packed model; one that cannot be read as safetensors is none."""
     path = Path(path)
     if path.suffix != ".safetensors" or not path.is_file():
@@ -285,22 +445,10 @@ def is_packed(path: str | os.PathLike[str]) -> bool:
 
 def parts_of(key: str, *, int8: bool) -> list[str]:
     """Names of the tensors of a packed weight."""
-    parts = ["values", "positions", "scales"] if int8 else ["values", "positions"]
-    return [f"{key}.{part}" for part in parts]
+    return [f"{key}.{part}" for part in part_names(int8)]
 
 
-def _is_shape(value: Any) -> bool:
-    """Whether a value of JSON is a list of sizes, none of them 0."""
-    return (
-        isinstance(value, list)
-        and len(value) <= _MOST_AXES
-        and all(type(size) is int and 0 < size < 1 << 48 for size in value)
-    )
-
-
-def write_packed(
-    path: str | os.PathLike[str], tensors: Mapping[str, Tensor | PackedTensor]
-) -> None:
+def write_packed(path: FilePath, tensors: Mapping[str, Tensor | PackedTensor]) -> None:
     """Write a packed model: a temporary file, which takes the place of `path` when it is complete.
 
     Tensors on the same memory are written once.
@@ -315,7 +463,7 @@ def write_packed(
     """
     first: dict[Any, str] = {}  # the key of each tensor that is written
     aliases: dict[str, str] = {}
-    stored: dict[str, Tensor] = {}
+    stored: Weights = {}
     header: dict[str, dict[str, Any]] = {}
     version = VERSION
     for key, tensor in tensors.items():
@@ -334,18 +482,17 @@ def write_packed(
             "shape": list(tensor.shape),
             "dtype": NAMES[tensor.dtype],
         }
-        parts = [tensor.values, tensor.positions]
         if tensor.scales is not None:
             header[key]["values"] = NAMES[torch.int8]
             is_dense = tensor.pattern == EVERY_ENTRY
             version = max(version, VERSION_DENSE if is_dense else VERSION_INT8)
-            parts.append(tensor.scales)
-        for name, part in zip(parts_of(key, int8=len(parts) > 2), parts, strict=True):
+        for part, value in tensor.parts.items():
+            name = f"{key}.{part}"
             if name in tensors:
                 raise ValueError(
                     f"a packed weight needs the name '{name}', which another tensor has"
                 )
-            stored[name] = part
+            stored[name] = value
     metadata = {
         "format": FORMAT,
         "version": version,

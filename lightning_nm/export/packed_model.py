@@ -1,38 +1,39 @@
-"""Packed models: made of a model in memory, measured, saved, and given back as a dense state dict."""
+"""Packed models: made of a model in memory, measured, saved, loaded, and given back as a dense state dict.
+
+A file is loaded one tensor at a time, after it and the model are known to fit each other.
+"""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+import math
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from lightning_nm.export.packed_file import parts_of, write_packed
-from lightning_nm.export.patterns import Found, pattern_of
+from lightning_nm.export.atomic_write import FilePath, Weights
+from lightning_nm.export.packed_file import PackedFile, bytes_of, no_checksums, write_packed
+from lightning_nm.export.patterns import Found, count_nonfinite, pattern_of
 from lightning_nm.functional.int8 import INT8_DTYPES
-from lightning_nm.nn.packed import (
-    BUDGET_S,
-    EVERY_ENTRY,
-    Budget,
-    Kernels,
-    PackedTensor,
-    PackedWeight,
+from lightning_nm.nn.packed.kernel_choice import BUDGET_S, Budget, Kernels, return_freed_memory
+from lightning_nm.nn.packed.layers import (
+    PackedLayer,
     Place,
     call_packed_children,
     embeddings_of,
-    int8_fault,
-    packed_weight,
     packed_weights,
+    places_and_reasons,
     places_of,
     put,
     refuse_to_fit,
-    return_freed_memory,
 )
-from lightning_nm.nn.weight import Layout, plain_name
+from lightning_nm.nn.packed.tensor import EVERY_ENTRY, PackedTensor, check_scales, int8_fault
+from lightning_nm.nn.packed.weight import PackedWeight
+from lightning_nm.nn.weight import Layout, parameter_key, plain_name
 from lightning_nm.pattern import NMPattern, PatternLike
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -52,7 +53,8 @@ def pack(
 ) -> Model:
     """Replace the N:M weights of a model by packed ones, one layer at a time.
 
-    The modules stay the same objects; their classes change, and a :class:`~lightning_nm.nn.packed.PackedWeight` takes
+    The modules stay the same objects; their classes change, and a
+    :class:`~lightning_nm.nn.packed.weight.PackedWeight` takes
     the place of each N:M parameter of a linear layer, convolution, ``Conv1D`` of ``transformers`` or projection of
     ``nn.MultiheadAttention``. Other weights stay as they are. On a CPU a weight takes the layout of a kernel of this
     package, if there is one for it. :func:`packed_summary` tells what each layer holds.
@@ -108,7 +110,19 @@ def pack(
     given = None if pattern is None else NMPattern.parse(pattern)
     globs = [exclude] if isinstance(exclude, str) else list(exclude)
     places, reasons = places_of(model)
-    embeddings = _chosen_embeddings(model, int8_embeddings, dtype)
+    wanted = [int8_embeddings] if isinstance(int8_embeddings, str) else int8_embeddings
+    if wanted and dtype != "int8":
+        raise ValueError("`int8_embeddings` needs dtype='int8'")
+    possible = embeddings_of(model)
+    embeddings: dict[str, Place] = {}
+    for glob in wanted:
+        matched = {key: place for key, place in possible.items() if matches(key, glob)}
+        if not matched:
+            raise ValueError(
+                f"`int8_embeddings` '{glob}' matches no nn.Embedding whose weight is its own: there are "
+                f"{', '.join(map(repr, possible)) or 'none'}"
+            )
+        embeddings |= matched
     found: dict[str, tuple[Place, Found]] = {}
     for key, place in places.items():
         if any(matches(key, glob) for glob in globs):
@@ -118,24 +132,31 @@ def pack(
             raise ValueError(
                 f"'{key}' has no values, it is on the meta device: use load_packed(model, file)"
             )
-        each = _pattern_of_place(place, given)
+        if place.role == "experts":
+            # Each expert is a matrix, so that no block may lie across its rows.
+            rows = place.weight.flatten(0, 1)  # [experts * out, in]
+            each = pattern_of(rows, given, [Layout.PLAIN])._replace(layout=place.layout)
+        else:
+            each = pattern_of(place.weight, given, place.layouts)
         if each.pattern is None:
             reasons[key] = each.reason
         else:
             found[key] = place, each
     refuse_empty(found, reasons, f"{type(model).__name__} has no weight to pack")
-    if dtype == "int8":
-        _check_int8({**embeddings, **{key: place for key, (place, _) in found.items()}})
-    for key, place in embeddings.items():
-        tensor = PackedTensor.of_int8(place.weight, EVERY_ENTRY)
-        put(place, packed_weight(tensor, key, place.role, kernels, budget))
-    for key, (place, each) in found.items():
-        assert each.pattern is not None
-        if dtype == "int8":
-            tensor = PackedTensor.of_int8(place.weight, each.pattern, each.layout, role=place.role)
-        else:
-            tensor = PackedTensor.of(place.weight, each.pattern, each.layout)
-        put(place, packed_weight(tensor, key, place.role, kernels, budget))
+    found = {key: (place, Found(EVERY_ENTRY)) for key, place in embeddings.items()} | found
+    for key, (place, _) in found.items():
+        fault = int8_fault(place.weight) if dtype else ""
+        if fault:
+            other_dtype = place.weight.dtype not in INT8_DTYPES
+            remedy = "convert the model by model.to(torch.bfloat16), or " if other_dtype else ""
+            option = "`int8_embeddings`" if place.role == "embedding" else "`exclude`"
+            raise ValueError(
+                f"'{key}' has no int8 form, {fault}: {remedy}leave the layer out by {option}"
+            )
+    for key, (place, (own, layout, _)) in found.items():
+        assert own is not None
+        tensor = PackedTensor.of(place.weight, own, layout, int8=dtype == "int8", role=place.role)
+        put(place, tensor, key, kernels, budget)
     return for_inference(model)
 
 
@@ -144,52 +165,7 @@ def matches(key: str, glob: str) -> bool:
     return fnmatchcase(key, glob) or fnmatchcase(key.rpartition(".")[0], glob)
 
 
-def _chosen_embeddings(
-    model: nn.Module, globs: str | Sequence[str], dtype: str | None
-) -> dict[str, Place]:
-    """The embeddings to hold in int8."""
-    globs = [globs] if isinstance(globs, str) else globs
-    if globs and dtype != "int8":
-        raise ValueError("`int8_embeddings` needs dtype='int8'")
-    possible = embeddings_of(model)
-    chosen = {}
-    for glob in globs:
-        matched = {key: place for key, place in possible.items() if matches(key, glob)}
-        if not matched:
-            raise ValueError(
-                f"`int8_embeddings` '{glob}' matches no nn.Embedding whose weight is its own: there are "
-                f"{', '.join(map(repr, possible)) or 'none'}"
-            )
-        chosen.update(matched)
-    return chosen
-
-
-def _pattern_of_place(place: Place, given: NMPattern | None) -> Found:
-    """The pattern of a weight, and where its blocks lie."""
-    if place.role == "experts":
-        # Each expert is a matrix, so that no block may lie across its rows.
-        rows = place.weight.flatten(0, 1)  # [experts * out, in]
-        return pattern_of(rows, given, [Layout.PLAIN])._replace(layout=place.layout)
-    layouts = [place.layout]
-    if place.role == "convolution":
-        layouts.append(Layout.FLAT)
-    return pattern_of(place.weight, given, layouts)
-
-
-def _check_int8(places: Mapping[str, Place]) -> None:
-    """Refuse weights that have no int8 form, by a ``ValueError``."""
-    for key, place in places.items():
-        fault = int8_fault(place.weight)
-        if fault:
-            other_dtype = place.weight.dtype not in INT8_DTYPES
-            remedy = "convert the model by model.to(torch.bfloat16), or " if other_dtype else ""
-            option = "`int8_embeddings`" if place.role == "embedding" else "`exclude`"
-            raise ValueError(
-                f"'{key}' has no int8 form, {fault}: {remedy}leave the layer out by {option}"
-            )
-
-
-def save_packed(model: nn.Module, path: str | os.PathLike[str]) -> None:
+def save_packed(model: nn.Module, path: FilePath) -> None:
     """Save a packed model, as :func:`load_packed` reads it.
 
     Args:
@@ -200,42 +176,44 @@ def save_packed(model: nn.Module, path: str | os.PathLike[str]) -> None:
         ValueError: If no layer is packed.
         OSError: If the file cannot be written.
     """
-    packed = {plain_name(key): weight for key, weight in packed_weights(model, all_names=True)}
-    if not packed:
-        raise ValueError(
-            f"{type(model).__name__} has no packed layer: call lightning_nm.pack(model) first"
-        )
+    packed = dict(required_weights(model, all_names=True))
     # A weight is packed once for all of its keys, so that the file has its tensors once, and the other keys as aliases.
     once = {weight: weight.packed() for weight in packed.values()}
-    parts = {part for key, weight in packed.items() for part in parts_of(key, int8=weight.is_int8)}
-    tensors: dict[str, Tensor | PackedTensor] = {}
-    for key, tensor in model.state_dict().items():
-        plain = plain_name(key)
-        if isinstance(tensor, Tensor) and plain not in parts:
-            tensors[plain] = tensor
+    tensors: dict[str, Tensor | PackedTensor] = {
+        plain_name(key): tensor
+        for key, tensor in model.state_dict().items()
+        if isinstance(tensor, Tensor) and key.rpartition(".")[0] not in packed
+    }
     for key, weight in packed.items():
-        tensors[key] = once[weight]
+        tensors[plain_name(key)] = once[weight]
     write_packed(path, tensors)
 
 
-def unpacked_state_dict(model: nn.Module) -> dict[str, Tensor]:
+def required_weights(
+    model: nn.Module, *, all_names: bool = False
+) -> Iterator[tuple[str, PackedWeight]]:
+    """The packed weights of a model by key; one without any is refused by a ``ValueError``."""
+    found = list(packed_weights(model, all_names=all_names))
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} has no packed layer: call lightning_nm.pack(model) first"
+        )
+    return iter(found)
+
+
+def unpacked_state_dict(model: nn.Module) -> Weights:
     """The dense state dict of a packed model, with zeros, under the keys that the model had before.
 
     It has the memory of the dense model: keys of one module, which the model holds under several names, have one
     tensor. ``model.state_dict()`` has the packed tensors.
     """
     packed = dict(packed_weights(model, all_names=True))
-    once: dict[PackedWeight, Tensor] = {}
-    found: dict[str, Tensor] = {}
+    once = {weight: weight.unpack() for weight in dict.fromkeys(packed.values())}
+    found: Weights = {}
     for key, tensor in model.state_dict().items():
-        owner, _, part = key.rpartition(".")
-        if owner not in packed:
-            found[key] = tensor
-        elif part == "values":
-            weight = packed[owner]
-            if weight not in once:
-                once[weight] = weight.unpack()
-            found[owner] = once[weight]
+        owner = key.rpartition(".")[0]
+        name, value = (owner, once[packed[owner]]) if owner in packed else (key, tensor)
+        found[name] = value
     return found
 
 
@@ -302,11 +280,7 @@ def warm_up(
         >>> _ = prune(layer, "1:16", skip_first_last=False)
         >>> model = warm_up(pack(layer, kernels="sparse"), batch=[1, 8], tokens=[1, 128])
     """
-    weights = dict(packed_weights(model))
-    if not weights:
-        raise ValueError(
-            f"{type(model).__name__} has no packed layer: call lightning_nm.pack(model) first"
-        )
+    weights = dict(required_weights(model))
     for name, sizes in (("batch", batch), ("tokens", tokens)):
         if not sizes or not all(isinstance(size, int) and size > 0 for size in sizes):
             raise ValueError(f"{name}={sizes!r} must be positive integers, such as {name}=[1, 16]")
@@ -322,16 +296,356 @@ def warm_up(
             raise ValueError(
                 f"'{name}' is of a convolution, whose sizes depend on the image: pass example=image[None]"
             )
-    with ExitStack() as stack, torch.inference_mode():
-        for budget in {id(weight.budget): weight.budget for weight in chosen.values()}.values():
-            stack.enter_context(budget.unlimited())
-        for weight in chosen.values():
-            if weight.role != "convolution":
+    budgets = {weight.budget: weight.budget.left_s for weight in chosen.values()}
+    try:
+        for budget in budgets:
+            budget.left_s = math.inf  # whatever is asked for is measured
+        with torch.inference_mode():
+            for weight in chosen.values():
+                if weight.role == "convolution":
+                    weight.forget()
+                    continue
                 for size in sorted({b * t for b in batch for t in tokens}):
                     weight.measure(size)
-            elif weight.operand is not None:
-                weight.operand.forget()
-        if inputs and chosen:
-            for size in batch:
-                model(*(each.expand(size, *each.shape[1:]) for each in inputs))
+            if inputs and chosen:
+                for size in batch:
+                    model(*(each.expand(size, *each.shape[1:]) for each in inputs))
+    finally:
+        for budget, left_s in budgets.items():
+            budget.left_s = left_s
     return model
+
+
+def load_packed(
+    model: Model,
+    path: FilePath,
+    *,
+    kernels: Kernels = "auto",
+    budget_s: float = BUDGET_S,
+) -> Model:
+    """Load a packed model into a model of the same architecture, whose layers become packed, see :func:`pack`.
+
+    Tensors are read one at a time, and the dense weight of a packed layer is never made beside the others. A model that
+    was built under ``torch.device("meta")`` takes no memory before. Tensors have the file's dtype and, unless they are
+    on the meta device, the model's device. Every tensor is compared with its checksum before the model is changed;
+    there is a warning if the file has no checksums (lightning_nm 0.3 and older), or if a weight has entries that are
+    NaN or infinite.
+
+    Args:
+        model: A module with the keys and shapes of the one that was exported, in its dtype or in torch's default one.
+            A weight that is packed in the file, and that no packed layer takes, is unpacked.
+        path: A file of ``lightning-nm export --to packed`` or :func:`save_packed`.
+        kernels: As :func:`pack`'s.
+        budget_s: As :func:`pack`'s.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: If the file is damaged or is no packed model, or the model does not fit it: the message names
+            both. The model is then unchanged.
+        OSError: If the file cannot be opened.
+    """
+    check_kernels(kernels)
+    budget = Budget(budget_s)
+    if any(packed_weights(model)):
+        raise ValueError(f"{type(model).__name__} is packed already: load into a new model")
+    file = PackedFile(path)
+    names = {plain_name(key): key for key in file.names()}
+    owners = _owners(model)
+    _refuse_other_model(model, file, names, owners, path)
+    found_places, _ = places_of(model)  # refuses a masked model
+    embeddings = embeddings_of(model)
+    _refuse_other_tensors(file, names, owners, {**embeddings, **found_places})
+    if file.checksums is None:
+        warnings.warn(no_checksums(path), stacklevel=2)
+    # N:M embeddings, and dense matrices of other layers, are unpacked.
+    places, rows = (
+        {id(place.weight): (name, place) for name, place in found.items()}
+        for found in (found_places, embeddings)
+    )
+    waiting = list(dict.fromkeys(owners.values()))
+    owners.clear()  # `waiting` alone holds the dense weights, each until it is replaced
+    nonfinite = []
+    while waiting:
+        owner = waiting.pop(0)
+        key = next(names[plain] for plain in map(plain_name, owner.keys) if plain in names)
+        found = file.read(key)
+        tensor, fitting = owner.tensor, None
+        if isinstance(found, PackedTensor):
+            fitting = (rows if found.pattern == EVERY_ENTRY else places).get(id(tensor))
+        values = found.values if isinstance(found, PackedTensor) else found
+        # A buffer may be a mask of -inf.
+        count = count_nonfinite(values, infinite=isinstance(tensor, nn.Parameter))
+        if count:
+            nonfinite.append(f"'{key}' ({count})")
+        device = torch.device("cpu") if tensor.is_meta else tensor.device
+        if isinstance(found, PackedTensor) and fitting is not None:
+            name, place = fitting
+            del owner, tensor
+            put(place, found.to(device), name, kernels, budget)
+            continue
+        dense = found.unpack() if isinstance(found, PackedTensor) else found
+        if not tensor.is_meta:
+            tensor.data = dense.to(device)  # its dtype, too
+            continue
+        new = nn.Parameter(dense, requires_grad=False)
+        for own_key in owner.keys:
+            prefix, _, name = own_key.rpartition(".")
+            module = model.get_submodule(prefix)
+            if isinstance(tensor, nn.Parameter):
+                module._parameters[name] = new
+            else:
+                module._buffers[name] = dense
+    for_inference(model)
+    if nonfinite:
+        warnings.warn(
+            f"tensors of '{path}' have entries that are NaN or infinite, so outputs of the model may be NaN: "
+            f"{listed(nonfinite)}",
+            stacklevel=2,
+        )
+    return model
+
+
+@dataclass(eq=False)
+class _Owner:
+    """A tensor of the state dict, and its keys: several if modules share it, or the model holds one twice."""
+
+    tensor: Tensor
+    keys: list[str] = field(default_factory=list)
+
+
+def _owners(model: nn.Module) -> dict[str, _Owner]:
+    """The tensors of a model's state dict by key, without wrappers."""
+    shared: dict[int, _Owner] = {}
+    found: dict[str, _Owner] = {}
+    for key, tensor in model.state_dict(keep_vars=True).items():
+        if isinstance(tensor, Tensor):
+            owner = shared.setdefault(id(tensor), _Owner(tensor))
+            owner.keys.append(key)
+            found[plain_name(key)] = owner
+    return found
+
+
+def _refuse_other_tensors(
+    file: PackedFile,
+    names: Mapping[str, str],
+    owners: Mapping[str, _Owner],
+    places: Mapping[str, Place],
+) -> None:
+    """Refuse tensors that are damaged or do not fit, and different values of what is one tensor in the model."""
+    path = file.file.path
+    for key in file.dense:
+        file.check(key)
+    # The tensors of the file by the model's keys, and the roles of the modules by those tensors.
+    own_keys = {plain: file.aliases.get(key, key) for plain, key in names.items()}
+    roles = {own_keys[name]: place.role for name, place in places.items() if name in own_keys}
+    for key in file.packed:
+        packed = file.read_packed(key)
+        try:
+            if key in roles:
+                check_scales(packed, roles[key])
+        except ValueError as error:
+            raise ValueError(f"'{key}' of '{path}' does not fit the model: {error}") from None
+    for owner in dict.fromkeys(owners.values()):
+        given: dict[str, str] = {}  # a key of the model by each tensor of the file
+        for plain in map(plain_name, owner.keys):
+            if plain in own_keys:
+                given.setdefault(own_keys[plain], plain)
+        if len(given) < 2:
+            continue
+        first, *others = given
+        expected = file.read_dense(first)
+        for other in others:
+            values = file.read_dense(other)
+            # By bits: NaN is equal to itself.
+            if values.dtype != expected.dtype or not torch.equal(
+                bytes_of(values), bytes_of(expected)
+            ):
+                raise ValueError(
+                    f"'{given[first]}' and '{given[other]}' are one tensor in the model, and different ones in "
+                    f"'{path}': load the file into a model that does not share them"
+                )
+
+
+def _refuse_other_model(
+    model: nn.Module,
+    file: PackedFile,
+    names: Mapping[str, str],
+    owners: Mapping[str, _Owner],
+    path: FilePath,
+) -> None:
+    kind = type(model).__name__
+    given = {id(owners[plain]) for plain in names if plain in owners}
+    missing = [key for key, owner in owners.items() if key not in names and id(owner) not in given]
+    others = [key for key in names if key not in owners]
+    shared = [(plain, key, owners[plain].tensor) for plain, key in names.items() if plain in owners]
+    faults = []
+    for what, keys in (("the file lacks", missing), ("the model lacks", others)):
+        if keys:
+            faults.append(f"{what} {listed([*map(repr, keys)])}")
+    for plain, key, tensor in shared:
+        own = tuple(tensor.shape)
+        if own != file.shape(key):
+            faults.append(f"'{plain}' is {own} in the model and {file.shape(key)} in the file")
+    if faults:
+        raise ValueError(f"the model {kind} does not fit '{path}': {listed(faults, '; ')}")
+    for plain, key, tensor in shared:
+        own_dtype, dtype = tensor.dtype, file.dtype(key)
+        # A model in torch's default dtype takes the file's; inputs of one that was converted would have the wrong one.
+        is_chosen = own_dtype.is_floating_point and own_dtype != torch.get_default_dtype()
+        if is_chosen and own_dtype != dtype and not tensor.is_meta:
+            raise ValueError(
+                f"'{plain}' is {own_dtype} in the model {kind} and {dtype} in '{path}', and a loaded "
+                f"model has the dtypes of its file: load into model.to({dtype}), and convert the packed model by "
+                f".to({own_dtype})"
+            )
+    empty = [
+        f"{name}.{buffer}".lstrip(".")
+        for name, module in model.named_modules()
+        for buffer in module._non_persistent_buffers_set
+        if (tensor := module._buffers.get(buffer)) is not None and tensor.is_meta
+    ]
+    if empty:
+        raise ValueError(
+            f"{listed([*map(repr, empty)])} of {kind} on the meta device has no values, and "
+            "no state dict holds it: build the model on the CPU, or under accelerate.init_empty_weights()"
+        )
+
+
+class HeldWeight(NamedTuple):
+    """A weight of a packed layer.
+
+    Attributes:
+        name: Its key in the dense state dict.
+        pattern: Its pattern; ``"dense"`` of an embedding in int8.
+        form: What is held: ``"packed"`` as in files, the layout of a kernel by the kernel's name, or ``"dense"``. Of
+            values in int8: ``"packed int8"``, ``"cpu-int8"``, or ``"dense, of int8"``, in the dtype of the inputs.
+        bytes: Bytes that are held.
+        dense_bytes: Bytes of the dense weight.
+    """
+
+    name: str
+    pattern: str
+    form: str
+    bytes: int
+    dense_bytes: int
+
+
+class NotPacked(NamedTuple):
+    """A weight, or a module with weights, that no packed layer holds.
+
+    Attributes:
+        name: Its key in the dense state dict, or the module's name.
+        reason: Why.
+    """
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class PackedSummary:
+    """The weights of a packed model; ``str()`` gives a table.
+
+    Attributes:
+        weights: Those of packed layers.
+        not_packed: The others of layers that could be N:M.
+        not_int8: Those of `weights` whose values are not int8, and why, if others are.
+    """
+
+    weights: tuple[HeldWeight, ...]
+    not_packed: tuple[NotPacked, ...] = ()
+    not_int8: tuple[NotPacked, ...] = ()
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that all of them hold."""
+        return sum(weight.bytes for weight in self.weights)
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes of the dense weights."""
+        return sum(weight.dense_bytes for weight in self.weights)
+
+    def __str__(self) -> str:
+        total = HeldWeight(f"{len(self.weights)} weights", "", "", self.bytes, self.dense_bytes)
+        rows = [("weight", "pattern", "held as", "bytes", "of dense")]
+        for each in (*self.weights, total):
+            rows.append((*each[:3], f"{each.bytes}", f"{each.bytes / each.dense_bytes:.3f}"))
+        left = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            "  ".join([*map(str.ljust, row[:3], left), *map(str.rjust, row[3:], left[3:])]).rstrip()
+            for row in rows
+        ]
+        lines += [f"{name}  not int8: {reason}" for name, reason in self.not_int8]
+        lines += [f"{name}  not packed: {reason}" for name, reason in self.not_packed]
+        return "\n".join(lines)
+
+
+def packed_summary(model: nn.Module) -> PackedSummary:
+    """What each packed layer of a model holds now, its share of the dense weight's memory, and what is not packed.
+
+    With ``kernels="auto"`` a layer whose dense product is faster holds the dense weight from then on, see
+    :func:`lightning_nm.pack`: look again after the model has run.
+
+    Raises:
+        ValueError: If no layer is packed.
+
+    Example::
+
+        >>> import torch
+        >>> from lightning_nm import pack
+        >>> model = nn.Sequential(nn.Linear(64, 32), nn.ReLU())
+        >>> model[0].weight.data.zero_()[:, ::16] = 1
+        >>> print(packed_summary(pack(model, kernels="reference")))
+        weight     pattern  held as  bytes  of dense
+        0.weight   1:16     packed     576     0.070
+        1 weights                      576     0.070
+    """
+    held = {plain_name(name): weight for name, weight in required_weights(model)}
+    rows = tuple(
+        HeldWeight(name, str(weight.pattern), weight.form, weight.nbytes, weight.dense_nbytes)
+        for name, weight in held.items()
+    )
+    # Those that keep their values while others are int8.
+    some_int8 = any(weight.is_int8 for weight in held.values())
+    not_int8 = tuple(
+        NotPacked(name, f"it was packed in {str(weight.dtype).removeprefix('torch.')}")
+        for name, weight in held.items()
+        if some_int8 and not weight.is_int8
+    )
+    return PackedSummary(rows, tuple(_not_packed(model)), not_int8)
+
+
+def _not_packed(model: nn.Module) -> Iterator[NotPacked]:
+    places, reasons = places_and_reasons(model)
+    modules = {plain_name(name): module for name, module in model.named_modules()}
+    packed = {name: module for name, module in modules.items() if isinstance(module, PackedLayer)}
+    partly: dict[str, nn.Module] = dict(packed)  # layers that may hold dense weights, too
+    for name, reason in reasons.items():
+        parent = name.rpartition(".")[0]
+        if name in packed:
+            continue
+        if parent not in packed:
+            yield NotPacked(name, reason)
+        elif name in modules:
+            # Such as `out_proj` of an attention whose other projections are packed.
+            partly[name] = modules[name]
+    for name, module in partly.items():
+        for parameter, tensor in module._parameters.items():
+            # bias_k and bias_v of attention have three axes, and are no matrices.
+            if tensor is not None and tensor.dim() > 1 and not parameter.startswith("bias_"):
+                yield NotPacked(parameter_key(name, parameter), _why_dense(tensor, [Layout.PLAIN]))
+    for name, place in places.items():
+        yield NotPacked(name, _why_dense(place.weight, place.layouts))
+
+
+def _why_dense(weight: nn.Parameter, layouts: list[Layout]) -> str:
+    """Why a weight is dense that a packed layer could hold."""
+    if weight.is_meta:
+        return "it has no values, it is on the meta device"
+    found = pattern_of(weight, None, layouts)
+    if found.pattern is None:
+        return found.reason
+    return f"it is {found.pattern}, but was left dense by `exclude` or `pattern`, or is dense in the file"

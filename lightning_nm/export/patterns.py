@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_nm.export.safetensors_file import memory_of
+from lightning_nm.export.packed_file import memory_of
 from lightning_nm.functional import count_violations
 from lightning_nm.functional.nm_format import MAX_M, PACKED_DTYPES, position_bits
-from lightning_nm.nn.packed.replace import SAME_BLOCKS
+from lightning_nm.nn.packed.layers import SAME_BLOCKS
 from lightning_nm.nn.packed.tensor import blocks_last
 from lightning_nm.nn.weight import Layout, key_of_layer, plain_name
 from lightning_nm.pattern import NMPattern
@@ -64,11 +64,19 @@ def pattern_of(
     if pattern is not None:
         return _checked(blocked, pattern)
     best = None
-    least = math.inf
+    least = LARGEST
     for layout, rows in blocked:
-        for possible in _sparsest(rows):
-            share = _share(possible, weight.dtype)
-            if share <= LARGEST and share < least:
+        for m in SOUGHT:
+            if rows.shape[-1] % m:
+                continue
+            # The least N for these blocks; a weight that is all zero needs one value a block, too.
+            most = max(int(torch.count_nonzero(rows.reshape(-1, m), dim=1).max()), 1)
+            if most == m:
+                continue
+            possible = NMPattern(most, m)
+            # Packed over dense bytes.
+            share = possible.density + position_bits(possible) / (m * weight.itemsize * 8)
+            if share < least or (best is None and share == least):
                 least = share
                 best = Found(possible, layout)
     if best is not None:
@@ -95,25 +103,6 @@ def _checked(blocked: Sequence[tuple[Layout, Tensor]], pattern: NMPattern) -> Fo
     return Found(
         None, reason=f"{min(counts)} of {blocks} blocks hold more than {pattern.n} of {pattern.m}"
     )
-
-
-def _sparsest(rows: Tensor) -> Iterator[NMPattern]:
-    """For each length of blocks the least N."""
-    for m in SOUGHT:
-        if rows.shape[-1] % m:
-            continue
-        blocks_bm = rows.reshape(-1, m)
-        nonzeros_b = torch.count_nonzero(blocks_bm, dim=1)
-        most = int(nonzeros_b.max())
-        if most < m:
-            # A weight that is all zero needs one value a block, too.
-            yield NMPattern(max(most, 1), m)
-
-
-def _share(pattern: NMPattern, dtype: torch.dtype) -> float:
-    """Packed over dense bytes."""
-    dense_bits = pattern.m * dtype.itemsize * 8
-    return pattern.density + position_bits(pattern) / dense_bits
 
 
 def patterns_in(
@@ -143,3 +132,156 @@ def patterns_in(
         memory_of(weights[key]): each for key, each in found.items() if each.pattern is not None
     }
     return {key: masked.get(memory_of(weights[key]), each) for key, each in found.items()}
+
+
+# Without a sparsifier state, a weight with fewer violating blocks than this share is broken, others are dense.
+_DENSE_FROM = 0.5
+
+# Integers that may be the values of a quantised weight; wider ones are indices.
+_QUANTISED = {torch.int8, torch.uint8, torch.qint8, torch.quint8, torch.qint32}
+
+# Another pattern is named if nonzeros fill this share of its places: zeros without a structure fit some pattern, too.
+_FULL = 0.95
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The result for one weight.
+
+    Args:
+        key: Key in the state dict.
+        verdict: ``"N:M"``, ``"dense"`` or ``"broken"``.
+        pattern: The pattern that the weight was checked against.
+        blocks: Number of blocks.
+        violations: Blocks with more than N nonzeros.
+        density: Share of nonzeros.
+        note: The axis, or the reason why nothing was checked.
+        nonfinite: Number of entries that are NaN or infinite.
+        stage: The stage of the training's schedule, and when the pattern's own is, if the weight lies in another one.
+        own_pattern: The pattern that a weight has which is not N:M in this one, if it has one.
+    """
+
+    key: str
+    verdict: str
+    pattern: str
+    blocks: int = 0
+    violations: int = 0
+    density: float = 1.0
+    note: str = ""
+    nonfinite: int = 0
+    stage: str = ""
+    own_pattern: str = ""
+
+
+def is_matrix(dtype: torch.dtype, axes: int) -> bool:
+    """Whether a tensor may be a weight that is N:M: of two or more axes, floating-point, complex or quantised."""
+    is_number = dtype.is_floating_point or dtype.is_complex or dtype in _QUANTISED
+    return axes >= 2 and is_number
+
+
+def comparable(key: str, weight: Tensor) -> Tensor:
+    """A weight as a strided tensor of a dtype that torch compares, with the same zeros.
+
+    Raises:
+        ValueError: If torch cannot make one.
+    """
+    try:
+        if weight.is_meta:
+            raise TypeError("it has no values (meta device)")
+        if weight.layout != torch.strided:
+            weight = weight.to_dense()
+        if weight.is_quantized:
+            weight = weight.dequantize()
+        is_float8 = weight.is_floating_point() and weight.itemsize == 1
+        return weight.float() if is_float8 else weight
+    except (RuntimeError, TypeError, MemoryError) as error:
+        kind = f"{weight.dtype}, {weight.layout}, {list(weight.shape)}"
+        reason = str(error).split("\n")[0]
+        raise ValueError(f"'{key}' ({kind}) cannot be read: {reason}") from error
+
+
+def classify(key: str, weight: Tensor, pattern: NMPattern) -> Verdict:
+    """Check a weight along all axes on which blocks may lie; the axis with the fewest violations counts.
+
+    Args:
+        key: Key in the state dict.
+        weight: Of two or more dimensions.
+        pattern: The pattern.
+
+    Raises:
+        ValueError: If its values cannot be read.
+    """
+    if weight.dtype == torch.uint8:
+        unknown = "uint8: the file does not tell which value stands for zero"
+        return Verdict(key, "dense", str(pattern), note=unknown)
+    stored = f", {str(weight.dtype).removeprefix('torch.')}" if weight.itemsize == 1 else ""
+    weight = comparable(key, weight)
+    # Some layers store weights as [in, out]; the blocks of a convolution may lie along the flattened filter. A 3-D
+    # weight is that of a 1-d convolution, or one matrix for each expert.
+    axes = [(weight, 1, "along dim 1")]
+    if weight.dim() == 2:
+        axes.append((weight, 0, "along dim 0"))
+    elif weight.dim() == 3:
+        axes += [(weight, 2, "along dim 2"), (weight.flatten(1), 1, "along the flattened filter")]
+    else:
+        axes.append((weight.flatten(1), 1, "along the flattened filter"))
+    verdicts = []
+    for rows, dim, note in axes:
+        if rows.shape[dim] % pattern.m == 0:
+            verdicts.append(judge(key, rows, pattern, dim, note, masked=False))
+    if not verdicts:
+        return Verdict(
+            key, "dense", str(pattern), note=f"shape {tuple(weight.shape)} has no axis of blocks"
+        )
+    # All have as many blocks.
+    found = min(verdicts, key=lambda verdict: verdict.violations)
+    own_pattern = ""
+    if found.verdict != "N:M" and 0 < found.density <= LARGEST:
+        # Its zeros may have another pattern.
+        own = pattern_of(weight).pattern
+        if own is not None and found.density >= _FULL * own.density:
+            own_pattern = str(own)
+    return replace(found, note=f"{found.note}{stored}", own_pattern=own_pattern)
+
+
+def judge(key: str, rows: Tensor, pattern: NMPattern, dim: int, note: str, masked: bool) -> Verdict:
+    """Check a weight along one axis.
+
+    Args:
+        key: Key in the state dict.
+        rows: The weight.
+        pattern: The pattern.
+        dim: The axis of the blocks.
+        note: Of the verdict.
+        masked: Whether the weight is known to be masked: any violation then makes it broken.
+    """
+    violations = int(count_violations(rows, pattern, dim=dim))
+    blocks = rows.numel() // pattern.m
+    density = float(torch.count_nonzero(rows)) / max(rows.numel(), 1)
+    if not violations:
+        # A weight that is all zero is N:M in every pattern.
+        verdict = "N:M" if masked or density else "dense"
+        note = note if density else f"{note}, all zero".removeprefix(", ")
+    else:
+        verdict = "broken" if masked or violations < _DENSE_FROM * blocks else "dense"
+    nonfinite = count_nonfinite(rows)
+    return Verdict(
+        key, verdict, str(pattern), blocks, violations, density, note, nonfinite=nonfinite
+    )
+
+
+def count_nonfinite(tensor: Tensor, *, infinite: bool = True) -> int:
+    """Number of entries of a tensor that are NaN or, with `infinite`, infinite.
+
+    Example:
+        >>> count_nonfinite(torch.tensor([1.0, torch.nan, torch.inf]))
+        2
+    """
+    if not tensor.is_floating_point() or not tensor.numel():
+        return 0
+    # torch has no isfinite() of float8.
+    values = tensor if tensor.itemsize > 1 else tensor.float()
+    # NaN is the least and the largest where there is one. On a CPU this takes a twentieth of the time of isfinite().
+    if torch.stack(torch.aminmax(values)).isfinite().all():
+        return 0
+    return int((~values.isfinite() if infinite else values.isnan()).sum())

@@ -7,26 +7,30 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from lightning_nm.export.coreml_package import SPARSE, CoreMLPackage, is_package
-from lightning_nm.export.files import ONNX, PROGRAM, kind_of_graph
-from lightning_nm.export.graph_weights import onnx_weights, program_weights
-from lightning_nm.export.huggingface import decoded, named_as_in_model
+from lightning_nm.export.coreml import SPARSE, CoreMLPackage, is_package
+from lightning_nm.export.graphs import onnx_weights, program_weights
 from lightning_nm.export.packed_file import PackedFile, is_packed, no_checksums
 from lightning_nm.export.packed_model import listed, matches
-from lightning_nm.export.sources import read_checkpoint
-from lightning_nm.export.verdicts import (
+from lightning_nm.export.patterns import (
     Verdict,
     classify,
     comparable,
     is_matrix,
     judge,
 )
-from lightning_nm.nn.packed import EVERY_ENTRY
-from lightning_nm.nn.packed.tensor import blocks_last
+from lightning_nm.export.sources import (
+    ONNX,
+    PROGRAM,
+    decoded,
+    kind_of_graph,
+    named_as_in_model,
+    read_checkpoint,
+)
+from lightning_nm.nn.packed.tensor import EVERY_ENTRY, blocks_last
 from lightning_nm.nn.state import saved_stages
 from lightning_nm.nn.weight import Layout, key_of_layer, misfit, plain_name
 from lightning_nm.pattern import NMPattern, PatternLike
@@ -139,9 +143,14 @@ def verify(
     globs = [include] if isinstance(include, str) else include
     problems = _problems(verdicts, globs)
     if base is not None:
-        problems += _lost(verdicts, _verify_file(base, parsed)[0], base)
+        problems += _lost(verdicts, _verify_file(base, parsed).verdicts, base)
     elif parsed is not None and min_share is None and not allow_dense and not problems:
-        problems += _dense(verdicts)
+        dense = [v.key for v in verdicts if v.verdict == "dense"]
+        if dense:
+            problems.append(
+                f"{len(dense)} of {len(verdicts)} matrices are dense: {listed(_grouped_keys(dense))}; allow that by "
+                "--allow-dense (allow_dense=True), or say how much must be N:M by --min-share (min_share)"
+            )
     result = Verification(verdicts, problems, sizes, notes)
     if min_share is not None and result.share < min_share:
         problems.append(
@@ -150,17 +159,46 @@ def verify(
     return result
 
 
-def _verify_file(
-    checkpoint: str | Path, pattern: NMPattern | None
-) -> tuple[list[Verdict], dict[str, int], list[str]]:
+class _Checked(NamedTuple):
     """The verdicts of a file, the number of entries of every matrix, and what is said of the file as a whole."""
+
+    verdicts: list[Verdict]
+    sizes: dict[str, int]
+    notes: list[str]
+
+    def add(
+        self,
+        key: str,
+        weight: Tensor,
+        noted: tuple[NMPattern, Layout] | None,
+        pattern: NMPattern | None,
+        *notes: str,
+    ) -> None:
+        """Judge a weight in the pattern and the layout that the file tells of it, if it does, or in another pattern."""
+        if noted is not None and pattern in (None, noted[0]):
+            own_pattern, layout = noted
+            rows = blocks_last(weight, layout)
+            verdict = judge(key, rows, own_pattern, -1, layout, masked=True)
+        else:
+            assert pattern is not None
+            verdict = classify(key, weight, pattern)
+        first, *others = notes
+        note = ", ".join(filter(None, (first, verdict.note, *others)))
+        self.verdicts.append(replace(verdict, note=note))
+
+
+def _verify_file(checkpoint: str | Path, pattern: NMPattern | None) -> _Checked:
+    checked = _Checked([], {}, [])
     if is_packed(checkpoint):
         file = PackedFile(checkpoint)
-        notes = [no_checksums(checkpoint)] if file.checksums is None else []
-        return (*_verify_packed(file, pattern), notes)
-    if is_package(checkpoint):
-        return (*_verify_coreml(CoreMLPackage(checkpoint), pattern), [])
-    return (*_verify_dense(Path(checkpoint), pattern), [])
+        if file.checksums is None:
+            checked.notes.append(no_checksums(checkpoint))
+        _verify_packed(file, pattern, checked)
+    elif is_package(checkpoint):
+        _verify_coreml(CoreMLPackage(checkpoint), pattern, checked)
+    else:
+        _verify_dense(Path(checkpoint), pattern, checked)
+    return checked
 
 
 def _lost(verdicts: Sequence[Verdict], of_base: Sequence[Verdict], base: str | Path) -> list[str]:
@@ -185,21 +223,8 @@ def _lost(verdicts: Sequence[Verdict], of_base: Sequence[Verdict], base: str | P
     return lost
 
 
-def _dense(verdicts: Sequence[Verdict]) -> list[str]:
-    """What is said of dense matrices that nothing allows."""
-    dense = [v.key for v in verdicts if v.verdict == "dense"]
-    if not dense:
-        return []
-    return [
-        f"{len(dense)} of {len(verdicts)} matrices are dense: {listed(_grouped_keys(dense))}; allow that by "
-        "--allow-dense (allow_dense=True), or say how much must be N:M by --min-share (min_share)"
-    ]
-
-
-def _verify_dense(
-    checkpoint: Path, pattern: NMPattern | None
-) -> tuple[list[Verdict], dict[str, int]]:
-    """The verdicts of a file of dense tensors, and the number of entries of every matrix."""
+def _verify_dense(checkpoint: Path, pattern: NMPattern | None, checked: _Checked) -> None:
+    """Judge a file of dense tensors."""
     states: list[dict[str, Any]] = []
     kind = kind_of_graph(checkpoint) if checkpoint.is_file() else ""
     if kind == ONNX:
@@ -213,6 +238,7 @@ def _verify_dense(
     matrices = {
         key: weight for key, weight in weights.items() if is_matrix(weight.dtype, weight.dim())
     }
+    checked.sizes.update((key, matrix.numel()) for key, matrix in matrices.items())
     if pattern is not None:
         verdicts = [classify(key, weight, pattern) for key, weight in matrices.items()]
     elif states:
@@ -222,49 +248,40 @@ def _verify_dense(
             f"'{checkpoint}' has no sparsifier state that names its masked layers: give a pattern, for example "
             "--pattern 2:4"
         )
-    verdicts = [_with_adapter(verdict, weights) for verdict in verdicts]
-    return verdicts, {key: matrix.numel() for key, matrix in matrices.items()}
+    checked.verdicts.extend(_with_adapter(verdict, weights) for verdict in verdicts)
 
 
-def _verify_packed(
-    file: PackedFile, pattern: NMPattern | None
-) -> tuple[list[Verdict], dict[str, int]]:
-    """The verdicts of a packed file, whose header has the patterns; tensors are read one at a time.
+def _verify_packed(file: PackedFile, pattern: NMPattern | None, checked: _Checked) -> None:
+    """Judge a packed file, whose header has the patterns; tensors are read one at a time.
 
     Raises:
         ValueError: If a tensor is damaged.
     """
-    verdicts = []
-    sizes: dict[str, int] = {}
     for name in file.names():
         own_name = file.aliases.get(name, name)
         if is_matrix(file.dtype(name), len(file.shape(name))):
-            sizes[name] = math.prod(file.shape(name))
+            checked.sizes[name] = math.prod(file.shape(name))
         entry = file.packed.get(own_name)
         if entry is None:
             # Without a pattern a dense tensor has no verdict: it is compared with its checksum alone.
-            if pattern is None or name not in sizes:
+            if pattern is None or name not in checked.sizes:
                 file.check(own_name)
             else:
-                verdicts.append(classify(name, file.read_stored(own_name), pattern))
+                checked.add(name, file.read_stored(own_name), None, pattern, "")
             continue
         weight = file.read_dense(own_name)
         if pattern is None and entry.pattern == EVERY_ENTRY:
             continue
-        verdict = _judge_stored(name, weight, entry.pattern, entry.layout, pattern)
-        notes = ["packed", verdict.note, "int8" if entry.int8 else ""]
-        if verdict.pattern != str(entry.pattern):
+        notes = ["packed", "int8" if entry.int8 else ""]
+        if pattern not in (None, entry.pattern):
             notes.append(f"stored as {entry.pattern}")
         if own_name != name:
             notes.append(f"the same tensor as '{own_name}'")
-        verdicts.append(replace(verdict, note=", ".join(filter(None, notes))))
-    return verdicts, sizes
+        checked.add(name, weight, (entry.pattern, entry.layout), pattern, *notes)
 
 
-def _verify_coreml(
-    package: CoreMLPackage, pattern: NMPattern | None
-) -> tuple[list[Verdict], dict[str, int]]:
-    """The verdicts of a Core ML package; a weight that was exported has the model's key.
+def _verify_coreml(package: CoreMLPackage, pattern: NMPattern | None, checked: _Checked) -> None:
+    """Judge a Core ML package; a weight that was exported has the model's key.
 
     Raises:
         ValueError: If the package is damaged, or tells no patterns and none is given.
@@ -274,42 +291,23 @@ def _verify_coreml(
             f"'{package.path}' does not tell which weights are N:M, because lightning-nm did not write it: give a "
             "pattern, for example --pattern 2:4"
         )
-    verdicts = []
-    sizes: dict[str, int] = {}
     for name, weight in package.weights.items():
-        noted = package.exported.get(name)
-        key = name if noted is None else noted["key"]
-        sizes[key] = math.prod(weight.shape)
-        if noted is not None:
-            own_pattern = NMPattern.parse(noted["pattern"])
-            layout = Layout(noted["layout"])
-            verdict = _judge_stored(key, package.read(name), own_pattern, layout, pattern)
-        elif pattern is not None:
-            verdict = classify(key, package.read(name), pattern)
-        else:
-            continue
-        forms = {"const": "dense", SPARSE: "nonzeros and bit mask"}
-        notes = [verdict.note, forms.get(weight.storage, weight.storage), *weight.operators]
-        verdicts.append(replace(verdict, note=", ".join(filter(None, notes))))
-    return verdicts, sizes
-
-
-def _judge_stored(
-    key: str, weight: Tensor, own: NMPattern, layout: Layout, pattern: NMPattern | None
-) -> Verdict:
-    """The verdict for a weight whose pattern the file tells, against that or another one."""
-    if pattern in (None, own):
-        return judge(key, blocks_last(weight, layout), own, -1, layout, masked=True)
-    assert pattern is not None
-    return classify(key, weight, pattern)
+        key, noted = name, None
+        if name in package.exported:
+            key, text, layout = package.exported[name].values()
+            noted = NMPattern.parse(text), Layout(layout)
+        checked.sizes[key] = math.prod(weight.shape)
+        if noted is not None or pattern is not None:
+            form = {"const": "dense", SPARSE: "nonzeros and bit mask"}.get(weight.storage)
+            operators = (form or weight.storage, *weight.operators)
+            checked.add(key, package.read(name), noted, pattern, "", *operators)
 
 
 def _with_adapter(verdict: Verdict, weights: Mapping[str, Tensor]) -> Verdict:
     """A verdict that tells of a low-rank adapter that the file holds for the weight."""
     module, separator, _ = verdict.key.rpartition(".base_layer.")
-    if verdict.verdict != "N:M" or not separator:
-        return verdict
-    if not any(key.startswith(f"{module}.lora_") for key in weights):
+    has_adapter = separator and any(key.startswith(f"{module}.lora_") for key in weights)
+    if verdict.verdict != "N:M" or not has_adapter:
         return verdict
     note = "a low-rank adapter lies on it; merged, it is N:M only if mask_adapters() masked the adapter"
     return replace(verdict, note="; ".join(filter(None, (verdict.note, note))))

@@ -10,8 +10,7 @@ import torch
 from transformers import TrainerState, TrainingArguments
 
 from lightning_nm.export.atomic_write import replacing
-from lightning_nm.export.files import read_file
-from lightning_nm.export.huggingface import STATE_FILE
+from lightning_nm.export.sources import STATE_FILE, read_file
 from lightning_nm.training.checkpoint import check_schema
 
 _OTHER_FOLDER = (

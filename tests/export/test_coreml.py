@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_nm import NMSparsifier, pack
 from lightning_nm.cli import main
-from lightning_nm.commands.export_reports import coreml_report
+from lightning_nm.commands.export import coreml_report
 from lightning_nm.export import CoreMLPackage, CoreMLReport, CoreMLWritten, export_coreml, verify
 from lightning_nm.functional import is_nm, nm_prune
 from tests.support.experts import Experts

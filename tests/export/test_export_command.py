@@ -12,8 +12,8 @@ from lightning_nm import NMSparsifier, load_packed, pack, save_packed, unpacked_
 from lightning_nm.cli import main
 from lightning_nm.export import PackedFile
 from lightning_nm.export.graphs import export_onnx, export_pt2
+from lightning_nm.export.packed_file import write_safetensors
 from lightning_nm.export.patterns import pattern_of
-from lightning_nm.export.safetensors_file import write_safetensors
 from lightning_nm.export.sources import read_source
 from lightning_nm.functional import nm_prune
 from lightning_nm.pattern import NMPattern

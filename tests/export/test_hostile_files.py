@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from lightning_nm import load_packed, pack, save_packed, unpacked_state_dict
 from lightning_nm.cli import main
 from lightning_nm.export import PackedFile, verify
+from lightning_nm.export.patterns import count_nonfinite
 from lightning_nm.export.sources import read_source
-from lightning_nm.export.verdicts import count_nonfinite
 from tests.support.packed_models import (
     assert_equal_states,
     clones,

@@ -21,7 +21,7 @@ from lightning_nm.export import PackedFile
 from lightning_nm.export.packed_file import write_packed
 from lightning_nm.export.sources import read_source
 from lightning_nm.functional import quantise_weight, unpack_nm
-from lightning_nm.nn.packed import PackedTensor
+from lightning_nm.nn.packed.tensor import PackedTensor
 from tests.support.packed_models import (
     assert_equal_states,
     clones,
@@ -255,7 +255,7 @@ def test_values_and_scales_that_are_damaged(saved, capsys, part, value, message)
 
 
 def test_a_name_that_is_taken(tmp_path):
-    packed = PackedTensor.of_int8(small()[4].weight, NMPattern(2, 4))
+    packed = PackedTensor.of(small()[4].weight, NMPattern(2, 4), int8=True)
     for name in ("w.values", "w.positions", "w.scales"):
         with pytest.raises(ValueError, match=f"needs the name '{name}', which another tensor has"):
             write_packed(tmp_path / "a.safetensors", {"w": packed, name: torch.ones(1)})

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from lightning_nm import load_packed, pack, save_packed, unpacked_state_dict
-from lightning_nm.export import PackedFile, safetensors_file
-from lightning_nm.export.packed_file import write_packed
-from lightning_nm.export.safetensors_file import DTYPES, SafetensorsFile, write_safetensors
+from lightning_nm.export import PackedFile, packed_file
+from lightning_nm.export.packed_file import DTYPES, SafetensorsFile, write_packed, write_safetensors
 from lightning_nm.functional import nm_prune
-from lightning_nm.nn.packed import PackedTensor, packed_weights, put
+from lightning_nm.nn.packed.layers import packed_weights, put
+from lightning_nm.nn.packed.tensor import PackedTensor
 from lightning_nm.pattern import NMPattern
 from tests.support.packed_models import (
     ARGUMENTS,
@@ -66,11 +66,11 @@ def test_dense_weights_are_freed_one_by_one(saved, monkeypatch):
     model, alive = small("1:16", seed=1), []
     weights = [weakref.ref(model[number].weight) for number in (0, 4, 5)]
 
-    def counting(place, weight):
-        put(place, weight)
+    def counting(*arguments):
+        put(*arguments)
         alive.append(sum(each() is not None for each in weights))
 
-    monkeypatch.setattr("lightning_nm.export.packed_loading.put", counting)
+    monkeypatch.setattr("lightning_nm.export.packed_model.put", counting)
     load_packed(model, path)
     assert alive == [2, 1, 0]
 
@@ -271,14 +271,14 @@ def test_an_interrupted_export_leaves_the_old_file(tmp_path, monkeypatch):
     target = tmp_path / "a.safetensors"
     target.write_text("old")
 
-    own = safetensors_file.bytes_of
+    own = packed_file.bytes_of
 
     def killed(tensor):
         if any(name.startswith(".") for name in os.listdir(tmp_path)):
             os.kill(os.getpid(), signal.SIGKILL)
         return own(tensor)
 
-    monkeypatch.setattr(safetensors_file, "bytes_of", killed)
+    monkeypatch.setattr(packed_file, "bytes_of", killed)
     child = os.fork()
     if not child:
         write_packed(target, {"a": torch.zeros(1000), "b": torch.zeros(1000)})

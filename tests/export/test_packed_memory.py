@@ -7,7 +7,7 @@ import pytest
 from torch import nn
 
 from lightning_nm import pack, save_packed
-from lightning_nm.export.safetensors_file import write_safetensors
+from lightning_nm.export.packed_file import write_safetensors
 from lightning_nm.functional import nm_prune
 
 WIDTH, LAYERS = (
@@ -19,7 +19,7 @@ CHILD = f"""
 import sys, torch
 from torch import nn
 import lightning_nm
-from lightning_nm.export.safetensors_file import SafetensorsFile
+from lightning_nm.export.packed_file import SafetensorsFile
 
 def memory(name):
     with open("/proc/self/status") as lines:

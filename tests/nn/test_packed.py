@@ -22,8 +22,11 @@ from lightning_nm import (
 )
 from lightning_nm.functional import nm_prune
 from lightning_nm.kernels.cpu import library
-from lightning_nm.nn.packed import PackedTensor, PackedWeight, kernel_choice, packed_weights
-from lightning_nm.nn.packed.operand import lay_out
+from lightning_nm.nn.packed import kernel_choice
+from lightning_nm.nn.packed.layers import packed_weights
+from lightning_nm.nn.packed.operand import dense_matrix, lay_out
+from lightning_nm.nn.packed.tensor import PackedTensor
+from lightning_nm.nn.packed.weight import PackedWeight
 from tests.support.cpu_products import LEVELS, at_level, needs_library
 from tests.support.kinds import KINDS, make
 from tests.support.packed_models import assert_equal_states, clones, copied, held, prune, small
@@ -86,10 +89,11 @@ def test_layouts_of_kernels_keep_every_bit(data):
         patch.setattr("lightning_nm.nn.packed.operand.LARGEST", 99)
         patch.setattr("lightning_nm.nn.packed.operand._CHUNK", 512)
         kernel_choice.registry_of.cache_clear()
-        operand = lay_out(matrix, pattern, "sparse", convolution=data.draw(st.booleans()))
+        operand = lay_out(matrix, pattern, convolution=data.draw(st.booleans()))
         assert operand is not None
         integers = torch.int32 if dtype == torch.float32 else torch.int16
-        assert torch.equal(operand.dense().view(integers), matrix.view(integers))
+        dense = dense_matrix(operand.tensors, *matrix.shape, dtype)
+        assert torch.equal(dense.view(integers), matrix.view(integers))
         size = sum(tensor.nbytes for tensor in operand.tensors)
     kernel_choice.registry_of.cache_clear()
     assert size <= 8 * matrix.numel() + 4 * rows + 4 or operand.kernel == "cpu-permute"
@@ -108,7 +112,7 @@ def test_a_projection_by_parts_is_on_the_kernel():
     assert all(
         part.tensors[0].untyped_storage().data_ptr() == storage for part in operand._parts.values()
     )
-    assert operand.part(8, 32) is None
+    assert operand.part((8, 32)) is None
 
 
 def test_memory_is_that_of_the_packed_weights():

@@ -28,7 +28,9 @@ from lightning_nm.functional import (
 from lightning_nm.kernels.api import Convolution
 from lightning_nm.kernels.cpu import CpuInt8Kernel, int8
 from lightning_nm.kernels.cpu.layouts import Packed
-from lightning_nm.nn.packed import PackedTensor, kernel_choice, packed_weights
+from lightning_nm.nn.packed import kernel_choice
+from lightning_nm.nn.packed.layers import packed_weights
+from lightning_nm.nn.packed.tensor import PackedTensor
 from tests.support.cpu_products import LEVELS, REASON, at_level, needs_library
 from tests.support.experts import WIDTH, Experts, LinearExperts, TransposedExperts
 from tests.support.kinds import make
@@ -253,7 +255,8 @@ def test_convolutions_that_no_kernel_takes_unpack_their_weight():
 @needs_library
 def test_convolutions_of_other_weights_are_refused():
     model = pack(prune(nn.Conv2d(16, 32, 3), "2:4"), dtype="int8", kernels="sparse")
-    kernel, packed = CpuInt8Kernel(), Packed(*model.weight.operand._held)
+    operand = model.weight.operand
+    kernel, packed = CpuInt8Kernel(), Packed(operand.layout, operand.values)
     conv = Convolution(16, 32, (5, 5), (3, 3))
     x = torch.randn(1, 16, 5, 5)
     assert kernel.conv(packed, x, conv).shape == (1, 32, 3, 3)
@@ -311,7 +314,7 @@ def test_blocks_do_not_lie_across_the_rows_of_an_expert():
 def test_scales_of_experts_and_of_layers_do_not_pass_for_each_other(tmp_path):
     conv = nn.Conv1d(16, 32, 4).eval()
     conv.weight.data = nm_prune(conv.weight.data, "2:4", 2)  # so are [experts, out, in], too
-    as_experts = PackedTensor.of_int8(conv.weight, NMPattern(2, 4), "flat", role="experts")
+    as_experts = PackedTensor.of(conv.weight, NMPattern(2, 4), "flat", int8=True, role="experts")
     write_packed(tmp_path / "a.safetensors", {"weight": as_experts, "bias": conv.bias})
     before = clones(conv)
     with pytest.raises(ValueError, match=r"'weight' of .* does not fit the model: scales of shape"):
@@ -445,12 +448,13 @@ def test_parts_of_a_projection():
     dense = prune(nn.MultiheadAttention(32, 4, batch_first=True), "2:4")
     model = pack(copied(dense), dtype="int8", kernels="sparse")
     weight = model.in_proj_weight
-    assert weight.operand.part(0, 20) is None, "rows that are no whole tiles"
+    assert weight.operand.part((0, 20)) is None, "rows that are no whole tiles"
     query, memory = torch.randn(2, 5, 32), torch.randn(2, 7, 32)
     near(model(query, memory, memory)[0], dense(query, memory, memory)[0], steps=4)
     matrix = weight.unpack()
     for first, end in ((0, 32), (32, 64), (64, 96), (16, 96)):
-        assert torch.equal(weight.operand.part(first, end).dense(), matrix[first:end])
+        part = weight.operand.part((first, end))
+        assert torch.equal(part.layout.dense(part.values, torch.float32), matrix[first:end])
 
 
 def test_what_is_refused():

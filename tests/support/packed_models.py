@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lightning_nm.functional import nm_prune
-from lightning_nm.nn.packed import places_of
+from lightning_nm.nn.packed.layers import places_of
 
 
 def prune(model, pattern):

@@ -32,7 +32,7 @@ from lightning.pytorch.callbacks import LambdaCallback
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from lightning_nm.callbacks import NMSparsityCallback
-from lightning_nm.commands.build import Classes, require_classes
+from lightning_nm.commands.build import Classes
 from lightning_nm.commands.lightning_cli import NMLightningCLI
 from lightning_nm.commands.study.spec import Cell, Job, Spec
 from lightning_nm.spelling import did_you_mean
@@ -270,11 +270,11 @@ def build(config: Mapping[str, Any], seed: int, classes: Classes) -> NMLightning
             if arguments is not None and "seed" in arguments:
                 arguments["seed"] = seed
 
-    require_classes([config], classes)
+    class_arguments = classes.imported([config])
     try:
         with silence():
             return CLI(
-                **classes.imported(),
+                **class_arguments,
                 run=False,
                 save_config_callback=None,
                 parser_kwargs={"exit_on_error": False},

@@ -14,21 +14,11 @@ from lightning_nm.export.graphs import evaluation
 from lightning_nm.export.patterns import Found, pattern_of
 
 # With weights that the quantizers leave in float.
-_ALWAYS_FLOAT = ("aten::lstm", "aten::gru", "aten::rnn_tanh", "aten::rnn_relu", "aten::bilinear")
+_ALWAYS_FLOAT = ("lstm", "gru", "rnn_tanh", "rnn_relu", "bilinear")
 
 # Operators with a constant weight, by the position of the weight among their arguments.
-_WEIGHT_ARGUMENT = {
-    "aten::conv1d": 1,
-    "aten::conv2d": 1,
-    "aten::conv3d": 1,
-    "aten::conv_transpose1d": 1,
-    "aten::conv_transpose2d": 1,
-    "aten::conv_transpose3d": 1,
-    "aten::linear": 1,
-    "aten::matmul": 1,
-    "aten::mm": 1,
-    "aten::addmm": 2,
-}
+_CONVOLUTIONS = (f"{kind}{axes}d" for kind in ("conv", "conv_transpose") for axes in (1, 2, 3))
+_WEIGHT_ARGUMENT = {**dict.fromkeys((*_CONVOLUTIONS, "linear", "matmul", "mm"), 1), "addmm": 2}
 
 
 class Layer(NamedTuple):
@@ -91,26 +81,24 @@ def layers_of_graph(graph: GraphModule) -> list[Layer]:
     """The products with a constant weight, in the order of the program."""
     layers = []
     for node in graph.graph.nodes:
-        position = _WEIGHT_ARGUMENT.get(_operator(node))
+        operator = _operator(node)
+        position = _WEIGHT_ARGUMENT.get(operator)
         if position is None or len(node.args) <= position:
             continue
         weight = node.args[position]
         if not isinstance(weight, Node) or weight.op != "get_attr":
             continue  # of two activations, as in attention
-        operator = _operator(node).removeprefix("aten::")
         layers.append(Layer(node.name, operator, module_of(node), str(weight.target)))
     return layers
 
 
 def always_in_float(graph: GraphModule) -> dict[str, str]:
     """Why modules stay in float whatever the quantizer does, by name."""
-    found = {}
-    for node in graph.graph.nodes:
-        operator = _operator(node)
-        if operator in _ALWAYS_FLOAT:
-            name = operator.removeprefix("aten::")
-            found[module_of(node)] = f"there is no int8 form of {name}"
-    return found
+    return {
+        module_of(node): f"there is no int8 form of {_operator(node)}"
+        for node in graph.graph.nodes
+        if _operator(node) in _ALWAYS_FLOAT
+    }
 
 
 def quantize(
@@ -183,7 +171,7 @@ def quantized_layers(
                 "convolution"
             )
             continue
-        position = _WEIGHT_ARGUMENT[f"aten::{layer.operator}"]
+        position = _WEIGHT_ARGUMENT[layer.operator]
         buffer, is_int8 = _constant(nodes[layer.node].args[position])
         if not is_int8:
             in_float[layer.module] = f"the quantizer has no rule for {layer.operator} here"
@@ -270,8 +258,9 @@ def module_of(node: Node) -> str:
 
 
 def _operator(node: Node) -> str:
+    """Such as ``conv2d``; empty for what is no operator of torch."""
     schema = getattr(node.target, "_schema", None)
-    return "" if schema is None else str(schema.name)
+    return "" if schema is None else str(schema.name).removeprefix("aten::")
 
 
 def _constant(node: Any) -> tuple[str, bool]:

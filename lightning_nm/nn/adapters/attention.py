@@ -206,7 +206,8 @@ class NMMultiheadAttention(AttentionForward, Adapter):
         """Return ``x @ W_F^T + bias`` of a projection, or of some rows of it."""
         layer = self.nm_layers.get(parameter)
         if layer is None:  # next to others that are masked
-            return super().project(x, parameter, bias, rows)
+            # By name: packed layers, which are no subclass, also use this method.
+            return AttentionForward.project(self, x, parameter, bias, rows)
         return nm_linear(x, getattr(self, parameter), bias, layer, rows)
 
 

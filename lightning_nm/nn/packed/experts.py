@@ -1,14 +1,17 @@
-"""Packed weights of experts, ``[experts, out, in]`` or ``[experts, in, out]``: each expert is a matrix of its own."""
+"""Packed weights of experts, ``[experts, out, in]`` or ``[experts, in, out]``: each expert is a matrix of its own.
+
+Pickles of 0.3 name this module.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_nm.nn.packed.kernel_choice import Budget, Kernels
-from lightning_nm.nn.packed.tensor import EXPERTS, PackedTensor, Role
+from lightning_nm.nn.packed.tensor import PackedTensor, Role
 from lightning_nm.nn.packed.weight import PackedWeight
 from lightning_nm.nn.weight import Layout
 
@@ -34,31 +37,25 @@ class PackedExperts(PackedWeight):
         role: Role = "transposed" if transposed else "linear"
         parts = []
         for number, weight_ab in enumerate(weight_eab):
-            if self.scales is None:
-                tensor = PackedTensor.of(weight_ab, self.pattern, layout)
-            else:
-                own_scales = self.scales[number]
-                tensor = PackedTensor.of_int8(weight_ab, self.pattern, layout, own_scales)
-            parts.append(
-                PackedWeight(tensor, f"{self.name}[{number}]", role, self.kernels, self.budget)
+            scales = None if self.scales is None else self.scales[number]
+            tensor = PackedTensor.of(
+                weight_ab, self.pattern, layout, int8=self.is_int8, scales=scales
             )
+            name = f"{self.name}[{number}]"
+            parts.append(PackedWeight(tensor, name, role, self.kernels, self.budget))
         self.parts = tuple(parts)
         self.train(self.training)
         self.values = self.positions = None
 
-    def _hold(self, packed: PackedTensor) -> None:
+    def _take(self, packed: PackedTensor) -> None:
         self.parts = ()
-        super()._hold(packed)
+        super()._take(packed)
 
-    @property
-    def device(self) -> torch.device:
-        """Where the tensors are."""
-        return self.parts[0].device if self.parts else super().device
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that are held."""
-        return sum(part.nbytes for part in self.parts) if self.parts else super().nbytes
+    def buffers(self, recurse: bool = True) -> Iterator[Tensor]:
+        """The tensors that are held."""
+        if not self.parts:
+            return super().buffers(recurse)
+        return (tensor for part in self.parts for tensor in part.buffers())
 
     @property
     def form(self) -> str:
@@ -87,15 +84,3 @@ class PackedExperts(PackedWeight):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "parts": ()}
-
-
-def packed_weight(
-    packed: PackedTensor,
-    name: str,
-    role: Role,
-    kernels: Kernels = "auto",
-    budget: Budget | None = None,
-) -> PackedWeight:
-    """The packed weight for a role; the arguments are those of :class:`PackedWeight`."""
-    kind = PackedExperts if role in EXPERTS else PackedWeight
-    return kind(packed, name, role, kernels, budget)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,53 +70,50 @@ class PackedTensor(NamedTuple):
     dense_dtype: torch.dtype | None = None
 
     @classmethod
-    def of(cls, weight: Tensor, pattern: NMPattern, layout: Layout = Layout.PLAIN) -> PackedTensor:
+    def of(
+        cls,
+        weight: Tensor,
+        pattern: NMPattern,
+        layout: Layout = Layout.PLAIN,
+        *,
+        int8: bool = False,
+        scales: Tensor | None = None,
+        role: Role = "linear",
+    ) -> PackedTensor:
         """Pack a weight.
+
+        Args:
+            weight: In float32 or bfloat16 for int8.
+            pattern: N:M.
+            layout: Where the blocks lie.
+            int8: Round the values to int8, see :func:`quantise_weight`.
+            scales: Those of a weight that was unpacked from int8.
+            role: Of its module: each expert has scales of its own.
 
         Raises:
             TypeError: For a dtype that is not packed.
-            ValueError: If it is not of the pattern.
+            ValueError: If it is not of the pattern, or :func:`int8_fault` tells why it has no int8 form.
         """
-        shape_of_blocks(tuple(weight.shape), layout)
+        if int8 and weight.dtype not in INT8_DTYPES:
+            raise ValueError(int8_fault(weight))
+        own_shape = tuple(weight.shape)
+        shape_of_blocks(own_shape, layout)
         blocks = blocks_last(weight.detach(), layout)
         if pattern == EVERY_ENTRY:
             values = blocks.unsqueeze(-1)
             positions = torch.empty(0, dtype=torch.uint8, device=weight.device)
         else:
             values, positions = pack_nm(blocks, pattern)
-        return cls(values, positions, pattern, layout, tuple(weight.shape))
-
-    @classmethod
-    def of_int8(
-        cls,
-        weight: Tensor,
-        pattern: NMPattern,
-        layout: Layout = Layout.PLAIN,
-        scales: Tensor | None = None,
-        *,
-        role: Role = "linear",
-    ) -> PackedTensor:
-        """Pack a weight with its values in int8, see :func:`quantise_weight`.
-
-        Args:
-            weight: In float32 or bfloat16.
-            pattern: N:M.
-            layout: Where the blocks lie.
-            scales: Those of a weight that was unpacked from int8.
-            role: Of its module: each expert has scales of its own.
-
-        Raises:
-            ValueError: If it is not of the pattern, or :func:`int8_fault` tells why it has no int8 form.
-        """
-        if weight.dtype not in INT8_DTYPES:
-            raise ValueError(int8_fault(weight))
-        packed = cls.of(weight, pattern, layout)
-        shapes = scale_shapes(packed.shape, pattern, layout)
-        shape = shapes[-1 if role in EXPERTS else 0] if scales is None else tuple(scales.shape)
-        rows = _rows_first(packed.values, shape)
+        packed = cls(values, positions, pattern, layout, own_shape)
+        if not int8:
+            return packed
+        shape = scale_shapes(own_shape, pattern, layout)[-1 if role in EXPERTS else 0]
+        shape = shape if scales is None else tuple(scales.shape)
+        rows = _rows_first(values, shape)
         integers, found = quantise_weight(rows, None if scales is None else scales.flatten())
-        values, scales = integers.view(packed.values.shape), found.view(shape)
-        return packed._replace(values=values, scales=scales, dense_dtype=weight.dtype)
+        return packed._replace(
+            values=integers.view(values.shape), scales=found.view(shape), dense_dtype=weight.dtype
+        )
 
     @property
     def dtype(self) -> torch.dtype:
@@ -159,22 +156,35 @@ class PackedTensor(NamedTuple):
         return from_blocks(dense, self.layout, self.shape)
 
     @property
+    def parts(self) -> dict[str, Tensor]:
+        """Its tensors, by the names that they have in files and state dicts."""
+        names = part_names(self.scales is not None)
+        return {name: getattr(self, name) for name in names}
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the tensors."""
-        scales = 0 if self.scales is None else self.scales.nbytes
-        return self.values.nbytes + self.positions.nbytes + scales
+        return sum(tensor.nbytes for tensor in self.parts.values())
 
     def to(self, device: torch.device) -> PackedTensor:
         """The same on a device."""
-        scales = None if self.scales is None else self.scales.to(device)
-        return self._replace(
-            values=self.values.to(device), positions=self.positions.to(device), scales=scales
-        )
+        moved: dict[str, Any] = {name: each.to(device) for name, each in self.parts.items()}
+        return self._replace(**moved)
+
+    @property
+    def taps(self) -> int:
+        """Taps of a convolution that lie between its rows and its blocks."""
+        return math.prod(self.shape[2:]) if self.layout == "plain" else 1
 
     def numbers(self) -> Tensor:
         """The position of each value in its block, uint8 of the values' shape."""
         blocks = self.values.numel() // self.pattern.n
         return position_numbers(self.positions, self.pattern, blocks).view(self.values.shape)
+
+
+def part_names(is_int8: bool) -> tuple[str, ...]:
+    """Names of the tensors of a packed weight in files and state dicts, after its key and a dot."""
+    return ("values", "positions", "scales")[: 3 if is_int8 else 2]
 
 
 def int8_fault(weight: Tensor) -> str:
@@ -261,11 +271,7 @@ def shape_of_blocks(shape: tuple[int, ...], layout: Layout) -> tuple[int, ...]:
         raise ValueError(f"a weight of shape {list(shape)} has no layout '{layout}'")
     if layout == "flat":
         return shape[0], math.prod(shape[1:])
-    return (
-        (*shape[2:], shape[1], shape[0])
-        if layout == "transposed"
-        else (shape[0], *shape[2:], shape[1])
-    )
+    return shape[::-1] if layout == "transposed" else (shape[0], *shape[2:], shape[1])
 
 
 def packed_shapes(
@@ -277,10 +283,7 @@ def packed_shapes(
         ValueError: If M does not divide the axis of the blocks.
     """
     blocked = shape_of_blocks(shape, layout)
-    count = math.prod(blocked) // pattern.m
-    values, positions = (
-        (*blocked[:-1], blocked[-1] // pattern.m, pattern.n),
-        (position_bytes(pattern, count),),
-    )
+    values = (*blocked[:-1], blocked[-1] // pattern.m, pattern.n)
+    positions = (position_bytes(pattern, math.prod(blocked) // pattern.m),)
     check_packed_sizes(values, positions, pattern, blocked)
     return values, positions

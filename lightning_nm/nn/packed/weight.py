@@ -1,30 +1,50 @@
-"""The weight of a packed layer: a module in the place of the dense parameter."""
+"""The weight of a packed layer: a module in the place of the dense parameter, which makes its products.
+
+Graphs that are compiled call two operators, which look up the weight by handle when a graph runs. Graphs that are
+exported unpack the weight by torch's own operators, so that they run without this package.
+"""
 
 from __future__ import annotations
 
 import math
 import threading
-import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_nm.functional.int8 import INT8_DTYPES, dequantise_weight
 from lightning_nm.functional.nm_format import PACKED_DTYPES
+from lightning_nm.kernels.api import Convolution, GemmKey, HasHandle, lookup
 from lightning_nm.kernels.cpu.int8 import int8_matrix
-from lightning_nm.nn.packed.kernel_choice import Budget, Kernels
-from lightning_nm.nn.packed.memory import return_freed_memory
+from lightning_nm.kernels.cpu.layouts import Packed
+from lightning_nm.nn.packed.kernel_choice import (
+    Budget,
+    Kernels,
+    choose,
+    kernel_of,
+    registry_of,
+    return_freed_memory,
+)
 from lightning_nm.nn.packed.operand import Operand, dense_matrix, lay_out, lay_out_int8
-from lightning_nm.nn.packed.tensor import PackedTensor, Role, check_scales
+from lightning_nm.nn.packed.tensor import PackedTensor, Role, check_scales, part_names
+from lightning_nm.nn.products import CONVOLUTIONS, OPTIONS, plain
+
+_MOST_SIZES = 1 << 12
+"""Sizes of products whose choice is remembered."""
 
 _IN_LAYOUT = ("kernel_values", "kernel_index", "kernel_offset")
+
+_PLAIN = (Tensor, nn.Parameter)  # others are fake, as in a trace
+
+_exporting = getattr(torch.compiler, "is_exporting", lambda: False)  # torch 2.6 has none
 
 _BECOMING_DENSE = threading.Lock()  # one weight at a time, so that a weight has one dense matrix
 
 
-class PackedWeight(nn.Module):
+class PackedWeight(nn.Module, HasHandle):
     """A weight that is N:M along one axis, as the values of each block and their positions.
 
     It holds them as they are in files, or, on a CPU with a kernel for it, in the kernel's layout, or the dense weight,
@@ -49,7 +69,6 @@ class PackedWeight(nn.Module):
     positions: Tensor | None
     scales: Tensor | None
     matrix: Tensor | None
-    storage = None  # as of a layer in training whose module holds its weight itself
 
     def __init__(
         self,
@@ -62,30 +81,27 @@ class PackedWeight(nn.Module):
         super().__init__()
         self.budget = budget or Budget()
         self.name, self.role, self.kernels = name, role, kernels
-        self.pattern, self.layout, self.shape = (
-            packed.pattern,
-            packed.layout,
-            torch.Size(packed.shape),
-        )
+        self.pattern, self.layout = packed.pattern, packed.layout
+        self.shape = torch.Size(packed.shape)
+        self._take(packed)
+
+    def _take(self, packed: PackedTensor) -> None:
+        """Hold a weight of this shape, in its dtype and on its device."""
         self.dtype = packed.dtype
         self.operand: Operand | None = None
-        self._former: Operand | None = None  # graphs that were compiled before may still look it up
-        self._hold(packed)
-        self.lay_out()
-
-    def _hold(self, packed: PackedTensor) -> None:
-        """Keep a weight as it is in files."""
-        self.operand = self._former = None
+        self._choices: dict[Any, tuple[GemmKey, bool]] = {}
         self._drop_layout()
         self.register_buffer("matrix", None, persistent=False)
         self.register_buffer("values", packed.values)
         self.register_buffer("positions", packed.positions)
         self.register_buffer("scales", packed.scales)
+        self.lay_out()
 
-    def _drop_layout(self) -> None:
-        for name in _IN_LAYOUT:
-            self._buffers.pop(name, None)
-            self._non_persistent_buffers_set.discard(name)
+    def _drop_layout(self, **changed: Tensor) -> None:
+        # A new dict: threads that read the former one find the whole layout there.
+        kept = {name: each for name, each in self._buffers.items() if name not in _IN_LAYOUT}
+        self._buffers = {**kept, **changed}
+        self._non_persistent_buffers_set.difference_update(_IN_LAYOUT)
 
     def lay_out(self) -> None:
         """Change to the layout of the CPU kernel for this weight; without one, in ``"auto"``, to the dense weight."""
@@ -93,20 +109,20 @@ class PackedWeight(nn.Module):
             return
         if self.role == "embedding":  # whose rows are looked up
             return
-        device = self.device
-        pattern = self._row_pattern()
+        # Where blocks lie along the depth of the product.
+        along = {"linear": ("plain", "flat"), "transposed": ("transposed",)}
+        pattern = self.pattern if self.layout in along.get(self.role, ("flat",)) else None
+        convolves = self.role == "convolution"
         if self.is_int8:
-            # The scales are those of rows only where blocks lie along the depth of the product. Kernels know two
-            # dimensions.
-            if self.dim() <= 4 if self._convolves else pattern is not None:
-                self.operand = lay_out_int8(self.packed(), self.kernels, self.budget)
-        elif device.type == "cpu":
+            # The scales are those of rows only where blocks lie along the depth. Kernels know two dimensions.
+            if self.dim() <= 4 if convolves else pattern is not None:
+                self.operand = lay_out_int8(self.packed())
+        elif self.device.type == "cpu":
             matrix = self.product_matrix().contiguous()
-            self.operand = lay_out(
-                matrix, pattern, self.kernels, convolution=self._convolves, budget=self.budget
-            )
+            self.operand = lay_out(matrix, pattern, convolution=convolves)
         if self.operand is not None:
-            self.operand.hold = _holder(weakref.ref(self))
+            # An empty tensor whose size is the handle, by which graphs find this weight.
+            self.operand.tag = torch.empty(self.handle, 0, dtype=torch.float32)
             for name, tensor in zip(_IN_LAYOUT, self.operand.tensors, strict=False):
                 self.register_buffer(name, tensor, persistent=False)
         elif self.kernels == "auto":
@@ -118,54 +134,189 @@ class PackedWeight(nn.Module):
     def hold_dense(self) -> None:
         """Hold the dense weight instead of the kernel's layout; nothing if there is no layout."""
         with _BECOMING_DENSE:
-            operand = self.operand
-            if operand is None:
+            if self.operand is None:
                 return
             # Not in inference mode: later products may need gradients of their inputs.
             with torch.inference_mode(False), torch.no_grad():
-                matrix = operand.dense()
-            operand.become_dense(matrix)
-            # A new dict: threads that read the former one find the whole layout there.
-            kept = {
-                name: buffer for name, buffer in self._buffers.items() if name not in _IN_LAYOUT
-            }
-            self._buffers = {**kept, "matrix": matrix}
-            self._former = operand
+                self._drop_layout(matrix=self.product_matrix())
             self.operand = None
-            self._non_persistent_buffers_set.difference_update(_IN_LAYOUT)
-            del operand
         return_freed_memory()
 
     def measure(self, tokens: int) -> None:
         """In ``"auto"``, choose for products of so many tokens, and hold the dense weight if that is faster."""
+        self.forget()
         operand = self.operand
-        if operand is not None and self.kernels == "auto" and not operand.takes(tokens):
+        if operand is not None and self.kernels == "auto" and not self._takes(operand, tokens)[1]:
             self.hold_dense()
 
-    def linear(self, x: Tensor, bias: Tensor | None, rows: tuple[int, int] | None) -> Tensor:
-        """``x @ W^T + bias``, as :func:`~lightning_nm.nn.nm_linear` asks for it."""
-        from lightning_nm.nn.packed.ops import packed_linear
+    def forget(self) -> None:
+        """Ask again which products the kernel makes; those that were measured are not measured again."""
+        self._choices.clear()
 
-        return packed_linear(x, self, bias, rows)
+    def _takes(
+        self, operand: Operand, tokens: int, conv: Convolution | None = None
+    ) -> tuple[GemmKey, bool]:
+        """The key of a product, and whether the kernel makes it: it can, and is in ``"auto"`` no slower than torch."""
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        name = operand.layout.rows, tokens, conv, torch.get_num_threads(), deterministic
+        found = self._choices.get(name)
+        if found is not None:
+            return found
+        kernel, layout = operand.kernel, operand.layout
+        key = GemmKey(
+            *("forward", layout.rows, layout.depth, tokens, self.dtype, operand.pattern, "cpu"),
+            conv=conv,
+        )
+        takes, settled = not registry_of(kernel).reason(kernel_of(kernel), key), True
+        if takes and self.kernels == "auto":
+            takes, settled = choose(kernel, key, self.budget, Packed(layout, operand.values))
+        found = key, takes
+        if settled:
+            # Kept, because to make a key takes longer than to multiply one token.
+            if len(self._choices) >= _MOST_SIZES:
+                self._choices.clear()
+            self._choices[name] = found
+        return found
 
-    def conv(self, x: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor:
-        """The convolution of x with W, as :func:`~lightning_nm.nn.nm_conv` asks for it."""
-        from lightning_nm.nn.packed.ops import packed_conv
+    def linear(
+        self, x: Tensor, bias: Tensor | None = None, rows: tuple[int, int] | None = None
+    ) -> Tensor:
+        """``x @ W^T + bias`` for ``x [..., in]``, or the columns of these rows of W.
 
-        return packed_conv(x, self, bias, *geometry)
+        Raises:
+            RuntimeError: In training mode with gradients.
+        """
+        self.refuse_training()
+        chosen = slice(None) if rows is None else slice(*rows)
+        if bias is not None:
+            bias = bias[chosen]
+        operand = self._operand_for(x, bias)
+        part = None if operand is None else operand.part(rows)
+        if operand is None or part is None or x.dim() == 0 or x.shape[-1] != part.layout.depth:
+            # torch's own error tells of an input of another size.
+            y = F.linear(x, self.product_matrix()[chosen], bias)
+            self._keep_dense(x)
+            return y
+        x_ti = x.reshape(-1, x.shape[-1])
+        out = part.layout.rows
+        if torch.compiler.is_compiling():
+            first = 0 if rows is None else rows[0]
+            tag = operand.tag
+            y_to = torch.ops.lightning_nm.packed_linear(x_ti, bias, first, out, tag)
+        else:
+            y_to = self.multiply(x_ti, bias, rows)
+        return y_to.view(*x.shape[:-1], out)
 
-    @property
-    def _convolves(self) -> bool:
-        return self.role == "convolution"
+    def conv(
+        self,
+        x: Tensor,
+        bias: Tensor | None,
+        stride: tuple[int, ...],
+        padding: tuple[int, ...],
+        dilation: tuple[int, ...],
+        groups: int,
+    ) -> Tensor:
+        """The convolution of ``x [batch, in, *positions]`` with ``W [out, in / groups, *taps]``.
 
-    def _row_pattern(self) -> Any:
-        """The pattern of :meth:`product_matrix` along its depth; ``None`` if it has none."""
-        layouts = {
-            "linear": ("plain", "flat"),
-            "transposed": ("transposed",),
-            "convolution": ("flat",),
-        }
-        return self.pattern if self.layout in layouts[self.role] else None
+        Raises:
+            RuntimeError: In training mode with gradients.
+        """
+        self.refuse_training()
+        operand = self._operand_for(x, bias)
+        # What does not fit goes to torch, for its error. Kernels know two dimensions.
+        fits = x.dim() == self.dim() <= 4 and x.shape[1] == self.shape[1] * groups
+        if operand is None or not fits:
+            convolve = CONVOLUTIONS[self.dim() - 3]
+            matrix = self.product_matrix().view(self.shape)
+            y = convolve(x, matrix, bias, stride, padding, dilation, groups)
+            self._keep_dense(x)
+            return y
+        # A convolution in one dimension is one in two, over images of height 1.
+        is_1d = self.dim() == 3
+        taps: tuple[int, ...] = self.shape[2:]
+        if is_1d:
+            x, taps = x.unsqueeze(2), (1, *taps)
+            stride, padding, dilation = (1, *stride), (0, *padding), (1, *dilation)
+        geometry = [*stride, *padding, *dilation, groups, self.shape[0], *taps]
+        if torch.compiler.is_compiling():
+            y = torch.ops.lightning_nm.packed_conv(x, bias, geometry, operand.tag)
+        else:
+            y = _convolve(self, x, bias, geometry)
+        return y.squeeze(2) if is_1d else y
+
+    def refuse_training(self) -> None:
+        """Refuse to train beside a weight that cannot be trained."""
+        if self.training and torch.is_grad_enabled():
+            raise self.training_error()
+
+    def training_error(self) -> RuntimeError:
+        """What a training that meets this weight ends with."""
+        return RuntimeError(
+            f"'{self.name}' is packed and cannot be trained: call model.eval() to run the model; to train it, load "
+            "lightning_nm.unpacked_state_dict(model) into a model that is not packed"
+        )
+
+    def _operand_for(self, x: Tensor, bias: Tensor | None) -> Operand | None:
+        """The layout by which a kernel can make a product of `x`; ``None`` if the weight is to be unpacked."""
+        if self.operand is None or _exporting():
+            return None
+        if type(x) not in _PLAIN and not torch.compiler.is_compiling():
+            return None
+        if x.device.type != "cpu" or x.dtype != self.dtype or torch.is_autocast_enabled("cpu"):
+            return None
+        # Kernels have no backward pass.
+        differentiable = x.requires_grad or (bias is not None and bias.requires_grad)
+        if differentiable and torch.is_grad_enabled():
+            return None
+        return self.operand
+
+    def _keep_dense(self, x: Tensor) -> None:
+        """In ``"auto"``, hold the dense weight after a product that the kernel cannot make, unless it was traced."""
+        traced = torch.compiler.is_compiling() or _exporting()
+        if not traced and type(x) in _PLAIN and self.kernels == "auto" and x.numel():
+            self.hold_dense()
+
+    def multiply(
+        self,
+        x: Tensor,
+        bias: Tensor | None,
+        rows: tuple[int, int] | None = None,
+        conv: Convolution | None = None,
+    ) -> Tensor:
+        """``x W^T + bias`` for ``x [tokens, depth]``, or a convolution: by the kernel, or with the dense matrix.
+
+        In ``"auto"`` that is held from the first product on that is faster with it, or that the kernel cannot make;
+        in ``"sparse"`` it is made for each product that the kernel cannot make.
+        """
+
+        def dense() -> Tensor:
+            if self.kernels == "auto" and x.numel():
+                self.hold_dense()
+            matrix = self.product_matrix()
+            if conv is not None:
+                return F.conv2d(x, matrix.view(conv.weight_shape), bias, *conv.arguments)
+            return F.linear(x, matrix if rows is None else matrix[slice(*rows)], bias)
+
+        # Read once: another thread may let this weight become dense at any time.
+        operand = self.operand
+        part = None if operand is None else operand.part(rows)
+        if part is None or not x.numel():
+            return dense()
+        tokens = len(x) * (1 if conv is None else math.prod(conv.positions))
+        key, takes = self._takes(part, tokens, conv)
+        if not takes:
+            return dense()
+        kernel = kernel_of(part.kernel)
+        packed = Packed(part.layout, part.values)
+
+        def sparse() -> Tensor:
+            plain_bias = None if bias is None else plain(bias)
+            if conv is None:
+                return kernel.linear(packed, plain(x), plain_bias)
+            return kernel.conv(packed, plain(x), conv, plain_bias)
+
+        # If the kernel fails, the product is made dense, now and in the future.
+        return registry_of(kernel.name).attempt(kernel, key, sparse, dense)
 
     @property
     def is_int8(self) -> bool:
@@ -221,20 +372,18 @@ class PackedWeight(nn.Module):
     def packed(self) -> PackedTensor:
         """The weight as files hold it; it is packed again if it is in a kernel's layout."""
         if self.values is None or self.positions is None:
-            if self.is_int8:
-                return PackedTensor.of_int8(self.unpack(), self.pattern, self.layout, self.scales)
-            return PackedTensor.of(self.unpack(), self.pattern, self.layout)
+            return PackedTensor.of(
+                *(self.unpack(), self.pattern, self.layout), int8=self.is_int8, scales=self.scales
+            )
         return self._with_tensors(self.values, self.positions, self.scales)
 
     def _with_tensors(
-        self, values: Tensor, positions: Tensor, scales: Tensor | None
+        self, values: Tensor, positions: Tensor, scales: Tensor | None = None
     ) -> PackedTensor:
         """A weight as this one with other tensors."""
         dense_dtype = None if scales is None else self.dtype
-        shape = tuple(self.shape)
-        return PackedTensor(
-            values, positions, self.pattern, self.layout, shape, scales, dense_dtype
-        )
+        kind = self.pattern, self.layout, tuple(self.shape)
+        return PackedTensor(values, positions, *kind, scales, dense_dtype)
 
     def unpack(self) -> Tensor:
         """The dense weight, a new tensor."""
@@ -251,11 +400,11 @@ class PackedWeight(nn.Module):
         matrix = buffers["matrix"]
         if matrix is not None:
             return matrix
-        if self.values is not None:
+        if buffers["values"] is not None:
             weight = self.packed().unpack()
             return weight.t() if self.role == "transposed" else weight.flatten(1)
         tensors: list[Any] = [buffers[name] for name in _IN_LAYOUT if name in buffers]
-        rows = self._rows
+        rows = self.shape[1 if self.role == "transposed" else 0]
         depth = self.numel() // rows
         scales = buffers["scales"]
         if scales is None:
@@ -265,10 +414,6 @@ class PackedWeight(nn.Module):
         integers = int8_matrix(values, positions, rows, depth, self.pattern, taps)
         return dequantise_weight(integers, scales, self.dtype)
 
-    @property
-    def _rows(self) -> int:
-        return self.shape[1] if self.role == "transposed" else self.shape[0]
-
     def extra_repr(self) -> str:
         """Pattern, shape and what is held."""
         return (
@@ -276,52 +421,37 @@ class PackedWeight(nn.Module):
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedWeight:
-        # A kernel's layout depends on dtype and device.
         packed = self.packed()
-        values, positions = fn(packed.values), fn(packed.positions)
-        scales = packed.scales
-        if scales is not None:
-            # Conversions of dtypes are those of the weight that the values stand for: these stay int8.
-            dtype = fn(scales.new_empty(0, dtype=self.dtype)).dtype
-            if dtype not in INT8_DTYPES:
-                raise TypeError(
-                    f"'{self.name}' is packed in int8, and cannot be converted to {dtype}: its inputs are float32 or "
-                    "bfloat16. For another dtype load lightning_nm.unpacked_state_dict(model) into a model that is not "
-                    "packed"
-                )
-            if values.dtype != torch.int8:  # Module.type() converts all buffers
-                values = packed.values.to(values.device)
-            moved = fn(scales)
-            if moved.dtype != scales.dtype:
-                moved = scales.to(values.device)
-            packed = packed._replace(scales=moved, dense_dtype=dtype)
-        elif values.dtype not in PACKED_DTYPES:
-            raise TypeError(
-                f"'{self.name}' is packed, and cannot be converted to {values.dtype}: it can be float16, bfloat16, "
-                "float32 or float64. For another dtype load lightning_nm.unpacked_state_dict(model) into a model that "
-                "is not packed"
-            )
-        if positions.dtype != torch.uint8:  # Module.type() converts all buffers
-            positions = packed.positions.to(values.device)
-        self._take(packed._replace(values=values, positions=positions))
-        return self
 
-    def _take(self, packed: PackedTensor) -> None:
-        """Hold another weight, in its dtype and on its device."""
-        self.dtype = packed.dtype
-        self._hold(packed)
-        self.lay_out()
+        def moved(tensor: Tensor) -> Tensor:
+            # Conversions of dtypes, which Module.type() makes of all buffers, are those of the weight alone.
+            found = fn(tensor)
+            return found if found.dtype == tensor.dtype else tensor.to(found.device)
+
+        values, scales = packed.values, packed.scales
+        dtype = fn(values.new_empty(0, dtype=self.dtype)).dtype
+        remedy = "For another dtype load lightning_nm.unpacked_state_dict(model) into a model that is not packed"
+        if scales is not None and dtype not in INT8_DTYPES:
+            raise TypeError(
+                f"'{self.name}' is packed in int8, and cannot be converted to {dtype}: its inputs are float32 or "
+                f"bfloat16. {remedy}"
+            )
+        if dtype not in PACKED_DTYPES:
+            raise TypeError(
+                f"'{self.name}' is packed, and cannot be converted to {dtype}: it can be float16, bfloat16, float32 "
+                f"or float64. {remedy}"
+            )
+        changed: dict[str, Any] = {name: moved(tensor) for name, tensor in packed.parts.items()}
+        own = {"values": fn(values)} if scales is None else {"dense_dtype": dtype}
+        # A kernel's layout depends on dtype and device.
+        self._take(packed._replace(**{**changed, **own}))
+        return self
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
-        packed = self.packed()
-        destination[f"{prefix}values"], destination[f"{prefix}positions"] = (
-            packed.values,
-            packed.positions,
-        )
-        if packed.scales is not None:
-            destination[f"{prefix}scales"] = packed.scales
+        for name, tensor in self.packed().parts.items():
+            destination[prefix + name] = tensor
 
     def _load_from_state_dict(
         self,
@@ -333,62 +463,89 @@ class PackedWeight(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        keys = [f"{prefix}values", f"{prefix}positions"]
-        if self.is_int8:
-            keys.append(f"{prefix}scales")
-        missing_keys += [key for key in keys if key not in state_dict]
-        if all(key in state_dict for key in keys):
-            values, positions, *rest = (state_dict[key].detach() for key in keys)
-            scales = rest[0] if rest else None
-            loaded = self._with_tensors(values, positions, scales)
-            try:
-                loaded.check()
-                check_scales(loaded, self.role)
-            except (TypeError, ValueError) as error:
-                error_msgs.append(f"'{self.name}': {error}")
+        names = part_names(self.is_int8)
+        missing = [prefix + name for name in names if prefix + name not in state_dict]
+        missing_keys += missing
+        if missing:
+            return
+        tensors: dict[str, Any] = {name: state_dict[prefix + name].detach() for name in names}
+        loaded = self._with_tensors(**tensors)
+        try:
+            loaded.check()
+            check_scales(loaded, self.role)
+        except (TypeError, ValueError) as error:
+            error_msgs.append(f"'{self.name}': {error}")
+            return
+        # Without `assign` torch copies into parameters, which takes memory to copy into.
+        if not local_metadata.get("assign_to_params_buffers", False):
+            if self.device.type == "meta":
+                error_msgs.append(f"'{self.name}' is on the meta device: pass assign=True")
                 return
-            # Without `assign` torch copies into parameters, which takes memory to copy into.
-            if not local_metadata.get("assign_to_params_buffers", False):
-                if self.device.type == "meta":
-                    error_msgs.append(f"'{self.name}' is on the meta device: pass assign=True")
-                    return
-                dtype = values.dtype if self.is_int8 else self.dtype
-                values = values.to(self.device, dtype, copy=True)
-                positions = positions.to(self.device, copy=True)
-                scales = None if scales is None else scales.to(self.device, copy=True)
-            self._take(loaded._replace(values=values, positions=positions, scales=scales))
+            for name, tensor in tensors.items():
+                is_weight = name == "values" and not self.is_int8
+                dtype = self.dtype if is_weight else tensor.dtype
+                tensors[name] = tensor.to(self.device, dtype, copy=True)
+        self._take(loaded._replace(**tensors))
 
     def __getstate__(self) -> dict[str, Any]:
         """As files hold it: layouts and handles belong to this process and its CPU."""
-        packed = self.packed()
-        buffers = {
-            "matrix": None,
-            "values": packed.values,
-            "positions": packed.positions,
-            "scales": packed.scales,
-        }
         own = {
             "operand": None,
-            "_former": None,
-            "_buffers": buffers,
+            "_buffers": {"matrix": None, "scales": None, **self.packed().parts},
             "_non_persistent_buffers_set": {"matrix"},
         }
-        return {**self.__dict__, **own}
+        # A copy has a handle and choices of its own.
+        state = {**self.__dict__, **own}
+        return {name: each for name, each in state.items() if name not in ("handle", "_choices")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._buffers.setdefault(
-            "scales", None
-        )  # of models that were pickled before there were any
+        self._choices = {}
         self.lay_out()
 
 
-def _holder(weight: Callable[[], PackedWeight | None]) -> Callable[[], None]:
-    """Let the weight, of which there is a weak reference, hold the dense matrix."""
+@torch.library.custom_op("lightning_nm::packed_linear", **OPTIONS)
+def _packed_linear(x: Tensor, bias: Tensor | None, first: int, out: int, tag: Tensor) -> Tensor:
+    (weight,) = lookup(tag.shape[0])
+    return weight.multiply(x, bias, (first, first + out))
 
-    def hold() -> None:
-        found = weight()
-        if found is not None:
-            found.hold_dense()
 
-    return hold
+@_packed_linear.register_fake
+def _(x: Tensor, bias: Tensor | None, first: int, out: int, tag: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], out)
+
+
+@torch.library.custom_op("lightning_nm::packed_conv", **OPTIONS)
+def _packed_conv(x: Tensor, bias: Tensor | None, geometry: Sequence[int], tag: Tensor) -> Tensor:
+    (weight,) = lookup(tag.shape[0])
+    return _convolve(weight, x, bias, geometry)
+
+
+@_packed_conv.register_fake
+def _(x: Tensor, bias: Tensor | None, geometry: Sequence[int], tag: Tensor) -> Tensor:
+    conv = _convolution(x, geometry)
+    size = (x.shape[0], conv.outputs, *conv.positions)
+    return x.new_empty(size).contiguous(memory_format=_memory_format(x))
+
+
+def _convolve(
+    weight: PackedWeight, x: Tensor, bias: Tensor | None, geometry: Sequence[int]
+) -> Tensor:
+    """The convolution of ``x [images, in, height, width]``, in its memory format."""
+    y = weight.multiply(x, bias, conv=_convolution(x, geometry))
+    return y.contiguous(memory_format=_memory_format(x))
+
+
+def _memory_format(x: Tensor) -> torch.memory_format:
+    # A tensor of one channel is contiguous in both orders.
+    if not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last):
+        return torch.channels_last
+    return torch.contiguous_format
+
+
+def _convolution(x: Tensor, geometry: Sequence[int]) -> Convolution:
+    """The geometry for ``x [images, in, height, width]``."""
+    stride, padding, dilation = (tuple(geometry[axis : axis + 2]) for axis in (0, 2, 4))
+    groups, out, *taps = geometry[6:]
+    size = tuple(x.shape[2:])
+    return Convolution(x.shape[1], out, size, tuple(taps), stride, padding, dilation, groups)

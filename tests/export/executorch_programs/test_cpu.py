@@ -11,7 +11,7 @@ from benchmarks.executorch_accuracy import int8_accuracy
 from lightning_nm.cli import main
 from lightning_nm.export import export_executorch
 from lightning_nm.export.executorch import program
-from lightning_nm.export.executorch.lowering import outputs_of
+from lightning_nm.export.executorch.program import outputs_of
 from tests.export.executorch_programs.nets import images, sparse_conv_net
 from tests.support.lightning_models import Data, callback, make_trainer, new_model
 

@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from lightning_nm.export.executorch.lowering import read_operators
-from lightning_nm.export.executorch.program import explained, with_dense
+from lightning_nm.export.executorch.program import explained, read_operators, with_dense
 
 PERF = """"id","source_id","optimised_id","operator","name","staging_usage","op_cycles","npu_cycles","mac_count"
 7,1,2,"Conv2D","rescale_1",10,25234,25234,1769472
