@@ -100,7 +100,7 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Setting]:
         data.setup("fit")
     except (ValueError, ImportError) as error:
         parser.error(f"no text: {error}")
-    windows = len(data.train_set)  # type: ignore[arg-type]
+    windows = len(data.train_set)
     if options.tokens > windows * options.context:
         parser.error(
             f"--tokens {options.tokens} is more than the text's {windows * options.context}"
