@@ -24,6 +24,7 @@ from lightning_nm.sparsifier import NMSparsifier
 from lightning_nm.training.phases import finished_phases, told_as_dense
 from lightning_nm.training.ranks import compare_ranks, reduce_gradients
 from lightning_nm.training.statistics import layers_short_of_tokens
+from lightning_nm.training.step import is_frozen
 
 CallbackT = TypeVar("CallbackT", bound=Callback)
 
@@ -329,7 +330,7 @@ def warn_after_first_batch(sparsifier: NMSparsifier) -> None:
             "it reads dense ones: name the layers in `exclude`",
         ),
         (
-            [layer.name for layer in training.layers if layer.step and layer.is_frozen],
+            [layer.name for layer in training.layers if layer.step and is_frozen(layer)],
             "these layers have trained before and are frozen now (requires_grad=False), so that nothing trains them "
             "and their masks stand still: {}. Callbacks such as BackboneFinetuning freeze them again when a run "
             "resumes: unfreeze them if that is not meant",

@@ -540,16 +540,6 @@ class NMLayer(HasHandle):
         return self.view.param
 
     @property
-    def is_frozen(self) -> bool:
-        """Whether the steps of the optimizer that holds the weight leave it as it is, though its method trains it."""
-        parameter = self.view.optimizer_param
-        return (
-            self.spec.method.trains_weight
-            and not parameter.requires_grad
-            and parameter.grad is None  # a gradient from before it was frozen is used still
-        )
-
-    @property
     def weight(self) -> nn.Parameter:
         """The latent parameter; within :meth:`full` a plain tensor, even if it is sharded."""
         return self.view.weight

@@ -21,7 +21,7 @@ class RegisteredOptimizer:
 
     optimizer: Optimizer
     layers: list[NMLayer] = field(default_factory=list)
-    parameters: int = -1  # how many it held when the layers were found
+    parameter_count: int = -1  # how many it held when the layers were found
     handles: list[RemovableHandle] = field(default_factory=list)
     depth: int = 0  # of nested calls of step()
     in_closure: bool = False  # whether its step is computing its gradients

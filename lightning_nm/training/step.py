@@ -161,7 +161,7 @@ class TrainingStep:
         """Count a real step of the optimizer, and let the methods repair what it did to the weights."""
         self.stepped = True
         for layer in known.layers:
-            if layer.is_frozen:
+            if is_frozen(layer):
                 # The optimizer holds the weight and does not train it: the layer's counters stand still.
                 if layer.is_random:
                     layer.draw_noise()
@@ -393,7 +393,7 @@ class TrainingStep:
             raise RuntimeError(
                 "this optimizer is not registered: call sparsifier.register(optimizer) before training"
             )
-        if _parameter_count(known.optimizer) != known.parameters:
+        if _parameter_count(known.optimizer) != known.parameter_count:
             self._find_layers(known)
         return known
 
@@ -402,7 +402,7 @@ class TrainingStep:
         if self._rates is not None:
             self._rates.check_optimizer(known.optimizer, self.layers)
         known.find_layers(self.layers)
-        known.parameters = _parameter_count(known.optimizer)
+        known.parameter_count = _parameter_count(known.optimizer)
 
     # -------------------------------------------------------------------------------------------- hooks of their step()
 
@@ -453,7 +453,7 @@ class TrainingStep:
             if self.direct_reads.pending:
                 self.direct_reads.check(known.layers)
         for layer in known.layers:
-            if layer.parameters and layer.is_frozen:
+            if layer.parameters and is_frozen(layer):
                 # What the method owns is frozen with the weight; freezing the module does not reach it.
                 for parameter in layer.parameters.values():
                     parameter.grad = None
@@ -497,6 +497,16 @@ class TrainingStep:
 def _true_gradients(layer: NMLayer, loss_scale: float) -> AbstractContextManager[None]:
     """Within, methods see the gradients that no GradScaler has multiplied; those that they made are, afterwards."""
     return nullcontext() if loss_scale == 1 else _unscaled(layer, loss_scale)
+
+
+def is_frozen(layer: NMLayer) -> bool:
+    """Whether the steps of the optimizer that holds a weight leave it as it is, though its method trains it."""
+    parameter = layer.view.optimizer_param
+    return (
+        layer.spec.method.trains_weight
+        and not parameter.requires_grad
+        and parameter.grad is None  # a gradient from before it was frozen is used still
+    )
 
 
 def _parameter_count(optimizer: Optimizer) -> int:
