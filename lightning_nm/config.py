@@ -371,7 +371,7 @@ class SparsityConfig:
             model.
         dgrad: ``mvue``: the input gradient is made with a random draw of the forward weight, N:M along the outputs and
             equal to it in the mean, by the estimator of arXiv 2203.10991, as layers of the repository
-            huyz2023/2by4-pretrain do. It is drawn anew for every backward pass. For methods whose own dgrad uses the
+            huyz2023/2by4-pretrain do. It is drawn again for every backward pass. For methods whose own dgrad uses the
             forward weight. ``None`` leaves the backward weight to the method.
         schedule: A dense start, a ramp of patterns and a dense end, for all methods: a mapping with any of
             ``dense_start``, ``ramp``, ``ramp_ends`` and ``dense_end``, such as ``{dense_start: 0.1, ramp: [8:16, 4:16],

@@ -189,7 +189,7 @@ def refuse_second(part: object, name: str) -> None:
     """Refuse a method or an estimator with a dense phase of its own, between which a schedule's would not lie."""
     if getattr(part, name, 0):
         raise ValueError(
-            f"{part!r} has a dense phase of its own, {name}={getattr(part, name)}, beside that of the schedule: leave "
+            f"{part!r} has a dense phase of its own, {name}={getattr(part, name)}, next to that of the schedule: leave "
             f"it out, and give {name} in `schedule`. If a `preset` sets it, give the method itself without the preset"
         )
 

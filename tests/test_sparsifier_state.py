@@ -346,7 +346,7 @@ def test_a_state_of_0_3_with_low_rank_adapters_is_refused():
     again.load_state_dict(state)
     layer["parameters"] = {"adapter_left": torch.zeros(32, 2), "adapter_right": torch.ones(2, 32)}
     with pytest.raises(
-        ValueError, match=r"adapter beside the weight of layer '2'.*lightning_nm 0\.3"
+        ValueError, match=r"adapter next to the weight of layer '2'.*lightning_nm 0\.3"
     ):
         sparsifier.load_state_dict(state)
     with pytest.raises(ValueError, match="load its N:M weights alone"):

@@ -48,7 +48,7 @@ def check_interval(name: str, number: int) -> None:
 
 
 def check_trainer(trainer: Trainer) -> None:
-    """Refuse a Trainer of another package, and Lightning's own pruning beside ours.
+    """Refuse a Trainer of another package, and Lightning's own pruning next to ours.
 
     Raises:
         TypeError: If the Trainer is that of the package ``pytorch_lightning``.
@@ -300,7 +300,7 @@ def _data_begin_again(trainer: Trainer) -> bool:
 
 
 def _draws_an_order(loader: Any) -> bool:
-    """Whether a loader draws the order of its data anew each time that it begins, as shuffled ones do."""
+    """Whether a loader draws the order of its data again each time that it begins, as shuffled ones do."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return False
     # DistributedSampler draws by the number of the epoch alone.

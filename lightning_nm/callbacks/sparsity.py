@@ -225,11 +225,11 @@ class NMSparsityCallback(Callback):
                     sparsifier.load_state_dict(saved)
                     lifecycle.restored()
                 except ValueError as error:
-                    # A resumed checkpoint has to fit. A second fit may be of another model, which starts anew.
+                    # A resumed checkpoint has to fit. A second fit may be of another model, which starts again.
                     if lifecycle.origin is Origin.CHECKPOINT:
                         raise
                     rank_zero_warn(
-                        f"NMSparsityCallback starts anew instead of continuing its last fit: {error}"
+                        f"NMSparsityCallback starts again instead of continuing its last fit: {error}"
                     )
                     saved = None
                     lifecycle.end(None)

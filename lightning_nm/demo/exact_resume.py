@@ -66,7 +66,7 @@ class ExactResume(RNGState):
 
 
 def _parameters(trainer: Trainer, module: LightningModule) -> dict[str, Tensor]:
-    """The model's parameters by name; by place those that optimizers hold beside them, such as the logits of masks."""
+    """The model's parameters by name; by place those that optimizers hold besides them, such as the logits of masks."""
     found: dict[str, Tensor] = dict(module.named_parameters())
     known = {*found.values()}
     for number, optimizer in enumerate(trainer.optimizers):

@@ -30,7 +30,7 @@ class GradientEstimator:
     dense_start: Moment = 0
     """How long wgrad stays dense when training begins: training steps, or a share of them as a float."""
     dense_end: Moment = 0
-    """How long wgrad is dense again before training ends, likewise."""
+    """How long wgrad is dense again before training ends, in the same units."""
 
     def estimate(self, layer: NMLayer, grad: Tensor, seed: Tensor) -> Tensor:
         """Return ``E(dY)``, here the identity. Traced by ``torch.compile``, so it must be plain tensor code.
@@ -97,7 +97,7 @@ class BlockEstimator(GradientEstimator):
         pattern: The N:M pattern along the tokens; ``None`` takes each layer's own.
         dense_start: How long wgrad stays dense when training begins: an integer counts training steps (batches after
             which an optimizer stepped), a float in [0, 1] is a share of the planned ones.
-        dense_end: How long wgrad is dense again before training ends, likewise.
+        dense_end: How long wgrad is dense again before training ends, in the same units.
 
     Raises:
         TypeError: If a length of a dense phase is no number.

@@ -28,7 +28,7 @@ class MVUE(BlockEstimator):
         pattern: The N:M pattern along the tokens; ``None`` takes each layer's own.
         dense_start: How long wgrad stays dense when training begins: an integer counts training steps (batches after
             which an optimizer stepped), a float in [0, 1] is a share of the planned ones.
-        dense_end: How long wgrad is dense again before training ends, likewise. The weights stay N:M.
+        dense_end: How long wgrad is dense again before training ends, in the same units. The weights stay N:M.
 
     Example:
         >>> MVUE("1:2", dense_end=0.1).schedule(planned_steps=1000)
@@ -91,7 +91,7 @@ class ApproxMVUE(BlockEstimator):
 
     Args:
         dense_start: How long wgrad stays dense when training begins, as for :class:`MVUE`.
-        dense_end: How long wgrad is dense again before training ends, likewise.
+        dense_end: How long wgrad is dense again before training ends, in the same units.
 
     Example:
         >>> ApproxMVUE(dense_start=100).schedule(planned_steps=None)

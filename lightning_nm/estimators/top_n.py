@@ -18,7 +18,7 @@ class TopN(BlockEstimator):
     Args:
         pattern: The N:M pattern along the tokens; ``None`` takes each layer's own.
         dense_start: How long wgrad stays dense when training begins, as for :class:`~lightning_nm.MVUE`.
-        dense_end: How long wgrad is dense again before training ends, likewise.
+        dense_end: How long wgrad is dense again before training ends, in the same units.
 
     Example:
         >>> grad = torch.tensor([[1.0], [-3.0]])

@@ -35,7 +35,7 @@ def check_folder(path: Path) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary path beside `path`, which takes its place unless there is an error.
+    """A temporary path next to `path`, which takes its place unless there is an error.
 
     Raises:
         OSError: If the folder does not exist, or the file cannot be written: the message names `path`. An older file

@@ -325,7 +325,7 @@ def load_packed(
 ) -> Model:
     """Load a packed model into a model of the same architecture, whose layers become packed, see :func:`pack`.
 
-    Tensors are read one at a time, and the dense weight of a packed layer is never made beside the others. A model that
+    Tensors are read one at a time, and the dense weight of a packed layer is never made. A model that
     was built under ``torch.device("meta")`` takes no memory before. Tensors have the file's dtype and, unless they are
     on the meta device, the model's device. Every tensor is compared with its checksum before the model is changed;
     there is a warning if the file has no checksums (lightning_nm 0.3 and older), or if a weight has entries that are

@@ -25,7 +25,7 @@ PACKED_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """Dtypes of matrices that are packed."""
 
 STORED_DTYPES = (*PACKED_DTYPES, torch.int8)
-"""Dtypes of packed values: matrices in int8 have a scale for each row beside them."""
+"""Dtypes of packed values: matrices in int8 have a scale for each row next to them."""
 
 # The integer dtype of each size of a value in bytes: bits are compared and moved as integers.
 _INTEGERS = {
@@ -59,7 +59,7 @@ def position_bytes(pattern: NMPattern, blocks: int) -> int:
 def pack_nm(matrix: Tensor, pattern: PatternLike) -> tuple[Tensor, Tensor]:
     """Pack a matrix that is N:M along its last axis into its values and their positions.
 
-    A block with fewer than N nonzeros also stores negative zeros, first position first, and then zeros, likewise. So
+    A block with fewer than N nonzeros also stores negative zeros, first position first, and then zeros. So
     :func:`unpack_nm` returns the same bits, but for the negative zeros of a block that already stores N entries: they
     become zeros. NaN and infinities are nonzeros.
 

@@ -232,7 +232,7 @@ def soft_choice(logits: Tensor, noise: Tensor, scale: Tensor, temperature: Tenso
         logits: :math:`\pi`, ``[..., C]``.
         noise: g, of the same number of entries, of :func:`gumbel_noise`.
         scale: :math:`\kappa`, without axes.
-        temperature: :math:`\tau`, likewise; towards 0 the choice becomes hard.
+        temperature: :math:`\tau`, without axes; towards 0 the choice becomes hard.
 
     Source: Jang et al., Categorical Reparameterization with Gumbel-Softmax, ICLR 2017, arXiv:1611.01144.
 
@@ -263,7 +263,7 @@ def axis_thresholds(weight: Tensor, pattern: PatternLike) -> list[Tensor]:
     r"""Return the magnitudes above which the weights of each filter, and of each kernel position, count for more.
 
     Of the n weights of a filter, :math:`k = \lfloor n (M - N) / M \rfloor` lie below its threshold, which is the mean
-    of the k-th and the next smallest magnitude; likewise of all weights at a kernel position.
+    of the k-th and the next smallest magnitude; the same of all weights at a kernel position.
 
     Args:
         weight: ``[out, in, *taps]``.

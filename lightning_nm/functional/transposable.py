@@ -38,7 +38,7 @@ _MAX_TABLE_M = 4
 # Entries solved at a time on a CPU, per thread: the temporaries nearly fit its cache.
 _CHUNK = 1 << 18
 
-# Likewise elsewhere, to bound the temporaries: 90 / 16 float64 per entry for the table.
+# The same elsewhere, to bound the temporaries: 90 / 16 float64 per entry for the table.
 _DEVICE_CHUNK = 1 << 24
 
 # Passes over rows and columns that set the prices; more of them leave fewer augmenting paths.

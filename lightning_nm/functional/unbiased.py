@@ -89,7 +89,8 @@ def mvue(
 
     Raises:
         TypeError: As :func:`mvue_probabilities`.
-        ValueError: Likewise, and if ``uniform`` has another shape, or both ``uniform`` and ``generator`` are given.
+        ValueError: In the same cases, and if ``uniform`` has another shape, or both ``uniform`` and ``generator``
+            are given.
 
     Example:
         >>> mvue(torch.tensor([9.0, -1.0, 2.0, -1.0]), "2:4", uniform=torch.tensor([0.5])).tolist()

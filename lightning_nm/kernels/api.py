@@ -107,7 +107,7 @@ class GemmKey:
     sparsity: Sparsity = "n:m"
     # Of a convolution: `in` is [in / groups * taps], tokens are output positions.
     conv: Convolution | None = None
-    drawn: bool = False  # A is a W_B that is drawn anew for each product: no mask of it is kept
+    drawn: bool = False  # A is a W_B that is drawn again for each product: no mask of it is kept
 
     def __str__(self) -> str:
         """``gemm rowsxdepthxcolumns dtype pattern device``, then ``permuted``, ``drawn``, sparsity and geometry."""
@@ -205,7 +205,7 @@ class GemmKernel:
     """Whether it also takes products of convolutions, by :meth:`conv` and the two after it."""
     keeps_packs = True
     """Whether the micro-batches of a step share packs of weights. Not if packing costs no more than reading the weight,
-    as given its layout: a pack that is made anew has no values from before a write that torch does not count."""
+    as given its layout: a pack that is made again has no values from before a write that torch does not count."""
 
     tolerance: float | None = None
     """Largest relative difference of its products from the dense ones; ``None`` for that of the dtype."""

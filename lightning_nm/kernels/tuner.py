@@ -1002,7 +1002,7 @@ class Tuner:
         return reason_or_error(partial(check, kernel, key))
 
     def _terms(self, key: GemmKey) -> str:
-        """The conditions under which a decision holds, as text; a stored one with other terms is made anew."""
+        """The conditions under which a decision holds, as text; a stored one with other terms is made again."""
         uses = uses_of_pack(key, self.reuse)
         terms = f"kernels {self.registry}; reuse {uses}; hysteresis {self.hysteresis:g}"
         if torch.are_deterministic_algorithms_enabled():

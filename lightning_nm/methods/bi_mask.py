@@ -41,7 +41,7 @@ class BiMask(SRSTE):
             that lose nothing (the paper's wording) or the retained magnitude ``"l1"``.
         decay: The SR-STE decay of pruned weights.
         dense_start: How long training stays dense before the first masks: training steps, or a share of them.
-        dense_end: How long it is dense again at the end, likewise: **the trained model is dense then**.
+        dense_end: How long it is dense again at the end, in the same units: **the trained model is dense then**.
         first_search: Optimizer steps before the first search, with the rows in their own order until then. The authors'
             code counts forward passes from 1 and searches before the 100th, so its number is 99.
         decay_scale: A factor of the decay. ``"world-size"`` is the number of processes, as in the authors' code.

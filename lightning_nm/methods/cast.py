@@ -57,8 +57,8 @@ class CAST(SparseToSparse):
         V &\leftarrow \beta_2 V + (1 - \beta_2) \tilde\mu^2, \quad
         W \leftarrow W - \frac{\eta \, \tilde\mu / (1 - \beta_1^t)}{\sqrt{V / (1 - \beta_2^t)} + \epsilon}.
 
-    The largest entries are found anew every ``refresh_every`` steps. At ``end`` the others are set to zero: the forward
-    weight is N:M from then on, with the masks of that moment. By then they should be small: the statistic
+    The largest entries are found again every ``refresh_every`` steps. At ``end`` the others are set to zero: the
+    forward weight is N:M from then on, with the masks of that moment. By then they should be small: the statistic
     ``decayed_magnitude`` tells what the projection takes away.
 
     The paper's authors have published no code. The formulas are those of its algorithm 1, as a public reproduction
@@ -201,7 +201,7 @@ class CAST(SparseToSparse):
         layer.zero_pruned()
 
     def update(self, layer: NMLayer) -> None:
-        """Find the entries to decay anew when it is time; make the weight N:M at the end."""
+        """Find the entries to decay again when it is time; make the weight N:M at the end."""
         if layer.spec.forward_reason or layer.masks.has_forward:
             return
         if self._is_over(layer):

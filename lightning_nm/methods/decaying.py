@@ -187,7 +187,7 @@ class DecayingMask(STE):
         self._set_fade(layer)
 
     def update(self, layer: NMLayer) -> None:
-        """Select the masks anew, or let the pruned entries fade further."""
+        """Select the masks again, or let the pruned entries fade further."""
         super().update(layer)
         self._set_fade(layer)
 

@@ -37,7 +37,7 @@ class MaxQ(SRSTE):
 
     A filter's threshold :math:`\theta` has the share (M - N) / M of its weights below it. A kernel position's has that
     of all weights at that position; layers without several positions, as linear ones, have :math:`s_{filter}` alone. W
-    gets the gradient of W_F unchanged, and pruned weights the decay of SR-STE. Masks and thresholds are selected anew
+    gets the gradient of W_F unchanged, and pruned weights the decay of SR-STE. Masks and thresholds are selected again
     after every step.
 
     From ``start`` to ``stop`` the hard mask comes block by block: the blocks of the smallest sums of magnitudes stay
@@ -49,7 +49,7 @@ class MaxQ(SRSTE):
     Args:
         start: When blocks begin to be pruned: an integer counts training steps, a float in [0, 1] is a share of the
             planned ones.
-        stop: When all blocks are N:M, likewise. The code's is a quarter: 30 of 120 epochs.
+        stop: When all blocks are N:M, in the same units. The code's is a quarter: 30 of 120 epochs.
         ramp: How the share of dense blocks falls in between: ``"linear"``, as in the code's scripts, ``"cubic"``,
             ``"cos"`` or ``"exp"``.
         decay: The SR-STE decay of pruned weights.

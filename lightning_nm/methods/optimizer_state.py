@@ -29,7 +29,7 @@ class StepSize:
 
     scale: float  # s
     moment: Tensor | None = None  # v, of the weight's shape; None for zeros
-    largest: Tensor | None = None  # u, likewise; None without AMSGrad
+    largest: Tensor | None = None  # u, of the same shape; None without AMSGrad
     keep: float = 0.0  # a, and b = 1 - a
     correction: float = 1.0  # c
     epsilon: float | None = None

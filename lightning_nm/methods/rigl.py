@@ -38,8 +38,8 @@ class RigL(SparseToSparse):
     dropped entry that is grown again stays as it was. Other grown entries start at zero.
 
     A batch whose gradient moves the masks is trained on, too: the optimizer steps with the entries kept so far, and the
-    exchange follows. The authors' code leaves that step out. The optimizer's state of exchanged entries starts anew: at
-    0, and second moments of grown entries at the mean of their block, so that they take no larger steps than others.
+    exchange follows. The authors' code leaves that step out. The optimizer's state of exchanged entries starts again:
+    at 0, and second moments of grown entries at the mean of their block, so that they take no larger steps than others.
 
     It is the baseline of :class:`BAME`, which exchanges one entry of a block at a time, by accumulated evidence.
 

@@ -27,7 +27,7 @@ class SSTE(STE):
 
     Args:
         dense_start: How long training stays dense before the first masks: training steps, or a share of them.
-        dense_end: How long it is dense again at the end, likewise: **the trained model is dense then**.
+        dense_end: How long it is dense again at the end, in the same units: **the trained model is dense then**.
 
     Raises:
         TypeError, ValueError: What :class:`STE` refuses.

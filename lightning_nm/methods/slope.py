@@ -66,7 +66,7 @@ class SLoPe(ASP):
         self._choose_backward(layer)
 
     def update(self, layer: NMLayer) -> None:
-        """Prune when the clock reaches ``start``; select the backward mask anew when it is time."""
+        """Prune when the clock reaches ``start``; select the backward mask again when it is time."""
         was_pruned = layer.masks.bits is not None
         super().update(layer)
         first = self.first_refresh or self.refresh_every

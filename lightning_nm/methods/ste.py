@@ -25,8 +25,8 @@ class STE(MaskMethod):
     Args:
         dense_start: How long training stays dense before the first masks: an integer counts training steps (batches
             after which an optimizer stepped), a float in [0, 1] is a share of the planned ones.
-        dense_end: How long it is dense again at the end, likewise. **The trained model is dense then**, as in FST
-            (arXiv 2404.01847), which uses N:M to pre-train faster. An N:M sparse model needs 0.
+        dense_end: How long it is dense again at the end, in the same units. **The trained model is dense then**, as in
+            FST (arXiv 2404.01847), which uses N:M to pre-train faster. An N:M sparse model needs 0.
 
     Raises:
         TypeError: If one of them is no number.
@@ -116,7 +116,7 @@ class SRSTE(STE):
             2404.01847). The authors' runs on G GPUs add up G decays, so that 2e-4 has the effect of 1.6e-3 on 8 GPUs;
             see ``decay_scale``.
         dense_start: How long training stays dense before the first masks: training steps, or a share of them.
-        dense_end: How long it is dense again at the end, likewise: **the trained model is dense then**.
+        dense_end: How long it is dense again at the end, in the same units: **the trained model is dense then**.
         decay_scale: :math:`s`, a factor of the decay. ``"world-size"`` is the number of processes, as in the authors'
             code: every process adds the decay to its own gradient, and the all-reduce takes the sum.
         decay_at: ``"before-clipping"``: the decay is clipped with the gradient. ``"after-clipping"``: it is added when

@@ -95,7 +95,7 @@ class STEP(STE):
 
     Args:
         dense_start: The earliest switch: training steps, or a share of them (the paper's 10 %).
-        latest: The latest switch, likewise (the paper's 50 %). Plans of FLOPs are made with it.
+        latest: The latest switch, in the same units (the paper's 50 %). Plans of FLOPs are made with it.
         threshold: What the average of Z must fall below; ``None`` for the optimizer's epsilon, as in the paper.
         mean: ``"arithmetic"`` or ``"geometric"``: the paper's two options. In the latter an entry that does not
             change counts as the smallest normal number.
@@ -178,7 +178,7 @@ class STEP(STE):
             super().init_masks(layer)
 
     def update(self, layer: NMLayer) -> None:
-        """Switch if the second moments have settled; after the switch select the masks anew."""
+        """Switch if the second moments have settled; after the switch select the masks again."""
         group = layer.pending.group if layer.pending else None
         layer.pending = None
         # All optimizers of the batch have stepped, and the layers hold what they need of it.
@@ -245,7 +245,7 @@ class STEP(STE):
             raise ValueError(
                 f"{type(optimizer).__name__} is new, and has no second moment of layer '{layer.name}', whose masks "
                 "have come: method 'step' cannot go on without the optimizer's state. Resume from the last training's "
-                "checkpoint (fit(ckpt_path=...)), use the same optimizer again, or begin anew with a new callback"
+                "checkpoint (fit(ckpt_path=...)), use the same optimizer again, or begin again with a new callback"
             )
 
     def after_clipping(self, layer: NMLayer, optimizer: Optimizer) -> None:

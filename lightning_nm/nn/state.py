@@ -1,4 +1,4 @@
-"""What one layer saves beside its weight in the state dict, to go on exactly: plain tensors and primitives.
+"""What one layer saves besides its weight in the state dict, to go on exactly: plain tensors and primitives.
 
 The model's state dict holds W_F, the weight that the model uses. A layer's state holds the rest: masks, the values of
 pruned entries where a method keeps them, counters, and the settings by which another training is told apart.

@@ -366,8 +366,8 @@ class ShardedWeight(PlainWeight):
 
     Args:
         module: As of a plain weight.
-        name: Likewise.
-        layout: Likewise.
+        name: As of a plain weight.
+        layout: As of a plain weight.
         wrappers: The FSDP modules around it.
     """
 

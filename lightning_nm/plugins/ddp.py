@@ -25,7 +25,7 @@ class NMDDPStrategy(DDPStrategy):
             communication hook.
 
     Raises:
-        ValueError: For another ``wire_dtype``, and for a communication hook beside this one.
+        ValueError: For another ``wire_dtype``, and for a communication hook next to this one.
 
     Example::
 

@@ -59,7 +59,7 @@ def check_schema(state: Mapping[str, Any]) -> None:
     for name, layer in state["layers"].items():
         if "adapter_left" in layer["parameters"]:
             raise ValueError(
-                f"sparsifier state of 0.3 with SLoPe's low-rank adapter beside the weight of layer '{name}', which is "
+                f"sparsifier state of 0.3 with SLoPe's low-rank adapter next to the weight of layer '{name}', which is "
                 "gone: resume or export it with lightning_nm 0.3, or load its N:M weights alone"
             )
 
@@ -198,7 +198,7 @@ def check_state(
     if rows:
         # Layers that differ in the same way are one line of the message.
         found = [f"layer {quoted(name)}{difference}" for name, difference in grouped(rows)]
-        advice = "Configure the sparsifier as it was, or load only the weights to start anew"
+        advice = "Configure the sparsifier as it was, or load only the weights to start again"
         if layers.keys() - saved.keys() and saved.keys() - layers.keys():
             advice += "; if modules were renamed, rename them in the state, too, by lightning_nm.rename_layers()"
         raise ValueError(f"the checkpoint is of another sparse model: {some_of(found)}. {advice}")

@@ -26,7 +26,7 @@ _LENGTH_FACTOR = 0x100000001B3
 
 
 def _fingerprint(layer: NMLayer) -> dict[str, Any]:
-    """What decides on masks and messages beside tensors, and must be equal in all processes."""
+    """What decides on masks and messages besides tensors, and must be equal in all processes."""
     return {
         "name": layer.name,
         "shape": tuple(layer.view.shape),

@@ -178,7 +178,7 @@ def test_a_reused_callback_on_another_model_starts_anew(tmp_path):
     nm = callback()
     make_trainer(tmp_path, [nm], max_epochs=1).fit(new_model(), Data())
     model = new_model(1)
-    with pytest.warns(UserWarning, match=r"starts anew.*net\.3"):
+    with pytest.warns(UserWarning, match=r"starts again.*net\.3"):
         make_trainer(tmp_path, [nm], max_epochs=1).fit(model, Data())
     assert all(nmf.is_nm(model.state_dict()[key], "2:4", dim=1) for key in MASKED)
 
@@ -231,7 +231,7 @@ def test_evaluating_a_checkpoint_between_fits_does_not_break_the_next(tmp_path):
         model = new_model(fold)
         trainer = make_trainer(tmp_path, [nm], max_epochs=1)
         if fold:
-            with pytest.warns(UserWarning, match="starts anew"):
+            with pytest.warns(UserWarning, match="starts again"):
                 trainer.fit(model, Data())
         else:
             trainer.fit(model, Data())
@@ -286,7 +286,7 @@ def test_folds_before_pruning_do_not_share_a_clock(tmp_path):
         model = new_model(fold)
         trainer = make_trainer(tmp_path, [nm], max_epochs=1, limit_train_batches=3)
         if fold:
-            with pytest.warns(UserWarning, match="starts anew"):
+            with pytest.warns(UserWarning, match="starts again"):
                 trainer.fit(model, Data())
         else:
             trainer.fit(model, Data())

@@ -77,7 +77,7 @@ def _critical(count: int) -> float:
 
 NOTES = """
 - FLOPs are those of training, relative to dense training, and fit is the mean time of a training, in a study of equal
-  seconds, too: perhaps beside other work, which the timing of the steps was not.
+  seconds, too: perhaps next to other work, which the timing of the steps was not.
 - Differences are paired by seed. Intervals are Student's t and hold for each row alone. Smallest detectable is the true
   difference that such a test sees in 80 % of repetitions, by the paired standard deviation. Undecided: the interval
   contains zero, or there is none.

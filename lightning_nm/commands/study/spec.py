@@ -91,7 +91,7 @@ class Spec:
             before the first training. ``None`` leaves the number of steps to the config.
         model: Import path of the model's class, such as ``train.Net``, if the config is that of a
             ``LightningCLI(Net, Data)`` of one's own.
-        data: Likewise of the data module.
+        data: The same for the data module.
     """
 
     name: str

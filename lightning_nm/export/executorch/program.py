@@ -348,7 +348,7 @@ def export_executorch(
         allow_float: Write a program in which layers with weights run in float on the host's CPU.
         compare_dense: Compile the model with dense weights, too.
         system_config: Vela's name of the memories and the clock; by default ExecuTorch's for the target.
-        memory_mode: Vela's name of what lies in which memory; likewise.
+        memory_mode: Vela's name of what lies in which memory; as above.
 
     Raises:
         ImportError: If a package is missing: ``pip install -e '.[ethos-u]'``.

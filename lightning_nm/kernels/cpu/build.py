@@ -18,7 +18,7 @@ from pathlib import Path
 SOURCES = Path(__file__).parent / "csrc"
 LIBRARY = Path(__file__).parent / "libnm.so"
 REASON = "libnm.txt"
-"""Name of the file beside the library that says why it could not be compiled."""
+"""Name of the file next to the library that says why it could not be compiled."""
 LEVELS = {
     0: [],
     1: ["-mavx2", "-mfma"],
@@ -135,7 +135,7 @@ def compile_library(target: Path = LIBRARY, flags: tuple[str, ...] = ()) -> str:
         if failed:
             return failed
         target.parent.mkdir(parents=True, exist_ok=True)
-        # Renaming replaces a file at once, but only within one file system: copy beside the target first.
+        # Renaming replaces a file at once, but only within one file system: copy next to the target first.
         new = target.with_name(f".{target.name}.{os.getpid()}")
         shutil.copy(linked, new)
         new.replace(target)

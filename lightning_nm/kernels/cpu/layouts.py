@@ -54,7 +54,7 @@ class PermuteLayout:
 
     @cached_property
     def paired(self) -> bool:
-        """Whether two slots of a row lie beside each other."""
+        """Whether two slots of a row lie next to each other."""
         return self.inputs.dim() == 5
 
     @cached_property

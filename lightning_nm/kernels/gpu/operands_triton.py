@@ -299,7 +299,7 @@ def _select(words, lane):
 @triton.jit
 def _interleave(planes, M: tl.constexpr):
     """Join M tensors [rows, columns], M a power of two, so that entry ``M q + i`` of a row is entry q of plane i."""
-    # tl.interleave joins two tensors. Planes i and i + M / 2 first: later calls bring i and i + 1 beside each other.
+    # tl.interleave joins two tensors. Planes i and i + M / 2 first: later calls bring i and i + 1 next to each other.
     half: tl.constexpr = M // 2
     joined = ()
     for i in tl.static_range(half):

@@ -105,7 +105,7 @@ class BAME(SparseToSparse):
     Args:
         start: When adaptations begin: an integer counts training steps (batches after which an optimizer stepped), a
             float in [0, 1] is a share of those that the training is planned to take when it begins.
-        stop: When they end, likewise.
+        stop: When they end, in the same units.
         every: Steps between two adaptations, from ``start`` on: by default 1, and steps of the layer's optimizer, with
             accumulated evidence; 100, and training steps, with that of a batch.
         evidence: ``"accumulated"`` or ``"batch"``, as above.

@@ -37,7 +37,7 @@ Kernels = Literal["auto", "sparse", "reference"]
 DECISIONS = "~/.cache/lightning_nm/packed.json"
 """Where measured choices are kept, by CPU, instruction set and number of threads; nowhere without a home directory.
 
-Those for int8 weights are in a file beside it, see :func:`_file_of`."""
+Those for int8 weights are in a file next to it, see :func:`_file_of`."""
 
 BUDGET_S = 1.0
 """Seconds that the products of one packed model are measured by default; the last measurement may exceed them."""
@@ -132,7 +132,7 @@ class _PackedTuner(Tuner):
         return super()._reason(kernel, few_rows(key))
 
     def _dense_ms(self, key: GemmKey) -> float:
-        """The time of a few rows for all: a dense copy of the weight beside the packed one would take its memory."""
+        """The time of a few rows for all: a dense copy of the weight next to the packed one would take its memory."""
         few = few_rows(key)
         return dense_ms(few, self.timer) * key.rows / few.rows
 

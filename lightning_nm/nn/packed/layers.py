@@ -48,7 +48,7 @@ class PackedLayer(_Swapped):
     """
 
     nm_unmaskable: ClassVar[str] = (
-        "packed already, for inference: to prune, train or pack it anew, load lightning_nm.unpacked_state_dict(model) "
+        "packed already, for inference: to prune, train or pack it again, load lightning_nm.unpacked_state_dict(model) "
         "into a model that is not packed"
     )
 

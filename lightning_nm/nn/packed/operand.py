@@ -33,7 +33,7 @@ LARGEST = 0.75
 
 @dataclass(eq=False)
 class Operand:
-    """A matrix ``[rows, depth]`` in a kernel's layout; the dense and the packed weight are not kept beside it.
+    """A matrix ``[rows, depth]`` in a kernel's layout; the dense and the packed weight are not kept next to it.
 
     Attributes:
         layout: Where the nonzeros are.

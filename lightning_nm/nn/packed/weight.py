@@ -60,7 +60,7 @@ class PackedWeight(nn.Module, HasHandle):
 
     Attributes:
         operand: The kernel's layout, if it is held.
-        scales: Of int8 values, float32 ``[out]``, of experts ``[experts, out]``; they are held beside each of the
+        scales: Of int8 values, float32 ``[out]``, of experts ``[experts, out]``; they are held next to each of the
             three.
         matrix: The dense weight as products take it, ``[out, in]`` or ``[out, in / groups * taps]``, if it is held.
     """
@@ -245,7 +245,7 @@ class PackedWeight(nn.Module, HasHandle):
         return y.squeeze(2) if is_1d else y
 
     def refuse_training(self) -> None:
-        """Refuse to train beside a weight that cannot be trained."""
+        """Refuse to train next to a weight that cannot be trained."""
         if self.training and torch.is_grad_enabled():
             raise self.training_error()
 
