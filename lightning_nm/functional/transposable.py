@@ -145,7 +145,7 @@ def _masks_of_a_tile(pattern: NMPattern) -> Tensor:
     """
     rows = block_patterns(pattern)
     choices = torch.cartesian_prod(
-        *[torch.arange(len(rows))] * pattern.m
+        *[torch.arange(len(rows), dtype=torch.int64)] * pattern.m
     )  # of a pattern for each row
     masks = rows[choices]
     is_balanced = (masks.sum(1) == pattern.n).all(1)

@@ -95,7 +95,7 @@ class CpuKernel(GemmKernel):
         layout = packed.layout
         if not isinstance(layout, self.layouts):
             raise ValueError(
-                f"{self.name} takes layouts that are {self.layouts.__name__}, not {type(layout).__name__}"
+                f"{self.name} takes a layout of class {self.layouts.__name__}, not {type(layout).__name__}"
             )
         if isinstance(layout, PermuteLayout) and layout.paired and x.dtype != torch.bfloat16:
             raise ValueError(

@@ -190,11 +190,11 @@ def test_operands_that_would_be_misread_are_refused():
     csr = CpuCsrKernel()
     foreign = csr.pack_masked(other.matrix, csr.layout(other.matrix))
     with pytest.raises(
-        ValueError, match="cpu-int8 takes layouts that are Int8Layout, not CsrLayout"
+        ValueError, match="cpu-int8 takes a layout of class Int8Layout, not CsrLayout"
     ):
         KERNEL.linear(foreign, other.x)
     with pytest.raises(
-        ValueError, match="cpu-csr takes layouts that are CsrLayout, not Int8Layout"
+        ValueError, match="cpu-csr takes a layout of class CsrLayout, not Int8Layout"
     ):
         csr.linear(packed, x)
 
