@@ -30,7 +30,6 @@ from lightning_nm.kernels.tuner import (
     Timer,
     Tuner,
     decisions_file,
-    describe_error,
     environment_of,
     share,
 )
@@ -169,10 +168,7 @@ class Router(HasHandle):
         """Load known decisions and probe the kernels on a device, once."""
         if self.tuner is None:
             environment = environment_of(device)
-            if self.kernels == "auto" and self.file is not None:
-                known = Decisions.load(self.file, environment)
-            else:
-                known = Decisions(environment)
+            known = Decisions.load(self.file if self.kernels == "auto" else None, environment)
             self._saved = _measured_keys(known)
             reuse = self.pack_reuse(str(device))
             self.tuner = Tuner(self.kernels, self.registry, known, self.timer, reuse=reuse)
@@ -320,19 +316,12 @@ class Router(HasHandle):
 
     def save(self) -> None:
         """Add new measurements to the file, if there is one; a file that cannot be written gives a warning."""
-        if self.kernels != "auto" or self.file is None or self.tuner is None:
+        if self.kernels != "auto" or self.tuner is None:
             return
-        decisions = self.tuner.decisions
-        measured = _measured_keys(decisions)
-        if measured <= self._saved:
-            return
-        try:
-            decisions.save(self.file)
-        except (OSError, ValueError) as error:  # no reason to end a training
-            message = f"the choice of kernels is not kept and will be measured again next time: {describe_error(error)}"
-            warnings.warn(message, RuntimeWarning, stacklevel=2)
-        # Also after an error: one warning for the same decisions is enough.
-        self._saved |= measured
+        measured = _measured_keys(self.tuner.decisions)
+        if not measured <= self._saved:
+            self.tuner.decisions.keep(self.file)
+            self._saved |= measured  # also after a failure
 
     def convolves(self, device_type: str) -> bool:
         """Whether a kernel may take convolutions on a type of device; compiled code asks, too."""

@@ -16,7 +16,7 @@ from itertools import cycle
 from pathlib import Path
 from statistics import fmean, median
 from time import perf_counter
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, Literal, Protocol
 from uuid import uuid4
 
 import torch
@@ -93,44 +93,39 @@ class DeviceTimer:
 
     def time(self, function: Callable[[], object], device: torch.device) -> float:
         """Return the seconds of one call."""
+        warmup, samples, calls = self.warmup, self.samples, self.calls
+        sample = self._cuda_sample
         if device.type != "cuda":
-            return self._host_time(function)
-        for _ in range(self.warmup):
+            sample = self._host_sample
+            # The first call is part of the warm-up, and says how many calls a sample needs. A coarse clock may give 0.
+            first = max(sample(function, device, 1), 1e-9)
+            calls = min(max(round(_ENOUGH / first), 1), calls)
+            warmup -= 1
+            if first >= _LONG:
+                warmup, samples = 0, min(samples, 3)
+        for _ in range(warmup):
             function()
-        samples = [self._cuda_sample(function, device) for _ in range(self.samples)]
-        return median(samples) / self.calls
+        return median(sample(function, device, calls) for _ in range(samples)) / calls
 
-    def _host_time(self, function: Callable[[], object]) -> float:
-        """Return the seconds of one call on the host, measured by fewer calls if they are long."""
-        # The first call is part of the warm-up, and says how many calls a sample needs. A coarse clock may give 0.
-        first = max(self._host_sample(function, 1), 1e-9)
-        calls = min(max(round(_ENOUGH / first), 1), self.calls)
-        if first < _LONG:
-            further_warmup = self.warmup - 1
-            sample_count = self.samples
-        else:
-            further_warmup = 0
-            sample_count = min(self.samples, 3)
-        for _ in range(further_warmup):
-            function()
-        samples = [self._host_sample(function, calls) for _ in range(sample_count)]
-        return median(samples) / calls
-
-    def _host_sample(self, function: Callable[[], object], calls: int) -> float:
+    def _host_sample(
+        self, function: Callable[[], object], device: torch.device, calls: int
+    ) -> float:
         """Seconds of some calls together, by the clock of the host."""
         start = perf_counter()
         for _ in range(calls):
             function()
         return perf_counter() - start
 
-    def _cuda_sample(self, function: Callable[[], object], device: torch.device) -> float:
-        """Seconds of the calls of a sample together, between two events."""
+    def _cuda_sample(
+        self, function: Callable[[], object], device: torch.device, calls: int
+    ) -> float:
+        """Seconds of some calls together, between two events."""
         # Events are recorded on the current stream of the current device, which need not be this one.
         with torch.cuda.device(device):
             start = torch.cuda.Event(enable_timing=True)
             end = torch.cuda.Event(enable_timing=True)
             start.record()
-            for _ in range(self.calls):
+            for _ in range(calls):
                 function()
             end.record()
             # The host runs ahead: without this the end is not reached yet.
@@ -158,12 +153,7 @@ def rotated(function: Callable[..., object], *operands: Sequence[Any]) -> Callab
         ['ax', 'by', 'cx', 'ay']
     """
     rings = [cycle(copies) for copies in operands]
-
-    def call() -> object:
-        arguments = [next(ring) for ring in rings]
-        return function(*arguments)
-
-    return call
+    return lambda: function(*map(next, rings))
 
 
 try:
@@ -196,22 +186,20 @@ class Environment:
 
     def __str__(self) -> str:
         # The text is the key of the decisions in their file.
-        parts = []
-        for field in fields(self):
-            value = getattr(self, field.name) or "none"
-            parts.append(f"{field.name} {value}")
-        return ", ".join(parts)
+        return ", ".join(f"{name} {value or 'none'}" for name, value in vars(self).items())
 
 
 def environment_of(device: torch.device) -> Environment:
     """Describe a device of this machine; a CPU by its model, instruction set, library and threads."""
     if device.type == "cpu":
         # Another instruction set, build of the library or number of threads is another speed.
-        kernels = "no kernels"
-        if not unavailable():
-            kernels = f"{LEVELS[level()]}; library {compiled_from()}"
+        parts = [cpu_name()]
         # Virtual machines report one name for CPUs with AMX and without, whose dense products differ in speed.
-        parts = [cpu_name(), *(["AMX"] if has_amx() else []), kernels]
+        if has_amx():
+            parts.append("AMX")
+        parts += (
+            ["no kernels"] if unavailable() else [LEVELS[level()], f"library {compiled_from()}"]
+        )
         # The limit of oneDNN, which computes torch's dense products.
         if limit := os.environ.get("ONEDNN_MAX_CPU_ISA"):
             parts.append(f"oneDNN up to {limit}")
@@ -251,12 +239,10 @@ class Decision:
         """
         decision = cls(**entry)
         # Dataclasses check no types, and a file may have been edited.
-        texts = (decision.kernel, decision.reason, decision.source, decision.terms)
-        times = (decision.dense_ms, decision.sparse_ms, decision.pack_ms)
-        if not all(isinstance(text, str) for text in texts):
-            raise TypeError(f"{entry!r} is no decision")
-        if not all(time is None or isinstance(time, (int, float)) for time in times):
-            raise TypeError(f"{entry!r} has a time that is no number")
+        for name, value in entry.items():
+            types = (int, float, type(None)) if name.endswith("_ms") else str
+            if not isinstance(value, types):
+                raise TypeError(f"{entry!r} is no decision: its {name} is {value!r}")
         return decision
 
 
@@ -291,6 +277,7 @@ class Decisions(MutableMapping[GemmKey, Decision]):
     def __init__(self, environment: Environment) -> None:
         self.environment = environment
         self._decisions: dict[GemmKey, Decision] = {}
+        self._warned = False
 
     def __getitem__(self, key: GemmKey) -> Decision:
         return self._decisions[stored_key(key)]
@@ -308,15 +295,32 @@ class Decisions(MutableMapping[GemmKey, Decision]):
         return len(self._decisions)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], environment: Environment) -> Decisions:
+    def load(cls, path: str | os.PathLike[str] | None, environment: Environment) -> Decisions:
         """Read the decisions of an environment; a file that is missing, damaged or of another schema has none."""
         decisions = cls(environment)
+        if path is None:
+            return decisions
         # Whatever is wrong with the file: the products are measured again, and saving says what is wrong.
         with suppress(OSError, ValueError, TypeError, AttributeError, KeyError):
             entries = _read(Path(path)).get(str(environment), {})
             found = {_read_key(text): Decision.from_dict(entry) for text, entry in entries.items()}
             decisions._decisions = found  # all or none
         return decisions
+
+    def keep(self, path: Path | None) -> None:
+        """:meth:`save` them, if there is a path; the first failure gives a warning: it is no reason to end the work."""
+        try:
+            if path is not None:
+                self.save(path)
+        except (OSError, ValueError) as error:
+            if not self._warned:
+                self._warned = True
+                warnings.warn(
+                    "the choice of kernels is not kept and will be measured again next time: "
+                    f"{describe_error(error)}",
+                    RuntimeWarning,
+                    stacklevel=3,
+                )
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Add the decisions to a file; those of other environments and of other keys stay in it.
@@ -664,19 +668,6 @@ def check(kernel: GemmKernel, key: GemmKey) -> str:
     return ""
 
 
-def check_bias(kernel: GemmKernel, key: GemmKey) -> str:
-    """Compare a kernel's product with a bias with the dense one, in a test of a kernel; return what is wrong."""
-    with _no_autocast():
-        generator = _generator(key)
-        matrix = _sparse_operand(key, generator)
-        dense = _dense_operand(key, generator)
-        # Large, so that a bias that is left out exceeds the tolerance.
-        bias = 10 * _random(key, (key.rows,), generator)
-        result = kernel.linear(_packed(kernel, key, matrix), dense, bias)
-        expected = GemmKernel().linear(matrix, dense, bias)
-        return _difference(result, expected, kernel.tolerance)
-
-
 def _difference(result: Tensor, expected: Tensor, most: float | None) -> str:
     """Return why a product is wrong, from its relative Frobenius difference; empty if it is right."""
     # Norms of 16-bit tensors would overflow float16, and lose their small terms in bfloat16.
@@ -698,15 +689,18 @@ def dense_ms(key: GemmKey, timer: Timer) -> float:
     return _product_ms(GemmKernel(), key, timer)
 
 
-def sparse_ms(kernel: GemmKernel, key: GemmKey, timer: Timer) -> tuple[float, float]:
+def sparse_ms(
+    kernel: GemmKernel, key: GemmKey, timer: Timer, packed: Any = None
+) -> tuple[float, float]:
     """Milliseconds of a kernel's product, permuting the dense matrix included, and of packing the sparse operand once.
 
-    Packing includes building the layout from the mask, as if the mask had moved. Where outputs are sparse nothing is
-    packed for the product. The operand of a kernel for N:M matrices is contiguous, so transposed where the layer packs
-    a transposed one. Like the dense product's, the times include neither masking nor drawing.
+    Packing includes building the layout from the mask, as if the mask had moved. Where outputs are sparse, and where
+    the operand is given `packed`, nothing is packed. The operand of a kernel for N:M matrices is contiguous, so
+    transposed where the layer packs a transposed one. Like the dense product's, the times include neither masking nor
+    drawing.
     """
-    product_ms = _product_ms(kernel, key, timer)
-    if key.sparsity == "outputs":
+    product_ms = _product_ms(kernel, key, timer, packed)
+    if key.sparsity == "outputs" or packed is not None:
         return product_ms, 0.0
     with _no_autocast():
         matrices = _copies(key, key.rows, _sparse_operand)
@@ -720,27 +714,22 @@ def sparse_ms(kernel: GemmKernel, key: GemmKey, timer: Timer) -> tuple[float, fl
         return product_ms, _milliseconds(timer, key, partial(_pack_masked, kernel), operands)
 
 
-def _product_ms(kernel: GemmKernel, key: GemmKey, timer: Timer) -> float:
+def _product_ms(kernel: GemmKernel, key: GemmKey, timer: Timer, packed: Any = None) -> float:
     """Milliseconds of a kernel's product alone, or of the dense one by the reference."""
     with _no_autocast():
-        packs = [_packed(kernel, key, x) for x in _copies(key, key.rows, _sparse_operand)]
+        packs = [(packed, None)]
+        if packed is None:
+            packs = [_packed(kernel, key, x) for x in _copies(key, key.rows, _sparse_operand)]
         others = _copies(key, key.columns, _dense_operand)
         # Training permutes dY for each product, so it is part of the time.
         order = None if type(kernel) is GemmKernel else _order(key, kernel)
 
-        def product(packed: Any, dense: Tensor) -> Tensor:
+        def product(packed: tuple[Any, Tensor | None], dense: Tensor) -> Tensor:
             if order is not None:
                 dense = permuted_columns(dense, order)
             return _product(kernel, key, packed, dense)
 
         return _milliseconds(timer, key, product, packs, others)
-
-
-def time_packed(kernel: GemmKernel, key: GemmKey, packed: Any, timer: Timer) -> float:
-    """Milliseconds of a kernel's forward product with an operand that is packed already; no other one is made."""
-    with _no_autocast():
-        dense = _dense_operand(key, _generator(key))
-        return _milliseconds(timer, key, partial(_product, kernel, key, packed), [dense])
 
 
 def _milliseconds(
@@ -856,29 +845,51 @@ def _pack_masked(kernel: GemmKernel, operand: MaskedMatrix) -> Any:
     return kernel.pack_masked(operand, kernel.layout(operand))
 
 
-def _packed(kernel: GemmKernel, key: GemmKey, matrix: Tensor) -> Any:
-    """What :func:`_product` takes of a matrix; where outputs are sparse, a pair of the mask's layout and dY."""
+def _packed(kernel: GemmKernel, key: GemmKey, matrix: Tensor) -> tuple[Any, Tensor | None]:
+    """A matrix as a kernel takes it; where outputs are sparse, the mask's layout and dY."""
     if key.sparsity == "outputs":
         # The matrix is dY^T, but dY itself of a convolution.
-        grad = matrix.t().contiguous() if key.conv is None else matrix
-        return kernel.layout(_needed(key)), grad
+        return kernel.layout(_needed(key)), matrix.t().contiguous() if key.conv is None else matrix
     if type(kernel) is GemmKernel:  # the reference multiplies the matrix as it is
-        return matrix
+        return matrix, None
     if key.packs_each_time:
-        return kernel.pack(matrix.contiguous())
-    return _pack_masked(kernel, _masked(key, matrix, _order(key, kernel)))
+        return kernel.pack(matrix.contiguous()), None
+    return _pack_masked(kernel, _masked(key, matrix, _order(key, kernel))), None
 
 
-def _product(kernel: GemmKernel, key: GemmKey, packed: Any, dense: Tensor) -> Tensor:
+def _product(
+    kernel: GemmKernel, key: GemmKey, operand: tuple[Any, Tensor | None], dense: Tensor
+) -> Tensor:
     """The product of what :func:`_packed` returned."""
-    if key.sparsity == "outputs":
-        layout, grad = packed
-        return multiply(kernel, key, layout, dense, grad=grad)
-    return multiply(kernel, key, packed, dense)
+    packed, grad = operand
+    return multiply(kernel, key, packed, dense, grad=grad)
 
+
+PANEL_BYTES = 4 << 20
+"""A dense product beside a packed weight is timed with so much of a weight: more than a core's own cache, less than a
+weight of interest."""
+
+
+def few_rows(key: GemmKey) -> GemmKey:
+    """A product with the first rows of the weight, of at most :data:`PANEL_BYTES`; the same for a smaller weight.
+
+    Example::
+
+        >>> few_rows(GemmKey("forward", 4096, 4096, 16, torch.float32, NMPattern(2, 4), "cpu")).rows
+        256
+    """
+    rows = max(PANEL_BYTES // (key.depth * key.dtype.itemsize) // 64 * 64, 64)
+    if key.rows <= rows or (key.conv is not None and key.conv.groups > 1):
+        return key
+    conv = None if key.conv is None else key.conv._replace(outputs=rows)
+    return replace(key, rows=rows, conv=conv)
+
+
+DENSE = GemmKernel.name
+"""What decisions for the dense product name."""
 
 HYSTERESIS = 0.03
-"""The share by which a sparse product must be faster to be chosen."""
+"""The share by which a sparse product must be faster to be chosen, in training."""
 
 
 class Tuner:
@@ -892,17 +903,16 @@ class Tuner:
 
     Args:
         kernels: ``"auto"`` takes the fastest as measured, a sparse kernel only if ``dense / (sparse + pack / reuse)``
-            is at least 1.03. ``"sparse"`` takes the first kernel that is right, ``"reference"`` none.
+            is at least ``1 + hysteresis``. ``"sparse"`` takes the first kernel that is right, ``"reference"`` none.
         registry: The kernels, the sparse ones in order of preference.
         decisions: Known decisions, to which ``"auto"`` adds; other modes take only the environment from them.
         timer: Measures times for ``"auto"``.
         reuse: Products that use one pack of a weight; output gradients are packed for each product.
+        hysteresis: The margin of a sparse kernel.
 
     Raises:
         ValueError: If the mode is unknown or `reuse` is less than 1.
     """
-
-    hysteresis: ClassVar[float] = HYSTERESIS
 
     def __init__(
         self,
@@ -911,6 +921,7 @@ class Tuner:
         decisions: Decisions,
         timer: Timer,
         reuse: int = 1,
+        hysteresis: float = HYSTERESIS,
     ) -> None:
         check_mode(kernels)
         if reuse < 1:
@@ -920,20 +931,49 @@ class Tuner:
         self.decisions = decisions if kernels == "auto" else Decisions(decisions.environment)
         self.timer = timer
         self.reuse = reuse
+        self.hysteresis = hysteresis
 
-    def decide(self, key: GemmKey) -> Decision:
+    def recall(self, key: GemmKey) -> Decision | None:
+        """The decision for a product, if there is one that holds under the present terms."""
+        decision = self.decisions.get(key)
+        return decision if decision is not None and decision.terms == self._terms(key) else None
+
+    def nearest(self, key: GemmKey) -> Decision | None:
+        """The measured decision for the most similar product: of the same matrix if there is one, else of another."""
+
+        def kind(key: GemmKey) -> tuple[Any, ...]:
+            return key.dtype, key.pattern, key.conv is None
+
+        def distance(other: GemmKey) -> tuple[bool, float]:
+            # Whether their matrices or convolutions differ, then the ratios of their sizes.
+            sizes = ((key.rows, other.rows), (key.depth, other.depth), (key.columns, other.columns))
+            ratios = sum(abs(math.log2(a / b)) for a, b in sizes)
+            return (key.rows, key.depth, key.conv) != (other.rows, other.depth, other.conv), ratios
+
+        terms = self._terms(key)
+        measured = [
+            other
+            for other, decision in self.decisions.items()
+            if (decision.source, decision.terms) == ("measured", terms) and kind(other) == kind(key)
+        ]
+        return self.decisions[min(measured, key=distance)] if measured else None
+
+    def decide(self, key: GemmKey, packed: Any = None) -> Decision:
         """Decide for a product, or recall the decision.
 
         In ``"auto"`` an unknown product is measured: call :meth:`tune` before a CUDA graph is captured.
+
+        Args:
+            key: The product.
+            packed: Its operand in the form of the only kernel, if it is packed already, as in a packed layer: to pack
+                another one would take longer than the product, and more memory.
         """
         bucket = bucketed(key)
-        if not self._known(bucket):
-            self._remember(bucket, self._decide(key))
-        decision = self.decisions[bucket]
+        decision = self.recall(bucket) or self._remember(bucket, self._decide(key, packed))
         # The decision holds for the whole bucket; the kernel may still refuse this very size, or have failed at it.
         reason = self.registry.reason_against(decision.kernel, key)
         if reason:
-            return Decision(self._dense, reason=f"{decision.kernel}: {reason}")
+            return Decision(DENSE, reason=f"{decision.kernel}: {reason}")
         return decision
 
     def tune(
@@ -945,28 +985,23 @@ class Tuner:
         is postponed: dense until a later call measures it. The last measurement may exceed the budget. With several
         processes one tunes, and all :meth:`take_over` what :func:`~lightning_nm.kernels.tuner.share` returns.
         """
-        counts: Counter[GemmKey] = Counter()
+        costs: Counter[GemmKey] = Counter()
         sizes: dict[GemmKey, GemmKey] = {}  # a bucket is measured at a size that occurs
         for key in keys:
             bucket = bucketed(key)
-            counts[bucket] += 1
+            costs[bucket] += multiply_adds(bucket)
             sizes.setdefault(bucket, key)
-
-        def cost(bucket: GemmKey) -> int:
-            return counts[bucket] * multiply_adds(bucket)
-
         end = clock() + budget_s
-        for bucket in sorted(counts, key=cost, reverse=True):
+        for bucket, _ in costs.most_common():
             key = sizes[bucket]
+            known = self.recall(bucket)
             # A decision that an earlier call postponed is known, but is still to be measured.
-            measured = self._known(bucket) and self.decisions[bucket].source == "measured"
-            if self.kernels == "auto" and not measured:
+            if self.kernels == "auto" and (known is None or known.source != "measured"):
                 if clock() < end:
-                    self._remember(bucket, self._measured(key))
+                    self._remember(bucket, self._decide(key))
                 else:
                     reason = f"not measured yet: the budget of {budget_s:g} s is used up"
-                    postponed = Decision(self._dense, reason=reason, source="postponed")
-                    self._remember(bucket, postponed)
+                    self._remember(bucket, Decision(DENSE, reason=reason, source="postponed"))
             # Other modes decide here; in "auto" this asks whether the kernel supports the size.
             self.decide(key)
 
@@ -985,21 +1020,13 @@ class Tuner:
             notes.append("the product is empty")
             return
         for kernel in self.registry.made_for(key.device):
-            # The registry is asked first: the trial runs the kernel, which may not exist for this device.
-            reason = self.registry.reason(kernel, key) or self._reason(kernel, key)
+            # The registry is asked first: the check runs the kernel, which may not exist for this device.
+            reason = self.registry.reason(kernel, key)
+            reason = reason or reason_or_error(partial(check, kernel, key))
             if reason:
                 notes.append(f"{kernel.name}: {reason}")
             else:
                 yield kernel
-
-    @property
-    def _dense(self) -> str:
-        """The name of the reference."""
-        return self.registry.reference.name
-
-    def _reason(self, kernel: GemmKernel, key: GemmKey) -> str:
-        """Return why a kernel does not compute a product right; empty if it does."""
-        return reason_or_error(partial(check, kernel, key))
 
     def _terms(self, key: GemmKey) -> str:
         """The conditions under which a decision holds, as text; a stored one with other terms is made anew."""
@@ -1009,74 +1036,66 @@ class Tuner:
             terms += "; deterministic"
         return terms
 
-    def _known(self, key: GemmKey) -> bool:
-        """Whether there is a decision for a product that holds under the present terms."""
-        decision = self.decisions.get(key)
-        return decision is not None and decision.terms == self._terms(key)
-
-    def _remember(self, key: GemmKey, decision: Decision) -> None:
+    def _remember(self, key: GemmKey, decision: Decision) -> Decision:
         """Store a decision with the terms under which it was made."""
-        self.decisions[key] = replace(decision, terms=self._terms(key))
+        self.decisions[key] = decision = replace(decision, terms=self._terms(key))
+        return decision
 
-    def _decide(self, key: GemmKey) -> Decision:
+    def _decide(self, key: GemmKey, packed: Any = None) -> Decision:
         """Decide for a product by the mode."""
-        if self.kernels == "auto":
-            return self._measured(key)
         if self.kernels == "reference":
-            return Decision(self._dense, reason="mode 'reference'", source="forced")
+            return Decision(DENSE, reason="mode 'reference'", source="forced")
+        if self.kernels == "auto":
+            found = self._measured(key, packed)
+            if packed is not None and found.source == "measured" and found.kernel == DENSE:
+                # Other work on the machine can slow one of the two down for a moment, and a packed layer does not go
+                # back from dense.
+                return self._measured(key, packed)
+            return found
         notes: list[str] = []
         # No kernel after the first right one is tried.
-        kernel = next(self.legal(key, notes), None)
-        if kernel is None:
-            return _without_kernel(self._dense, notes)
-        reason = "; ".join(["mode 'sparse'", *notes])
-        return Decision(kernel.name, reason=reason, source="forced")
+        for kernel in self.legal(key, notes):
+            reason = "; ".join(["mode 'sparse'", *notes])
+            return Decision(kernel.name, reason=reason, source="forced")
+        return _without_kernel(notes)
 
-    def _measured(self, key: GemmKey) -> Decision:
+    def _measured(self, key: GemmKey, packed: Any) -> Decision:
         """Take the fastest kernel if its speedup reaches the margin, else the reference."""
         notes: list[str] = []
         dense_times: list[float] = []
         times: dict[str, tuple[float, float]] = {}  # of the product and of packing, by kernel
-        for kernel in self.legal(key, notes):
+        # A dense weight beside the packed one would take its memory: a few of its rows stand for all.
+        part = key if packed is None else few_rows(key)
+        for kernel in self.legal(part, notes):
             try:
                 # Before and after each kernel: a GPU at its power limit slows down while it works.
                 if not dense_times:
-                    dense_times.append(self._dense_ms(key))
-                times[kernel.name] = self._sparse_ms(kernel, key)
-                dense_times.append(self._dense_ms(key))
+                    dense_times.append(dense_ms(part, self.timer))
+                times[kernel.name] = sparse_ms(kernel, key, self.timer, packed)
+                dense_times.append(dense_ms(part, self.timer))
             except Exception as error:
                 notes.append(f"{kernel.name}: {describe_error(error)}")
         if not times:
-            return _without_kernel(self._dense, notes)
-        dense_ms = fmean(dense_times)
+            return _without_kernel(notes)
+        dense = fmean(dense_times) * (key.rows / part.rows)
         uses = uses_of_pack(key, self.reuse)
-        gains = {name: speedup(dense_ms, *ms, uses) for name, ms in times.items()}
+        gains = {name: speedup(dense, *ms, uses) for name, ms in times.items()}
         # Of equally fast ones the first: the kernels are in order of preference.
         best = max(gains, key=gains.__getitem__)
-        product_ms, pack_ms = times[best]
         least_gain = 1 + self.hysteresis
         measured = ", ".join(f"{name} {gain:.3f}x" for name, gain in gains.items())
         return Decision(
-            kernel=best if gains[best] >= least_gain else self._dense,
-            dense_ms=dense_ms,
-            sparse_ms=product_ms,
-            pack_ms=pack_ms,
-            reason="; ".join([f"measured {measured}; sparse from {least_gain:g}x", *notes]),
-            source="measured",
+            best if gains[best] >= least_gain else DENSE,
+            dense,
+            *times[best],
+            "; ".join([f"measured {measured}; sparse from {least_gain:g}x", *notes]),
+            "measured",
         )
 
-    def _dense_ms(self, key: GemmKey) -> float:
-        """Milliseconds of the dense product; a subclass may estimate them."""
-        return dense_ms(key, self.timer)
 
-    def _sparse_ms(self, kernel: GemmKernel, key: GemmKey) -> tuple[float, float]:
-        """Milliseconds of a kernel's product, and of packing its operand."""
-        return sparse_ms(kernel, key, self.timer)
-
-
-def _without_kernel(dense: str, notes: Sequence[str]) -> Decision:
+def _without_kernel(notes: Sequence[str]) -> Decision:
     """The dense product, for the reasons against each kernel; without any there is none."""
-    return Decision(dense, reason="; ".join(notes)) if notes else Decision(dense)
+    return Decision(DENSE, reason="; ".join(notes)) if notes else Decision(DENSE)
 
 
 def speedup(dense_ms: float, sparse_ms: float, pack_ms: float, reuse: int) -> float:
