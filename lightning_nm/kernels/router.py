@@ -169,7 +169,6 @@ class Router(HasHandle):
         if self.tuner is None:
             environment = environment_of(device)
             known = Decisions.load(self.file if self.kernels == "auto" else None, environment)
-            self._saved = _measured_keys(known)
             reuse = self.pack_reuse(str(device))
             self.tuner = Tuner(self.kernels, self.registry, known, self.timer, reuse=reuse)
             if self._received is not None:
@@ -316,12 +315,8 @@ class Router(HasHandle):
 
     def save(self) -> None:
         """Add new measurements to the file, if there is one; a file that cannot be written gives a warning."""
-        if self.kernels != "auto" or self.tuner is None:
-            return
-        measured = _measured_keys(self.tuner.decisions)
-        if not measured <= self._saved:
+        if self.tuner is not None:
             self.tuner.decisions.keep(self.file)
-            self._saved |= measured  # also after a failure
 
     def convolves(self, device_type: str) -> bool:
         """Whether a kernel may take convolutions on a type of device; compiled code asks, too."""
@@ -422,11 +417,6 @@ def _distributed() -> bool:
 def _measures() -> bool:
     """Whether this process measures: the first of several."""
     return not _distributed() or dist.get_rank() == 0
-
-
-def _measured_keys(decisions: Decisions) -> set[GemmKey]:
-    """The products whose times were measured: these decisions are worth saving."""
-    return {key for key, decision in decisions.items() if decision.source == "measured"}
 
 
 def _capturing() -> bool:

@@ -94,43 +94,36 @@ class DeviceTimer:
     def time(self, function: Callable[[], object], device: torch.device) -> float:
         """Return the seconds of one call."""
         warmup, samples, calls = self.warmup, self.samples, self.calls
-        sample = self._cuda_sample
         if device.type != "cuda":
-            sample = self._host_sample
             # The first call is part of the warm-up, and says how many calls a sample needs. A coarse clock may give 0.
-            first = max(sample(function, device, 1), 1e-9)
+            first = max(_sample(function, device, 1), 1e-9)
             calls = min(max(round(_ENOUGH / first), 1), calls)
             warmup -= 1
             if first >= _LONG:
                 warmup, samples = 0, min(samples, 3)
         for _ in range(warmup):
             function()
-        return median(sample(function, device, calls) for _ in range(samples)) / calls
+        return median(_sample(function, device, calls) for _ in range(samples)) / calls
 
-    def _host_sample(
-        self, function: Callable[[], object], device: torch.device, calls: int
-    ) -> float:
-        """Seconds of some calls together, by the clock of the host."""
-        start = perf_counter()
+
+def _sample(function: Callable[[], object], device: torch.device, calls: int) -> float:
+    """Seconds of some calls together, by the clock of the host or between two events of a GPU."""
+    if device.type != "cuda":
+        began = perf_counter()
         for _ in range(calls):
             function()
-        return perf_counter() - start
-
-    def _cuda_sample(
-        self, function: Callable[[], object], device: torch.device, calls: int
-    ) -> float:
-        """Seconds of some calls together, between two events."""
-        # Events are recorded on the current stream of the current device, which need not be this one.
-        with torch.cuda.device(device):
-            start = torch.cuda.Event(enable_timing=True)
-            end = torch.cuda.Event(enable_timing=True)
-            start.record()
-            for _ in range(calls):
-                function()
-            end.record()
-            # The host runs ahead: without this the end is not reached yet.
-            end.synchronize()
-            return start.elapsed_time(end) / 1e3  # from milliseconds
+        return perf_counter() - began
+    # Events are recorded on the current stream of the current device, which need not be this one.
+    with torch.cuda.device(device):
+        start = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(calls):
+            function()
+        end.record()
+        # The host runs ahead: without this the end is not reached yet.
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3  # from milliseconds
 
 
 def copies_past_cache(size: int, device: torch.device) -> int:
@@ -217,6 +210,9 @@ def environment_of(device: torch.device) -> Environment:
     )
 
 
+NO_KERNEL = "there is no sparse kernel"
+
+
 @dataclass(frozen=True)
 class Decision:
     """The kernel of a product and why, with measured times, None where they are unknown."""
@@ -225,7 +221,7 @@ class Decision:
     dense_ms: float | None = None
     sparse_ms: float | None = None  # of the best sparse product without packing, chosen or not
     pack_ms: float | None = None  # of packing its operand once
-    reason: str = "there is no sparse kernel"  # why this kernel, and why not others
+    reason: str = NO_KERNEL  # why this kernel, and why not others
     source: Source = "default"
     # When it holds: available kernels, uses of a pack, margin, whether products must be deterministic.
     terms: str = ""
@@ -277,6 +273,7 @@ class Decisions(MutableMapping[GemmKey, Decision]):
     def __init__(self, environment: Environment) -> None:
         self.environment = environment
         self._decisions: dict[GemmKey, Decision] = {}
+        self._unsaved = False  # whether a measured one was added
         self._warned = False
 
     def __getitem__(self, key: GemmKey) -> Decision:
@@ -284,6 +281,8 @@ class Decisions(MutableMapping[GemmKey, Decision]):
 
     def __setitem__(self, key: GemmKey, decision: Decision) -> None:
         self._decisions[stored_key(key)] = decision
+        # Others are made anew without a measurement, or are still to be measured.
+        self._unsaved |= decision.source == "measured"
 
     def __delitem__(self, key: GemmKey) -> None:
         del self._decisions[stored_key(key)]
@@ -308,19 +307,17 @@ class Decisions(MutableMapping[GemmKey, Decision]):
         return decisions
 
     def keep(self, path: Path | None) -> None:
-        """:meth:`save` them, if there is a path; the first failure gives a warning: it is no reason to end the work."""
+        """:meth:`save` what was measured, if there is a path; the first failure is a warning, no reason to end."""
+        if path is None or not self._unsaved:
+            return
+        self._unsaved = False  # also after a failure
         try:
-            if path is not None:
-                self.save(path)
+            self.save(path)
         except (OSError, ValueError) as error:
             if not self._warned:
                 self._warned = True
-                warnings.warn(
-                    "the choice of kernels is not kept and will be measured again next time: "
-                    f"{describe_error(error)}",
-                    RuntimeWarning,
-                    stacklevel=3,
-                )
+                message = f"the choice of kernels is not kept and will be measured again next time: {describe_error(error)}"
+                warnings.warn(message, RuntimeWarning, stacklevel=3)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Add the decisions to a file; those of other environments and of other keys stay in it.
@@ -335,25 +332,21 @@ class Decisions(MutableMapping[GemmKey, Decision]):
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         with _locked(path.parent):
-            self._save(path)
-
-    def _save(self, path: Path) -> None:
-        """Add the decisions to a file, which is locked by the caller."""
-        environments = _read(path) if path.exists() else {}
-        # Read again at each save: another process may have added decisions.
-        entries = environments.setdefault(str(self.environment), {})
-        for key, decision in self.items():
-            # A postponed product is still to be measured, here or by the next training.
-            if decision.source != "postponed":
-                entries[_written_key(key)] = asdict(decision)
-        content = {"schema": SCHEMA, "environments": environments}
-        # A reader sees the old file or the new one, never a part: renaming is atomic.
-        new = path.with_name(f".{path.name}.{uuid4().hex}")
-        try:
-            new.write_text(json.dumps(content, indent=1) + "\n")
-            new.replace(path)
-        finally:
-            new.unlink(missing_ok=True)  # left if writing or renaming failed
+            # Read again at each save: another process may have added decisions.
+            environments = _read(path) if path.exists() else {}
+            entries = environments.setdefault(str(self.environment), {})
+            for key, decision in self.items():
+                # A postponed product is still to be measured, here or by the next training.
+                if decision.source != "postponed":
+                    entries[_written_key(key)] = asdict(decision)
+            content = {"schema": SCHEMA, "environments": environments}
+            # A reader sees the old file or the new one, never a part: renaming is atomic.
+            new = path.with_name(f".{path.name}.{uuid4().hex}")
+            try:
+                new.write_text(json.dumps(content, indent=1) + "\n")
+                new.replace(path)
+            finally:
+                new.unlink(missing_ok=True)  # left if writing or renaming failed
 
 
 @contextmanager
@@ -373,28 +366,23 @@ def _locked(folder: Path) -> Iterator[None]:
 
 def _read(path: Path) -> dict[str, dict[str, Any]]:
     """Read the entries of a file, by environment; one of another schema has none."""
-    text = path.read_text()
     try:
-        content = json.loads(text)
-        schema = content["schema"]
+        content = json.loads(path.read_text())
         environments = content["environments"]
         if not isinstance(environments, dict):
             raise TypeError("`environments` is not a mapping")
+        return environments if content["schema"] == SCHEMA else {}
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(
             f"{path} does not hold decisions: give another path, or remove it"
         ) from error
-    return environments if schema == SCHEMA else {}
 
 
 def _written_key(key: GemmKey) -> str:
     """A key as the text that names its entry in a file: its fields in JSON."""
-    values = {
-        **{field.name: getattr(key, field.name) for field in fields(key)},
-        "dtype": str(key.dtype).removeprefix("torch."),
-        "pattern": str(key.pattern),
-    }
-    return json.dumps(values)
+    values = {field.name: getattr(key, field.name) for field in fields(key)}
+    # The pattern as "2:4", the dtype as "float32".
+    return json.dumps(values, default=lambda value: str(value).removeprefix("torch."))
 
 
 def _read_key(text: str) -> GemmKey:
@@ -471,15 +459,16 @@ class KernelRegistry:
         # A mode as text or a single kernel is a likely mistake.
         if not isinstance(backends, (list, tuple)):
             raise ValueError(f"backends must be a list of GemmKernel objects{not_given(backends)}")
-        for kernel in backends:
+        for kernel in (self.reference, *backends):
             if not isinstance(kernel, GemmKernel):
                 raise ValueError(f"backends must hold GemmKernel objects{not_given(kernel)}")
-        for kernel in (self.reference, *backends):
             if kernel.name in self.kernels:
                 raise ValueError(
                     f"two kernels are named '{kernel.name}': give the second one another `name`"
                 )
             self.kernels[kernel.name] = kernel
+        self.backends = list(backends)
+        """The kernels besides the reference, in order."""
         self.failures: dict[tuple[str, GemmKey], str] = {}
         """Why a kernel was switched off for a product, by its name and the key."""
         # By the kernel's name and the device: why the kernel does not work there, empty if it does.
@@ -487,12 +476,6 @@ class KernelRegistry:
 
     def __str__(self) -> str:
         return ", ".join(self.kernels)
-
-    @property
-    def backends(self) -> list[GemmKernel]:
-        """The kernels besides the reference, in order."""
-        _, *sparse = self.kernels.values()  # the reference was added first
-        return sparse
 
     def made_for(self, device: str) -> list[GemmKernel]:
         """Return the kernels besides the reference that are made for a device's type, in order; all if none is."""
@@ -503,11 +486,8 @@ class KernelRegistry:
 
     def reason(self, kernel: GemmKernel, key: GemmKey) -> str:
         """Return why a kernel is not used for a product: a failure, its probe or its `supports`; empty if it is."""
-        failed = self.failures.get((kernel.name, key))
-        if failed:
-            return failed
         # The probe comes first: a kernel may need the device to answer the rest.
-        reason = self.probe(kernel, key.device)
+        reason = self.failures.get((kernel.name, key)) or self.probe(kernel, key.device)
         if reason:
             return reason
         if kernel is not self.reference:
@@ -533,24 +513,20 @@ class KernelRegistry:
 
     def takes(self, device: str) -> frozenset[Sparsity]:
         """Return what may be sparse in the products of the kernels that work on a device."""
-        taken: frozenset[Sparsity] = frozenset()
-        for kernel in self.backends:
-            if not self.probe(kernel, device):
-                taken |= kernel.takes
-        return taken
+        working = [kernel.takes for kernel in self.backends if not self.probe(kernel, device)]
+        return frozenset[Sparsity]().union(*working)
 
     def unavailable_reason(self, device: str) -> str:
         """Return why no sparse kernel works on a device; empty if one does."""
         names: dict[str, list[str]] = {}  # by reason: the kernels of one library share it
-        for kernel in self.backends:
+        # That a kernel for GPUs does not run on a CPU explains nothing.
+        for kernel in self.made_for(device):
             reason = self.probe(kernel, device)
             if not reason:
                 return ""
-            # That a kernel for GPUs does not run on a CPU explains nothing.
-            if kernel in self.made_for(device):
-                names.setdefault(reason, []).append(kernel.name)
+            names.setdefault(reason, []).append(kernel.name)
         reasons = [f"{', '.join(kernels)}: {reason}" for reason, kernels in names.items()]
-        return "; ".join(reasons) or "there is no sparse kernel"
+        return "; ".join(reasons) or NO_KERNEL
 
     def attempt(
         self,
@@ -630,32 +606,33 @@ def check(kernel: GemmKernel, key: GemmKey) -> str:
         What is wrong; empty if nothing is. Exceptions of the kernel pass through.
     """
     with _no_autocast():
-        generator = _generator(key)
-        matrix = _sparse_operand(key, generator)
-        dense = _dense_operand(key, generator)
+        matrix, dense = _sparse_operand(key, 0), _dense_operand(key, 1)
+        copies = matrix.clone(), dense.clone()
         reference = GemmKernel()
         expected = _product(reference, key, _packed(reference, key, matrix), dense)
-        matrix_copy = matrix.clone()
-        dense_copy = dense.clone()
-        packed = _packed(kernel, key, matrix_copy)
+        packed = _packed(kernel, key, matrix)
         result = _product(kernel, key, packed, dense)
-        if not torch.equal(dense, dense_copy) or not torch.equal(matrix_copy, matrix):
-            return "changes its operands"
         # The first result still exists: a kernel that has one buffer for all would overwrite it in training.
         second = _product(kernel, key, packed, dense)
+        if not all(map(torch.equal, (matrix, dense), copies)):
+            return "changes its operands"
         if result.data_ptr() == second.data_ptr():
             return "returns the same memory for two products"
         if result.shape != expected.shape or result.dtype != expected.dtype:
             return f"returns {tuple(result.shape)} {result.dtype}, not {tuple(expected.shape)} {expected.dtype}"
-        compared = result
-        if key.sparsity == "outputs":
-            # The kernel may return anything at the other entries.
-            mask = _needed(key).bits.bool()
-            compared = torch.where(mask, result, 0)
-            expected = torch.where(mask, expected, 0)
-        reason = _difference(compared, expected, kernel.tolerance)
-        if reason:
-            return reason
+        # The kernel may return anything at entries that are not needed.
+        entries = _needed(key).bits.bool() if key.sparsity == "outputs" else ...
+        # Norms of 16-bit tensors would overflow float16, and lose their small terms in bfloat16.
+        dtype = torch.promote_types(expected.dtype, torch.float32)
+        compared = (result - expected)[entries], expected[entries]
+        # Stacked, so that the device is waited for once; divided in double precision.
+        norms = torch.stack([torch.linalg.vector_norm(each, dtype=dtype) for each in compared])
+        difference, norm = norms.tolist()
+        most = kernel.tolerance
+        if most is None:
+            most = TOLERANCE if expected.itemsize <= 2 else TOLERANCE_FLOAT32
+        if not difference / norm < most:  # true of NaN
+            return f"wrong by {difference / norm:.2g} of the dense product, not less than {most:g}"
         if torch.are_deterministic_algorithms_enabled():
             products = [result, second]
             for _ in range(REPEATS - 1):
@@ -665,22 +642,6 @@ def check(kernel: GemmKernel, key: GemmKey) -> str:
             bits = [product.contiguous().view(torch.uint8) for product in products]
             if not all(torch.equal(each, bits[0]) for each in bits):
                 return "gives other bits when it is repeated, and deterministic algorithms are asked for"
-    return ""
-
-
-def _difference(result: Tensor, expected: Tensor, most: float | None) -> str:
-    """Return why a product is wrong, from its relative Frobenius difference; empty if it is right."""
-    # Norms of 16-bit tensors would overflow float16, and lose their small terms in bfloat16.
-    dtype = torch.promote_types(expected.dtype, torch.float32)
-    difference = torch.linalg.vector_norm(result - expected, dtype=dtype)
-    norm = torch.linalg.vector_norm(expected, dtype=dtype)
-    # Stacked, so that the device is waited for once; divided in double precision.
-    difference_value, norm_value = torch.stack([difference, norm]).tolist()
-    error = difference_value / norm_value
-    if most is None:
-        most = TOLERANCE if expected.itemsize <= 2 else TOLERANCE_FLOAT32
-    if not error < most:  # true of NaN
-        return f"wrong by {error:.2g} of the dense product, not less than {most:g}"
     return ""
 
 
@@ -703,15 +664,8 @@ def sparse_ms(
     if key.sparsity == "outputs" or packed is not None:
         return product_ms, 0.0
     with _no_autocast():
-        matrices = _copies(key, key.rows, _sparse_operand)
-        if key.packs_each_time:
-            # What is drawn for each product has no mask to lay out.
-            contiguous = [matrix.contiguous() for matrix in matrices]
-            return product_ms, _milliseconds(timer, key, kernel.pack, contiguous)
-        operands = [_masked(key, matrix, _order(key, kernel)) for matrix in matrices]
-        for operand in operands:
-            operand.dense()  # made once: making it is masking
-        return product_ms, _milliseconds(timer, key, partial(_pack_masked, kernel), operands)
+        operands = [_operand(kernel, key, matrix) for matrix in _copies(key, _sparse_operand)]
+        return product_ms, _milliseconds(timer, key, partial(_pack, kernel), operands)
 
 
 def _product_ms(kernel: GemmKernel, key: GemmKey, timer: Timer, packed: Any = None) -> float:
@@ -719,8 +673,7 @@ def _product_ms(kernel: GemmKernel, key: GemmKey, timer: Timer, packed: Any = No
     with _no_autocast():
         packs = [(packed, None)]
         if packed is None:
-            packs = [_packed(kernel, key, x) for x in _copies(key, key.rows, _sparse_operand)]
-        others = _copies(key, key.columns, _dense_operand)
+            packs = [_packed(kernel, key, matrix) for matrix in _copies(key, _sparse_operand)]
         # Training permutes dY for each product, so it is part of the time.
         order = None if type(kernel) is GemmKernel else _order(key, kernel)
 
@@ -729,7 +682,7 @@ def _product_ms(kernel: GemmKernel, key: GemmKey, timer: Timer, packed: Any = No
                 dense = permuted_columns(dense, order)
             return _product(kernel, key, packed, dense)
 
-        return _milliseconds(timer, key, product, packs, others)
+        return _milliseconds(timer, key, product, packs, _copies(key, _dense_operand))
 
 
 def _milliseconds(
@@ -751,30 +704,27 @@ def _no_autocast() -> Iterator[None]:
         yield
 
 
-def _generator(key: GemmKey) -> torch.Generator:
-    """A generator of its own on the device of a product: the random numbers of the training stay as they are."""
-    return torch.Generator(key.device).manual_seed(0)
-
-
-def _random(key: GemmKey, shape: Sequence[int], generator: torch.Generator) -> Tensor:
+def _random(key: GemmKey, shape: Sequence[int], seed: int) -> Tensor:
+    # A generator of its own: the random numbers of the training stay as they are.
+    generator = torch.Generator(key.device).manual_seed(seed)
     return torch.randn(shape, dtype=key.dtype, device=key.device, generator=generator)
 
 
-def _sparse_operand(key: GemmKey, generator: torch.Generator) -> Tensor:
+def _sparse_operand(key: GemmKey, seed: int) -> Tensor:
     """A random ``A [rows, depth]``, sparse as the key says, with the strides of W or dY.
 
     Of a convolution it is ``W [out, in / groups * taps]``, N:M by rows, or for wgrad dY.
     """
     conv = key.conv
     if conv is not None and key.gemm == "wgrad":
-        return _random(key, (key.images, conv.outputs, *conv.positions), generator)
+        return _random(key, (key.images, conv.outputs, *conv.positions), seed)
     axis = 0 if key.sparsity == "masked" and conv is None else 1
     rows, depth = key.rows, key.depth
     if conv is not None:
         rows, depth = conv.outputs, math.prod(conv.weight_shape[1:])
-    shape = [rows, depth]
-    shape[axis] += -shape[axis] % key.pattern.m  # whole blocks, the last one is cut below
-    matrix = _random(key, shape, generator)
+    # Whole blocks along either axis; the last one is cut below.
+    m = key.pattern.m
+    matrix = _random(key, (rows + -rows % m, depth + -depth % m), seed)
     if key.sparsity != "outputs":
         matrix = nm_prune(matrix, key.pattern, axis)
     matrix = matrix[:rows, :depth]
@@ -786,7 +736,7 @@ def _sparse_operand(key: GemmKey, generator: torch.Generator) -> Tensor:
     return matrix.t().contiguous().t()
 
 
-def _dense_operand(key: GemmKey, generator: torch.Generator) -> Tensor:
+def _dense_operand(key: GemmKey, seed: int) -> Tensor:
     """A random dense operand: x, or dY for dgrad."""
     shape: tuple[int, ...]
     conv = key.conv
@@ -798,25 +748,19 @@ def _dense_operand(key: GemmKey, generator: torch.Generator) -> Tensor:
         shape = (key.images, conv.outputs, *conv.positions)
     else:
         shape = (key.images, conv.inputs, *conv.size)
-    return _random(key, shape, generator)
+    return _random(key, shape, seed)
 
 
-def _copies(
-    key: GemmKey, size: int, make: Callable[[GemmKey, torch.Generator], Tensor]
-) -> list[Tensor]:
-    """Copies of an operand that do not stay in the cache: as in training, they are read from memory.
-
-    `size` is that of the operand along the other axis than the depth.
-    """
-    generator = _generator(key)
-    operand_bytes = size * key.depth * key.dtype.itemsize
-    count = copies_past_cache(operand_bytes, torch.device(key.device))
-    return [make(key, generator) for _ in range(count)]
+def _copies(key: GemmKey, make: Callable[[GemmKey, int], Tensor]) -> list[Tensor]:
+    """Copies of an operand that do not stay in the cache: as in training, they are read from memory."""
+    first = make(key, 0)
+    count = copies_past_cache(first.nbytes, first.device)
+    return [first, *(make(key, seed) for seed in range(1, count))]
 
 
 def _masked(key: GemmKey, matrix: Tensor, order: Tensor | None = None) -> MaskedMatrix:
     """A matrix and its nonzeros as the mask; with an order, a matrix that is `matrix` in that order."""
-    dense = matrix.contiguous()
+    dense = matrix.contiguous()  # made before it is timed: making it is masking
     values = matrix if order is None else matrix.t()[order.argsort()].t()
     bits = values.ne(0).view(torch.uint8)
     return MaskedMatrix(values, bits, FORWARD_BIT, key.pattern, key.dtype, order, lambda: dense)
@@ -834,15 +778,22 @@ def _order(key: GemmKey, kernel: GemmKernel) -> Tensor | None:
 def _needed(key: GemmKey) -> MaskedMatrix:
     """A matrix whose mask is the needed outputs of a product."""
     width = key.columns + -key.columns % key.pattern.m  # whole blocks
-    scores = torch.rand(
-        key.rows, width, dtype=torch.float32, device=key.device, generator=_generator(key)
-    )
+    scores = _random(key, (key.rows, width), 2)
     mask = nm_mask(scores, key.pattern)[:, : key.columns].contiguous()
     return _masked(key, mask.to(key.dtype))
 
 
-def _pack_masked(kernel: GemmKernel, operand: MaskedMatrix) -> Any:
-    return kernel.pack_masked(operand, kernel.layout(operand))
+def _operand(kernel: GemmKernel, key: GemmKey, matrix: Tensor) -> Tensor | MaskedMatrix:
+    """What a kernel packs: a matrix and its mask, but no mask of what is drawn for each product."""
+    if key.packs_each_time:
+        return matrix.contiguous()
+    return _masked(key, matrix, _order(key, kernel))
+
+
+def _pack(kernel: GemmKernel, operand: Tensor | MaskedMatrix) -> Any:
+    if isinstance(operand, MaskedMatrix):
+        return kernel.pack_masked(operand, kernel.layout(operand))
+    return kernel.pack(operand)
 
 
 def _packed(kernel: GemmKernel, key: GemmKey, matrix: Tensor) -> tuple[Any, Tensor | None]:
@@ -852,9 +803,7 @@ def _packed(kernel: GemmKernel, key: GemmKey, matrix: Tensor) -> tuple[Any, Tens
         return kernel.layout(_needed(key)), matrix.t().contiguous() if key.conv is None else matrix
     if type(kernel) is GemmKernel:  # the reference multiplies the matrix as it is
         return matrix, None
-    if key.packs_each_time:
-        return kernel.pack(matrix.contiguous()), None
-    return _pack_masked(kernel, _masked(key, matrix, _order(key, kernel))), None
+    return _pack(kernel, _operand(kernel, key, matrix)), None
 
 
 def _product(
@@ -968,8 +917,7 @@ class Tuner:
             packed: Its operand in the form of the only kernel, if it is packed already, as in a packed layer: to pack
                 another one would take longer than the product, and more memory.
         """
-        bucket = bucketed(key)
-        decision = self.recall(bucket) or self._remember(bucket, self._decide(key, packed))
+        decision = self.recall(key) or self._remember(key, self._decide(key, packed))
         # The decision holds for the whole bucket; the kernel may still refuse this very size, or have failed at it.
         reason = self.registry.reason_against(decision.kernel, key)
         if reason:
@@ -994,21 +942,21 @@ class Tuner:
         end = clock() + budget_s
         for bucket, _ in costs.most_common():
             key = sizes[bucket]
-            known = self.recall(bucket)
+            known = self.recall(key)
             # A decision that an earlier call postponed is known, but is still to be measured.
             if self.kernels == "auto" and (known is None or known.source != "measured"):
+                reason = f"not measured yet: the budget of {budget_s:g} s is used up"
+                decision = Decision(DENSE, reason=reason, source="postponed")
                 if clock() < end:
-                    self._remember(bucket, self._decide(key))
-                else:
-                    reason = f"not measured yet: the budget of {budget_s:g} s is used up"
-                    self._remember(bucket, Decision(DENSE, reason=reason, source="postponed"))
+                    decision = self._decide(key)
+                self._remember(key, decision)
             # Other modes decide here; in "auto" this asks whether the kernel supports the size.
             self.decide(key)
 
     def take_over(self, decisions: Decisions) -> None:
         """Continue with other decisions; those for products that they lack stay."""
         for key, decision in self.decisions.items():
-            decisions.setdefault(key, decision)
+            decisions._decisions.setdefault(key, decision)  # nothing that is to be saved
         self.decisions = decisions
 
     def legal(self, key: GemmKey, notes: list[str]) -> Iterator[GemmKernel]:
@@ -1021,9 +969,8 @@ class Tuner:
             return
         for kernel in self.registry.made_for(key.device):
             # The registry is asked first: the check runs the kernel, which may not exist for this device.
-            reason = self.registry.reason(kernel, key)
-            reason = reason or reason_or_error(partial(check, kernel, key))
-            if reason:
+            asked = self.registry.reason(kernel, key)
+            if reason := asked or reason_or_error(partial(check, kernel, key)):
                 notes.append(f"{kernel.name}: {reason}")
             else:
                 yield kernel
@@ -1057,7 +1004,7 @@ class Tuner:
         for kernel in self.legal(key, notes):
             reason = "; ".join(["mode 'sparse'", *notes])
             return Decision(kernel.name, reason=reason, source="forced")
-        return _without_kernel(notes)
+        return Decision(DENSE, reason="; ".join(notes) or NO_KERNEL)
 
     def _measured(self, key: GemmKey, packed: Any) -> Decision:
         """Take the fastest kernel if its speedup reaches the margin, else the reference."""
@@ -1076,7 +1023,7 @@ class Tuner:
             except Exception as error:
                 notes.append(f"{kernel.name}: {describe_error(error)}")
         if not times:
-            return _without_kernel(notes)
+            return Decision(DENSE, reason="; ".join(notes) or NO_KERNEL)
         dense = fmean(dense_times) * (key.rows / part.rows)
         uses = uses_of_pack(key, self.reuse)
         gains = {name: speedup(dense, *ms, uses) for name, ms in times.items()}
@@ -1091,11 +1038,6 @@ class Tuner:
             "; ".join([f"measured {measured}; sparse from {least_gain:g}x", *notes]),
             "measured",
         )
-
-
-def _without_kernel(notes: Sequence[str]) -> Decision:
-    """The dense product, for the reasons against each kernel; without any there is none."""
-    return Decision(DENSE, reason="; ".join(notes)) if notes else Decision(DENSE)
 
 
 def speedup(dense_ms: float, sparse_ms: float, pack_ms: float, reuse: int) -> float:
