@@ -23,6 +23,7 @@ from lightning_nm.kernels.api import (
     uses_of_pack,
 )
 from lightning_nm.kernels.tuner import (
+    DENSE,
     Decision,
     Decisions,
     DeviceTimer,
@@ -263,9 +264,8 @@ class Router(HasHandle):
             if self.tuner is not None and keys:
                 # Those of an earlier call may come again: a dense gradient in every second step has other products.
                 self._tuned_keys = list(dict.fromkeys([*self._tuned_keys, *keys]))
-                dense = self.registry.reference.name
                 decisions = [self.tuner.decisions.get(key) for key in self._tuned_keys]
-                self._none_sparse = all(found and found.kernel == dense for found in decisions)
+                self._none_sparse = all(found and found.kernel == DENSE for found in decisions)
                 self._warn_of_postponed(self.tuner)
 
     def _share_decisions(self) -> None:
@@ -393,7 +393,7 @@ class Router(HasHandle):
         sparse = 0.0
         for use in used:
             key, decision = use.product.key, use.decision
-            on_sparse = use.kernel != self.registry.reference.name
+            on_sparse = use.kernel != DENSE
             cost = multiply_adds(key) * rate
             if decision is not None and decision.dense_ms:
                 cost = decision.dense_ms

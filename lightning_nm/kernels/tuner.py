@@ -238,7 +238,7 @@ class Decision:
         for name, value in entry.items():
             types = (int, float, type(None)) if name.endswith("_ms") else str
             if not isinstance(value, types):
-                raise TypeError(f"{entry!r} is no decision: its {name} is {value!r}")
+                raise TypeError(f"{entry!r} is no decision")
         return decision
 
 
@@ -316,8 +316,8 @@ class Decisions(MutableMapping[GemmKey, Decision]):
         except (OSError, ValueError) as error:
             if not self._warned:
                 self._warned = True
-                message = f"the choice of kernels is not kept and will be measured again next time: {describe_error(error)}"
-                warnings.warn(message, RuntimeWarning, stacklevel=3)
+                message = "the choice of kernels is not kept and will be measured again next time"
+                warnings.warn(f"{message}: {describe_error(error)}", RuntimeWarning, stacklevel=3)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Add the decisions to a file; those of other environments and of other keys stay in it.
@@ -665,32 +665,20 @@ def sparse_ms(
         return product_ms, 0.0
     with _no_autocast():
         operands = [_operand(kernel, key, matrix) for matrix in _copies(key, _sparse_operand)]
-        return product_ms, _milliseconds(timer, key, partial(_pack, kernel), operands)
+        call = rotated(partial(_pack, kernel), operands)
+        return product_ms, 1e3 * timer.time(call, torch.device(key.device))
 
 
 def _product_ms(kernel: GemmKernel, key: GemmKey, timer: Timer, packed: Any = None) -> float:
     """Milliseconds of a kernel's product alone, or of the dense one by the reference."""
     with _no_autocast():
-        packs = [(packed, None)]
+        packs: list[tuple[Any, Tensor | None]] = [(packed, None)]
         if packed is None:
             packs = [_packed(kernel, key, matrix) for matrix in _copies(key, _sparse_operand)]
         # Training permutes dY for each product, so it is part of the time.
-        order = None if type(kernel) is GemmKernel else _order(key, kernel)
-
-        def product(packed: tuple[Any, Tensor | None], dense: Tensor) -> Tensor:
-            if order is not None:
-                dense = permuted_columns(dense, order)
-            return _product(kernel, key, packed, dense)
-
-        return _milliseconds(timer, key, product, packs, _copies(key, _dense_operand))
-
-
-def _milliseconds(
-    timer: Timer, key: GemmKey, function: Callable[..., Any], *operands: Sequence[Any]
-) -> float:
-    """Milliseconds of one call of a function with the next copy of each operand in turn."""
-    call = rotated(function, *operands)
-    return 1e3 * timer.time(call, torch.device(key.device))
+        product = partial(_product, kernel, key, order=_order(key, kernel))
+        call = rotated(product, packs, _copies(key, _dense_operand))
+        return 1e3 * timer.time(call, torch.device(key.device))
 
 
 @contextmanager
@@ -768,7 +756,7 @@ def _masked(key: GemmKey, matrix: Tensor, order: Tensor | None = None) -> Masked
 
 def _order(key: GemmKey, kernel: GemmKernel) -> Tensor | None:
     """The permutation of a permuted product, for a kernel that takes it."""
-    if not (key.permuted and kernel.ordered):
+    if not (key.permuted and kernel.ordered) or type(kernel) is GemmKernel:
         return None
     # Drawn on the CPU, so every call and every device has the same one.
     generator = torch.Generator().manual_seed(0)
@@ -807,10 +795,16 @@ def _packed(kernel: GemmKernel, key: GemmKey, matrix: Tensor) -> tuple[Any, Tens
 
 
 def _product(
-    kernel: GemmKernel, key: GemmKey, operand: tuple[Any, Tensor | None], dense: Tensor
+    kernel: GemmKernel,
+    key: GemmKey,
+    operand: tuple[Any, Tensor | None],
+    dense: Tensor,
+    order: Tensor | None = None,
 ) -> Tensor:
-    """The product of what :func:`_packed` returned."""
+    """The product of what :func:`_packed` returned, and of a dense matrix, that may first be permuted."""
     packed, grad = operand
+    if order is not None:
+        dense = permuted_columns(dense, order)
     return multiply(kernel, key, packed, dense, grad=grad)
 
 
@@ -1026,7 +1020,7 @@ class Tuner:
             return Decision(DENSE, reason="; ".join(notes) or NO_KERNEL)
         dense = fmean(dense_times) * (key.rows / part.rows)
         uses = uses_of_pack(key, self.reuse)
-        gains = {name: speedup(dense, *ms, uses) for name, ms in times.items()}
+        gains = {name: dense / (product + pack / uses) for name, (product, pack) in times.items()}
         # Of equally fast ones the first: the kernels are in order of preference.
         best = max(gains, key=gains.__getitem__)
         least_gain = 1 + self.hysteresis
@@ -1038,8 +1032,3 @@ class Tuner:
             "; ".join([f"measured {measured}; sparse from {least_gain:g}x", *notes]),
             "measured",
         )
-
-
-def speedup(dense_ms: float, sparse_ms: float, pack_ms: float, reuse: int) -> float:
-    """Compute ``dense / (sparse + pack / reuse)`` for a pack that `reuse` products share."""
-    return dense_ms / (sparse_ms + pack_ms / reuse)
