@@ -884,9 +884,6 @@ class Tuner:
     def nearest(self, key: GemmKey) -> Decision | None:
         """The measured decision for the most similar product: of the same matrix if there is one, else of another."""
 
-        def kind(key: GemmKey) -> tuple[Any, ...]:
-            return key.dtype, key.pattern, key.conv is None
-
         def distance(other: GemmKey) -> tuple[bool, float]:
             # Whether their matrices or convolutions differ, then the ratios of their sizes.
             sizes = ((key.rows, other.rows), (key.depth, other.depth), (key.columns, other.columns))
@@ -897,7 +894,9 @@ class Tuner:
         measured = [
             other
             for other, decision in self.decisions.items()
-            if (decision.source, decision.terms) == ("measured", terms) and kind(other) == kind(key)
+            if (decision.source, decision.terms) == ("measured", terms)
+            and (other.dtype, other.pattern) == (key.dtype, key.pattern)
+            and (other.conv is None) == (key.conv is None)
         ]
         return self.decisions[min(measured, key=distance)] if measured else None
 

@@ -80,11 +80,10 @@ def _tuner_of(name: str, threads: int) -> Tuner:
 
 def _file_of(name: str) -> Path | None:
     """Where the choices for a kernel are kept."""
-    file = decisions_file(DECISIONS)
-    if file is None or name != CpuInt8Kernel.name:
-        return file
+    if name != CpuInt8Kernel.name:
+        return decisions_file(DECISIONS)
     # Products in int8 have the keys of those in the dtype of their inputs: in one file they would replace each other.
-    return file.with_name(f"{file.stem}-int8{file.suffix}")
+    return decisions_file(DECISIONS.replace(".json", "-int8.json"))
 
 
 _MAKING = threading.Lock()  # two threads must not have two tuners, each with decisions of its own
