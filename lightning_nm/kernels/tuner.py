@@ -726,16 +726,13 @@ def _sparse_operand(key: GemmKey, seed: int) -> Tensor:
 
 def _dense_operand(key: GemmKey, seed: int) -> Tensor:
     """A random dense operand: x, or dY for dgrad."""
-    shape: tuple[int, ...]
     conv = key.conv
-    if conv is None:
-        # B of `A B`, or x of `x A^T`.
-        is_wgrad = key.gemm == "wgrad"
-        shape = (key.depth, key.columns) if is_wgrad else (key.columns, key.depth)
-    elif key.gemm == "dgrad":
-        shape = (key.images, conv.outputs, *conv.positions)
-    else:
-        shape = (key.images, conv.inputs, *conv.size)
+    if conv is not None:
+        is_dgrad = key.gemm == "dgrad"
+        shape = (conv.outputs, *conv.positions) if is_dgrad else (conv.inputs, *conv.size)
+        return _random(key, (key.images, *shape), seed)
+    # B of `A B`, or x of `x A^T`.
+    shape = (key.depth, key.columns) if key.gemm == "wgrad" else (key.columns, key.depth)
     return _random(key, shape, seed)
 
 
