@@ -23,6 +23,7 @@ from lightning_nm.kernels.api import (
     uses_of_pack,
 )
 from lightning_nm.kernels.tuner import (
+    DENSE,
     Decision,
     Decisions,
     DeviceTimer,
@@ -30,7 +31,6 @@ from lightning_nm.kernels.tuner import (
     Timer,
     Tuner,
     decisions_file,
-    describe_error,
     environment_of,
     share,
 )
@@ -169,11 +169,7 @@ class Router(HasHandle):
         """Load known decisions and probe the kernels on a device, once."""
         if self.tuner is None:
             environment = environment_of(device)
-            if self.kernels == "auto" and self.file is not None:
-                known = Decisions.load(self.file, environment)
-            else:
-                known = Decisions(environment)
-            self._saved = _measured_keys(known)
+            known = Decisions.load(self.file if self.kernels == "auto" else None, environment)
             reuse = self.pack_reuse(str(device))
             self.tuner = Tuner(self.kernels, self.registry, known, self.timer, reuse=reuse)
             if self._received is not None:
@@ -268,9 +264,8 @@ class Router(HasHandle):
             if self.tuner is not None and keys:
                 # Those of an earlier call may come again: a dense gradient in every second step has other products.
                 self._tuned_keys = list(dict.fromkeys([*self._tuned_keys, *keys]))
-                dense = self.registry.reference.name
                 decisions = [self.tuner.decisions.get(key) for key in self._tuned_keys]
-                self._none_sparse = all(found and found.kernel == dense for found in decisions)
+                self._none_sparse = all(found and found.kernel == DENSE for found in decisions)
                 self._warn_of_postponed(self.tuner)
 
     def _share_decisions(self) -> None:
@@ -320,19 +315,8 @@ class Router(HasHandle):
 
     def save(self) -> None:
         """Add new measurements to the file, if there is one; a file that cannot be written gives a warning."""
-        if self.kernels != "auto" or self.file is None or self.tuner is None:
-            return
-        decisions = self.tuner.decisions
-        measured = _measured_keys(decisions)
-        if measured <= self._saved:
-            return
-        try:
-            decisions.save(self.file)
-        except (OSError, ValueError) as error:  # no reason to end a training
-            message = f"the choice of kernels is not kept and will be measured again next time: {describe_error(error)}"
-            warnings.warn(message, RuntimeWarning, stacklevel=2)
-        # Also after an error: one warning for the same decisions is enough.
-        self._saved |= measured
+        if self.tuner is not None:
+            self.tuner.decisions.keep(self.file)
 
     def convolves(self, device_type: str) -> bool:
         """Whether a kernel may take convolutions on a type of device; compiled code asks, too."""
@@ -409,7 +393,7 @@ class Router(HasHandle):
         sparse = 0.0
         for use in used:
             key, decision = use.product.key, use.decision
-            on_sparse = use.kernel != self.registry.reference.name
+            on_sparse = use.kernel != DENSE
             cost = multiply_adds(key) * rate
             if decision is not None and decision.dense_ms:
                 cost = decision.dense_ms
@@ -433,11 +417,6 @@ def _distributed() -> bool:
 def _measures() -> bool:
     """Whether this process measures: the first of several."""
     return not _distributed() or dist.get_rank() == 0
-
-
-def _measured_keys(decisions: Decisions) -> set[GemmKey]:
-    """The products whose times were measured: these decisions are worth saving."""
-    return {key for key, decision in decisions.items() if decision.source == "measured"}
 
 
 def _capturing() -> bool:

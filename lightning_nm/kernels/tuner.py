@@ -16,7 +16,7 @@ from itertools import cycle
 from pathlib import Path
 from statistics import fmean, median
 from time import perf_counter
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, Literal, Protocol
 from uuid import uuid4
 
 import torch
@@ -93,49 +93,37 @@ class DeviceTimer:
 
     def time(self, function: Callable[[], object], device: torch.device) -> float:
         """Return the seconds of one call."""
+        warmup, samples, calls = self.warmup, self.samples, self.calls
         if device.type != "cuda":
-            return self._host_time(function)
-        for _ in range(self.warmup):
+            # The first call is part of the warm-up, and says how many calls a sample needs. A coarse clock may give 0.
+            first = max(_sample(function, device, 1), 1e-9)
+            calls = min(max(round(_ENOUGH / first), 1), calls)
+            warmup -= 1
+            if first >= _LONG:
+                warmup, samples = 0, min(samples, 3)
+        for _ in range(warmup):
             function()
-        samples = [self._cuda_sample(function, device) for _ in range(self.samples)]
-        return median(samples) / self.calls
+        return median(_sample(function, device, calls) for _ in range(samples)) / calls
 
-    def _host_time(self, function: Callable[[], object]) -> float:
-        """Return the seconds of one call on the host, measured by fewer calls if they are long."""
-        # The first call is part of the warm-up, and says how many calls a sample needs. A coarse clock may give 0.
-        first = max(self._host_sample(function, 1), 1e-9)
-        calls = min(max(round(_ENOUGH / first), 1), self.calls)
-        if first < _LONG:
-            further_warmup = self.warmup - 1
-            sample_count = self.samples
-        else:
-            further_warmup = 0
-            sample_count = min(self.samples, 3)
-        for _ in range(further_warmup):
-            function()
-        samples = [self._host_sample(function, calls) for _ in range(sample_count)]
-        return median(samples) / calls
 
-    def _host_sample(self, function: Callable[[], object], calls: int) -> float:
-        """Seconds of some calls together, by the clock of the host."""
-        start = perf_counter()
+def _sample(function: Callable[[], object], device: torch.device, calls: int) -> float:
+    """Seconds of some calls together, by the clock of the host or between two events of a GPU."""
+    if device.type != "cuda":
+        began = perf_counter()
         for _ in range(calls):
             function()
-        return perf_counter() - start
-
-    def _cuda_sample(self, function: Callable[[], object], device: torch.device) -> float:
-        """Seconds of the calls of a sample together, between two events."""
-        # Events are recorded on the current stream of the current device, which need not be this one.
-        with torch.cuda.device(device):
-            start = torch.cuda.Event(enable_timing=True)
-            end = torch.cuda.Event(enable_timing=True)
-            start.record()
-            for _ in range(self.calls):
-                function()
-            end.record()
-            # The host runs ahead: without this the end is not reached yet.
-            end.synchronize()
-            return start.elapsed_time(end) / 1e3  # from milliseconds
+        return perf_counter() - began
+    # Events are recorded on the current stream of the current device, which need not be this one.
+    with torch.cuda.device(device):
+        start = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(calls):
+            function()
+        end.record()
+        # The host runs ahead: without this the end is not reached yet.
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3  # from milliseconds
 
 
 def copies_past_cache(size: int, device: torch.device) -> int:
@@ -158,12 +146,7 @@ def rotated(function: Callable[..., object], *operands: Sequence[Any]) -> Callab
         ['ax', 'by', 'cx', 'ay']
     """
     rings = [cycle(copies) for copies in operands]
-
-    def call() -> object:
-        arguments = [next(ring) for ring in rings]
-        return function(*arguments)
-
-    return call
+    return lambda: function(*map(next, rings))
 
 
 try:
@@ -196,22 +179,20 @@ class Environment:
 
     def __str__(self) -> str:
         # The text is the key of the decisions in their file.
-        parts = []
-        for field in fields(self):
-            value = getattr(self, field.name) or "none"
-            parts.append(f"{field.name} {value}")
-        return ", ".join(parts)
+        return ", ".join(f"{name} {value or 'none'}" for name, value in vars(self).items())
 
 
 def environment_of(device: torch.device) -> Environment:
     """Describe a device of this machine; a CPU by its model, instruction set, library and threads."""
     if device.type == "cpu":
         # Another instruction set, build of the library or number of threads is another speed.
-        kernels = "no kernels"
-        if not unavailable():
-            kernels = f"{LEVELS[level()]}; library {compiled_from()}"
+        parts = [cpu_name()]
         # Virtual machines report one name for CPUs with AMX and without, whose dense products differ in speed.
-        parts = [cpu_name(), *(["AMX"] if has_amx() else []), kernels]
+        if has_amx():
+            parts.append("AMX")
+        parts += (
+            ["no kernels"] if unavailable() else [LEVELS[level()], f"library {compiled_from()}"]
+        )
         # The limit of oneDNN, which computes torch's dense products.
         if limit := os.environ.get("ONEDNN_MAX_CPU_ISA"):
             parts.append(f"oneDNN up to {limit}")
@@ -229,6 +210,9 @@ def environment_of(device: torch.device) -> Environment:
     )
 
 
+NO_KERNEL = "there is no sparse kernel"
+
+
 @dataclass(frozen=True)
 class Decision:
     """The kernel of a product and why, with measured times, None where they are unknown."""
@@ -237,7 +221,7 @@ class Decision:
     dense_ms: float | None = None
     sparse_ms: float | None = None  # of the best sparse product without packing, chosen or not
     pack_ms: float | None = None  # of packing its operand once
-    reason: str = "there is no sparse kernel"  # why this kernel, and why not others
+    reason: str = NO_KERNEL  # why this kernel, and why not others
     source: Source = "default"
     # When it holds: available kernels, uses of a pack, margin, whether products must be deterministic.
     terms: str = ""
@@ -251,12 +235,10 @@ class Decision:
         """
         decision = cls(**entry)
         # Dataclasses check no types, and a file may have been edited.
-        texts = (decision.kernel, decision.reason, decision.source, decision.terms)
-        times = (decision.dense_ms, decision.sparse_ms, decision.pack_ms)
-        if not all(isinstance(text, str) for text in texts):
-            raise TypeError(f"{entry!r} is no decision")
-        if not all(time is None or isinstance(time, (int, float)) for time in times):
-            raise TypeError(f"{entry!r} has a time that is no number")
+        for name, value in entry.items():
+            types = (int, float, type(None)) if name.endswith("_ms") else str
+            if not isinstance(value, types):
+                raise TypeError(f"{entry!r} is no decision")
         return decision
 
 
@@ -291,12 +273,16 @@ class Decisions(MutableMapping[GemmKey, Decision]):
     def __init__(self, environment: Environment) -> None:
         self.environment = environment
         self._decisions: dict[GemmKey, Decision] = {}
+        self._unsaved = False  # whether a measured one was added
+        self._warned = False
 
     def __getitem__(self, key: GemmKey) -> Decision:
         return self._decisions[stored_key(key)]
 
     def __setitem__(self, key: GemmKey, decision: Decision) -> None:
         self._decisions[stored_key(key)] = decision
+        # Others are made anew without a measurement, or are still to be measured.
+        self._unsaved |= decision.source == "measured"
 
     def __delitem__(self, key: GemmKey) -> None:
         del self._decisions[stored_key(key)]
@@ -308,15 +294,30 @@ class Decisions(MutableMapping[GemmKey, Decision]):
         return len(self._decisions)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], environment: Environment) -> Decisions:
+    def load(cls, path: str | os.PathLike[str] | None, environment: Environment) -> Decisions:
         """Read the decisions of an environment; a file that is missing, damaged or of another schema has none."""
         decisions = cls(environment)
+        if path is None:
+            return decisions
         # Whatever is wrong with the file: the products are measured again, and saving says what is wrong.
         with suppress(OSError, ValueError, TypeError, AttributeError, KeyError):
             entries = _read(Path(path)).get(str(environment), {})
             found = {_read_key(text): Decision.from_dict(entry) for text, entry in entries.items()}
             decisions._decisions = found  # all or none
         return decisions
+
+    def keep(self, path: Path | None) -> None:
+        """:meth:`save` what was measured, if there is a path; the first failure is a warning, no reason to end."""
+        if path is None or not self._unsaved:
+            return
+        self._unsaved = False  # also after a failure
+        try:
+            self.save(path)
+        except (OSError, ValueError) as error:
+            if not self._warned:
+                self._warned = True
+                message = "the choice of kernels is not kept and will be measured again next time"
+                warnings.warn(f"{message}: {describe_error(error)}", RuntimeWarning, stacklevel=3)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Add the decisions to a file; those of other environments and of other keys stay in it.
@@ -331,25 +332,21 @@ class Decisions(MutableMapping[GemmKey, Decision]):
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         with _locked(path.parent):
-            self._save(path)
-
-    def _save(self, path: Path) -> None:
-        """Add the decisions to a file, which is locked by the caller."""
-        environments = _read(path) if path.exists() else {}
-        # Read again at each save: another process may have added decisions.
-        entries = environments.setdefault(str(self.environment), {})
-        for key, decision in self.items():
-            # A postponed product is still to be measured, here or by the next training.
-            if decision.source != "postponed":
-                entries[_written_key(key)] = asdict(decision)
-        content = {"schema": SCHEMA, "environments": environments}
-        # A reader sees the old file or the new one, never a part: renaming is atomic.
-        new = path.with_name(f".{path.name}.{uuid4().hex}")
-        try:
-            new.write_text(json.dumps(content, indent=1) + "\n")
-            new.replace(path)
-        finally:
-            new.unlink(missing_ok=True)  # left if writing or renaming failed
+            # Read again at each save: another process may have added decisions.
+            environments = _read(path) if path.exists() else {}
+            entries = environments.setdefault(str(self.environment), {})
+            for key, decision in self.items():
+                # A postponed product is still to be measured, here or by the next training.
+                if decision.source != "postponed":
+                    entries[_written_key(key)] = asdict(decision)
+            content = {"schema": SCHEMA, "environments": environments}
+            # A reader sees the old file or the new one, never a part: renaming is atomic.
+            new = path.with_name(f".{path.name}.{uuid4().hex}")
+            try:
+                new.write_text(json.dumps(content, indent=1) + "\n")
+                new.replace(path)
+            finally:
+                new.unlink(missing_ok=True)  # left if writing or renaming failed
 
 
 @contextmanager
@@ -369,28 +366,23 @@ def _locked(folder: Path) -> Iterator[None]:
 
 def _read(path: Path) -> dict[str, dict[str, Any]]:
     """Read the entries of a file, by environment; one of another schema has none."""
-    text = path.read_text()
     try:
-        content = json.loads(text)
-        schema = content["schema"]
+        content = json.loads(path.read_text())
         environments = content["environments"]
         if not isinstance(environments, dict):
             raise TypeError("`environments` is not a mapping")
+        return environments if content["schema"] == SCHEMA else {}
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(
             f"{path} does not hold decisions: give another path, or remove it"
         ) from error
-    return environments if schema == SCHEMA else {}
 
 
 def _written_key(key: GemmKey) -> str:
     """A key as the text that names its entry in a file: its fields in JSON."""
-    values = {
-        **{field.name: getattr(key, field.name) for field in fields(key)},
-        "dtype": str(key.dtype).removeprefix("torch."),
-        "pattern": str(key.pattern),
-    }
-    return json.dumps(values)
+    values = {field.name: getattr(key, field.name) for field in fields(key)}
+    # The pattern as "2:4", the dtype as "float32".
+    return json.dumps(values, default=lambda value: str(value).removeprefix("torch."))
 
 
 def _read_key(text: str) -> GemmKey:
@@ -467,15 +459,16 @@ class KernelRegistry:
         # A mode as text or a single kernel is a likely mistake.
         if not isinstance(backends, (list, tuple)):
             raise ValueError(f"backends must be a list of GemmKernel objects{not_given(backends)}")
-        for kernel in backends:
+        for kernel in (self.reference, *backends):
             if not isinstance(kernel, GemmKernel):
                 raise ValueError(f"backends must hold GemmKernel objects{not_given(kernel)}")
-        for kernel in (self.reference, *backends):
             if kernel.name in self.kernels:
                 raise ValueError(
                     f"two kernels are named '{kernel.name}': give the second one another `name`"
                 )
             self.kernels[kernel.name] = kernel
+        self.backends = list(backends)
+        """The kernels besides the reference, in order."""
         self.failures: dict[tuple[str, GemmKey], str] = {}
         """Why a kernel was switched off for a product, by its name and the key."""
         # By the kernel's name and the device: why the kernel does not work there, empty if it does.
@@ -483,12 +476,6 @@ class KernelRegistry:
 
     def __str__(self) -> str:
         return ", ".join(self.kernels)
-
-    @property
-    def backends(self) -> list[GemmKernel]:
-        """The kernels besides the reference, in order."""
-        _, *sparse = self.kernels.values()  # the reference was added first
-        return sparse
 
     def made_for(self, device: str) -> list[GemmKernel]:
         """Return the kernels besides the reference that are made for a device's type, in order; all if none is."""
@@ -499,11 +486,8 @@ class KernelRegistry:
 
     def reason(self, kernel: GemmKernel, key: GemmKey) -> str:
         """Return why a kernel is not used for a product: a failure, its probe or its `supports`; empty if it is."""
-        failed = self.failures.get((kernel.name, key))
-        if failed:
-            return failed
         # The probe comes first: a kernel may need the device to answer the rest.
-        reason = self.probe(kernel, key.device)
+        reason = self.failures.get((kernel.name, key)) or self.probe(kernel, key.device)
         if reason:
             return reason
         if kernel is not self.reference:
@@ -529,24 +513,20 @@ class KernelRegistry:
 
     def takes(self, device: str) -> frozenset[Sparsity]:
         """Return what may be sparse in the products of the kernels that work on a device."""
-        taken: frozenset[Sparsity] = frozenset()
-        for kernel in self.backends:
-            if not self.probe(kernel, device):
-                taken |= kernel.takes
-        return taken
+        working = [kernel.takes for kernel in self.backends if not self.probe(kernel, device)]
+        return frozenset[Sparsity]().union(*working)
 
     def unavailable_reason(self, device: str) -> str:
         """Return why no sparse kernel works on a device; empty if one does."""
         names: dict[str, list[str]] = {}  # by reason: the kernels of one library share it
-        for kernel in self.backends:
+        # That a kernel for GPUs does not run on a CPU explains nothing.
+        for kernel in self.made_for(device):
             reason = self.probe(kernel, device)
             if not reason:
                 return ""
-            # That a kernel for GPUs does not run on a CPU explains nothing.
-            if kernel in self.made_for(device):
-                names.setdefault(reason, []).append(kernel.name)
+            names.setdefault(reason, []).append(kernel.name)
         reasons = [f"{', '.join(kernels)}: {reason}" for reason, kernels in names.items()]
-        return "; ".join(reasons) or "there is no sparse kernel"
+        return "; ".join(reasons) or NO_KERNEL
 
     def attempt(
         self,
@@ -626,32 +606,33 @@ def check(kernel: GemmKernel, key: GemmKey) -> str:
         What is wrong; empty if nothing is. Exceptions of the kernel pass through.
     """
     with _no_autocast():
-        generator = _generator(key)
-        matrix = _sparse_operand(key, generator)
-        dense = _dense_operand(key, generator)
+        matrix, dense = _sparse_operand(key, 0), _dense_operand(key, 1)
+        copies = matrix.clone(), dense.clone()
         reference = GemmKernel()
         expected = _product(reference, key, _packed(reference, key, matrix), dense)
-        matrix_copy = matrix.clone()
-        dense_copy = dense.clone()
-        packed = _packed(kernel, key, matrix_copy)
+        packed = _packed(kernel, key, matrix)
         result = _product(kernel, key, packed, dense)
-        if not torch.equal(dense, dense_copy) or not torch.equal(matrix_copy, matrix):
-            return "changes its operands"
         # The first result still exists: a kernel that has one buffer for all would overwrite it in training.
         second = _product(kernel, key, packed, dense)
+        if not all(map(torch.equal, (matrix, dense), copies)):
+            return "changes its operands"
         if result.data_ptr() == second.data_ptr():
             return "returns the same memory for two products"
         if result.shape != expected.shape or result.dtype != expected.dtype:
             return f"returns {tuple(result.shape)} {result.dtype}, not {tuple(expected.shape)} {expected.dtype}"
-        compared = result
-        if key.sparsity == "outputs":
-            # The kernel may return anything at the other entries.
-            mask = _needed(key).bits.bool()
-            compared = torch.where(mask, result, 0)
-            expected = torch.where(mask, expected, 0)
-        reason = _difference(compared, expected, kernel.tolerance)
-        if reason:
-            return reason
+        # The kernel may return anything at entries that are not needed.
+        entries = _needed(key).bits.bool() if key.sparsity == "outputs" else ...
+        # Norms of 16-bit tensors would overflow float16, and lose their small terms in bfloat16.
+        dtype = torch.promote_types(expected.dtype, torch.float32)
+        compared = (result - expected)[entries], expected[entries]
+        # Stacked, so that the device is waited for once; divided in double precision.
+        norms = torch.stack([torch.linalg.vector_norm(each, dtype=dtype) for each in compared])
+        difference, norm = norms.tolist()
+        most = kernel.tolerance
+        if most is None:
+            most = TOLERANCE if expected.itemsize <= 2 else TOLERANCE_FLOAT32
+        if not difference / norm < most:  # true of NaN
+            return f"wrong by {difference / norm:.2g} of the dense product, not less than {most:g}"
         if torch.are_deterministic_algorithms_enabled():
             products = [result, second]
             for _ in range(REPEATS - 1):
@@ -664,91 +645,40 @@ def check(kernel: GemmKernel, key: GemmKey) -> str:
     return ""
 
 
-def check_bias(kernel: GemmKernel, key: GemmKey) -> str:
-    """Compare a kernel's product with a bias with the dense one, in a test of a kernel; return what is wrong."""
-    with _no_autocast():
-        generator = _generator(key)
-        matrix = _sparse_operand(key, generator)
-        dense = _dense_operand(key, generator)
-        # Large, so that a bias that is left out exceeds the tolerance.
-        bias = 10 * _random(key, (key.rows,), generator)
-        result = kernel.linear(_packed(kernel, key, matrix), dense, bias)
-        expected = GemmKernel().linear(matrix, dense, bias)
-        return _difference(result, expected, kernel.tolerance)
-
-
-def _difference(result: Tensor, expected: Tensor, most: float | None) -> str:
-    """Return why a product is wrong, from its relative Frobenius difference; empty if it is right."""
-    # Norms of 16-bit tensors would overflow float16, and lose their small terms in bfloat16.
-    dtype = torch.promote_types(expected.dtype, torch.float32)
-    difference = torch.linalg.vector_norm(result - expected, dtype=dtype)
-    norm = torch.linalg.vector_norm(expected, dtype=dtype)
-    # Stacked, so that the device is waited for once; divided in double precision.
-    difference_value, norm_value = torch.stack([difference, norm]).tolist()
-    error = difference_value / norm_value
-    if most is None:
-        most = TOLERANCE if expected.itemsize <= 2 else TOLERANCE_FLOAT32
-    if not error < most:  # true of NaN
-        return f"wrong by {error:.2g} of the dense product, not less than {most:g}"
-    return ""
-
-
 def dense_ms(key: GemmKey, timer: Timer) -> float:
     """Milliseconds of the dense product of the N:M operand as the layer has it."""
     return _product_ms(GemmKernel(), key, timer)
 
 
-def sparse_ms(kernel: GemmKernel, key: GemmKey, timer: Timer) -> tuple[float, float]:
+def sparse_ms(
+    kernel: GemmKernel, key: GemmKey, timer: Timer, packed: Any = None
+) -> tuple[float, float]:
     """Milliseconds of a kernel's product, permuting the dense matrix included, and of packing the sparse operand once.
 
-    Packing includes building the layout from the mask, as if the mask had moved. Where outputs are sparse nothing is
-    packed for the product. The operand of a kernel for N:M matrices is contiguous, so transposed where the layer packs
-    a transposed one. Like the dense product's, the times include neither masking nor drawing.
+    Packing includes building the layout from the mask, as if the mask had moved. Where outputs are sparse, and where
+    the operand is given `packed`, nothing is packed. The operand of a kernel for N:M matrices is contiguous, so
+    transposed where the layer packs a transposed one. Like the dense product's, the times include neither masking nor
+    drawing.
     """
-    product_ms = _product_ms(kernel, key, timer)
-    if key.sparsity == "outputs":
+    product_ms = _product_ms(kernel, key, timer, packed)
+    if key.sparsity == "outputs" or packed is not None:
         return product_ms, 0.0
     with _no_autocast():
-        matrices = _copies(key, key.rows, _sparse_operand)
-        if key.packs_each_time:
-            # What is drawn for each product has no mask to lay out.
-            contiguous = [matrix.contiguous() for matrix in matrices]
-            return product_ms, _milliseconds(timer, key, kernel.pack, contiguous)
-        operands = [_masked(key, matrix, _order(key, kernel)) for matrix in matrices]
-        for operand in operands:
-            operand.dense()  # made once: making it is masking
-        return product_ms, _milliseconds(timer, key, partial(_pack_masked, kernel), operands)
+        operands = [_operand(kernel, key, matrix) for matrix in _copies(key, _sparse_operand)]
+        call = rotated(partial(_pack, kernel), operands)
+        return product_ms, 1e3 * timer.time(call, torch.device(key.device))
 
 
-def _product_ms(kernel: GemmKernel, key: GemmKey, timer: Timer) -> float:
+def _product_ms(kernel: GemmKernel, key: GemmKey, timer: Timer, packed: Any = None) -> float:
     """Milliseconds of a kernel's product alone, or of the dense one by the reference."""
     with _no_autocast():
-        packs = [_packed(kernel, key, x) for x in _copies(key, key.rows, _sparse_operand)]
-        others = _copies(key, key.columns, _dense_operand)
+        packs: list[tuple[Any, Tensor | None]] = [(packed, None)]
+        if packed is None:
+            packs = [_packed(kernel, key, matrix) for matrix in _copies(key, _sparse_operand)]
         # Training permutes dY for each product, so it is part of the time.
-        order = None if type(kernel) is GemmKernel else _order(key, kernel)
-
-        def product(packed: Any, dense: Tensor) -> Tensor:
-            if order is not None:
-                dense = permuted_columns(dense, order)
-            return _product(kernel, key, packed, dense)
-
-        return _milliseconds(timer, key, product, packs, others)
-
-
-def time_packed(kernel: GemmKernel, key: GemmKey, packed: Any, timer: Timer) -> float:
-    """Milliseconds of a kernel's forward product with an operand that is packed already; no other one is made."""
-    with _no_autocast():
-        dense = _dense_operand(key, _generator(key))
-        return _milliseconds(timer, key, partial(_product, kernel, key, packed), [dense])
-
-
-def _milliseconds(
-    timer: Timer, key: GemmKey, function: Callable[..., Any], *operands: Sequence[Any]
-) -> float:
-    """Milliseconds of one call of a function with the next copy of each operand in turn."""
-    call = rotated(function, *operands)
-    return 1e3 * timer.time(call, torch.device(key.device))
+        product = partial(_product, kernel, key, order=_order(key, kernel))
+        call = rotated(product, packs, _copies(key, _dense_operand))
+        return 1e3 * timer.time(call, torch.device(key.device))
 
 
 @contextmanager
@@ -762,30 +692,27 @@ def _no_autocast() -> Iterator[None]:
         yield
 
 
-def _generator(key: GemmKey) -> torch.Generator:
-    """A generator of its own on the device of a product: the random numbers of the training stay as they are."""
-    return torch.Generator(key.device).manual_seed(0)
-
-
-def _random(key: GemmKey, shape: Sequence[int], generator: torch.Generator) -> Tensor:
+def _random(key: GemmKey, shape: Sequence[int], seed: int) -> Tensor:
+    # A generator of its own: the random numbers of the training stay as they are.
+    generator = torch.Generator(key.device).manual_seed(seed)
     return torch.randn(shape, dtype=key.dtype, device=key.device, generator=generator)
 
 
-def _sparse_operand(key: GemmKey, generator: torch.Generator) -> Tensor:
+def _sparse_operand(key: GemmKey, seed: int) -> Tensor:
     """A random ``A [rows, depth]``, sparse as the key says, with the strides of W or dY.
 
     Of a convolution it is ``W [out, in / groups * taps]``, N:M by rows, or for wgrad dY.
     """
     conv = key.conv
     if conv is not None and key.gemm == "wgrad":
-        return _random(key, (key.images, conv.outputs, *conv.positions), generator)
+        return _random(key, (key.images, conv.outputs, *conv.positions), seed)
     axis = 0 if key.sparsity == "masked" and conv is None else 1
     rows, depth = key.rows, key.depth
     if conv is not None:
         rows, depth = conv.outputs, math.prod(conv.weight_shape[1:])
-    shape = [rows, depth]
-    shape[axis] += -shape[axis] % key.pattern.m  # whole blocks, the last one is cut below
-    matrix = _random(key, shape, generator)
+    # Whole blocks along either axis; the last one is cut below.
+    m = key.pattern.m
+    matrix = _random(key, (rows + -rows % m, depth + -depth % m), seed)
     if key.sparsity != "outputs":
         matrix = nm_prune(matrix, key.pattern, axis)
     matrix = matrix[:rows, :depth]
@@ -797,37 +724,28 @@ def _sparse_operand(key: GemmKey, generator: torch.Generator) -> Tensor:
     return matrix.t().contiguous().t()
 
 
-def _dense_operand(key: GemmKey, generator: torch.Generator) -> Tensor:
+def _dense_operand(key: GemmKey, seed: int) -> Tensor:
     """A random dense operand: x, or dY for dgrad."""
-    shape: tuple[int, ...]
     conv = key.conv
-    if conv is None:
-        # B of `A B`, or x of `x A^T`.
-        is_wgrad = key.gemm == "wgrad"
-        shape = (key.depth, key.columns) if is_wgrad else (key.columns, key.depth)
-    elif key.gemm == "dgrad":
-        shape = (key.images, conv.outputs, *conv.positions)
-    else:
-        shape = (key.images, conv.inputs, *conv.size)
-    return _random(key, shape, generator)
+    if conv is not None:
+        is_dgrad = key.gemm == "dgrad"
+        shape = (conv.outputs, *conv.positions) if is_dgrad else (conv.inputs, *conv.size)
+        return _random(key, (key.images, *shape), seed)
+    # B of `A B`, or x of `x A^T`.
+    shape = (key.depth, key.columns) if key.gemm == "wgrad" else (key.columns, key.depth)
+    return _random(key, shape, seed)
 
 
-def _copies(
-    key: GemmKey, size: int, make: Callable[[GemmKey, torch.Generator], Tensor]
-) -> list[Tensor]:
-    """Copies of an operand that do not stay in the cache: as in training, they are read from memory.
-
-    `size` is that of the operand along the other axis than the depth.
-    """
-    generator = _generator(key)
-    operand_bytes = size * key.depth * key.dtype.itemsize
-    count = copies_past_cache(operand_bytes, torch.device(key.device))
-    return [make(key, generator) for _ in range(count)]
+def _copies(key: GemmKey, make: Callable[[GemmKey, int], Tensor]) -> list[Tensor]:
+    """Copies of an operand that do not stay in the cache: as in training, they are read from memory."""
+    first = make(key, 0)
+    count = copies_past_cache(first.nbytes, first.device)
+    return [first, *(make(key, seed) for seed in range(1, count))]
 
 
 def _masked(key: GemmKey, matrix: Tensor, order: Tensor | None = None) -> MaskedMatrix:
     """A matrix and its nonzeros as the mask; with an order, a matrix that is `matrix` in that order."""
-    dense = matrix.contiguous()
+    dense = matrix.contiguous()  # made before it is timed: making it is masking
     values = matrix if order is None else matrix.t()[order.argsort()].t()
     bits = values.ne(0).view(torch.uint8)
     return MaskedMatrix(values, bits, FORWARD_BIT, key.pattern, key.dtype, order, lambda: dense)
@@ -835,7 +753,7 @@ def _masked(key: GemmKey, matrix: Tensor, order: Tensor | None = None) -> Masked
 
 def _order(key: GemmKey, kernel: GemmKernel) -> Tensor | None:
     """The permutation of a permuted product, for a kernel that takes it."""
-    if not (key.permuted and kernel.ordered):
+    if not (key.permuted and kernel.ordered) or type(kernel) is GemmKernel:
         return None
     # Drawn on the CPU, so every call and every device has the same one.
     generator = torch.Generator().manual_seed(0)
@@ -845,40 +763,73 @@ def _order(key: GemmKey, kernel: GemmKernel) -> Tensor | None:
 def _needed(key: GemmKey) -> MaskedMatrix:
     """A matrix whose mask is the needed outputs of a product."""
     width = key.columns + -key.columns % key.pattern.m  # whole blocks
-    scores = torch.rand(
-        key.rows, width, dtype=torch.float32, device=key.device, generator=_generator(key)
-    )
+    scores = _random(key, (key.rows, width), 2)
     mask = nm_mask(scores, key.pattern)[:, : key.columns].contiguous()
     return _masked(key, mask.to(key.dtype))
 
 
-def _pack_masked(kernel: GemmKernel, operand: MaskedMatrix) -> Any:
-    return kernel.pack_masked(operand, kernel.layout(operand))
+def _operand(kernel: GemmKernel, key: GemmKey, matrix: Tensor) -> Tensor | MaskedMatrix:
+    """What a kernel packs: a matrix and its mask, but no mask of what is drawn for each product."""
+    if key.packs_each_time:
+        return matrix.contiguous()
+    return _masked(key, matrix, _order(key, kernel))
 
 
-def _packed(kernel: GemmKernel, key: GemmKey, matrix: Tensor) -> Any:
-    """What :func:`_product` takes of a matrix; where outputs are sparse, a pair of the mask's layout and dY."""
+def _pack(kernel: GemmKernel, operand: Tensor | MaskedMatrix) -> Any:
+    if isinstance(operand, MaskedMatrix):
+        return kernel.pack_masked(operand, kernel.layout(operand))
+    return kernel.pack(operand)
+
+
+def _packed(kernel: GemmKernel, key: GemmKey, matrix: Tensor) -> tuple[Any, Tensor | None]:
+    """A matrix as a kernel takes it; where outputs are sparse, the mask's layout and dY."""
     if key.sparsity == "outputs":
         # The matrix is dY^T, but dY itself of a convolution.
-        grad = matrix.t().contiguous() if key.conv is None else matrix
-        return kernel.layout(_needed(key)), grad
+        return kernel.layout(_needed(key)), matrix.t().contiguous() if key.conv is None else matrix
     if type(kernel) is GemmKernel:  # the reference multiplies the matrix as it is
-        return matrix
-    if key.packs_each_time:
-        return kernel.pack(matrix.contiguous())
-    return _pack_masked(kernel, _masked(key, matrix, _order(key, kernel)))
+        return matrix, None
+    return _pack(kernel, _operand(kernel, key, matrix)), None
 
 
-def _product(kernel: GemmKernel, key: GemmKey, packed: Any, dense: Tensor) -> Tensor:
-    """The product of what :func:`_packed` returned."""
-    if key.sparsity == "outputs":
-        layout, grad = packed
-        return multiply(kernel, key, layout, dense, grad=grad)
-    return multiply(kernel, key, packed, dense)
+def _product(
+    kernel: GemmKernel,
+    key: GemmKey,
+    operand: tuple[Any, Tensor | None],
+    dense: Tensor,
+    order: Tensor | None = None,
+) -> Tensor:
+    """The product of what :func:`_packed` returned, and of a dense matrix, that may first be permuted."""
+    packed, grad = operand
+    if order is not None:
+        dense = permuted_columns(dense, order)
+    return multiply(kernel, key, packed, dense, grad=grad)
 
+
+PANEL_BYTES = 4 << 20
+"""A dense product beside a packed weight is timed with so much of a weight: more than a core's own cache, less than a
+weight of interest."""
+
+
+def few_rows(key: GemmKey) -> GemmKey:
+    """A product with the first rows of the weight, of at most :data:`PANEL_BYTES`; the same for a smaller weight.
+
+    Example::
+
+        >>> few_rows(GemmKey("forward", 4096, 4096, 16, torch.float32, NMPattern(2, 4), "cpu")).rows
+        256
+    """
+    rows = max(PANEL_BYTES // (key.depth * key.dtype.itemsize) // 64 * 64, 64)
+    if key.rows <= rows or (key.conv is not None and key.conv.groups > 1):
+        return key
+    conv = None if key.conv is None else key.conv._replace(outputs=rows)
+    return replace(key, rows=rows, conv=conv)
+
+
+DENSE = GemmKernel.name
+"""What decisions for the dense product name."""
 
 HYSTERESIS = 0.03
-"""The share by which a sparse product must be faster to be chosen."""
+"""The share by which a sparse product must be faster to be chosen, in training."""
 
 
 class Tuner:
@@ -892,17 +843,16 @@ class Tuner:
 
     Args:
         kernels: ``"auto"`` takes the fastest as measured, a sparse kernel only if ``dense / (sparse + pack / reuse)``
-            is at least 1.03. ``"sparse"`` takes the first kernel that is right, ``"reference"`` none.
+            is at least ``1 + hysteresis``. ``"sparse"`` takes the first kernel that is right, ``"reference"`` none.
         registry: The kernels, the sparse ones in order of preference.
         decisions: Known decisions, to which ``"auto"`` adds; other modes take only the environment from them.
         timer: Measures times for ``"auto"``.
         reuse: Products that use one pack of a weight; output gradients are packed for each product.
+        hysteresis: The margin of a sparse kernel.
 
     Raises:
         ValueError: If the mode is unknown or `reuse` is less than 1.
     """
-
-    hysteresis: ClassVar[float] = HYSTERESIS
 
     def __init__(
         self,
@@ -911,6 +861,7 @@ class Tuner:
         decisions: Decisions,
         timer: Timer,
         reuse: int = 1,
+        hysteresis: float = HYSTERESIS,
     ) -> None:
         check_mode(kernels)
         if reuse < 1:
@@ -920,20 +871,47 @@ class Tuner:
         self.decisions = decisions if kernels == "auto" else Decisions(decisions.environment)
         self.timer = timer
         self.reuse = reuse
+        self.hysteresis = hysteresis
 
-    def decide(self, key: GemmKey) -> Decision:
+    def recall(self, key: GemmKey) -> Decision | None:
+        """The decision for a product, if there is one that holds under the present terms."""
+        decision = self.decisions.get(key)
+        return decision if decision is not None and decision.terms == self._terms(key) else None
+
+    def nearest(self, key: GemmKey) -> Decision | None:
+        """The measured decision for the most similar product: of the same matrix if there is one, else of another."""
+
+        def distance(other: GemmKey) -> tuple[bool, float]:
+            # Whether their matrices or convolutions differ, then the ratios of their sizes.
+            sizes = ((key.rows, other.rows), (key.depth, other.depth), (key.columns, other.columns))
+            ratios = sum(abs(math.log2(a / b)) for a, b in sizes)
+            return (key.rows, key.depth, key.conv) != (other.rows, other.depth, other.conv), ratios
+
+        terms = self._terms(key)
+        measured = [
+            other
+            for other, decision in self.decisions.items()
+            if (decision.source, decision.terms) == ("measured", terms)
+            and (other.dtype, other.pattern) == (key.dtype, key.pattern)
+            and (other.conv is None) == (key.conv is None)
+        ]
+        return self.decisions[min(measured, key=distance)] if measured else None
+
+    def decide(self, key: GemmKey, packed: Any = None) -> Decision:
         """Decide for a product, or recall the decision.
 
         In ``"auto"`` an unknown product is measured: call :meth:`tune` before a CUDA graph is captured.
+
+        Args:
+            key: The product.
+            packed: Its operand in the form of the only kernel, if it is packed already, as in a packed layer: to pack
+                another one would take longer than the product, and more memory.
         """
-        bucket = bucketed(key)
-        if not self._known(bucket):
-            self._remember(bucket, self._decide(key))
-        decision = self.decisions[bucket]
+        decision = self.recall(key) or self._remember(key, self._decide(key, packed))
         # The decision holds for the whole bucket; the kernel may still refuse this very size, or have failed at it.
         reason = self.registry.reason_against(decision.kernel, key)
         if reason:
-            return Decision(self._dense, reason=f"{decision.kernel}: {reason}")
+            return Decision(DENSE, reason=f"{decision.kernel}: {reason}")
         return decision
 
     def tune(
@@ -945,35 +923,30 @@ class Tuner:
         is postponed: dense until a later call measures it. The last measurement may exceed the budget. With several
         processes one tunes, and all :meth:`take_over` what :func:`~lightning_nm.kernels.tuner.share` returns.
         """
-        counts: Counter[GemmKey] = Counter()
+        costs: Counter[GemmKey] = Counter()
         sizes: dict[GemmKey, GemmKey] = {}  # a bucket is measured at a size that occurs
         for key in keys:
             bucket = bucketed(key)
-            counts[bucket] += 1
+            costs[bucket] += multiply_adds(bucket)
             sizes.setdefault(bucket, key)
-
-        def cost(bucket: GemmKey) -> int:
-            return counts[bucket] * multiply_adds(bucket)
-
         end = clock() + budget_s
-        for bucket in sorted(counts, key=cost, reverse=True):
+        for bucket, _ in costs.most_common():
             key = sizes[bucket]
+            known = self.recall(key)
             # A decision that an earlier call postponed is known, but is still to be measured.
-            measured = self._known(bucket) and self.decisions[bucket].source == "measured"
-            if self.kernels == "auto" and not measured:
+            if self.kernels == "auto" and (known is None or known.source != "measured"):
+                reason = f"not measured yet: the budget of {budget_s:g} s is used up"
+                decision = Decision(DENSE, reason=reason, source="postponed")
                 if clock() < end:
-                    self._remember(bucket, self._measured(key))
-                else:
-                    reason = f"not measured yet: the budget of {budget_s:g} s is used up"
-                    postponed = Decision(self._dense, reason=reason, source="postponed")
-                    self._remember(bucket, postponed)
+                    decision = self._decide(key)
+                self._remember(key, decision)
             # Other modes decide here; in "auto" this asks whether the kernel supports the size.
             self.decide(key)
 
     def take_over(self, decisions: Decisions) -> None:
         """Continue with other decisions; those for products that they lack stay."""
         for key, decision in self.decisions.items():
-            decisions.setdefault(key, decision)
+            decisions._decisions.setdefault(key, decision)  # nothing that is to be saved
         self.decisions = decisions
 
     def legal(self, key: GemmKey, notes: list[str]) -> Iterator[GemmKernel]:
@@ -985,21 +958,12 @@ class Tuner:
             notes.append("the product is empty")
             return
         for kernel in self.registry.made_for(key.device):
-            # The registry is asked first: the trial runs the kernel, which may not exist for this device.
-            reason = self.registry.reason(kernel, key) or self._reason(kernel, key)
-            if reason:
+            # The registry is asked first: the check runs the kernel, which may not exist for this device.
+            asked = self.registry.reason(kernel, key)
+            if reason := asked or reason_or_error(partial(check, kernel, key)):
                 notes.append(f"{kernel.name}: {reason}")
             else:
                 yield kernel
-
-    @property
-    def _dense(self) -> str:
-        """The name of the reference."""
-        return self.registry.reference.name
-
-    def _reason(self, kernel: GemmKernel, key: GemmKey) -> str:
-        """Return why a kernel does not compute a product right; empty if it does."""
-        return reason_or_error(partial(check, kernel, key))
 
     def _terms(self, key: GemmKey) -> str:
         """The conditions under which a decision holds, as text; a stored one with other terms is made again."""
@@ -1009,76 +973,58 @@ class Tuner:
             terms += "; deterministic"
         return terms
 
-    def _known(self, key: GemmKey) -> bool:
-        """Whether there is a decision for a product that holds under the present terms."""
-        decision = self.decisions.get(key)
-        return decision is not None and decision.terms == self._terms(key)
-
-    def _remember(self, key: GemmKey, decision: Decision) -> None:
+    def _remember(self, key: GemmKey, decision: Decision) -> Decision:
         """Store a decision with the terms under which it was made."""
-        self.decisions[key] = replace(decision, terms=self._terms(key))
+        self.decisions[key] = decision = replace(decision, terms=self._terms(key))
+        return decision
 
-    def _decide(self, key: GemmKey) -> Decision:
+    def _decide(self, key: GemmKey, packed: Any = None) -> Decision:
         """Decide for a product by the mode."""
-        if self.kernels == "auto":
-            return self._measured(key)
         if self.kernels == "reference":
-            return Decision(self._dense, reason="mode 'reference'", source="forced")
+            return Decision(DENSE, reason="mode 'reference'", source="forced")
+        if self.kernels == "auto":
+            found = self._measured(key, packed)
+            if packed is not None and found.source == "measured" and found.kernel == DENSE:
+                # Other work on the machine can slow one of the two down for a moment, and a packed layer does not go
+                # back from dense.
+                return self._measured(key, packed)
+            return found
         notes: list[str] = []
         # No kernel after the first right one is tried.
-        kernel = next(self.legal(key, notes), None)
-        if kernel is None:
-            return _without_kernel(self._dense, notes)
-        reason = "; ".join(["mode 'sparse'", *notes])
-        return Decision(kernel.name, reason=reason, source="forced")
+        for kernel in self.legal(key, notes):
+            reason = "; ".join(["mode 'sparse'", *notes])
+            return Decision(kernel.name, reason=reason, source="forced")
+        return Decision(DENSE, reason="; ".join(notes) or NO_KERNEL)
 
-    def _measured(self, key: GemmKey) -> Decision:
+    def _measured(self, key: GemmKey, packed: Any) -> Decision:
         """Take the fastest kernel if its speedup reaches the margin, else the reference."""
         notes: list[str] = []
         dense_times: list[float] = []
         times: dict[str, tuple[float, float]] = {}  # of the product and of packing, by kernel
-        for kernel in self.legal(key, notes):
+        # A dense weight beside the packed one would take its memory: a few of its rows stand for all.
+        part = key if packed is None else few_rows(key)
+        for kernel in self.legal(part, notes):
             try:
                 # Before and after each kernel: a GPU at its power limit slows down while it works.
                 if not dense_times:
-                    dense_times.append(self._dense_ms(key))
-                times[kernel.name] = self._sparse_ms(kernel, key)
-                dense_times.append(self._dense_ms(key))
+                    dense_times.append(dense_ms(part, self.timer))
+                times[kernel.name] = sparse_ms(kernel, key, self.timer, packed)
+                dense_times.append(dense_ms(part, self.timer))
             except Exception as error:
                 notes.append(f"{kernel.name}: {describe_error(error)}")
         if not times:
-            return _without_kernel(self._dense, notes)
-        dense_ms = fmean(dense_times)
+            return Decision(DENSE, reason="; ".join(notes) or NO_KERNEL)
+        dense = fmean(dense_times) * (key.rows / part.rows)
         uses = uses_of_pack(key, self.reuse)
-        gains = {name: speedup(dense_ms, *ms, uses) for name, ms in times.items()}
+        gains = {name: dense / (product + pack / uses) for name, (product, pack) in times.items()}
         # Of equally fast ones the first: the kernels are in order of preference.
         best = max(gains, key=gains.__getitem__)
-        product_ms, pack_ms = times[best]
         least_gain = 1 + self.hysteresis
         measured = ", ".join(f"{name} {gain:.3f}x" for name, gain in gains.items())
         return Decision(
-            kernel=best if gains[best] >= least_gain else self._dense,
-            dense_ms=dense_ms,
-            sparse_ms=product_ms,
-            pack_ms=pack_ms,
-            reason="; ".join([f"measured {measured}; sparse from {least_gain:g}x", *notes]),
-            source="measured",
+            best if gains[best] >= least_gain else DENSE,
+            dense,
+            *times[best],
+            "; ".join([f"measured {measured}; sparse from {least_gain:g}x", *notes]),
+            "measured",
         )
-
-    def _dense_ms(self, key: GemmKey) -> float:
-        """Milliseconds of the dense product; a subclass may estimate them."""
-        return dense_ms(key, self.timer)
-
-    def _sparse_ms(self, kernel: GemmKernel, key: GemmKey) -> tuple[float, float]:
-        """Milliseconds of a kernel's product, and of packing its operand."""
-        return sparse_ms(kernel, key, self.timer)
-
-
-def _without_kernel(dense: str, notes: Sequence[str]) -> Decision:
-    """The dense product, for the reasons against each kernel; without any there is none."""
-    return Decision(dense, reason="; ".join(notes)) if notes else Decision(dense)
-
-
-def speedup(dense_ms: float, sparse_ms: float, pack_ms: float, reuse: int) -> float:
-    """Compute ``dense / (sparse + pack / reuse)`` for a pack that `reuse` products share."""
-    return dense_ms / (sparse_ms + pack_ms / reuse)

@@ -67,7 +67,7 @@ def kernels(monkeypatch):
         pytest.skip(reason)
     times = {"cpu-permute": (6.0, 2.0), "cpu-csr": (7.0, 2.0)}
     monkeypatch.setattr(tuner, "dense_ms", lambda key, timer: 10.0)
-    monkeypatch.setattr(tuner, "sparse_ms", lambda kernel, key, timer: times[kernel.name])
+    monkeypatch.setattr(tuner, "sparse_ms", lambda kernel, *_: times[kernel.name])
     return times
 
 

@@ -191,6 +191,26 @@ def test_without_a_home_directory_nothing_is_kept(tmp_path, monkeypatch):
     assert Router().file is None
 
 
+def test_what_was_measured_is_kept_once_and_a_failure_told_once(tmp_path):
+    path = tmp_path / "kernels.json"
+    known = decisions({gemm_key(): replace(FAST, source="default")})
+    known.keep(path)
+    known[gemm_key("dgrad")] = FAST
+    known.keep(None)
+    assert not path.exists(), "nothing was measured, or there is no file"
+    known.keep(path)
+    assert len(Decisions.load(path, HERE)) == 2
+    path.write_text("my notes")
+    known.keep(path)
+    known[gemm_key("wgrad")] = FAST
+    with pytest.warns(RuntimeWarning, match=r"not kept and will be measured again.*ValueError"):
+        known.keep(path)
+    known[gemm_key("wgrad")] = DENSE
+    known.keep(path)  # a warning would be an error
+    assert path.read_text() == "my notes"
+    Decisions.load(path, HERE).keep(path)
+
+
 def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "kernels.json"
     decisions({gemm_key(): FAST}).save(path)

@@ -13,7 +13,8 @@ from torch import nn
 
 from lightning_nm import pack, packed_summary, unpacked_state_dict
 from lightning_nm.functional import nm_prune
-from lightning_nm.kernels.cpu import library
+from lightning_nm.kernels import tuner
+from lightning_nm.kernels.cpu import CpuPermuteKernel, library
 from lightning_nm.nn.packed import kernel_choice, operand
 from tests.support.cpu_products import REASON
 from tests.support.fake_kernels import without_home
@@ -42,8 +43,8 @@ def clock(monkeypatch):
         found = times.get(key.columns, 5.0)
         return found.pop(0) if isinstance(found, list) else found
 
-    monkeypatch.setattr(kernel_choice, "dense_ms", dense_ms)
-    monkeypatch.setattr(kernel_choice, "time_packed", lambda *_: 3.0)
+    monkeypatch.setattr(tuner, "dense_ms", dense_ms)
+    monkeypatch.setattr(tuner, "sparse_ms", lambda *_: (3.0, 0.0))
     times["asked"] = asked
     return times
 
@@ -133,7 +134,7 @@ def test_products_without_a_kernel(clock, monkeypatch, why):
             assert model.weight.form == "cpu-permute"
             with monkeypatch.context() as patch:
                 patch.setattr(
-                    type(kernel_choice.kernel_of("cpu-permute")),
+                    CpuPermuteKernel,
                     "linear",
                     lambda *_: torch.zeros(1),
                 )

@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_nm import NMPattern, load_packed, pack, packed_summary, save_packed, warm_up
-from lightning_nm.kernels import GemmKey
-from lightning_nm.kernels.cpu import library
+from lightning_nm.kernels import GemmKey, tuner
+from lightning_nm.kernels.cpu import CpuPermuteKernel, library
 from lightning_nm.nn.packed import kernel_choice
 from tests.support.cpu_products import REASON
 from tests.support.packed_models import prune
@@ -43,8 +43,8 @@ class Clock:
 def clock(tmp_path, monkeypatch):
     made = Clock()
     monkeypatch.setattr(kernel_choice, "DECISIONS", str(tmp_path / "packed.json"))
-    monkeypatch.setattr(kernel_choice, "dense_ms", made.dense_ms)
-    monkeypatch.setattr(kernel_choice, "time_packed", lambda *_: 3.0)
+    monkeypatch.setattr(tuner, "dense_ms", made.dense_ms)
+    monkeypatch.setattr(tuner, "sparse_ms", lambda *_: (3.0, 0.0))
     monkeypatch.setattr(kernel_choice, "perf_counter", lambda: made.now)
     kernel_choice._tuner_of.cache_clear()
     yield made
@@ -139,14 +139,27 @@ def test_a_loaded_model_has_a_budget(clock, tmp_path):
             pack(linear(), budget_s=wrong)
 
 
-def test_packing_is_not_timed(monkeypatch):
+def test_packing_is_not_timed(monkeypatch, tmp_path):
     """A packed layer packs its weight once, before its first product."""
+    timed = []
+
+    def time(self, function, device):
+        with monkeypatch.context() as patch:
+            for method in ("layout", "pack", "pack_masked"):
+                patch.setattr(CpuPermuteKernel, method, refuse)
+            function()
+        timed.append(function)
+        return 1e-3
 
     def refuse(*_):
         raise AssertionError("packing was timed")
 
-    monkeypatch.setattr("lightning_nm.kernels.tuner.sparse_ms", refuse)
+    monkeypatch.undo()
+    monkeypatch.setattr(kernel_choice, "DECISIONS", str(tmp_path / "packed.json"))
+    kernel_choice._tuner_of.cache_clear()
+    monkeypatch.setattr(tuner.DeviceTimer, "time", time)
     run(pack(linear()), 4)
+    assert len(timed) == 3, "the dense product, that of the kernel, and the dense one again"
 
 
 def test_a_thread_does_not_wait_for_the_measurement_of_another(clock):
@@ -251,13 +264,13 @@ class Largest(TorchDispatchMode):
 def test_no_dense_copy_is_made_while_a_product_is_measured(tmp_path, monkeypatch, kind):
     monkeypatch.undo()
     monkeypatch.setattr(kernel_choice, "DECISIONS", str(tmp_path / "packed.json"))
-    monkeypatch.setattr(kernel_choice, "PANEL_BYTES", 1)
+    monkeypatch.setattr(tuner, "PANEL_BYTES", 1)
     kernel_choice._tuner_of.cache_clear()
     monkeypatch.setattr(
         kernel_choice.DeviceTimer, "time", lambda self, function, device: function() is None or 1e-3
     )
     # 64 of 1024 rows, and values that the kernel is faster with: it is not measured twice, and does not become dense.
-    monkeypatch.setattr(kernel_choice, "time_packed", lambda *given: measured.append(given) or 1e-3)
+    monkeypatch.setattr(tuner, "sparse_ms", lambda *given: measured.append(given) or (1e-3, 0.0))
     measured = []
     if kind == "linear":
         module, x = nn.Linear(256, 1024, bias=False), torch.randn(2, 256)
@@ -275,17 +288,17 @@ def test_no_dense_copy_is_made_while_a_product_is_measured(tmp_path, monkeypatch
 @given(st.integers(1, 9000), st.integers(1, 9000), st.sampled_from([torch.float32, torch.bfloat16]))
 def test_few_rows_of_a_large_weight(rows, depth, dtype):
     key = GemmKey("forward", rows, depth, 16, dtype, NMPattern(2, 4), "cpu")
-    few = kernel_choice.few_rows(key)
+    few = tuner.few_rows(key)
     assert replace(few, rows=rows) == key
     assert few.rows == rows or (few.rows < rows and few.rows % 64 == 0)
     assert few.rows <= 64 or few.rows * depth * dtype.itemsize <= max(
-        kernel_choice.PANEL_BYTES, 64 * depth * 4
+        tuner.PANEL_BYTES, 64 * depth * 4
     )
 
 
 def test_a_time_of_few_rows_is_scaled(clock, monkeypatch):
-    monkeypatch.setattr(kernel_choice, "PANEL_BYTES", 1)
-    monkeypatch.setattr(kernel_choice, "dense_ms", lambda key, timer: key.rows / 64)
+    monkeypatch.setattr(tuner, "PANEL_BYTES", 1)
+    monkeypatch.setattr(tuner, "dense_ms", lambda key, timer: key.rows / 64)
     run(pack(linear(640), budget_s=1000), 4)
     (decision,) = kernel_choice._tuner("cpu-permute", torch.get_num_threads()).decisions.values()
     assert decision.dense_ms == pytest.approx(10)
@@ -307,7 +320,6 @@ def test_threads_have_one_tuner(clock):
 
 def test_a_file_that_cannot_be_written_is_told_once(clock, tmp_path, monkeypatch):
     (tmp_path / "packed.json").write_text("{ cut")
-    kernel_choice._warn_once.cache_clear()
     model = pack(linear(), budget_s=1000)
     with pytest.warns(
         RuntimeWarning,

@@ -25,6 +25,7 @@ from lightning_nm.functional import (
     nm_prune,
     quantise_weight,
 )
+from lightning_nm.kernels import tuner
 from lightning_nm.kernels.api import Convolution
 from lightning_nm.kernels.cpu import CpuInt8Kernel, int8
 from lightning_nm.kernels.cpu.layouts import Packed
@@ -52,8 +53,8 @@ def clock(monkeypatch):
         times["asked"].append((key.dtype, key.columns))
         return times["dense"]
 
-    monkeypatch.setattr(kernel_choice, "dense_ms", dense_ms)
-    monkeypatch.setattr(kernel_choice, "time_packed", lambda *_: 3.0)
+    monkeypatch.setattr(tuner, "dense_ms", dense_ms)
+    monkeypatch.setattr(tuner, "sparse_ms", lambda *_: (3.0, 0.0))
     return times
 
 

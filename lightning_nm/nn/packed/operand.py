@@ -15,7 +15,7 @@ from lightning_nm.kernels.api import GemmKey, MaskedMatrix
 from lightning_nm.kernels.cpu import CsrLayout, Int8Layout, PermuteLayout
 from lightning_nm.kernels.cpu.int8 import ROWS
 from lightning_nm.kernels.cpu.library import DTYPES, EMPTY, PANEL
-from lightning_nm.nn.packed.kernel_choice import kernel_of, registry_of
+from lightning_nm.nn.packed.kernel_choice import registry_of
 from lightning_nm.nn.packed.tensor import PackedTensor
 from lightning_nm.pattern import NMPattern
 
@@ -163,11 +163,11 @@ def lay_out(matrix: Tensor, pattern: NMPattern | None, *, convolution: bool) -> 
     key = GemmKey("forward", *masked.shape, 1, matrix.dtype, given, "cpu")
     # The faster one first.
     for name in ["cpu-csr"] if pattern is None or convolution else ["cpu-permute", "cpu-csr"]:
-        kernel = kernel_of(name)
-        if registry_of(name).reason(kernel, key):
+        registry = registry_of(name)
+        if registry.reason_against(name, key):
             continue
         try:
-            layout = kernel.layout(masked)
+            layout = registry.kernels[name].layout(masked)
         except ValueError:
             continue  # the matrix is too large for the kernel
         if isinstance(layout, CsrLayout):
@@ -203,7 +203,7 @@ def lay_out_int8(packed: PackedTensor) -> Operand | None:
     depth = blocks * packed.pattern.m
     name = _KERNELS[Int8Layout]
     key = GemmKey("forward", rows, depth, 1, packed.dtype, packed.pattern, "cpu")
-    if registry_of(name).reason(kernel_of(name), key):
+    if registry_of(name).reason_against(name, key):
         return None
     numbers = packed.numbers().view(values.shape)
     arguments = (values, numbers, packed.scales, depth, packed.pattern, packed.taps)

@@ -24,7 +24,6 @@ from lightning_nm.nn.packed.kernel_choice import (
     Budget,
     Kernels,
     choose,
-    kernel_of,
     registry_of,
     return_freed_memory,
 )
@@ -167,7 +166,7 @@ class PackedWeight(nn.Module, HasHandle):
             *("forward", layout.rows, layout.depth, tokens, self.dtype, operand.pattern, "cpu"),
             conv=conv,
         )
-        takes, settled = not registry_of(kernel).reason(kernel_of(kernel), key), True
+        takes, settled = not registry_of(kernel).reason_against(kernel, key), True
         if takes and self.kernels == "auto":
             takes, settled = choose(kernel, key, self.budget, Packed(layout, operand.values))
         found = key, takes
@@ -306,7 +305,8 @@ class PackedWeight(nn.Module, HasHandle):
         key, takes = self._takes(part, tokens, conv)
         if not takes:
             return dense()
-        kernel = kernel_of(part.kernel)
+        registry = registry_of(part.kernel)
+        kernel = registry.kernels[part.kernel]
         packed = Packed(part.layout, part.values)
 
         def sparse() -> Tensor:
@@ -316,7 +316,7 @@ class PackedWeight(nn.Module, HasHandle):
             return kernel.conv(packed, plain(x), conv, plain_bias)
 
         # If the kernel fails, the product is made dense, now and in the future.
-        return registry_of(kernel.name).attempt(kernel, key, sparse, dense)
+        return registry.attempt(kernel, key, sparse, dense)
 
     @property
     def is_int8(self) -> bool:
