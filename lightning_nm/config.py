@@ -446,7 +446,7 @@ class SparsityConfig:
         for place, spec in enumerate(specs):
             check_keys(f"rules[{place}]", spec, keys)
             if "include" not in spec:
-                raise ValueError(f"rules[{place}] has no 'include': it has {', '.join(spec)}")
+                raise ValueError(f"rules[{place}]={dict(spec)!r} has no 'include'")
         general_spec = {key: getattr(self, key) for key in keys}
         # None means "not given". "dense" is given: it keeps dY even where the preset has an estimator.
         if self.grad_estimator is None:

@@ -52,7 +52,7 @@ def check_keys(name: str, given: Any, known: Sequence[str]) -> None:
     Example:
         >>> check_keys("schedule", {"rmp": []}, ["ramp", "dense_end"])
         Traceback (most recent call last):
-        ValueError: schedule has no 'rmp'; did you mean 'ramp'?; it has ramp, dense_end
+        ValueError: schedule takes no key 'rmp' (it takes ramp, dense_end); did you mean 'ramp'?
     """
     listed = ", ".join(known)
     if not isinstance(given, Mapping):
@@ -60,7 +60,7 @@ def check_keys(name: str, given: Any, known: Sequence[str]) -> None:
     for key in given:
         if key not in known:
             raise ValueError(
-                f"{name} has no {key!r}{did_you_mean(str(key), known)}; it has {listed}"
+                f"{name} takes no key {key!r} (it takes {listed}){did_you_mean(str(key), known)}"
             )
 
 

@@ -1,5 +1,7 @@
 """Without Lightning: a plain loop, Fabric, statistics and FLOPs."""
 
+import copy
+
 import lightning as L
 import pytest
 import torch
@@ -402,3 +404,57 @@ def test_flops_of_a_model_whose_batches_are_not_seen():
     sparsifier = NMSparsifier(model, "2:4", "ste", include="2").attach()
     share = 32 * 32 / (16 * 32 + 32 * 32 + 32)
     assert sparsifier.flops_ratios()["eligible"] == pytest.approx(1 - share / 6)
+
+
+@pytest.mark.parametrize("method", ["asp", "ste"])
+def test_parameters_that_join_an_optimizer_after_before_step_are_part_of_the_step(method):
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    sparsifier = NMSparsifier(model, "2:4", method, skip_first_last=False).attach()
+    optimizer = torch.optim.SGD(model[0].parameters(), 0.1)
+    sparsifier.register(optimizer)
+    model(torch.randn(8, 16)).square().mean().backward()
+    sparsifier.before_step(optimizer)
+    optimizer.add_param_group({"params": list(model[1].parameters())})
+    optimizer.step()
+    sparsifier.step()
+    assert [layer.step for layer in sparsifier.layers.values()] == [1, 1]
+    assert sparsifier.violations() == 0
+
+
+@pytest.mark.parametrize("method", ["cast", "lbc"])
+def test_a_run_that_unfroze_a_layer_resumes_with_the_state_of_its_own_parameters(method):
+    """Methods own parameters of each layer, whose optimizer state is saved by position."""
+
+    def train(model, sparsifier, optimizer, steps):
+        for k in steps:
+            optimizer.zero_grad()
+            x = torch.randn(8, 16, generator=torch.Generator().manual_seed(k))
+            model(x).square().mean().backward()
+            sparsifier.before_step(optimizer)
+            optimizer.step()
+            sparsifier.step()
+
+    def start(state=None, frozen=True):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
+        model[1].requires_grad_(not frozen)
+        sparsifier = NMSparsifier(model, "2:4", method, skip_first_last=False, planned_steps=20)
+        sparsifier.attach(state)
+        optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+        sparsifier.register(optimizer)
+        return model, sparsifier, optimizer
+
+    model, sparsifier, optimizer = start()
+    train(model, sparsifier, optimizer, range(3))
+    model[1].requires_grad_(True)
+    sparsifier.mask_unfrozen()
+    train(model, sparsifier, optimizer, range(3, 6))
+    saved = copy.deepcopy([part.state_dict() for part in (model, sparsifier, optimizer)])
+    resumed, again, its_optimizer = start(saved[1], frozen=False)
+    resumed.load_state_dict(saved[0])
+    again.load_state_dict(saved[1])
+    its_optimizer.load_state_dict(saved[2])
+    train(model, sparsifier, optimizer, range(6, 9))
+    train(resumed, again, its_optimizer, range(6, 9))
+    for one, other in zip(model.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(one, other)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_warn
 
@@ -139,7 +139,7 @@ class MaskMonitor(Callback):
             raise ValueError(NOT_THE_DEFAULT)
         return monitors[0]
 
-    def on_train_start(self, *_: Any) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Raise an error if no callback uses this monitor."""
         # All callbacks have called watch() in on_fit_start by now, whatever their order.
         if not self._watched:

@@ -317,12 +317,14 @@ class NMSparsityCallback(Callback):
         if self.show_tables:
             rank_zero_only(print_layers)(sparsifier)
 
-    def on_train_epoch_start(self, *_: Any) -> None:
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Notice modules that were replaced."""
         # Once in an epoch, since it walks over all modules.
         warn_of_replaced(self._installed())
 
-    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         """Mask layers that were unfrozen since the last batch, by optimizers that may have been replaced."""
         # Callbacks such as BaseFinetuning unfreeze layers when an epoch starts. Here they are masked before the first
         # forward pass in which they are trained.
@@ -354,24 +356,24 @@ class NMSparsityCallback(Callback):
             self._lifecycle.batch_open = False
             self._stepped_late = True
 
-    def on_validation_start(self, *_: Any) -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let a validation within a fit see the masks of the last step."""
         # A sanity validation comes before the resumed step is ended; Trainer.validate() has no masks.
         lifecycle = self._lifecycle
         if self.sparsifier and not (lifecycle.in_first_batch or lifecycle.interrupted):
             self._end_pending_step()
 
-    def on_train_epoch_end(self, *_: Any) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let the checkpoint of an epoch, and the end of the training, have the masks of the last step."""
         self._end_pending_step()
 
-    def on_before_backward(self, *_: Any) -> None:
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
         """Open the batch, and compare the masks of all processes if that is due."""
         # DDP sends gradients during the backward pass, so this is the last moment at which differing masks do no harm.
         self._lifecycle.batch_open = True
         self._consistency.before_backward()
 
-    def on_after_backward(self, trainer: Trainer, *_: Any) -> None:
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Average the gradients of parameters that methods own, before they are unscaled."""
         # DDP has averaged those of the model's own parameters. Before unscaling, since the gradient scaler looks for
         # infinities then, and must find the same ones in all processes.
@@ -395,7 +397,9 @@ class NMSparsityCallback(Callback):
             loss_scale = scaler.get_scale()
         sparsifier.before_step(optimizer, loss_scale)
 
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         """Update the masks if an optimizer stepped, and call the monitor."""
         # Every batch comes here, also one that only accumulates gradients: estimators draw new random numbers for each.
         # ModelCheckpoint comes after all other callbacks, so it saves the updated masks.
@@ -444,12 +448,12 @@ class NMSparsityCallback(Callback):
             states = checkpoint["callbacks"]
             states[self.state_key] = {**states[self.state_key], "averages": averages}
 
-    def on_train_end(self, *_: Any) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Compare the masks of all processes a last time."""
         # ModelCheckpoint, which comes after this callback, may save once more: it must not save differing masks.
         self._consistency.at_end()
 
-    def on_fit_end(self, trainer: Trainer, *_: Any) -> None:
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the summary, and let the monitor write it."""
         if self._watch is not None:
             self._watch.finish()

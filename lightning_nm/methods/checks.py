@@ -50,9 +50,12 @@ def resolve_span(method: Any, planned_steps: int | None) -> tuple[int, int]:
     return start, stop
 
 
-def check_count(name: str, value: int | None, least: int) -> None:
-    """Raise ``ValueError`` for a setting that is not an integer, or is below its least value; ``None`` is not set."""
-    if value is None:
+def check_count(name: str, value: int | None, least: int, *, optional: bool = True) -> None:
+    """Raise ``ValueError`` for a setting that is not an integer, or is below its least value.
+
+    ``optional``: ``None`` is allowed, for a setting that is not made.
+    """
+    if value is None and optional:
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{name}={value!r} must be an integer of at least {least}")

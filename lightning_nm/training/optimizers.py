@@ -47,15 +47,18 @@ class RegisteredOptimizer:
                         f"Muon trains matrices only, but {type(layer.spec.method).__name__} owns a parameter of shape "
                         f"{tuple(parameter.shape)} at layer '{layer.name}': use another optimizer for this method"
                     )
-        for layer in owned:
-            for name, parameter in layer.parameters.items():
-                if id(parameter) in groups:
-                    continue
-                # In the group of the weight, whose schedule and decay then apply.
-                group = groups[id(layer.view.optimizer_param)]
-                group["params"].append(parameter)
-                if "param_names" in group:
-                    group["param_names"].append(f"{layer.name}.{name}")
+        methods_own = [parameter for layer in owned for parameter in layer.parameters.values()]
+        if any(id(parameter) not in groups for parameter in methods_own):
+            # All again, in the order of the layers: optimizers save their state by position, and a resumed run may mask
+            # layers at once that this one masks one after the other.
+            _take_out(self.optimizer, owned)
+            for layer in owned:
+                for name, parameter in layer.parameters.items():
+                    # In the group of the weight, whose schedule and decay then apply.
+                    group = groups[id(layer.view.optimizer_param)]
+                    group["params"].append(parameter)
+                    if "param_names" in group:
+                        group["param_names"].append(f"{layer.name}.{name}")
         self.layers = owned
 
     def remove_hooks(self) -> None:
@@ -85,9 +88,15 @@ def unpack_state(optimizer: Optimizer, layer: NMLayer) -> None:
 
 def remove_parameters(optimizer: Optimizer, layers: Sequence[NMLayer]) -> None:
     """Take the parameters that methods own, and their state, out of an optimizer."""
-    own = {id(parameter): parameter for layer in layers for parameter in layer.parameters.values()}
-    for parameter in own.values():
-        optimizer.state.pop(parameter, None)
+    for layer in layers:
+        for parameter in layer.parameters.values():
+            optimizer.state.pop(parameter, None)
+    _take_out(optimizer, layers)
+
+
+def _take_out(optimizer: Optimizer, layers: Sequence[NMLayer]) -> None:
+    """Take the parameters that methods own out of the groups of an optimizer; their state stays."""
+    own = {id(parameter) for layer in layers for parameter in layer.parameters.values()}
     for group in optimizer.param_groups:
         kept = [k for k, member in enumerate(group["params"]) if id(member) not in own]
         for key in ("params", "param_names"):

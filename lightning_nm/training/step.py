@@ -161,7 +161,7 @@ class TrainingStep:
         """Count a real step of the optimizer, and let the methods repair what it did to the weights."""
         self.stepped = True
         for layer in known.layers:
-            if is_frozen(layer):
+            if not layer.view.optimizer_param.requires_grad and is_frozen(layer):
                 # The optimizer holds the weight and does not train it: the layer's counters stand still.
                 if layer.is_random:
                     layer.draw_noise()
@@ -448,10 +448,10 @@ class TrainingStep:
 
     def _enter_after_clipping(self, known: RegisteredOptimizer, view: Any) -> None:
         """What happens between clipping and the optimizer's own step, which has the learning rates set here."""
-        if not known.announced:
-            self._known(known.optimizer)  # finds the layers, if parameters have joined
-            if self.direct_reads.pending:
-                self.direct_reads.check(known.layers)
+        if _parameter_count(known.optimizer) != known.parameter_count:
+            self._find_layers(known)  # parameters joined after before_step()
+        if not known.announced and self.direct_reads.pending:
+            self.direct_reads.check(known.layers)
         for layer in known.layers:
             if layer.parameters and is_frozen(layer):
                 # What the method owns is frozen with the weight; freezing the module does not reach it.

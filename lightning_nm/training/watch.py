@@ -156,6 +156,7 @@ class DirectReads:
             handle.remove()
         self._watched.clear()
         self._settled.clear()
+        self.pending = True
         self.with_gradient.clear()
 
     def _settle(self, layer: NMLayer) -> None:

@@ -1,15 +1,23 @@
 """The callback as users meet it: one line in a Trainer, its logs, its tables, its errors."""
 
+import inspect
 import io
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint, ModelPruning
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from rich.console import Console
 from torch import nn
 
-from lightning_nm import NMSparsifier, NMSparsityCallback
+from lightning_nm import (
+    MaskMonitor,
+    NMSparsifier,
+    NMSparsityCallback,
+    QuantizationAwareTraining,
+    RNGState,
+)
 from lightning_nm.callbacks.tables import layer_table, print_layers, print_summary
 from lightning_nm.nn.adapters import Adapter
 from tests.support.event_files import Events
@@ -208,7 +216,7 @@ def test_the_other_lightning_package_is_refused(tmp_path):
         ({"grad_snr_every": 1.5}, r"grad_snr_every=1\.5"),
         (
             {"rules": [{"include": "x", "metod": "ste"}]},
-            r"rules\[0\] has no 'metod'; did you mean 'method'",
+            r"rules\[0\] takes no key 'metod' .*; did you mean 'method'",
         ),
     ],
 )
@@ -254,3 +262,14 @@ def test_another_pruning_of_the_same_weights_is_refused_by_name(tmp_path):
         ValueError, match=r"ModelPruning and NMSparsityCallback in one Trainer .* twice: remove one"
     ):
         trainer.fit(new_model(), Data())
+
+
+@pytest.mark.parametrize(
+    "callback", [NMSparsityCallback, MaskMonitor, QuantizationAwareTraining, RNGState]
+)
+def test_hooks_take_the_arguments_of_lightning_by_name(callback):
+    """A subclass may call ``super().on_train_batch_start(trainer=trainer, ...)``."""
+    for name, hook in vars(Callback).items():
+        if name.startswith("on_") or name in ("setup", "teardown"):
+            arguments = dict.fromkeys(inspect.signature(hook).parameters)
+            inspect.signature(getattr(callback, name)).bind(**arguments)

@@ -139,7 +139,7 @@ def test_each_gemm_is_eligible_by_itself():
         ({"include": ["conv", "depthwise"]}, "'depthwise' is named .*depthwise convolution"),
         (
             {"rules": [{"include": "conv", "patern": "1:4"}]},
-            r"rules\[0\] has no 'patern'; did you mean 'pattern'",
+            r"rules\[0\] takes no key 'patern' .*; did you mean 'pattern'",
         ),
         ({"rules": [{"pattern": "1:4"}]}, "no 'include'"),
         (

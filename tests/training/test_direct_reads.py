@@ -367,3 +367,25 @@ def test_a_second_training_with_a_compiled_function_is_not_refused():
         sparsifier.step()
         sparsifier.bake()
         sparsifier.detach()
+
+
+def test_a_second_attach_looks_again():
+    net = Net()
+    sparsifier = NMSparsifier(net, "2:4", "ste", skip_first_last=False)
+
+    def train():
+        sparsifier.attach()
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        sparsifier.register(optimizer)
+        for _ in range(2):
+            net(torch.randn(8, 16)).square().mean().backward()
+            sparsifier.before_step(optimizer)
+            optimizer.step()
+            sparsifier.step()
+        sparsifier.bake()
+        sparsifier.detach()
+
+    train()
+    net.ways["c"] = "read"
+    with pytest.raises(ValueError, match=ERROR.format("'c'")):
+        train()

@@ -151,7 +151,7 @@ class BAME(SparseToSparse):
         if every is None:
             every = 1 if evidence == "accumulated" else 100
         check_count("every", every, 1)
-        check_count("gradient_every", gradient_every, 1)
+        check_count("gradient_every", gradient_every, 1, optional=False)
         if evidence == "batch" and gradient_every != 1:
             raise ValueError(
                 f"gradient_every={gradient_every} has no meaning for evidence='batch', whose dense gradients come "
