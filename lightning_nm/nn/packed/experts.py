@@ -1,7 +1,4 @@
-"""Packed weights of experts, ``[experts, out, in]`` or ``[experts, in, out]``: each expert is a matrix of its own.
-
-Pickles of 0.3 name this module.
-"""
+"""Packed weights of experts, ``[experts, out, in]`` or ``[experts, in, out]``: each expert is a matrix of its own."""
 
 from __future__ import annotations
 

@@ -160,13 +160,10 @@ def packed_class(base: type[nn.Module]) -> type[nn.Module]:
     return _mixed(PackedAdapted, adapter, base)
 
 
-def _new(base: type[nn.Module], *_: bool) -> nn.Module:
-    """An empty module of the packed class, for pickle and deepcopy to fill; pickles of 0.3 have a second argument."""
+def _new(base: type[nn.Module]) -> nn.Module:
+    """An empty module of the packed class, for pickle and deepcopy to fill."""
     cls = packed_class(base)
     return cls.__new__(cls)
-
-
-_new_lightning_module = _new  # as pickles of 0.3 name it
 
 
 SAME_BLOCKS = {Layout.EXPERTS: Layout.FLAT, Layout.EXPERTS_TRANSPOSED: Layout.PLAIN}
