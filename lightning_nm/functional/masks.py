@@ -185,8 +185,8 @@ def check_output_blocks(
     size = out // groups
     if size % pattern.m:
         raise ValueError(
-            f"{out} output rows in {groups} group(s) are {size} rows each, not a multiple of M={pattern.m}: choose "
-            "another pattern, name the layer in `exclude`, or keep its input gradient dense"
+            f"shape {shape}: {out} output rows in {groups} group(s) are {size} rows each, not a multiple of "
+            f"M={pattern.m}: choose another pattern, name the layer in `exclude`, or keep its input gradient dense"
         )
     if forward_mask is None:
         return
