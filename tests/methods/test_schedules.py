@@ -266,7 +266,7 @@ def test_a_method_that_plans_by_dense_phases_gets_them():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"method": STE(dense_start=3)}, r"STE\(dense_start=3.*beside that of the schedule"),
+        ({"method": STE(dense_start=3)}, r"STE\(dense_start=3.*next to that of the schedule"),
         ({"method": ASP(start=3)}, r"ASP\(start=3.*give dense_start in `schedule`"),
         ({"method": DecayingMask(dense_end=3), "schedule": {"dense_end": 1}}, "dense_end=3"),
         ({"grad_estimator": MVUE(dense_end=2)}, r"MVUE\(.*dense_end=2"),
@@ -275,7 +275,7 @@ def test_a_method_that_plans_by_dense_phases_gets_them():
         ({"pattern": "2:8"}, "from 3:4 to 2:8"),
         ({"rules": [{"include": "0", "pattern": "1:16"}]}, "from 3:4 to 1:16.*rule of 0: give it"),
         ({"rules": [{"include": "2", "method": "lbc"}]}, "'lbc' refuses.*rule of 2: give it a"),
-        ({"schedule": {"rampp": []}}, "no 'rampp'; did you mean 'ramp'"),
+        ({"schedule": {"rampp": []}}, "no key 'rampp' .*; did you mean 'ramp'"),
         ({"method": SoftThreshold()}, "SoftThreshold makes its zeros without the layers' masks"),
         ({"method": ASP(init="zeros")}, "which method 'asp' refuses: init='zeros'"),
         (
