@@ -90,10 +90,11 @@ class TrainingStep:
 
     def add(self, layers: Sequence[NMLayer]) -> None:
         """Install the masks of layers just added to :attr:`layers`; registered optimizers may own them."""
-        for known in self._registered.values():
-            self._find_layers(known)
+        # First, since a method may refuse an optimizer below, and a loop may go on after that.
         for layer in layers:
             self._begin_window(layer)
+        for known in self._registered.values():
+            self._find_layers(known)
         self.direct_reads.watch(layers)
         install(self._model, layers)
 
