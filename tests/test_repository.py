@@ -1,5 +1,6 @@
 """The files for people who report, cite, contribute and release."""
 
+import dis
 import importlib
 import inspect
 import re
@@ -145,8 +146,9 @@ def attributes(cls):
     names = set(dir(cls))
     for base in cls.__mro__:
         names |= set(vars(base).get("__annotations__", {}))
-        if "__init__" in vars(base) and hasattr(base.__init__, "__code__"):
-            names |= set(base.__init__.__code__.co_names)
+        if inspect.isfunction(vars(base).get("__init__")):
+            assigned = dis.get_instructions(base.__init__)
+            names |= {each.argval for each in assigned if each.opname == "STORE_ATTR"}
     return names
 
 
@@ -177,6 +179,11 @@ def test_replacements_in_the_upgrade_notes_exist(version):
     assert sum(map(bool, named.values())) > 12
     missing = [name for name, full in named.items() if full and not resolve(full)]
     assert not missing
+
+
+@pytest.mark.parametrize("name", ["sparsifier.check_optimizer_states", "functional.stages"])
+def test_a_replacement_that_does_not_exist_is_noticed(name):
+    assert not resolve(full_name(name))
 
 
 @pytest.mark.parametrize("owner", ["Tuner", "HasHandle", "lookup", "Router"])

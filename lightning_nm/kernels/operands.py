@@ -5,8 +5,8 @@ kernel for CUDA tensors, used if Triton is installed. Both round the same in the
 same bits (except for signs of NaNs). ``TRITON_INTERPRET=1`` runs the Triton kernels on the CPU, slowly, and
 ``LIGHTNING_NM_TRITON=0`` leaves all to torch.
 
-Nothing is checked: callers give the dtypes, shapes and layouts that are stated. Results are contiguous and have no
-autograd history.
+Operands of another dtype than stated raise a TypeError, those of another shape, layout or device a ValueError.
+Results are contiguous and have no autograd history.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def masked_operand(
         marks: Mask bits, see :mod:`lightning_nm.functional.mask_storage`, uint8 ``[out, in]``, with the strides of W.
         dtype: Floating dtype of the result.
         bit: The bit of the mask.
-        permutation: Order of the rows of W, int64 ``[out]``, each row once; ``None`` leaves them.
+        permutation: Order of the rows of W, int64 ``[out]``, each row once; ``None`` leaves them. Its values are not
+            checked: on a GPU that would synchronise.
         transposed: Whether to return the transposed matrix, ``[in, out]``.
 
     Example::
@@ -57,6 +58,7 @@ def masked_operand(
         >>> masked_operand(torch.tensor([[-1.0, 2.0]]), torch.tensor([[2, 3]], dtype=torch.uint8), torch.float32)
         tensor([[0., 2.]])
     """
+    _check_weight(weight, marks, dtype, permutation)
     # The Triton module has functions of the same arguments.
     kernels = _kernels_for(weight, dtype)
     compute = masked_reference if kernels is None else kernels.masked
@@ -72,7 +74,7 @@ def masked_reference(
     permutation: Tensor | None,
     transposed: bool,
 ) -> Tensor:
-    """Compute :func:`masked_operand` by torch operations."""
+    """Compute :func:`masked_operand` by torch operations, from checked arguments."""
     mask = (mask_bits & bit).ne(0)
     result = masked(weight, mask).to(dtype)
     # The rows of W_B are output channels, which dgrad sums over in the order of R, see `permuted_columns`.
@@ -97,6 +99,8 @@ def permuted_columns(grad: Tensor, permutation: Tensor) -> Tensor:
 
     Source: Zhang et al., "Bi-directional Masks for Efficient N:M Sparse Training", ICML 2023, arXiv:2302.06058.
     """
+    _check_grad(grad)
+    _check_order("permutation", permutation, grad.shape[1], grad.device)
     kernels = _kernels_for(grad, grad.dtype)
     compute = permuted_columns_reference if kernels is None else kernels.permuted_columns
     result: Tensor = compute(grad.detach(), permutation)
@@ -104,7 +108,7 @@ def permuted_columns(grad: Tensor, permutation: Tensor) -> Tensor:
 
 
 def permuted_columns_reference(grad: Tensor, permutation: Tensor) -> Tensor:
-    """Compute :func:`permuted_columns` by torch operations."""
+    """Compute :func:`permuted_columns` by torch operations, from checked arguments."""
     return grad.index_select(1, permutation)
 
 
@@ -134,8 +138,7 @@ def mvue_transposed(
         grad: dY ``[tokens, out]``, as for :func:`permuted_columns`. Half dtypes are computed in float32 and
             rounded once.
         seed: Four words in int64, from :func:`lightning_nm.functional.fold_seed`.
-        pattern: N:M pattern along the tokens; M must divide 16, so that padding to whole blocks and to the hardware's
-            multiple is the same.
+        pattern: N:M pattern along the tokens; M must divide 16.
         gather: A permutation for dgrad: the same launch also computes ``permuted_columns(grad, gather)``, so dY is
             read once.
 
@@ -154,6 +157,17 @@ def mvue_transposed(
     arXiv:2203.10991.
     """
     pattern = NMPattern.parse(pattern)
+    _check_grad(grad)
+    # Padding to whole blocks of the pattern and to the hardware's multiple is then the same padding.
+    if TOKENS % pattern.m:
+        raise ValueError(
+            f"tokens are padded to a multiple of {TOKENS}, which blocks of {pattern} do not divide"
+        )
+    if seed.dtype != torch.int64 or seed.shape != (4,):
+        raise ValueError(
+            f"a seed is four words of int64, see fold_seed; got {seed.dtype} {tuple(seed.shape)}"
+        )
+    _check_order("gather", gather, grad.shape[1], grad.device)
     kernels = _kernels_for(grad, grad.dtype)
     compute = mvue_transposed_reference if kernels is None else kernels.mvue_transposed
     result: Tensor | tuple[Tensor, Tensor] = compute(grad.detach(), seed, pattern, gather)
@@ -163,7 +177,7 @@ def mvue_transposed(
 def mvue_transposed_reference(
     grad: Tensor, seed: Tensor, pattern: NMPattern, gather: Tensor | None = None
 ) -> Any:
-    """Compute :func:`mvue_transposed` by torch operations."""
+    """Compute :func:`mvue_transposed` by torch operations, from checked arguments."""
     tokens, out = grad.shape
     padding = grad.new_zeros(-tokens % TOKENS, out)
     padded = torch.cat([grad, padding])  # [padded tokens, out]
@@ -175,6 +189,61 @@ def mvue_transposed_reference(
     if gather is None:
         return transposed
     return transposed, permuted_columns_reference(grad, gather)
+
+
+def _check_matrix(name: str, matrix: Tensor) -> None:
+    if not matrix.is_floating_point():
+        raise TypeError(f"{name} must be of a floating dtype; got {matrix.dtype}")
+    if matrix.dim() != 2:
+        raise ValueError(f"{name} must be a matrix; got {tuple(matrix.shape)}")
+
+
+def _check_grad(grad: Tensor) -> None:
+    _check_matrix("grad", grad)
+    if not grad.is_contiguous():
+        raise ValueError(f"grad must be contiguous; got {_layout(grad)}: call .contiguous()")
+
+
+def _check_weight(
+    weight: Tensor, mask_bits: Tensor, dtype: torch.dtype, permutation: Tensor | None
+) -> None:
+    """Refuse a weight and mask bits that the Triton kernel, which reads both by the weight's strides, would misread."""
+    _check_matrix("weight", weight)
+    if not dtype.is_floating_point:
+        raise TypeError(f"dtype={dtype} cannot hold weights: pass a floating dtype")
+    if mask_bits.dtype != torch.uint8:
+        raise TypeError(f"marks are bytes of two bits; got {mask_bits.dtype}")
+    if not _same_layout(weight, mask_bits):
+        raise ValueError(
+            f"marks must have the layout of the weight, {_layout(weight)}; got {_layout(mask_bits)}: transpose both or "
+            "neither"
+        )
+    _check_order("permutation", permutation, weight.shape[0], weight.device)
+
+
+def _same_layout(matrix: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have one shape, device and order of entries in memory."""
+    if matrix.shape != other.shape or matrix.device != other.device:
+        return False
+    strides = zip(matrix.shape, matrix.stride(), other.stride(), strict=True)
+    # torch sets the stride of a dimension of size 1 to anything.
+    return all(size <= 1 or one == two for size, one, two in strides)
+
+
+def _check_order(name: str, order: Tensor | None, size: int, device: torch.device) -> None:
+    """Refuse a permutation of another dtype, size or device; its values are not read, which would synchronise."""
+    if order is None:
+        return
+    if order.dtype != torch.int64:
+        raise TypeError(f"{name} must be int64; got {order.dtype}")
+    if order.shape != (size,) or order.device != device or not order.is_contiguous():
+        raise ValueError(
+            f"{name} must be contiguous and hold {size} indices on {device}; got {_layout(order)}"
+        )
+
+
+def _layout(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)} on {tensor.device} with strides {tensor.stride()}"
 
 
 def in_one_pass(matrix: Tensor) -> bool:

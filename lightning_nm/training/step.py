@@ -74,7 +74,7 @@ class TrainingStep:
         # By id: an optimizer has no hash of its own to rely on.
         self._registered: dict[int, RegisteredOptimizer] = {}
         self.optimizers: list[Optimizer] = []
-        """The registered optimizers."""
+        """The registered optimizers, as a list of its own: every step and every batch asks for them."""
         # The hooks that are called for a layer in this window: none in a dense stage, and never those that its method
         # does not define. Most layers have few.
         self._hooks: dict[NMLayer, frozenset[str]] = {}
@@ -162,6 +162,7 @@ class TrainingStep:
         """Count a real step of the optimizer, and let the methods repair what it did to the weights."""
         self.stepped = True
         for layer in known.layers:
+            # The cheap question first: most weights are trained.
             if not layer.view.optimizer_param.requires_grad and is_frozen(layer):
                 # The optimizer holds the weight and does not train it: the layer's counters stand still.
                 if layer.is_random:
@@ -216,6 +217,7 @@ class TrainingStep:
             layer.costs.count_step(layer)
         # Phases begin and end for all layers together, whether or not they made a step.
         begins_phase = stepped and self.clock in progress.schedule
+        # Most layers have no schedule of the user's, and so no stages.
         begins_stage = stepped and bool(progress.stages) and progress.begins_stage
         if has_stepped or begins_phase or begins_stage:
             had_mask = layer.masks.has_forward

@@ -320,7 +320,7 @@ def test_no_tokens_at_all(estimator):
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 @pytest.mark.parametrize(
     ("method", "estimator"),
-    [("sr-ste", None), ("bi-mask", "mvue"), ("bame", "top-n")],
+    [("sr-ste", None), ("transposable", "mvue"), ("bi-mask", "approx-mvue"), ("bame", "top-n")],
 )
 @pytest.mark.filterwarnings(
     "ignore:BAME adapts once", "ignore:.*torch.jit.script_method.* is deprecated"

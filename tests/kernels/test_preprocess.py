@@ -196,3 +196,94 @@ def test_without_triton_the_torch_operations_serve(monkeypatch):
         mvue_transposed(grad, SEED)[:, :8], MVUE("2:4").estimate(None, grad, SEED).t()
     )
     triton_use.is_installed.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        (
+            {"weight": torch.zeros(4, 8, dtype=torch.int32)},
+            TypeError,
+            "weight must be of a floating",
+        ),
+        (
+            {"weight": torch.zeros(8, 4).t()},
+            ValueError,
+            r"marks.*strides \(1, 4\).*strides \(8, 1\): transpose",
+        ),
+        ({"weight": torch.zeros(4, 2, 4)}, ValueError, "weight must be a matrix"),
+        ({"dtype": torch.int8}, TypeError, "int8 cannot hold"),
+        (
+            {"marks": torch.zeros(4, 8, dtype=torch.bool)},
+            TypeError,
+            "bytes of two bits; got torch.bool",
+        ),
+        (
+            {"marks": torch.zeros(8, 4, dtype=torch.uint8)},
+            ValueError,
+            r"\(4, 8\) on cpu.*got \(8, 4\)",
+        ),
+        (
+            {"marks": torch.zeros(8, 4, dtype=torch.uint8).t()},
+            ValueError,
+            r"marks must have.*got.*strides \(1, 4\)",
+        ),
+        (
+            {"permutation": torch.zeros(4)},
+            TypeError,
+            "permutation must be int64; got torch.float32",
+        ),
+        ({"permutation": torch.arange(8)}, ValueError, r"4 indices on cpu; got \(8,\)"),
+        ({"permutation": torch.arange(8)[::2]}, ValueError, "strides"),
+    ],
+)
+def test_errors_of_a_weight(change, error, match):
+    arguments = {
+        "weight": torch.zeros(4, 8),
+        "marks": torch.zeros(4, 8, dtype=torch.uint8),
+        "dtype": torch.float32,
+        "own_backward": True,
+    }
+    masked_backward(**arguments)
+    arguments |= change
+    with pytest.raises(error, match=match):
+        masked_backward(**arguments)
+    if "permutation" not in change:
+        del arguments["own_backward"]
+        with pytest.raises(error, match=match):
+            masked_operand(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"grad": torch.zeros(4, 8, dtype=torch.int64)}, TypeError, "grad must be of a floating"),
+        ({"grad": torch.zeros(8, 4).t()}, ValueError, "grad must be contiguous"),
+        ({"seed": torch.zeros(3, dtype=torch.int64)}, ValueError, "four words"),
+        ({"seed": torch.zeros(4)}, ValueError, "float32"),
+        ({"pattern": "2:3"}, ValueError, "multiple of 16, which blocks of 2:3"),
+        ({"gather": torch.arange(4)}, ValueError, "gather must .* 8 indices"),
+        ({"gather": torch.arange(8.0)}, TypeError, "gather must be int64"),
+    ],
+)
+def test_errors_of_an_estimate(change, error, match):
+    arguments = {"grad": torch.zeros(4, 8), "seed": SEED}
+    mvue_transposed(**arguments)
+    with pytest.raises(error, match=match):
+        mvue_transposed(**arguments | change)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"grad": torch.zeros(4, 8, dtype=torch.int64)}, TypeError, "grad must be of a floating"),
+        ({"grad": torch.zeros(8, 4).t()}, ValueError, r"grad must be contiguous.*\.contiguous"),
+        ({"permutation": torch.arange(4)}, ValueError, "8 indices"),
+        ({"permutation": torch.arange(8).int()}, TypeError, "int64; got torch.int32"),
+    ],
+)
+def test_errors_of_permuted_columns(change, error, match):
+    arguments = {"grad": torch.zeros(4, 8), "permutation": torch.arange(8)}
+    permuted_columns(**arguments)
+    with pytest.raises(error, match=match):
+        permuted_columns(**arguments | change)

@@ -33,7 +33,7 @@ pytestmark = [
 def modelled(tmp_path_factory):
     """The library with the software model."""
     target = tmp_path_factory.mktemp("modelled") / "libnm.so"
-    assert build.compile_library(target, (*MODEL, "-O1")) == ""
+    assert build.compile_library(target, MODEL) == ""
     return target
 
 
