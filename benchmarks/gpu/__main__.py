@@ -13,7 +13,6 @@ question is a function of a :class:`~benchmarks.gpu.setting.Setting`. To add a p
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import platform
 import re
@@ -27,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.gpu.apart import messages
-from benchmarks.gpu.report import Answer, Report
+from benchmarks.gpu.report import Answer, run_part
 from benchmarks.gpu.setting import Setting
 from lightning_nm.kernels.tuner import environment_of
 
@@ -48,7 +47,7 @@ PARTS = {
     "checks": Part("benchmarks.gpu.checks", 140),
     "gemms": Part("benchmarks.gpu.gemms", 80),
     "layers": Part("benchmarks.gpu.layers", 70),
-    "train": Part("benchmarks.train", 80),
+    "train": Part("benchmarks.train", 110),
     "preprocess": Part("benchmarks.gpu.preprocess", 30),
 }
 
@@ -70,18 +69,6 @@ def describe(setting: Setting) -> dict[str, object]:
         environment["memory bytes"] = device.total_memory
         environment["L2 bytes"] = device.L2_cache_size
     return environment
-
-
-def run_part(
-    send: Callable[[tuple[str, Answer]], object],
-    module: str,
-    setting: Setting,
-    seconds: float,
-    only: Sequence[str],
-) -> None:
-    """Run one part, and send each answer as it is known."""
-    part: Any = importlib.import_module(module)
-    part.run(Report(setting, seconds, lambda name, answer: send((name, answer)), only))
 
 
 def answers(

@@ -26,11 +26,12 @@ from lightning_nm.kernels.tuner import copies_past_cache, rotated
 
 # [out, in] and tokens of forward products.
 SHAPES = {
+    "4096^3": (4096, 4096, 4096),
+    "8192^3": (8192, 8192, 8192),
     "7b up, 8k": (11008, 4096, 8192),
     "7b up, 16k": (11008, 4096, 16384),
     "7b down, 16k": (4096, 11008, 16384),
     "vit-l fc1, 50k": (4096, 1024, 50432),
-    "square": (8192, 8192, 8192),
     "3072x10240, 3k": (3072, 10240, 3072),  # of pytorch#177866
 }
 TINY = {"tiny": (64, 32, 48)}

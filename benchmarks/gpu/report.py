@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from benchmarks.gpu.apart import messages
 from benchmarks.gpu.setting import NotAsked, Setting
@@ -69,6 +71,19 @@ class Report:
             answer = {"error": f"{type(error).__name__}: {error}"[:1000]}
         self.record(name, answer | {"seconds": round(time.monotonic() - start, 2)})
         return answer.get("value")
+
+
+# Not in __main__: a process that is forked from a server does not import that module.
+def run_part(
+    send: Callable[[tuple[str, Answer]], object],
+    module: str,
+    setting: Setting,
+    seconds: float,
+    only: Sequence[str],
+) -> None:
+    """Run one part, and send each answer as it is known."""
+    part: Any = importlib.import_module(module)
+    part.run(Report(setting, seconds, lambda name, answer: send((name, answer)), only))
 
 
 def _answer(question: Question, setting: Setting) -> Answer:

@@ -207,6 +207,9 @@ class GemmKernel:
     """Whether the micro-batches of a step share packs of weights. Not if packing costs no more than reading the weight,
     as given its layout: a pack that is made again has no values from before a write that torch does not count."""
 
+    searched: tuple[torch.dtype, ...] = ()
+    """Dtypes of the products for which :meth:`search` is asked for a variant."""
+
     tolerance: float | None = None
     """Largest relative difference of its products from the dense ones; ``None`` for that of the dtype."""
 
@@ -221,6 +224,24 @@ class GemmKernel:
     def supports(self, key: GemmKey) -> str:
         """Return why this kernel cannot execute a product; empty if it can."""
         return ""
+
+    def search(self, key: GemmKey, packed: Any, dense: Tensor) -> str:
+        """Return the name of the variant of this kernel that is best for a product; empty if it is the kernel itself.
+
+        Args:
+            key: The product.
+            packed: A random A, as :meth:`pack` returns it.
+            dense: The dense operand of :meth:`linear` or :meth:`matmul`.
+        """
+        return ""
+
+    def variant(self, name: str) -> GemmKernel:
+        """Return the variant with a name that :meth:`search` returned, here or in another process.
+
+        Raises:
+            ValueError: If there is none.
+        """
+        raise ValueError(f"{self.name} has no variant {name!r}")
 
     def pack(self, matrix: Tensor) -> Any:
         """Pack ``A [rows, depth]``, contiguous and N:M along `depth`, into the form that the products take."""

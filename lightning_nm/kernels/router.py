@@ -216,7 +216,7 @@ class Router(HasHandle):
         lasting = not _capturing() and (self.tuned or bool(product.reason))
         if lasting and not product.reason:
             decision = self.initialize(torch.device(product.key.device)).decide(product.key)
-            kernel = self.registry.kernels[decision.kernel]
+            kernel = self.registry.find(decision.kernel)
         bucket = product._replace(key=bucketed(product.key))
         use = self._uses.setdefault((bucket, kernel.name), GemmUse(bucket, kernel.name))
         use.decision = decision

@@ -471,6 +471,9 @@ class KernelRegistry:
         """The kernels besides the reference, in order."""
         self.failures: dict[tuple[str, GemmKey], str] = {}
         """Why a kernel was switched off for a product, by its name and the key."""
+        self._variants: dict[str, GemmKernel] = {}
+        # By the kernel's name and the key: the name of the variant that its search found.
+        self._searched: dict[tuple[str, GemmKey], str] = {}
         # By the kernel's name and the device: why the kernel does not work there, empty if it does.
         self._probes: dict[tuple[str, str], str] = {}
 
@@ -499,10 +502,35 @@ class KernelRegistry:
 
     def reason_against(self, name: str, key: GemmKey) -> str:
         """:meth:`reason` of the kernel with this name, which may not be among the kernels."""
-        kernel = self.kernels.get(name)
-        if kernel is None:  # of a decision from a file
+        try:
+            kernel = self.find(name)
+        except ValueError:  # of a decision from a file
             return "not among the kernels"
         return self.reason(kernel, key)
+
+    def find(self, name: str) -> GemmKernel:
+        """Return the kernel with a name, or the variant of a kernel.
+
+        Raises:
+            ValueError: If there is none.
+        """
+        found = self.kernels.get(name) or self._variants.get(name)
+        if found is None:
+            kernel = self.kernels.get(name.partition(":")[0], self.reference)
+            found = self._variants[name] = kernel.variant(name)
+        return found
+
+    def searched(self, kernel: GemmKernel, key: GemmKey) -> list[GemmKernel]:
+        """Return a kernel, after the variant of it that its search finds for a product."""
+        if key.dtype not in kernel.searched:
+            return [kernel]
+        asked = kernel.name, bucketed(key)
+        if asked not in self._searched:
+            with _no_autocast():
+                packed, _ = _packed(kernel, key, _sparse_operand(key, 0))
+                self._searched[asked] = kernel.search(key, packed, _dense_operand(key, 1))
+        name = self._searched[asked]
+        return [self.find(name), kernel] if name else [kernel]
 
     def probe(self, kernel: GemmKernel, device: str) -> str:
         """Return why a kernel does not work on a device; asked once for each."""
@@ -959,11 +987,19 @@ class Tuner:
             return
         for kernel in self.registry.made_for(key.device):
             # The registry is asked first: the check runs the kernel, which may not exist for this device.
-            asked = self.registry.reason(kernel, key)
-            if reason := asked or reason_or_error(partial(check, kernel, key)):
+            if reason := self.registry.reason(kernel, key):
                 notes.append(f"{kernel.name}: {reason}")
-            else:
-                yield kernel
+                continue
+            ways = [kernel]
+            try:
+                ways = self.registry.searched(kernel, key)
+            except Exception as error:
+                notes.append(f"{kernel.name}: its search failed, {describe_error(error)}")
+            for way in ways:
+                if reason := reason_or_error(partial(check, way, key)):
+                    notes.append(f"{way.name}: {reason}")
+                else:
+                    yield way
 
     def _terms(self, key: GemmKey) -> str:
         """The conditions under which a decision holds, as text; a stored one with other terms is made again."""

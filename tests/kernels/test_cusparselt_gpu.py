@@ -6,6 +6,7 @@ import torch
 from lightning_nm import NMPattern
 from lightning_nm.functional import nm_prune
 from lightning_nm.kernels import CuSparseLtKernel, GemmKey, KernelRegistry
+from lightning_nm.kernels.tuner import check
 from tests.support.trapping_cslt import assert_product
 
 pytestmark = pytest.mark.gpu
@@ -59,7 +60,8 @@ def test_multiples_of_16(kernel):
     """What the probe found is what `supports` says, and it is right."""
     matrix, x = nm_prune(random(144, 176), "2:4"), random(72, 176)
     if kernel.supports(GemmKey("forward", 144, 176, 72, torch.bfloat16, NMPattern(2, 4), "cuda:0")):
-        with pytest.raises(ValueError, match="not a multiple of 128"):
+        multiple = kernel.multiple(torch.device("cuda", 0))
+        with pytest.raises(ValueError, match=f"not a multiple of {multiple}"):
             kernel.pack(matrix)
     else:
         assert_product(kernel.linear(kernel.pack(matrix), x).t(), matrix, x.t())
@@ -128,3 +130,16 @@ def test_the_registry_lists_it():
     registry = KernelRegistry()
     reasons = {name: registry.reason(kernel, key) for name, kernel in registry.kernels.items()}
     assert reasons["reference"] == reasons["cusparselt"] == ""
+
+
+@pytest.mark.parametrize("sizes", [(768, 512, 256), (512, 1024, 1000)])
+@pytest.mark.parametrize("gemm", ["forward", "dgrad", "wgrad"])
+def test_the_algorithm_that_a_search_finds_is_right(kernel, gemm, sizes):
+    rows, depth, columns = sizes
+    key = GemmKey(gemm, rows, depth, columns, torch.bfloat16, NMPattern(2, 4), "cuda:0")
+    if kernel.supports(key):
+        pytest.skip(kernel.supports(key))
+    registry = KernelRegistry([kernel])
+    ways = registry.searched(kernel, key)
+    assert ways[-1] is kernel
+    assert [check(way, key) for way in ways] == [""] * len(ways)

@@ -5,6 +5,8 @@ transpose of a row-major matrix, a bias is dense, and bits are taken for numbers
 is dropped.
 """
 
+from types import SimpleNamespace
+
 import torch
 
 from lightning_nm.functional import nm_prune
@@ -13,9 +15,15 @@ from lightning_nm.kernels.gpu.simulated import compress, expand
 
 
 class TrappingOps:
-    def __init__(self, wrong_algorithms=()):
+    def __init__(self, wrong_algorithms=(), found=0):
         self.wrong_algorithms = wrong_algorithms
+        self.found = found  # by the library's search
         self.calls = []
+        self._C = SimpleNamespace(_cusparselt=self)
+
+    def mm_search(self, packed, dense, bias, alpha, dtype, transpose_result):
+        self._cslt_sparse_mm(packed, dense, transpose_result=transpose_result)
+        return self.found, -1, 2, 21
 
     def _cslt_compress(self, matrix):
         self.calls.append(("compress", matrix))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import threading
 from collections.abc import Callable
@@ -9,7 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from lightning_nm.kernels.api import GemmKernel, GemmKey
 from lightning_nm.kernels.gpu.probe import DeviceProbe
 from lightning_nm.kernels.gpu.two_four import TwoFourKernel, two_four_violation
 
@@ -18,6 +21,10 @@ from lightning_nm.kernels.gpu.two_four import TwoFourKernel, two_four_violation
 CAPABILITIES = ((8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (10, 1), (11, 0), (12, 0), (12, 1))
 
 DTYPES = (torch.bfloat16, torch.float16)
+
+# Not float16: there the search ends in an illegal instruction, and with it all work of the process on the device
+# (cuSPARSELt 0.8.0 and 0.8.1 on an H200).
+SEARCHED = (torch.bfloat16,)
 
 _thread = threading.local()  # its attribute `device` is the one that this thread uses
 
@@ -31,7 +38,8 @@ class CuSparseLtKernel(TwoFourKernel):
     | ``linear(A, x, bias)`` | ``_cslt_sparse_mm(packed, x.t(), bias=bias, transpose_result=True, alg_id=algorithm)`` |
     | ``matmul(A, B)`` | ``_cslt_sparse_mm(packed, B, alg_id=algorithm)`` |
 
-    Neither call copies an operand or a result. The operators ignore strides, and drop a group's third nonzero without
+    In bfloat16 :meth:`search` lets the library search the algorithm of a product; it becomes a variant of its own, such
+    as ``cusparselt:17``. Neither call copies an operand or a result. The operators ignore strides, and drop a group's third nonzero without
     an error; the checks of :class:`TwoFourKernel` come before them. No `alpha` is passed, because reading it would
     synchronise. Nothing runs on a device before :meth:`probe` passed there, once for each kernel object and device.
 
@@ -58,6 +66,8 @@ class CuSparseLtKernel(TwoFourKernel):
         self.algorithm = algorithm
         self.check = check
         self.device_probe = DeviceProbe(self)
+        if algorithm == 0:
+            self.searched = SEARCHED
 
     def machine_reason(self, device: torch.device) -> str:
         """Return why cuSPARSELt cannot run on a device, as far as is known without a product; empty if it may."""
@@ -71,6 +81,31 @@ class CuSparseLtKernel(TwoFourKernel):
         if self.machine_reason(device):
             return ""
         return regression(device, library_version())
+
+    def search(self, key: GemmKey, packed: Tensor, dense: Tensor) -> str:
+        """Let the library search the fastest algorithm of a product, which takes it some tenths of a second.
+
+        Its answer is timed by itself: split-k, which it also tries, is not among the answers for Hopper.
+        """
+        _claim_thread(dense.device)
+        # The rows of both dense operands, tokens or the depth, are padded as in a product.
+        dense = pad(dense, (0, 0, 0, -len(dense) % self.multiple(dense.device)))
+        is_wgrad = key.gemm == "wgrad"
+        other = dense if is_wgrad else dense.t()
+        no_bias, no_alpha, same_dtype = None, None, None
+        found = self.ops._C._cusparselt.mm_search(
+            packed, other, no_bias, no_alpha, same_dtype, not is_wgrad
+        )
+        return named(self.name, found[0]) if found[0] else ""
+
+    def variant(self, name: str) -> GemmKernel:
+        """Return this kernel with another algorithm, such as ``cusparselt:17``; it shares the probe of a device."""
+        algorithm = name.removeprefix(f"{self.name}:")
+        if not algorithm.isdecimal():
+            return super().variant(name)
+        variant = copy.copy(self)
+        variant.name, variant.algorithm, variant.searched = name, int(algorithm), ()
+        return variant
 
     def compress(self, matrix: Tensor) -> Tensor:
         """Pack by the library.
