@@ -60,7 +60,12 @@ FACTS = (
     Fact("both-directions", "N:M for the input gradient, too", True, {"apex ASP": "by option"}),
     Fact("gradients", "N:M for the weight gradient, too", False, {"lightning_nm": "yes"}),
     Fact("sparse-products", "sparse kernels in training, CPU", True, {"apex ASP": "no"}),
-    Fact("tensor-cores", "sparse kernels in training, GPU", False, {"lightning_nm": "not run yet"}),
+    Fact(
+        "tensor-cores",
+        "sparse kernels in training, GPU",
+        False,
+        {"lightning_nm": "one H200: [figures](gpu.md)"},
+    ),
     Fact("calibrated", "one-shot pruning with calibration data", True, {"apex ASP": NO}),
     Fact("permutation", "permutes channels before it prunes", False, {"apex ASP": "yes"}),
     Fact(

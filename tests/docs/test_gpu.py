@@ -1,6 +1,8 @@
 """The page on sparse tensor cores: its table of methods is what the layers say, its YAML names what is there."""
 
+import json
 import re
+from pathlib import Path
 
 import pytest
 from torch import nn
@@ -32,3 +34,53 @@ def test_every_method_is_in_the_table():
     assert len(ROWS) == 2
     assert "lightning_nm.NMMixedPrecision" in blocks("yaml", PAGE)[0]
     assert f"lightning_nm.{NMSparsityCallback.__name__}" in blocks("yaml", PAGE)[0]
+
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "gpu"
+H200 = "nvidia-h200-torch-2.11.0-cu130"
+
+
+def answers(part, file):
+    return json.loads((RESULTS / f"{H200}-{file}.json").read_text())["parts"][part]["answers"]
+
+
+def test_the_times_of_the_table_are_those_of_the_file():
+    times = answers("checks", "checks")["V2 bfloat16"]["value"]
+    names = ["4096^3", "8192^3", "7b up, 16k", "7b down, 16k", "vit-l fc1, 50k"]
+    rows = re.findall(r"^\| [^|]+ \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", PAGE, re.M)
+    assert len(rows) == len(names)
+    for name, row in zip(names, rows, strict=True):
+        measured = [times[name]["graph ms"][way] for way in ("dense", "algorithm 0", "searched")]
+        assert [float(number) for number in row[:3]] == pytest.approx(measured, abs=5.1e-4)
+        assert float(row[3]) == pytest.approx(measured[0] / measured[2], abs=0.0051)
+
+
+def test_the_layer_and_the_choices_are_those_of_the_file():
+    layers = answers("layers", "gemms-layers-train-preprocess")
+    mlp = layers["V15 7b swiglu, 16k"]["value"]
+    for name, said in (
+        ("dense", "dense 21.7 ms"),
+        ("transposable, sparse", "24.1 ms (0.90x)"),
+        ("transposable, sparse, packs kept", "**16.5 ms (1.31x)**"),
+    ):
+        assert f"{mlp[name]['ms']:.1f} ms" in said
+        assert said in PAGE
+        assert f"{mlp['dense']['ms'] / mlp[name]['ms']:.2f}x" in said or name == "dense"
+    vit = layers["V15 vit-l, 50k"]["value"]
+    slow = vit["dense"]["ms"], vit["transposable, sparse"]["ms"]
+    assert f"takes {slow[0]:.1f} ms dense and {slow[1]:.1f} ms by 2:4" in PAGE
+    longer = {"": [], "+mvue": []}
+    for rows in (mlp, vit):
+        for estimator, found in longer.items():
+            for method in ("transposable", "bi-mask"):
+                found.append(100 / rows[f"{method}{estimator}, reference"]["x"] - 100)
+    said = re.search(r"take (\d+) to (\d+) % longer, with `mvue` (\d+) to (\d+) %", PAGE)
+    expected = [bound for found in longer.values() for bound in (min(found), max(found))]
+    assert [int(number) for number in said.groups()] == pytest.approx(expected, abs=0.51)
+    training = answers("train", "gemms-layers-train-preprocess")
+    steps = [training[name]["value"]["step ms"] for name in ("transposable+mvue:auto", "dense")]
+    assert f"took {steps[0]:.0f} ms a\nstep instead of {steps[1]:.0f}" in PAGE
+    verdict = answers("gemms", "gemms-layers-train-preprocess")["verdict"]["value"]
+    assert verdict["products"] == 30
+    assert len(verdict["auto is sparse"]) == 4
+    assert all("32k" in name for name in verdict["auto is sparse"])

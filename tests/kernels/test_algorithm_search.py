@@ -27,7 +27,7 @@ class ByAlgorithm:
     def time(self, function, device):
         before = len(self.ops.calls)
         function()
-        made = [call for call in self.ops.calls[before:]]
+        made = self.ops.calls[before:]
         if not made:
             return self.milliseconds["dense"]
         if made[-1][0] == "compress":

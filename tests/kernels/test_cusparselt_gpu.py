@@ -8,6 +8,7 @@ from lightning_nm.functional import nm_prune
 from lightning_nm.kernels import CuSparseLtKernel, GemmKey, KernelRegistry
 from lightning_nm.kernels.tuner import check
 from tests.support.trapping_cslt import assert_product
+from tests.support.triton_kernels import needs_compiler
 
 pytestmark = pytest.mark.gpu
 
@@ -143,3 +144,16 @@ def test_the_algorithm_that_a_search_finds_is_right(kernel, gemm, sizes):
     ways = registry.searched(kernel, key)
     assert ways[-1] is kernel
     assert [check(way, key) for way in ways] == [""] * len(ways)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(64, 64), (192, 320), (1024, 4096), (4096, 11008)])
+def test_hopper_packs_in_one_pass_to_the_librarys_bits(kernel, dtype, shape):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the form is that of compute capability 9.0")
+    assert kernel.device_probe.packs_alike(torch.device("cuda", 0))
+    matrix = nm_prune(random(*shape, dtype=dtype), "2:4")
+    matrix[::3, :8] = 0
+    library = torch._cslt_compress(matrix).view(torch.int16).flatten()
+    assert torch.equal(kernel.pack(matrix).view(torch.int16).flatten(), library)

@@ -1,1 +1,4 @@
-"""Kernels for NVIDIA GPUs, one file each. They have only ever run in software: no result of theirs is from a GPU."""
+"""Kernels for NVIDIA GPUs, one file each.
+
+They have run on one H200 (``docs/gpu.md``), `hopper_triton` in software alone.
+"""

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lightning_nm.kernels.api import GemmKernel, GemmKey
+from lightning_nm.kernels.gpu import hopper
 from lightning_nm.kernels.gpu.probe import DeviceProbe
 from lightning_nm.kernels.gpu.two_four import TwoFourKernel, two_four_violation
 
@@ -34,14 +35,16 @@ class CuSparseLtKernel(TwoFourKernel):
 
     | product | call |
     |---|---|
-    | ``pack(A)`` | ``_cslt_compress(A)`` |
+    | ``pack(A)`` | ``_cslt_compress(A)``, or its bits by one pass |
     | ``linear(A, x, bias)`` | ``_cslt_sparse_mm(packed, x.t(), bias=bias, transpose_result=True, alg_id=algorithm)`` |
     | ``matmul(A, B)`` | ``_cslt_sparse_mm(packed, B, alg_id=algorithm)`` |
 
     In bfloat16 :meth:`search` lets the library search the algorithm of a product; it becomes a variant of its own, such
-    as ``cusparselt:17``. Neither call copies an operand or a result. The operators ignore strides, and drop a group's third nonzero without
-    an error; the checks of :class:`TwoFourKernel` come before them. No `alpha` is passed, because reading it would
-    synchronise. Nothing runs on a device before :meth:`probe` passed there, once for each kernel object and device.
+    as ``cusparselt:17``. On Hopper :mod:`~lightning_nm.kernels.gpu.hopper` packs where that gives the bits of
+    ``_cslt_compress``. Neither call copies an operand or a result. The operators ignore strides, and drop a group's
+    third nonzero without an error; the checks of :class:`TwoFourKernel` come before them. No `alpha` is passed, because
+    reading it would synchronise. Nothing runs on a device before :meth:`probe` passed there, once for each kernel
+    object and device.
 
     Args:
         algorithm: The library's id of an algorithm, 0 for its default. Some ids give wrong results (pytorch#155333), so
@@ -61,13 +64,18 @@ class CuSparseLtKernel(TwoFourKernel):
     ops: Any = torch  # the namespace of the two operators; tests replace it
 
     def __init__(self, algorithm: int = 0, check: bool = False) -> None:
-        # Decisions are stored under the name, so another algorithm is another kernel.
-        self.name = named(self.name, algorithm)
-        self.algorithm = algorithm
+        self._use(algorithm)
         self.check = check
         self.device_probe = DeviceProbe(self)
-        if algorithm == 0:
-            self.searched = SEARCHED
+        if not check:
+            self.one_pass = hopper.compress
+
+    def _use(self, algorithm: int) -> None:
+        """Compute by an algorithm from now on; one that was searched or named is not searched again."""
+        # Decisions are stored under the name, so another algorithm is another kernel.
+        self.name = named(type(self).name, algorithm)
+        self.algorithm = algorithm
+        self.searched = SEARCHED if algorithm == 0 else ()
 
     def machine_reason(self, device: torch.device) -> str:
         """Return why cuSPARSELt cannot run on a device, as far as is known without a product; empty if it may."""
@@ -104,7 +112,7 @@ class CuSparseLtKernel(TwoFourKernel):
         if not algorithm.isdecimal():
             return super().variant(name)
         variant = copy.copy(self)
-        variant.name, variant.algorithm, variant.searched = name, int(algorithm), ()
+        variant._use(int(algorithm))
         return variant
 
     def compress(self, matrix: Tensor) -> Tensor:

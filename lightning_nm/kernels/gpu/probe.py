@@ -8,21 +8,29 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_nm.functional import nm_prune
+from lightning_nm.functional import nm_mask, nm_prune
+from lightning_nm.kernels.gpu import hopper
 from lightning_nm.kernels.gpu.two_four import TwoFourKernel, packed_width
 
 RUNGS = ((128, (256, 512, 256)), (64, (192, 320, 136)), (16, (144, 176, 72)))
 """Multiples for rows and depth of A, with the [rows, depth] and tokens that check them. The first must be right. A
 finer one is used if it and all before it are right: Hopper's metadata may need 64."""
 
+PACKED_SIZES = ((64, 64), (192, 320), (256, 1024))
+"""Rows and depth of the matrices by which two ways to pack are compared."""
+
 _REPEATS = 3
 
 
 class _Verdict(NamedTuple):
-    """Why a kernel does not work on a device, or with an empty reason, for which multiples of sizes it does."""
+    """Why a kernel does not work on a device, or with an empty reason, for which multiples of sizes it does.
+
+    `packs_alike` says whether its `one_pass` gives the bits of its `compress` there.
+    """
 
     reason: str
     multiple: int = 0
+    packs_alike: bool = False
 
 
 class DeviceProbe:
@@ -54,6 +62,10 @@ class DeviceProbe:
         if verdict.reason:
             raise RuntimeError(f"{self.kernel.name} does not work on {device}: {verdict.reason}")
         return verdict.multiple
+
+    def packs_alike(self, device: torch.device) -> bool:
+        """Return whether the kernel's ``one_pass`` may replace its ``compress`` on a device."""
+        return self._verdict(device).packs_alike
 
     def _verdict(self, device: torch.device) -> _Verdict:
         """Return the verdict on a device, which is judged once."""
@@ -89,7 +101,32 @@ class DeviceProbe:
                         return _Verdict(reason)
                     break
                 finest = multiple
-        return _Verdict("", finest)
+            try:
+                packs_alike = pool.submit(self._compare_packs, device, finest).result()
+            except Exception:
+                packs_alike = False
+        return _Verdict("", finest, packs_alike)
+
+    @torch.no_grad()
+    def _compare_packs(self, device: torch.device, multiple: int) -> bool:
+        """Compare the bits of both ways to pack, for all contents of a group and for sizes of several tiles."""
+        kernel = self.kernel
+        # Another device than a Hopper GPU has another form, and only whole tiles have this one.
+        if kernel.one_pass is None or multiple % hopper.TILE or not hopper.may_pack(device):
+            return False
+        generator = torch.Generator().manual_seed(0)
+        for rows, depth in PACKED_SIZES:
+            # As bits, so that NaN and -0 are among the values.
+            bits = torch.randint(-(1 << 15), 1 << 15, (rows, depth), generator=generator)
+            scores = torch.rand(rows, depth, generator=generator)
+            kept = nm_mask(scores, "2:4") & (scores > 0.4)  # two, one or no nonzeros in a group
+            matrix = torch.where(kept, bits, 0).to(torch.int16).to(device)
+            for dtype in kernel.dtypes:
+                ways = kernel.compress(matrix.view(dtype)), kernel.one_pass(matrix.view(dtype))
+                library, own = (packed.flatten().view(torch.int16) for packed in ways)
+                if not torch.equal(library, own):
+                    return False
+        return True
 
     @torch.no_grad()
     def _compare(self, device: torch.device, rows: int, depth: int, tokens: int) -> str:
