@@ -73,7 +73,7 @@ def test_the_layer_and_the_choices_are_those_of_the_file():
     for rows in (mlp, vit):
         for estimator, found in longer.items():
             for method in ("transposable", "bi-mask"):
-                found.append(100 / rows[f"{method}{estimator}, reference"]["x"] - 100)
+                found.append(100 / rows[f"{method}{estimator}, auto"]["x"] - 100)
     said = re.search(r"take (\d+) to (\d+) % longer, with `mvue` (\d+) to (\d+) %", PAGE)
     expected = [bound for found in longer.values() for bound in (min(found), max(found))]
     assert [int(number) for number in said.groups()] == pytest.approx(expected, abs=0.51)
