@@ -365,7 +365,7 @@ class SparsityConfig:
             GEMM in each of four layers, which take turns. A resumed training compares four in its first step, too.
             0 for none. Compiled layers are never compared.
         scale: ``supar``: weights that are not trained yet get initial values that make up for the pruned entries, and
-            masked weights the learning rate times ``base_density / density`` (arXiv 2405.15743, docs/scale.md).
+            masked weights the learning rate times ``base_density / density`` (arXiv 2405.15743, docs/recipes.md).
             ``supar-lr``: the learning rate alone, for weights that were trained before.
         base_density: The density that the learning rate and the initial values suit: 1 if they were found for the dense
             model.

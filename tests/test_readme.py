@@ -13,7 +13,7 @@ from torch import nn
 from lightning_nm import functional as nmf
 from lightning_nm.cli import main
 from lightning_nm.nn.adapters import base as adapters
-from tests.docs.blocks import ROOT, ShortTrainer, blocks, read, run_commands
+from tests.docs.blocks import ROOT, ShortTrainer, blocks, read, run_commands, section
 from tests.support.lightning_models import Data, Net
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -31,7 +31,7 @@ def test_one_line(monkeypatch):
 @pytest.mark.filterwarnings("ignore:Found .* module.* in eval mode at the start of training")
 def test_distillation(monkeypatch):
     monkeypatch.setattr(pl, "Trainer", ShortTrainer)
-    (code,) = blocks("python", read("distillation.md"))
+    (code,) = blocks("python", section(read("fine-tune.md"), "Distil"))
     student, teacher = Net(), Net()
     before = {name: value.clone() for name, value in teacher.state_dict().items()}
     exec(code, {"student": student, "teacher": teacher, "data": Data()})

@@ -2,7 +2,7 @@
 
 Each side is a Trainer in a process of its own. They make steps in turn, never at once, so that other work on the
 machine slows both. They have the same initial weights, text and learning rate, which stays at its peak after a warm-up;
-on the sparse side both are scaled to its density (docs/scale.md). Losses are comparable at equal steps and at equal
+on the sparse side both are scaled to its density (docs/recipes.md). Losses are comparable at equal steps and at equal
 seconds. The dense side is Lightning's Trainer alone, in float32 or
 bf16-mixed, whichever is measured to be faster first; the sparse side takes the same precision, NMSparsityCallback and
 the precision plugin, which measures for each product whether a sparse kernel is faster. Ctrl-C ends it early, with

@@ -18,6 +18,13 @@ def read(name):
     return (DOCS / name).read_text(encoding="utf-8")
 
 
+def section(page, title):
+    """The part of a page's text under a heading of the second level."""
+    _, heading, rest = page.partition(f"\n## {title}\n")
+    assert heading, title
+    return rest.partition("\n## ")[0]
+
+
 def blocks(language, page):
     """The code blocks of a page's text in a language; ``""`` for those without one, such as commands."""
     found = re.findall(r"^```(\w*)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)

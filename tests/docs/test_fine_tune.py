@@ -13,7 +13,7 @@ from tests.docs.blocks import QuietTrainer, blocks, execute, read, run_commands
 @pytest.mark.slow
 def test_from_dense_to_a_verified_sparse_model(tmp_path, monkeypatch, capsys):
     pytest.importorskip("transformers")
-    page = read("fine-tune.md")
+    page, _, _ = read("fine-tune.md").partition("\n## Distil\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(pl, "Trainer", QuietTrainer)
     names = execute(page)

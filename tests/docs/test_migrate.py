@@ -13,16 +13,24 @@ from torch.nn.utils import prune
 from lightning_nm import ASP, NMSparsifier
 from lightning_nm import functional as nmf
 from lightning_nm.cli import main
+from tests.docs.blocks import ROOT, blocks, section
 from tests.support.lightning_models import Data, Net
 from tests.test_card import QUIET
-from tests.test_readme import ROOT, blocks
 
-FOLDER = ROOT / "docs" / "migrate"
-PAGES = sorted(FOLDER.glob("*.md"))
+PAGE = (ROOT / "docs" / "migrate.md").read_text(encoding="utf-8")
+TITLES = {
+    "lightning-model-pruning": "Lightning's ModelPruning",
+    "torch-prune": "torch.nn.utils.prune",
+    "torch-ao-pruning": "torch.ao.pruning",
+    "modelopt": "NVIDIA's Model Optimizer",
+    "apex-asp": "apex ASP",
+    "torchao": "torchao's removed 2:4",
+}
 
 
 def page(name):
-    return (FOLDER / f"{name}.md").read_text(encoding="utf-8")
+    """The section on a tool."""
+    return section(PAGE, f"From {TITLES[name]}")
 
 
 def new_model():
@@ -287,6 +295,11 @@ def test_the_order_of_parameters(name):
     assert [tuple(parameter.shape) for parameter in names["other"].parameters()] == before
 
 
-def test_every_tool_has_its_page():
-    listed = set(re.findall(r"\]\(([\w-]+)\.md\)", page("index")))
-    assert listed == {path.stem for path in PAGES} - {"index"}
+def test_every_tool_has_its_section():
+    listed = re.findall(r"^\| \[([^\]]+)\]\(#(from-[\w-]+)\)", PAGE, re.MULTILINE)
+    sections = re.findall(r"^## From (.*)$", PAGE, re.MULTILINE)
+    anchors = [
+        f"from-{re.sub(r'[^a-z0-9 -]', '', title.lower()).replace(' ', '-')}" for title in sections
+    ]
+    assert sorted(anchor for _, anchor in listed) == sorted(anchors)
+    assert sorted(sections) == sorted(TITLES.values())

@@ -6,9 +6,10 @@ from pathlib import Path
 
 from lightning_nm import MVUE, NMPattern
 from lightning_nm.commands.study.spec import read_yaml
+from tests.docs.blocks import read
 
 ROOT = Path(__file__).parent.parent.parent
-PAGE = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+PAGE, _, _ = read("recipes.md").partition("\n## The right scale of sparse weights\n")
 
 
 def fenced(language):
