@@ -44,7 +44,7 @@ def test_hugging_face(tmp_path, monkeypatch, capsys):
     """The Trainer, what verify says of its folders, and the loop with Accelerate."""
     pytest.importorskip("transformers")
     hugging_face = importlib.import_module("tests.support.hf_models")
-    page = read("huggingface.md")
+    page, _, _ = read("huggingface.md").partition("\n## LoRA on an N:M model\n")
     with_trainer, with_accelerate = blocks("python", page)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys.modules["transformers"], "TrainingArguments", hugging_face.arguments)
@@ -78,7 +78,7 @@ def test_mixtures_of_experts(monkeypatch, capsys):
 
 
 def test_without_lightning():
-    (code,) = blocks("python", read("without-lightning.md"))
+    (code,) = blocks("python", section(read("start.md"), "Without Lightning"))
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
     names = {
         "model": model,
@@ -108,7 +108,7 @@ def test_yaml(tmp_path, monkeypatch, capsys):
 
 def test_commands_name_what_is_there():
     """Files, make's targets, modules and subcommands; the commands themselves run in other tests."""
-    text = README + read("doctor.md")
+    text = README + section(read("flops.md"), "Doctor: what sparse kernels gain")
     shown = [line for block in blocks("", text) for line in block.splitlines()] + re.findall(
         r"`([^`\n]+)`", text
     )

@@ -25,7 +25,7 @@ class SLoPe(ASP):
     gradient is biased by the entries that only the forward keeps: at 2:4 and random weights three of sixteen. B is
     Bi-Mask's, with rows in their own order and a forward mask that stands still.
 
-    The paper's low-rank adapters of the last steps are a recipe with peft, see docs/lora.md.
+    The paper's low-rank adapters of the last steps are a recipe with peft, see docs/huggingface.md.
 
     Args:
         refresh_every: Optimizer steps between two selections of the backward mask (the paper's 100).

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from lightning_nm.cli import main
+from tests.docs.blocks import section
 
 ROOT = Path(__file__).parent.parent.parent
-PAGE = (ROOT / "docs" / "flops.md").read_text(encoding="utf-8")
+PAGE = section((ROOT / "docs" / "flops.md").read_text(encoding="utf-8"), "Counting FLOPs")
 CONFIGS = sorted((ROOT / "configs" / "imagenet").glob("*.yaml"))
 PUBLISHED = re.findall(
     r"^\| (SR-STE|Bi-Mask|BAME) (\d+:\d+) \| ([\d.]+)x, recalled \| (.*) \|$", PAGE, re.MULTILINE

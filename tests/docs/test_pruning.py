@@ -1,4 +1,4 @@
-"""docs/pruning.md runs as it stands: a model is pruned, fine-tuned, packed, checked and loaded."""
+"""The section of docs/fine-tune.md on pruning runs as it stands: a model is pruned, fine-tuned, packed and loaded."""
 
 import shlex
 
@@ -9,11 +9,11 @@ from lightning_nm import functional as nmf
 from lightning_nm import packed_summary
 from lightning_nm.cli import main
 from lightning_nm.export import PackedFile
+from tests.docs.blocks import ShortTrainer, blocks, read, section
 from tests.support.lightning_models import Data, Net
 from tests.support.packed_models import copied
-from tests.test_readme import ROOT, ShortTrainer, blocks
 
-PAGE = (ROOT / "docs" / "pruning.md").read_text(encoding="utf-8")
+PAGE = section(read("fine-tune.md"), "Start from a trained model")
 
 
 def test_the_page(monkeypatch, capsys, tmp_path):

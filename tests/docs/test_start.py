@@ -8,7 +8,7 @@ from tests.docs.blocks import QuietTrainer, blocks, execute, read, run_commands
 
 
 def test_from_nothing_to_answers(tmp_path, monkeypatch, capsys):
-    page = read("start.md")
+    page, _, _ = read("start.md").partition("\n## Without Lightning\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(pl, "Trainer", QuietTrainer)

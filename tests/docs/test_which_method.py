@@ -14,7 +14,7 @@ from tests.test_readme import ROOT
 PAGE = ROOT / "docs" / "which-method.md"
 TEXT = PAGE.read_text(encoding="utf-8")
 SOURCES = [
-    (ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("benchmarks.md", "pruning.md")
+    (ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("benchmarks.md", "fine-tune.md")
 ]
 SETTINGS = re.findall(r"`((?:NMSparsityCallback|NMPrecision)\(.*?\))`", TEXT)
 

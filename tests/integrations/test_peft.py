@@ -17,7 +17,7 @@ from lightning_nm import NMSparsifier, pack  # noqa: E402
 from lightning_nm import functional as nmf  # noqa: E402
 from lightning_nm.export import verify  # noqa: E402
 from lightning_nm.integrations.peft import mask_adapters, masked_delta, unmask_adapters  # noqa: E402
-from tests.docs.blocks import ShortTrainer, blocks, read  # noqa: E402
+from tests.docs.blocks import ShortTrainer, blocks, read, section  # noqa: E402
 from tests.support.adapted import (  # noqa: E402
     INPUTS,
     QUIET,
@@ -319,7 +319,7 @@ class Projections(nn.Module):
 def test_the_page(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(pl, "Trainer", ShortTrainer)
-    train, load, _ = blocks("python", read("lora.md"))
+    train, load, _ = blocks("python", section(read("huggingface.md"), "LoRA on an N:M model"))
     torch.manual_seed(0)
     names = {"sparse": Projections(), "data": Data()}
     sparse = copy.deepcopy(names["sparse"])
@@ -352,7 +352,7 @@ class Pretraining(pl.LightningModule):
 def test_the_last_per_cent_of_slope(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(pl, "Trainer", ShortTrainer)
-    train, _, last = blocks("python", read("lora.md"))
+    train, _, last = blocks("python", section(read("huggingface.md"), "LoRA on an N:M model"))
     torch.manual_seed(0)
     pretraining = Pretraining()
     names = {"pretraining": pretraining, "data": Data()}
