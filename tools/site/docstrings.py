@@ -31,7 +31,7 @@ def documented(folder: Path) -> dict[str, str]:
     Of a name that is there twice, as those of the plugins of Lightning and of Fabric, the first counts.
     """
     found: dict[str, str] = {}
-    for page in sorted(folder.glob("*.md"), key=lambda path: (path.stem != "training", path.stem)):
+    for page in sorted(folder.glob("*.md"), key=lambda path: (path.stem != "index", path.stem)):
         for name in DIRECTIVE.findall(page.read_text(encoding="utf-8")):
             found.setdefault(name.rpartition(".")[2], name)
     return found
