@@ -208,7 +208,9 @@ class GemmKernel:
     as given its layout: a pack that is made again has no values from before a write that torch does not count."""
 
     searched: tuple[torch.dtype, ...] = ()
-    """Dtypes of the products for which :meth:`search` is asked for a variant."""
+    """Dtypes of the products for which :meth:`search` is asked for a variant, in mode ``"auto"``."""
+    packs_as: str = ""
+    """The name of the kernel whose packed form this one takes; empty if it has its own."""
 
     tolerance: float | None = None
     """Largest relative difference of its products from the dense ones; ``None`` for that of the dtype."""
@@ -228,11 +230,17 @@ class GemmKernel:
     def search(self, key: GemmKey, packed: Any, dense: Tensor) -> str:
         """Return the name of the variant of this kernel that is best for a product; empty if it is the kernel itself.
 
+        The name of a variant is that of the kernel, a colon and something that :meth:`variant` understands.
+
         Args:
             key: The product.
             packed: A random A, as :meth:`pack` returns it.
             dense: The dense operand of :meth:`linear` or :meth:`matmul`.
         """
+        return ""
+
+    def conditions(self, key: GemmKey) -> str:
+        """Return what else a decision for a product depends on, as text: with another text it is made again."""
         return ""
 
     def variant(self, name: str) -> GemmKernel:

@@ -22,6 +22,7 @@ from lightning_nm.kernels.api import (
     multiply_adds,
     uses_of_pack,
 )
+from lightning_nm.kernels.gpu import triton_use
 from lightning_nm.kernels.tuner import (
     DENSE,
     Decision,
@@ -302,10 +303,14 @@ class Router(HasHandle):
     def deactivate_if_all_dense(self) -> None:
         """Go inactive until the next :meth:`reset` if :meth:`tune` found no product that is faster sparse.
 
+        Not where Triton masks weights: an active router's dense products have them masked in one pass, and an MLP of 7B
+        sizes on an H200 took 24.2 ms without, 21.8 ms with it (``benchmarks/results/gpu``).
         The plugins call it after an optimizer step, when no backward pass is pending: a checkpointed forward pass must
         be recomputed by the same kernels.
         """
         if not self._none_sparse or self.all_dense or self.tuner is None:
+            return
+        if any(triton_use.runs_on(torch.device(key.device)) for key in self._tuned_keys):
             return
         self.all_dense = True
         # Products that ran before they were measured, for the report. A copy: another thread may run a product.

@@ -354,7 +354,7 @@ def _packed(layer: NMLayer, which: GemmName, operands: Operands, choice: Choice)
     if by_outputs or is_forward:
         which = "forward"
     # Those of convolutions and of other dtypes may be others.
-    name = (kernel.name, which, key.conv is None, key.dtype)
+    name = (kernel.packs_as or kernel.name, which, key.conv is None, key.dtype)
     if trains and router.reuse > 1 and kernel.keeps_packs and not by_outputs:
         # Memory belongs to the stream where it was made.
         stream = torch.cuda.current_stream(weight.device).cuda_stream if weight.is_cuda else 0

@@ -69,18 +69,38 @@ def test_the_layer_and_the_choices_are_those_of_the_file():
     vit = layers["V15 vit-l, 50k"]["value"]
     slow = vit["dense"]["ms"], vit["transposable, sparse"]["ms"]
     assert f"takes {slow[0]:.1f} ms dense and {slow[1]:.1f} ms by 2:4" in PAGE
-    longer = {"": [], "+mvue": []}
-    for rows in (mlp, vit):
-        for estimator, found in longer.items():
-            for method in ("transposable", "bi-mask"):
-                found.append(100 / rows[f"{method}{estimator}, auto"]["x"] - 100)
-    said = re.search(r"take (\d+) to (\d+) % longer, with `mvue` (\d+) to (\d+) %", PAGE)
-    expected = [bound for found in longer.values() for bound in (min(found), max(found))]
+    said = re.search(
+        r"take (\d+) to (\d+) % longer under a router, .*? with `mvue` (\d+) to (\d+) %; without a router, .*?, "
+        r"(\d+) to (\d+) %\s+and (\d+) to (\d+) %",
+        PAGE,
+        re.DOTALL,
+    )
+    expected = []
+    for mode in ("auto", "reference"):
+        for estimator in ("", "+mvue"):
+            rows = [
+                100 / layer[f"{method}{estimator}, {mode}"]["x"] - 100
+                for layer in (mlp, vit)
+                for method in ("transposable", "bi-mask")
+            ]
+            expected += [min(rows), max(rows)]
     assert [int(number) for number in said.groups()] == pytest.approx(expected, abs=0.51)
+    compiled = layers["V15 7b swiglu, 16k, compiled"]["value"]["transposable, auto"]["x"]
+    assert f"took {100 / compiled - 100:.0f} % longer under a router" in PAGE
     training = answers("train", "gemms-layers-train-preprocess")
     steps = [training[name]["value"]["step ms"] for name in ("transposable+mvue:auto", "dense")]
-    assert f"took {steps[0]:.0f} ms a\nstep instead of {steps[1]:.0f}" in PAGE
+    assert f"took {steps[0]:.0f} ms instead of {steps[1]:.0f}" in PAGE
     verdict = answers("gemms", "gemms-layers-train-preprocess")["verdict"]["value"]
     assert verdict["products"] == 30
     assert len(verdict["auto is sparse"]) == 4
     assert all("32k" in name for name in verdict["auto is sparse"])
+    gains = [
+        kernel["bare x"]
+        for name, layer in answers("gemms", "gemms-layers-train-preprocess").items()
+        if name.startswith("7b")
+        for gemm, row in layer["value"].items()
+        if "kernels" in row
+        for kernel_name, kernel in row["kernels"].items()
+        if ":" in kernel_name
+    ]
+    assert f"gain {min(gains):.2f} to {max(gains):.2f}x (part `gemms`)" in PAGE

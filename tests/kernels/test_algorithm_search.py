@@ -64,9 +64,9 @@ def test_the_operands_of_the_search_are_those_of_the_product(gemm):
 
     kernel.ops.mm_search = search
     choice.decide(key_of(gemm, tokens=40))
-    if gemm == "forward":  # 40 tokens are padded to 48, the multiple of 16 of this probe
-        assert searched == [((32, 36), (64, 48), False, None, None, None, True)]
-    else:
+    if gemm == "forward":  # tokens are padded to a multiple of 8
+        assert searched == [((32, 36), (64, 40), False, None, None, None, True)]
+    else:  # the depth to that of the sparse matrix, here 16
         assert searched == [((32, 27), (48, 64), True, None, None, None, False)]
 
 
@@ -98,13 +98,16 @@ def test_float16_is_never_searched():
     assert (decision.kernel, "search" in decision.reason) == ("cusparselt", False)
 
 
-def test_forced_sparse_takes_what_was_found():
-    decision = tuner(mode="sparse").decide(key_of())
-    assert (decision.kernel, decision.source) == ("cusparselt:17", "forced")
+def test_forced_sparse_is_the_same_in_every_run():
+    """A search may answer differently, and nothing is timed there."""
+    choice = tuner(mode="sparse")
+    choice.registry.backends[0].ops.mm_search = None
+    decision = choice.decide(key_of())
+    assert (decision.kernel, decision.source) == ("cusparselt", "forced")
 
 
 def test_lengths_of_a_bucket_are_searched_once():
-    choice = tuner(mode="sparse")
+    choice = tuner()
     (kernel,) = choice.registry.backends
     count = []
     kernel.ops.mm_search = lambda *arguments: count.append(1) or (17, 1, -1, 21)
@@ -113,9 +116,74 @@ def test_lengths_of_a_bucket_are_searched_once():
     assert len(count) == 1
 
 
-def test_an_algorithm_that_the_user_names_is_kept():
-    kernel = KernelOnCpu(TrappingOps(found=17), algorithm=5)
+@pytest.mark.parametrize("algorithm", [0, 5])
+def test_an_algorithm_that_the_user_names_is_kept(algorithm):
+    kernel = KernelOnCpu(TrappingOps(found=17), algorithm=algorithm)
     assert KernelRegistry([kernel]).searched(kernel, key_of()) == [kernel]
+
+
+def auto(kernels, ops, **milliseconds):
+    """A tuner of some kernels, of which the times of one's operators are known."""
+    decisions = Decisions(environment_of(torch.device("cpu")))
+    return Tuner("auto", KernelRegistry(kernels), decisions, ByAlgorithm(ops, **milliseconds))
+
+
+def test_a_found_algorithm_that_leaves_out_the_bias_is_passed_over():
+    class WithoutBias(TrappingOps):
+        def _cslt_sparse_mm(self, packed, dense, bias=None, alg_id=0, **arguments):
+            bias = None if alg_id == 17 else bias
+            return super()._cslt_sparse_mm(packed, dense, bias, alg_id=alg_id, **arguments)
+
+    ops = WithoutBias(found=17)
+    choice = auto([KernelOnCpu(ops)], ops, dense=1.0, algorithm0=0.5, algorithm17=0.1)
+    decision = choice.decide(key_of())
+    assert decision.kernel == "cusparselt"
+    assert "cusparselt:17: wrong by" in decision.reason
+
+
+def test_a_renamed_kernel_finds_its_own_variants():
+    ops = TrappingOps(found=17)
+    kernel = KernelOnCpu(ops)
+    kernel.name = "my:second"
+    other = KernelOnCpu(TrappingOps(wrong_algorithms=(0, 17)))
+    choice = auto([other, kernel], ops, dense=1.0, algorithm0=1.2, algorithm17=0.5)
+    assert choice.decide(key_of()).kernel == "my:second:17"
+    found = choice.registry.find("my:second:17")
+    assert found.name == "my:second:17"
+    assert found.ops is ops
+
+
+def test_a_decision_without_a_search_is_made_again():
+    first = tuner(algorithm17=0.5)
+    first.registry.backends[0].searched = ()
+    assert first.decide(key_of()).kernel == "reference"
+    later = tuner(algorithm17=0.5)
+    later.decisions = first.decisions
+    assert later.decide(key_of()).kernel == "cusparselt:17"
+
+
+def test_algorithms_share_the_packs_of_a_weight():
+    """Two sizes of batches, each with an algorithm of its own, in one accumulation window."""
+    module = nn.Linear(64, 32).to(BF16)
+    NMSparsifier(module, "2:4", "ste", skip_first_last=False).attach()
+    ops = TrappingOps()
+    ops.mm_search = lambda packed, dense, *arguments: (17 if dense.shape[1] > 100 else 3, 1, -1, 9)
+    times = ByAlgorithm(ops, dense=1.0, algorithm0=1.2, algorithm17=0.5, algorithm3=0.5)
+    router = Router("auto", [KernelOnCpu(ops)], reuse=4, timer=times)
+
+    def window():
+        with routing(router):
+            for tokens in (48, 200):
+                module(torch.randn(tokens, 64, dtype=BF16)).sum().backward()
+        with torch.no_grad():
+            module.weight.mul_(2)
+
+    window()
+    window()
+    ops.calls.clear()
+    window()
+    assert {call[5] for call in ops.calls if call[0] == "mm"} == {3, 17}
+    assert [call[0] for call in ops.calls].count("compress") == 1
 
 
 def test_a_kept_decision_runs_in_another_process_without_a_search(tmp_path):
@@ -132,8 +200,11 @@ def test_a_kept_decision_runs_in_another_process_without_a_search(tmp_path):
     assert variant.device_probe is later.registry.backends[0].device_probe
 
 
+NAMES = ("cusparselt:x", "cusparselt:", "cusparselt:0", "cusparselt:017", "cusparselt:\u0664")
+
+
 @pytest.mark.parametrize(
-    "name", ["cusparselt:x", "cusparselt:", "other:17", "reference:1", "other"]
+    "name", [*NAMES, "cusparselt:" + "9" * 30, "other:17", "reference:1", "other"]
 )
 def test_names_that_no_kernel_has(name):
     registry = KernelRegistry([KernelOnCpu()])
@@ -144,9 +215,11 @@ def test_a_training_runs_by_what_was_found():
     module = nn.Linear(64, 32).to(BF16)
     sparsifier = NMSparsifier(module, "2:4", "bi-mask", skip_first_last=False).attach()
     ops = TrappingOps(found=17)
-    router = Router("sparse", [KernelOnCpu(ops)])
-    with routing(router):
-        module(torch.randn(48, 64, dtype=BF16, requires_grad=True)).sum().backward()
+    times = ByAlgorithm(ops, dense=1.0, algorithm0=1.2, algorithm17=0.5)
+    router = Router("auto", [KernelOnCpu(ops)], timer=times)
+    for _ in range(2):  # in the first batch the forward is dense, and recorded
+        with routing(router):
+            module(torch.randn(48, 64, dtype=BF16, requires_grad=True)).sum().backward()
     used = {use.product.key.gemm: use.kernel for use in router.used()}
     assert used == {"forward": "cusparselt:17", "dgrad": "cusparselt:17", "wgrad": "reference"}
     assert {call[5] for call in ops.calls[-3:] if call[0] == "mm"} == {17}

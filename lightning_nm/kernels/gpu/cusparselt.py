@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import re
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,7 @@ from torch.nn.functional import pad
 from lightning_nm.kernels.api import GemmKernel, GemmKey
 from lightning_nm.kernels.gpu import hopper
 from lightning_nm.kernels.gpu.probe import DeviceProbe
-from lightning_nm.kernels.gpu.two_four import TwoFourKernel, two_four_violation
+from lightning_nm.kernels.gpu.two_four import DENSE_MULTIPLE, TwoFourKernel, two_four_violation
 
 # The compute capabilities of cuSPARSELt 0.8. torch's other 2:4 operators are not used: they support 8.x alone, and
 # those that prune by tiles write the packed form of 8.x on every device.
@@ -24,7 +25,7 @@ CAPABILITIES = ((8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (10, 1), (11, 0
 DTYPES = (torch.bfloat16, torch.float16)
 
 # Not float16: there the search ends in an illegal instruction, and with it all work of the process on the device
-# (cuSPARSELt 0.8.0 and 0.8.1 on an H200).
+# (cuSPARSELt 0.8.0 on an H200, `benchmarks/results/gpu`).
 SEARCHED = (torch.bfloat16,)
 
 _thread = threading.local()  # its attribute `device` is the one that this thread uses
@@ -39,16 +40,17 @@ class CuSparseLtKernel(TwoFourKernel):
     | ``linear(A, x, bias)`` | ``_cslt_sparse_mm(packed, x.t(), bias=bias, transpose_result=True, alg_id=algorithm)`` |
     | ``matmul(A, B)`` | ``_cslt_sparse_mm(packed, B, alg_id=algorithm)`` |
 
-    In bfloat16 :meth:`search` lets the library search the algorithm of a product; it becomes a variant of its own, such
-    as ``cusparselt:17``. On Hopper :mod:`~lightning_nm.kernels.gpu.hopper` packs where that gives the bits of
+    In bfloat16 :meth:`search` lets the library search the algorithm of a product; it becomes a variant, such as
+    ``cusparselt:17``. On Hopper :mod:`~lightning_nm.kernels.gpu.hopper` packs where that gives the bits of
     ``_cslt_compress``. Neither call copies an operand or a result. The operators ignore strides, and drop a group's
     third nonzero without an error; the checks of :class:`TwoFourKernel` come before them. No `alpha` is passed, because
     reading it would synchronise. Nothing runs on a device before :meth:`probe` passed there, once for each kernel
     object and device.
 
     Args:
-        algorithm: The library's id of an algorithm, 0 for its default. Some ids give wrong results (pytorch#155333), so
-            each has to pass the probe.
+        algorithm: The library's id of an algorithm, 0 for its default; ``None`` is the default, beside which ``"auto"``
+            lets the library search in bfloat16. Some ids give wrong results (pytorch#155333): one that is given has to
+            pass the probe, one that is found is compared with the dense product at the size at which it will run.
         check: For debugging: refuse matrices with more than two entries other than ``+0`` in a group, which costs a
             pass and a synchronisation.
 
@@ -63,19 +65,27 @@ class CuSparseLtKernel(TwoFourKernel):
     dtypes = DTYPES
     ops: Any = torch  # the namespace of the two operators; tests replace it
 
-    def __init__(self, algorithm: int = 0, check: bool = False) -> None:
-        self._use(algorithm)
+    def __init__(self, algorithm: int | None = None, check: bool = False) -> None:
+        self.algorithm = algorithm or 0
+        # Decisions are stored under the name, so another algorithm is another kernel.
+        self.name = named(self.name, self.algorithm)
+        if algorithm is None:
+            self.searched = SEARCHED
         self.check = check
-        self.device_probe = DeviceProbe(self)
+        self.device_probe: DeviceProbe = DeviceProbe(self)
         if not check:
             self.one_pass = hopper.compress
 
-    def _use(self, algorithm: int) -> None:
-        """Compute by an algorithm from now on; one that was searched or named is not searched again."""
-        # Decisions are stored under the name, so another algorithm is another kernel.
-        self.name = named(type(self).name, algorithm)
-        self.algorithm = algorithm
-        self.searched = SEARCHED if algorithm == 0 else ()
+    def _with(self, algorithm: int) -> CuSparseLtKernel:
+        """Return a copy with another algorithm, which shares the verdict on a device and its packed form."""
+        variant = copy.copy(self)
+        variant.__dict__.update(
+            name=named(self.name, algorithm),
+            algorithm=algorithm,
+            searched=(),
+            packs_as=self.packs_as or self.name,
+        )
+        return variant
 
     def machine_reason(self, device: torch.device) -> str:
         """Return why cuSPARSELt cannot run on a device, as far as is known without a product; empty if it may."""
@@ -93,27 +103,37 @@ class CuSparseLtKernel(TwoFourKernel):
     def search(self, key: GemmKey, packed: Tensor, dense: Tensor) -> str:
         """Let the library search the fastest algorithm of a product, which takes it some tenths of a second.
 
-        Its answer is timed by itself: split-k, which it also tries, is not among the answers for Hopper.
+        It also answers with a split of the depth (-1 on an H200). That is not used: what is checked and timed is the
+        algorithm alone.
         """
         _claim_thread(dense.device)
-        # The rows of both dense operands, tokens or the depth, are padded as in a product.
-        dense = pad(dense, (0, 0, 0, -len(dense) % self.multiple(dense.device)))
         is_wgrad = key.gemm == "wgrad"
+        # As `matmul` pads the depth, and `linear` the tokens.
+        multiple = self.multiple(dense.device) if is_wgrad else DENSE_MULTIPLE
+        dense = pad(dense, (0, 0, 0, -len(dense) % multiple))
         other = dense if is_wgrad else dense.t()
         no_bias, no_alpha, same_dtype = None, None, None
-        found = self.ops._C._cusparselt.mm_search(
-            packed, other, no_bias, no_alpha, same_dtype, not is_wgrad
-        )
+        # No operator of torch: it takes the stream of the current device, which need not be this one.
+        with torch.cuda.device_of(dense):
+            found = self.ops._C._cusparselt.mm_search(
+                packed, other, no_bias, no_alpha, same_dtype, not is_wgrad
+            )
         return named(self.name, found[0]) if found[0] else ""
 
     def variant(self, name: str) -> GemmKernel:
         """Return this kernel with another algorithm, such as ``cusparselt:17``; it shares the probe of a device."""
-        algorithm = name.removeprefix(f"{self.name}:")
-        if not algorithm.isdecimal():
-            return super().variant(name)
-        variant = copy.copy(self)
-        variant._use(int(algorithm))
-        return variant
+        if match := re.fullmatch(rf"{re.escape(self.name)}:([1-9][0-9]{{0,4}})", name):
+            return self._with(int(match[1]))
+        return super().variant(name)
+
+    def conditions(self, key: GemmKey) -> str:
+        """Say whether algorithms are searched, and whether a Triton kernel packs."""
+        found = []
+        if key.dtype in self.searched:
+            found.append("searched")
+        if self.one_pass is not None and self.device_probe.packs_alike(torch.device(key.device)):
+            found.append("packed in one pass")
+        return ", ".join(found)
 
     def compress(self, matrix: Tensor) -> Tensor:
         """Pack by the library.
