@@ -13,7 +13,7 @@ from torch import nn
 from lightning_nm import functional as nmf
 from lightning_nm.cli import main
 from lightning_nm.nn.adapters import base as adapters
-from tests.docs.blocks import ROOT, ShortTrainer, blocks, read, run_commands, section
+from tests.docs.blocks import ROOT, ShortTrainer, benchmarks, blocks, read, run_commands, section
 from tests.support.lightning_models import Data, Net
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -142,10 +142,10 @@ def test_the_export_is_the_one_that_another_test_runs():
 
 def test_every_figure_is_one_of_the_benchmarks():
     """Of the prose: the tables are generated, and tested by their own."""
-    benchmarks = read("benchmarks.md")
+    found_there = benchmarks()
     prose = re.sub(r"<!-- table: .*?<!-- /table -->|```.*?```", "", README, flags=re.DOTALL)
     prose = re.sub(r"\]\([^)]*\)|\d{4}\.\d{5}|`[^`]*`|torch 2\.6|Python 3\.10|-2\.0", "", prose)
     found = re.findall(r"\d+\.\d+", prose)
     assert len(found) >= 4
     for figure in found:
-        assert re.search(rf"(?<![\d.]){re.escape(figure)}(?!\d)", benchmarks), figure
+        assert re.search(rf"(?<![\d.]){re.escape(figure)}(?!\d)", found_there), figure

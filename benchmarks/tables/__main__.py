@@ -1,8 +1,9 @@
-"""Write the generated tables into README.md and the pages of docs/, or check them: ``python -m benchmarks.tables``.
+"""Write the generated tables into the pages and into CSV files, or check them: ``python -m benchmarks.tables``.
 
-A page marks the place of a table by ``<!-- table: name -->`` and ``<!-- /table -->``. The tables are made from the
-files in ``benchmarks/results``, nothing is measured. ``--check`` writes nothing, and exits with 1 if a page differs
-from its data. ``--list`` prints the names.
+README.md and the pages of docs/ mark the place of a table by ``<!-- table: name -->`` and ``<!-- /table -->``. Every
+table is also the file ``benchmarks/results/tables/<name>.csv``. The tables are made from the files in
+``benchmarks/results``, nothing is measured. ``--check`` writes nothing, and exits with 1 if a page or a CSV file
+differs from its data. ``--list`` prints the names.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from benchmarks.tables import (
     scale,
     studies,
 )
+from benchmarks.tables.files import FOLDER, contents
 from benchmarks.tables.markdown import ROOT, Tables
 from benchmarks.tables.regions import filled, pages
 
@@ -51,30 +53,44 @@ TABLES: Tables = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write or check the pages; 1 if a check fails."""
+    """Write or check the pages and the CSV files; 1 if a check fails."""
     parser = argparse.ArgumentParser(
         "python -m benchmarks.tables", description=(__doc__ or "").split("\n")[0]
     )
     parser.add_argument(
-        "--check", action="store_true", help="write nothing; exit with 1 if a page differs"
+        "--check",
+        action="store_true",
+        help="write nothing; exit with 1 if a page or a CSV file differs",
     )
     parser.add_argument("--list", action="store_true", help="print the names of the tables")
     options = parser.parse_args(argv)
     if options.list:
         print("\n".join(TABLES))
         return 0
-    stale = []
+    try:
+        tables = {name: make() for name, make in TABLES.items()}
+    except (ValueError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    wanted = contents(tables)
+    unknown = sorted(path.name for path in FOLDER.glob("*.csv") if path not in wanted)
+    if unknown:
+        print(f"No table has this name, delete: {', '.join(unknown)}", file=sys.stderr)
+        return 1
     for page in pages():
-        text, name = page.read_text(encoding="utf-8"), page.relative_to(ROOT).as_posix()
         try:
-            made = filled(text, TABLES)
+            wanted[page] = filled(page.read_text(encoding="utf-8"), tables)
         except (ValueError, OSError) as error:
-            print(f"{name}: {error}", file=sys.stderr)
+            print(f"{page.relative_to(ROOT).as_posix()}: {error}", file=sys.stderr)
             return 1
-        if made != text:
-            stale.append(name)
-            if not options.check:
-                page.write_text(made, encoding="utf-8")
+    stale = []
+    for path, text in wanted.items():
+        if path.is_file() and path.read_text(encoding="utf-8") == text:
+            continue
+        stale.append(path.relative_to(ROOT).as_posix())
+        if not options.check:
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text, encoding="utf-8")
     if options.check and stale:
         print(
             f"Differ from their data: {', '.join(stale)}. Run `python -m benchmarks.tables`",

@@ -150,6 +150,7 @@ _HAS_INT8 = any(rivals.fastest(ms) for ms in read_json(_DECODER)["ms"].values())
 TABLES: Tables = {
     **({"front-door": partial(front_door, _DECODER)} if _HAS_INT8 else {}),
     "front-door-amx": partial(front_door, "inference-decoder-amx.json"),
+    "front-door-minilm": partial(front_door, MODELS["minilm"]),
     **{f"inference-{model}-latency": partial(latency, file) for model, file in MODELS.items()},
     **{f"inference-{model}-gains": partial(summary, file) for model, file in MODELS.items()},
     **{f"inference-{model}-sizes": partial(sizes, file) for model, file in MODELS.items()},

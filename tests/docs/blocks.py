@@ -18,6 +18,19 @@ def read(name):
     return (DOCS / name).read_text(encoding="utf-8")
 
 
+def benchmark_tables():
+    """The CSV file of each table that the page on benchmarks links to."""
+    named = re.findall(r"\]\(\.\./(benchmarks/results/tables/[\w-]+\.csv)\)", read("benchmarks.md"))
+    return [ROOT / name for name in named]
+
+
+def benchmarks():
+    """The text of the page on benchmarks and of the tables that it links to."""
+    return "\n".join(
+        [read("benchmarks.md"), *(path.read_text(encoding="utf-8") for path in benchmark_tables())]
+    )
+
+
 def section(page, title):
     """The part of a page's text under a heading of the second level."""
     _, heading, rest = page.partition(f"\n## {title}\n")

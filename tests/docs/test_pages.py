@@ -64,7 +64,11 @@ def test_commands_have_these_options(page, count, command, tmp_path, monkeypatch
         assert "usage:" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "page",
+    [*sorted(DOCS.rglob("*.md")), ROOT / "benchmarks/results/tables/README.md"],
+    ids=lambda path: path.name,
+)
 def test_modules_and_files_that_are_named_exist(page):
     text = page.read_text(encoding="utf-8")
     for folder in ("tests", "benchmarks", "configs", "studies", "lightning_nm"):

@@ -1,15 +1,19 @@
 """The generated tables of the pages agree with the committed data, and a page that differs is found."""
 
+import csv
 import doctest
 import json
+import re
+from fnmatch import fnmatch
 
 import pytest
 import torch
 
 from benchmarks import estimators, fronts, masks, transposable
 from benchmarks.tables import __main__ as program
-from benchmarks.tables import cycles, inference, markdown, methods, regions, studies
+from benchmarks.tables import cycles, files, inference, markdown, methods, regions, studies
 from benchmarks.tables.regions import filled, names
+from tests.docs.blocks import DOCS, benchmark_tables
 from tools.site import pages
 
 
@@ -17,16 +21,45 @@ def test_pages_agree_with_their_data(capsys):
     assert program.main(["--check"]) == 0, capsys.readouterr().err
 
 
-def test_every_table_is_in_a_page():
+def test_every_table_is_in_a_page_or_in_a_file_that_the_page_lists():
     used = {name for page in regions.pages() for name in names(page.read_text(encoding="utf-8"))}
-    assert [
-        name for name in program.TABLES if name not in used and not name.startswith("inference-")
-    ] == []
+    used |= {path.stem for path in benchmark_tables()}
+    assert [name for name in program.TABLES if name not in used] == []
+
+
+def test_what_is_listed_is_there():
+    assert [path.name for path in benchmark_tables() if not path.is_file()] == []
+
+
+def test_every_table_has_its_command():
+    """A row of the README of the tables names it, by itself or as one of a family such as ``masks-*``."""
+    text = (files.FOLDER / "README.md").read_text(encoding="utf-8")
+    first_cells = re.findall(r"^\| (`.*?`) \|", text, re.MULTILINE)
+    named = [name for cell in first_cells for name in re.findall(r"`([^`]+)`", cell)]
+    unnamed = [name for name in program.TABLES if not any(fnmatch(name, each) for each in named)]
+    assert unnamed == []
+    unknown = [each for each in named if not any(fnmatch(name, each) for name in program.TABLES)]
+    assert unknown == []
+
+
+def test_the_page_on_benchmarks_is_short():
+    assert (DOCS / "benchmarks.md").stat().st_size <= 25_000
+
+
+@pytest.mark.parametrize("name", ["peers-short", "scale-learning-rates", "xeon-few"])
+def test_a_file_has_the_cells_of_its_table(name):
+    text = program.TABLES[name]()
+    with (files.FOLDER / f"{name}.csv").open(newline="", encoding="utf-8") as file:
+        rows = list(csv.reader(file))
+    assert len(rows) == len(text.splitlines()) - 1
+    assert {len(row) for row in rows} == {text.splitlines()[0].count("|") - 1}
+    for cell in (cell for row in rows for cell in row):
+        assert all(word in text for word in cell.split(", "))
 
 
 @pytest.mark.parametrize(
     "module",
-    [markdown, regions, inference, methods, fronts, pages],
+    [markdown, files, regions, inference, methods, fronts, pages],
     ids=lambda module: module.__name__,
 )
 def test_examples(module):
@@ -62,6 +95,9 @@ def test_a_changed_figure_is_found_and_repaired(tmp_path, monkeypatch, capsys):
     page = tmp_path / "README.md"
     monkeypatch.setattr(program, "ROOT", tmp_path)
     monkeypatch.setattr(program, "pages", lambda: [page])
+    monkeypatch.setattr(program, "TABLES", {"xeon-few": program.TABLES["xeon-few"]})
+    for module in (program, files):
+        monkeypatch.setattr(module, "FOLDER", tmp_path / "tables")
     page.write_text("A\n\n<!-- table: xeon-few -->\n<!-- /table -->\n\nB\n")
     assert program.main(["--check"]) == 1
     assert program.main([]) == 0
@@ -74,6 +110,23 @@ def test_a_changed_figure_is_found_and_repaired(tmp_path, monkeypatch, capsys):
     assert program.main(["--check"]) == 1
     assert "README.md" in capsys.readouterr().err
     assert page.read_text() != text
+    page.write_text(text)
+
+    table = tmp_path / "tables" / "xeon-few.csv"
+    made = table.read_text()
+    assert "1:16,6.41 / 0.80,8.0x\n" in made
+    table.write_text(made.replace("8.0x", "8.1x"))
+    assert program.main(["--check"]) == 1
+    assert "tables/xeon-few.csv" in capsys.readouterr().err
+    assert program.main([]) == 0
+    assert table.read_text() == made
+    table.unlink()
+    assert program.main(["--check"]) == 1
+    assert not table.exists()
+    assert program.main([]) == 0
+    table.with_name("xeon-fwe.csv").write_text(made)
+    assert program.main(["--check"]) == program.main([]) == 1
+    assert "xeon-fwe.csv" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

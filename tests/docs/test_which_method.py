@@ -9,13 +9,13 @@ import lightning_nm
 from benchmarks.tables.methods import products
 from lightning_nm.schedule import Schedule
 from lightning_nm.short_names import EstimatorName, MethodName, resolve_method
+from tests.docs.blocks import benchmark_tables, read
 from tests.test_readme import ROOT
 
 PAGE = ROOT / "docs" / "which-method.md"
 TEXT = PAGE.read_text(encoding="utf-8")
-SOURCES = [
-    (ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("benchmarks.md", "fine-tune.md")
-]
+SOURCES = [read("benchmarks.md"), read("fine-tune.md")]
+TABLES = [path.read_text(encoding="utf-8") for path in benchmark_tables()]
 SETTINGS = re.findall(r"`((?:NMSparsityCallback|NMPrecision)\(.*?\))`", TEXT)
 
 
@@ -106,7 +106,7 @@ def test_every_figure_is_one_of_the_benchmarks():
     for figure in figures:
         assert any(
             re.search(rf"(?<![\d.]){re.escape(figure.lstrip('+-'))}(?!\d)", text)
-            for text in SOURCES
+            for text in SOURCES + TABLES
         ), figure
     assert len(in_points) >= 5  # the next test finds them
 
@@ -116,6 +116,7 @@ def test_every_interval_stands_beside_its_mean():
     lines = [
         " ".join(block.split()) for text in SOURCES for block in re.split(r"\n\n|\n(?=[-|])", text)
     ]
+    lines += [row for text in TABLES for row in text.splitlines()]
     pairs = re.findall(r"([+-]?\d+\.\d+) (points|bits) (\[[^\]]*\d\.\d[^\]]*\])", prose())
     assert len(pairs) >= 18
     assert len(pairs) == len(re.findall(r"\[[+-]?\d", prose())), "an interval has no unit"
