@@ -67,14 +67,22 @@ def test_a_wrong_product_is_found(gemm, spoil, words):
     assert words.replace("(128, 32)", "(32, 128)" if gemm == "wgrad" else "(128, 32)") in objection
 
 
+def test_a_bias_that_is_left_out_is_found():
+    class WithoutBias(GemmKernel):
+        def linear(self, packed, x, bias=None):
+            return super().linear(packed, x)
+
+    assert "wrong by" in checks.check(WithoutBias(), gemm_key())
+    assert checks.check(WithoutBias(), gemm_key("dgrad")) == ""
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sums_that_are_rounded_on_the_way_are_no_error(dtype):
     class Halves(GemmKernel):
         def linear(self, packed, x, bias=None):
-            return sum(
-                super(Halves, self).linear(a, b)
-                for a, b in zip(packed.chunk(2, 1), x.chunk(2, 1), strict=True)
-            )
+            parts = zip(packed.chunk(2, 1), x.chunk(2, 1), strict=True)
+            total = sum(super(Halves, self).linear(a, b) for a, b in parts)
+            return total if bias is None else total + bias
 
     assert checks.check(Halves(), gemm_key(depth=1024, dtype=dtype)) == ""
 
