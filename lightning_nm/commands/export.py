@@ -30,7 +30,7 @@ from lightning_nm.export.graphs import (
     import_class,
 )
 from lightning_nm.export.outputs import Written, export_packed, export_torch
-from lightning_nm.export.patterns import classify, is_matrix, patterns_in
+from lightning_nm.export.patterns import classify, matrices_in, patterns_in
 from lightning_nm.export.sources import Source, holds_bitmasks, read_file, read_source
 from lightning_nm.pattern import NMPattern
 
@@ -323,9 +323,9 @@ def _write(source: Source, options: argparse.Namespace) -> Report:
 
 def _bitmasks(source: Source) -> str:
     """A remark on weights that were read from bitmasks; empty for other checkpoints."""
-    if source.folder is None or not holds_bitmasks(source.folder):
+    if not holds_bitmasks(source.path):
         return ""
-    matrices = {k: w for k, w in source.weights.items() if is_matrix(w.dtype, w.dim())}
+    matrices = matrices_in(source.weights)
     verdicts = [classify(key, weight, NMPattern(2, 4)).verdict for key, weight in matrices.items()]
     return f"; bitmasks became tensors with zeros: {verdicts.count('N:M')} of {len(verdicts)} matrices are 2:4"
 

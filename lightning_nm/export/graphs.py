@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_nm.export.atomic_write import FilePath, Weights, replacing
-from lightning_nm.export.sources import Source, check_loadable, hyperparameters, load_tensors
+from lightning_nm.export.sources import Source, check_loadable, decoded, load_tensors
 
 TOLERANCE = 1e-3
 """Largest difference of an output of onnxruntime and of torch, relative to the largest output."""
@@ -103,12 +103,12 @@ def build_model(source: Source, name: str) -> nn.Module:
     """
     cls = import_class(name, "--model", nn.Module)
     try:
-        if source.folder is not None and hasattr(cls, "from_pretrained"):
-            check_loadable(source.folder)
-            found: nn.Module = cls.from_pretrained(source.folder)
+        if source.is_folder and hasattr(cls, "from_pretrained"):
+            check_loadable(source.path)
+            found: nn.Module = cls.from_pretrained(source.path)
             return found.eval()
         names = inspect.signature(cls).parameters
-        saved = hyperparameters(source.path)
+        saved = source.hyperparameters
         arguments = {name: value for name, value in saved.items() if name in names}
         model: nn.Module = cls(**arguments)
         model.load_state_dict(source.weights)
@@ -275,7 +275,7 @@ def program_weights(path: Path) -> Weights:
         raise ValueError(
             f"'{path}' holds no weights outside compiled code: give the checkpoint that it was made from"
         )
-    return found
+    return decoded(found, path)
 
 
 def _stored(archive: zipfile.ZipFile, name: str) -> Iterator[tuple[str, Tensor]]:

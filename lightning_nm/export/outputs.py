@@ -89,9 +89,7 @@ def export_packed(
     """
     check_suffix(output, (".safetensors",), "packed")
     given = None if pattern is None else NMPattern.parse(pattern)
-    weights = source.weights
-    if source.folder is not None:
-        weights = named_as_in_model(weights, source.states, source.folder)
+    weights = named_as_in_model(source.weights, source.states, source.path)
     found = patterns_in(weights, source.states, given)
     # Vectors are never packed: their reasons tell nothing.
     packed = {key: each for key, each in found.items() if each.pattern is not None}
@@ -177,7 +175,7 @@ def export_torch(source: Source, output: FilePath) -> None:
         OSError: If it cannot be written.
     """
     path = Path(output)
-    if not path.suffix and source.folder is not None:
+    if not path.suffix and source.is_folder:
         _write_folder(source, path)
         return
     check_suffix(path, (".pt", ".pth", ".bin", ".safetensors"), "torch")
@@ -195,12 +193,11 @@ def _write_dense(weights: Weights, path: Path) -> None:
 def _write_folder(source: Source, path: Path) -> None:
     if path.exists():
         raise ValueError(f"'{path}' exists: give a folder that does not")
-    assert source.folder is not None
     check_folder(path)
     with new_folder(path) as new:
         new.mkdir()
-        for file in other_files(source.folder):
+        for file in other_files(source.path):
             shutil.copyfile(file, new / file.name)
-        if holds_bitmasks(source.folder):
-            (new / "config.json").write_text(config_without_bitmasks(source.folder), "utf-8")
+        if holds_bitmasks(source.path):
+            (new / "config.json").write_text(config_without_bitmasks(source.path), "utf-8")
         _write_dense(source.weights, new / "model.safetensors")

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_nm.export.atomic_write import Weights
 from lightning_nm.export.packed_file import memory_of
 from lightning_nm.functional import count_violations
 from lightning_nm.functional.nm_format import MAX_M, PACKED_DTYPES, position_bits
@@ -140,6 +141,13 @@ _DENSE_FROM = 0.5
 # Integers that may be the values of a quantised weight; wider ones are indices.
 _QUANTISED = {torch.int8, torch.uint8, torch.qint8, torch.quint8, torch.qint32}
 
+# Where blocks were found.
+_AXES = {
+    Layout.PLAIN: "along dim 1",
+    Layout.TRANSPOSED: "along dim 0",
+    Layout.FLAT: "along the flattened filter",
+}
+
 # Another pattern is named if nonzeros fill this share of its places: zeros without a structure fit some pattern, too.
 _FULL = 0.95
 
@@ -179,6 +187,11 @@ def is_matrix(dtype: torch.dtype, axes: int) -> bool:
     return axes >= 2 and is_number
 
 
+def matrices_in(weights: Mapping[str, Tensor]) -> Weights:
+    """The tensors that may be N:M, by key."""
+    return {key: weight for key, weight in weights.items() if is_matrix(weight.dtype, weight.dim())}
+
+
 def comparable(key: str, weight: Tensor) -> Tensor:
     """A weight as a strided tensor of a dtype that torch compares, with the same zeros.
 
@@ -216,19 +229,17 @@ def classify(key: str, weight: Tensor, pattern: NMPattern) -> Verdict:
         return Verdict(key, "dense", str(pattern), note=unknown)
     stored = f", {str(weight.dtype).removeprefix('torch.')}" if weight.itemsize == 1 else ""
     weight = comparable(key, weight)
-    # Some layers store weights as [in, out]; the blocks of a convolution may lie along the flattened filter. A 3-D
-    # weight is that of a 1-d convolution, or one matrix for each expert.
-    axes = [(weight, 1, "along dim 1")]
-    if weight.dim() == 2:
-        axes.append((weight, 0, "along dim 0"))
-    elif weight.dim() == 3:
-        axes += [(weight, 2, "along dim 2"), (weight.flatten(1), 1, "along the flattened filter")]
-    else:
-        axes.append((weight.flatten(1), 1, "along the flattened filter"))
+    # Some layers store weights as [in, out]; the blocks of a convolution may lie along the flattened filter.
     verdicts = []
-    for rows, dim, note in axes:
-        if rows.shape[dim] % pattern.m == 0:
-            verdicts.append(judge(key, rows, pattern, dim, note, masked=False))
+    for layout in possible_layouts(weight):
+        rows = blocks_last(weight, layout)
+        if rows.shape[-1] % pattern.m:
+            continue
+        note = _AXES[layout]
+        # A weight of three axes is that of a 1-d convolution, or one matrix for each expert, with the same blocks.
+        if layout is Layout.FLAT and weight.dim() == 3 and weight.shape[2] % pattern.m == 0:
+            note = "along dim 2"
+        verdicts.append(judge(key, rows, pattern, -1, note, masked=False))
     if not verdicts:
         return Verdict(
             key, "dense", str(pattern), note=f"shape {tuple(weight.shape)} has no axis of blocks"

@@ -180,12 +180,8 @@ def holds_model(folder: Path) -> bool:
     return any((folder / name).is_file() for name in names)
 
 
-def read_folder(folder: Path, *, nested: bool = False) -> tuple[Weights, list[dict[str, Any]]]:
+def _read_folder(folder: Path, *, nested: bool) -> Source:
     """Read the weights of a model folder, in one file or in several with an index, and the sparsifier state in it.
-
-    Args:
-        folder: The folder.
-        nested: As of :func:`~lightning_nm.export.read_checkpoint`.
 
     Raises:
         ValueError: If the folder holds no model, a file of it is missing or cannot be read, or its weights are in a
@@ -197,10 +193,7 @@ def read_folder(folder: Path, *, nested: bool = False) -> tuple[Weights, list[di
     if not weights:
         raise ValueError(f"the model in '{folder}' holds no tensors")
     path = folder / STATE_FILE
-    states = [read_file(path)] if path.is_file() else []
-    for state in states:
-        check_schema(state)
-    return weights, states
+    return Source(folder, weights, [read_file(path)] if path.is_file() else [])
 
 
 def named_as_in_model(
@@ -470,13 +463,18 @@ class Source(NamedTuple):
         path: Where it is.
         weights: The dense state dict.
         states: The sparsifier states in it.
-        folder: The folder of ``transformers``, if it is one.
+        hyperparameters: The model's arguments that Lightning saved in it.
     """
 
     path: Path
     weights: Weights
     states: list[dict[str, Any]]
-    folder: Path | None = None
+    hyperparameters: Mapping[Any, Any] = {}
+
+    @property
+    def is_folder(self) -> bool:
+        """Whether it is a folder of ``transformers``."""
+        return (self.path / "config.json").is_file()
 
 
 def read_checkpoint(
@@ -495,7 +493,12 @@ def read_checkpoint(
         ValueError: If the file cannot be read, is damaged or holds no weights, or holds them in a form that is not
             read, such as packed integers of other libraries.
     """
-    path = Path(path)
+    source = _read(Path(path), nested=nested)
+    return source.weights, source.states
+
+
+def _read(path: Path, *, nested: bool) -> Source:
+    """What :func:`read_checkpoint` reads, and the model's arguments."""
     if (path / ".metadata").is_file():
         # Lightning keeps the callbacks' states, the sparsifier's among them, in a file of their own.
         command = (
@@ -508,35 +511,42 @@ def read_checkpoint(
             f"one file of it by `python -m {command}`"
         )
     if path.is_dir():
-        return read_folder(path, nested=nested)
-    if not path.is_file():
+        source = _read_folder(path, nested=nested)
+    elif path.is_file():
+        source = _read_saved(path, nested=nested)
+    else:
         raise ValueError(f"'{path}' is neither a file nor a folder")
+    for state in source.states:
+        check_schema(state)
+    return source
+
+
+def _read_saved(path: Path, *, nested: bool) -> Source:
+    """Read a file of ``torch.save`` or of safetensors."""
     content = read_file(path)
     if nested and isinstance(content, list | tuple):
         content = dict(enumerate(content))
     if not isinstance(content, Mapping):
         content = {}
+    parts = {key: value for key, value in content.items() if isinstance(value, Mapping)}
     # Lightning's key, and those that many training loops use.
-    inner = (content.get(key) for key in ("state_dict", "model_state_dict", "model"))
-    state_dict = next((each for each in inner if isinstance(each, Mapping)), content)
+    inner = [parts[key] for key in ("state_dict", "model_state_dict", "model") if key in parts]
+    state_dict = inner[0] if inner else content
     # A file may also hold the state of a sparsifier itself.
-    is_state = "schema" in content and isinstance(content.get("layers"), Mapping)
+    is_state = "schema" in content and "layers" in parts
     weights = decoded(tensors_in(state_dict, path, nested=nested and not is_state), path)
     if not weights:
         raise ValueError(
             f"'{path}' holds no state dict: expected tensors by name, or a checkpoint with 'state_dict'"
         )
-    callbacks = content.get("callbacks")
     states = [
         dict(state)
-        for name, state in (callbacks.items() if isinstance(callbacks, Mapping) else ())
+        for name, state in parts.get("callbacks", {}).items()
         if str(name).startswith("NMSparsityCallback") and isinstance(state, Mapping) and state
     ]
     if is_state:
         states.append(dict(content))
-    for state in states:
-        check_schema(state)
-    return weights, states
+    return Source(path, weights, states, parts.get("hyper_parameters", {}))
 
 
 def read_source(path: str | Path, prefix: str = "") -> Source:
@@ -551,24 +561,24 @@ def read_source(path: str | Path, prefix: str = "") -> Source:
         ValueError: If it cannot be read, holds no weights, or no key begins with `prefix`.
     """
     path = Path(path)
-    folder = None
     if is_packed(path):
         file = PackedFile(path)
         weights = {key: file.read_dense(key) for key in (*file.dense, *file.packed)}
         # Aliases share their tensor.
         weights |= {key: weights[own] for key, own in file.aliases.items()}
-        states: list[dict[str, Any]] = []
+        source = Source(path, weights, [])
     else:
-        weights, states = read_checkpoint(path)
-        folder = path if (path / "config.json").is_file() else None
-    if prefix:
-        keys = list(weights)
-        weights = _without(weights, prefix)
-        if not weights:
-            shown = ", ".join(map(repr, keys[:4]))
-            raise ValueError(f"no key of '{path}' begins with '{prefix}': they are {shown}, ...")
-        states = [{**state, "layers": _without(state["layers"], prefix, ".")} for state in states]
-    return Source(path, weights, states, folder)
+        source = _read(path, nested=False)
+    if not prefix:
+        return source
+    weights = _without(source.weights, prefix)
+    if not weights:
+        shown = ", ".join(map(repr, list(source.weights)[:4]))
+        raise ValueError(f"no key of '{path}' begins with '{prefix}': they are {shown}, ...")
+    states = [
+        {**state, "layers": _without(state["layers"], prefix, ".")} for state in source.states
+    ]
+    return source._replace(weights=weights, states=states)
 
 
 def _without(found: Mapping[str, Any], prefix: str, end: str = "") -> dict[str, Any]:
@@ -578,17 +588,6 @@ def _without(found: Mapping[str, Any], prefix: str, end: str = "") -> dict[str, 
         for name, each in found.items()
         if f"{name}{end}".startswith(prefix)
     }
-
-
-def hyperparameters(path: Path) -> dict[str, Any]:
-    """The model's arguments that Lightning saved in a checkpoint; none in another file."""
-    if not path.is_file() or path.suffix == ".safetensors":
-        return {}
-    content = torch.load(path, map_location="meta", weights_only=True)
-    found = content.get("hyper_parameters") if isinstance(content, dict) else None
-    if not isinstance(found, dict):
-        return {}
-    return {key: value for key, value in found.items() if isinstance(key, str)}
 
 
 def other_files(folder: Path) -> list[Path]:

@@ -22,7 +22,7 @@ from lightning_nm.callbacks.checks import warn_after_first_batch, warn_at_start
 from lightning_nm.callbacks.tables import print_layers
 from lightning_nm.config import SparsityConfig, chosen_config, refuse_unknown
 from lightning_nm.estimators import GradientEstimator
-from lightning_nm.export.sources import holds_model, read_folder
+from lightning_nm.export.sources import holds_model, read_checkpoint
 from lightning_nm.functional import is_nm
 from lightning_nm.integrations.folders import read_state, saved_folder, write_state
 from lightning_nm.methods import Method
@@ -336,7 +336,7 @@ def _load(model: nn.Module, folder: Path) -> None:
     """
     if not holds_model(folder):
         return
-    weights = read_folder(folder)[0]
+    weights = read_checkpoint(folder)[0]
     needed = dict(model.named_parameters()).keys()
     if isinstance(model, PreTrainedModel) and needed - weights.keys():
         weights = type(model).from_pretrained(folder, dtype="auto").state_dict()
