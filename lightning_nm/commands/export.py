@@ -307,8 +307,7 @@ def _write(source: Source, options: argparse.Namespace) -> Report:
         return coreml_report(written_package, output)
     patterns = None  # found for each weight
     if source.states or options.pattern:
-        pattern = NMPattern.parse(options.pattern) if options.pattern else None
-        patterns = patterns_in(source.weights, source.states, pattern)
+        patterns = patterns_in(source.weights, source.states, options.pattern)
     program = export_executorch(
         model,
         output,

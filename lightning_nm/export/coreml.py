@@ -7,9 +7,11 @@ import json
 import logging
 import re
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from io import StringIO
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -19,7 +21,6 @@ from torch import Tensor, nn
 from lightning_nm.export.atomic_write import FilePath, check_folder, check_suffix, new_folder
 from lightning_nm.export.graphs import evaluation, first_line
 from lightning_nm.export.packed_file import memory_of
-from lightning_nm.export.packed_model import refuse_empty
 from lightning_nm.export.patterns import Found, judge, patterns_in
 from lightning_nm.nn.packed.layers import packed_weights, places_of
 from lightning_nm.nn.packed.tensor import LAYOUTS, blocks_last, shape_of_blocks
@@ -258,11 +259,8 @@ class CoreMLReport(NamedTuple):
     @property
     def operators(self) -> dict[str, int]:
         """The number of sparse weights that each kind of operator in the file uses."""
-        counts: dict[str, int] = {}
-        for weight in self.weights:
-            for operator in weight.operators if weight.is_sparse else ():
-                counts[operator] = counts.get(operator, 0) + 1
-        return counts
+        used = [weight.operators for weight in self.weights if weight.is_sparse]
+        return dict(Counter(chain.from_iterable(used)))
 
 
 def export_coreml(
@@ -322,18 +320,14 @@ def export_coreml(
     places_of(model)  # refuses installed masks
     model = _in_float32(model)
     weights = model.state_dict()
-    given = None if pattern is None else NMPattern.parse(pattern)
     # What is sparse in training is known as for packed files, so that both hold the same weights as sparse.
-    found = patterns_in(weights, states, given)
+    found = patterns_in(weights, states, pattern, kind)
     sparse: dict[str, Found] = {}
     held = set()  # a tied weight has further keys, and the program holds it once
     for key, each in found.items():
         if each.pattern is not None and memory_of(weights[key]) not in held:
             held.add(memory_of(weights[key]))
             sparse[key] = each
-    # Vectors are never sparse: their reasons tell nothing.
-    matrices = {key: each.reason for key, each in found.items() if weights[key].dim() >= 2}
-    refuse_empty(sparse, matrices, f"no weight of {kind} is {given or 'N:M'} sparse")
 
     program = _traced(model, example)
     # Constants keep the names of the program's inputs, with a suffix where they were rounded.

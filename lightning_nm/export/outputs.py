@@ -19,7 +19,7 @@ from lightning_nm.export.atomic_write import (
     replacing,
 )
 from lightning_nm.export.packed_file import memory_of, write_packed, write_safetensors
-from lightning_nm.export.packed_model import matches, refuse_empty
+from lightning_nm.export.packed_model import matches
 from lightning_nm.export.patterns import patterns_in
 from lightning_nm.export.sources import (
     Source,
@@ -88,13 +88,8 @@ def export_packed(
         OSError: If the file cannot be written.
     """
     check_suffix(output, (".safetensors",), "packed")
-    given = None if pattern is None else NMPattern.parse(pattern)
     weights = named_as_in_model(source.weights, source.states, source.path)
-    found = patterns_in(weights, source.states, given)
-    # Vectors are never packed: their reasons tell nothing.
-    packed = {key: each for key, each in found.items() if each.pattern is not None}
-    matrices = {key: each.reason for key, each in found.items() if weights[key].dim() >= 2}
-    refuse_empty(packed, matrices, f"no weight of '{source.path}' is {given or 'N:M'} sparse")
+    found = patterns_in(weights, source.states, pattern, f"'{source.path}'")
     tensors: dict[str, Tensor | PackedTensor] = {}
     written = []
     named: dict[str, list[str]] = {"--int8-experts": [], "--int8-embeddings": []}

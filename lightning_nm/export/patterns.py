@@ -16,7 +16,8 @@ from lightning_nm.functional.nm_format import MAX_M, PACKED_DTYPES, position_bit
 from lightning_nm.nn.packed.layers import SAME_BLOCKS
 from lightning_nm.nn.packed.tensor import blocks_last
 from lightning_nm.nn.weight import Layout, key_of_layer, plain_name
-from lightning_nm.pattern import NMPattern
+from lightning_nm.pattern import NMPattern, PatternLike
+from lightning_nm.spelling import some_of
 
 SOUGHT = (4, 8, 16, 32)
 """Lengths of blocks that are tried where no pattern is given."""
@@ -107,7 +108,10 @@ def _checked(blocked: Sequence[tuple[Layout, Tensor]], pattern: NMPattern) -> Fo
 
 
 def patterns_in(
-    weights: Mapping[str, Tensor], states: Sequence[Mapping[str, Any]], pattern: NMPattern | None
+    weights: Mapping[str, Tensor],
+    states: Sequence[Mapping[str, Any]],
+    pattern: PatternLike | None,
+    owner: str = "",
 ) -> dict[str, Found]:
     """The pattern of every tensor of a checkpoint.
 
@@ -115,9 +119,28 @@ def patterns_in(
         weights: Its state dict.
         states: Its sparsifier states: where there is one, only the layers that it masks are packed, as it masks them.
         pattern: Overrides both, for all weights.
+        owner: What must have an N:M weight, for the message.
+
+    Raises:
+        ValueError: If the owner has none, with the reasons.
     """
-    if pattern is not None or not states:
-        return {key: pattern_of(weight, pattern) for key, weight in weights.items()}
+    given = None if pattern is None else NMPattern.parse(pattern)
+    if given is not None or not states:
+        found = {key: pattern_of(weight, given) for key, weight in weights.items()}
+    else:
+        found = _masked_patterns(weights, states)
+    if owner and not any(each.pattern for each in found.values()):
+        # Vectors are never packed: their reasons tell nothing.
+        matrices = [key for key, weight in weights.items() if weight.dim() >= 2]
+        reasons = some_of([f"'{key}': {found[key].reason}" for key in matrices])
+        raise ValueError(f"no weight of {owner} is {given or 'N:M'} sparse: {reasons}")
+    return found
+
+
+def _masked_patterns(
+    weights: Mapping[str, Tensor], states: Sequence[Mapping[str, Any]]
+) -> dict[str, Found]:
+    """The patterns of the layers that sparsifier states mask; other tensors are dense."""
     found = {key: Found(None, reason="not masked in training") for key in weights}
     keys = {plain_name(key): key for key in weights}
     for state in states:

@@ -426,10 +426,7 @@ def _dense(bitmask: Tensor, weights: Mapping[str, Tensor], name: str) -> Tensor:
     if kept != values.numel():
         raise ValueError(f"it keeps {kept} entries, and there are {values.numel()} values")
     dense = torch.zeros(shape, dtype=values.dtype)
-    if values.itemsize == 1:  # older versions of torch assign no float8 values by a mask
-        dense.view(torch.int8)[mask] = values.view(torch.int8)
-    else:
-        dense[mask] = values
+    dense[mask] = values
     return dense
 
 
