@@ -37,7 +37,7 @@ from lightning_nm.pattern import NMPattern
 Report = list[Table | str]
 
 
-def packed_report(written: Sequence[Written], output: str, *, is_int8: bool) -> Report:
+def _packed_report(written: Sequence[Written], output: str, *, is_int8: bool) -> Report:
     """Each tensor of a packed file, its parts, and their sums."""
     heads = ("weight", "pattern", "layout", "bytes", "of dense", "note")
     table = columns_table("packed", heads, {"weight": 20, "note": 12}, right=("bytes", "of dense"))
@@ -92,7 +92,7 @@ def _share(written: Sequence[Written]) -> str:
     return f"{_bytes(written) / dense_size:.3f}" if dense_size else ""
 
 
-def coreml_report(report: CoreMLReport, output: str) -> Report:
+def _coreml_report(report: CoreMLReport, output: str) -> Report:
     """The N:M weights of a Core ML package, as they were read back from it, and what was not tried."""
     heads = ("weight", "pattern", "operator", "bytes", "of dense", "in the file")
     table = columns_table(
@@ -120,7 +120,7 @@ def coreml_report(report: CoreMLReport, output: str) -> Report:
     ]
 
 
-def executorch_report(result: ExecutorchExport, output: str) -> Report:
+def _executorch_report(result: ExecutorchExport, output: str) -> Report:
     """The operators of a program with their estimated cycles, and what was written."""
     report: Report = [_operators(result)] if result.operators else []
     sparse = sum(bool(each.pattern) for each in result.layers)
@@ -283,7 +283,7 @@ def _write(source: Source, options: argparse.Namespace) -> Report:
             options.int8_experts,
             options.int8_embeddings,
         )
-        return packed_report(written, output, is_int8=bool(options.dtype))
+        return _packed_report(written, output, is_int8=bool(options.dtype))
     if options.to == "torch":
         export_torch(source, output)
         return [f"wrote {output}{_bitmasks(source)}"]
@@ -304,7 +304,7 @@ def _write(source: Source, options: argparse.Namespace) -> Report:
             precision=options.precision or "float32",
             states=source.states,
         )
-        return coreml_report(written_package, output)
+        return _coreml_report(written_package, output)
     patterns = None  # found for each weight
     if source.states or options.pattern:
         patterns = patterns_in(source.weights, source.states, options.pattern)
@@ -313,11 +313,11 @@ def _write(source: Source, options: argparse.Namespace) -> Report:
         output,
         example,
         target=options.target,
-        calibration=calibration_data(options.calibration),
+        calibration=_calibration_data(options.calibration),
         patterns=patterns,
         allow_float=options.allow_float,
     )
-    return executorch_report(program, output)
+    return _executorch_report(program, output)
 
 
 def _bitmasks(source: Source) -> str:
@@ -329,7 +329,7 @@ def _bitmasks(source: Source) -> str:
     return f"; bitmasks became tensors with zeros: {verdicts.count('N:M')} of {len(verdicts)} matrices are 2:4"
 
 
-def calibration_data(text: str) -> Iterable[Any]:
+def _calibration_data(text: str) -> Iterable[Any]:
     """Batches for a calibration.
 
     Args:

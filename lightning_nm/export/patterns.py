@@ -40,7 +40,7 @@ class Found(NamedTuple):
     reason: str = ""
 
 
-def possible_layouts(weight: Tensor) -> tuple[Layout, ...]:
+def _possible_layouts(weight: Tensor) -> tuple[Layout, ...]:
     """The layouts that a weight of an unknown module may have, the most usual one first."""
     return (Layout.PLAIN, Layout.TRANSPOSED if weight.dim() == 2 else Layout.FLAT)
 
@@ -54,14 +54,14 @@ def pattern_of(
     Args:
         weight: Any tensor.
         pattern: The only one to try; by default every N for blocks of :data:`SOUGHT`.
-        layouts: Where blocks may lie; by default :func:`possible_layouts`.
+        layouts: Where blocks may lie; by default :func:`_possible_layouts`.
     """
     packable = weight.dim() >= 2 and weight.dtype in PACKED_DTYPES and weight.numel()
     if not packable:
         dtype = str(weight.dtype).removeprefix("torch.")
         return Found(None, reason=f"{dtype} of shape {list(weight.shape)}")
     blocked = [
-        (layout, blocks_last(weight, layout)) for layout in layouts or possible_layouts(weight)
+        (layout, blocks_last(weight, layout)) for layout in layouts or _possible_layouts(weight)
     ]
     if pattern is not None:
         return _checked(blocked, pattern)
@@ -254,7 +254,7 @@ def classify(key: str, weight: Tensor, pattern: NMPattern) -> Verdict:
     weight = comparable(key, weight)
     # Some layers store weights as [in, out]; the blocks of a convolution may lie along the flattened filter.
     verdicts = []
-    for layout in possible_layouts(weight):
+    for layout in _possible_layouts(weight):
         rows = blocks_last(weight, layout)
         if rows.shape[-1] % pattern.m:
             continue

@@ -76,7 +76,7 @@ def read_file(path: Path) -> Any:
         raise ValueError(f"cannot read '{path}' as tensors alone: {fault}") from error
 
 
-def tensors_in(content: Mapping[Any, Any], path: Path, *, nested: bool) -> Weights:
+def _tensors_in(content: Mapping[Any, Any], path: Path, *, nested: bool) -> Weights:
     """The tensors of a dictionary by key.
 
     Args:
@@ -130,15 +130,16 @@ def file_fault(path: Path) -> str:
     graph = kind_of_graph(path)
     if graph:
         return f"it is {graph}, not a checkpoint: give the checkpoint that it was exported from"
-    archive = start[:4] == _ARCHIVE[: len(start)]
-    text = "" if archive else _text(start)
+    if start[:4] == _ARCHIVE[: len(start)]:
+        if zipfile.is_zipfile(path):
+            return ""
+        return f"it is truncated: the {size} bytes that are there are the beginning of an archive of torch.save"
+    text = _text(start)
     if text.startswith("version https://git-lfs"):
         return "it is a Git LFS pointer instead of the file itself: fetch that by `git lfs pull`"
     if text:
         shown = text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
         return f"it is text, not a checkpoint, and begins with {shown!r}"
-    if archive and not zipfile.is_zipfile(path):
-        return f"it is truncated: the {size} bytes that are there are the beginning of an archive of torch.save"
     return ""
 
 
@@ -188,8 +189,8 @@ def _read_folder(folder: Path, *, nested: bool) -> Source:
             form that is not read.
     """
     content = _read_weights(folder)
-    check_compression(folder)
-    weights = decoded(tensors_in(content, folder, nested=nested), folder)
+    _check_compression(folder)
+    weights = decoded(_tensors_in(content, folder, nested=nested), folder)
     if not weights:
         raise ValueError(f"the model in '{folder}' holds no tensors")
     path = folder / STATE_FILE
@@ -319,7 +320,7 @@ _PACKED = {
 }
 
 
-def compression_of(folder: Path) -> dict[str, Any]:
+def _compression_of(folder: Path) -> dict[str, Any]:
     """What config.json of a model folder says of its quantisation or compression; empty if nothing.
 
     Raises:
@@ -332,16 +333,16 @@ def compression_of(folder: Path) -> dict[str, Any]:
 
 def holds_bitmasks(folder: Path) -> bool:
     """Whether the weights of a model folder are compressed by bitmasks, which transformers does not read."""
-    return _sparsity(compression_of(folder)) in _BITMASKS
+    return _sparsity(_compression_of(folder)) in _BITMASKS
 
 
-def check_compression(folder: Path) -> None:
+def _check_compression(folder: Path) -> None:
     """Refuse a model folder whose weights are in a form that is not read.
 
     Raises:
         ValueError: With the name of the form.
     """
-    config = compression_of(folder)
+    config = _compression_of(folder)
     default = "compressed-tensors" if "sparsity_config" in config else "unknown"
     method = str(config.get("quant_method", default))
     form = str(config.get("format", "dense"))
@@ -531,7 +532,7 @@ def _read_saved(path: Path, *, nested: bool) -> Source:
     state_dict = inner[0] if inner else content
     # A file may also hold the state of a sparsifier itself.
     is_state = "schema" in content and "layers" in parts
-    weights = decoded(tensors_in(state_dict, path, nested=nested and not is_state), path)
+    weights = decoded(_tensors_in(state_dict, path, nested=nested and not is_state), path)
     if not weights:
         raise ValueError(
             f"'{path}' holds no state dict: expected tensors by name, or a checkpoint with 'state_dict'"

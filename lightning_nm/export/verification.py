@@ -270,9 +270,7 @@ def _verify_packed(file: PackedFile, pattern: NMPattern | None, result: Verifica
             result.verdicts.append(_verdict(name, weight, noted, pattern, *notes))
 
 
-def _verify_coreml(
-    package: CoreMLPackage, pattern: NMPattern | None, result: Verification
-) -> None:
+def _verify_coreml(package: CoreMLPackage, pattern: NMPattern | None, result: Verification) -> None:
     """Judge a Core ML package; a weight that was exported has the model's key.
 
     Raises:
