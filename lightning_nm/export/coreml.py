@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_nm.export.atomic_write import FilePath, check_folder, check_suffix, new_folder
+from lightning_nm.export.atomic_write import FilePath, check_folder, check_suffix, replacing
 from lightning_nm.export.graphs import first_line
 from lightning_nm.export.packed_file import memory_of
 from lightning_nm.export.patterns import Found, patterns_in
@@ -369,7 +369,7 @@ def export_coreml(
     metadata = json.dumps({"schema": SCHEMA, "weights": noted})
     compressed.user_defined_metadata[METADATA] = metadata
     path = Path(output)
-    with new_folder(path) as new:
+    with replacing(path) as new:
         with _quiet():
             compressed.save(str(new))
         package = CoreMLPackage(new)

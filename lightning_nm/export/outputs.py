@@ -13,9 +13,7 @@ from torch import Tensor
 from lightning_nm.export.atomic_write import (
     FilePath,
     Weights,
-    check_folder,
     check_suffix,
-    new_folder,
     replacing,
 )
 from lightning_nm.export.packed_file import memory_of, write_packed, write_safetensors
@@ -188,8 +186,7 @@ def _write_dense(weights: Weights, path: Path) -> None:
 def _write_folder(source: Source, path: Path) -> None:
     if path.exists():
         raise ValueError(f"'{path}' exists: give a folder that does not")
-    check_folder(path)
-    with new_folder(path) as new:
+    with replacing(path) as new:
         new.mkdir()
         for file in other_files(source.path):
             shutil.copyfile(file, new / file.name)
