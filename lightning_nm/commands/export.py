@@ -20,7 +20,7 @@ from torch import Tensor
 from lightning_nm.commands.output import columns_table, print_line
 from lightning_nm.export.atomic_write import check_folder, check_suffix
 from lightning_nm.export.coreml import CoreMLReport, check_output, export_coreml
-from lightning_nm.export.executorch import ExecutorchExport, Operator, export_executorch
+from lightning_nm.export.executorch import ExecutorchExport, export_executorch
 from lightning_nm.export.executorch.targets import check_target, require_packages
 from lightning_nm.export.graphs import (
     build_model,
@@ -159,7 +159,15 @@ def _operators(result: ExecutorchExport) -> Table:
         right=("cycles", "dense", "gain"),
     )
 
-    def add(kind: str, module: str, members: list[Operator], weight: str, why: str) -> None:
+    rows = []
+    for each in result.operators:
+        if each.has_weight:
+            weight = "2:4" if each.sparse else "dense"
+            rows.append((each.kind, each.module, [each], weight, each.reason))
+    others = [each for each in result.operators if not each.has_weight]
+    if others:
+        rows.append((f"{len(others)} others", "", others, "", ""))
+    for kind, module, members, weight, why in rows:
         cycles = sum(each.cycles for each in members)
         dense, gain = "-", "-"
         if result.dense_cycles is not None:
@@ -168,14 +176,6 @@ def _operators(result: ExecutorchExport) -> Table:
             gain = f"{dense_cycles / cycles:.2f}x" if weight and cycles else ""
         style = {"2:4": "green", "": "dim"}.get(weight)
         table.add_row(kind, module, str(cycles), dense, gain, weight, why, style=style)
-
-    for each in result.operators:
-        if each.has_weight:
-            weight = "2:4" if each.sparse else "dense"
-            add(each.kind, each.module, [each], weight, each.reason)
-    others = [each for each in result.operators if not each.has_weight]
-    if others:
-        add(f"{len(others)} others", "", others, "", "")
     return table
 
 

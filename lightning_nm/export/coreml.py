@@ -28,6 +28,7 @@ from lightning_nm.nn.packed.layers import packed_weights, places_of
 from lightning_nm.nn.packed.tensor import LAYOUTS, blocks_last, shape_of_blocks
 from lightning_nm.nn.weight import Layout
 from lightning_nm.pattern import NMPattern, PatternLike
+from lightning_nm.spelling import check_option
 
 SUFFIX = ".mlpackage"
 
@@ -312,8 +313,7 @@ def export_coreml(
         {'linear': 1}
     """
     check_output(output)
-    if precision not in ("float32", "float16"):
-        raise ValueError(f"precision={precision!r} is unknown: use 'float32' or 'float16'")
+    check_option("precision", precision, "float32", "float16")
     coremltools = _import_coremltools()
     # The model is checked before it is traced, which takes minutes for a large one.
     kind = type(model).__name__
@@ -511,16 +511,17 @@ def _places(
     for key in sorted(sparse, key=lambda key: names.get(key) not in free):
         layout = sparse[key].layout
         # Zeros stay where they are in every precision; values may be rounded or scaled.
-        forms = [(weights[key] != 0, layout)]
-        if weights[key].dim() == 2 and layout in turned:
-            forms.append((forms[0][0].t(), turned[layout]))
+        is_nonzero = weights[key] != 0
+        forms = {layout: is_nonzero}
+        if is_nonzero.dim() == 2 and layout in turned:
+            forms[turned[layout]] = is_nonzero.t()
         own_name = names.get(key)
         for name in [own_name] if own_name in free else list(free):
             found = [
                 layout_there
-                for is_nonzero, layout_there in forms
-                if free[name].shape == tuple(is_nonzero.shape)
-                and _same_nonzeros(package.read(name), is_nonzero)
+                for layout_there, form in forms.items()
+                if free[name].shape == tuple(form.shape)
+                and _same_nonzeros(package.read(name), form)
             ]
             if found:
                 # Two weights with the same zeros have two constants.

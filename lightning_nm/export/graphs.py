@@ -108,8 +108,8 @@ def build_model(source: Source, name: str) -> nn.Module:
             found: nn.Module = cls.from_pretrained(source.path)
             return found.eval()
         names = inspect.signature(cls).parameters
-        saved = source.hyperparameters
-        arguments = {name: value for name, value in saved.items() if name in names}
+        saved = source.hyperparameters.items()
+        arguments = {name: value for name, value in saved if name in names}
         model: nn.Module = cls(**arguments)
         model.load_state_dict(source.weights)
     except (TypeError, RuntimeError, OSError) as error:
@@ -335,9 +335,10 @@ def onnx_weights(path: Path) -> Weights:
         model = onnx.load(path, load_external_data=False)
         for prefix, graph in [("", model.graph), *((f"{f.name}/", f) for f in model.functions)]:
             for name, tensor in _matrices(graph, str(path.parent)):
-                if f"{prefix}{name}" in found:
-                    raise ValueError(f"'{prefix}{name}' is defined twice")
-                found[f"{prefix}{name}"] = tensor
+                key = f"{prefix}{name}"
+                if key in found:
+                    raise ValueError(f"'{key}' is defined twice")
+                found[key] = tensor
     except Exception as error:
         raise ValueError(f"cannot read '{path}' as ONNX: {error}") from error
     return found

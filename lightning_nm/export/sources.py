@@ -171,14 +171,17 @@ STATE_FILE = "nm_sparsifier.pt"
 """Where :class:`~lightning_nm.integrations.NMTrainerCallback` saves its state in a checkpoint folder."""
 
 _ONE_EXPERT = re.compile(r"\bexperts\.\d+\.")
-_FILES = ("model.safetensors", "pytorch_model.bin")
+_MODELS = (
+    *("model.safetensors", "model.safetensors.index.json"),
+    *("pytorch_model.bin", "pytorch_model.bin.index.json"),
+)
 _ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
 
 
-def holds_model(folder: Path) -> bool:
-    """Whether a folder holds a whole model, in one file or in several."""
-    names = [*_FILES, *(f"{name}.index.json" for name in _FILES)]
-    return any((folder / name).is_file() for name in names)
+def model_file(folder: Path) -> Path | None:
+    """The file of a folder that holds a whole model, or the index of several; ``None`` without one."""
+    paths = (folder / name for name in _MODELS)
+    return next((path for path in paths if path.is_file()), None)
 
 
 def _read_folder(folder: Path, *, nested: bool) -> Source:
@@ -253,14 +256,12 @@ def check_loadable(folder: Path) -> None:
 
 
 def _read_weights(folder: Path) -> Mapping[str, Any]:
-    for name in _FILES:
-        path = folder / name
-        if path.is_file():
-            content = read_file(path)
-            return content if isinstance(content, Mapping) else {}
-        index = folder / f"{name}.index.json"
-        if index.is_file():
-            return _read_parts(folder, index)
+    path = model_file(folder)
+    if path is not None and path.suffix == ".json":
+        return _read_parts(folder, path)
+    if path is not None:
+        content = read_file(path)
+        return content if isinstance(content, Mapping) else {}
     found = sorted(path.name for path in folder.glob("checkpoint-*") if path.is_dir())
     if found:
         raise ValueError(
@@ -271,8 +272,7 @@ def _read_weights(folder: Path) -> Mapping[str, Any]:
         raise ValueError(
             f"'{folder}' holds an adapter, whose matrices are not the model's: {advice}"
         )
-    names = ", ".join(f"{name}, {name}.index.json" for name in _FILES)
-    raise ValueError(f"the folder '{folder}' holds no model: expected one of {names}")
+    raise ValueError(f"the folder '{folder}' holds no model: expected one of {', '.join(_MODELS)}")
 
 
 def _read_parts(folder: Path, index: Path) -> dict[str, Any]:
@@ -371,12 +371,7 @@ def decoded(weights: Mapping[str, Tensor], path: Path) -> Weights:
         ValueError: If a bitmask does not fit its values, or a weight is in a form that is not read.
     """
     found: Weights = {}
-    parts = {
-        f"{key.removesuffix('bitmask')}{part}"
-        for key in weights
-        if key.endswith(".bitmask")
-        for part in ("compressed", "bitmask", "shape", "row_offsets")
-    }
+    encoded = {key.removesuffix(".bitmask") for key in weights if key.endswith(".bitmask")}
     for key, weight in weights.items():
         name, _, part = key.rpartition(".")
         if part in _PACKED and not weight.is_floating_point():
@@ -385,8 +380,7 @@ def decoded(weights: Mapping[str, Tensor], path: Path) -> Weights:
                 f"'{path}' holds '{key}', a weight as {writer} packs it, which is not read: {way_out}"
             )
         if part == "bitmask":
-            module = name.removesuffix(".weight")
-            dense_key = f"{module}.weight"
+            dense_key = f"{name.removesuffix('.weight')}.weight"
             if dense_key in weights:
                 raise ValueError(f"'{path}' holds both '{dense_key}' and '{key}'")
             try:
@@ -394,7 +388,7 @@ def decoded(weights: Mapping[str, Tensor], path: Path) -> Weights:
             except (KeyError, RuntimeError, TypeError, ValueError) as error:
                 reason = f"there is no {error}" if isinstance(error, KeyError) else error
                 raise ValueError(f"'{path}' is damaged: '{key}': {reason}") from error
-        elif key not in parts:
+        elif name not in encoded or part not in ("compressed", "shape", "row_offsets"):
             found[key] = weight
     return found
 

@@ -24,7 +24,7 @@ from lightning_nm.callbacks.tables import print_layers
 from lightning_nm.config import SparsityConfig, chosen_config, refuse_unknown
 from lightning_nm.estimators import GradientEstimator
 from lightning_nm.export.atomic_write import replacing
-from lightning_nm.export.sources import STATE_FILE, holds_model, read_checkpoint, read_file
+from lightning_nm.export.sources import STATE_FILE, model_file, read_checkpoint, read_file
 from lightning_nm.functional import is_nm
 from lightning_nm.methods import Method
 from lightning_nm.nn.weight import is_sharded
@@ -373,7 +373,7 @@ def _load(model: nn.Module, folder: Path) -> None:
 
     transformers saves the weights of experts under other names, one by one. The Trainer does not load those.
     """
-    if not holds_model(folder):
+    if model_file(folder) is None:
         return
     weights = read_checkpoint(folder)[0]
     needed = dict(model.named_parameters()).keys()

@@ -391,7 +391,10 @@ def export_executorch(
         reasons = {each.layer.module: _why_dense(each, model) for each in quantized}
         operators = [_explained(each, reasons) for each in lowered.operators]
         if target == "cpu":
-            worst = _difference(quantized_graph, lowered.content, inputs[0])
+            with torch.no_grad():
+                outputs = quantized_graph(*inputs[0])
+            own_outputs = outputs_of(lowered.content, inputs[0])
+            worst = worst_difference("ExecuTorch's runtime", own_outputs, outputs, TOLERANCE)
         elif compare_dense:
             twin = deepcopy(quantized_graph)
             fill_zeros(twin, [each for each in quantized if each.pattern])
@@ -467,15 +470,3 @@ def _why_dense(layer: QuantizedLayer, model: nn.Module) -> str:
     if reason and not layer.pattern:
         return f"{layer.reason or 'dense'}; {reason}"
     return reason
-
-
-def _difference(graph: GraphModule, content: bytes, inputs: tuple[Tensor, ...]) -> float:
-    """The largest difference of the runtime's outputs and those of the quantised model in torch.
-
-    Raises:
-        RuntimeError: If it is not a rounding of int8 values.
-    """
-    with torch.no_grad():
-        outputs = graph(*inputs)
-    found = outputs_of(content, inputs)
-    return worst_difference("ExecuTorch's runtime", found, outputs, TOLERANCE)
