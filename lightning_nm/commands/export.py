@@ -383,8 +383,11 @@ def _parser() -> argparse.ArgumentParser:
         "lightning_nm.load_packed, a dense state dict, a graph, or a Core ML package. Exits with 0, or with 2 if the "
         "checkpoint cannot be read or is not N:M; nothing is written then.",
     )
-    kinds = "Lightning checkpoint, state dict (.pt, .safetensors), packed model, or folder of transformers"
-    parser.add_argument("checkpoint", metavar="CKPT", help=kinds)
+    parser.add_argument(
+        "checkpoint",
+        metavar="CKPT",
+        help="Lightning checkpoint, state dict (.pt, .safetensors), packed model, or folder of transformers",
+    )
     parser.add_argument(
         "--to",
         choices=("packed", "torch", "onnx", "pt2", "executorch", "coreml"),
@@ -398,11 +401,12 @@ def _parser() -> argparse.ArgumentParser:
         required=True,
         help="what to write; replaced when complete",
     )
-    found = (
-        "for packed, executorch and coreml: pattern of the sparse weights; by default that of the sparsifier state, or "
-        "found for each weight"
+    parser.add_argument(
+        "--pattern",
+        metavar="N:M",
+        help="for packed, executorch and coreml: pattern of the sparse weights; by default that of the sparsifier "
+        "state, or found for each weight",
     )
-    parser.add_argument("--pattern", metavar="N:M", help=found)
     parser.add_argument(
         "--dtype",
         choices=("int8",),
@@ -425,15 +429,23 @@ def _parser() -> argparse.ArgumentParser:
         help="with --dtype int8: embeddings, by key or module name, that are rounded, too, with a scale for each row; "
         "rows are dequantised when they are looked up, and other matrices when the file is loaded",
     )
-    taken = "take only the keys that begin with this, and remove it: 'model.' for a model within a LightningModule"
-    parser.add_argument("--prefix", default="", help=taken)
+    parser.add_argument(
+        "--prefix",
+        default="",
+        help="take only the keys that begin with this, and remove it: 'model.' for a model within a LightningModule",
+    )
     parser.add_argument(
         "--model",
         metavar="CLASS",
         help="for onnx, pt2, executorch and coreml: the model's class, such as train.Net",
     )
-    shapes = "for them: shape of an input, such as 2x3x32x32 or 2x16:int64; once for each input"
-    parser.add_argument("--input", metavar="SHAPE", action="append", default=[], help=shapes)
+    parser.add_argument(
+        "--input",
+        metavar="SHAPE",
+        action="append",
+        default=[],
+        help="for them: shape of an input, such as 2x3x32x32 or 2x16:int64; once for each input",
+    )
     parser.add_argument(
         "--precision",
         choices=("float32", "float16"),
@@ -442,11 +454,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--target", metavar="NAME", help="for executorch: ethos-u85-256 or another size, or cpu"
     )
-    data = (
-        "for executorch: inputs to choose int8 scales with, a file of tensors (.pt, .safetensors, .npy) or a "
-        "LightningDataModule such as train.Data, whose training data are taken"
+    parser.add_argument(
+        "--calibration",
+        metavar="DATA",
+        help="for executorch: inputs to choose int8 scales with, a file of tensors (.pt, .safetensors, .npy) or a "
+        "LightningDataModule such as train.Data, whose training data are taken",
     )
-    parser.add_argument("--calibration", metavar="DATA", help=data)
     parser.add_argument(
         "--allow-float",
         action="store_true",

@@ -237,18 +237,36 @@ def import_class(path: str, option: str, kind: type) -> Any:
 
 # The numbers of dtypes in programs of torch.export.
 _DTYPES = {
-    **{1: torch.uint8, 2: torch.int8, 3: torch.int16, 4: torch.int32, 5: torch.int64},
-    **{6: torch.float16, 7: torch.float32, 8: torch.float64, 13: torch.bfloat16},
-    **{9: torch.complex32, 10: torch.complex64, 11: torch.complex128, 12: torch.bool},
-    **{29: torch.float8_e4m3fn, 30: torch.float8_e5m2},
-    **{31: torch.float8_e4m3fnuz, 32: torch.float8_e5m2fnuz},
+    1: torch.uint8,
+    2: torch.int8,
+    3: torch.int16,
+    4: torch.int32,
+    5: torch.int64,
+    6: torch.float16,
+    7: torch.float32,
+    8: torch.float64,
+    13: torch.bfloat16,
+    9: torch.complex32,
+    10: torch.complex64,
+    11: torch.complex128,
+    12: torch.bool,
+    29: torch.float8_e4m3fn,
+    30: torch.float8_e5m2,
+    31: torch.float8_e4m3fnuz,
+    32: torch.float8_e5m2fnuz,
 }
 _FOLDERS = ("data/weights", "data/constants")
 _PICKLED = ("serialized_state_dict.pt", "serialized_constants.pt")  # of torch 2.6
 # ONNX operators that read integers, whose zero points may lie anywhere, or several values in a byte.
 _QUANTISED = (
-    *("DequantizeLinear", "QLinearConv", "ConvInteger", "QLinearMatMul", "MatMulInteger"),
-    *("MatMulNBits", "MatMulBnb4", "GatherBlockQuantized"),
+    "DequantizeLinear",
+    "QLinearConv",
+    "ConvInteger",
+    "QLinearMatMul",
+    "MatMulInteger",
+    "MatMulNBits",
+    "MatMulBnb4",
+    "GatherBlockQuantized",
 )
 
 

@@ -172,8 +172,10 @@ STATE_FILE = "nm_sparsifier.pt"
 
 _ONE_EXPERT = re.compile(r"\bexperts\.\d+\.")
 _MODELS = (
-    *("model.safetensors", "model.safetensors.index.json"),
-    *("pytorch_model.bin", "pytorch_model.bin.index.json"),
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
 )
 _ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
 
@@ -443,8 +445,17 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 # What transformers and its relatives call files of weights.
 _WEIGHTS = (
-    *(".safetensors", ".bin", ".index.json", ".pt", ".pth", ".ckpt"),
-    *(".h5", ".msgpack", ".onnx", ".ot", ".gguf"),
+    ".safetensors",
+    ".bin",
+    ".index.json",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".h5",
+    ".msgpack",
+    ".onnx",
+    ".ot",
+    ".gguf",
 )
 
 
