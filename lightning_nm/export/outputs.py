@@ -24,7 +24,6 @@ from lightning_nm.export.sources import (
     config_without_bitmasks,
     holds_bitmasks,
     named_as_in_model,
-    other_files,
 )
 from lightning_nm.nn.packed.tensor import EVERY_ENTRY, PackedTensor, Role, int8_fault, scale_shapes
 from lightning_nm.pattern import NMPattern, PatternLike
@@ -183,13 +182,30 @@ def _write_dense(weights: Weights, path: Path) -> None:
             torch.save(weights, new)
 
 
+# What transformers and its relatives call files of weights.
+_WEIGHTS = (
+    ".safetensors",
+    ".bin",
+    ".index.json",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".h5",
+    ".msgpack",
+    ".onnx",
+    ".ot",
+    ".gguf",
+)
+
+
 def _write_folder(source: Source, path: Path) -> None:
     if path.exists():
         raise ValueError(f"'{path}' exists: give a folder that does not")
     with replacing(path) as new:
         new.mkdir()
-        for file in other_files(source.path):
-            shutil.copyfile(file, new / file.name)
+        for file in source.path.iterdir():
+            if file.is_file() and not file.name.endswith(_WEIGHTS):
+                shutil.copyfile(file, new / file.name)
         if holds_bitmasks(source.path):
             (new / "config.json").write_text(config_without_bitmasks(source.path), "utf-8")
         _write_dense(source.weights, new / "model.safetensors")

@@ -443,22 +443,6 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-# What transformers and its relatives call files of weights.
-_WEIGHTS = (
-    ".safetensors",
-    ".bin",
-    ".index.json",
-    ".pt",
-    ".pth",
-    ".ckpt",
-    ".h5",
-    ".msgpack",
-    ".onnx",
-    ".ot",
-    ".gguf",
-)
-
-
 class Source(NamedTuple):
     """A checkpoint.
 
@@ -591,12 +575,3 @@ def _without(found: Mapping[str, Any], prefix: str, end: str = "") -> dict[str, 
         for name, each in found.items()
         if f"{name}{end}".startswith(prefix)
     }
-
-
-def other_files(folder: Path) -> list[Path]:
-    """The files of a folder of ``transformers`` that hold no weights: its configuration, its tokenizer."""
-    return [
-        path
-        for path in sorted(folder.iterdir())
-        if path.is_file() and not path.name.endswith(_WEIGHTS)
-    ]
