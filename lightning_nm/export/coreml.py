@@ -461,12 +461,12 @@ def _converted(coremltools: Any, program: Any, kind: str, precision: Precision) 
         "skip_model_load": True,  # only macOS can
     }
     # Operators stay whole where possible, because coremltools recognises more of the whole ones.
-    whole: dict[Any, Any] = {}
-    for apart in (whole, None):
+    whole: Any = {}
+    for table in (whole, torch.export.default_decompositions()):
+        table[torch.ops.aten.alias.default] = _same
         try:
             with _quiet():
-                lowered = _without_aliases(program.run_decompositions(apart))
-                return coremltools.convert(lowered, **options)
+                return coremltools.convert(program.run_decompositions(table), **options)
         except NotImplementedError as error:
             # "Unsupported fx node lstm, kind lstm.input": the name before the overload.
             unknown = re.search(r"kind (\w+)", str(error))
@@ -480,16 +480,9 @@ def _converted(coremltools: Any, program: Any, kind: str, precision: Precision) 
     raise failed
 
 
-def _without_aliases(program: Any) -> Any:
-    """Remove operators that only give their input another name, which torch leaves of some that it takes apart."""
-    graph = program.graph_module.graph
-    for node in list(graph.nodes):
-        is_alias = node.target is torch.ops.aten.alias.default
-        # The signature names the outputs.
-        if is_alias and not any(user.op == "output" for user in node.users):
-            node.replace_all_uses_with(node.args[0])
-            graph.erase_node(node)
-    return program
+def _same(x: Tensor) -> Tensor:
+    """What an operator becomes that only gives its input another name: coremltools does not know it."""
+    return x
 
 
 def _places(

@@ -288,9 +288,9 @@ def _verify_coreml(package: CoreMLPackage, pattern: NMPattern | None, result: Ve
             noted = NMPattern.parse(text), Layout(layout)
         result.matrices[key] = math.prod(weight.shape)
         if noted is not None or pattern is not None:
-            form = {"const": "dense", SPARSE: "nonzeros and bit mask"}.get(weight.storage)
-            operators = (form or weight.storage, *weight.operators)
-            verdict = _verdict(key, package.read(name), noted, pattern, "", *operators)
+            forms = {"const": "dense", SPARSE: "nonzeros and bit mask"}
+            notes = forms.get(weight.storage, weight.storage), *weight.operators
+            verdict = _verdict(key, package.read(name), noted, pattern, "", *notes)
             result.verdicts.append(verdict)
 
 

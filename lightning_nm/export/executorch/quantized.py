@@ -234,12 +234,12 @@ def _check_kept(
 
 
 @torch.no_grad()
-def fill_zeros(graph: GraphModule, layers: Sequence[QuantizedLayer], seed: int = 0) -> None:
+def fill_zeros(graph: GraphModule, layers: Sequence[QuantizedLayer]) -> None:
     """Make the weights of a quantised graph dense in place: zeros become draws from the nonzero values of their weight.
 
     The program and its scales stay as they are, so that a compiler's estimates differ by the zeros alone.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     for each in layers:
         weight = getattr(graph, each.buffer)
         is_zero = weight == 0
