@@ -20,7 +20,7 @@ from torch import Tensor
 from lightning_nm.commands.output import columns_table, print_line
 from lightning_nm.export.atomic_write import check_folder, check_suffix
 from lightning_nm.export.coreml import CoreMLReport, check_output, export_coreml
-from lightning_nm.export.executorch import ExecutorchExport, Operator, export_executorch
+from lightning_nm.export.executorch import ExecutorchExport, export_executorch
 from lightning_nm.export.executorch.targets import check_target, require_packages
 from lightning_nm.export.graphs import (
     build_model,
@@ -30,14 +30,14 @@ from lightning_nm.export.graphs import (
     import_class,
 )
 from lightning_nm.export.outputs import Written, export_packed, export_torch
-from lightning_nm.export.patterns import classify, is_matrix, patterns_in
+from lightning_nm.export.patterns import classify, matrices_in, patterns_in
 from lightning_nm.export.sources import Source, holds_bitmasks, read_file, read_source
 from lightning_nm.pattern import NMPattern
 
 Report = list[Table | str]
 
 
-def packed_report(written: Sequence[Written], output: str, *, is_int8: bool) -> Report:
+def _packed_report(written: Sequence[Written], output: str, *, is_int8: bool) -> Report:
     """Each tensor of a packed file, its parts, and their sums."""
     heads = ("weight", "pattern", "layout", "bytes", "of dense", "note")
     table = columns_table("packed", heads, {"weight": 20, "note": 12}, right=("bytes", "of dense"))
@@ -92,7 +92,7 @@ def _share(written: Sequence[Written]) -> str:
     return f"{_bytes(written) / dense_size:.3f}" if dense_size else ""
 
 
-def coreml_report(report: CoreMLReport, output: str) -> Report:
+def _coreml_report(report: CoreMLReport, output: str) -> Report:
     """The N:M weights of a Core ML package, as they were read back from it, and what was not tried."""
     heads = ("weight", "pattern", "operator", "bytes", "of dense", "in the file")
     table = columns_table(
@@ -120,7 +120,7 @@ def coreml_report(report: CoreMLReport, output: str) -> Report:
     ]
 
 
-def executorch_report(result: ExecutorchExport, output: str) -> Report:
+def _executorch_report(result: ExecutorchExport, output: str) -> Report:
     """The operators of a program with their estimated cycles, and what was written."""
     report: Report = [_operators(result)] if result.operators else []
     sparse = sum(bool(each.pattern) for each in result.layers)
@@ -159,7 +159,15 @@ def _operators(result: ExecutorchExport) -> Table:
         right=("cycles", "dense", "gain"),
     )
 
-    def add(kind: str, module: str, members: list[Operator], weight: str, why: str) -> None:
+    rows = []
+    for each in result.operators:
+        if each.has_weight:
+            weight = "2:4" if each.sparse else "dense"
+            rows.append((each.kind, each.module, [each], weight, each.reason))
+    others = [each for each in result.operators if not each.has_weight]
+    if others:
+        rows.append((f"{len(others)} others", "", others, "", ""))
+    for kind, module, members, weight, why in rows:
         cycles = sum(each.cycles for each in members)
         dense, gain = "-", "-"
         if result.dense_cycles is not None:
@@ -168,14 +176,6 @@ def _operators(result: ExecutorchExport) -> Table:
             gain = f"{dense_cycles / cycles:.2f}x" if weight and cycles else ""
         style = {"2:4": "green", "": "dim"}.get(weight)
         table.add_row(kind, module, str(cycles), dense, gain, weight, why, style=style)
-
-    for each in result.operators:
-        if each.has_weight:
-            weight = "2:4" if each.sparse else "dense"
-            add(each.kind, each.module, [each], weight, each.reason)
-    others = [each for each in result.operators if not each.has_weight]
-    if others:
-        add(f"{len(others)} others", "", others, "", "")
     return table
 
 
@@ -283,7 +283,7 @@ def _write(source: Source, options: argparse.Namespace) -> Report:
             options.int8_experts,
             options.int8_embeddings,
         )
-        return packed_report(written, output, is_int8=bool(options.dtype))
+        return _packed_report(written, output, is_int8=bool(options.dtype))
     if options.to == "torch":
         export_torch(source, output)
         return [f"wrote {output}{_bitmasks(source)}"]
@@ -304,33 +304,32 @@ def _write(source: Source, options: argparse.Namespace) -> Report:
             precision=options.precision or "float32",
             states=source.states,
         )
-        return coreml_report(written_package, output)
+        return _coreml_report(written_package, output)
     patterns = None  # found for each weight
     if source.states or options.pattern:
-        pattern = NMPattern.parse(options.pattern) if options.pattern else None
-        patterns = patterns_in(source.weights, source.states, pattern)
+        patterns = patterns_in(source.weights, source.states, options.pattern)
     program = export_executorch(
         model,
         output,
         example,
         target=options.target,
-        calibration=calibration_data(options.calibration),
+        calibration=_calibration_data(options.calibration),
         patterns=patterns,
         allow_float=options.allow_float,
     )
-    return executorch_report(program, output)
+    return _executorch_report(program, output)
 
 
 def _bitmasks(source: Source) -> str:
     """A remark on weights that were read from bitmasks; empty for other checkpoints."""
-    if source.folder is None or not holds_bitmasks(source.folder):
+    if not holds_bitmasks(source.path):
         return ""
-    matrices = {k: w for k, w in source.weights.items() if is_matrix(w.dtype, w.dim())}
+    matrices = matrices_in(source.weights)
     verdicts = [classify(key, weight, NMPattern(2, 4)).verdict for key, weight in matrices.items()]
     return f"; bitmasks became tensors with zeros: {verdicts.count('N:M')} of {len(verdicts)} matrices are 2:4"
 
 
-def calibration_data(text: str) -> Iterable[Any]:
+def _calibration_data(text: str) -> Iterable[Any]:
     """Batches for a calibration.
 
     Args:
@@ -384,8 +383,11 @@ def _parser() -> argparse.ArgumentParser:
         "lightning_nm.load_packed, a dense state dict, a graph, or a Core ML package. Exits with 0, or with 2 if the "
         "checkpoint cannot be read or is not N:M; nothing is written then.",
     )
-    kinds = "Lightning checkpoint, state dict (.pt, .safetensors), packed model, or folder of transformers"
-    parser.add_argument("checkpoint", metavar="CKPT", help=kinds)
+    parser.add_argument(
+        "checkpoint",
+        metavar="CKPT",
+        help="Lightning checkpoint, state dict (.pt, .safetensors), packed model, or folder of transformers",
+    )
     parser.add_argument(
         "--to",
         choices=("packed", "torch", "onnx", "pt2", "executorch", "coreml"),
@@ -399,11 +401,12 @@ def _parser() -> argparse.ArgumentParser:
         required=True,
         help="what to write; replaced when complete",
     )
-    found = (
-        "for packed, executorch and coreml: pattern of the sparse weights; by default that of the sparsifier state, or "
-        "found for each weight"
+    parser.add_argument(
+        "--pattern",
+        metavar="N:M",
+        help="for packed, executorch and coreml: pattern of the sparse weights; by default that of the sparsifier "
+        "state, or found for each weight",
     )
-    parser.add_argument("--pattern", metavar="N:M", help=found)
     parser.add_argument(
         "--dtype",
         choices=("int8",),
@@ -426,15 +429,23 @@ def _parser() -> argparse.ArgumentParser:
         help="with --dtype int8: embeddings, by key or module name, that are rounded, too, with a scale for each row; "
         "rows are dequantised when they are looked up, and other matrices when the file is loaded",
     )
-    taken = "take only the keys that begin with this, and remove it: 'model.' for a model within a LightningModule"
-    parser.add_argument("--prefix", default="", help=taken)
+    parser.add_argument(
+        "--prefix",
+        default="",
+        help="take only the keys that begin with this, and remove it: 'model.' for a model within a LightningModule",
+    )
     parser.add_argument(
         "--model",
         metavar="CLASS",
         help="for onnx, pt2, executorch and coreml: the model's class, such as train.Net",
     )
-    shapes = "for them: shape of an input, such as 2x3x32x32 or 2x16:int64; once for each input"
-    parser.add_argument("--input", metavar="SHAPE", action="append", default=[], help=shapes)
+    parser.add_argument(
+        "--input",
+        metavar="SHAPE",
+        action="append",
+        default=[],
+        help="for them: shape of an input, such as 2x3x32x32 or 2x16:int64; once for each input",
+    )
     parser.add_argument(
         "--precision",
         choices=("float32", "float16"),
@@ -443,11 +454,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--target", metavar="NAME", help="for executorch: ethos-u85-256 or another size, or cpu"
     )
-    data = (
-        "for executorch: inputs to choose int8 scales with, a file of tensors (.pt, .safetensors, .npy) or a "
-        "LightningDataModule such as train.Data, whose training data are taken"
+    parser.add_argument(
+        "--calibration",
+        metavar="DATA",
+        help="for executorch: inputs to choose int8 scales with, a file of tensors (.pt, .safetensors, .npy) or a "
+        "LightningDataModule such as train.Data, whose training data are taken",
     )
-    parser.add_argument("--calibration", metavar="DATA", help=data)
     parser.add_argument(
         "--allow-float",
         action="store_true",

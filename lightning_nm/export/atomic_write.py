@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TypeAlias
-from uuid import uuid4
 
 from torch import Tensor
 
@@ -35,14 +34,13 @@ def check_folder(path: Path) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary path next to `path`, which takes its place unless there is an error.
+    """A temporary path of the same name, for a file or a new folder, which becomes `path` unless there is an error.
 
     Raises:
         OSError: If the folder does not exist, or the file cannot be written: the message names `path`. An older file
             is then as it was.
 
     Example:
-        >>> from tempfile import TemporaryDirectory
         >>> with TemporaryDirectory() as folder:
         ...     path = Path(folder) / "note.txt"
         ...     with replacing(path) as new:
@@ -53,12 +51,17 @@ def replacing(path: Path) -> Iterator[Path]:
     check_folder(path)
     if path.is_dir():
         raise IsADirectoryError(f"'{path}' is a folder: name a file")
-    new = path.with_name(f".{path.name}.{uuid4().hex}")
     try:
-        yield new
-        new.replace(path)
+        # On the same file system, so that it can be renamed when it is complete.
+        with TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
+            new = Path(folder) / path.name
+            yield new
+            new.replace(path)
     except OSError as error:
-        raise type(error)(f"'{path}' was not written: {error.strerror or error}") from error
+        # The name of a temporary file tells nothing.
+        fault = error.__cause__ or error
+        reason = getattr(fault, "strerror", None) or fault
+        raise type(error)(f"'{path}' was not written: {reason}") from error
     except RuntimeError as error:
         # torch.save reports a full disk in these words, and by no class of its own.
         if "PytorchStreamWriter" not in str(error) and "unexpected pos" not in str(error):
@@ -66,28 +69,6 @@ def replacing(path: Path) -> Iterator[Path]:
         raise OSError(
             f"'{path}' was not written: torch could not write the whole file, as on a full disk"
         ) from error
-    finally:
-        new.unlink(missing_ok=True)
-
-
-@contextmanager
-def new_folder(path: Path) -> Iterator[Path]:
-    """A temporary path for a folder, which becomes `path` unless there is an error.
-
-    Raises:
-        OSError: If it cannot be written: the message names `path`.
-    """
-    try:
-        # On the same file system, so that it can be renamed when it is complete.
-        with TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
-            new = Path(folder) / path.name
-            yield new
-            new.rename(path)
-    except OSError as error:
-        # The name of a temporary file tells nothing.
-        fault = error.__cause__ or error
-        reason = getattr(fault, "strerror", None) or fault
-        raise type(error)(f"'{path}' was not written: {reason}") from error
 
 
 def check_suffix(path: FilePath, suffixes: tuple[str, ...], to: str) -> None:

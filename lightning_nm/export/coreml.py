@@ -7,24 +7,28 @@ import json
 import logging
 import re
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from io import StringIO
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from lightning_nm.export.atomic_write import FilePath, check_folder, check_suffix, new_folder
-from lightning_nm.export.graphs import evaluation, first_line
+from lightning_nm.export.atomic_write import FilePath, check_folder, check_suffix, replacing
+from lightning_nm.export.graphs import first_line
 from lightning_nm.export.packed_file import memory_of
-from lightning_nm.export.packed_model import refuse_empty
-from lightning_nm.export.patterns import Found, judge, patterns_in
+from lightning_nm.export.patterns import Found, patterns_in
+from lightning_nm.functional import is_nm
+from lightning_nm.methods.calibration import evaluation
 from lightning_nm.nn.packed.layers import packed_weights, places_of
 from lightning_nm.nn.packed.tensor import LAYOUTS, blocks_last, shape_of_blocks
 from lightning_nm.nn.weight import Layout
 from lightning_nm.pattern import NMPattern, PatternLike
+from lightning_nm.spelling import check_option
 
 SUFFIX = ".mlpackage"
 
@@ -87,7 +91,7 @@ class CoreMLPackage:
     def __init__(self, path: FilePath) -> None:
         self.path = Path(path)
         try:
-            coremltools = import_coremltools()
+            coremltools = _import_coremltools()
             from coremltools.converters.mil.frontend.milproto.load import load
         except ImportError as error:
             raise ValueError(f"cannot read '{self.path}': {error}") from error
@@ -96,7 +100,7 @@ class CoreMLPackage:
         if links:
             raise self._damaged(f"'{links[0]}' is a link")
         try:
-            with quiet():
+            with _quiet():
                 model = coremltools.models.MLModel(str(self.path), skip_model_load=True)
                 spec = model.get_spec()
                 program = load(spec, spec.specificationVersion, model.weights_dir or "")
@@ -178,14 +182,14 @@ def is_package(path: FilePath) -> bool:
     return Path(path).suffix == SUFFIX and Path(path).is_dir()
 
 
-def import_coremltools() -> Any:
+def _import_coremltools() -> Any:
     """The module ``coremltools``, which warns of what it lacks outside of macOS when it is imported.
 
     Raises:
         ImportError: With the extra that installs it.
     """
     try:
-        with quiet():
+        with _quiet():
             import coremltools
     except ImportError as error:
         raise ImportError(
@@ -195,7 +199,7 @@ def import_coremltools() -> Any:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def _quiet() -> Iterator[None]:
     """Keep progress bars, and warnings of versions that coremltools has not tested, from the terminal."""
     # coremltools warns at each import of the system, of torch and of scikit-learn.
     logger = logging.getLogger("coremltools")
@@ -258,11 +262,8 @@ class CoreMLReport(NamedTuple):
     @property
     def operators(self) -> dict[str, int]:
         """The number of sparse weights that each kind of operator in the file uses."""
-        counts: dict[str, int] = {}
-        for weight in self.weights:
-            for operator in weight.operators if weight.is_sparse else ():
-                counts[operator] = counts.get(operator, 0) + 1
-        return counts
+        used = [weight.operators for weight in self.weights if weight.is_sparse]
+        return dict(Counter(chain.from_iterable(used)))
 
 
 def export_coreml(
@@ -312,9 +313,8 @@ def export_coreml(
         {'linear': 1}
     """
     check_output(output)
-    if precision not in ("float32", "float16"):
-        raise ValueError(f"precision={precision!r} is unknown: use 'float32' or 'float16'")
-    coremltools = import_coremltools()
+    check_option("precision", precision, "float32", "float16")
+    coremltools = _import_coremltools()
     # The model is checked before it is traced, which takes minutes for a large one.
     kind = type(model).__name__
     if any(True for _ in packed_weights(model)):
@@ -322,18 +322,14 @@ def export_coreml(
     places_of(model)  # refuses installed masks
     model = _in_float32(model)
     weights = model.state_dict()
-    given = None if pattern is None else NMPattern.parse(pattern)
     # What is sparse in training is known as for packed files, so that both hold the same weights as sparse.
-    found = patterns_in(weights, states, given)
+    found = patterns_in(weights, states, pattern, kind)
     sparse: dict[str, Found] = {}
     held = set()  # a tied weight has further keys, and the program holds it once
     for key, each in found.items():
         if each.pattern is not None and memory_of(weights[key]) not in held:
             held.add(memory_of(weights[key]))
             sparse[key] = each
-    # Vectors are never sparse: their reasons tell nothing.
-    matrices = {key: each.reason for key, each in found.items() if weights[key].dim() >= 2}
-    refuse_empty(sparse, matrices, f"no weight of {kind} is {given or 'N:M'} sparse")
 
     program = _traced(model, example)
     # Constants keep the names of the program's inputs, with a suffix where they were rounded.
@@ -358,31 +354,36 @@ def export_coreml(
     exact = OpThresholdPrunerConfig(
         threshold=0.0, minimum_sparsity_percentile=0.0, weight_threshold=0
     )
-    with quiet():
+    with _quiet():
         config = OptimizationConfig(op_name_configs=dict.fromkeys(chosen, exact))
         compressed = prune_weights(converted, config)
-    stored = {
-        name: f"{name}{_SPARSIFIED}" if name in chosen else name for name, _ in places.values()
-    }
     # verify() reads these patterns, as it reads the header of a packed file.
     noted = {
-        stored[name]: {"key": key, "pattern": str(sparse[key].pattern), "layout": layout}
+        f"{name}{_SPARSIFIED}" if name in chosen else name: {
+            "key": key,
+            "pattern": str(sparse[key].pattern),
+            "layout": layout,
+        }
         for key, (name, layout) in places.items()
     }
     metadata = json.dumps({"schema": SCHEMA, "weights": noted})
     compressed.user_defined_metadata[METADATA] = metadata
     path = Path(output)
-    with new_folder(path) as new:
-        with quiet():
+    with replacing(path) as new:
+        with _quiet():
             compressed.save(str(new))
         package = CoreMLPackage(new)
+        stored = {entry["key"]: name for name, entry in noted.items()}
         written = []
         for key, each in sparse.items():
-            # Such as the head of a model whose forward does not use it.
-            row = CoreMLWritten(key, str(each.pattern))
+            pattern_text = str(each.pattern)
             if key in places:
                 name, layout = places[key]
-                row = _read_back(row, package, stored[name], layout, dense.weights[name].bytes)
+                dense_bytes = dense.weights[name].bytes
+                row = _read_back(package, key, pattern_text, stored[key], layout, dense_bytes)
+            else:
+                # Such as the head of a model whose forward does not use it.
+                row = CoreMLWritten(key, pattern_text)
             written.append(row)
         size, dense_size = (
             sum(file.stat().st_size for file in each.rglob("*") if file.is_file())
@@ -432,19 +433,12 @@ def _traced(model: nn.Module, example: tuple[Any, ...]) -> Any:
                 f"input {position} is {each!r}: Core ML takes tensors, so give it to {kind} in its constructor"
             )
     inputs = tuple(x.float().cpu() if x.is_floating_point() else x.cpu() for x in example)
-    # Decoders of transformers return a cache of keys and values, which is an object and no tensor.
-    config: Any = getattr(model, "config", None)
-    use_cache = getattr(config, "use_cache", None)
     try:
-        if use_cache:
-            config.use_cache = False
-        with quiet(), evaluation(model):
+        # Decoders of transformers then return no cache of keys and values, which is an object and no tensor.
+        with _quiet(), evaluation(model), torch.no_grad():
             program = torch.export.export(model, inputs)
     except Exception as error:
         raise ValueError(f"torch.export cannot trace {kind}: {first_line(error)}") from error
-    finally:
-        if use_cache:
-            config.use_cache = use_cache
     # Sizes that torch could not compute from the example have names and bounds.
     if program.range_constraints:
         sizes = ", ".join(map(str, program.range_constraints))
@@ -467,12 +461,12 @@ def _converted(coremltools: Any, program: Any, kind: str, precision: Precision) 
         "skip_model_load": True,  # only macOS can
     }
     # Operators stay whole where possible, because coremltools recognises more of the whole ones.
-    whole: dict[Any, Any] = {}
-    for apart in (whole, None):
+    whole: Any = {}
+    for table in (whole, torch.export.default_decompositions()):
+        table[torch.ops.aten.alias.default] = _same
         try:
-            with quiet():
-                lowered = _without_aliases(program.run_decompositions(apart))
-                return coremltools.convert(lowered, **options)
+            with _quiet():
+                return coremltools.convert(program.run_decompositions(table), **options)
         except NotImplementedError as error:
             # "Unsupported fx node lstm, kind lstm.input": the name before the overload.
             unknown = re.search(r"kind (\w+)", str(error))
@@ -486,16 +480,9 @@ def _converted(coremltools: Any, program: Any, kind: str, precision: Precision) 
     raise failed
 
 
-def _without_aliases(program: Any) -> Any:
-    """Remove operators that only give their input another name, which torch leaves of some that it takes apart."""
-    graph = program.graph_module.graph
-    for node in list(graph.nodes):
-        is_alias = node.target is torch.ops.aten.alias.default
-        # The signature names the outputs.
-        if is_alias and not any(user.op == "output" for user in node.users):
-            node.replace_all_uses_with(node.args[0])
-            graph.erase_node(node)
-    return program
+def _same(x: Tensor) -> Tensor:
+    """What an operator becomes that only gives its input another name: coremltools does not know it."""
+    return x
 
 
 def _places(
@@ -517,16 +504,17 @@ def _places(
     for key in sorted(sparse, key=lambda key: names.get(key) not in free):
         layout = sparse[key].layout
         # Zeros stay where they are in every precision; values may be rounded or scaled.
-        forms = [(weights[key] != 0, layout)]
-        if weights[key].dim() == 2 and layout in turned:
-            forms.append((forms[0][0].t(), turned[layout]))
+        is_nonzero = weights[key] != 0
+        forms = {layout: is_nonzero}
+        if is_nonzero.dim() == 2 and layout in turned:
+            forms[turned[layout]] = is_nonzero.t()
         own_name = names.get(key)
         for name in [own_name] if own_name in free else list(free):
             found = [
                 layout_there
-                for is_nonzero, layout_there in forms
-                if free[name].shape == tuple(is_nonzero.shape)
-                and _same_nonzeros(package.read(name), is_nonzero)
+                for layout_there, form in forms.items()
+                if free[name].shape == tuple(form.shape)
+                and _same_nonzeros(package.read(name), form)
             ]
             if found:
                 # Two weights with the same zeros have two constants.
@@ -545,7 +533,7 @@ def _same_nonzeros(found: Tensor, is_nonzero: Tensor) -> bool:
 
 
 def _read_back(
-    row: CoreMLWritten, package: CoreMLPackage, name: str, layout: Layout, dense_bytes: int
+    package: CoreMLPackage, key: str, pattern: str, name: str, layout: Layout, dense_bytes: int
 ) -> CoreMLWritten:
     """What the package holds of an N:M weight.
 
@@ -554,14 +542,9 @@ def _read_back(
     """
     weight = package.weights[name]
     rows = blocks_last(package.read(name), layout)
-    verdict = judge(row.key, rows, NMPattern.parse(row.pattern), -1, "", masked=True)
-    if verdict.verdict != "N:M":
-        raise ValueError(f"'{row.key}' is not {row.pattern} in the file: nothing is written")
-    return row._replace(
-        name=name,
-        operators=weight.operators,
-        is_sparse=weight.is_sparse,
-        density=verdict.density,
-        bytes=weight.bytes,
-        dense_bytes=dense_bytes,
+    if not is_nm(rows, pattern):
+        raise ValueError(f"'{key}' is not {pattern} in the file: nothing is written")
+    density = float(torch.count_nonzero(rows)) / rows.numel()
+    return CoreMLWritten(
+        key, pattern, name, weight.operators, weight.is_sparse, density, weight.bytes, dense_bytes
     )

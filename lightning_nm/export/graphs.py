@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_nm.export.atomic_write import FilePath, Weights, replacing
-from lightning_nm.export.sources import Source, check_loadable, hyperparameters, load_tensors
+from lightning_nm.export.sources import Source, check_loadable, decoded, load_tensors
 
 TOLERANCE = 1e-3
 """Largest difference of an output of onnxruntime and of torch, relative to the largest output."""
@@ -103,13 +103,13 @@ def build_model(source: Source, name: str) -> nn.Module:
     """
     cls = import_class(name, "--model", nn.Module)
     try:
-        if source.folder is not None and hasattr(cls, "from_pretrained"):
-            check_loadable(source.folder)
-            found: nn.Module = cls.from_pretrained(source.folder)
+        if source.is_folder and hasattr(cls, "from_pretrained"):
+            check_loadable(source.path)
+            found: nn.Module = cls.from_pretrained(source.path)
             return found.eval()
         names = inspect.signature(cls).parameters
-        saved = hyperparameters(source.path)
-        arguments = {name: value for name, value in saved.items() if name in names}
+        saved = source.hyperparameters.items()
+        arguments = {name: value for name, value in saved if name in names}
         model: nn.Module = cls(**arguments)
         model.load_state_dict(source.weights)
     except (TypeError, RuntimeError, OSError) as error:
@@ -237,18 +237,36 @@ def import_class(path: str, option: str, kind: type) -> Any:
 
 # The numbers of dtypes in programs of torch.export.
 _DTYPES = {
-    **{1: torch.uint8, 2: torch.int8, 3: torch.int16, 4: torch.int32, 5: torch.int64},
-    **{6: torch.float16, 7: torch.float32, 8: torch.float64, 13: torch.bfloat16},
-    **{9: torch.complex32, 10: torch.complex64, 11: torch.complex128, 12: torch.bool},
-    **{29: torch.float8_e4m3fn, 30: torch.float8_e5m2},
-    **{31: torch.float8_e4m3fnuz, 32: torch.float8_e5m2fnuz},
+    1: torch.uint8,
+    2: torch.int8,
+    3: torch.int16,
+    4: torch.int32,
+    5: torch.int64,
+    6: torch.float16,
+    7: torch.float32,
+    8: torch.float64,
+    9: torch.complex32,
+    10: torch.complex64,
+    11: torch.complex128,
+    12: torch.bool,
+    13: torch.bfloat16,
+    29: torch.float8_e4m3fn,
+    30: torch.float8_e5m2,
+    31: torch.float8_e4m3fnuz,
+    32: torch.float8_e5m2fnuz,
 }
 _FOLDERS = ("data/weights", "data/constants")
 _PICKLED = ("serialized_state_dict.pt", "serialized_constants.pt")  # of torch 2.6
 # ONNX operators that read integers, whose zero points may lie anywhere, or several values in a byte.
 _QUANTISED = (
-    *("DequantizeLinear", "QLinearConv", "ConvInteger", "QLinearMatMul", "MatMulInteger"),
-    *("MatMulNBits", "MatMulBnb4", "GatherBlockQuantized"),
+    "DequantizeLinear",
+    "QLinearConv",
+    "ConvInteger",
+    "QLinearMatMul",
+    "MatMulInteger",
+    "MatMulNBits",
+    "MatMulBnb4",
+    "GatherBlockQuantized",
 )
 
 
@@ -275,7 +293,7 @@ def program_weights(path: Path) -> Weights:
         raise ValueError(
             f"'{path}' holds no weights outside compiled code: give the checkpoint that it was made from"
         )
-    return found
+    return decoded(found, path)
 
 
 def _stored(archive: zipfile.ZipFile, name: str) -> Iterator[tuple[str, Tensor]]:
@@ -335,9 +353,10 @@ def onnx_weights(path: Path) -> Weights:
         model = onnx.load(path, load_external_data=False)
         for prefix, graph in [("", model.graph), *((f"{f.name}/", f) for f in model.functions)]:
             for name, tensor in _matrices(graph, str(path.parent)):
-                if f"{prefix}{name}" in found:
-                    raise ValueError(f"'{prefix}{name}' is defined twice")
-                found[f"{prefix}{name}"] = tensor
+                key = f"{prefix}{name}"
+                if key in found:
+                    raise ValueError(f"'{key}' is defined twice")
+                found[key] = tensor
     except Exception as error:
         raise ValueError(f"cannot read '{path}' as ONNX: {error}") from error
     return found

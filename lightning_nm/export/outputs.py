@@ -13,20 +13,17 @@ from torch import Tensor
 from lightning_nm.export.atomic_write import (
     FilePath,
     Weights,
-    check_folder,
     check_suffix,
-    new_folder,
     replacing,
 )
 from lightning_nm.export.packed_file import memory_of, write_packed, write_safetensors
-from lightning_nm.export.packed_model import matches, refuse_empty
+from lightning_nm.export.packed_model import matches
 from lightning_nm.export.patterns import patterns_in
 from lightning_nm.export.sources import (
     Source,
     config_without_bitmasks,
     holds_bitmasks,
     named_as_in_model,
-    other_files,
 )
 from lightning_nm.nn.packed.tensor import EVERY_ENTRY, PackedTensor, Role, int8_fault, scale_shapes
 from lightning_nm.pattern import NMPattern, PatternLike
@@ -88,15 +85,8 @@ def export_packed(
         OSError: If the file cannot be written.
     """
     check_suffix(output, (".safetensors",), "packed")
-    given = None if pattern is None else NMPattern.parse(pattern)
-    weights = source.weights
-    if source.folder is not None:
-        weights = named_as_in_model(weights, source.states, source.folder)
-    found = patterns_in(weights, source.states, given)
-    # Vectors are never packed: their reasons tell nothing.
-    packed = {key: each for key, each in found.items() if each.pattern is not None}
-    matrices = {key: each.reason for key, each in found.items() if weights[key].dim() >= 2}
-    refuse_empty(packed, matrices, f"no weight of '{source.path}' is {given or 'N:M'} sparse")
+    weights = named_as_in_model(source.weights, source.states, source.path)
+    found = patterns_in(weights, source.states, pattern, f"'{source.path}'")
     tensors: dict[str, Tensor | PackedTensor] = {}
     written = []
     named: dict[str, list[str]] = {"--int8-experts": [], "--int8-embeddings": []}
@@ -177,7 +167,7 @@ def export_torch(source: Source, output: FilePath) -> None:
         OSError: If it cannot be written.
     """
     path = Path(output)
-    if not path.suffix and source.folder is not None:
+    if not path.suffix and source.is_folder:
         _write_folder(source, path)
         return
     check_suffix(path, (".pt", ".pth", ".bin", ".safetensors"), "torch")
@@ -192,15 +182,30 @@ def _write_dense(weights: Weights, path: Path) -> None:
             torch.save(weights, new)
 
 
+# What transformers and its relatives call files of weights.
+_WEIGHTS = (
+    ".safetensors",
+    ".bin",
+    ".index.json",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".h5",
+    ".msgpack",
+    ".onnx",
+    ".ot",
+    ".gguf",
+)
+
+
 def _write_folder(source: Source, path: Path) -> None:
     if path.exists():
         raise ValueError(f"'{path}' exists: give a folder that does not")
-    assert source.folder is not None
-    check_folder(path)
-    with new_folder(path) as new:
+    with replacing(path) as new:
         new.mkdir()
-        for file in other_files(source.folder):
-            shutil.copyfile(file, new / file.name)
-        if holds_bitmasks(source.folder):
-            (new / "config.json").write_text(config_without_bitmasks(source.folder), "utf-8")
+        for file in source.path.iterdir():
+            if file.is_file() and not file.name.endswith(_WEIGHTS):
+                shutil.copyfile(file, new / file.name)
+        if holds_bitmasks(source.path):
+            (new / "config.json").write_text(config_without_bitmasks(source.path), "utf-8")
         _write_dense(source.weights, new / "model.safetensors")

@@ -9,13 +9,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_nm.export.atomic_write import Weights
 from lightning_nm.export.packed_file import memory_of
 from lightning_nm.functional import count_violations
 from lightning_nm.functional.nm_format import MAX_M, PACKED_DTYPES, position_bits
 from lightning_nm.nn.packed.layers import SAME_BLOCKS
 from lightning_nm.nn.packed.tensor import blocks_last
 from lightning_nm.nn.weight import Layout, key_of_layer, plain_name
-from lightning_nm.pattern import NMPattern
+from lightning_nm.pattern import NMPattern, PatternLike
+from lightning_nm.spelling import some_of
 
 SOUGHT = (4, 8, 16, 32)
 """Lengths of blocks that are tried where no pattern is given."""
@@ -38,7 +40,7 @@ class Found(NamedTuple):
     reason: str = ""
 
 
-def possible_layouts(weight: Tensor) -> tuple[Layout, ...]:
+def _possible_layouts(weight: Tensor) -> tuple[Layout, ...]:
     """The layouts that a weight of an unknown module may have, the most usual one first."""
     return (Layout.PLAIN, Layout.TRANSPOSED if weight.dim() == 2 else Layout.FLAT)
 
@@ -52,14 +54,14 @@ def pattern_of(
     Args:
         weight: Any tensor.
         pattern: The only one to try; by default every N for blocks of :data:`SOUGHT`.
-        layouts: Where blocks may lie; by default :func:`possible_layouts`.
+        layouts: Where blocks may lie; by default :func:`_possible_layouts`.
     """
     packable = weight.dim() >= 2 and weight.dtype in PACKED_DTYPES and weight.numel()
     if not packable:
         dtype = str(weight.dtype).removeprefix("torch.")
         return Found(None, reason=f"{dtype} of shape {list(weight.shape)}")
     blocked = [
-        (layout, blocks_last(weight, layout)) for layout in layouts or possible_layouts(weight)
+        (layout, blocks_last(weight, layout)) for layout in layouts or _possible_layouts(weight)
     ]
     if pattern is not None:
         return _checked(blocked, pattern)
@@ -106,7 +108,10 @@ def _checked(blocked: Sequence[tuple[Layout, Tensor]], pattern: NMPattern) -> Fo
 
 
 def patterns_in(
-    weights: Mapping[str, Tensor], states: Sequence[Mapping[str, Any]], pattern: NMPattern | None
+    weights: Mapping[str, Tensor],
+    states: Sequence[Mapping[str, Any]],
+    pattern: PatternLike | None,
+    owner: str = "",
 ) -> dict[str, Found]:
     """The pattern of every tensor of a checkpoint.
 
@@ -114,9 +119,28 @@ def patterns_in(
         weights: Its state dict.
         states: Its sparsifier states: where there is one, only the layers that it masks are packed, as it masks them.
         pattern: Overrides both, for all weights.
+        owner: What must have an N:M weight, for the message.
+
+    Raises:
+        ValueError: If the owner has none, with the reasons.
     """
-    if pattern is not None or not states:
-        return {key: pattern_of(weight, pattern) for key, weight in weights.items()}
+    given = None if pattern is None else NMPattern.parse(pattern)
+    if given is not None or not states:
+        found = {key: pattern_of(weight, given) for key, weight in weights.items()}
+    else:
+        found = _masked_patterns(weights, states)
+    if owner and not any(each.pattern for each in found.values()):
+        # Vectors are never packed: their reasons tell nothing.
+        matrices = [key for key, weight in weights.items() if weight.dim() >= 2]
+        reasons = some_of([f"'{key}': {found[key].reason}" for key in matrices])
+        raise ValueError(f"no weight of {owner} is {given or 'N:M'} sparse: {reasons}")
+    return found
+
+
+def _masked_patterns(
+    weights: Mapping[str, Tensor], states: Sequence[Mapping[str, Any]]
+) -> dict[str, Found]:
+    """The patterns of the layers that sparsifier states mask; other tensors are dense."""
     found = {key: Found(None, reason="not masked in training") for key in weights}
     keys = {plain_name(key): key for key in weights}
     for state in states:
@@ -139,6 +163,13 @@ _DENSE_FROM = 0.5
 
 # Integers that may be the values of a quantised weight; wider ones are indices.
 _QUANTISED = {torch.int8, torch.uint8, torch.qint8, torch.quint8, torch.qint32}
+
+# Where blocks were found.
+_AXES = {
+    Layout.PLAIN: "along dim 1",
+    Layout.TRANSPOSED: "along dim 0",
+    Layout.FLAT: "along the flattened filter",
+}
 
 # Another pattern is named if nonzeros fill this share of its places: zeros without a structure fit some pattern, too.
 _FULL = 0.95
@@ -179,6 +210,11 @@ def is_matrix(dtype: torch.dtype, axes: int) -> bool:
     return axes >= 2 and is_number
 
 
+def matrices_in(weights: Mapping[str, Tensor]) -> Weights:
+    """The tensors that may be N:M, by key."""
+    return {key: weight for key, weight in weights.items() if is_matrix(weight.dtype, weight.dim())}
+
+
 def comparable(key: str, weight: Tensor) -> Tensor:
     """A weight as a strided tensor of a dtype that torch compares, with the same zeros.
 
@@ -216,19 +252,17 @@ def classify(key: str, weight: Tensor, pattern: NMPattern) -> Verdict:
         return Verdict(key, "dense", str(pattern), note=unknown)
     stored = f", {str(weight.dtype).removeprefix('torch.')}" if weight.itemsize == 1 else ""
     weight = comparable(key, weight)
-    # Some layers store weights as [in, out]; the blocks of a convolution may lie along the flattened filter. A 3-D
-    # weight is that of a 1-d convolution, or one matrix for each expert.
-    axes = [(weight, 1, "along dim 1")]
-    if weight.dim() == 2:
-        axes.append((weight, 0, "along dim 0"))
-    elif weight.dim() == 3:
-        axes += [(weight, 2, "along dim 2"), (weight.flatten(1), 1, "along the flattened filter")]
-    else:
-        axes.append((weight.flatten(1), 1, "along the flattened filter"))
+    # Some layers store weights as [in, out]; the blocks of a convolution may lie along the flattened filter.
     verdicts = []
-    for rows, dim, note in axes:
-        if rows.shape[dim] % pattern.m == 0:
-            verdicts.append(judge(key, rows, pattern, dim, note, masked=False))
+    for layout in _possible_layouts(weight):
+        rows = blocks_last(weight, layout)
+        if rows.shape[-1] % pattern.m:
+            continue
+        note = _AXES[layout]
+        # A weight of three axes is that of a 1-d convolution, or one matrix for each expert, with the same blocks.
+        if layout is Layout.FLAT and weight.dim() == 3 and weight.shape[2] % pattern.m == 0:
+            note = "along dim 2"
+        verdicts.append(judge(key, rows, pattern, -1, note, masked=False))
     if not verdicts:
         return Verdict(
             key, "dense", str(pattern), note=f"shape {tuple(weight.shape)} has no axis of blocks"

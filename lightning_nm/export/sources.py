@@ -76,7 +76,7 @@ def read_file(path: Path) -> Any:
         raise ValueError(f"cannot read '{path}' as tensors alone: {fault}") from error
 
 
-def tensors_in(content: Mapping[Any, Any], path: Path, *, nested: bool) -> Weights:
+def _tensors_in(content: Mapping[Any, Any], path: Path, *, nested: bool) -> Weights:
     """The tensors of a dictionary by key.
 
     Args:
@@ -130,15 +130,16 @@ def file_fault(path: Path) -> str:
     graph = kind_of_graph(path)
     if graph:
         return f"it is {graph}, not a checkpoint: give the checkpoint that it was exported from"
-    archive = start[:4] == _ARCHIVE[: len(start)]
-    text = "" if archive else _text(start)
+    if start[:4] == _ARCHIVE[: len(start)]:
+        if zipfile.is_zipfile(path):
+            return ""
+        return f"it is truncated: the {size} bytes that are there are the beginning of an archive of torch.save"
+    text = _text(start)
     if text.startswith("version https://git-lfs"):
         return "it is a Git LFS pointer instead of the file itself: fetch that by `git lfs pull`"
     if text:
         shown = text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
         return f"it is text, not a checkpoint, and begins with {shown!r}"
-    if archive and not zipfile.is_zipfile(path):
-        return f"it is truncated: the {size} bytes that are there are the beginning of an archive of torch.save"
     return ""
 
 
@@ -170,37 +171,35 @@ STATE_FILE = "nm_sparsifier.pt"
 """Where :class:`~lightning_nm.integrations.NMTrainerCallback` saves its state in a checkpoint folder."""
 
 _ONE_EXPERT = re.compile(r"\bexperts\.\d+\.")
-_FILES = ("model.safetensors", "pytorch_model.bin")
+_MODELS = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
 _ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
 
 
-def holds_model(folder: Path) -> bool:
-    """Whether a folder holds a whole model, in one file or in several."""
-    names = [*_FILES, *(f"{name}.index.json" for name in _FILES)]
-    return any((folder / name).is_file() for name in names)
+def model_file(folder: Path) -> Path | None:
+    """The file of a folder that holds a whole model, or the index of several; ``None`` without one."""
+    paths = (folder / name for name in _MODELS)
+    return next((path for path in paths if path.is_file()), None)
 
 
-def read_folder(folder: Path, *, nested: bool = False) -> tuple[Weights, list[dict[str, Any]]]:
+def _read_folder(folder: Path, *, nested: bool) -> Source:
     """Read the weights of a model folder, in one file or in several with an index, and the sparsifier state in it.
-
-    Args:
-        folder: The folder.
-        nested: As of :func:`~lightning_nm.export.read_checkpoint`.
 
     Raises:
         ValueError: If the folder holds no model, a file of it is missing or cannot be read, or its weights are in a
             form that is not read.
     """
     content = _read_weights(folder)
-    check_compression(folder)
-    weights = decoded(tensors_in(content, folder, nested=nested), folder)
+    _check_compression(folder)
+    weights = decoded(_tensors_in(content, folder, nested=nested), folder)
     if not weights:
         raise ValueError(f"the model in '{folder}' holds no tensors")
     path = folder / STATE_FILE
-    states = [read_file(path)] if path.is_file() else []
-    for state in states:
-        check_schema(state)
-    return weights, states
+    return Source(folder, weights, [read_file(path)] if path.is_file() else [])
 
 
 def named_as_in_model(
@@ -259,14 +258,12 @@ def check_loadable(folder: Path) -> None:
 
 
 def _read_weights(folder: Path) -> Mapping[str, Any]:
-    for name in _FILES:
-        path = folder / name
-        if path.is_file():
-            content = read_file(path)
-            return content if isinstance(content, Mapping) else {}
-        index = folder / f"{name}.index.json"
-        if index.is_file():
-            return _read_parts(folder, index)
+    path = model_file(folder)
+    if path is not None and path.suffix == ".json":
+        return _read_parts(folder, path)
+    if path is not None:
+        content = read_file(path)
+        return content if isinstance(content, Mapping) else {}
     found = sorted(path.name for path in folder.glob("checkpoint-*") if path.is_dir())
     if found:
         raise ValueError(
@@ -277,8 +274,7 @@ def _read_weights(folder: Path) -> Mapping[str, Any]:
         raise ValueError(
             f"'{folder}' holds an adapter, whose matrices are not the model's: {advice}"
         )
-    names = ", ".join(f"{name}, {name}.index.json" for name in _FILES)
-    raise ValueError(f"the folder '{folder}' holds no model: expected one of {names}")
+    raise ValueError(f"the folder '{folder}' holds no model: expected one of {', '.join(_MODELS)}")
 
 
 def _read_parts(folder: Path, index: Path) -> dict[str, Any]:
@@ -326,7 +322,7 @@ _PACKED = {
 }
 
 
-def compression_of(folder: Path) -> dict[str, Any]:
+def _compression_of(folder: Path) -> dict[str, Any]:
     """What config.json of a model folder says of its quantisation or compression; empty if nothing.
 
     Raises:
@@ -339,16 +335,16 @@ def compression_of(folder: Path) -> dict[str, Any]:
 
 def holds_bitmasks(folder: Path) -> bool:
     """Whether the weights of a model folder are compressed by bitmasks, which transformers does not read."""
-    return _sparsity(compression_of(folder)) in _BITMASKS
+    return _sparsity(_compression_of(folder)) in _BITMASKS
 
 
-def check_compression(folder: Path) -> None:
+def _check_compression(folder: Path) -> None:
     """Refuse a model folder whose weights are in a form that is not read.
 
     Raises:
         ValueError: With the name of the form.
     """
-    config = compression_of(folder)
+    config = _compression_of(folder)
     default = "compressed-tensors" if "sparsity_config" in config else "unknown"
     method = str(config.get("quant_method", default))
     form = str(config.get("format", "dense"))
@@ -377,12 +373,7 @@ def decoded(weights: Mapping[str, Tensor], path: Path) -> Weights:
         ValueError: If a bitmask does not fit its values, or a weight is in a form that is not read.
     """
     found: Weights = {}
-    parts = {
-        f"{key.removesuffix('bitmask')}{part}"
-        for key in weights
-        if key.endswith(".bitmask")
-        for part in ("compressed", "bitmask", "shape", "row_offsets")
-    }
+    encoded = {key.removesuffix(".bitmask") for key in weights if key.endswith(".bitmask")}
     for key, weight in weights.items():
         name, _, part = key.rpartition(".")
         if part in _PACKED and not weight.is_floating_point():
@@ -391,8 +382,7 @@ def decoded(weights: Mapping[str, Tensor], path: Path) -> Weights:
                 f"'{path}' holds '{key}', a weight as {writer} packs it, which is not read: {way_out}"
             )
         if part == "bitmask":
-            module = name.removesuffix(".weight")
-            dense_key = f"{module}.weight"
+            dense_key = f"{name.removesuffix('.weight')}.weight"
             if dense_key in weights:
                 raise ValueError(f"'{path}' holds both '{dense_key}' and '{key}'")
             try:
@@ -400,7 +390,7 @@ def decoded(weights: Mapping[str, Tensor], path: Path) -> Weights:
             except (KeyError, RuntimeError, TypeError, ValueError) as error:
                 reason = f"there is no {error}" if isinstance(error, KeyError) else error
                 raise ValueError(f"'{path}' is damaged: '{key}': {reason}") from error
-        elif key not in parts:
+        elif name not in encoded or part not in ("compressed", "shape", "row_offsets"):
             found[key] = weight
     return found
 
@@ -433,10 +423,7 @@ def _dense(bitmask: Tensor, weights: Mapping[str, Tensor], name: str) -> Tensor:
     if kept != values.numel():
         raise ValueError(f"it keeps {kept} entries, and there are {values.numel()} values")
     dense = torch.zeros(shape, dtype=values.dtype)
-    if values.itemsize == 1:  # older versions of torch assign no float8 values by a mask
-        dense.view(torch.int8)[mask] = values.view(torch.int8)
-    else:
-        dense[mask] = values
+    dense[mask] = values
     return dense
 
 
@@ -456,13 +443,6 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-# What transformers and its relatives call files of weights.
-_WEIGHTS = (
-    *(".safetensors", ".bin", ".index.json", ".pt", ".pth", ".ckpt"),
-    *(".h5", ".msgpack", ".onnx", ".ot", ".gguf"),
-)
-
-
 class Source(NamedTuple):
     """A checkpoint.
 
@@ -470,13 +450,18 @@ class Source(NamedTuple):
         path: Where it is.
         weights: The dense state dict.
         states: The sparsifier states in it.
-        folder: The folder of ``transformers``, if it is one.
+        hyperparameters: The model's arguments that Lightning saved in it.
     """
 
     path: Path
     weights: Weights
     states: list[dict[str, Any]]
-    folder: Path | None = None
+    hyperparameters: Mapping[Any, Any] = {}
+
+    @property
+    def is_folder(self) -> bool:
+        """Whether it is a folder of ``transformers``."""
+        return (self.path / "config.json").is_file()
 
 
 def read_checkpoint(
@@ -495,7 +480,12 @@ def read_checkpoint(
         ValueError: If the file cannot be read, is damaged or holds no weights, or holds them in a form that is not
             read, such as packed integers of other libraries.
     """
-    path = Path(path)
+    source = _read(Path(path), nested=nested)
+    return source.weights, source.states
+
+
+def _read(path: Path, *, nested: bool) -> Source:
+    """What :func:`read_checkpoint` reads, and the model's arguments."""
     if (path / ".metadata").is_file():
         # Lightning keeps the callbacks' states, the sparsifier's among them, in a file of their own.
         command = (
@@ -508,35 +498,42 @@ def read_checkpoint(
             f"one file of it by `python -m {command}`"
         )
     if path.is_dir():
-        return read_folder(path, nested=nested)
-    if not path.is_file():
+        source = _read_folder(path, nested=nested)
+    elif path.is_file():
+        source = _read_saved(path, nested=nested)
+    else:
         raise ValueError(f"'{path}' is neither a file nor a folder")
+    for state in source.states:
+        check_schema(state)
+    return source
+
+
+def _read_saved(path: Path, *, nested: bool) -> Source:
+    """Read a file of ``torch.save`` or of safetensors."""
     content = read_file(path)
     if nested and isinstance(content, list | tuple):
         content = dict(enumerate(content))
     if not isinstance(content, Mapping):
         content = {}
+    parts = {key: value for key, value in content.items() if isinstance(value, Mapping)}
     # Lightning's key, and those that many training loops use.
-    inner = (content.get(key) for key in ("state_dict", "model_state_dict", "model"))
-    state_dict = next((each for each in inner if isinstance(each, Mapping)), content)
+    inner = [parts[key] for key in ("state_dict", "model_state_dict", "model") if key in parts]
+    state_dict = inner[0] if inner else content
     # A file may also hold the state of a sparsifier itself.
-    is_state = "schema" in content and isinstance(content.get("layers"), Mapping)
-    weights = decoded(tensors_in(state_dict, path, nested=nested and not is_state), path)
+    is_state = "schema" in content and "layers" in parts
+    weights = decoded(_tensors_in(state_dict, path, nested=nested and not is_state), path)
     if not weights:
         raise ValueError(
             f"'{path}' holds no state dict: expected tensors by name, or a checkpoint with 'state_dict'"
         )
-    callbacks = content.get("callbacks")
     states = [
         dict(state)
-        for name, state in (callbacks.items() if isinstance(callbacks, Mapping) else ())
+        for name, state in parts.get("callbacks", {}).items()
         if str(name).startswith("NMSparsityCallback") and isinstance(state, Mapping) and state
     ]
     if is_state:
         states.append(dict(content))
-    for state in states:
-        check_schema(state)
-    return weights, states
+    return Source(path, weights, states, parts.get("hyper_parameters", {}))
 
 
 def read_source(path: str | Path, prefix: str = "") -> Source:
@@ -551,24 +548,24 @@ def read_source(path: str | Path, prefix: str = "") -> Source:
         ValueError: If it cannot be read, holds no weights, or no key begins with `prefix`.
     """
     path = Path(path)
-    folder = None
     if is_packed(path):
         file = PackedFile(path)
         weights = {key: file.read_dense(key) for key in (*file.dense, *file.packed)}
         # Aliases share their tensor.
         weights |= {key: weights[own] for key, own in file.aliases.items()}
-        states: list[dict[str, Any]] = []
+        source = Source(path, weights, [])
     else:
-        weights, states = read_checkpoint(path)
-        folder = path if (path / "config.json").is_file() else None
-    if prefix:
-        keys = list(weights)
-        weights = _without(weights, prefix)
-        if not weights:
-            shown = ", ".join(map(repr, keys[:4]))
-            raise ValueError(f"no key of '{path}' begins with '{prefix}': they are {shown}, ...")
-        states = [{**state, "layers": _without(state["layers"], prefix, ".")} for state in states]
-    return Source(path, weights, states, folder)
+        source = _read(path, nested=False)
+    if not prefix:
+        return source
+    weights = _without(source.weights, prefix)
+    if not weights:
+        shown = ", ".join(map(repr, list(source.weights)[:4]))
+        raise ValueError(f"no key of '{path}' begins with '{prefix}': they are {shown}, ...")
+    states = [
+        {**state, "layers": _without(state["layers"], prefix, ".")} for state in source.states
+    ]
+    return source._replace(weights=weights, states=states)
 
 
 def _without(found: Mapping[str, Any], prefix: str, end: str = "") -> dict[str, Any]:
@@ -578,23 +575,3 @@ def _without(found: Mapping[str, Any], prefix: str, end: str = "") -> dict[str, 
         for name, each in found.items()
         if f"{name}{end}".startswith(prefix)
     }
-
-
-def hyperparameters(path: Path) -> dict[str, Any]:
-    """The model's arguments that Lightning saved in a checkpoint; none in another file."""
-    if not path.is_file() or path.suffix == ".safetensors":
-        return {}
-    content = torch.load(path, map_location="meta", weights_only=True)
-    found = content.get("hyper_parameters") if isinstance(content, dict) else None
-    if not isinstance(found, dict):
-        return {}
-    return {key: value for key, value in found.items() if isinstance(key, str)}
-
-
-def other_files(folder: Path) -> list[Path]:
-    """The files of a folder of ``transformers`` that hold no weights: its configuration, its tokenizer."""
-    return [
-        path
-        for path in sorted(folder.iterdir())
-        if path.is_file() and not path.name.endswith(_WEIGHTS)
-    ]

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -21,11 +21,11 @@ from lightning_nm.export.patterns import (
     comparable,
     is_matrix,
     judge,
+    matrices_in,
 )
 from lightning_nm.export.sources import (
     ONNX,
     PROGRAM,
-    decoded,
     kind_of_graph,
     named_as_in_model,
     read_checkpoint,
@@ -52,7 +52,7 @@ class Verification:
 
     verdicts: list[Verdict]
     problems: list[str]
-    matrices: Mapping[str, int] = field(default_factory=dict)
+    matrices: dict[str, int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     def count(self, verdict: str) -> int:
@@ -139,9 +139,9 @@ def verify(
         raise ValueError(
             f"the base '{base}' is compared with a pattern: give one, for example --pattern 2:4"
         )
-    verdicts, sizes, notes = _verify_file(checkpoint, parsed)
-    globs = [include] if isinstance(include, str) else include
-    problems = _problems(verdicts, globs)
+    result = _verify_file(checkpoint, parsed)
+    verdicts, problems = result.verdicts, result.problems
+    problems += _problems(verdicts, [include] if isinstance(include, str) else include)
     if base is not None:
         problems += _lost(verdicts, _verify_file(base, parsed).verdicts, base)
     elif parsed is not None and min_share is None and not allow_dense and not problems:
@@ -151,7 +151,6 @@ def verify(
                 f"{len(dense)} of {len(verdicts)} matrices are dense: {listed(_grouped_keys(dense))}; allow that by "
                 "--allow-dense (allow_dense=True), or say how much must be N:M by --min-share (min_share)"
             )
-    result = Verification(verdicts, problems, sizes, notes)
     if min_share is not None and result.share < min_share:
         problems.append(
             f"only {result.share:.1%} of the matrices' entries are in N:M matrices, less than {min_share:.1%}"
@@ -159,46 +158,39 @@ def verify(
     return result
 
 
-class _Checked(NamedTuple):
-    """The verdicts of a file, the number of entries of every matrix, and what is said of the file as a whole."""
-
-    verdicts: list[Verdict]
-    sizes: dict[str, int]
-    notes: list[str]
-
-    def add(
-        self,
-        key: str,
-        weight: Tensor,
-        noted: tuple[NMPattern, Layout] | None,
-        pattern: NMPattern | None,
-        *notes: str,
-    ) -> None:
-        """Judge a weight in the pattern and the layout that the file tells of it, if it does, or in another pattern."""
-        if noted is not None and pattern in (None, noted[0]):
-            own_pattern, layout = noted
-            rows = blocks_last(weight, layout)
-            verdict = judge(key, rows, own_pattern, -1, layout, masked=True)
-        else:
-            assert pattern is not None
-            verdict = classify(key, weight, pattern)
-        first, *others = notes
-        note = ", ".join(filter(None, (first, verdict.note, *others)))
-        self.verdicts.append(replace(verdict, note=note))
-
-
-def _verify_file(checkpoint: str | Path, pattern: NMPattern | None) -> _Checked:
-    checked = _Checked([], {}, [])
+def _verify_file(checkpoint: str | Path, pattern: NMPattern | None) -> Verification:
+    """The verdicts of a file, and what is said of it as a whole; problems are not told yet."""
+    result = Verification([], [])
     if is_packed(checkpoint):
         file = PackedFile(checkpoint)
         if file.checksums is None:
-            checked.notes.append(no_checksums(checkpoint))
-        _verify_packed(file, pattern, checked)
+            result.notes.append(no_checksums(checkpoint))
+        _verify_packed(file, pattern, result)
     elif is_package(checkpoint):
-        _verify_coreml(CoreMLPackage(checkpoint), pattern, checked)
+        _verify_coreml(CoreMLPackage(checkpoint), pattern, result)
     else:
-        _verify_dense(Path(checkpoint), pattern, checked)
-    return checked
+        _verify_dense(Path(checkpoint), pattern, result)
+    return result
+
+
+def _verdict(
+    key: str,
+    weight: Tensor,
+    noted: tuple[NMPattern, Layout] | None,
+    pattern: NMPattern | None,
+    *notes: str,
+) -> Verdict:
+    """Judge a weight in the pattern and the layout that its file tells of it, if it does, or in another pattern."""
+    if noted is not None and pattern in (None, noted[0]):
+        own_pattern, layout = noted
+        rows = blocks_last(weight, layout)
+        verdict = judge(key, rows, own_pattern, -1, layout, masked=True)
+    else:
+        assert pattern is not None
+        verdict = classify(key, weight, pattern)
+    first, *others = notes
+    note = ", ".join(filter(None, (first, verdict.note, *others)))
+    return replace(verdict, note=note)
 
 
 def _lost(verdicts: Sequence[Verdict], of_base: Sequence[Verdict], base: str | Path) -> list[str]:
@@ -223,35 +215,33 @@ def _lost(verdicts: Sequence[Verdict], of_base: Sequence[Verdict], base: str | P
     return lost
 
 
-def _verify_dense(checkpoint: Path, pattern: NMPattern | None, checked: _Checked) -> None:
+def _verify_dense(path: Path, pattern: NMPattern | None, result: Verification) -> None:
     """Judge a file of dense tensors."""
     states: list[dict[str, Any]] = []
-    kind = kind_of_graph(checkpoint) if checkpoint.is_file() else ""
+    kind = kind_of_graph(path) if path.is_file() else ""
     if kind == ONNX:
-        weights = onnx_weights(checkpoint)
+        weights = onnx_weights(path)
     elif kind == PROGRAM:
-        weights = decoded(program_weights(checkpoint), checkpoint)
+        weights = program_weights(path)
     else:
-        weights, states = read_checkpoint(checkpoint, nested=True)
+        weights, states = read_checkpoint(path, nested=True)
     if pattern is None and states:
-        weights = named_as_in_model(weights, states, checkpoint)
-    matrices = {
-        key: weight for key, weight in weights.items() if is_matrix(weight.dtype, weight.dim())
-    }
-    checked.sizes.update((key, matrix.numel()) for key, matrix in matrices.items())
+        weights = named_as_in_model(weights, states, path)
+    matrices = matrices_in(weights)
+    result.matrices.update((key, matrix.numel()) for key, matrix in matrices.items())
     if pattern is not None:
         verdicts = [classify(key, weight, pattern) for key, weight in matrices.items()]
     elif states:
         verdicts = [verdict for state in states for verdict in verify_state(weights, state)]
     else:
         raise ValueError(
-            f"'{checkpoint}' has no sparsifier state that names its masked layers: give a pattern, for example "
+            f"'{path}' has no sparsifier state that names its masked layers: give a pattern, for example "
             "--pattern 2:4"
         )
-    checked.verdicts.extend(_with_adapter(verdict, weights) for verdict in verdicts)
+    result.verdicts.extend(_with_adapter(verdict, weights) for verdict in verdicts)
 
 
-def _verify_packed(file: PackedFile, pattern: NMPattern | None, checked: _Checked) -> None:
+def _verify_packed(file: PackedFile, pattern: NMPattern | None, result: Verification) -> None:
     """Judge a packed file, whose header has the patterns; tensors are read one at a time.
 
     Raises:
@@ -260,27 +250,27 @@ def _verify_packed(file: PackedFile, pattern: NMPattern | None, checked: _Checke
     for name in file.names():
         own_name = file.aliases.get(name, name)
         if is_matrix(file.dtype(name), len(file.shape(name))):
-            checked.sizes[name] = math.prod(file.shape(name))
+            result.matrices[name] = math.prod(file.shape(name))
         entry = file.packed.get(own_name)
-        if entry is None:
-            # Without a pattern a dense tensor has no verdict: it is compared with its checksum alone.
-            if pattern is None or name not in checked.sizes:
-                file.check(own_name)
-            else:
-                checked.add(name, file.read_stored(own_name), None, pattern, "")
-            continue
+        noted, notes = None, [""]
+        if entry is not None:
+            noted = entry.pattern, entry.layout
+            notes = ["packed", "int8" if entry.int8 else ""]
+            if pattern not in (None, entry.pattern):
+                notes.append(f"stored as {entry.pattern}")
+            if own_name != name:
+                notes.append(f"the same tensor as '{own_name}'")
+        # Damage is found even where a weight has no verdict: a dense one without a pattern.
         weight = file.read_dense(own_name)
-        if pattern is None and entry.pattern == EVERY_ENTRY:
-            continue
-        notes = ["packed", "int8" if entry.int8 else ""]
-        if pattern not in (None, entry.pattern):
-            notes.append(f"stored as {entry.pattern}")
-        if own_name != name:
-            notes.append(f"the same tensor as '{own_name}'")
-        checked.add(name, weight, (entry.pattern, entry.layout), pattern, *notes)
+        if pattern is not None:
+            is_judged = entry is not None or name in result.matrices
+        else:
+            is_judged = entry is not None and entry.pattern != EVERY_ENTRY
+        if is_judged:
+            result.verdicts.append(_verdict(name, weight, noted, pattern, *notes))
 
 
-def _verify_coreml(package: CoreMLPackage, pattern: NMPattern | None, checked: _Checked) -> None:
+def _verify_coreml(package: CoreMLPackage, pattern: NMPattern | None, result: Verification) -> None:
     """Judge a Core ML package; a weight that was exported has the model's key.
 
     Raises:
@@ -296,11 +286,12 @@ def _verify_coreml(package: CoreMLPackage, pattern: NMPattern | None, checked: _
         if name in package.exported:
             key, text, layout = package.exported[name].values()
             noted = NMPattern.parse(text), Layout(layout)
-        checked.sizes[key] = math.prod(weight.shape)
+        result.matrices[key] = math.prod(weight.shape)
         if noted is not None or pattern is not None:
-            form = {"const": "dense", SPARSE: "nonzeros and bit mask"}.get(weight.storage)
-            operators = (form or weight.storage, *weight.operators)
-            checked.add(key, package.read(name), noted, pattern, "", *operators)
+            forms = {"const": "dense", SPARSE: "nonzeros and bit mask"}
+            notes = forms.get(weight.storage, weight.storage), *weight.operators
+            verdict = _verdict(key, package.read(name), noted, pattern, "", *notes)
+            result.verdicts.append(verdict)
 
 
 def _with_adapter(verdict: Verdict, weights: Mapping[str, Tensor]) -> Verdict:

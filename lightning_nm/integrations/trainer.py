@@ -6,6 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
@@ -22,14 +23,15 @@ from lightning_nm.callbacks.checks import warn_after_first_batch, warn_at_start
 from lightning_nm.callbacks.tables import print_layers
 from lightning_nm.config import SparsityConfig, chosen_config, refuse_unknown
 from lightning_nm.estimators import GradientEstimator
-from lightning_nm.export.sources import holds_model, read_folder
+from lightning_nm.export.atomic_write import replacing
+from lightning_nm.export.sources import STATE_FILE, model_file, read_checkpoint, read_file
 from lightning_nm.functional import is_nm
-from lightning_nm.integrations.folders import read_state, saved_folder, write_state
 from lightning_nm.methods import Method
 from lightning_nm.nn.weight import is_sharded
 from lightning_nm.pattern import PatternLike
 from lightning_nm.short_names import EstimatorName, MethodName
 from lightning_nm.sparsifier import NMSparsifier
+from lightning_nm.training.checkpoint import check_schema
 from lightning_nm.training.optimizers import unwrapped
 from lightning_nm.training.ranks import compare_ranks
 
@@ -37,6 +39,10 @@ _UNSUPPORTED = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA")
 """Accelerate's distributed types whose processes share a weight or step without a torch optimizer."""
 
 _MARK = "_nm_trainer_callback"
+
+_OTHER_FOLDER = (
+    "if the training resumes from another folder, name it: NMTrainerCallback(resume_from=...)"
+)
 
 
 class _Mark:
@@ -145,9 +151,9 @@ class NMTrainerCallback(TrainerCallback):
             if given is None:
                 given = args.resume_from_checkpoint
                 if not given or not Path(given).is_dir():
-                    given = saved_folder(args, state)
+                    given = _saved_folder(args, state)
             folder = Path(given)
-            saved = read_state(folder, state.global_step)
+            saved = _read_state(folder, state.global_step)
         self._release(model, state, folder)
         if folder is not None and any(parameter.dim() == 3 for parameter in model.parameters()):
             _load(model, folder)  # weights of experts, which the Trainer does not load
@@ -262,9 +268,11 @@ class NMTrainerCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         """Write the state into the checkpoint folder, in the process that writes the model."""
-        folder = saved_folder(args, state)
+        folder = _saved_folder(args, state)
         if self.sparsifier is not None and args.should_save and folder.is_dir():
-            write_state(folder, self.sparsifier.state_dict(), state.global_step)
+            saved = {**self.sparsifier.state_dict(), "global_step": state.global_step}
+            with replacing(folder / STATE_FILE) as new:
+                torch.save(saved, new)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -329,14 +337,45 @@ def _check_setting(args: TrainingArguments, model: nn.Module, optimizer: Optimiz
             )
 
 
+def _saved_folder(args: TrainingArguments, state: TrainerState) -> Path:
+    """The checkpoint folder of the present step; it may not exist."""
+    folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+    trials = folder.parent.glob(f"*/{folder.name}") if state.is_hyper_param_search else ()
+    found = [each for each in (folder, *trials) if each.is_dir()]
+    return max(found, key=lambda each: each.stat().st_mtime, default=folder)
+
+
+def _read_state(folder: Path, global_step: int) -> dict[str, Any]:
+    """Read the state of a checkpoint folder.
+
+    Raises:
+        ValueError: If the folder holds none, or one that is damaged, of another schema or of another step.
+    """
+    path = folder / STATE_FILE
+    if not path.is_file():
+        raise ValueError(
+            f"there is no '{path}', which holds the masks and the weights of pruned entries: {_OTHER_FOLDER}; if it "
+            "was saved without NMTrainerCallback, to train sparse from its weights, load them into the model and train "
+            "without resume_from_checkpoint"
+        )
+    state: dict[str, Any] = read_file(path)
+    check_schema(state)
+    if state["global_step"] != global_step:
+        raise ValueError(
+            f"'{path}' was saved at step {state['global_step']}, but the training resumes at step {global_step}: "
+            f"{_OTHER_FOLDER}"
+        )
+    return state
+
+
 def _load(model: nn.Module, folder: Path) -> None:
     """Load the weights of a checkpoint folder; those of adapters are loaded already.
 
     transformers saves the weights of experts under other names, one by one. The Trainer does not load those.
     """
-    if not holds_model(folder):
+    if model_file(folder) is None:
         return
-    weights = read_folder(folder)[0]
+    weights = read_checkpoint(folder)[0]
     needed = dict(model.named_parameters()).keys()
     if isinstance(model, PreTrainedModel) and needed - weights.keys():
         weights = type(model).from_pretrained(folder, dtype="auto").state_dict()

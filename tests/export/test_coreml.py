@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_nm import NMSparsifier, pack
 from lightning_nm.cli import main
-from lightning_nm.commands.export import coreml_report
+from lightning_nm.commands.export import _coreml_report
 from lightning_nm.export import CoreMLPackage, CoreMLReport, CoreMLWritten, export_coreml, verify
 from lightning_nm.functional import is_nm, nm_prune
 from tests.support.experts import Experts
@@ -121,7 +121,7 @@ def test_what_is_printed():
     ]
     report = CoreMLReport(600, 1000, written)
     assert report.operators == {"linear": 2, "conv": 1}
-    table, *sentences = coreml_report(report, "a.mlpackage")
+    table, *sentences = _coreml_report(report, "a.mlpackage")
     text = " ".join(sentences)
     assert "2 of 4 N:M weights as nonzeros and a bit mask (2 linear, 1 conv)" in text
     assert "600 bytes, 0.600 of the dense package's 1000" in text

@@ -34,7 +34,6 @@ from lightning_nm.export.executorch.quantized import (
 )
 from lightning_nm.export.executorch.targets import (
     check_target,
-    is_depthwise,
     reason_of_weight,
     require_packages,
 )
@@ -92,7 +91,7 @@ class Operator(NamedTuple):
     dense_cycles: int | None = None
 
 
-class Lowered(NamedTuple):
+class _Lowered(NamedTuple):
     """A program that can be written.
 
     Args:
@@ -114,16 +113,15 @@ def make_quantizer(target: str) -> Any:
             get_symmetric_quantization_config,
         )
 
-        quantizer = XNNPACKQuantizer()
-        return quantizer.set_global(get_symmetric_quantization_config(is_per_channel=True))
-    from executorch.backends.arm.ethosu import EthosUCompileSpec
-    from executorch.backends.arm.quantizer import EthosUQuantizer
-    from executorch.backends.arm.quantizer import (
-        get_symmetric_quantization_config as get_config_of_arm,
-    )
+        quantizer: Any = XNNPACKQuantizer()
+        config = get_symmetric_quantization_config(is_per_channel=True)
+    else:
+        from executorch.backends.arm import quantizer as arm
+        from executorch.backends.arm.ethosu import EthosUCompileSpec
 
-    quantizer = EthosUQuantizer(EthosUCompileSpec(target))
-    return quantizer.set_global(get_config_of_arm(is_per_channel=True))
+        quantizer = arm.EthosUQuantizer(EthosUCompileSpec(target))
+        config = arm.get_symmetric_quantization_config(is_per_channel=True)
+    return quantizer.set_global(config)
 
 
 def lower(
@@ -132,7 +130,7 @@ def lower(
     target: str,
     folder: Path,
     memory: Mapping[str, str | None],
-) -> Lowered:
+) -> _Lowered:
     """Compile a quantised program for a target.
 
     Args:
@@ -172,8 +170,8 @@ def lower(
         ) from error
     operators: list[Operator] = []
     for part in sorted(path for path in folder.iterdir() if path.is_dir()):
-        operators += read_operators(part)
-    return Lowered(content, on_cpu, tuple(operators))
+        operators += _read_operators(part)
+    return _Lowered(content, on_cpu, tuple(operators))
 
 
 def _partitioner(target: str, folder: Path, memory: Mapping[str, str | None]) -> Any:
@@ -210,7 +208,7 @@ def _partitioner(target: str, folder: Path, memory: Mapping[str, str | None]) ->
     return partitioner
 
 
-def read_operators(folder: Path) -> list[Operator]:
+def _read_operators(folder: Path) -> list[Operator]:
     """The operators of one compiled program, in the order in which they run.
 
     Args:
@@ -391,14 +389,17 @@ def export_executorch(
                 in_float[module] = f"the partitioner does not take {operator}"
         _require_int8(in_float, target, allow_float)
         reasons = {each.layer.module: _why_dense(each, model) for each in quantized}
-        operators = [explained(each, reasons) for each in lowered.operators]
+        operators = [_explained(each, reasons) for each in lowered.operators]
         if target == "cpu":
-            worst = _difference(quantized_graph, lowered.content, inputs[0])
+            with torch.no_grad():
+                outputs = quantized_graph(*inputs[0])
+            own_outputs = outputs_of(lowered.content, inputs[0])
+            worst = worst_difference("ExecuTorch's runtime", own_outputs, outputs, TOLERANCE)
         elif compare_dense:
             twin = deepcopy(quantized_graph)
             fill_zeros(twin, [each for each in quantized if each.pattern])
             dense = lower(twin, example_inputs, target, Path(folder, "dense"), memory)
-            operators = with_dense(operators, dense.operators)
+            operators = _with_dense(operators, dense.operators)
             dense_bytes = len(dense.content)
     with replacing(Path(path)) as new:
         new.write_bytes(lowered.content)
@@ -406,7 +407,7 @@ def export_executorch(
     return ExecutorchExport(target, len(lowered.content), *found, dense_bytes, worst, len(inputs))
 
 
-def with_dense(operators: Sequence[Operator], dense: Sequence[Operator]) -> list[Operator]:
+def _with_dense(operators: Sequence[Operator], dense: Sequence[Operator]) -> list[Operator]:
     """Operators with the cycles of their dense twins, which have the same names in the same order.
 
     Raises:
@@ -420,7 +421,7 @@ def with_dense(operators: Sequence[Operator], dense: Sequence[Operator]) -> list
     return [each._replace(dense_cycles=twin.cycles) for each, twin in pairs]
 
 
-def explained(operator: Operator, reasons: Mapping[str, str]) -> Operator:
+def _explained(operator: Operator, reasons: Mapping[str, str]) -> Operator:
     """An operator with the reason why its weight is not sparse; `reasons` by module are empty where it could be."""
     if operator.sparse or not operator.has_weight:
         return operator
@@ -459,7 +460,8 @@ def _require_int8(in_float: Mapping[str, str], target: str, allow_float: bool) -
 
 def _why_dense(layer: QuantizedLayer, model: nn.Module) -> str:
     """Why a weight is not stored as 2:4; empty if the rules allow it."""
-    if is_depthwise(model.get_submodule(layer.layer.module)):
+    module = model.get_submodule(layer.layer.module)
+    if isinstance(module, nn.modules.conv._ConvNd) and module.groups == module.in_channels > 1:
         return "depthwise convolution: these have no sparse weights on Ethos-U85"
     weight = layer.weight
     if layer.layer.operator.startswith("conv_transpose"):
@@ -468,15 +470,3 @@ def _why_dense(layer: QuantizedLayer, model: nn.Module) -> str:
     if reason and not layer.pattern:
         return f"{layer.reason or 'dense'}; {reason}"
     return reason
-
-
-def _difference(graph: GraphModule, content: bytes, inputs: tuple[Tensor, ...]) -> float:
-    """The largest difference of the runtime's outputs and those of the quantised model in torch.
-
-    Raises:
-        RuntimeError: If it is not a rounding of int8 values.
-    """
-    with torch.no_grad():
-        outputs = graph(*inputs)
-    found = outputs_of(content, inputs)
-    return worst_difference("ExecuTorch's runtime", found, outputs, TOLERANCE)

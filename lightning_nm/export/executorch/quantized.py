@@ -179,7 +179,7 @@ def quantized_layers(
         float_weight = weights[layer.key]
         int8_weight = getattr(graph, buffer).detach()
         found = None if expected is None else expected.get(layer.key)
-        checked = check_kept(layer.key, float_weight, int8_weight, found)
+        checked = _check_kept(layer.key, float_weight, int8_weight, found)
         density = int(torch.count_nonzero(int8_weight)) / int8_weight.numel()
         pattern = "" if checked.pattern is None else str(checked.pattern)
         quantised.append(
@@ -188,7 +188,7 @@ def quantized_layers(
     return quantised, in_float
 
 
-def check_kept(
+def _check_kept(
     key: str, float_weight: Tensor, int8_weight: Tensor, expected: Found | None = None
 ) -> Found:
     """Check that a quantised weight has every zero of the float one, and its N:M pattern.
@@ -206,7 +206,7 @@ def check_kept(
 
     Example:
         >>> weight = torch.tensor([[0.5, 0.0, 0.0, -1.0]])
-        >>> check_kept("fc.weight", weight, torch.tensor([[64, 1, 0, -127]], dtype=torch.int8))
+        >>> _check_kept("fc.weight", weight, torch.tensor([[64, 1, 0, -127]], dtype=torch.int8))
         Traceback (most recent call last):
         ValueError: quantisation made 1 of 2 zeros of 'fc.weight' nonzero, so its pattern is lost
     """
@@ -234,12 +234,12 @@ def check_kept(
 
 
 @torch.no_grad()
-def fill_zeros(graph: GraphModule, layers: Sequence[QuantizedLayer], seed: int = 0) -> None:
+def fill_zeros(graph: GraphModule, layers: Sequence[QuantizedLayer]) -> None:
     """Make the weights of a quantised graph dense in place: zeros become draws from the nonzero values of their weight.
 
     The program and its scales stay as they are, so that a compiler's estimates differ by the zeros alone.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     for each in layers:
         weight = getattr(graph, each.buffer)
         is_zero = weight == 0

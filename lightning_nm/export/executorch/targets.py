@@ -10,17 +10,17 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import pad
 
+from lightning_nm.functional import count_violations
+from lightning_nm.pattern import NMPattern
 from lightning_nm.spelling import did_you_mean
 
 EXTRA = "pip install -e '.[ethos-u]' in a checkout of lightning_nm"
 
-ETHOS_U85 = tuple(f"ethos-u85-{macs}" for macs in (128, 256, 512, 1024, 2048))
-"""The NPUs with 2:4 sparse weights, by their multiply-accumulate units."""
-
-TARGETS = ("cpu", *ETHOS_U85)
+TARGETS = ("cpu", *(f"ethos-u85-{macs}" for macs in (128, 256, 512, 1024, 2048)))
+"""A CPU, and the NPUs with 2:4 sparse weights by their multiply-accumulate units."""
 
 # Vela compiles for them, but their weight formats have no 2:4.
 _WITHOUT_SPARSITY = ("ethos-u55", "ethos-u65")
@@ -61,13 +61,7 @@ def require_packages(target: str) -> None:
         raise ImportError(f"target '{target}' needs {', '.join(missing)}: {EXTRA}")
 
 
-FOUR = 4  # entries of a block of the NPU
-ZEROS = 2  # of them that are zero at least
-
-
-def is_depthwise(module: nn.Module) -> bool:
-    """Whether a convolution has as many groups as input channels."""
-    return isinstance(module, nn.modules.conv._ConvNd) and module.groups == module.in_channels > 1
+_BLOCKS = NMPattern(2, 4)
 
 
 def reason_of_weight(weight: Tensor) -> str:
@@ -88,15 +82,14 @@ def reason_of_weight(weight: Tensor) -> str:
     """
     if int(weight.min()) < -127:
         return "it has entries of -128, which the sparse format cannot hold"
-    depth_last = weight.movedim(1, -1)
-    rest = -depth_last.shape[-1] % FOUR
-    blocks = pad(depth_last, (0, rest)).reshape(-1, FOUR)
-    zeros = (blocks == 0).sum(dim=1)
-    faults = int((zeros < ZEROS).sum())
+    depth = weight.shape[1]
+    rest = -depth % _BLOCKS.m
+    padded = pad(weight.movedim(1, -1), (0, rest))
+    faults = int(count_violations(padded, _BLOCKS))
     if not faults:
         return ""
-    share = f"{faults} of {len(blocks)} blocks of {FOUR} along the input depth"
-    reason = f"{share} have fewer than {ZEROS} zeros"
+    blocks = padded.numel() // _BLOCKS.m
+    reason = f"{faults} of {blocks} blocks of 4 along the input depth have fewer than 2 zeros"
     if rest:
-        reason += f"; the depth {depth_last.shape[-1]} is no multiple of {FOUR}"
+        reason += f"; the depth {depth} is no multiple of 4"
     return reason

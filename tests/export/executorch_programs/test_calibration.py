@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from lightning_nm.commands.export import calibration_data
+from lightning_nm.commands.export import _calibration_data
 from lightning_nm.export.executorch.quantized import calibration_inputs
 
 EXAMPLE = (torch.zeros(2, 3),)
@@ -70,21 +70,21 @@ def test_data_of_files(tmp_path):
     torch.save([images, masks], tmp_path / "two.pt")
     save_file({"images": images}, tmp_path / "one.safetensors")
     for name in ("one.pt", "one.safetensors"):
-        first, second = calibration_data(str(tmp_path / name))
+        first, second = _calibration_data(str(tmp_path / name))
         assert torch.equal(torch.cat([first[0], second[0]]), images)
-    assert torch.equal(next(iter(calibration_data(str(tmp_path / "two.pt"))))[1], masks[:32])
+    assert torch.equal(next(iter(_calibration_data(str(tmp_path / "two.pt"))))[1], masks[:32])
 
 
 def test_data_of_numpy(tmp_path):
     np = pytest.importorskip("numpy")
     np.save(tmp_path / "one.npy", np.ones((3, 2), dtype=np.float32))
-    ((found,),) = calibration_data(str(tmp_path / "one.npy"))
+    ((found,),) = _calibration_data(str(tmp_path / "one.npy"))
     assert found.shape == (3, 2)
 
 
 def test_data_of_a_data_module():
     pytest.importorskip("sklearn")
-    images, _labels = next(iter(calibration_data("lightning_nm.demo.Digits")))
+    images, _labels = next(iter(_calibration_data("lightning_nm.demo.Digits")))
     assert images.shape[1:] == (1, 8, 8)
 
 
@@ -106,7 +106,7 @@ def test_data_that_cannot_be_read(tmp_path, text, says):
         text = str(tmp_path / "names.safetensors")
         save_file({"b": torch.zeros(2), "a": torch.ones(2)}, text)
     with pytest.raises(ValueError, match=says):
-        calibration_data(text)
+        _calibration_data(text)
 
 
 def test_data_of_one_value_alone_are_refused():

@@ -10,7 +10,7 @@ from lightning_nm.export.executorch.program import _require_int8, _require_patte
 from lightning_nm.export.executorch.quantized import (
     Layer,
     QuantizedLayer,
-    check_kept,
+    _check_kept,
     fill_zeros,
     first_cause,
 )
@@ -37,11 +37,11 @@ def test_rounding_keeps_the_pattern_that_was_found_or_known(pattern, kernel, see
     factor = torch.randn(4, generator=generator).reshape(-1, *[1] * (1 + len(kernel)))
     # A folded batch norm scales filters.
     int8 = as_int8(weight * factor)
-    assert str(check_kept("w", weight, int8).pattern) == pattern
+    assert str(_check_kept("w", weight, int8).pattern) == pattern
     known = Found(NMPattern.parse(pattern), "plain")
-    assert check_kept("w", weight, int8, known) == known
+    assert _check_kept("w", weight, int8, known) == known
     dense = Found(None, reason="not masked in training")
-    assert check_kept("w", weight, int8, dense) == dense
+    assert _check_kept("w", weight, int8, dense) == dense
 
 
 def test_what_loses_a_pattern():
@@ -51,11 +51,11 @@ def test_what_loses_a_pattern():
     broken = int8.clone()
     broken[row, column] = 1
     with pytest.raises(ValueError, match=r"made 1 of 32 zeros of 'w' nonzero"):
-        check_kept("w", weight, broken)
+        _check_kept("w", weight, broken)
     with pytest.raises(ValueError, match=r"'w' is not 1:4: .* blocks hold more than 1 of 4"):
-        check_kept("w", weight, int8, Found(NMPattern(1, 4), "plain"))
+        _check_kept("w", weight, int8, Found(NMPattern(1, 4), "plain"))
     with pytest.raises(ValueError, match=r"shape of 'w' from \[8, 8\] to \[64\]"):
-        check_kept("w", weight, int8.flatten())
+        _check_kept("w", weight, int8.flatten())
 
 
 @given(seed=st.integers(0, 2**20), empty=st.booleans())

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from lightning_nm.export.executorch.program import explained, read_operators, with_dense
+from lightning_nm.export.executorch.program import _explained, _read_operators, _with_dense
 
 PERF = """"id","source_id","optimised_id","operator","name","staging_usage","op_cycles","npu_cycles","mac_count"
 7,1,2,"Conv2D","rescale_1",10,25234,25234,1769472
@@ -40,7 +40,7 @@ def write(folder, perf=PERF, perf_debug=PERF_DEBUG):
 
 
 def test_operators_with_their_layers_and_formats(tmp_path):
-    found = read_operators(write(tmp_path))
+    found = _read_operators(write(tmp_path))
     assert [(each.name, each.module) for each in found] == [
         ("rescale_1", "stem.conv"),
         ("rescale_2", "body"),
@@ -55,19 +55,19 @@ def test_operators_with_their_layers_and_formats(tmp_path):
 
 
 def test_reasons_are_for_dense_weights_alone(tmp_path):
-    operators = read_operators(write(tmp_path))
-    reasons = [explained(each, {"stem.conv": "too few zeros"}).reason for each in operators]
+    operators = _read_operators(write(tmp_path))
+    reasons = [_explained(each, {"stem.conv": "too few zeros"}).reason for each in operators]
     assert reasons == ["too few zeros", "", ""]
-    assert "does not name its layer" in explained(operators[0], {}).reason
-    assert "estimate" in explained(operators[0], {"stem.conv": ""}).reason
+    assert "does not name its layer" in _explained(operators[0], {}).reason
+    assert "estimate" in _explained(operators[0], {"stem.conv": ""}).reason
 
 
 def test_the_dense_twin_by_name(tmp_path):
-    operators = read_operators(write(tmp_path))
-    dense = read_operators(write(tmp_path, PERF.replace("50340", "100260")))
-    assert [each.dense_cycles for each in with_dense(operators, dense)] == [25234, 100260, 819200]
+    operators = _read_operators(write(tmp_path))
+    dense = _read_operators(write(tmp_path, PERF.replace("50340", "100260")))
+    assert [each.dense_cycles for each in _with_dense(operators, dense)] == [25234, 100260, 819200]
     with pytest.raises(RuntimeError, match="other operators"):
-        with_dense(operators, dense[:-1])
+        _with_dense(operators, dense[:-1])
 
 
 @pytest.mark.parametrize(
@@ -76,9 +76,9 @@ def test_the_dense_twin_by_name(tmp_path):
 )
 def test_another_form_of_the_report(tmp_path, changes):
     with pytest.raises(RuntimeError, match="report of Vela cannot be read"):
-        read_operators(write(tmp_path, **changes))
+        _read_operators(write(tmp_path, **changes))
 
 
 def test_no_report(tmp_path):
     with pytest.raises(RuntimeError, match=r"FileNotFoundError.*ethos-u-vela 5\.1"):
-        read_operators(tmp_path)
+        _read_operators(tmp_path)
