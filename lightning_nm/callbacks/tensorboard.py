@@ -1,4 +1,4 @@
-"""Histograms, heat maps, text and the layout of custom scalars in TensorBoard."""
+"""Histograms, heat maps and the layout of custom scalars in TensorBoard."""
 
 from __future__ import annotations
 
