@@ -48,7 +48,12 @@ def main(args: Sequence[str] | None = None) -> int:
     # What is left is LightningCLI's: its subcommands, its options and its help.
     is_option = subcommand.startswith("-")
     if words and not is_option and subcommand not in _LIGHTNING:
-        print(_unknown(subcommand), file=sys.stderr)
+        known = [*_LIGHTNING, *_OWN]
+        print(
+            f"lightning-nm: there is no subcommand '{subcommand}', only {', '.join(known)}"
+            f"{did_you_mean(subcommand, known)}",
+            file=sys.stderr,
+        )
         return 2
     asks_for_help = not words or subcommand in ("-h", "--help")
     if asks_for_help:
@@ -69,12 +74,6 @@ def main(args: Sequence[str] | None = None) -> int:
         args=given_words,
     )
     return 0
-
-
-def _unknown(subcommand: str) -> str:
-    known = [*_LIGHTNING, *_OWN]
-    hint = did_you_mean(subcommand, known)
-    return f"lightning-nm: there is no subcommand '{subcommand}', only {', '.join(known)}{hint}"
 
 
 def _print_own_subcommands() -> None:

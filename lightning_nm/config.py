@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any, Literal, TypedDict, get_args
 
 from typing_extensions import Required
@@ -25,7 +25,13 @@ from lightning_nm.short_names import (
     resolve_estimator,
     resolve_method,
 )
-from lightning_nm.spelling import check_keys, check_option, did_you_mean, not_given
+from lightning_nm.spelling import (
+    check_interval,
+    check_keys,
+    check_option,
+    did_you_mean,
+    not_given,
+)
 from lightning_nm.training.scale import Scale, check_scale
 from lightning_nm.training.watch import OnDirectRead
 
@@ -418,12 +424,7 @@ class SparsityConfig:
         # Mistakes are refused here, where the user wrote them, and not when a fit starts.
         check_option("frozen", self.frozen, "dense", "mask")
         check_option("direct_reads", self.direct_reads, "error", "warn")
-        every = self.grad_snr_every
-        # bool is a subclass of int: grad_snr_every=True would mean every step.
-        if not isinstance(every, int) or isinstance(every, bool) or every < 0:
-            raise ValueError(
-                f"grad_snr_every={every} must be a number of training steps, or 0 for never"
-            )
+        check_interval("grad_snr_every", self.grad_snr_every, "training steps")
         check_scale(self.scale, self.base_density)
         # For its errors, too: patterns, names and rules are checked while they are resolved.
         self.resolve()
@@ -628,8 +629,7 @@ def _from_primitive(value: Any) -> Any:
     """The inverse of :func:`_as_primitive`; patterns stay text, which every setting takes."""
     if isinstance(value, Mapping):
         if "class_path" in value:
-            module, _, name = value["class_path"].rpartition(".")
-            owner = getattr(import_module(module), name)
+            owner = resolve_name(value["class_path"])
             return owner(**value.get("init_args", {}))
         return {key: _from_primitive(entry) for key, entry in value.items()}
     if isinstance(value, list):

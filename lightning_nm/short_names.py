@@ -4,24 +4,26 @@ from __future__ import annotations
 
 from typing import Any, Literal, get_args
 
-from lightning_nm.estimators.base import GradientEstimator
-from lightning_nm.estimators.mvue import MVUE, ApproxMVUE
-from lightning_nm.estimators.top_n import TopN
-from lightning_nm.methods.asp import ASP
-from lightning_nm.methods.bame import BAME
-from lightning_nm.methods.base import Dense, Method
-from lightning_nm.methods.bi_mask import BiMask
-from lightning_nm.methods.cast import CAST
-from lightning_nm.methods.decaying import DecayingMask
-from lightning_nm.methods.lbc import LBC
-from lightning_nm.methods.mask_logits import MaskLogits
-from lightning_nm.methods.maxq import MaxQ
-from lightning_nm.methods.rigl import RigL
-from lightning_nm.methods.s_ste import SSTE
-from lightning_nm.methods.slope import SLoPe
-from lightning_nm.methods.ste import SRSTE, STE
-from lightning_nm.methods.step import STEP
-from lightning_nm.methods.transposable import TransposableMask
+from lightning_nm.estimators import MVUE, ApproxMVUE, GradientEstimator, TopN
+from lightning_nm.methods import (
+    ASP,
+    BAME,
+    CAST,
+    LBC,
+    SRSTE,
+    SSTE,
+    STE,
+    STEP,
+    BiMask,
+    DecayingMask,
+    Dense,
+    MaskLogits,
+    MaxQ,
+    Method,
+    RigL,
+    SLoPe,
+    TransposableMask,
+)
 from lightning_nm.spelling import did_you_mean, not_given
 
 MethodName = Literal[

@@ -76,6 +76,19 @@ def check_option(name: str, value: Any, *options: str) -> None:
         raise ValueError(f"{name}={value!r} is unknown: use {' or '.join(map(repr, options))}")
 
 
+def check_interval(name: str, number: int, unit: str = "optimizer steps") -> None:
+    """Raise ``ValueError`` for what is no number of steps.
+
+    Example:
+        >>> check_interval("images_every", -1)
+        Traceback (most recent call last):
+        ValueError: images_every=-1 must be a number of optimizer steps, or 0 for never
+    """
+    # bool is a subclass of int, but True is no number of steps.
+    if not isinstance(number, int) or isinstance(number, bool) or number < 0:
+        raise ValueError(f"{name}={number} must be a number of {unit}, or 0 for never")
+
+
 def _letters(name: str) -> str:
     """Return the letters and digits of a name, in lower case."""
     return "".join(filter(str.isalnum, name.lower()))

@@ -21,9 +21,9 @@ import torch
 
 from lightning_nm import functional as nmf
 from lightning_nm.callbacks import NMSparsityCallback
-from lightning_nm.commands.build import Classes
+from lightning_nm.commands.build import Classes, read_yaml
 from lightning_nm.commands.study.runner import fit
-from lightning_nm.commands.study.spec import last_part, override, quiet, read_yaml
+from lightning_nm.commands.study.spec import last_part, override, quiet
 from lightning_nm.nn.layer import NMLayer
 
 

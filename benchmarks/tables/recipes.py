@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.tables.markdown import RESULTS, ROOT, Tables, read_csv, table
+from lightning_nm.commands.build import read_yaml
 from lightning_nm.commands.study.analysis import Interval, compare
-from lightning_nm.commands.study.spec import read_yaml
 
 TASKS = {
     "help-topics": ("test_bits_per_byte", 1.0, 3, "bits"),

@@ -40,13 +40,6 @@ def callbacks_of(trainer: Trainer, kind: type[CallbackT]) -> list[CallbackT]:
     return [one for one in getattr(trainer, "callbacks", []) if isinstance(one, kind)]
 
 
-def check_interval(name: str, number: int) -> None:
-    """Refuse what is no number of optimizer steps, by a ``ValueError``."""
-    # bool is a subclass of int, but True is no number of steps.
-    if not isinstance(number, int) or isinstance(number, bool) or number < 0:
-        raise ValueError(f"{name}={number} must be a number of optimizer steps, or 0 for never")
-
-
 def check_trainer(trainer: Trainer) -> None:
     """Refuse a Trainer of another package, and Lightning's own pruning next to ours.
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_nm.callbacks.checks import callbacks_of, check_interval
+from lightning_nm.callbacks.checks import callbacks_of
 from lightning_nm.callbacks.tables import (
     PREFIX,
     environment,
@@ -24,8 +25,6 @@ from lightning_nm.callbacks.tables import (
 from lightning_nm.callbacks.tensorboard import (
     MAPS,
     LayerHistory,
-    TensorBoardWriter,
-    can_draw,
     custom_scalars_layout,
     draw_histogram,
     heat_map,
@@ -33,6 +32,7 @@ from lightning_nm.callbacks.tensorboard import (
     margin_histogram,
 )
 from lightning_nm.sparsifier import NMSparsifier
+from lightning_nm.spelling import check_interval
 from lightning_nm.training.statistics import joint_statistics
 
 NOT_THE_DEFAULT = (
@@ -47,6 +47,7 @@ Drawing them all takes a time that grows with the logarithm of the run's length.
 """
 
 
+@dataclass(eq=False, repr=False)
 class MaskMonitor(Callback):
     """Logs statistics of the masks of an :class:`~lightning_nm.NMSparsityCallback`; docs/tensorboard.md lists them.
 
@@ -86,33 +87,24 @@ class MaskMonitor(Callback):
         >>> trainer = pl.Trainer(callbacks=callbacks, logger=False, accelerator="cpu")
     """
 
-    def __init__(
-        self,
-        statistics: list[str] | None = None,
-        log_layers: bool = False,
-        histograms_every: int = 500,
-        images_every: int = 500,
-        custom_scalars: bool = True,
-        layer_table: bool = True,
-        heat_maps: bool = True,
-        progress_bar: bool = True,
-    ) -> None:
-        check_interval("histograms_every", histograms_every)
-        check_interval("images_every", images_every)
-        if isinstance(statistics, str):
+    statistics: list[str] | None = None
+    log_layers: bool = False
+    histograms_every: int = 500
+    images_every: int = 500
+    custom_scalars: bool = True
+    layer_table: bool = True
+    heat_maps: bool = True
+    progress_bar: bool = True
+
+    def __post_init__(self) -> None:
+        check_interval("histograms_every", self.histograms_every)
+        check_interval("images_every", self.images_every)
+        if isinstance(self.statistics, str):
             raise TypeError(
-                f"statistics={statistics!r} must be a list of names, as in [{statistics!r}]"
+                f"statistics={self.statistics!r} must be a list of names, as in [{self.statistics!r}]"
             )
-        self.statistics = statistics
-        self.log_layers = log_layers
-        self.histograms_every = histograms_every
-        self.images_every = images_every
-        self.custom_scalars = custom_scalars
-        self.layer_table = layer_table
-        self.heat_maps = heat_maps
-        self.progress_bar = progress_bar
         self._watched: list[Watch] = []  # of the current fit, one for each callback
-        self._tensorboard = TensorBoardWriter()
+        self._failed: list[Logger] = []  # TensorBoard's, which refused something
         self._missed_maps = False  # whether the warning was given that matplotlib is missing
 
     @classmethod
@@ -241,7 +233,7 @@ class Watch:
             return
         self._log(step, also)
         # What follows is computed in all processes, which may share weights, and written by rank 0.
-        if not TensorBoardWriter.has_logger(trainer):
+        if not self._has_tensorboard():
             return
         self._record(step)
         if _passed(count, every, monitor.histograms_every):
@@ -253,7 +245,7 @@ class Watch:
     def finish(self) -> None:
         """Write what is known at the end of a fit. All processes call it, before the masks are removed."""
         step = self.latest
-        if step is None or not TensorBoardWriter.has_logger(self.trainer):
+        if step is None or not self._has_tensorboard():
             return
         # The last step has a column and maps even if the Trainer did not log it.
         if step not in self.history.steps:
@@ -270,8 +262,31 @@ class Watch:
     def _wanted(self, statistic: str) -> bool:
         return self.monitor.statistics is None or statistic in self.monitor.statistics
 
+    def _has_tensorboard(self) -> bool:
+        """Whether the Trainer has a TensorBoard logger: the same in all processes, and after failures on rank 0."""
+        return any(isinstance(logger, TensorBoardLogger) for logger in self.trainer.loggers)
+
     def _write(self, draw: Callable[[Any], None]) -> None:
-        self.monitor._tensorboard.write(self.trainer, draw)
+        """Call ``draw`` with the ``SummaryWriter`` of each TensorBoard logger on rank 0; others get scalars only.
+
+        After its first failure a logger is not used again, with one warning; training continues.
+        """
+        if not self.trainer.is_global_zero:
+            return
+        for logger in self.trainer.loggers:
+            # By identity: loggers may define what equal means.
+            has_failed = any(logger is failed for failed in self.monitor._failed)
+            if has_failed or not isinstance(logger, TensorBoardLogger):
+                continue
+            try:
+                draw(logger.experiment)
+            # A full disk, a missing package or a strange version: no log is worth a training.
+            except Exception as error:
+                self.monitor._failed.append(logger)
+                rank_zero_warn(
+                    f"MaskMonitor: {type(logger).__name__} gets scalars alone from now on, it refused a picture, a "
+                    f"histogram or a text ({type(error).__name__}: {error})"
+                )
 
     def _introduce(self, step: int) -> None:
         """Write the table of layers, the environment and the layout."""
@@ -405,7 +420,7 @@ class Watch:
                 # pyplot does not know the figure, so there is nothing to close.
                 writer.add_figure(f"nm/{name}_map{self.suffix}", figure, step, close=False)
 
-        if can_draw():
+        if find_spec("matplotlib") is not None:
             self._write(draw)
         elif not self.monitor._missed_maps:
             self.monitor._missed_maps = True

@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from lightning_nm.callbacks.checks import (
     ProcessConsistency,
     check_averaging_order,
-    check_interval,
     check_trainer,
     is_scheduled,
     planned_steps,
@@ -42,7 +41,7 @@ from lightning_nm.pattern import PatternLike
 from lightning_nm.schedule import UnknownLength
 from lightning_nm.short_names import EstimatorName, MethodName
 from lightning_nm.sparsifier import NMSparsifier
-from lightning_nm.spelling import not_given
+from lightning_nm.spelling import check_interval, not_given
 from lightning_nm.training.checkpoint import check_schema
 
 

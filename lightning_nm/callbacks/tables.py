@@ -312,22 +312,6 @@ _LAYER_COLUMNS = ("layer", "shape", "pattern", "method", "fwd", "dgrad", "wgrad"
 PREFIX = "nm_"  # of the statistics in the progress bar, to keep them apart from the model's metrics
 
 
-def plain_table(title: str, *, show_header: bool = True) -> Table:
-    """Return a table without columns in the style of all tables of a fit.
-
-    Example:
-        >>> plain_table("N:M layers").title
-        'N:M layers'
-    """
-    return Table(
-        title=title,
-        title_justify="left",
-        show_header=show_header,
-        box=SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-    )
-
-
 def columns_table(
     title: str,
     heads: Iterable[str],
@@ -344,8 +328,18 @@ def columns_table(
         folded: The columns that take several lines in a narrow terminal, and the least width of each.
         right: The columns that are aligned to the right.
         show_header: Whether the heads are printed.
+
+    Example:
+        >>> columns_table("N:M layers", ("layer", "shape"), {}).title
+        'N:M layers'
     """
-    table = plain_table(title, show_header=show_header)
+    table = Table(
+        title=title,
+        title_justify="left",
+        show_header=show_header,
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
     for head in heads:
         table.add_column(
             head,
@@ -629,11 +623,8 @@ def summary_rows(
         yield f"training FLOPs, {kind}", f"{ratios[kind]:.3f}x", meaning
 
 
-def print_summary(
-    sparsifier: NMSparsifier, trainer: Trainer, console: Console | None = None
-) -> None:
+def print_summary(sparsifier: NMSparsifier, trainer: Trainer, console: Console) -> None:
     """Print the summary and the paths of the log and the checkpoint."""
-    console = console or Console()
     heads = ("statistic", "value", "meaning")
     texts = {"statistic": 0, "meaning": 0}
     table = columns_table("N:M summary", heads, texts, ["value"], show_header=False)

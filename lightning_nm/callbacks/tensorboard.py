@@ -1,19 +1,15 @@
-"""Histograms, heat maps, text and the layout of custom scalars in TensorBoard."""
+"""Histograms, heat maps and the layout of custom scalars in TensorBoard."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import Trainer
-from lightning.pytorch.loggers import Logger, TensorBoardLogger
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_nm.functional import mask_margin
@@ -156,16 +152,6 @@ class LayerHistory:
         return cls(state["layers"], state["steps"], values, state["stride"], state["filled"])
 
 
-def can_draw() -> bool:
-    """Whether matplotlib is installed.
-
-    Example:
-        >>> can_draw()
-        True
-    """
-    return find_spec("matplotlib") is not None
-
-
 def heat_map(
     title: str, layers: Sequence[str], steps: Sequence[int], values: Tensor, *, root: bool
 ) -> Figure:
@@ -238,40 +224,6 @@ CHARTS = {
 
 # Statistics of the whole model, which single layers do not have.
 MODEL_ONLY = ("train_flops_ratio", "grad_bytes_ratio")
-
-
-class TensorBoardWriter:
-    """Writes to the TensorBoard loggers of a Trainer; other loggers get scalars only.
-
-    After its first failure a logger is not used again, with one warning; training continues.
-    """
-
-    def __init__(self) -> None:
-        self._failed: list[Logger] = []
-
-    @staticmethod
-    def has_logger(trainer: Trainer) -> bool:
-        """Whether the Trainer has a TensorBoard logger: the same in all processes, and after failures on rank 0."""
-        return any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers)
-
-    def write(self, trainer: Trainer, draw: Callable[[Any], None]) -> None:
-        """Call ``draw`` with each ``SummaryWriter`` on rank 0."""
-        if not trainer.is_global_zero:
-            return
-        for logger in trainer.loggers:
-            # By identity: loggers may define what equal means.
-            has_failed = any(logger is failed for failed in self._failed)
-            if has_failed or not isinstance(logger, TensorBoardLogger):
-                continue
-            try:
-                draw(logger.experiment)
-            # A full disk, a missing package or a strange version: no log is worth a training.
-            except Exception as error:
-                self._failed.append(logger)
-                rank_zero_warn(
-                    f"MaskMonitor: {type(logger).__name__} gets scalars alone from now on, it refused a picture, a "
-                    f"histogram or a text ({type(error).__name__}: {error})"
-                )
 
 
 @torch.no_grad()

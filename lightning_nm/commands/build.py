@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,17 +20,22 @@ from lightning_nm.export.graphs import import_class
 from lightning_nm.plugins import NMFSDPPrecision
 from lightning_nm.plugins.precision import KernelRouting
 
-# Options that do not change what a training step computes. The training length is not among them:
-# schedules depend on it.
-_FORCED: dict[str, Any] = {
+QUIET: dict[str, Any] = {
     "logger": False,
     "enable_checkpointing": False,
     "enable_progress_bar": False,
     "enable_model_summary": False,
+    "num_sanity_val_steps": 0,
+}
+"""Options of a Trainer that prints, logs and saves nothing."""
+
+# Options that do not change what a training step computes. The training length is not among them:
+# schedules depend on it.
+_FORCED: dict[str, Any] = {
+    **QUIET,
     "fast_dev_run": False,
     "barebones": False,
     "limit_val_batches": 0,
-    "num_sanity_val_steps": 0,
     "profiler": None,
     "max_time": None,
     "devices": 1,
@@ -60,7 +66,7 @@ class Classes(NamedTuple):
     model: str | None = None
     data: str | None = None
 
-    def imported(self, configs: Sequence[Any]) -> dict[str, Any]:
+    def imported(self, configs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return the classes as arguments of a LightningCLI.
 
         Raises:
@@ -76,9 +82,7 @@ class Classes(NamedTuple):
             if given is not None:
                 classes[argument] = import_class(given, f"--{option}", kind)
                 continue
-            sections = [
-                each[option] for each in configs if isinstance(each, Mapping) and each.get(option)
-            ]
+            sections = [each[option] for each in configs if each.get(option)]
             # `model: Net` is short for `model: {class_path: Net}`.
             is_named = any(isinstance(each, str) or "class_path" in each for each in sections)
             if sections and not is_named:
@@ -92,31 +96,33 @@ class Classes(NamedTuple):
         return classes
 
 
-def _content(path: str) -> Any:
-    """What a YAML file holds; nothing if it cannot be read, which the parser explains."""
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Read a file that holds one mapping.
+
+    Raises:
+        OSError: If there is no such file.
+        ValueError: If it is not YAML, or holds something else.
+    """
     import yaml  # of the extra `cli`
 
     try:
-        return yaml.safe_load(Path(path).read_text())
-    except (OSError, ValueError, yaml.YAMLError):
-        return None
+        content = yaml.safe_load(path.read_text())
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"{path}: no YAML: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: must hold a mapping of keys to values, not {content!r:.60}")
+    return content
 
 
 def build(
-    configs: Sequence[str],
-    model: str | None = None,
-    data: str | None = None,
-    prog: str = "lightning-nm doctor",
-    *,
-    masks: bool = True,
+    options: argparse.Namespace, prog: str = "lightning-nm doctor", *, masks: bool = True
 ) -> LightningCLI:
     """Create the Trainer, the model and the data on one device: a GPU if there is one, else the CPU.
 
     Args:
-        configs: YAML files as ``lightning-nm fit -c`` takes them, or as a ``LightningCLI(Model, Data)`` of one's own
-            does; later ones override.
-        model: For such files the import path of the model's class, such as ``train.Net``.
-        data: The same of the data module.
+        options: Those of :func:`add_training`. ``config`` are YAML files as ``lightning-nm fit -c`` takes them, or as a
+            ``LightningCLI(Model, Data)`` of one's own does; later ones override. For such files ``model`` is the import
+            path of the model's class, such as ``train.Net``, and ``data`` that of the data module.
         prog: What the messages of usage errors begin with.
         masks: Keep the callbacks that mask, and the precision plugins that choose kernels for masked layers. Without
             them Lightning's own precision is the same.
@@ -126,8 +132,13 @@ def build(
         ValueError: If a class cannot be imported, or is no such class.
         SystemExit: With status 2 if a file cannot be read or an argument is wrong; stderr says which.
     """
-    class_arguments = Classes(model, data).imported([_content(path) for path in configs])
-    arguments = [word for path in configs for word in ("--config", str(path))]
+    contents = []
+    for path in options.config:
+        # Why a file cannot be read is explained by the parser.
+        with suppress(OSError, ValueError):
+            contents.append(read_yaml(Path(path)))
+    class_arguments = Classes(options.model, options.data).imported(contents)
+    arguments = [word for path in options.config for word in ("--config", str(path))]
 
     class CLI(NMLightningCLI):
         def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:

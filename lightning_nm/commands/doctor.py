@@ -17,7 +17,7 @@ import lightning.pytorch as pl
 import torch
 from rich.console import Console
 
-from lightning_nm.callbacks.tables import kernel_rows, plain_table, print_kernels
+from lightning_nm.callbacks.tables import kernel_rows, print_kernels
 from lightning_nm.commands.build import (
     Enough,
     add_training,
@@ -83,9 +83,7 @@ def _cpu() -> dict[str, Any]:
 
 def print_machine(machine: dict[str, Any], console: Console) -> None:
     """Print the device, the libraries and each kernel."""
-    table = plain_table("machine", show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
+    table = columns_table("machine", ("part", "value"), {"value": 0}, show_header=False)
     for row in _cpu_rows(machine) if machine["cpu"] else _gpu_rows(machine):
         table.add_row(*row)
     console.print(table)
@@ -188,7 +186,7 @@ def _train(options: argparse.Namespace) -> tuple[Router, dict[str, Any]]:
     Raises:
         ValueError: If the config has no NMSparsityCallback, or trains no batch.
     """
-    cli = build(options.config, options.model, options.data)
+    cli = build(options)
     callbacks = masking_callbacks(cli)
     if not callbacks:
         raise ValueError(
@@ -200,7 +198,7 @@ def _train(options: argparse.Namespace) -> tuple[Router, dict[str, Any]]:
     batches_in_step = cli.trainer.accumulate_grad_batches
     plain_clock = _StepClock(batches_in_step)
     try:
-        plain = build(options.config, options.model, options.data, masks=False)
+        plain = build(options, masks=False)
         fit_until_enough(plain, plain_clock)
     except Exception as error:  # such as that of a user's callback that needs the masks
         why = f"plain dense training was not measured: {error}"

@@ -59,7 +59,7 @@ def _report(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Charge the planned training to attached layers, print its costs, and return them as primitives."""
     if options.steps is not None and options.steps < 1:
         raise ValueError(f"--steps {options.steps} must be at least 1")
-    cli = build(options.config, options.model, options.data, "lightning-nm flops", masks=False)
+    cli = build(options, "lightning-nm flops", masks=False)
     callbacks = masking_callbacks(cli)
     if options.pattern and not callbacks:
         raise ValueError(f"--pattern {options.pattern}: the config has no NMSparsityCallback")

@@ -69,12 +69,9 @@ def block_index(
         An index of that tensor: one int64 tensor per axis.
     """
     out, columns, *taps = shape
-    # as_blocks moves `in` to the end: the number of a block counts along [out, *taps, in / m].
-    blocks_per_row = columns // m
-    row = blocks // blocks_per_row
-    out_index, *tap_indices = torch.unravel_index(row, (out, *taps))
-    first_column = blocks % blocks_per_row * m
-    column_index = first_column + entries
+    # as_blocks moves `in` to the end: entries count along [out, *taps, in].
+    channels_last = (out, *taps, columns)
+    out_index, *tap_indices, column_index = torch.unravel_index(blocks * m + entries, channels_last)
     return out_index, column_index, *tap_indices
 
 

@@ -41,8 +41,7 @@ class GemmDensity:
     wgrad: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("forward", "dgrad", "wgrad"):
-            share = getattr(self, name)
+        for name, share in vars(self).items():
             if not 0 <= share <= 1:
                 raise ValueError(
                     f"{name}={share!r} is not a share of a dense GEMM: pass a number from 0 to 1"

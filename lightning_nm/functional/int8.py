@@ -112,7 +112,7 @@ def fake_quantise_tokens(x: Tensor) -> Tensor:
     """
     with torch.no_grad():
         integers, scale = quantise_tokens(x.reshape(-1, x.shape[-1]))
-        rounded = (integers.float() * scale[:, None]).to(x.dtype).view(x.shape)
+        rounded = dequantise_weight(integers, scale, x.dtype).view(x.shape)
     # The difference is 0: it adds nothing but its gradient.
     return rounded + (x - x.detach())
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightning_nm.functional.mask_storage import pack_mask, unpack_mask
 from lightning_nm.functional.masks import _check_blocks, nm_mask
+from lightning_nm.functional.select import WORDS
 from lightning_nm.pattern import NMPattern, PatternLike
 
 MAX_M = 256
@@ -26,14 +27,6 @@ PACKED_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 STORED_DTYPES = (*PACKED_DTYPES, torch.int8)
 """Dtypes of packed values: matrices in int8 have a scale for each row next to them."""
-
-# The integer dtype of each size of a value in bytes: bits are compared and moved as integers.
-_INTEGERS = {
-    8: torch.int64,
-    4: torch.int32,
-    2: torch.int16,
-    1: torch.int8,
-}
 
 _CHUNK = 1 << 20  # entries that are handled at a time: it bounds the temporaries
 
@@ -94,7 +87,7 @@ def pack_nm(matrix: Tensor, pattern: PatternLike) -> tuple[Tensor, Tensor]:
                 f"{crowded} or more of {len(blocks_bm)} blocks hold more than {pattern.n} nonzeros"
             )
         # Of the entries that are zero, -0 alone has bits: the score is 2 for a nonzero, 1 for -0 and 0 for +0.
-        bits_bm = chunk_bm.contiguous().view(_INTEGERS[chunk_bm.itemsize])
+        bits_bm = chunk_bm.contiguous().view(WORDS[chunk_bm.itemsize])
         mask_bm = nm_mask(nonzero_bm.byte() + bits_bm.ne(0).byte(), pattern)
         values.append(chunk_bm[mask_bm].view(len(chunk_bm), pattern.n))
         positions.append(_encode(mask_bm, pattern))
@@ -241,7 +234,7 @@ def _parts(
 def _expand(values_bn: Tensor, positions: Tensor, pattern: NMPattern) -> Tensor:
     """Return the blocks ``[blocks, M]`` of values ``[blocks, N]``."""
     # As integers: torch's scatter gives NaN in bfloat16 other bits.
-    bits_bn = values_bn.contiguous().view(_INTEGERS[values_bn.itemsize])
+    bits_bn = values_bn.contiguous().view(WORDS[values_bn.itemsize])
     blocks = len(values_bn)
     zeros_bm = bits_bn.new_zeros(blocks, pattern.m)
     if uses_bitmap(pattern):

@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple, TypeAlias, get_args
 import torch
 from torch import Generator, Tensor
 
+from lightning_nm.functional.mask_storage import pack_mask
 from lightning_nm.functional.masks import check_output_blocks, checked_permutation, largest
 from lightning_nm.pattern import NMPattern, PatternLike
 from lightning_nm.spelling import check_option
@@ -138,10 +139,10 @@ def search_permutation(
     one_block_a_group = len(start) == groups * problem.pattern.m  # all permutations score the same
     if problem.table.numel() == 0 or one_block_a_group:
         return start
-    if search == "random":
-        return _best_of(problem, start, candidates, generator)
-    if search == "redraw":
-        return _best_of(problem, None, candidates, generator)
+    if search != "swap":
+        # A redraw leaves the initial permutation out.
+        competing = start.unsqueeze(0) if search == "random" else start.new_empty(0, len(start))
+        return _best_of(problem, competing, candidates, generator)
     # As many rounds as take the time of the candidates, as measured.
     rounds = max(1, candidates * (problem.pattern.m + 4) // 260)
     # The costs need the precision of float32.
@@ -206,19 +207,15 @@ def _shuffles(count: int, size: int, generator: Generator | None, device: torch.
 
 def _best_of(
     problem: _Problem,
-    initial: Tensor | None,
+    best: Tensor,
     candidates: int,
     generator: Generator | None,
 ) -> Tensor:
-    """Return the best of the initial permutation, if one is given, and of so many random ones."""
+    """Return the best of some permutations, ``[count, out]``, and of so many random ones."""
     table = problem.table
     groups = problem.groups
     out = len(table)
     size = out // groups
-    if initial is None:
-        best = table.new_empty(0, out, dtype=torch.int64)
-    else:
-        best = initial.unsqueeze(0)
     for done in range(0, candidates, _DRAWN_AT_ONCE):
         count = min(_DRAWN_AT_ONCE, candidates - done)
         drawn = _shuffles(count * groups, size, generator, table.device).view(count, groups, size)
@@ -238,7 +235,10 @@ def _scores(problem: _Problem, permutations: Tensor) -> Tensor:
         return permutations.new_zeros(len(permutations))
     if criterion == "l1":
         return _magnitude_scores(table, permutations, pattern)
-    words = _pack(table)
+    # Words of 64 bits, [out, ceil(K / 64)].
+    padding = -table.shape[1] % 64
+    padded = torch.nn.functional.pad(table, (0, padding))
+    words = pack_mask(padded).view(torch.int64).view(len(table), -1)
     step = max(1, _CACHE // words.numel())
     parts = permutations.split(step)
     counts = torch.cat([_bit_scores(words, part, pattern, criterion) for part in parts])
@@ -274,17 +274,6 @@ def _slots(table: Tensor, permutations: Tensor, m: int) -> tuple[Tensor, ...]:
     rows = permutations.reshape(-1, m).t().reshape(-1)
     gathered = table.index_select(0, rows)
     return gathered.view(m, -1, table.shape[1]).unbind()
-
-
-def _pack(bits: Tensor) -> Tensor:
-    """Pack booleans ``[out, K]`` into ``[out, ceil(K / 64)]`` words of 64 bits; which bit is where is of no concern."""
-    padding = -bits.shape[1] % 64
-    padded = torch.nn.functional.pad(bits, (0, padding))
-    octets = padded.view(torch.uint8).view(len(bits), -1, 8)
-    packed = octets[..., 0].clone()
-    for k in range(1, 8):
-        packed |= octets[..., k] << k
-    return packed.view(torch.int64)
 
 
 def _bit_scores(

@@ -6,12 +6,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-# The integer dtype of each size of an entry in bytes.
-_WORDS = {
+WORDS = {
+    1: torch.int8,
     2: torch.int16,
     4: torch.int32,
     8: torch.int64,
 }
+"""The integer dtype of each size of an entry in bytes: bits are compared and moved as integers."""
 
 _FEW = 4096  # entries up to which one call of `where` is faster than several on integers
 
@@ -60,7 +61,7 @@ def mask_(x: Tensor, mask: Tensor) -> Tensor:
 
 def _mask_words(mask: Tensor, x: Tensor) -> Tensor:
     """Return integers of the size and memory order of ``x``: all ones where the mask is True, and 0 elsewhere."""
-    dtype = _WORDS[x.element_size()]
+    dtype = WORDS[x.element_size()]
     # The negative of 1 is all ones in two's complement.
     if mask.stride() == x.stride():
         return mask.to(dtype).neg_()
@@ -82,7 +83,7 @@ def _can_use_bits(x: Tensor, mask: Tensor) -> bool:
         and type(x) in (Tensor, nn.Parameter)
         and type(mask) is Tensor
         and x.is_floating_point()
-        and x.element_size() in _WORDS
+        and x.element_size() in WORDS
         and x.shape == mask.shape
         and x.numel() > _FEW
         and not (x.requires_grad and torch.is_grad_enabled())

@@ -73,8 +73,7 @@ def mask_density(tensor: Tensor) -> Tensor:
         >>> mask_density(torch.tensor([True, False, False, True]))
         tensor(0.5000)
     """
-    nonzeros, entries = density_counts(tensor)
-    return DENSITY(nonzeros, entries)
+    return DENSITY(*density_counts(tensor))
 
 
 def mask_flip_rate(before: Tensor, after: Tensor) -> Tensor:
@@ -114,8 +113,7 @@ def mask_overlap(forward: Tensor, backward: Tensor) -> Tensor:
         >>> mask_overlap(torch.tensor([True, True, False, False]), torch.tensor([True, False, False, False]))
         tensor(0.5000)
     """
-    both, forward_entries = overlap_counts(forward, backward)
-    return OVERLAP(both, forward_entries)
+    return OVERLAP(*overlap_counts(forward, backward))
 
 
 def kept_magnitude(weight: Tensor, mask: Tensor) -> Tensor:
@@ -135,8 +133,7 @@ def kept_magnitude(weight: Tensor, mask: Tensor) -> Tensor:
         >>> kept_magnitude(torch.tensor([3.0, -4.0, 2.0, -1.0]), torch.tensor([True, True, False, False]))
         tensor(0.7000)
     """
-    kept, total = magnitude_sums(weight, mask)
-    return KEPT_MAGNITUDE(kept, total)
+    return KEPT_MAGNITUDE(*magnitude_sums(weight, mask))
 
 
 def mask_oscillation(masks: Iterable[Tensor]) -> Tensor:
@@ -199,8 +196,7 @@ def gradient_snr(exact: Tensor, estimate: Tensor) -> Tensor:
         >>> gradient_snr(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 2.0]))
         tensor(2.5000)
     """
-    signal, error = gradient_energies(exact, estimate)
-    return GRADIENT_SNR(signal, error)
+    return GRADIENT_SNR(*gradient_energies(exact, estimate))
 
 
 def mask_margin(weight: Tensor, mask: Tensor, pattern: PatternLike, dim: int = -1) -> Tensor:

@@ -284,7 +284,7 @@ def test_without_tensorboard_nothing_is_computed(tmp_path, monkeypatch, logger):
 
 
 def test_without_matplotlib_maps_are_left_out_with_one_warning(tmp_path, monkeypatch):
-    monkeypatch.setattr(monitor_file, "can_draw", lambda: False)
+    monkeypatch.setattr(monitor_file, "find_spec", lambda name: None)
     with pytest.warns(UserWarning, match="matplotlib is missing") as caught:
         fit(tmp_path, callback("sr-ste", monitor=MaskMonitor(images_every=4)), max_epochs=2)
     assert sum("matplotlib" in str(warning.message) for warning in caught) == 1

@@ -4,6 +4,7 @@ import io
 import json
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -307,7 +308,7 @@ def test_a_short_training_has_no_step_time(write, capsys):
 )
 def test_plain_training_has_the_configs_precision_and_no_masks(write, plugin, twin):
     path = write(f"{SMALL}  plugins: [{{class_path: lightning_nm.{plugin}}}]\n")
-    trainer = build([path], masks=False).trainer
+    trainer = build(Namespace(config=[path], model=None, data=None), masks=False).trainer
     assert type(trainer.precision_plugin) is twin
     assert trainer.callbacks == []
 

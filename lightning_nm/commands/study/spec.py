@@ -11,20 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from lightning_nm.commands.build import Classes
+from lightning_nm.commands.build import QUIET, Classes, read_yaml
 from lightning_nm.pattern import NMPattern
 
 _CALLBACK = "NMSparsityCallback"
 _SHORT_KEYS = ("pattern", "method", "grad_estimator", "dgrad", "scale", "base_density")
 
-# A trial prints, logs and saves nothing of its own, unless the study's overrides say so.
-QUIET: dict[str, Any] = {
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "num_sanity_val_steps": 0,
-}
+# Of a trial, which prints, logs and saves nothing of its own, unless the study's overrides say so.
 _QUIET_MASKS = {"show_tables": False, "grad_snr_every": 0}
 
 # Callbacks that print, or need a logger or checkpoints, by the last part of their class path.
@@ -239,24 +232,6 @@ def _require(condition: Any, fault: str) -> None:
         raise ValueError(fault)
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
-    """Read a file that holds one mapping.
-
-    Raises:
-        OSError: If there is no such file.
-        ValueError: If it is not YAML, or holds something else.
-    """
-    import yaml
-
-    try:
-        content = yaml.safe_load(path.read_text())
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ValueError(f"{path}: no YAML: {error}") from error
-    fault = f"{path}: must hold a mapping of keys to values, not {content!r:.60}"
-    _require(isinstance(content, dict), fault)
-    return content
-
-
 def quiet(config: Mapping[str, Any]) -> dict[str, Any]:
     """A config without loggers, checkpoints, progress bars and tables."""
     result = copy.deepcopy(dict(config))
@@ -301,9 +276,10 @@ def _merge(place: dict[str, Any], key: str, value: Any) -> None:
 def _masks(config: dict[str, Any]) -> dict[str, Any]:
     """The arguments of the config's NMSparsityCallback, which is added if there is none."""
     callbacks = callbacks_of(config.setdefault("trainer", {}))
-    if not any(last_part(entry) == _CALLBACK for entry in callbacks):
-        callbacks.append({"class_path": f"lightning_nm.{_CALLBACK}", "init_args": {**_QUIET_MASKS}})
     masks = [entry for entry in callbacks if last_part(entry) == _CALLBACK]
+    if not masks:
+        masks = [{"class_path": f"lightning_nm.{_CALLBACK}", "init_args": {**_QUIET_MASKS}}]
+        callbacks += masks
     fault = "the config has several NMSparsityCallbacks: override trainer.callbacks instead"
     _require(len(masks) == 1, fault)
     return masks[0]["init_args"]

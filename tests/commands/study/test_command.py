@@ -14,10 +14,10 @@ import yaml
 
 from lightning_nm import BAME, NMSparsityCallback
 from lightning_nm.cli import main
-from lightning_nm.commands.build import Classes
+from lightning_nm.commands.build import QUIET, Classes
 from lightning_nm.commands.study import runner
 from lightning_nm.commands.study.runner import fit, train
-from lightning_nm.commands.study.spec import QUIET, Cell, read
+from lightning_nm.commands.study.spec import Cell, read
 from lightning_nm.demo import GPT, Digits, HelpTopics, ResidualCNN
 
 FIXED = {"method": {"class_path": "lightning_nm.BAME", "init_args": {"start": 1.0, "stop": 1.0}}}

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
-from lightning_nm.commands.study.spec import QUIET, Cell, override, quiet, read, read_yaml
+from lightning_nm.commands.build import QUIET, read_yaml
+from lightning_nm.commands.study.spec import Cell, override, quiet, read
 
 STUDY = """
 config: config.yaml
