@@ -21,9 +21,9 @@ from lightning_nm.export.graphs import evaluation, first_line
 from lightning_nm.export.packed_file import memory_of
 from lightning_nm.export.packed_model import refuse_empty
 from lightning_nm.export.patterns import Found, judge, patterns_in
-from lightning_nm.nn.packed.layers import packed_weights, places_of
-from lightning_nm.nn.packed.tensor import LAYOUTS, blocks_last, shape_of_blocks
 from lightning_nm.nn.weight import Layout
+from lightning_nm.packed.module import packed_weights, places_of
+from lightning_nm.packed.tensor import LAYOUTS, blocks_last, shape_of_blocks
 from lightning_nm.pattern import NMPattern, PatternLike
 
 SUFFIX = ".mlpackage"

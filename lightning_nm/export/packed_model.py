@@ -19,9 +19,16 @@ from lightning_nm.export.atomic_write import FilePath, Weights
 from lightning_nm.export.packed_file import PackedFile, bytes_of, no_checksums, write_packed
 from lightning_nm.export.patterns import Found, count_nonfinite, pattern_of
 from lightning_nm.functional.int8 import INT8_DTYPES
-from lightning_nm.nn.packed.kernel_choice import BUDGET_S, Budget, Kernels, return_freed_memory
-from lightning_nm.nn.packed.layers import (
+from lightning_nm.nn.weight import Layout, parameter_key, plain_name
+from lightning_nm.packed.kernel_choice import (
+    BUDGET_S,
+    KernelChoice,
+    Kernels,
+    return_freed_memory,
+)
+from lightning_nm.packed.module import (
     PackedLayer,
+    PackedWeight,
     Place,
     call_packed_children,
     embeddings_of,
@@ -31,9 +38,7 @@ from lightning_nm.nn.packed.layers import (
     put,
     refuse_to_fit,
 )
-from lightning_nm.nn.packed.tensor import EVERY_ENTRY, PackedTensor, check_scales, int8_fault
-from lightning_nm.nn.packed.weight import PackedWeight
-from lightning_nm.nn.weight import Layout, parameter_key, plain_name
+from lightning_nm.packed.tensor import EVERY_ENTRY, PackedTensor, int8_fault
 from lightning_nm.pattern import NMPattern, PatternLike
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -54,8 +59,8 @@ def pack(
     """Replace the N:M weights of a model by packed ones, one layer at a time.
 
     The modules stay the same objects; their classes change, and a
-    :class:`~lightning_nm.nn.packed.weight.PackedWeight` takes
-    the place of each N:M parameter of a linear layer, convolution, ``Conv1D`` of ``transformers`` or projection of
+    :class:`~lightning_nm.packed.module.PackedWeight` takes the place
+    of each N:M parameter of a linear layer, convolution, ``Conv1D`` of ``transformers`` or projection of
     ``nn.MultiheadAttention``. Other weights stay as they are. On a CPU a weight takes the layout of a kernel of this
     package, if there is one for it. :func:`packed_summary` tells what each layer holds.
 
@@ -103,10 +108,9 @@ def pack(
         >>> model(torch.randn(2, 64)).shape
         torch.Size([2, 4])
     """
-    check_kernels(kernels)
+    choice = KernelChoice(kernels, budget_s)
     if dtype not in (None, "int8"):
         raise ValueError(f"dtype={dtype!r} is unknown: use 'int8', or None for the weight's own")
-    budget = Budget(budget_s)
     given = None if pattern is None else NMPattern.parse(pattern)
     globs = [exclude] if isinstance(exclude, str) else list(exclude)
     places, reasons = places_of(model)
@@ -132,10 +136,10 @@ def pack(
             raise ValueError(
                 f"'{key}' has no values, it is on the meta device: use load_packed(model, file)"
             )
-        if place.role == "experts":
+        if place.axes is Layout.EXPERTS:
             # Each expert is a matrix, so that no block may lie across its rows.
             rows = place.weight.flatten(0, 1)  # [experts * out, in]
-            each = pattern_of(rows, given, [Layout.PLAIN])._replace(layout=place.layout)
+            each = pattern_of(rows, given, [Layout.PLAIN])._replace(layout=place.layouts[0])
         else:
             each = pattern_of(place.weight, given, place.layouts)
         if each.pattern is None:
@@ -144,19 +148,20 @@ def pack(
             found[key] = place, each
     refuse_empty(found, reasons, f"{type(model).__name__} has no weight to pack")
     found = {key: (place, Found(EVERY_ENTRY)) for key, place in embeddings.items()} | found
-    for key, (place, _) in found.items():
+    for key, (place, each) in found.items():
         fault = int8_fault(place.weight) if dtype else ""
         if fault:
             other_dtype = place.weight.dtype not in INT8_DTYPES
             remedy = "convert the model by model.to(torch.bfloat16), or " if other_dtype else ""
-            option = "`int8_embeddings`" if place.role == "embedding" else "`exclude`"
+            option = "`int8_embeddings`" if each.pattern == EVERY_ENTRY else "`exclude`"
             raise ValueError(
                 f"'{key}' has no int8 form, {fault}: {remedy}leave the layer out by {option}"
             )
     for key, (place, (own, layout, _)) in found.items():
         assert own is not None
-        tensor = PackedTensor.of(place.weight, own, layout, int8=dtype == "int8", role=place.role)
-        put(place, tensor, key, kernels, budget)
+        experts = place.axes.has_experts
+        tensor = PackedTensor.of(place.weight, own, layout, int8=dtype == "int8", experts=experts)
+        put(place, tensor, key, choice)
     return for_inference(model)
 
 
@@ -231,12 +236,6 @@ def listed(texts: Sequence[str], separator: str = ", ") -> str:
     return separator.join(texts[:_SHOWN]) + more
 
 
-def check_kernels(kernels: str) -> None:
-    """Refuse a mode that does not exist."""
-    if kernels not in ("auto", "sparse", "reference"):
-        raise ValueError(f"kernels={kernels!r} is unknown: use 'auto', 'sparse' or 'reference'")
-
-
 def for_inference(model: Model) -> Model:
     """Make a model whose weights were packed ready: evaluation mode, no gradients of parameters."""
     call_packed_children(model)
@@ -290,19 +289,19 @@ def warm_up(
             raise ValueError(
                 f"an example has the shape {list(each.shape)}: it must be one input, [1, ...]"
             )
-    chosen = {name: weight for name, weight in weights.items() if weight.kernels == "auto"}
+    chosen = {name: weight for name, weight in weights.items() if weight.choice.kernels == "auto"}
     for name, weight in chosen.items():
-        if weight.role == "convolution" and weight.operand is not None and not inputs:
+        if weight.convolves and weight.operand is not None and not inputs:
             raise ValueError(
                 f"'{name}' is of a convolution, whose sizes depend on the image: pass example=image[None]"
             )
-    budgets = {weight.budget: weight.budget.left_s for weight in chosen.values()}
+    budgets = {weight.choice: weight.choice.left_s for weight in chosen.values()}
     try:
         for budget in budgets:
             budget.left_s = math.inf  # whatever is asked for is measured
         with torch.inference_mode():
             for weight in chosen.values():
-                if weight.role == "convolution":
+                if weight.convolves:
                     weight.forget()
                     continue
                 for size in sorted({b * t for b in batch for t in tokens}):
@@ -346,8 +345,7 @@ def load_packed(
             both. The model is then unchanged.
         OSError: If the file cannot be opened.
     """
-    check_kernels(kernels)
-    budget = Budget(budget_s)
+    choice = KernelChoice(kernels, budget_s)
     if any(packed_weights(model)):
         raise ValueError(f"{type(model).__name__} is packed already: load into a new model")
     file = PackedFile(path)
@@ -373,7 +371,7 @@ def load_packed(
         found = file.read(key)
         tensor, fitting = owner.tensor, None
         if isinstance(found, PackedTensor):
-            fitting = (rows if found.pattern == EVERY_ENTRY else places).get(id(tensor))
+            fitting = (rows if found.kind.pattern == EVERY_ENTRY else places).get(id(tensor))
         values = found.values if isinstance(found, PackedTensor) else found
         # A buffer may be a mask of -inf.
         count = count_nonfinite(values, infinite=isinstance(tensor, nn.Parameter))
@@ -383,7 +381,7 @@ def load_packed(
         if isinstance(found, PackedTensor) and fitting is not None:
             name, place = fitting
             del owner, tensor
-            put(place, found.to(device), name, kernels, budget)
+            put(place, found.to(device), name, choice)
             continue
         dense = found.unpack() if isinstance(found, PackedTensor) else found
         if not tensor.is_meta:
@@ -437,14 +435,14 @@ def _refuse_other_tensors(
     path = file.file.path
     for key in file.dense:
         file.check(key)
-    # The tensors of the file by the model's keys, and the roles of the modules by those tensors.
+    # The tensors of the file by the model's keys, and the places of those tensors.
     own_keys = {plain: file.aliases.get(key, key) for plain, key in names.items()}
-    roles = {own_keys[name]: place.role for name, place in places.items() if name in own_keys}
+    taken = {own_keys[name]: place for name, place in places.items() if name in own_keys}
     for key in file.packed:
         packed = file.read_packed(key)
         try:
-            if key in roles:
-                check_scales(packed, roles[key])
+            if key in taken:
+                packed.check_scales(taken[key].axes.has_experts)
         except ValueError as error:
             raise ValueError(f"'{key}' of '{path}' does not fit the model: {error}") from None
     for owner in dict.fromkeys(owners.values()):

@@ -147,7 +147,14 @@ def check_packed(
     _check_stored("packed values are", values, pattern)
     if positions.dtype != torch.uint8:
         raise TypeError(f"packed positions are {torch.uint8}, not {positions.dtype}")
-    check_packed_sizes(tuple(values.shape), tuple(positions.shape), pattern, shape)
+    sizes = tuple(values.shape), tuple(positions.shape)
+    for what, found, right in zip(
+        ("values", "positions"), sizes, packed_sizes(pattern, shape), strict=True
+    ):
+        if found != right:
+            raise ValueError(
+                f"a matrix of shape {list(shape)} in {pattern} has {what} of {right}, not {found}"
+            )
     blocks = values.numel() // pattern.n
     used_bits = blocks * position_bits(pattern) % 8  # of the last byte; 0 if it is full
     if used_bits and int(positions[-1]) >> used_bits:
@@ -168,28 +175,21 @@ def check_packed(
             )
 
 
-def check_packed_sizes(
-    values: tuple[int, ...],
-    positions: tuple[int, ...],
-    pattern: NMPattern,
-    shape: Sequence[int],
-) -> None:
-    """Refuse the shapes of values and positions that do not belong to a matrix of this shape, by a ``ValueError``."""
+def packed_sizes(
+    pattern: NMPattern, shape: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shapes of the values and the positions of a matrix.
+
+    Raises:
+        ValueError: If M does not divide its last axis.
+    """
     if not shape or shape[-1] % pattern.m:
         raise ValueError(
             f"a matrix of shape {list(shape)} has no blocks of {pattern.m} along its last axis"
         )
     blocks = math.prod(shape) // pattern.m
-    right_values = (*shape[:-1], shape[-1] // pattern.m, pattern.n)
-    right_positions = (position_bytes(pattern, blocks),)
-    for what, found, right in (
-        ("values", values, right_values),
-        ("positions", positions, right_positions),
-    ):
-        if found != right:
-            raise ValueError(
-                f"a matrix of shape {list(shape)} in {pattern} has {what} of {right}, not {found}"
-            )
+    values = (*shape[:-1], shape[-1] // pattern.m, pattern.n)
+    return values, (position_bytes(pattern, blocks),)
 
 
 def expand(values: Tensor, positions: Tensor, pattern: NMPattern, shape: Sequence[int]) -> Tensor:
@@ -267,6 +267,8 @@ def _numbers(positions: Tensor, pattern: NMPattern, blocks: int) -> Tensor:
     """Return the positions ``[blocks, N]`` of the stored entries, int64."""
     device = positions.device
     width = _width(pattern)
+    if not width:  # blocks of one entry
+        return torch.zeros(blocks, pattern.n, dtype=torch.int64, device=device)
     # So many numbers fill so many bytes without a rest: a word of at most seven bytes.
     common = math.gcd(width, 8)
     together, octets = 8 // common, width // common

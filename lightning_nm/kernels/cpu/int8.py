@@ -131,6 +131,16 @@ class Int8Layout:
         values = self.positions.numel() * 8 // position_width(self.pattern)
         return self.positions.nbytes + values + self.offset.nbytes + self.scale.nbytes
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors next to the values and their scales."""
+        return [self.positions, self.offset]
+
+    @property
+    def tile(self) -> int:
+        """Rows that lie together."""
+        return ROWS
+
     def part(self, tiles: slice, rows: int) -> Int8Layout:
         """The rows of some tiles on the same memory, `rows` of which exist."""
         first = tiles.start * ROWS

@@ -1,6 +1,6 @@
-"""The weight of a packed layer: a module in the place of the dense parameter, which makes its products.
+"""Layers for inference: a packed weight in the place of each dense parameter, and the classes of their modules.
 
-Graphs that are compiled call two operators, which look up the weight by handle when a graph runs. Graphs that are
+Graphs that are compiled call two operators, which look up a weight by handle when a graph runs. Graphs that are
 exported unpack the weight by torch's own operators, so that they run without this package.
 """
 
@@ -8,28 +8,43 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_nm.functional.int8 import INT8_DTYPES, dequantise_weight
 from lightning_nm.functional.nm_format import PACKED_DTYPES
-from lightning_nm.kernels.api import Convolution, GemmKey, HasHandle, lookup
+from lightning_nm.kernels.api import Convolution, GemmKey, HasHandle, lookup, multiply
 from lightning_nm.kernels.cpu.int8 import int8_matrix
-from lightning_nm.kernels.cpu.layouts import Packed
-from lightning_nm.nn.packed.kernel_choice import (
-    Budget,
-    Kernels,
-    choose,
+from lightning_nm.kernels.cpu.layouts import dense_matrix
+from lightning_nm.nn.adapters import (
+    FUSED_PATHS,
+    Adapter,
+    NMConv1d,
+    NMConv2d,
+    NMConv3d,
+    NMLinear,
+    NMMultiheadAttention,
+    NMTransposedLinear,
+    find_adapter,
+)
+from lightning_nm.nn.adapters.attention import AttentionForward
+from lightning_nm.nn.products import CONVOLUTIONS, OPTIONS, plain
+from lightning_nm.nn.selection import candidates_of
+from lightning_nm.nn.weight import Layout, parameter_key, plain_name
+from lightning_nm.packed.kernel_choice import (
+    KernelChoice,
+    Operand,
+    lay_out,
+    lay_out_int8,
     registry_of,
     return_freed_memory,
 )
-from lightning_nm.nn.packed.operand import Operand, dense_matrix, lay_out, lay_out_int8
-from lightning_nm.nn.packed.tensor import PackedTensor, Role, check_scales, part_names
-from lightning_nm.nn.products import CONVOLUTIONS, OPTIONS, plain
+from lightning_nm.packed.tensor import EVERY_ENTRY, SAME_BLOCKS, PackedKind, PackedTensor
 
 _MOST_SIZES = 1 << 12
 """Sizes of products whose choice is remembered."""
@@ -47,15 +62,14 @@ class PackedWeight(nn.Module, HasHandle):
     """A weight that is N:M along one axis, as the values of each block and their positions.
 
     It holds them as they are in files, or, on a CPU with a kernel for it, in the kernel's layout, or the dense weight,
-    where that is faster and ``kernels`` is ``"auto"``: always one of the three. The state dict has ``values`` and
+    where that is faster and the choice is ``"auto"``: always one of the three. The state dict has ``values`` and
     ``positions`` in each case, and ``scales`` if the values are int8.
 
     Args:
         packed: The tensors, checked.
         name: Key of the weight in the dense state dict, for messages.
-        role: The module that it belongs to.
-        kernels: ``"auto"``, ``"sparse"`` or ``"reference"``, see :func:`lightning_nm.pack`.
-        budget: How long products may be measured in ``"auto"``; the weights of a model share one.
+        axes: The layout of the parameter in its module, which tells how products contract it.
+        choice: Which kernels make the products; the weights of a model share one.
 
     Attributes:
         operand: The kernel's layout, if it is held.
@@ -64,6 +78,7 @@ class PackedWeight(nn.Module, HasHandle):
         matrix: The dense weight as products take it, ``[out, in]`` or ``[out, in / groups * taps]``, if it is held.
     """
 
+    kind: PackedKind
     values: Tensor | None
     positions: Tensor | None
     scales: Tensor | None
@@ -73,20 +88,18 @@ class PackedWeight(nn.Module, HasHandle):
         self,
         packed: PackedTensor,
         name: str,
-        role: Role,
-        kernels: Kernels = "auto",
-        budget: Budget | None = None,
+        axes: Layout,
+        choice: KernelChoice,
     ) -> None:
         super().__init__()
-        self.budget = budget or Budget()
-        self.name, self.role, self.kernels = name, role, kernels
-        self.pattern, self.layout = packed.pattern, packed.layout
-        self.shape = torch.Size(packed.shape)
+        self.name, self.axes, self.choice = name, axes, choice
         self._take(packed)
 
     def _take(self, packed: PackedTensor) -> None:
         """Hold a weight of this shape, in its dtype and on its device."""
-        self.dtype = packed.dtype
+        self.kind = packed.kind
+        self.pattern, self.layout, shape, self.dtype, self.is_int8 = packed.kind
+        self.shape = torch.Size(shape)
         self.operand: Operand | None = None
         self._choices: dict[Any, tuple[GemmKey, bool]] = {}
         self._drop_layout()
@@ -104,27 +117,29 @@ class PackedWeight(nn.Module, HasHandle):
 
     def lay_out(self) -> None:
         """Change to the layout of the CPU kernel for this weight; without one, in ``"auto"``, to the dense weight."""
-        if self.values is None or self.device.type == "meta" or self.kernels == "reference":
+        kernels = self.choice.kernels
+        if self.values is None or self.device.type == "meta" or kernels == "reference":
             return
-        if self.role == "embedding":  # whose rows are looked up
+        if self.pattern == EVERY_ENTRY:  # of an embedding, whose rows are looked up
             return
         # Where blocks lie along the depth of the product.
-        along = {"linear": ("plain", "flat"), "transposed": ("transposed",)}
-        pattern = self.pattern if self.layout in along.get(self.role, ("flat",)) else None
-        convolves = self.role == "convolution"
+        along = (Layout.FLAT,) if self.convolves else (Layout.PLAIN, Layout.FLAT)
+        if self.axes.is_transposed:
+            along = (Layout.TRANSPOSED,)
+        pattern = self.pattern if self.layout in along else None
         if self.is_int8:
             # The scales are those of rows only where blocks lie along the depth. Kernels know two dimensions.
-            if self.dim() <= 4 if convolves else pattern is not None:
+            if self.dim() <= 4 if self.convolves else pattern is not None:
                 self.operand = lay_out_int8(self.packed())
         elif self.device.type == "cpu":
             matrix = self.product_matrix().contiguous()
-            self.operand = lay_out(matrix, pattern, convolution=convolves)
+            self.operand = lay_out(matrix, pattern, convolution=self.convolves)
         if self.operand is not None:
             # An empty tensor whose size is the handle, by which graphs find this weight.
             self.operand.tag = torch.empty(self.handle, 0, dtype=torch.float32)
             for name, tensor in zip(_IN_LAYOUT, self.operand.tensors, strict=False):
                 self.register_buffer(name, tensor, persistent=False)
-        elif self.kernels == "auto":
+        elif kernels == "auto":
             self.matrix = self.product_matrix().contiguous()
         else:
             return
@@ -145,7 +160,8 @@ class PackedWeight(nn.Module, HasHandle):
         """In ``"auto"``, choose for products of so many tokens, and hold the dense weight if that is faster."""
         self.forget()
         operand = self.operand
-        if operand is not None and self.kernels == "auto" and not self._takes(operand, tokens)[1]:
+        is_auto = self.choice.kernels == "auto"
+        if operand is not None and is_auto and not self._takes(operand, tokens)[1]:
             self.hold_dense()
 
     def forget(self) -> None:
@@ -161,14 +177,9 @@ class PackedWeight(nn.Module, HasHandle):
         found = self._choices.get(name)
         if found is not None:
             return found
-        kernel, layout = operand.kernel, operand.layout
-        key = GemmKey(
-            *("forward", layout.rows, layout.depth, tokens, self.dtype, operand.pattern, "cpu"),
-            conv=conv,
-        )
-        takes, settled = not registry_of(kernel).reason_against(kernel, key), True
-        if takes and self.kernels == "auto":
-            takes, settled = choose(kernel, key, self.budget, Packed(layout, operand.values))
+        rows, depth = operand.layout.rows, operand.layout.depth
+        key = GemmKey("forward", rows, depth, tokens, self.dtype, operand.pattern, "cpu", conv=conv)
+        takes, settled = self.choice.takes(operand.kernel, key, operand.packed)
         found = key, takes
         if settled:
             # Kept, because to make a key takes longer than to multiply one token.
@@ -190,21 +201,18 @@ class PackedWeight(nn.Module, HasHandle):
         if bias is not None:
             bias = bias[chosen]
         operand = self._operand_for(x, bias)
-        part = None if operand is None else operand.part(rows)
-        if operand is None or part is None or x.dim() == 0 or x.shape[-1] != part.layout.depth:
+        if operand is None or x.dim() == 0 or x.shape[-1] != operand.layout.depth:
             # torch's own error tells of an input of another size.
             y = F.linear(x, self.product_matrix()[chosen], bias)
             self._keep_dense(x)
             return y
         x_ti = x.reshape(-1, x.shape[-1])
-        out = part.layout.rows
+        first, end = rows or (0, operand.layout.rows)
         if torch.compiler.is_compiling():
-            first = 0 if rows is None else rows[0]
-            tag = operand.tag
-            y_to = torch.ops.lightning_nm.packed_linear(x_ti, bias, first, out, tag)
+            y_to = torch.ops.lightning_nm.packed_linear(x_ti, bias, first, end - first, operand.tag)
         else:
             y_to = self.multiply(x_ti, bias, rows)
-        return y_to.view(*x.shape[:-1], out)
+        return y_to.view(*x.shape[:-1], end - first)
 
     def conv(
         self,
@@ -272,7 +280,7 @@ class PackedWeight(nn.Module, HasHandle):
     def _keep_dense(self, x: Tensor) -> None:
         """In ``"auto"``, hold the dense weight after a product that the kernel cannot make, unless it was traced."""
         traced = torch.compiler.is_compiling() or _exporting()
-        if not traced and type(x) in _PLAIN and self.kernels == "auto" and x.numel():
+        if not traced and type(x) in _PLAIN and self.choice.kernels == "auto" and x.numel():
             self.hold_dense()
 
     def multiply(
@@ -289,8 +297,7 @@ class PackedWeight(nn.Module, HasHandle):
         """
 
         def dense() -> Tensor:
-            if self.kernels == "auto" and x.numel():
-                self.hold_dense()
+            self._keep_dense(x)
             matrix = self.product_matrix()
             if conv is not None:
                 return F.conv2d(x, matrix.view(conv.weight_shape), bias, *conv.arguments)
@@ -307,21 +314,18 @@ class PackedWeight(nn.Module, HasHandle):
             return dense()
         registry = registry_of(part.kernel)
         kernel = registry.kernels[part.kernel]
-        packed = Packed(part.layout, part.values)
 
         def sparse() -> Tensor:
             plain_bias = None if bias is None else plain(bias)
-            if conv is None:
-                return kernel.linear(packed, plain(x), plain_bias)
-            return kernel.conv(packed, plain(x), conv, plain_bias)
+            return multiply(kernel, key, part.packed, plain(x), plain_bias)
 
         # If the kernel fails, the product is made dense, now and in the future.
         return registry.attempt(kernel, key, sparse, dense)
 
     @property
-    def is_int8(self) -> bool:
-        """Whether the values are int8."""
-        return self.scales is not None
+    def convolves(self) -> bool:
+        """Whether it is the weight of a convolution."""
+        return self.dim() > 2 and not self.axes.has_experts
 
     @property
     def device(self) -> torch.device:
@@ -375,22 +379,14 @@ class PackedWeight(nn.Module, HasHandle):
             return PackedTensor.of(
                 *(self.unpack(), self.pattern, self.layout), int8=self.is_int8, scales=self.scales
             )
-        return self._with_tensors(self.values, self.positions, self.scales)
-
-    def _with_tensors(
-        self, values: Tensor, positions: Tensor, scales: Tensor | None = None
-    ) -> PackedTensor:
-        """A weight as this one with other tensors."""
-        dense_dtype = None if scales is None else self.dtype
-        kind = self.pattern, self.layout, tuple(self.shape)
-        return PackedTensor(values, positions, *kind, scales, dense_dtype)
+        return PackedTensor(self.values, self.positions, self.kind, self.scales)
 
     def unpack(self) -> Tensor:
         """The dense weight, a new tensor."""
         if self.values is not None:
             return self.packed().unpack()
         matrix = self.product_matrix()
-        if self.role == "transposed":
+        if self.axes.is_transposed:
             return matrix.t().clone(memory_format=torch.contiguous_format)
         return (matrix if self.matrix is None else matrix.clone()).view(self.shape)
 
@@ -402,16 +398,15 @@ class PackedWeight(nn.Module, HasHandle):
             return matrix
         if buffers["values"] is not None:
             weight = self.packed().unpack()
-            return weight.t() if self.role == "transposed" else weight.flatten(1)
+            return weight.t() if self.axes.is_transposed else weight.flatten(1)
         tensors: list[Any] = [buffers[name] for name in _IN_LAYOUT if name in buffers]
-        rows = self.shape[1 if self.role == "transposed" else 0]
+        rows = self.shape[1 if self.axes.is_transposed else 0]
         depth = self.numel() // rows
         scales = buffers["scales"]
         if scales is None:
             return dense_matrix(tensors, rows, depth, self.dtype)
         values, positions, _ = tensors
-        taps = math.prod(self.shape[2:]) if self.layout == "plain" else 1
-        integers = int8_matrix(values, positions, rows, depth, self.pattern, taps)
+        integers = int8_matrix(values, positions, rows, depth, self.pattern, self.kind.taps)
         return dequantise_weight(integers, scales, self.dtype)
 
     def extra_repr(self) -> str:
@@ -442,9 +437,10 @@ class PackedWeight(nn.Module, HasHandle):
                 f"or float64. {remedy}"
             )
         changed: dict[str, Any] = {name: moved(tensor) for name, tensor in packed.parts.items()}
-        own = {"values": fn(values)} if scales is None else {"dense_dtype": dtype}
+        if scales is None:
+            changed["values"] = fn(values)
         # A kernel's layout depends on dtype and device.
-        self._take(packed._replace(**{**changed, **own}))
+        self._take(packed._replace(kind=self.kind._replace(dtype=dtype), **changed))
         return self
 
     def _save_to_state_dict(
@@ -463,16 +459,16 @@ class PackedWeight(nn.Module, HasHandle):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        names = part_names(self.is_int8)
+        names = self.kind.parts
         missing = [prefix + name for name in names if prefix + name not in state_dict]
         missing_keys += missing
         if missing:
             return
         tensors: dict[str, Any] = {name: state_dict[prefix + name].detach() for name in names}
-        loaded = self._with_tensors(**tensors)
+        loaded = PackedTensor(kind=self.kind, **tensors)
         try:
             loaded.check()
-            check_scales(loaded, self.role)
+            loaded.check_scales(self.axes.has_experts)
         except (TypeError, ValueError) as error:
             error_msgs.append(f"'{self.name}': {error}")
             return
@@ -485,7 +481,8 @@ class PackedWeight(nn.Module, HasHandle):
                 is_weight = name == "values" and not self.is_int8
                 dtype = self.dtype if is_weight else tensor.dtype
                 tensors[name] = tensor.to(self.device, dtype, copy=True)
-        self._take(loaded._replace(**tensors))
+        dtype = self.dtype if self.is_int8 else tensors["values"].dtype
+        self._take(PackedTensor(kind=self.kind._replace(dtype=dtype), **tensors))
 
     def __getstate__(self) -> dict[str, Any]:
         """As files hold it: layouts and handles belong to this process and its CPU."""
@@ -502,6 +499,74 @@ class PackedWeight(nn.Module, HasHandle):
         super().__setstate__(state)
         self._choices = {}
         self.lay_out()
+
+
+class PackedExperts(PackedWeight):
+    """The weight of several experts: each is held as a :class:`PackedWeight` of two axes.
+
+    The state dict has ``values`` and ``positions`` of the whole weight, and ``scales`` in int8, as files have.
+
+    Attributes:
+        parts: The weight of each expert, ``[out, in]`` or ``[in, out]``.
+    """
+
+    parts: tuple[PackedWeight, ...] = ()
+
+    def lay_out(self) -> None:
+        """Divide the weight into those of the experts, and hold each in the layout of a kernel if there is one."""
+        if self.values is None or self.device.type == "meta":
+            return
+        weight_eab = self.packed().unpack()
+        layout = Layout.TRANSPOSED if self.axes.is_transposed else Layout.PLAIN
+        parts = []
+        for number, weight_ab in enumerate(weight_eab):
+            scales = None if self.scales is None else self.scales[number]
+            tensor = PackedTensor.of(
+                weight_ab, self.pattern, layout, int8=self.is_int8, scales=scales
+            )
+            name = f"{self.name}[{number}]"
+            parts.append(PackedWeight(tensor, name, layout, self.choice))
+        self.parts = tuple(parts)
+        self.train(self.training)
+        self.values = self.positions = None
+
+    def _take(self, packed: PackedTensor) -> None:
+        self.parts = ()
+        super()._take(packed)
+
+    def buffers(self, recurse: bool = True) -> Iterator[Tensor]:
+        """The tensors that are held."""
+        if not self.parts:
+            return super().buffers(recurse)
+        return (tensor for part in self.parts for tensor in part.buffers())
+
+    @property
+    def form(self) -> str:
+        """What is held for the experts, each form once."""
+        if not self.parts:
+            return super().form
+        return ", ".join(dict.fromkeys(part.form for part in self.parts))
+
+    def unpack(self) -> Tensor:
+        """The dense weight, a new tensor."""
+        if not self.parts:
+            return super().unpack()
+        return torch.stack([part.unpack() for part in self.parts])
+
+    def measure(self, tokens: int) -> None:
+        """In ``"auto"``, choose for products of so many tokens with each expert."""
+        for part in self.parts:
+            part.measure(tokens)
+
+    def train(self, mode: bool = True) -> PackedExperts:
+        """Set the mode of the experts' weights, too."""
+        super().train(mode)
+        for part in self.parts:
+            part.train(mode)
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "parts": ()}
 
 
 @torch.library.custom_op("lightning_nm::packed_linear", **OPTIONS)
@@ -549,3 +614,285 @@ def _convolution(x: Tensor, geometry: Sequence[int]) -> Convolution:
     groups, out, *taps = geometry[6:]
     size = tuple(x.shape[2:])
     return Convolution(x.shape[1], out, size, tuple(taps), stride, padding, dilation, groups)
+
+
+class _Swapped(nn.Module):
+    """Mixed into the class of a module of a packed model."""
+
+    nm_base: ClassVar[type[nn.Module]]  # the class that the module had before
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # The class has no importable name: pickle and deepcopy make it again from the class it was made of.
+        reduced: Any = super().__reduce_ex__(protocol)
+        return _new, (type(self).nm_base,), *reduced[2:]
+
+
+class PackedLayer(_Swapped):
+    """Mixed into a module's class whose weights are packed; a :class:`PackedWeight` replaces each parameter.
+
+    The forward is that of the module's adapter, whose :func:`~lightning_nm.nn.nm_linear` and
+    :func:`~lightning_nm.nn.nm_conv` take packed weights in the place of masked layers.
+    """
+
+    nm_unmaskable: ClassVar[str] = (
+        "packed already, for inference: to prune, train or pack it again, load lightning_nm.unpacked_state_dict(model) "
+        "into a model that is not packed"
+    )
+
+    @property
+    def nm_layers(self) -> dict[str, Any]:
+        """The packed weights by the names of their parameters, among other children; it is asked at every call."""
+        return self._modules
+
+
+class PackedEmbedding(PackedLayer):
+    """``nn.Embedding`` whose matrix is in int8; the rows that are looked up are dequantised."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Look rows up."""
+        weight: Any = self.weight
+        weight.refuse_training()
+        rows = weight.values.squeeze(-1)[input].float() * weight.scales[input].unsqueeze(-1)
+        found: Tensor = rows.to(weight.dtype)
+        return found
+
+
+class PackedMultiheadAttention(AttentionForward, PackedLayer):
+    """``nn.MultiheadAttention`` with packed projections, or a packed ``out_proj`` alone."""
+
+    project = NMMultiheadAttention.project
+
+
+class PackedAdapted(PackedLayer):
+    """A module of another adapter, which may call ``super()``: it is mixed in, too."""
+
+    # An adapter's own are for masked layers.
+    _save_to_state_dict = nn.Module._save_to_state_dict
+    _load_from_state_dict = nn.Module._load_from_state_dict
+    _apply = nn.Module._apply
+
+
+class PackedLightningModule(_Swapped):
+    """Mixed into the class of a LightningModule whose layers are packed, so that fitting it is refused at once.
+
+    Lightning's fit leaves modules in evaluation mode, in which packed layers run: it would end at the first backward
+    pass, by torch's error that no tensor requires gradients.
+    """
+
+    def setup(self, stage: str) -> None:
+        """Refuse to fit the module while no parameter requires gradients, by a ``RuntimeError``."""
+        super().setup(stage)  # type: ignore[misc]
+        # The dense parameters of a packed model may be trained: then the user made them require gradients.
+        if stage == "fit" and not any(each.requires_grad for each in self.parameters()):
+            raise next(m for m in self.modules() if isinstance(m, PackedWeight)).training_error()
+
+
+def refuse_to_fit(model: nn.Module) -> None:
+    """Let a packed model refuse to be fitted, if it is a LightningModule."""
+    if _is_lightning(type(model)) and not isinstance(model, PackedLightningModule):
+        model.__class__ = _mixed(PackedLightningModule, type(model))
+
+
+def _is_lightning(kind: type[nn.Module]) -> bool:
+    # Known by its hooks: this part of the package does not import Lightning.
+    return hasattr(kind, "training_step") and hasattr(kind, "setup")
+
+
+_CLASSES: dict[tuple[Any, ...], type[nn.Module]] = {}
+
+
+def _mixed(*bases: Any, forward: Any = None) -> type[nn.Module]:
+    """The class of these bases, the last of which is the module's own; made at first use, and once."""
+    if bases not in _CLASSES:
+        attributes: dict[str, Any] = {"nm_base": bases[-1], "__module__": __name__}
+        if forward is not None:
+            attributes["forward"] = forward
+        _CLASSES[bases] = type(f"Packed{bases[-1].__name__}", bases, attributes)
+    return _CLASSES[bases]
+
+
+_BORROWED = (NMLinear, NMTransposedLinear, NMConv1d, NMConv2d, NMConv3d)
+"""Adapters of which packed layers need the forward alone."""
+
+
+def packed_adapter(kind: type[nn.Module]) -> type[Adapter] | None:
+    """The adapter for a module class whose products can be packed; ``None`` if there is none.
+
+    Classes with a forward of their own have none, and those that look rows up.
+    """
+    found = find_adapter(kind)
+    if found is None or kind.forward is not found[1].forward or found[0].role == "embedding":
+        return None
+    return found[0]
+
+
+def holds_embedding(kind: type[nn.Module]) -> bool:
+    """Whether modules of a class look rows up as ``nn.Embedding`` does."""
+    return issubclass(kind, nn.Embedding) and kind.forward is nn.Embedding.forward
+
+
+def packed_class(base: type[nn.Module]) -> type[nn.Module]:
+    """The class that mixes a packed layer into ``base``, and its adapter or the adapter's forward."""
+    if holds_embedding(base):
+        return _mixed(PackedEmbedding, base)
+    adapter = packed_adapter(base)
+    if adapter is None and _is_lightning(base):
+        return _mixed(PackedLightningModule, base)
+    if adapter is None:
+        raise TypeError(f"no packed layer for {base.__name__}")
+    if adapter in _BORROWED:
+        return _mixed(PackedLayer, base, forward=adapter.forward)
+    if adapter is NMMultiheadAttention:
+        return _mixed(PackedMultiheadAttention, base)
+    return _mixed(PackedAdapted, adapter, base)
+
+
+def _new(base: type[nn.Module]) -> nn.Module:
+    """An empty module of the packed class, for pickle and deepcopy to fill."""
+    cls = packed_class(base)
+    return cls.__new__(cls)
+
+
+class Place(NamedTuple):
+    """A parameter that can be packed.
+
+    Args:
+        module: Its module.
+        parameter: Its name there.
+        axes: The layout of the parameter, along whose rows the module's products contract.
+    """
+
+    module: nn.Module
+    parameter: str
+    axes: Layout
+
+    @property
+    def layouts(self) -> list[Layout]:
+        """Where the blocks may lie in files: those of a convolution also in the flattened filter."""
+        first = SAME_BLOCKS.get(self.axes, self.axes)
+        convolves = self.weight.dim() > 2 and not self.axes.has_experts
+        return [first, Layout.FLAT] if convolves else [first]
+
+    @property
+    def weight(self) -> nn.Parameter:
+        """The parameter."""
+        found: nn.Parameter = self.module._parameters[self.parameter]  # type: ignore[assignment]
+        return found
+
+
+def places_of(model: nn.Module) -> tuple[dict[str, Place], dict[str, str]]:
+    """The weights of a model that can be packed, by their keys in the state dict, and why others cannot.
+
+    Raises:
+        ValueError: If a sparsifier's masks are installed.
+    """
+    for name, module in model.named_modules():
+        if _is_masked(module):
+            raise ValueError(
+                f"layer '{name}' is masked by a sparsifier: call sparsifier.bake() and .detach() first"
+            )
+    return places_and_reasons(model)
+
+
+def places_and_reasons(model: nn.Module) -> tuple[dict[str, Place], dict[str, str]]:
+    """As :func:`places_of`; layers that are masked or packed are among those that cannot be packed."""
+    found: dict[str, Place] = {}
+    owners = _owner_counts(model)
+    reasons: dict[str, str] = {}
+    candidates, skipped = candidates_of(model)
+    for candidate in candidates:
+        module, parameter = candidate.module, candidate.spec.parameter
+        key = parameter_key(candidate.module_name, parameter)
+        weight = module._parameters.get(parameter)
+        if _is_masked(module):
+            reasons[key] = "masked by a sparsifier"
+        elif packed_adapter(type(module)) is None:
+            reasons[key] = f"no packed layer for {type(module).__name__}"
+        elif weight is None or nn.parameter.is_lazy(weight) or weight.dim() < 2:
+            reasons[key] = "its weight is not an ordinary parameter"
+        elif weight.dtype not in PACKED_DTYPES:
+            reasons[key] = f"its weight is {weight.dtype}"
+        elif isinstance(weight, DTensor):
+            reasons[key] = "its weight is sharded"
+        elif owners[id(weight)] > 1:
+            reasons[key] = "its weight is shared with another module"
+        else:
+            found[key] = Place(module, parameter, Layout(candidate.spec.layout))
+    return found, {**skipped, **reasons}
+
+
+def embeddings_of(model: nn.Module) -> dict[str, Place]:
+    """The embeddings of a model that can be held in int8, by the keys of their weights in the state dict.
+
+    Not those whose weight another module shares, which multiplies by it, or that have a forward of their own.
+    """
+    found: dict[str, Place] = {}
+    owners = _owner_counts(model)
+    for name, module in model.named_modules():
+        if not holds_embedding(type(module)) or module.max_norm is not None or _is_masked(module):
+            continue
+        weight = module._parameters.get("weight")
+        if weight is not None and owners[id(weight)] == 1 and not isinstance(weight, DTensor):
+            key = parameter_key(plain_name(name), "weight")
+            found[key] = Place(module, "weight", Layout.PLAIN)
+    return found
+
+
+def _owner_counts(model: nn.Module) -> dict[int, int]:
+    """How many modules hold each parameter, by its id."""
+    owners: dict[int, int] = {}
+    for each in model.modules():
+        for tensor in each._parameters.values():
+            owners[id(tensor)] = owners.get(id(tensor), 0) + 1
+    return owners
+
+
+def _is_masked(module: nn.Module) -> bool:
+    return (
+        isinstance(module, Adapter)
+        and not isinstance(module, PackedLayer)
+        and bool(module.nm_layers)
+    )
+
+
+def put(place: Place, packed: PackedTensor, name: str, choice: KernelChoice) -> None:
+    """Replace a parameter by its packed weight, and the class of its module."""
+    module, parameter, axes = place
+    kind = PackedExperts if axes.has_experts else PackedWeight
+    weight = kind(packed, name, axes, choice)
+    weight.train(module.training)
+    if not isinstance(module, PackedLayer):
+        module.__class__ = packed_class(type(module))
+    del module._parameters[parameter]
+    setattr(module, parameter, weight)
+
+
+def call_packed_children(model: nn.Module) -> None:
+    """Let modules that read the weights of their children call them, and switch off fused paths, which read them."""
+    for module in model.modules():
+        found = find_adapter(type(module))
+        children = () if found is None else found[0].reads_children
+        reads = any(isinstance(getattr(module, child, None), PackedLayer) for child in children)
+        if reads and not isinstance(module, PackedLayer):
+            module.__class__ = packed_class(type(module))
+    for module in model.modules():
+        for kind, attribute, off in FUSED_PATHS:
+            if isinstance(module, kind) and any(
+                isinstance(part, PackedLayer) for part in module.modules()
+            ):
+                setattr(module, attribute, off)
+
+
+def packed_weights(
+    model: nn.Module, *, all_names: bool = False
+) -> Iterator[tuple[str, PackedWeight]]:
+    """The packed weights of a model by the keys that they have in the dense state dict.
+
+    Args:
+        model: A model.
+        all_names: Whether a weight of a module that the model holds under several names comes with each of its keys,
+            as in a state dict. By default it comes once, with its first key.
+    """
+    for name, module in model.named_modules(remove_duplicate=not all_names):
+        if isinstance(module, PackedWeight):
+            yield name, module
