@@ -114,25 +114,23 @@ class SafetensorsFile:
 
 def read_json(text: bytes | str, refuse: Callable[[str], NoReturn]) -> Any:
     """Parse JSON in which no object may have two equal names."""
+    repeated: list[str] = []
 
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            (name, _), *_ = Counter(name for name, _ in pairs).most_common(1)
-            refuse(f"'{name}' occurs twice in its header")
-        return found
+    def note_repeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        counts = Counter(name for name, _ in pairs)
+        repeated.extend(name for name, count in counts.items() if count > 1)
+        return dict(pairs)
 
     try:
         # json.loads would guess the encoding of bytes.
         decoded = text.decode("utf-8") if isinstance(text, bytes) else text
-        return json.loads(decoded, object_pairs_hook=unique)
-    except (RecursionError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        found = json.loads(decoded, object_pairs_hook=note_repeated)
+    except (RecursionError, ValueError) as error:
+        # Of no class of its own: Python also refuses integers of thousands of digits.
         refuse(f"its header is no JSON ({error})")
-    except ValueError as error:
-        # Python refuses integers of thousands of digits by a plain ValueError, the class of `refuse`.
-        if str(error).startswith("Exceeds the limit"):
-            refuse(f"its header is no JSON ({error})")
-        raise
+    if repeated:
+        refuse(f"'{repeated[0]}' occurs twice in its header")
+    return found
 
 
 def write_safetensors(

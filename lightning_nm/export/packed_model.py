@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -181,29 +181,22 @@ def save_packed(model: nn.Module, path: FilePath) -> None:
         ValueError: If no layer is packed.
         OSError: If the file cannot be written.
     """
-    packed = dict(required_weights(model, all_names=True))
-    # A weight is packed once for all of its keys, so that the file has its tensors once, and the other keys as aliases.
-    once = {weight: weight.packed() for weight in packed.values()}
-    tensors: dict[str, Tensor | PackedTensor] = {
-        plain_name(key): tensor
-        for key, tensor in model.state_dict().items()
-        if isinstance(tensor, Tensor) and key.rpartition(".")[0] not in packed
-    }
-    for key, weight in packed.items():
-        tensors[plain_name(key)] = once[weight]
+    required_weights(model)
+    state = _state_of(model, lambda weight: weight.packed())
+    packed = {key: each for key, each in state.items() if isinstance(each, PackedTensor)}
+    dense = {key: each for key, each in state.items() if isinstance(each, Tensor)}
+    tensors = {plain_name(key): each for key, each in (dense | packed).items()}
     write_packed(path, tensors)
 
 
-def required_weights(
-    model: nn.Module, *, all_names: bool = False
-) -> Iterator[tuple[str, PackedWeight]]:
+def required_weights(model: nn.Module) -> dict[str, PackedWeight]:
     """The packed weights of a model by key; one without any is refused by a ``ValueError``."""
-    found = list(packed_weights(model, all_names=all_names))
+    found = dict(packed_weights(model))
     if not found:
         raise ValueError(
             f"{type(model).__name__} has no packed layer: call lightning_nm.pack(model) first"
         )
-    return iter(found)
+    return found
 
 
 def unpacked_state_dict(model: nn.Module) -> Weights:
@@ -212,13 +205,23 @@ def unpacked_state_dict(model: nn.Module) -> Weights:
     It has the memory of the dense model: keys of one module, which the model holds under several names, have one
     tensor. ``model.state_dict()`` has the packed tensors.
     """
+    return _state_of(model, lambda weight: weight.unpack())
+
+
+def _state_of(model: nn.Module, form: Callable[[PackedWeight], Any]) -> dict[str, Any]:
+    """The state dict of a packed model under the keys of the dense one, with a form of each packed weight.
+
+    It is made once for all keys of a weight.
+    """
     packed = dict(packed_weights(model, all_names=True))
-    once = {weight: weight.unpack() for weight in dict.fromkeys(packed.values())}
-    found: Weights = {}
-    for key, tensor in model.state_dict().items():
+    once = {weight: form(weight) for weight in dict.fromkeys(packed.values())}
+    found = {}
+    for key, value in model.state_dict().items():
         owner = key.rpartition(".")[0]
-        name, value = (owner, once[packed[owner]]) if owner in packed else (key, tensor)
-        found[name] = value
+        if owner in packed:
+            found[owner] = once[packed[owner]]
+        else:
+            found[key] = value
     return found
 
 
@@ -279,7 +282,7 @@ def warm_up(
         >>> _ = prune(layer, "1:16", skip_first_last=False)
         >>> model = warm_up(pack(layer, kernels="sparse"), batch=[1, 8], tokens=[1, 128])
     """
-    weights = dict(required_weights(model))
+    weights = required_weights(model)
     for name, sizes in (("batch", batch), ("tokens", tokens)):
         if not sizes or not all(isinstance(size, int) and size > 0 for size in sizes):
             raise ValueError(f"{name}={sizes!r} must be positive integers, such as {name}=[1, 16]")
@@ -387,14 +390,11 @@ def load_packed(
         if not tensor.is_meta:
             tensor.data = dense.to(device)  # its dtype, too
             continue
-        new = nn.Parameter(dense, requires_grad=False)
+        is_parameter = isinstance(tensor, nn.Parameter)
+        new = nn.Parameter(dense, requires_grad=False) if is_parameter else dense
         for own_key in owner.keys:
             prefix, _, name = own_key.rpartition(".")
-            module = model.get_submodule(prefix)
-            if isinstance(tensor, nn.Parameter):
-                module._parameters[name] = new
-            else:
-                module._buffers[name] = dense
+            setattr(model.get_submodule(prefix), name, new)
     for_inference(model)
     if nonfinite:
         warnings.warn(
@@ -601,7 +601,7 @@ def packed_summary(model: nn.Module) -> PackedSummary:
         0.weight   1:16     packed     576     0.070
         1 weights                      576     0.070
     """
-    held = {plain_name(name): weight for name, weight in required_weights(model)}
+    held = {plain_name(name): weight for name, weight in required_weights(model).items()}
     rows = tuple(
         HeldWeight(name, str(weight.pattern), weight.form, weight.nbytes, weight.dense_nbytes)
         for name, weight in held.items()

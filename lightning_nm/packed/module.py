@@ -70,6 +70,7 @@ class PackedWeight(nn.Module, HasHandle):
         name: Key of the weight in the dense state dict, for messages.
         axes: The layout of the parameter in its module, which tells how products contract it.
         choice: Which kernels make the products; the weights of a model share one.
+        training: The mode of the module.
 
     Attributes:
         operand: The kernel's layout, if it is held.
@@ -90,9 +91,11 @@ class PackedWeight(nn.Module, HasHandle):
         name: str,
         axes: Layout,
         choice: KernelChoice,
+        training: bool,
     ) -> None:
         super().__init__()
-        self.name, self.axes, self.choice = name, axes, choice
+        self.name, self.axes, self.choice, self.training = name, axes, choice, training
+        self._non_persistent_buffers_set = {"matrix", *_IN_LAYOUT}
         self._take(packed)
 
     def _take(self, packed: PackedTensor) -> None:
@@ -102,18 +105,14 @@ class PackedWeight(nn.Module, HasHandle):
         self.shape = torch.Size(shape)
         self.operand: Operand | None = None
         self._choices: dict[Any, tuple[GemmKey, bool]] = {}
-        self._drop_layout()
-        self.register_buffer("matrix", None, persistent=False)
-        self.register_buffer("values", packed.values)
-        self.register_buffer("positions", packed.positions)
-        self.register_buffer("scales", packed.scales)
+        self._hold(**packed.parts)
         self.lay_out()
 
-    def _drop_layout(self, **changed: Tensor) -> None:
+    def _hold(self, **tensors: Tensor | None) -> None:
+        """Hold these tensors, and none of those that were held."""
+        none = dict.fromkeys(("matrix", "values", "positions", "scales"))
         # A new dict: threads that read the former one find the whole layout there.
-        kept = {name: each for name, each in self._buffers.items() if name not in _IN_LAYOUT}
-        self._buffers = {**kept, **changed}
-        self._non_persistent_buffers_set.difference_update(_IN_LAYOUT)
+        self._buffers = {**none, **tensors}
 
     def lay_out(self) -> None:
         """Change to the layout of the CPU kernel for this weight; without one, in ``"auto"``, to the dense weight."""
@@ -137,13 +136,10 @@ class PackedWeight(nn.Module, HasHandle):
         if self.operand is not None:
             # An empty tensor whose size is the handle, by which graphs find this weight.
             self.operand.tag = torch.empty(self.handle, 0, dtype=torch.float32)
-            for name, tensor in zip(_IN_LAYOUT, self.operand.tensors, strict=False):
-                self.register_buffer(name, tensor, persistent=False)
+            tensors: dict[str, Any] = dict(zip(_IN_LAYOUT, self.operand.tensors, strict=False))
+            self._hold(scales=self.scales, **tensors)
         elif kernels == "auto":
-            self.matrix = self.product_matrix().contiguous()
-        else:
-            return
-        self.values = self.positions = None
+            self._hold(scales=self.scales, matrix=self.product_matrix().contiguous())
 
     def hold_dense(self) -> None:
         """Hold the dense weight instead of the kernel's layout; nothing if there is no layout."""
@@ -152,7 +148,7 @@ class PackedWeight(nn.Module, HasHandle):
                 return
             # Not in inference mode: later products may need gradients of their inputs.
             with torch.inference_mode(False), torch.no_grad():
-                self._drop_layout(matrix=self.product_matrix())
+                self._hold(scales=self.scales, matrix=self.product_matrix())
             self.operand = None
         return_freed_memory()
 
@@ -484,21 +480,10 @@ class PackedWeight(nn.Module, HasHandle):
         dtype = self.dtype if self.is_int8 else tensors["values"].dtype
         self._take(PackedTensor(kind=self.kind._replace(dtype=dtype), **tensors))
 
-    def __getstate__(self) -> dict[str, Any]:
-        """As files hold it: layouts and handles belong to this process and its CPU."""
-        own = {
-            "operand": None,
-            "_buffers": {"matrix": None, "scales": None, **self.packed().parts},
-            "_non_persistent_buffers_set": {"matrix"},
-        }
-        # A copy has a handle and choices of its own.
-        state = {**self.__dict__, **own}
-        return {name: each for name, each in state.items() if name not in ("handle", "_choices")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._choices = {}
-        self.lay_out()
+    def __reduce__(self) -> Any:
+        # As files hold it: layouts and handles belong to this process and its CPU.
+        state = self.packed(), self.name, self.axes, self.choice, self.training
+        return type(self), state
 
 
 class PackedExperts(PackedWeight):
@@ -525,9 +510,8 @@ class PackedExperts(PackedWeight):
                 weight_ab, self.pattern, layout, int8=self.is_int8, scales=scales
             )
             name = f"{self.name}[{number}]"
-            parts.append(PackedWeight(tensor, name, layout, self.choice))
+            parts.append(PackedWeight(tensor, name, layout, self.choice, self.training))
         self.parts = tuple(parts)
-        self.train(self.training)
         self.values = self.positions = None
 
     def _take(self, packed: PackedTensor) -> None:
@@ -564,9 +548,6 @@ class PackedExperts(PackedWeight):
         for part in self.parts:
             part.train(mode)
         return self
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "parts": ()}
 
 
 @torch.library.custom_op("lightning_nm::packed_linear", **OPTIONS)
@@ -859,8 +840,7 @@ def put(place: Place, packed: PackedTensor, name: str, choice: KernelChoice) -> 
     """Replace a parameter by its packed weight, and the class of its module."""
     module, parameter, axes = place
     kind = PackedExperts if axes.has_experts else PackedWeight
-    weight = kind(packed, name, axes, choice)
-    weight.train(module.training)
+    weight = kind(packed, name, axes, choice, module.training)
     if not isinstance(module, PackedLayer):
         module.__class__ = packed_class(type(module))
     del module._parameters[parameter]

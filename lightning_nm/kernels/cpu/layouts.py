@@ -319,15 +319,11 @@ def dense_matrix(tensors: Sequence[Tensor], rows: int, depth: int, dtype: torch.
 def _dense_of_tiles(values: Tensor, index: Tensor, depth: int, dtype: torch.dtype) -> Tensor:
     """The rows of whole tiles of a permute layout, those that only fill the last tile included."""
     tiles, blocks, _, tile = index.shape[:4]
-    is_paired = index.dim() == 5
-    block = tile if is_paired else tile // 2
+    block = tile if index.dim() == 5 else tile // 2
     # As [tiles, tile, blocks, slots], from [tiles, blocks, slots, tile] or [tiles, blocks, slots / 2, tile, 2].
-    if is_paired:
-        index = index.permute(0, 3, 1, 2, 4).flatten(3)
-        values = values.permute(0, 3, 1, 2, 4).flatten(3)
-    else:
-        index = index.permute(0, 3, 1, 2)
-        values = values.permute(0, 3, 1, 2)
+    index, values = (
+        each.view(*each.shape[:4], -1).permute(0, 3, 1, 2, 4).flatten(3) for each in (index, values)
+    )
     slots = index.shape[3]
     # Empty slots go to one more column, which is cut off.
     places = torch.where(index == EMPTY, block, index).reshape(-1, slots).long()
