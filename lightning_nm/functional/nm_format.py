@@ -83,6 +83,8 @@ def pack_nm(matrix: Tensor, pattern: PatternLike) -> tuple[Tensor, Tensor]:
     pattern = NMPattern.parse(pattern)
     _check_stored("a matrix to pack is", matrix, pattern)
     _check_blocks(matrix, pattern, -1)
+    if pattern.m == 1:  # every entry is stored: there are no positions
+        return matrix.detach().unsqueeze(-1), matrix.new_empty(0, dtype=torch.uint8)
     blocks_bm = matrix.detach().reshape(-1, pattern.m)
     values = []
     positions = []
@@ -155,6 +157,8 @@ def check_packed(
             raise ValueError(
                 f"a matrix of shape {list(shape)} in {pattern} has {what} of {right}, not {found}"
             )
+    if pattern.m == 1:
+        return
     blocks = values.numel() // pattern.n
     used_bits = blocks * position_bits(pattern) % 8  # of the last byte; 0 if it is full
     if used_bits and int(positions[-1]) >> used_bits:
@@ -194,6 +198,8 @@ def packed_sizes(
 
 def expand(values: Tensor, positions: Tensor, pattern: NMPattern, shape: Sequence[int]) -> Tensor:
     """Return what :func:`unpack_nm` does, without its checks: graphs that are traced or exported can hold it."""
+    if pattern.m == 1:
+        return values.view(tuple(shape))
     # A graph that is traced holds one operation for all blocks, not one for each chunk.
     plain = type(values) in (Tensor, torch.nn.Parameter)
     tracing = torch.compiler.is_compiling() or not plain
@@ -267,8 +273,6 @@ def _numbers(positions: Tensor, pattern: NMPattern, blocks: int) -> Tensor:
     """Return the positions ``[blocks, N]`` of the stored entries, int64."""
     device = positions.device
     width = _width(pattern)
-    if not width:  # blocks of one entry
-        return torch.zeros(blocks, pattern.n, dtype=torch.int64, device=device)
     # So many numbers fill so many bytes without a rest: a word of at most seven bytes.
     common = math.gcd(width, 8)
     together, octets = 8 // common, width // common

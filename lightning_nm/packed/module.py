@@ -240,7 +240,7 @@ class PackedWeight(nn.Module, HasHandle):
         if is_1d:
             x, taps = x.unsqueeze(2), (1, *taps)
             stride, padding, dilation = (1, *stride), (0, *padding), (1, *dilation)
-        geometry = [*stride, *padding, *dilation, groups, self.shape[0], *taps]
+        geometry = [self.shape[0], groups, *taps, *stride, *padding, *dilation]
         if torch.compiler.is_compiling():
             y = torch.ops.lightning_nm.packed_conv(x, bias, geometry, operand.tag)
         else:
@@ -591,10 +591,10 @@ def _memory_format(x: Tensor) -> torch.memory_format:
 
 def _convolution(x: Tensor, geometry: Sequence[int]) -> Convolution:
     """The geometry for ``x [images, in, height, width]``."""
-    stride, padding, dilation = (tuple(geometry[axis : axis + 2]) for axis in (0, 2, 4))
-    groups, out, *taps = geometry[6:]
+    outputs, groups, *pairs = geometry
+    kernel, stride, padding, dilation = (tuple(pairs[axis : axis + 2]) for axis in range(0, 8, 2))
     size = tuple(x.shape[2:])
-    return Convolution(x.shape[1], out, size, tuple(taps), stride, padding, dilation, groups)
+    return Convolution(x.shape[1], outputs, size, kernel, stride, padding, dilation, groups)
 
 
 class _Swapped(nn.Module):
