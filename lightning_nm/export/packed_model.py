@@ -474,10 +474,10 @@ def _refuse_other_model(
     path: FilePath,
 ) -> None:
     kind = type(model).__name__
-    given = {id(owners[plain]) for plain in names if plain in owners}
-    missing = [key for key, owner in owners.items() if key not in names and id(owner) not in given]
-    others = [key for key in names if key not in owners]
     shared = [(plain, key, owners[plain].tensor) for plain, key in names.items() if plain in owners]
+    given = {id(tensor) for _, _, tensor in shared}
+    missing = [key for key, owner in owners.items() if id(owner.tensor) not in given]
+    others = [key for key in names if key not in owners]
     faults = []
     for what, keys in (("the file lacks", missing), ("the model lacks", others)):
         if keys:

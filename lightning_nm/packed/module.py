@@ -419,10 +419,10 @@ class PackedWeight(nn.Module, HasHandle):
             found = fn(tensor)
             return found if found.dtype == tensor.dtype else tensor.to(found.device)
 
-        values, scales = packed.values, packed.scales
+        values = packed.values
         dtype = fn(values.new_empty(0, dtype=self.dtype)).dtype
         remedy = "For another dtype load lightning_nm.unpacked_state_dict(model) into a model that is not packed"
-        if scales is not None and dtype not in INT8_DTYPES:
+        if self.is_int8 and dtype not in INT8_DTYPES:
             raise TypeError(
                 f"'{self.name}' is packed in int8, and cannot be converted to {dtype}: its inputs are float32 or "
                 f"bfloat16. {remedy}"
@@ -433,7 +433,7 @@ class PackedWeight(nn.Module, HasHandle):
                 f"or float64. {remedy}"
             )
         changed: dict[str, Any] = {name: moved(tensor) for name, tensor in packed.parts.items()}
-        if scales is None:
+        if not self.is_int8:
             changed["values"] = fn(values)
         # A kernel's layout depends on dtype and device.
         self._take(packed._replace(kind=self.kind._replace(dtype=dtype), **changed))
