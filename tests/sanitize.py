@@ -19,8 +19,8 @@ import torch
 from lightning_nm import load_packed, pack, save_packed
 from lightning_nm.functional import nm_prune
 from lightning_nm.kernels.cpu import build, library
-from lightning_nm.nn.packed import kernel_choice
-from lightning_nm.nn.packed.layers import packed_weights
+from lightning_nm.packed import kernel_choice
+from lightning_nm.packed.module import packed_weights
 from tests.support import evolution
 from tests.support.experts import WIDTH, Experts
 from tests.support.packed_models import copied, mutated, on_meta, small, without_checksums

@@ -12,6 +12,7 @@ ORDER = [
     {"functional"},
     {"kernels"},
     {"nn"},
+    {"packed"},
     {"training"},
     {"methods", "estimators"},
     {"short_names"},

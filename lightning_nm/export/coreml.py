@@ -24,9 +24,9 @@ from lightning_nm.export.packed_file import memory_of
 from lightning_nm.export.patterns import Found, patterns_in
 from lightning_nm.functional import is_nm
 from lightning_nm.methods.calibration import evaluation
-from lightning_nm.nn.packed.layers import packed_weights, places_of
-from lightning_nm.nn.packed.tensor import LAYOUTS, blocks_last, shape_of_blocks
 from lightning_nm.nn.weight import Layout
+from lightning_nm.packed.module import packed_weights, places_of
+from lightning_nm.packed.tensor import LAYOUTS, blocks_last, shape_of_blocks
 from lightning_nm.pattern import NMPattern, PatternLike
 from lightning_nm.spelling import check_option
 

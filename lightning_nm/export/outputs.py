@@ -25,7 +25,7 @@ from lightning_nm.export.sources import (
     holds_bitmasks,
     named_as_in_model,
 )
-from lightning_nm.nn.packed.tensor import EVERY_ENTRY, PackedTensor, Role, int8_fault, scale_shapes
+from lightning_nm.packed.tensor import EVERY_ENTRY, PackedKind, PackedTensor, int8_fault
 from lightning_nm.pattern import NMPattern, PatternLike
 
 
@@ -98,9 +98,9 @@ def export_packed(
         own_pattern, layout, reason = found[keys[0]]
         # A weight of three axes may be of a convolution or of experts, whose scales differ.
         int8 = own_pattern is not None and dtype == "int8" and weight.dim() != 3
-        role: Role = "linear"
+        is_experts = False
         if own_pattern is not None and weight.dim() == 3 and _named(keys, experts):
-            int8, role = dtype == "int8", "experts"
+            int8, is_experts = dtype == "int8", True
             named["--int8-experts"] += keys
         elif own_pattern is None and weight.dim() == 2 and _named(keys, embeddings):
             own_pattern, int8, reason = EVERY_ENTRY, True, ""
@@ -110,15 +110,13 @@ def export_packed(
             assert own_pattern is not None
             fault = int8_fault(weight)
             # The scales of experts are [experts, out].
-            if (
-                role == "experts"
-                and len(scale_shapes(tuple(weight.shape), own_pattern, layout)) < 2
-            ):
+            kind = PackedKind(own_pattern, layout, tuple(weight.shape), weight.dtype)
+            if is_experts and len(kind.part_shapes["scales"]) < 2:
                 fault = f"its blocks lie across rows, so that it is no weight of experts in {own_pattern}"
             if fault:
                 raise ValueError(f"'{keys[0]}' of '{source.path}' has no int8 form: {fault}")
         if own_pattern is not None:
-            tensor = PackedTensor.of(weight, own_pattern, layout, int8=int8, role=role)
+            tensor = PackedTensor.of(weight, own_pattern, layout, int8=int8, experts=is_experts)
         tensors |= dict.fromkeys(keys, tensor)
         text = "" if own_pattern is None else str(own_pattern)
         stored = "int8" if int8 else ""

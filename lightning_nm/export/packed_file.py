@@ -19,15 +19,8 @@ from torch import Tensor
 from lightning_nm.export.atomic_write import FilePath, Weights, replacing
 from lightning_nm.functional.int8 import INT8_DTYPES
 from lightning_nm.functional.nm_format import MAX_M, PACKED_DTYPES
-from lightning_nm.nn.packed.tensor import (
-    EVERY_ENTRY,
-    LAYOUTS,
-    PackedTensor,
-    packed_shapes,
-    part_names,
-    scale_shapes,
-)
 from lightning_nm.nn.weight import Layout
+from lightning_nm.packed.tensor import EVERY_ENTRY, LAYOUTS, PackedKind, PackedTensor
 from lightning_nm.pattern import NMPattern
 
 DTYPES = {
@@ -121,25 +114,23 @@ class SafetensorsFile:
 
 def read_json(text: bytes | str, refuse: Callable[[str], NoReturn]) -> Any:
     """Parse JSON in which no object may have two equal names."""
+    repeated: list[str] = []
 
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            (name, _), *_ = Counter(name for name, _ in pairs).most_common(1)
-            refuse(f"'{name}' occurs twice in its header")
-        return found
+    def note_repeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        counts = Counter(name for name, _ in pairs)
+        repeated.extend(name for name, count in counts.items() if count > 1)
+        return dict(pairs)
 
     try:
         # json.loads would guess the encoding of bytes.
         decoded = text.decode("utf-8") if isinstance(text, bytes) else text
-        return json.loads(decoded, object_pairs_hook=unique)
-    except (RecursionError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        found = json.loads(decoded, object_pairs_hook=note_repeated)
+    except (RecursionError, ValueError) as error:
+        # Of no class of its own: Python also refuses integers of thousands of digits.
         refuse(f"its header is no JSON ({error})")
-    except ValueError as error:
-        # Python refuses integers of thousands of digits by a plain ValueError, the class of `refuse`.
-        if str(error).startswith("Exceeds the limit"):
-            refuse(f"its header is no JSON ({error})")
-        raise
+    if repeated:
+        refuse(f"'{repeated[0]}' occurs twice in its header")
+    return found
 
 
 def write_safetensors(
@@ -221,16 +212,6 @@ _INT8_FIELDS = {*_FIELDS, "values"}
 _MOST_AXES = 32
 
 
-class PackedEntry(NamedTuple):
-    """A packed weight in a file."""
-
-    pattern: NMPattern
-    layout: Layout
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    int8: bool = False
-
-
 class PackedFile:
     """The header of a packed model, checked, and its tensors on request.
 
@@ -240,7 +221,7 @@ class PackedFile:
         path: The file.
 
     Attributes:
-        packed: The packed weights by key.
+        packed: The kinds of the packed weights by key.
         dense: The entries of the other tensors by key.
         aliases: Keys of tensors that are the same as another one.
         checksums: The CRC-32 of each tensor in the file; ``None`` in files of lightning_nm 0.3 and older. Tensors are
@@ -278,8 +259,8 @@ class PackedFile:
         for key in self.packed:
             if key in self.file.entries:
                 self._refuse(f"'{key}' is both dense and packed")
-            for part in parts_of(key, int8=self.packed[key].int8):
-                self.dense.pop(part, None)
+            for part in self.packed[key].parts:
+                self.dense.pop(f"{key}.{part}", None)
         self.checksums: dict[str, str] | None = None
         if CHECKSUMS in metadata:
             found = read_json(metadata[CHECKSUMS], self._refuse)
@@ -299,7 +280,7 @@ class PackedFile:
     def _refuse(self, reason: str) -> NoReturn:
         raise ValueError(f"'{self.file.path}' is not a packed model, or is damaged: {reason}")
 
-    def _entry(self, key: str, fields: Any) -> PackedEntry:
+    def _entry(self, key: str, fields: Any) -> PackedKind:
         """A checked entry of the header."""
         names = set(fields) if isinstance(fields, dict) else set()
         int8 = self._version != VERSION and names == _INT8_FIELDS
@@ -316,6 +297,8 @@ class PackedFile:
         if not is_list or not all(type(size) is int and 0 < size < 1 << 48 for size in sizes):
             self._refuse(f"'{key}' is of shape {sizes!r}")
         shape = tuple(sizes)
+        # A list or an object from the header is not hashable: only texts are looked up.
+        dtype: Any = DTYPES.get(fields["dtype"]) if isinstance(fields["dtype"], str) else None
         try:
             if not isinstance(fields["pattern"], str):
                 raise ValueError(f"pattern {fields['pattern']!r} is no text")
@@ -327,29 +310,31 @@ class PackedFile:
             pattern = EVERY_ENTRY if is_dense else NMPattern.parse(fields["pattern"])
             if pattern.m > MAX_M:
                 raise ValueError(f"pattern {pattern} has blocks of more than {MAX_M}")
-            values, positions = packed_shapes(shape, pattern, fields["layout"])
+            kind = PackedKind(pattern, Layout(fields["layout"]), shape, dtype, int8)
+            shapes = kind.part_shapes
         except ValueError as error:
             self._refuse(f"'{key}': {error}")
-        # A list or an object from the header is not hashable: only texts are looked up.
-        dtype = DTYPES.get(fields["dtype"]) if isinstance(fields["dtype"], str) else None
-        if dtype is None or dtype not in PACKED_DTYPES:
+        if dtype not in PACKED_DTYPES:
             self._refuse(f"'{key}' is of dtype {fields['dtype']!r}, which is not packed")
         if int8 and dtype not in INT8_DTYPES:
             self._refuse(
                 f"'{key}' in {fields['dtype']} has int8 values, which weights in F32 and BF16 have alone"
             )
-        entry = PackedEntry(pattern, Layout(fields["layout"]), shape, dtype, int8)
-        shapes = [values], [positions], scale_shapes(shape, pattern, entry.layout)
-        dtypes = torch.int8 if int8 else dtype, torch.uint8, torch.float32
-        # Without int8 there are no scales.
-        for name, own, possible in zip(parts_of(key, int8=int8), dtypes, shapes, strict=False):
-            part = self.file.entries.get(name)
+        dtypes = {
+            "values": torch.int8 if int8 else dtype,
+            "positions": torch.uint8,
+            "scales": torch.float32,
+        }
+        for name in kind.parts:
+            part = self.file.entries.get(f"{key}.{name}")
             if part is None:
-                self._refuse(f"there is no tensor '{name}'")
-            if part.dtype != own or part.shape not in possible:
-                expected = " or ".join(map(str, possible))
-                self._refuse(f"'{name}' is {part.dtype} {part.shape}, not {own} {expected}")
-        return entry
+                self._refuse(f"there is no tensor '{key}.{name}'")
+            if part.dtype != dtypes[name] or part.shape not in shapes[name]:
+                expected = " or ".join(map(str, shapes[name]))
+                self._refuse(
+                    f"'{key}.{name}' is {part.dtype} {part.shape}, not {dtypes[name]} {expected}"
+                )
+        return kind
 
     def names(self) -> list[str]:
         """The keys of the model's state dict."""
@@ -363,7 +348,7 @@ class PackedFile:
         """The dtype of a tensor of the dense state dict."""
         return self._described(key).dtype
 
-    def _described(self, key: str) -> PackedEntry | Entry:
+    def _described(self, key: str) -> PackedKind | Entry:
         key = self.aliases.get(key, key)
         return self.packed.get(key) or self.dense[key]
 
@@ -413,11 +398,9 @@ class PackedFile:
         Raises:
             ValueError: If its bytes, its positions, or its int8 values and scales, are damaged.
         """
-        entry = self.packed[key]
-        values, positions, *scales = map(self.read_stored, parts_of(key, int8=entry.int8))
-        found = PackedTensor(values, positions, *entry[:3])
-        if scales:
-            found = found._replace(scales=scales[0], dense_dtype=entry.dtype)
+        kind = self.packed[key]
+        parts: dict[str, Any] = {name: self.read_stored(f"{key}.{name}") for name in kind.parts}
+        found = PackedTensor(kind=kind, **parts)
         try:
             found.check()
         except ValueError as error:
@@ -441,11 +424,6 @@ def is_packed(path: FilePath) -> bool:
     with suppress(ValueError):
         return SafetensorsFile(path).metadata.get("format") == FORMAT
     return False
-
-
-def parts_of(key: str, *, int8: bool) -> list[str]:
-    """Names of the tensors of a packed weight."""
-    return [f"{key}.{part}" for part in part_names(int8)]
 
 
 def write_packed(path: FilePath, tensors: Mapping[str, Tensor | PackedTensor]) -> None:
@@ -477,14 +455,14 @@ def write_packed(path: FilePath, tensors: Mapping[str, Tensor | PackedTensor]) -
             stored[key] = tensor
             continue
         header[key] = {
-            "pattern": str(tensor.pattern),
-            "layout": tensor.layout,
-            "shape": list(tensor.shape),
-            "dtype": NAMES[tensor.dtype],
+            "pattern": str(tensor.kind.pattern),
+            "layout": tensor.kind.layout,
+            "shape": list(tensor.kind.shape),
+            "dtype": NAMES[tensor.kind.dtype],
         }
-        if tensor.scales is not None:
+        if tensor.kind.int8:
             header[key]["values"] = NAMES[torch.int8]
-            is_dense = tensor.pattern == EVERY_ENTRY
+            is_dense = tensor.kind.pattern == EVERY_ENTRY
             version = max(version, VERSION_DENSE if is_dense else VERSION_INT8)
         for part, value in tensor.parts.items():
             name = f"{key}.{part}"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -19,9 +19,16 @@ from lightning_nm.export.atomic_write import FilePath, Weights
 from lightning_nm.export.packed_file import PackedFile, bytes_of, no_checksums, write_packed
 from lightning_nm.export.patterns import Found, count_nonfinite, pattern_of
 from lightning_nm.functional.int8 import INT8_DTYPES
-from lightning_nm.nn.packed.kernel_choice import BUDGET_S, Budget, Kernels, return_freed_memory
-from lightning_nm.nn.packed.layers import (
+from lightning_nm.nn.weight import Layout, parameter_key, plain_name
+from lightning_nm.packed.kernel_choice import (
+    BUDGET_S,
+    KernelChoice,
+    Kernels,
+    return_freed_memory,
+)
+from lightning_nm.packed.module import (
     PackedLayer,
+    PackedWeight,
     Place,
     call_packed_children,
     embeddings_of,
@@ -31,9 +38,7 @@ from lightning_nm.nn.packed.layers import (
     put,
     refuse_to_fit,
 )
-from lightning_nm.nn.packed.tensor import EVERY_ENTRY, PackedTensor, check_scales, int8_fault
-from lightning_nm.nn.packed.weight import PackedWeight
-from lightning_nm.nn.weight import Layout, parameter_key, plain_name
+from lightning_nm.packed.tensor import EVERY_ENTRY, PackedTensor, int8_fault
 from lightning_nm.pattern import NMPattern, PatternLike
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -54,8 +59,8 @@ def pack(
     """Replace the N:M weights of a model by packed ones, one layer at a time.
 
     The modules stay the same objects; their classes change, and a
-    :class:`~lightning_nm.nn.packed.weight.PackedWeight` takes
-    the place of each N:M parameter of a linear layer, convolution, ``Conv1D`` of ``transformers`` or projection of
+    :class:`~lightning_nm.packed.module.PackedWeight` takes the place
+    of each N:M parameter of a linear layer, convolution, ``Conv1D`` of ``transformers`` or projection of
     ``nn.MultiheadAttention``. Other weights stay as they are. On a CPU a weight takes the layout of a kernel of this
     package, if there is one for it. :func:`packed_summary` tells what each layer holds.
 
@@ -103,10 +108,9 @@ def pack(
         >>> model(torch.randn(2, 64)).shape
         torch.Size([2, 4])
     """
-    check_kernels(kernels)
+    choice = KernelChoice(kernels, budget_s)
     if dtype not in (None, "int8"):
         raise ValueError(f"dtype={dtype!r} is unknown: use 'int8', or None for the weight's own")
-    budget = Budget(budget_s)
     given = None if pattern is None else NMPattern.parse(pattern)
     globs = [exclude] if isinstance(exclude, str) else list(exclude)
     places, reasons = places_of(model)
@@ -132,10 +136,10 @@ def pack(
             raise ValueError(
                 f"'{key}' has no values, it is on the meta device: use load_packed(model, file)"
             )
-        if place.role == "experts":
+        if place.axes is Layout.EXPERTS:
             # Each expert is a matrix, so that no block may lie across its rows.
             rows = place.weight.flatten(0, 1)  # [experts * out, in]
-            each = pattern_of(rows, given, [Layout.PLAIN])._replace(layout=place.layout)
+            each = pattern_of(rows, given, [Layout.PLAIN])._replace(layout=place.layouts[0])
         else:
             each = pattern_of(place.weight, given, place.layouts)
         if each.pattern is None:
@@ -144,19 +148,20 @@ def pack(
             found[key] = place, each
     refuse_empty(found, reasons, f"{type(model).__name__} has no weight to pack")
     found = {key: (place, Found(EVERY_ENTRY)) for key, place in embeddings.items()} | found
-    for key, (place, _) in found.items():
+    for key, (place, each) in found.items():
         fault = int8_fault(place.weight) if dtype else ""
         if fault:
             other_dtype = place.weight.dtype not in INT8_DTYPES
             remedy = "convert the model by model.to(torch.bfloat16), or " if other_dtype else ""
-            option = "`int8_embeddings`" if place.role == "embedding" else "`exclude`"
+            option = "`int8_embeddings`" if each.pattern == EVERY_ENTRY else "`exclude`"
             raise ValueError(
                 f"'{key}' has no int8 form, {fault}: {remedy}leave the layer out by {option}"
             )
     for key, (place, (own, layout, _)) in found.items():
         assert own is not None
-        tensor = PackedTensor.of(place.weight, own, layout, int8=dtype == "int8", role=place.role)
-        put(place, tensor, key, kernels, budget)
+        experts = place.axes.has_experts
+        tensor = PackedTensor.of(place.weight, own, layout, int8=dtype == "int8", experts=experts)
+        put(place, tensor, key, choice)
     return for_inference(model)
 
 
@@ -176,29 +181,22 @@ def save_packed(model: nn.Module, path: FilePath) -> None:
         ValueError: If no layer is packed.
         OSError: If the file cannot be written.
     """
-    packed = dict(required_weights(model, all_names=True))
-    # A weight is packed once for all of its keys, so that the file has its tensors once, and the other keys as aliases.
-    once = {weight: weight.packed() for weight in packed.values()}
-    tensors: dict[str, Tensor | PackedTensor] = {
-        plain_name(key): tensor
-        for key, tensor in model.state_dict().items()
-        if isinstance(tensor, Tensor) and key.rpartition(".")[0] not in packed
-    }
-    for key, weight in packed.items():
-        tensors[plain_name(key)] = once[weight]
+    required_weights(model)
+    state = _state_of(model, lambda weight: weight.packed())
+    packed = {key: each for key, each in state.items() if isinstance(each, PackedTensor)}
+    dense = {key: each for key, each in state.items() if isinstance(each, Tensor)}
+    tensors = {plain_name(key): each for key, each in (dense | packed).items()}
     write_packed(path, tensors)
 
 
-def required_weights(
-    model: nn.Module, *, all_names: bool = False
-) -> Iterator[tuple[str, PackedWeight]]:
+def required_weights(model: nn.Module) -> dict[str, PackedWeight]:
     """The packed weights of a model by key; one without any is refused by a ``ValueError``."""
-    found = list(packed_weights(model, all_names=all_names))
+    found = dict(packed_weights(model))
     if not found:
         raise ValueError(
             f"{type(model).__name__} has no packed layer: call lightning_nm.pack(model) first"
         )
-    return iter(found)
+    return found
 
 
 def unpacked_state_dict(model: nn.Module) -> Weights:
@@ -207,13 +205,23 @@ def unpacked_state_dict(model: nn.Module) -> Weights:
     It has the memory of the dense model: keys of one module, which the model holds under several names, have one
     tensor. ``model.state_dict()`` has the packed tensors.
     """
+    return _state_of(model, lambda weight: weight.unpack())
+
+
+def _state_of(model: nn.Module, form: Callable[[PackedWeight], Any]) -> dict[str, Any]:
+    """The state dict of a packed model under the keys of the dense one, with a form of each packed weight.
+
+    It is made once for all keys of a weight.
+    """
     packed = dict(packed_weights(model, all_names=True))
-    once = {weight: weight.unpack() for weight in dict.fromkeys(packed.values())}
-    found: Weights = {}
-    for key, tensor in model.state_dict().items():
+    once = {weight: form(weight) for weight in dict.fromkeys(packed.values())}
+    found = {}
+    for key, value in model.state_dict().items():
         owner = key.rpartition(".")[0]
-        name, value = (owner, once[packed[owner]]) if owner in packed else (key, tensor)
-        found[name] = value
+        if owner in packed:
+            found[owner] = once[packed[owner]]
+        else:
+            found[key] = value
     return found
 
 
@@ -229,12 +237,6 @@ def listed(texts: Sequence[str], separator: str = ", ") -> str:
     """The first texts, and how many more there are."""
     more = f"{separator}and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
     return separator.join(texts[:_SHOWN]) + more
-
-
-def check_kernels(kernels: str) -> None:
-    """Refuse a mode that does not exist."""
-    if kernels not in ("auto", "sparse", "reference"):
-        raise ValueError(f"kernels={kernels!r} is unknown: use 'auto', 'sparse' or 'reference'")
 
 
 def for_inference(model: Model) -> Model:
@@ -280,7 +282,7 @@ def warm_up(
         >>> _ = prune(layer, "1:16", skip_first_last=False)
         >>> model = warm_up(pack(layer, kernels="sparse"), batch=[1, 8], tokens=[1, 128])
     """
-    weights = dict(required_weights(model))
+    weights = required_weights(model)
     for name, sizes in (("batch", batch), ("tokens", tokens)):
         if not sizes or not all(isinstance(size, int) and size > 0 for size in sizes):
             raise ValueError(f"{name}={sizes!r} must be positive integers, such as {name}=[1, 16]")
@@ -290,19 +292,19 @@ def warm_up(
             raise ValueError(
                 f"an example has the shape {list(each.shape)}: it must be one input, [1, ...]"
             )
-    chosen = {name: weight for name, weight in weights.items() if weight.kernels == "auto"}
+    chosen = {name: weight for name, weight in weights.items() if weight.choice.kernels == "auto"}
     for name, weight in chosen.items():
-        if weight.role == "convolution" and weight.operand is not None and not inputs:
+        if weight.convolves and weight.operand is not None and not inputs:
             raise ValueError(
                 f"'{name}' is of a convolution, whose sizes depend on the image: pass example=image[None]"
             )
-    budgets = {weight.budget: weight.budget.left_s for weight in chosen.values()}
+    budgets = {weight.choice: weight.choice.left_s for weight in chosen.values()}
     try:
         for budget in budgets:
             budget.left_s = math.inf  # whatever is asked for is measured
         with torch.inference_mode():
             for weight in chosen.values():
-                if weight.role == "convolution":
+                if weight.convolves:
                     weight.forget()
                     continue
                 for size in sorted({b * t for b in batch for t in tokens}):
@@ -346,8 +348,7 @@ def load_packed(
             both. The model is then unchanged.
         OSError: If the file cannot be opened.
     """
-    check_kernels(kernels)
-    budget = Budget(budget_s)
+    choice = KernelChoice(kernels, budget_s)
     if any(packed_weights(model)):
         raise ValueError(f"{type(model).__name__} is packed already: load into a new model")
     file = PackedFile(path)
@@ -373,7 +374,7 @@ def load_packed(
         found = file.read(key)
         tensor, fitting = owner.tensor, None
         if isinstance(found, PackedTensor):
-            fitting = (rows if found.pattern == EVERY_ENTRY else places).get(id(tensor))
+            fitting = (rows if found.kind.pattern == EVERY_ENTRY else places).get(id(tensor))
         values = found.values if isinstance(found, PackedTensor) else found
         # A buffer may be a mask of -inf.
         count = count_nonfinite(values, infinite=isinstance(tensor, nn.Parameter))
@@ -383,20 +384,17 @@ def load_packed(
         if isinstance(found, PackedTensor) and fitting is not None:
             name, place = fitting
             del owner, tensor
-            put(place, found.to(device), name, kernels, budget)
+            put(place, found.to(device), name, choice)
             continue
         dense = found.unpack() if isinstance(found, PackedTensor) else found
         if not tensor.is_meta:
             tensor.data = dense.to(device)  # its dtype, too
             continue
-        new = nn.Parameter(dense, requires_grad=False)
+        is_parameter = isinstance(tensor, nn.Parameter)
+        new = nn.Parameter(dense, requires_grad=False) if is_parameter else dense
         for own_key in owner.keys:
             prefix, _, name = own_key.rpartition(".")
-            module = model.get_submodule(prefix)
-            if isinstance(tensor, nn.Parameter):
-                module._parameters[name] = new
-            else:
-                module._buffers[name] = dense
+            setattr(model.get_submodule(prefix), name, new)
     for_inference(model)
     if nonfinite:
         warnings.warn(
@@ -437,14 +435,14 @@ def _refuse_other_tensors(
     path = file.file.path
     for key in file.dense:
         file.check(key)
-    # The tensors of the file by the model's keys, and the roles of the modules by those tensors.
+    # The tensors of the file by the model's keys, and the places of those tensors.
     own_keys = {plain: file.aliases.get(key, key) for plain, key in names.items()}
-    roles = {own_keys[name]: place.role for name, place in places.items() if name in own_keys}
+    taken = {own_keys[name]: place for name, place in places.items() if name in own_keys}
     for key in file.packed:
         packed = file.read_packed(key)
         try:
-            if key in roles:
-                check_scales(packed, roles[key])
+            if key in taken:
+                packed.check_scales(taken[key].axes.has_experts)
         except ValueError as error:
             raise ValueError(f"'{key}' of '{path}' does not fit the model: {error}") from None
     for owner in dict.fromkeys(owners.values()):
@@ -476,10 +474,10 @@ def _refuse_other_model(
     path: FilePath,
 ) -> None:
     kind = type(model).__name__
-    given = {id(owners[plain]) for plain in names if plain in owners}
-    missing = [key for key, owner in owners.items() if key not in names and id(owner) not in given]
-    others = [key for key in names if key not in owners]
     shared = [(plain, key, owners[plain].tensor) for plain, key in names.items() if plain in owners]
+    given = {id(tensor) for _, _, tensor in shared}
+    missing = [key for key, owner in owners.items() if id(owner.tensor) not in given]
+    others = [key for key in names if key not in owners]
     faults = []
     for what, keys in (("the file lacks", missing), ("the model lacks", others)):
         if keys:
@@ -603,7 +601,7 @@ def packed_summary(model: nn.Module) -> PackedSummary:
         0.weight   1:16     packed     576     0.070
         1 weights                      576     0.070
     """
-    held = {plain_name(name): weight for name, weight in required_weights(model)}
+    held = {plain_name(name): weight for name, weight in required_weights(model).items()}
     rows = tuple(
         HeldWeight(name, str(weight.pattern), weight.form, weight.nbytes, weight.dense_nbytes)
         for name, weight in held.items()

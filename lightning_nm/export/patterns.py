@@ -13,9 +13,8 @@ from lightning_nm.export.atomic_write import Weights
 from lightning_nm.export.packed_file import memory_of
 from lightning_nm.functional import count_violations
 from lightning_nm.functional.nm_format import MAX_M, PACKED_DTYPES, position_bits
-from lightning_nm.nn.packed.layers import SAME_BLOCKS
-from lightning_nm.nn.packed.tensor import blocks_last
 from lightning_nm.nn.weight import Layout, key_of_layer, plain_name
+from lightning_nm.packed.tensor import SAME_BLOCKS, blocks_last
 from lightning_nm.pattern import NMPattern, PatternLike
 from lightning_nm.spelling import some_of
 

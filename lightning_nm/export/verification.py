@@ -30,9 +30,9 @@ from lightning_nm.export.sources import (
     named_as_in_model,
     read_checkpoint,
 )
-from lightning_nm.nn.packed.tensor import EVERY_ENTRY, blocks_last
 from lightning_nm.nn.state import saved_stages
 from lightning_nm.nn.weight import Layout, key_of_layer, misfit, plain_name
+from lightning_nm.packed.tensor import EVERY_ENTRY, blocks_last
 from lightning_nm.pattern import NMPattern, PatternLike
 from lightning_nm.schedule import DENSE, FINAL
 from lightning_nm.spelling import grouped, quoted

@@ -76,6 +76,8 @@ def pack_nm(matrix: Tensor, pattern: PatternLike) -> tuple[Tensor, Tensor]:
     pattern = NMPattern.parse(pattern)
     _check_stored("a matrix to pack is", matrix, pattern)
     _check_blocks(matrix, pattern, -1)
+    if pattern.m == 1:  # every entry is stored: there are no positions
+        return matrix.detach().unsqueeze(-1), matrix.new_empty(0, dtype=torch.uint8)
     blocks_bm = matrix.detach().reshape(-1, pattern.m)
     values = []
     positions = []
@@ -140,7 +142,16 @@ def check_packed(
     _check_stored("packed values are", values, pattern)
     if positions.dtype != torch.uint8:
         raise TypeError(f"packed positions are {torch.uint8}, not {positions.dtype}")
-    check_packed_sizes(tuple(values.shape), tuple(positions.shape), pattern, shape)
+    sizes = tuple(values.shape), tuple(positions.shape)
+    for what, found, right in zip(
+        ("values", "positions"), sizes, packed_sizes(pattern, shape), strict=True
+    ):
+        if found != right:
+            raise ValueError(
+                f"a matrix of shape {list(shape)} in {pattern} has {what} of {right}, not {found}"
+            )
+    if pattern.m == 1:
+        return
     blocks = values.numel() // pattern.n
     used_bits = blocks * position_bits(pattern) % 8  # of the last byte; 0 if it is full
     if used_bits and int(positions[-1]) >> used_bits:
@@ -161,32 +172,27 @@ def check_packed(
             )
 
 
-def check_packed_sizes(
-    values: tuple[int, ...],
-    positions: tuple[int, ...],
-    pattern: NMPattern,
-    shape: Sequence[int],
-) -> None:
-    """Refuse the shapes of values and positions that do not belong to a matrix of this shape, by a ``ValueError``."""
+def packed_sizes(
+    pattern: NMPattern, shape: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shapes of the values and the positions of a matrix.
+
+    Raises:
+        ValueError: If M does not divide its last axis.
+    """
     if not shape or shape[-1] % pattern.m:
         raise ValueError(
             f"a matrix of shape {list(shape)} has no blocks of {pattern.m} along its last axis"
         )
     blocks = math.prod(shape) // pattern.m
-    right_values = (*shape[:-1], shape[-1] // pattern.m, pattern.n)
-    right_positions = (position_bytes(pattern, blocks),)
-    for what, found, right in (
-        ("values", values, right_values),
-        ("positions", positions, right_positions),
-    ):
-        if found != right:
-            raise ValueError(
-                f"a matrix of shape {list(shape)} in {pattern} has {what} of {right}, not {found}"
-            )
+    values = (*shape[:-1], shape[-1] // pattern.m, pattern.n)
+    return values, (position_bytes(pattern, blocks),)
 
 
 def expand(values: Tensor, positions: Tensor, pattern: NMPattern, shape: Sequence[int]) -> Tensor:
     """Return what :func:`unpack_nm` does, without its checks: graphs that are traced or exported can hold it."""
+    if pattern.m == 1:
+        return values.view(tuple(shape))
     # A graph that is traced holds one operation for all blocks, not one for each chunk.
     plain = type(values) in (Tensor, torch.nn.Parameter)
     tracing = torch.compiler.is_compiling() or not plain

@@ -23,9 +23,9 @@ from transformers.pytorch_utils import Conv1D
 from lightning_nm.functional import count_violations
 from lightning_nm.functional.select import masked
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.nn.packed.weight import PackedWeight
 from lightning_nm.nn.selection import as_globs
 from lightning_nm.nn.weight import is_sharded, plain_name
+from lightning_nm.packed.module import PackedWeight
 from lightning_nm.pattern import NMPattern, PatternLike
 from lightning_nm.spelling import some_of
 

@@ -21,7 +21,7 @@ from lightning_nm.export import PackedFile
 from lightning_nm.export.packed_file import write_packed
 from lightning_nm.export.sources import read_source
 from lightning_nm.functional import quantise_weight, unpack_nm
-from lightning_nm.nn.packed.tensor import PackedTensor
+from lightning_nm.packed.tensor import PackedTensor
 from tests.support.packed_models import (
     assert_equal_states,
     clones,

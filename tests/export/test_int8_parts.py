@@ -24,7 +24,7 @@ from lightning_nm.export import PackedFile, verify
 from lightning_nm.export.outputs import export_packed
 from lightning_nm.export.sources import read_source
 from lightning_nm.functional import nm_prune
-from lightning_nm.nn.packed.layers import packed_weights
+from lightning_nm.packed.module import packed_weights
 from tests.support.experts import WIDTH, Experts, TransposedExperts
 from tests.support.packed_models import (
     assert_equal_states,

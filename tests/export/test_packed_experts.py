@@ -17,7 +17,7 @@ from lightning_nm import (
 )
 from lightning_nm.functional import is_nm, nm_prune
 from lightning_nm.kernels.cpu import library
-from lightning_nm.nn.packed.layers import packed_weights
+from lightning_nm.packed.module import packed_weights
 from tests.support.cpu_products import REASON
 from tests.support.experts import WIDTH, Experts, LinearExperts, TransposedExperts
 

@@ -13,8 +13,8 @@ from lightning_nm import load_packed, pack, save_packed, unpacked_state_dict
 from lightning_nm.export import PackedFile, packed_file
 from lightning_nm.export.packed_file import DTYPES, SafetensorsFile, write_packed, write_safetensors
 from lightning_nm.functional import nm_prune
-from lightning_nm.nn.packed.layers import packed_weights, put
-from lightning_nm.nn.packed.tensor import PackedTensor
+from lightning_nm.packed.module import packed_weights, put
+from lightning_nm.packed.tensor import PackedTensor
 from lightning_nm.pattern import NMPattern
 from tests.support.packed_models import (
     ARGUMENTS,
@@ -214,15 +214,10 @@ def test_damaged_positions_change_nothing(saved):
     dense, path = saved
     for key, part in (("0.weight", 2), ("5.weight", -1)):
         pattern = NMPattern(2, 4)
-        values, positions, *_ = PackedTensor.of(
-            nm_prune(dense[5].weight.detach(), pattern), pattern
-        )
-        positions[part] = 0
+        packed = PackedTensor.of(nm_prune(dense[5].weight.detach(), pattern), pattern)
+        packed.positions[part] = 0
         tensors = {k: v for k, v in dense.state_dict().items() if k != "5.weight"}
-        write_packed(
-            path,
-            {**tensors, "5.weight": PackedTensor(values, positions, pattern, "plain", (32, 64))},
-        )
+        write_packed(path, {**tensors, "5.weight": packed})
         model = small("2:4", seed=3)
         before = clones(model)
         with pytest.raises(

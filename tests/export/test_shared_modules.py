@@ -8,8 +8,8 @@ from torch import nn
 
 from lightning_nm import load_packed, pack, packed_summary, save_packed, unpacked_state_dict
 from lightning_nm.export.packed_file import PackedFile, write_packed
-from lightning_nm.nn.packed import kernel_choice
-from lightning_nm.nn.packed.weight import PackedWeight
+from lightning_nm.packed import kernel_choice
+from lightning_nm.packed.module import PackedWeight
 from tests.support.packed_models import assert_equal_states, header_of, prune
 
 WIDTH = 64

@@ -14,8 +14,8 @@ from torch import nn
 from lightning_nm import pack, packed_summary, unpacked_state_dict
 from lightning_nm.functional import nm_prune
 from lightning_nm.kernels import tuner
-from lightning_nm.kernels.cpu import CpuPermuteKernel, library
-from lightning_nm.nn.packed import kernel_choice, operand
+from lightning_nm.kernels.cpu import CpuPermuteKernel, layouts, library
+from lightning_nm.packed import kernel_choice
 from tests.support.cpu_products import REASON
 from tests.support.fake_kernels import without_home
 from tests.support.kinds import make
@@ -318,13 +318,13 @@ def test_a_layer_that_becomes_dense_while_its_weight_is_read(monkeypatch):
     """As another thread does: here, between the two reads of one call."""
     dense = linear()
     weight = pack(copy.deepcopy(dense)).weight
-    made = operand.dense_matrix
+    made = layouts.dense_matrix
 
     def meanwhile(*arguments):
         monkeypatch.undo()
         weight.hold_dense()
         return made(*arguments)
 
-    monkeypatch.setattr("lightning_nm.nn.packed.weight.dense_matrix", meanwhile)
+    monkeypatch.setattr("lightning_nm.packed.module.dense_matrix", meanwhile)
     assert torch.equal(weight.product_matrix(), dense.weight)
     assert weight.form == "dense"

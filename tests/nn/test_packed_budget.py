@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_nm import NMPattern, load_packed, pack, packed_summary, save_packed, warm_up
 from lightning_nm.kernels import GemmKey, tuner
 from lightning_nm.kernels.cpu import CpuPermuteKernel, library
-from lightning_nm.nn.packed import kernel_choice
+from lightning_nm.packed import kernel_choice
 from tests.support.cpu_products import REASON
 from tests.support.packed_models import prune
 
@@ -191,7 +191,7 @@ def test_warm_up(clock):
     seen = len(clock.measured)
     run(model, 1, 8, 30, 240, 2)
     assert len(clock.measured) == seen
-    assert model[0].weight.budget.left_s == 0, "the budget of requests stays"
+    assert model[0].weight.choice.left_s == 0, "the budget of requests stays"
     warm_up(pack(linear(48), kernels="sparse"), batch=[4])
     assert len(clock.measured) == seen, "nothing is chosen without `auto`"
 
@@ -231,10 +231,10 @@ def test_warm_up_needs_a_packed_model():
 def test_copies_share_no_budget_with_other_models(clock):
     model = pack(nn.Sequential(linear(), linear(64)), budget_s=2)
     copied = copy.deepcopy(model)
-    assert copied[0].weight.budget is copied[1].weight.budget
-    assert copied[0].weight.budget is not model[0].weight.budget
+    assert copied[0].weight.choice is copied[1].weight.choice
+    assert copied[0].weight.choice is not model[0].weight.choice
     run(model[0], 1, 2, 4)
-    assert copied[0].weight.budget.left_s == 2
+    assert copied[0].weight.choice.left_s == 2
 
 
 class Largest(TorchDispatchMode):

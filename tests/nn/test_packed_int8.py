@@ -29,9 +29,9 @@ from lightning_nm.kernels import tuner
 from lightning_nm.kernels.api import Convolution
 from lightning_nm.kernels.cpu import CpuInt8Kernel, int8
 from lightning_nm.kernels.cpu.layouts import Packed
-from lightning_nm.nn.packed import kernel_choice
-from lightning_nm.nn.packed.layers import packed_weights
-from lightning_nm.nn.packed.tensor import PackedTensor
+from lightning_nm.packed import kernel_choice
+from lightning_nm.packed.module import packed_weights
+from lightning_nm.packed.tensor import PackedTensor
 from tests.support.cpu_products import LEVELS, REASON, at_level, needs_library
 from tests.support.experts import WIDTH, Experts, LinearExperts, TransposedExperts
 from tests.support.kinds import make
@@ -315,7 +315,7 @@ def test_blocks_do_not_lie_across_the_rows_of_an_expert():
 def test_scales_of_experts_and_of_layers_do_not_pass_for_each_other(tmp_path):
     conv = nn.Conv1d(16, 32, 4).eval()
     conv.weight.data = nm_prune(conv.weight.data, "2:4", 2)  # so are [experts, out, in], too
-    as_experts = PackedTensor.of(conv.weight, NMPattern(2, 4), "flat", int8=True, role="experts")
+    as_experts = PackedTensor.of(conv.weight, NMPattern(2, 4), "flat", int8=True, experts=True)
     write_packed(tmp_path / "a.safetensors", {"weight": as_experts, "bias": conv.bias})
     before = clones(conv)
     with pytest.raises(ValueError, match=r"'weight' of .* does not fit the model: scales of shape"):
@@ -455,7 +455,10 @@ def test_parts_of_a_projection():
     matrix = weight.unpack()
     for first, end in ((0, 32), (32, 64), (64, 96), (16, 96)):
         part = weight.operand.part((first, end))
-        assert torch.equal(part.layout.dense(part.values, torch.float32), matrix[first:end])
+        places, _ = part.layout.tensors
+        integers = int8.int8_matrix(part.values, places, end - first, 32, part.pattern)
+        found = dequantise_weight(integers, part.layout.scale, torch.float32)
+        assert torch.equal(found, matrix[first:end])
 
 
 def test_what_is_refused():

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lightning_nm.functional import nm_prune
-from lightning_nm.nn.packed.layers import places_of
+from lightning_nm.packed.module import places_of
 
 
 def prune(model, pattern):
@@ -15,7 +15,7 @@ def prune(model, pattern):
     m = int(pattern.partition(":")[2])
     with torch.no_grad():
         for place in places_of(model)[0].values():
-            dim = 0 if place.layout == "transposed" else 1
+            dim = 0 if place.axes == "transposed" else 1
             if place.weight.shape[dim] % m == 0:
                 place.weight.copy_(nm_prune(place.weight, pattern, dim))
     return model.eval()

@@ -10,13 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_nm.functional.int8 import (
-    MOST_TERMS,
-    check_quantised,
-    dequantise_weight,
-    quantise_weight,
-)
+from lightning_nm.functional.int8 import MOST_TERMS, check_quantised, quantise_weight
 from lightning_nm.functional.masks import nm_mask
+from lightning_nm.functional.nm_format import pack_nm, position_numbers
 from lightning_nm.kernels.api import Convolution, GemmKey, MaskedMatrix
 from lightning_nm.kernels.cpu import library
 from lightning_nm.kernels.cpu.kernels import CpuKernel
@@ -131,6 +127,16 @@ class Int8Layout:
         values = self.positions.numel() * 8 // position_width(self.pattern)
         return self.positions.nbytes + values + self.offset.nbytes + self.scale.nbytes
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors next to the values and their scales."""
+        return [self.positions, self.offset]
+
+    @property
+    def tile(self) -> int:
+        """Rows that lie together."""
+        return ROWS
+
     def part(self, tiles: slice, rows: int) -> Int8Layout:
         """The rows of some tiles on the same memory, `rows` of which exist."""
         first = tiles.start * ROWS
@@ -139,13 +145,6 @@ class Int8Layout:
         return Int8Layout(
             self.positions[tiles], scale, offset, rows, self.depth, self.pattern, self.taps
         )
-
-    def dense(self, values: Tensor, dtype: torch.dtype) -> Tensor:
-        """The matrix ``[rows, depth]``, its depth in the order of the weight's memory."""
-        integers = int8_matrix(
-            values, self.positions, self.rows, self.depth, self.pattern, self.taps
-        )
-        return dequantise_weight(integers, self.scale, dtype)
 
     def operand(self, values: Tensor) -> Any:
         """Return the matrix as the library takes it; the tensors must outlive the call."""
@@ -350,11 +349,9 @@ def _parts(patches: Tensor) -> Iterator[tuple[slice, slice]]:
 def packed_int8(weight: Tensor, pattern: NMPattern) -> Packed:
     """Round a weight ``[rows, depth]`` that is N:M along its depth to int8, and lay it out."""
     integers, scale = quantise_weight(weight)
-    blocks_rbm = integers.view(len(weight), -1, pattern.m)
-    mask_rbm = nm_mask(blocks_rbm.abs(), pattern)
-    places = torch.arange(pattern.m, dtype=torch.uint8).expand_as(blocks_rbm)
-    shape = (*blocks_rbm.shape[:2], pattern.n)
-    values, positions = blocks_rbm[mask_rbm].view(shape), places[mask_rbm].view(shape)
+    values, packed_positions = pack_nm(integers, pattern)
+    blocks = values.numel() // pattern.n
+    positions = position_numbers(packed_positions, pattern, blocks).view(values.shape)
     return Packed(*Int8Layout.of(values, positions, scale, weight.shape[1], pattern))
 
 

@@ -6,6 +6,7 @@ whenever the weight changed.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -25,6 +26,9 @@ from lightning_nm.kernels.cpu.library import (
     structure,
 )
 from lightning_nm.pattern import NMPattern
+
+_CHUNK = 1 << 20
+"""Entries that are unpacked at a time."""
 
 
 class Packed(NamedTuple):
@@ -150,6 +154,25 @@ class PermuteLayout:
         )
         return values
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors next to the values."""
+        return [self.inputs]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the layout and its values: one of the position, two or four of the value."""
+        return self.inputs.numel() * (3 if self.paired else 5)
+
+    @property
+    def tile(self) -> int:
+        """Rows that lie together."""
+        return 2 * self.lanes
+
+    def part(self, tiles: slice, rows: int) -> PermuteLayout:
+        """The rows of some tiles on the same memory, `rows` of which exist."""
+        return PermuteLayout(self.inputs[tiles], rows, self.depth)
+
     def operand(self, values: Tensor | None = None) -> Any:
         """Return the matrix as the library takes it; the tensors must outlive the call."""
         found = 0 if values is None else values.data_ptr()
@@ -248,6 +271,16 @@ class CsrLayout:
         )
         return values
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors next to the values."""
+        return [self.start, self.offset]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the layout and its values, without the places in the weight's memory."""
+        return self.start.nbytes + 2 * self.offset.nbytes
+
     def used_depth(self) -> int:
         """Return one more than the last column with an entry."""
         if not self.offset.numel():
@@ -258,6 +291,56 @@ class CsrLayout:
         """Return the matrix as the library takes it; the tensors must outlive the call."""
         found = 0 if values is None else values.data_ptr()
         return ffi.new("nm_csr *", (self.start.data_ptr(), self.offset.data_ptr(), found))
+
+
+def dense_matrix(tensors: Sequence[Tensor], rows: int, depth: int, dtype: torch.dtype) -> Tensor:
+    """The matrix of the values and the tensors of a layout; graphs that are traced or exported can hold it."""
+    if len(tensors) == 3:
+        values, start, offset = tensors
+        return _dense_of_csr(values, start, offset, rows, depth, dtype)
+    values, index = tensors
+    tiles = len(index)
+    rows_of_tile = index.shape[3]
+    tiles_at_a_time = max(_CHUNK // (rows_of_tile * depth), 1)
+    # Graphs hold no loop over sizes; fake tensors are no plain tensors.
+    in_graph = torch.compiler.is_compiling() or type(values) is not Tensor
+    if tiles <= tiles_at_a_time or in_graph:
+        return _dense_of_tiles(values, index, depth, dtype)[:rows]
+    found = values.new_empty(rows, depth, dtype=dtype)
+    for first in range(0, tiles, tiles_at_a_time):
+        end = first + tiles_at_a_time
+        part = _dense_of_tiles(values[first:end], index[first:end], depth, dtype)
+        first_row = first * rows_of_tile
+        # The last tile may be filled up with rows that the matrix does not have.
+        found[first_row : end * rows_of_tile] = part[: rows - first_row]
+    return found
+
+
+def _dense_of_tiles(values: Tensor, index: Tensor, depth: int, dtype: torch.dtype) -> Tensor:
+    """The rows of whole tiles of a permute layout, those that only fill the last tile included."""
+    tiles, blocks, _, tile = index.shape[:4]
+    block = tile if index.dim() == 5 else tile // 2
+    # As [tiles, tile, blocks, slots], from [tiles, blocks, slots, tile] or [tiles, blocks, slots / 2, tile, 2].
+    index, values = (
+        each.view(*each.shape[:4], -1).permute(0, 3, 1, 2, 4).flatten(3) for each in (index, values)
+    )
+    slots = index.shape[3]
+    # Empty slots go to one more column, which is cut off.
+    places = torch.where(index == EMPTY, block, index).reshape(-1, slots).long()
+    found = torch.zeros(tiles * tile * blocks, block + 1, dtype=dtype, device=values.device)
+    found.scatter_(1, places, values.reshape(-1, slots).to(dtype))
+    return found[:, :block].reshape(tiles * tile, blocks * block)[:, :depth]
+
+
+def _dense_of_csr(
+    values: Tensor, start: Tensor, offset: Tensor, rows: int, depth: int, dtype: torch.dtype
+) -> Tensor:
+    first = torch.arange(rows, dtype=torch.int64, device=values.device) * depth
+    row = torch.repeat_interleave(first, start.diff(), output_size=len(offset))
+    found = torch.zeros(rows * depth, dtype=dtype, device=values.device)
+    # The layout keeps offsets into the input, whose rows are panels.
+    column = offset // PANEL
+    return found.scatter_(0, row + column, values.to(dtype)).view(rows, depth)
 
 
 def _divide_up(size: int, part: int) -> int:

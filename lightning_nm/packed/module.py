@@ -1,0 +1,878 @@
+"""Layers for inference: a packed weight in the place of each dense parameter, and the classes of their modules.
+
+Graphs that are compiled call two operators, which look up a weight by handle when a graph runs. Graphs that are
+exported unpack the weight by torch's own operators, so that they run without this package.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_nm.functional.int8 import INT8_DTYPES, dequantise_weight
+from lightning_nm.functional.nm_format import PACKED_DTYPES
+from lightning_nm.kernels.api import Convolution, GemmKey, HasHandle, lookup, multiply
+from lightning_nm.kernels.cpu.int8 import int8_matrix
+from lightning_nm.kernels.cpu.layouts import dense_matrix
+from lightning_nm.nn.adapters import (
+    FUSED_PATHS,
+    Adapter,
+    NMConv1d,
+    NMConv2d,
+    NMConv3d,
+    NMLinear,
+    NMMultiheadAttention,
+    NMTransposedLinear,
+    find_adapter,
+)
+from lightning_nm.nn.adapters.attention import AttentionForward
+from lightning_nm.nn.products import CONVOLUTIONS, OPTIONS, plain
+from lightning_nm.nn.selection import candidates_of
+from lightning_nm.nn.weight import Layout, parameter_key, plain_name
+from lightning_nm.packed.kernel_choice import (
+    KernelChoice,
+    Operand,
+    lay_out,
+    lay_out_int8,
+    registry_of,
+    return_freed_memory,
+)
+from lightning_nm.packed.tensor import EVERY_ENTRY, SAME_BLOCKS, PackedKind, PackedTensor
+
+_MOST_SIZES = 1 << 12
+"""Sizes of products whose choice is remembered."""
+
+_IN_LAYOUT = ("kernel_values", "kernel_index", "kernel_offset")
+
+_PLAIN = (Tensor, nn.Parameter)  # others are fake, as in a trace
+
+_exporting = getattr(torch.compiler, "is_exporting", lambda: False)  # torch 2.6 has none
+
+_BECOMING_DENSE = threading.Lock()  # one weight at a time, so that a weight has one dense matrix
+
+
+class PackedWeight(nn.Module, HasHandle):
+    """A weight that is N:M along one axis, as the values of each block and their positions.
+
+    It holds them as they are in files, or, on a CPU with a kernel for it, in the kernel's layout, or the dense weight,
+    where that is faster and the choice is ``"auto"``: always one of the three. The state dict has ``values`` and
+    ``positions`` in each case, and ``scales`` if the values are int8.
+
+    Args:
+        packed: The tensors, checked.
+        name: Key of the weight in the dense state dict, for messages.
+        axes: The layout of the parameter in its module, which tells how products contract it.
+        choice: Which kernels make the products; the weights of a model share one.
+        training: The mode of the module.
+
+    Attributes:
+        operand: The kernel's layout, if it is held.
+        scales: Of int8 values, float32 ``[out]``, of experts ``[experts, out]``; they are held next to each of the
+            three.
+        matrix: The dense weight as products take it, ``[out, in]`` or ``[out, in / groups * taps]``, if it is held.
+    """
+
+    kind: PackedKind
+    values: Tensor | None
+    positions: Tensor | None
+    scales: Tensor | None
+    matrix: Tensor | None
+
+    def __init__(
+        self,
+        packed: PackedTensor,
+        name: str,
+        axes: Layout,
+        choice: KernelChoice,
+        training: bool,
+    ) -> None:
+        super().__init__()
+        self.name, self.axes, self.choice, self.training = name, axes, choice, training
+        self._non_persistent_buffers_set = {"matrix", *_IN_LAYOUT}
+        self._take(packed)
+
+    def _take(self, packed: PackedTensor) -> None:
+        """Hold a weight of this shape, in its dtype and on its device."""
+        self.kind = packed.kind
+        self.pattern, self.layout, shape, self.dtype, self.is_int8 = packed.kind
+        self.shape = torch.Size(shape)
+        self.operand: Operand | None = None
+        self._choices: dict[Any, tuple[GemmKey, bool]] = {}
+        self._hold(**packed.parts)
+        self.lay_out()
+
+    def _hold(self, **tensors: Tensor | None) -> None:
+        """Hold these tensors, and none of those that were held."""
+        none = dict.fromkeys(("matrix", "values", "positions", "scales"))
+        # A new dict: threads that read the former one find the whole layout there.
+        self._buffers = {**none, **tensors}
+
+    def lay_out(self) -> None:
+        """Change to the layout of the CPU kernel for this weight; without one, in ``"auto"``, to the dense weight."""
+        kernels = self.choice.kernels
+        if self.values is None or self.device.type == "meta" or kernels == "reference":
+            return
+        if self.pattern == EVERY_ENTRY:  # of an embedding, whose rows are looked up
+            return
+        # Where blocks lie along the depth of the product.
+        along = (Layout.FLAT,) if self.convolves else (Layout.PLAIN, Layout.FLAT)
+        if self.axes.is_transposed:
+            along = (Layout.TRANSPOSED,)
+        pattern = self.pattern if self.layout in along else None
+        if self.is_int8:
+            # The scales are those of rows only where blocks lie along the depth. Kernels know two dimensions.
+            if self.dim() <= 4 if self.convolves else pattern is not None:
+                self.operand = lay_out_int8(self.packed())
+        elif self.device.type == "cpu":
+            matrix = self.product_matrix().contiguous()
+            self.operand = lay_out(matrix, pattern, convolution=self.convolves)
+        if self.operand is not None:
+            # An empty tensor whose size is the handle, by which graphs find this weight.
+            self.operand.tag = torch.empty(self.handle, 0, dtype=torch.float32)
+            tensors: dict[str, Any] = dict(zip(_IN_LAYOUT, self.operand.tensors, strict=False))
+            self._hold(scales=self.scales, **tensors)
+        elif kernels == "auto":
+            self._hold(scales=self.scales, matrix=self.product_matrix().contiguous())
+
+    def hold_dense(self) -> None:
+        """Hold the dense weight instead of the kernel's layout; nothing if there is no layout."""
+        with _BECOMING_DENSE:
+            if self.operand is None:
+                return
+            # Not in inference mode: later products may need gradients of their inputs.
+            with torch.inference_mode(False), torch.no_grad():
+                self._hold(scales=self.scales, matrix=self.product_matrix())
+            self.operand = None
+        return_freed_memory()
+
+    def measure(self, tokens: int) -> None:
+        """In ``"auto"``, choose for products of so many tokens, and hold the dense weight if that is faster."""
+        self.forget()
+        operand = self.operand
+        is_auto = self.choice.kernels == "auto"
+        if operand is not None and is_auto and not self._takes(operand, tokens)[1]:
+            self.hold_dense()
+
+    def forget(self) -> None:
+        """Ask again which products the kernel makes; those that were measured are not measured again."""
+        self._choices.clear()
+
+    def _takes(
+        self, operand: Operand, tokens: int, conv: Convolution | None = None
+    ) -> tuple[GemmKey, bool]:
+        """The key of a product, and whether the kernel makes it: it can, and is in ``"auto"`` no slower than torch."""
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        name = operand.layout.rows, tokens, conv, torch.get_num_threads(), deterministic
+        found = self._choices.get(name)
+        if found is not None:
+            return found
+        rows, depth = operand.layout.rows, operand.layout.depth
+        key = GemmKey("forward", rows, depth, tokens, self.dtype, operand.pattern, "cpu", conv=conv)
+        takes, settled = self.choice.takes(operand.kernel, key, operand.packed)
+        found = key, takes
+        if settled:
+            # Kept, because to make a key takes longer than to multiply one token.
+            if len(self._choices) >= _MOST_SIZES:
+                self._choices.clear()
+            self._choices[name] = found
+        return found
+
+    def linear(
+        self, x: Tensor, bias: Tensor | None = None, rows: tuple[int, int] | None = None
+    ) -> Tensor:
+        """``x @ W^T + bias`` for ``x [..., in]``, or the columns of these rows of W.
+
+        Raises:
+            RuntimeError: In training mode with gradients.
+        """
+        self.refuse_training()
+        chosen = slice(None) if rows is None else slice(*rows)
+        if bias is not None:
+            bias = bias[chosen]
+        operand = self._operand_for(x, bias)
+        if operand is None or x.dim() == 0 or x.shape[-1] != operand.layout.depth:
+            # torch's own error tells of an input of another size.
+            y = F.linear(x, self.product_matrix()[chosen], bias)
+            self._keep_dense(x)
+            return y
+        x_ti = x.reshape(-1, x.shape[-1])
+        first, end = rows or (0, operand.layout.rows)
+        if torch.compiler.is_compiling():
+            y_to = torch.ops.lightning_nm.packed_linear(x_ti, bias, first, end - first, operand.tag)
+        else:
+            y_to = self.multiply(x_ti, bias, rows)
+        return y_to.view(*x.shape[:-1], end - first)
+
+    def conv(
+        self,
+        x: Tensor,
+        bias: Tensor | None,
+        stride: tuple[int, ...],
+        padding: tuple[int, ...],
+        dilation: tuple[int, ...],
+        groups: int,
+    ) -> Tensor:
+        """The convolution of ``x [batch, in, *positions]`` with ``W [out, in / groups, *taps]``.
+
+        Raises:
+            RuntimeError: In training mode with gradients.
+        """
+        self.refuse_training()
+        operand = self._operand_for(x, bias)
+        # What does not fit goes to torch, for its error. Kernels know two dimensions.
+        fits = x.dim() == self.dim() <= 4 and x.shape[1] == self.shape[1] * groups
+        if operand is None or not fits:
+            convolve = CONVOLUTIONS[self.dim() - 3]
+            matrix = self.product_matrix().view(self.shape)
+            y = convolve(x, matrix, bias, stride, padding, dilation, groups)
+            self._keep_dense(x)
+            return y
+        # A convolution in one dimension is one in two, over images of height 1.
+        is_1d = self.dim() == 3
+        taps: tuple[int, ...] = self.shape[2:]
+        if is_1d:
+            x, taps = x.unsqueeze(2), (1, *taps)
+            stride, padding, dilation = (1, *stride), (0, *padding), (1, *dilation)
+        geometry = [self.shape[0], groups, *taps, *stride, *padding, *dilation]
+        if torch.compiler.is_compiling():
+            y = torch.ops.lightning_nm.packed_conv(x, bias, geometry, operand.tag)
+        else:
+            y = _convolve(self, x, bias, geometry)
+        return y.squeeze(2) if is_1d else y
+
+    def refuse_training(self) -> None:
+        """Refuse to train next to a weight that cannot be trained."""
+        if self.training and torch.is_grad_enabled():
+            raise self.training_error()
+
+    def training_error(self) -> RuntimeError:
+        """What a training that meets this weight ends with."""
+        return RuntimeError(
+            f"'{self.name}' is packed and cannot be trained: call model.eval() to run the model; to train it, load "
+            "lightning_nm.unpacked_state_dict(model) into a model that is not packed"
+        )
+
+    def _operand_for(self, x: Tensor, bias: Tensor | None) -> Operand | None:
+        """The layout by which a kernel can make a product of `x`; ``None`` if the weight is to be unpacked."""
+        if self.operand is None or _exporting():
+            return None
+        if type(x) not in _PLAIN and not torch.compiler.is_compiling():
+            return None
+        if x.device.type != "cpu" or x.dtype != self.dtype or torch.is_autocast_enabled("cpu"):
+            return None
+        # Kernels have no backward pass.
+        differentiable = x.requires_grad or (bias is not None and bias.requires_grad)
+        if differentiable and torch.is_grad_enabled():
+            return None
+        return self.operand
+
+    def _keep_dense(self, x: Tensor) -> None:
+        """In ``"auto"``, hold the dense weight after a product that the kernel cannot make, unless it was traced."""
+        traced = torch.compiler.is_compiling() or _exporting()
+        if not traced and type(x) in _PLAIN and self.choice.kernels == "auto" and x.numel():
+            self.hold_dense()
+
+    def multiply(
+        self,
+        x: Tensor,
+        bias: Tensor | None,
+        rows: tuple[int, int] | None = None,
+        conv: Convolution | None = None,
+    ) -> Tensor:
+        """``x W^T + bias`` for ``x [tokens, depth]``, or a convolution: by the kernel, or with the dense matrix.
+
+        In ``"auto"`` that is held from the first product on that is faster with it, or that the kernel cannot make;
+        in ``"sparse"`` it is made for each product that the kernel cannot make.
+        """
+
+        def dense() -> Tensor:
+            self._keep_dense(x)
+            matrix = self.product_matrix()
+            if conv is not None:
+                return F.conv2d(x, matrix.view(conv.weight_shape), bias, *conv.arguments)
+            return F.linear(x, matrix if rows is None else matrix[slice(*rows)], bias)
+
+        # Read once: another thread may let this weight become dense at any time.
+        operand = self.operand
+        part = None if operand is None else operand.part(rows)
+        if part is None or not x.numel():
+            return dense()
+        tokens = len(x) * (1 if conv is None else math.prod(conv.positions))
+        key, takes = self._takes(part, tokens, conv)
+        if not takes:
+            return dense()
+        registry = registry_of(part.kernel)
+        kernel = registry.kernels[part.kernel]
+
+        def sparse() -> Tensor:
+            plain_bias = None if bias is None else plain(bias)
+            return multiply(kernel, key, part.packed, plain(x), plain_bias)
+
+        # If the kernel fails, the product is made dense, now and in the future.
+        return registry.attempt(kernel, key, sparse, dense)
+
+    @property
+    def convolves(self) -> bool:
+        """Whether it is the weight of a convolution."""
+        return self.dim() > 2 and not self.axes.has_experts
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return next(self.buffers()).device
+
+    @property
+    def data(self) -> Tensor:
+        """What code that changes weights in place asks for, such as the merging of adapters.
+
+        Raises:
+            RuntimeError: Always.
+        """
+        raise RuntimeError(
+            f"'{self.name}' is packed, for inference, and cannot be changed in place, as merging an adapter does: load "
+            "lightning_nm.unpacked_state_dict(model) into a model that is not packed, and merge there"
+        )
+
+    def dim(self) -> int:
+        """Axes of the weight."""
+        return len(self.shape)
+
+    def numel(self) -> int:
+        """Entries of the weight."""
+        return self.shape.numel()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are held."""
+        return sum(buffer.nbytes for buffer in self.buffers())
+
+    @property
+    def dense_nbytes(self) -> int:
+        """Bytes of the dense weight."""
+        return self.numel() * self.dtype.itemsize
+
+    @property
+    def form(self) -> str:
+        """What is held: ``"packed"``, ``"dense"``, or the layout of the kernel with this name; and whether of int8."""
+        # Read first: another thread sets the matrix before it takes the operand away.
+        operand = self.operand
+        if self.matrix is not None:
+            return "dense, of int8" if self.is_int8 else "dense"
+        if operand is not None:
+            return operand.kernel
+        return "packed int8" if self.is_int8 else "packed"
+
+    def packed(self) -> PackedTensor:
+        """The weight as files hold it; it is packed again if it is in a kernel's layout."""
+        if self.values is None or self.positions is None:
+            return PackedTensor.of(
+                *(self.unpack(), self.pattern, self.layout), int8=self.is_int8, scales=self.scales
+            )
+        return PackedTensor(self.values, self.positions, self.kind, self.scales)
+
+    def unpack(self) -> Tensor:
+        """The dense weight, a new tensor."""
+        if self.values is not None:
+            return self.packed().unpack()
+        matrix = self.product_matrix()
+        if self.axes.is_transposed:
+            return matrix.t().clone(memory_format=torch.contiguous_format)
+        return (matrix if self.matrix is None else matrix.clone()).view(self.shape)
+
+    def product_matrix(self) -> Tensor:
+        """The dense weight as products take it: the one that is held, or a new tensor."""
+        buffers = self._buffers  # once: another thread may let the weight become dense
+        matrix = buffers["matrix"]
+        if matrix is not None:
+            return matrix
+        if buffers["values"] is not None:
+            weight = self.packed().unpack()
+            return weight.t() if self.axes.is_transposed else weight.flatten(1)
+        tensors: list[Any] = [buffers[name] for name in _IN_LAYOUT if name in buffers]
+        rows = self.shape[1 if self.axes.is_transposed else 0]
+        depth = self.numel() // rows
+        scales = buffers["scales"]
+        if scales is None:
+            return dense_matrix(tensors, rows, depth, self.dtype)
+        values, positions, _ = tensors
+        integers = int8_matrix(values, positions, rows, depth, self.pattern, self.kind.taps)
+        return dequantise_weight(integers, scales, self.dtype)
+
+    def extra_repr(self) -> str:
+        """Pattern, shape and what is held."""
+        return (
+            f"{self.pattern}, {self.layout}, {tuple(self.shape)}, {self.dtype}, held as {self.form}"
+        )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedWeight:
+        packed = self.packed()
+
+        def moved(tensor: Tensor) -> Tensor:
+            # Conversions of dtypes, which Module.type() makes of all buffers, are those of the weight alone.
+            found = fn(tensor)
+            return found if found.dtype == tensor.dtype else tensor.to(found.device)
+
+        values = packed.values
+        dtype = fn(values.new_empty(0, dtype=self.dtype)).dtype
+        remedy = "For another dtype load lightning_nm.unpacked_state_dict(model) into a model that is not packed"
+        if self.is_int8 and dtype not in INT8_DTYPES:
+            raise TypeError(
+                f"'{self.name}' is packed in int8, and cannot be converted to {dtype}: its inputs are float32 or "
+                f"bfloat16. {remedy}"
+            )
+        if dtype not in PACKED_DTYPES:
+            raise TypeError(
+                f"'{self.name}' is packed, and cannot be converted to {dtype}: it can be float16, bfloat16, float32 "
+                f"or float64. {remedy}"
+            )
+        changed: dict[str, Any] = {name: moved(tensor) for name, tensor in packed.parts.items()}
+        if not self.is_int8:
+            changed["values"] = fn(values)
+        # A kernel's layout depends on dtype and device.
+        self._take(packed._replace(kind=self.kind._replace(dtype=dtype), **changed))
+        return self
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        for name, tensor in self.packed().parts.items():
+            destination[prefix + name] = tensor
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        names = self.kind.parts
+        missing = [prefix + name for name in names if prefix + name not in state_dict]
+        missing_keys += missing
+        if missing:
+            return
+        tensors: dict[str, Any] = {name: state_dict[prefix + name].detach() for name in names}
+        loaded = PackedTensor(kind=self.kind, **tensors)
+        try:
+            loaded.check()
+            loaded.check_scales(self.axes.has_experts)
+        except (TypeError, ValueError) as error:
+            error_msgs.append(f"'{self.name}': {error}")
+            return
+        # Without `assign` torch copies into parameters, which takes memory to copy into.
+        if not local_metadata.get("assign_to_params_buffers", False):
+            if self.device.type == "meta":
+                error_msgs.append(f"'{self.name}' is on the meta device: pass assign=True")
+                return
+            for name, tensor in tensors.items():
+                is_weight = name == "values" and not self.is_int8
+                dtype = self.dtype if is_weight else tensor.dtype
+                tensors[name] = tensor.to(self.device, dtype, copy=True)
+        dtype = self.dtype if self.is_int8 else tensors["values"].dtype
+        self._take(PackedTensor(kind=self.kind._replace(dtype=dtype), **tensors))
+
+    def __reduce__(self) -> Any:
+        # As files hold it: layouts and handles belong to this process and its CPU.
+        state = self.packed(), self.name, self.axes, self.choice, self.training
+        return type(self), state
+
+
+class PackedExperts(PackedWeight):
+    """The weight of several experts: each is held as a :class:`PackedWeight` of two axes.
+
+    The state dict has ``values`` and ``positions`` of the whole weight, and ``scales`` in int8, as files have.
+
+    Attributes:
+        parts: The weight of each expert, ``[out, in]`` or ``[in, out]``.
+    """
+
+    parts: tuple[PackedWeight, ...] = ()
+
+    def lay_out(self) -> None:
+        """Divide the weight into those of the experts, and hold each in the layout of a kernel if there is one."""
+        if self.values is None or self.device.type == "meta":
+            return
+        weight_eab = self.packed().unpack()
+        layout = Layout.TRANSPOSED if self.axes.is_transposed else Layout.PLAIN
+        parts = []
+        for number, weight_ab in enumerate(weight_eab):
+            scales = None if self.scales is None else self.scales[number]
+            tensor = PackedTensor.of(
+                weight_ab, self.pattern, layout, int8=self.is_int8, scales=scales
+            )
+            name = f"{self.name}[{number}]"
+            parts.append(PackedWeight(tensor, name, layout, self.choice, self.training))
+        self.parts = tuple(parts)
+        self.values = self.positions = None
+
+    def _take(self, packed: PackedTensor) -> None:
+        self.parts = ()
+        super()._take(packed)
+
+    def buffers(self, recurse: bool = True) -> Iterator[Tensor]:
+        """The tensors that are held."""
+        if not self.parts:
+            return super().buffers(recurse)
+        return (tensor for part in self.parts for tensor in part.buffers())
+
+    @property
+    def form(self) -> str:
+        """What is held for the experts, each form once."""
+        if not self.parts:
+            return super().form
+        return ", ".join(dict.fromkeys(part.form for part in self.parts))
+
+    def unpack(self) -> Tensor:
+        """The dense weight, a new tensor."""
+        if not self.parts:
+            return super().unpack()
+        return torch.stack([part.unpack() for part in self.parts])
+
+    def measure(self, tokens: int) -> None:
+        """In ``"auto"``, choose for products of so many tokens with each expert."""
+        for part in self.parts:
+            part.measure(tokens)
+
+    def train(self, mode: bool = True) -> PackedExperts:
+        """Set the mode of the experts' weights, too."""
+        super().train(mode)
+        for part in self.parts:
+            part.train(mode)
+        return self
+
+
+@torch.library.custom_op("lightning_nm::packed_linear", **OPTIONS)
+def _packed_linear(x: Tensor, bias: Tensor | None, first: int, out: int, tag: Tensor) -> Tensor:
+    (weight,) = lookup(tag.shape[0])
+    return weight.multiply(x, bias, (first, first + out))
+
+
+@_packed_linear.register_fake
+def _(x: Tensor, bias: Tensor | None, first: int, out: int, tag: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], out)
+
+
+@torch.library.custom_op("lightning_nm::packed_conv", **OPTIONS)
+def _packed_conv(x: Tensor, bias: Tensor | None, geometry: Sequence[int], tag: Tensor) -> Tensor:
+    (weight,) = lookup(tag.shape[0])
+    return _convolve(weight, x, bias, geometry)
+
+
+@_packed_conv.register_fake
+def _(x: Tensor, bias: Tensor | None, geometry: Sequence[int], tag: Tensor) -> Tensor:
+    conv = _convolution(x, geometry)
+    size = (x.shape[0], conv.outputs, *conv.positions)
+    return x.new_empty(size).contiguous(memory_format=_memory_format(x))
+
+
+def _convolve(
+    weight: PackedWeight, x: Tensor, bias: Tensor | None, geometry: Sequence[int]
+) -> Tensor:
+    """The convolution of ``x [images, in, height, width]``, in its memory format."""
+    y = weight.multiply(x, bias, conv=_convolution(x, geometry))
+    return y.contiguous(memory_format=_memory_format(x))
+
+
+def _memory_format(x: Tensor) -> torch.memory_format:
+    # A tensor of one channel is contiguous in both orders.
+    if not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last):
+        return torch.channels_last
+    return torch.contiguous_format
+
+
+def _convolution(x: Tensor, geometry: Sequence[int]) -> Convolution:
+    """The geometry for ``x [images, in, height, width]``."""
+    outputs, groups, *pairs = geometry
+    kernel, stride, padding, dilation = (tuple(pairs[axis : axis + 2]) for axis in range(0, 8, 2))
+    size = tuple(x.shape[2:])
+    return Convolution(x.shape[1], outputs, size, kernel, stride, padding, dilation, groups)
+
+
+class _Swapped(nn.Module):
+    """Mixed into the class of a module of a packed model."""
+
+    nm_base: ClassVar[type[nn.Module]]  # the class that the module had before
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # The class has no importable name: pickle and deepcopy make it again from the class it was made of.
+        reduced: Any = super().__reduce_ex__(protocol)
+        return _new, (type(self).nm_base,), *reduced[2:]
+
+
+class PackedLayer(_Swapped):
+    """Mixed into a module's class whose weights are packed; a :class:`PackedWeight` replaces each parameter.
+
+    The forward is that of the module's adapter, whose :func:`~lightning_nm.nn.nm_linear` and
+    :func:`~lightning_nm.nn.nm_conv` take packed weights in the place of masked layers.
+    """
+
+    nm_unmaskable: ClassVar[str] = (
+        "packed already, for inference: to prune, train or pack it again, load lightning_nm.unpacked_state_dict(model) "
+        "into a model that is not packed"
+    )
+
+    @property
+    def nm_layers(self) -> dict[str, Any]:
+        """The packed weights by the names of their parameters, among other children; it is asked at every call."""
+        return self._modules
+
+
+class PackedEmbedding(PackedLayer):
+    """``nn.Embedding`` whose matrix is in int8; the rows that are looked up are dequantised."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Look rows up."""
+        weight: Any = self.weight
+        weight.refuse_training()
+        rows = weight.values.squeeze(-1)[input].float() * weight.scales[input].unsqueeze(-1)
+        found: Tensor = rows.to(weight.dtype)
+        return found
+
+
+class PackedMultiheadAttention(AttentionForward, PackedLayer):
+    """``nn.MultiheadAttention`` with packed projections, or a packed ``out_proj`` alone."""
+
+    project = NMMultiheadAttention.project
+
+
+class PackedAdapted(PackedLayer):
+    """A module of another adapter, which may call ``super()``: it is mixed in, too."""
+
+    # An adapter's own are for masked layers.
+    _save_to_state_dict = nn.Module._save_to_state_dict
+    _load_from_state_dict = nn.Module._load_from_state_dict
+    _apply = nn.Module._apply
+
+
+class PackedLightningModule(_Swapped):
+    """Mixed into the class of a LightningModule whose layers are packed, so that fitting it is refused at once.
+
+    Lightning's fit leaves modules in evaluation mode, in which packed layers run: it would end at the first backward
+    pass, by torch's error that no tensor requires gradients.
+    """
+
+    def setup(self, stage: str) -> None:
+        """Refuse to fit the module while no parameter requires gradients, by a ``RuntimeError``."""
+        super().setup(stage)  # type: ignore[misc]
+        # The dense parameters of a packed model may be trained: then the user made them require gradients.
+        if stage == "fit" and not any(each.requires_grad for each in self.parameters()):
+            raise next(m for m in self.modules() if isinstance(m, PackedWeight)).training_error()
+
+
+def refuse_to_fit(model: nn.Module) -> None:
+    """Let a packed model refuse to be fitted, if it is a LightningModule."""
+    if _is_lightning(type(model)) and not isinstance(model, PackedLightningModule):
+        model.__class__ = _mixed(PackedLightningModule, type(model))
+
+
+def _is_lightning(kind: type[nn.Module]) -> bool:
+    # Known by its hooks: this part of the package does not import Lightning.
+    return hasattr(kind, "training_step") and hasattr(kind, "setup")
+
+
+_CLASSES: dict[tuple[Any, ...], type[nn.Module]] = {}
+
+
+def _mixed(*bases: Any, forward: Any = None) -> type[nn.Module]:
+    """The class of these bases, the last of which is the module's own; made at first use, and once."""
+    if bases not in _CLASSES:
+        attributes: dict[str, Any] = {"nm_base": bases[-1], "__module__": __name__}
+        if forward is not None:
+            attributes["forward"] = forward
+        _CLASSES[bases] = type(f"Packed{bases[-1].__name__}", bases, attributes)
+    return _CLASSES[bases]
+
+
+_BORROWED = (NMLinear, NMTransposedLinear, NMConv1d, NMConv2d, NMConv3d)
+"""Adapters of which packed layers need the forward alone."""
+
+
+def packed_adapter(kind: type[nn.Module]) -> type[Adapter] | None:
+    """The adapter for a module class whose products can be packed; ``None`` if there is none.
+
+    Classes with a forward of their own have none, and those that look rows up.
+    """
+    found = find_adapter(kind)
+    if found is None or kind.forward is not found[1].forward or found[0].role == "embedding":
+        return None
+    return found[0]
+
+
+def holds_embedding(kind: type[nn.Module]) -> bool:
+    """Whether modules of a class look rows up as ``nn.Embedding`` does."""
+    return issubclass(kind, nn.Embedding) and kind.forward is nn.Embedding.forward
+
+
+def packed_class(base: type[nn.Module]) -> type[nn.Module]:
+    """The class that mixes a packed layer into ``base``, and its adapter or the adapter's forward."""
+    if holds_embedding(base):
+        return _mixed(PackedEmbedding, base)
+    adapter = packed_adapter(base)
+    if adapter is None and _is_lightning(base):
+        return _mixed(PackedLightningModule, base)
+    if adapter is None:
+        raise TypeError(f"no packed layer for {base.__name__}")
+    if adapter in _BORROWED:
+        return _mixed(PackedLayer, base, forward=adapter.forward)
+    if adapter is NMMultiheadAttention:
+        return _mixed(PackedMultiheadAttention, base)
+    return _mixed(PackedAdapted, adapter, base)
+
+
+def _new(base: type[nn.Module]) -> nn.Module:
+    """An empty module of the packed class, for pickle and deepcopy to fill."""
+    cls = packed_class(base)
+    return cls.__new__(cls)
+
+
+class Place(NamedTuple):
+    """A parameter that can be packed.
+
+    Args:
+        module: Its module.
+        parameter: Its name there.
+        axes: The layout of the parameter, along whose rows the module's products contract.
+    """
+
+    module: nn.Module
+    parameter: str
+    axes: Layout
+
+    @property
+    def layouts(self) -> list[Layout]:
+        """Where the blocks may lie in files: those of a convolution also in the flattened filter."""
+        first = SAME_BLOCKS.get(self.axes, self.axes)
+        convolves = self.weight.dim() > 2 and not self.axes.has_experts
+        return [first, Layout.FLAT] if convolves else [first]
+
+    @property
+    def weight(self) -> nn.Parameter:
+        """The parameter."""
+        found: nn.Parameter = self.module._parameters[self.parameter]  # type: ignore[assignment]
+        return found
+
+
+def places_of(model: nn.Module) -> tuple[dict[str, Place], dict[str, str]]:
+    """The weights of a model that can be packed, by their keys in the state dict, and why others cannot.
+
+    Raises:
+        ValueError: If a sparsifier's masks are installed.
+    """
+    for name, module in model.named_modules():
+        if _is_masked(module):
+            raise ValueError(
+                f"layer '{name}' is masked by a sparsifier: call sparsifier.bake() and .detach() first"
+            )
+    return places_and_reasons(model)
+
+
+def places_and_reasons(model: nn.Module) -> tuple[dict[str, Place], dict[str, str]]:
+    """As :func:`places_of`; layers that are masked or packed are among those that cannot be packed."""
+    found: dict[str, Place] = {}
+    owners = _owner_counts(model)
+    reasons: dict[str, str] = {}
+    candidates, skipped = candidates_of(model)
+    for candidate in candidates:
+        module, parameter = candidate.module, candidate.spec.parameter
+        key = parameter_key(candidate.module_name, parameter)
+        weight = module._parameters.get(parameter)
+        if _is_masked(module):
+            reasons[key] = "masked by a sparsifier"
+        elif packed_adapter(type(module)) is None:
+            reasons[key] = f"no packed layer for {type(module).__name__}"
+        elif weight is None or nn.parameter.is_lazy(weight) or weight.dim() < 2:
+            reasons[key] = "its weight is not an ordinary parameter"
+        elif weight.dtype not in PACKED_DTYPES:
+            reasons[key] = f"its weight is {weight.dtype}"
+        elif isinstance(weight, DTensor):
+            reasons[key] = "its weight is sharded"
+        elif owners[id(weight)] > 1:
+            reasons[key] = "its weight is shared with another module"
+        else:
+            found[key] = Place(module, parameter, Layout(candidate.spec.layout))
+    return found, {**skipped, **reasons}
+
+
+def embeddings_of(model: nn.Module) -> dict[str, Place]:
+    """The embeddings of a model that can be held in int8, by the keys of their weights in the state dict.
+
+    Not those whose weight another module shares, which multiplies by it, or that have a forward of their own.
+    """
+    found: dict[str, Place] = {}
+    owners = _owner_counts(model)
+    for name, module in model.named_modules():
+        if not holds_embedding(type(module)) or module.max_norm is not None or _is_masked(module):
+            continue
+        weight = module._parameters.get("weight")
+        if weight is not None and owners[id(weight)] == 1 and not isinstance(weight, DTensor):
+            key = parameter_key(plain_name(name), "weight")
+            found[key] = Place(module, "weight", Layout.PLAIN)
+    return found
+
+
+def _owner_counts(model: nn.Module) -> dict[int, int]:
+    """How many modules hold each parameter, by its id."""
+    owners: dict[int, int] = {}
+    for each in model.modules():
+        for tensor in each._parameters.values():
+            owners[id(tensor)] = owners.get(id(tensor), 0) + 1
+    return owners
+
+
+def _is_masked(module: nn.Module) -> bool:
+    return (
+        isinstance(module, Adapter)
+        and not isinstance(module, PackedLayer)
+        and bool(module.nm_layers)
+    )
+
+
+def put(place: Place, packed: PackedTensor, name: str, choice: KernelChoice) -> None:
+    """Replace a parameter by its packed weight, and the class of its module."""
+    module, parameter, axes = place
+    kind = PackedExperts if axes.has_experts else PackedWeight
+    weight = kind(packed, name, axes, choice, module.training)
+    if not isinstance(module, PackedLayer):
+        module.__class__ = packed_class(type(module))
+    del module._parameters[parameter]
+    setattr(module, parameter, weight)
+
+
+def call_packed_children(model: nn.Module) -> None:
+    """Let modules that read the weights of their children call them, and switch off fused paths, which read them."""
+    for module in model.modules():
+        found = find_adapter(type(module))
+        children = () if found is None else found[0].reads_children
+        reads = any(isinstance(getattr(module, child, None), PackedLayer) for child in children)
+        if reads and not isinstance(module, PackedLayer):
+            module.__class__ = packed_class(type(module))
+    for module in model.modules():
+        for kind, attribute, off in FUSED_PATHS:
+            if isinstance(module, kind) and any(
+                isinstance(part, PackedLayer) for part in module.modules()
+            ):
+                setattr(module, attribute, off)
+
+
+def packed_weights(
+    model: nn.Module, *, all_names: bool = False
+) -> Iterator[tuple[str, PackedWeight]]:
+    """The packed weights of a model by the keys that they have in the dense state dict.
+
+    Args:
+        model: A model.
+        all_names: Whether a weight of a module that the model holds under several names comes with each of its keys,
+            as in a state dict. By default it comes once, with its first key.
+    """
+    for name, module in model.named_modules(remove_duplicate=not all_names):
+        if isinstance(module, PackedWeight):
+            yield name, module
