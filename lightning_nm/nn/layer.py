@@ -8,20 +8,20 @@ from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_nm.functional import fold_seed
+from lightning_nm.functional import FlopsKind, fold_seed
 from lightning_nm.functional.mask_storage import BACKWARD_BIT, FORWARD_BIT
 from lightning_nm.functional.select import mask_, masked
 from lightning_nm.functional.statistics import gradient_energies
 from lightning_nm.kernels.api import HasHandle
 from lightning_nm.kernels.cpu import evolution
-from lightning_nm.nn.costs import LAYER_GEMMS, Gemms, LayerCosts
+from lightning_nm.nn.costs import LAYER_GEMMS, Gemms
 from lightning_nm.nn.weight import Layout, PlainWeight, ShardedWeight, is_sharded
 from lightning_nm.pattern import NMPattern
 from lightning_nm.schedule import DENSE, FINAL, Schedule, Stages, stage_at, within
@@ -187,6 +187,17 @@ class LayerMasks:
         if self.bits is None or not self.has_backward:
             return None
         return (self.bits & BACKWARD_BIT).ne(0)
+
+    def zero_pruned(self, tensor: Tensor) -> None:
+        """Set the entries of a tensor that the forward mask prunes to +0.0, in place; nothing happens without one."""
+        if self.bits is None or not self.has_forward:
+            return
+        # Neither autograd nor a compiler sees what the library writes.
+        is_recorded = torch.is_grad_enabled() or torch.compiler.is_compiling()
+        if is_recorded or not evolution.mask_(tensor, self.bits):
+            mask = self.forward_view
+            assert mask is not None
+            mask_(tensor, mask)
 
     def set(
         self, forward: Tensor | None, backward: Tensor | None, like: Tensor | None = None
@@ -462,6 +473,46 @@ class LayerProgress:
         self.observed_at = self.clock
 
 
+class LayerCosts:
+    """The density of each GEMM, summed over the steps so far."""
+
+    def __init__(self) -> None:
+        self.spent: dict[FlopsKind, list[float]] = {kind: [0.0] * 3 for kind in get_args(FlopsKind)}
+        self.counted = 0  # steps that were summed
+        # The key of the last step and its GEMMs.
+        self._gemms: tuple[Hashable, Gemms] | None = None
+        self.last_call: int | None = None
+        """Multiply-adds of the module's last call, where its products count themselves; ``None`` if there were none."""
+
+    def count_step(self, layer: NMLayer) -> None:
+        """Add a training step to the costs of a layer, whether or not it trained the layer."""
+        key = gemms_key(layer)
+        # The GEMMs are described again only if something that they depend on has changed.
+        if self._gemms is None or self._gemms[0] != key:
+            self._gemms = key, layer.gemms()
+        self.charge(self._gemms[1], 1)
+
+    def charge(self, gemms: Gemms, steps: int) -> None:
+        """Add ``steps`` steps in which the GEMMs are these."""
+        for kind, sums in self.spent.items():
+            for k, gemm in enumerate(gemms):
+                sums[k] += steps * getattr(gemm, kind)
+        self.counted += steps
+
+    def record_product(self, macs: int) -> None:
+        """Add the multiply-adds of a product to the present call."""
+        self.last_call = (self.last_call or 0) + macs
+
+    def charge_dense(self, steps: int) -> None:
+        """Start again with ``steps`` steps in which all GEMMs were dense."""
+        self.load({kind: [float(steps)] * 3 for kind in self.spent}, steps)
+
+    def load(self, spent: dict[FlopsKind, list[float]], counted: int) -> None:
+        """Set saved sums."""
+        self.spent = {kind: list(sums) for kind, sums in spent.items()}
+        self.counted = counted
+
+
 class NMLayer(HasHandle):
     """Sparsity state of one weight. Each part is modified only by the class that defines it.
 
@@ -574,13 +625,9 @@ class NMLayer(HasHandle):
             local: A tensor like ``view.local``; ``None`` for the weight itself.
         """
         masks = self.masks
-        mask = masks.forward_view
-        if mask is None or masks.bits is None:
-            return
-        if local is None:
-            local = self.view.local
-        if not evolution.mask_(local, self.view.shard_of(masks.bits)):
-            mask_(local, self.view.shard_of(mask))
+        if masks.bits is not None and self.view.is_sharded:
+            masks = masks.with_bits(self.view.shard_of(masks.bits))
+        masks.zero_pruned(self.view.local if local is None else local)
 
     def forward_weight(self, *, local: bool = False) -> Tensor:
         """W_F, the values that the forward GEMM uses, detached; gathered if it is sharded.
@@ -688,6 +735,30 @@ class NMLayer(HasHandle):
                     self.parameters[name].copy_(parameter)
                 else:
                     self.parameters[name] = parameter
+
+
+def gemms_key(layer: NMLayer) -> tuple[Hashable, ...]:
+    """All that the GEMMs of a layer depend on: as long as this stays equal, :meth:`NMLayer.gemms` is the same.
+
+    It is asked for every pass and every step. Hooks of methods and estimators may answer by anything, so they are asked
+    again; masks that only moved keep it, unless their density is measured.
+    """
+    spec, masks = layer.spec, layer.masks
+    pattern = spec.method.current_pattern(layer)
+    parameter = spec.module._parameters[spec.parameter]
+    return (
+        masks.has_forward,
+        masks.has_backward,
+        masks.permutation is None,
+        masks.backward_density,
+        masks.density if pattern is None else None,
+        pattern,
+        spec.method.gradient_at_pruned(layer),
+        None if spec.estimator is None else spec.estimator.pattern_of(layer),
+        layer.progress.estimating,
+        parameter is not None and parameter.requires_grad,
+        bool(layer.parameters),
+    )
 
 
 @torch.no_grad()

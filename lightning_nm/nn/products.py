@@ -21,14 +21,15 @@ from lightning_nm.kernels.api import (
     GemmName,
     MaskedMatrix,
     Sparsity,
+    attempt,
     lookup,
     multiply,
 )
 from lightning_nm.kernels.gpu.two_four import ALIGNMENT
 from lightning_nm.kernels.operands import in_one_pass, masked_operand, permuted_columns
 from lightning_nm.kernels.router import Choice, Product, Router, active
-from lightning_nm.nn.costs import LAYER_GEMMS, GemmKind, gemms_key
-from lightning_nm.nn.layer import NMLayer, tensor_fingerprint
+from lightning_nm.nn.costs import LAYER_GEMMS, GemmKind
+from lightning_nm.nn.layer import NMLayer, gemms_key, tensor_fingerprint
 from lightning_nm.nn.weight import Layout
 
 if TYPE_CHECKING:  # for the types only
@@ -90,7 +91,7 @@ def gemm(
 ) -> Tensor:
     """One of the three GEMMs of a layer: dense, or by the kernel that a router chose.
 
-    The dense product replaces a kernel that fails, see :meth:`~lightning_nm.kernels.KernelRegistry.attempt`.
+    The dense product replaces a kernel that fails, see :func:`~lightning_nm.kernels.api.attempt`.
 
     Args:
         layer: Its method and masks make the sparse operand.
@@ -111,9 +112,9 @@ def gemm(
     if choice is None:
         result = dense()
     else:
-        registry = operands.route.router.registry
+        failures = operands.route.router.registry.failures
         sparse = partial(_kernel_product, layer, which, operands, choice)
-        result = registry.attempt(choice.kernel, choice.key, sparse, dense)
+        result = attempt(choice.kernel, choice.key, failures, sparse, dense)
         shape = list(result.shape)
         if operands.geometry is not None:
             # Kernels return dW as a matrix, and planes of height 1 for a convolution in one dimension.

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_nm.functional.int8 import INT8_DTYPES, dequantise_weight
 from lightning_nm.functional.nm_format import PACKED_DTYPES
-from lightning_nm.kernels.api import Convolution, GemmKey, HasHandle, lookup
+from lightning_nm.kernels.api import Convolution, GemmKey, HasHandle, attempt, lookup
 from lightning_nm.kernels.cpu.int8 import int8_matrix
 from lightning_nm.kernels.cpu.layouts import Packed
 from lightning_nm.nn.packed.kernel_choice import (
@@ -316,7 +316,7 @@ class PackedWeight(nn.Module, HasHandle):
             return kernel.conv(packed, plain(x), conv, plain_bias)
 
         # If the kernel fails, the product is made dense, now and in the future.
-        return registry.attempt(kernel, key, sparse, dense)
+        return attempt(kernel, key, registry.failures, sparse, dense)
 
     @property
     def is_int8(self) -> bool:
