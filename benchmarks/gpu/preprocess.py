@@ -45,7 +45,7 @@ from lightning_nm.kernels.operands import (
     permuted_columns_reference,
     triton_kernels,
 )
-from lightning_nm.methods.bame.evidence import DECAY, EPSILON, SCALE, Evidence
+from lightning_nm.methods.bame.exchange import DECAY, EPSILON, SCALE, Evidence
 from lightning_nm.pattern import NMPattern
 
 PATTERN = NMPattern(2, 4)
