@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 from lightning_nm.functional import FlopsKind, GemmDensity
-from lightning_nm.kernels.api import GemmName
 from lightning_nm.pattern import NMPattern
 
 if TYPE_CHECKING:  # for the types only
@@ -172,12 +170,9 @@ def _wgrad(layer: NMLayer) -> Gemm:
     )
 
 
-LAYER_GEMMS: dict[GemmName, Callable[[NMLayer], Gemm]] = {
-    "forward": _forward,
-    "dgrad": _dgrad,
-    "wgrad": _wgrad,
-}
-"""What one GEMM of a layer does now."""
+def find_gemms(layer: NMLayer) -> Gemms:
+    """What the GEMMs of a layer do now."""
+    return Gemms(_forward(layer), _dgrad(layer), _wgrad(layer))
 
 
 def mean_densities(layer: NMLayer) -> dict[FlopsKind, GemmDensity]:

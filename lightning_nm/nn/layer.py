@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import count
@@ -19,9 +19,9 @@ from lightning_nm.functional import FlopsKind, fold_seed
 from lightning_nm.functional.mask_storage import BACKWARD_BIT, FORWARD_BIT
 from lightning_nm.functional.select import mask_, masked
 from lightning_nm.functional.statistics import gradient_energies
-from lightning_nm.kernels.api import HasHandle
+from lightning_nm.kernels.api import GemmName, HasHandle
 from lightning_nm.kernels.cpu import evolution
-from lightning_nm.nn.costs import LAYER_GEMMS, Gemms
+from lightning_nm.nn.costs import Gemms, find_gemms
 from lightning_nm.nn.weight import Layout, PlainWeight, ShardedWeight, is_sharded
 from lightning_nm.pattern import NMPattern
 from lightning_nm.schedule import DENSE, FINAL, Schedule, Stages, stage_at, within
@@ -439,21 +439,15 @@ class LayerProgress:
         self.enter_stage()
         self.estimating = not self.estimator_schedule or within(self.estimator_schedule, clock)
 
-    def load(
-        self, step: int, updated_at: int, dense_gradient: bool, schedule: tuple[int, ...]
-    ) -> None:
-        """Set saved counters; the clock is the model's."""
-        self.step, self.updated_at = step, updated_at
-        self.dense_gradient, self.schedule = dense_gradient, schedule
-
-    def load_stages(self, stages: Stages, stage: str) -> None:
-        """Set the saved stages and the saved one of them."""
+    def load(self, saved: Mapping[str, Any], stages: Stages) -> None:
+        """Set the counters and the plan of a saved state; the clock is the model's."""
+        self.step = saved["step"]
+        self.updated_at = saved["updated_at"]
+        self.dense_gradient = saved["dense_gradient"]
+        self.schedule = tuple(saved["schedule"])
+        self.estimator_schedule = tuple(saved["estimator_schedule"])
         self.stages = stages
-        self.set_stage(stage)
-
-    def load_estimator(self, schedule: tuple[int, ...]) -> None:
-        """Set the estimator's saved schedule."""
-        self.estimator_schedule = schedule
+        self.set_stage(saved["stage"])
 
     @torch.no_grad()
     def observe(self, estimate: Tensor, exact: Tensor, found: Tensor) -> None:
@@ -652,19 +646,16 @@ class NMLayer(HasHandle):
         with torch.no_grad(), self.full():
             return self.spec.method.backward_weight(self, self.weight.detach())
 
-    def forward_of(self, weight: Tensor) -> Tensor:
-        """W_F, or the method's training weight, of the weight's shape, from the parameter as products get it."""
-        method = self.spec.method
-        if method.has_training_weight and self.spec.module.training:
-            return method.training_weight(self, weight)
-        return method.forward_weight(self, weight)
+    def values_of(self, which: GemmName, weight: Tensor) -> Tensor:
+        """What a GEMM uses of the parameter as products get it, of its shape.
 
-    def backward_of(self, weight: Tensor) -> Tensor:
-        """W_B, or the method's training weight, of the weight's shape, from the parameter as products get it."""
+        W_F for ``"forward"``, W_B for ``"dgrad"``; for both the method's training weight where it has one.
+        """
         method = self.spec.method
         if method.has_training_weight and self.spec.module.training:
             return method.training_weight(self, weight)
-        return method.backward_weight(self, weight)
+        make = method.forward_weight if which == "forward" else method.backward_weight
+        return make(self, weight)
 
     @property
     def draws_backward(self) -> bool:
@@ -692,7 +683,7 @@ class NMLayer(HasHandle):
         backward mask, or where the forward mask is transposable, else masked. wgrad is N:M through an estimator alone;
         where the method needs no gradient at pruned entries, these outputs are not counted as arithmetic.
         """
-        return Gemms(*(find(self) for find in LAYER_GEMMS.values()))
+        return find_gemms(self)
 
     def read_tensors(self) -> list[Tensor]:
         """The tensors, besides the weight, that forward and backward passes read."""
