@@ -612,14 +612,18 @@ if hasattr(torch.Tag, "cudagraph_unsafe"):
     OPTIONS["tags"] = (torch.Tag.cudagraph_unsafe,)
 
 
-def _flattened(geometry: Geometry) -> list[int]:
+def _flattened(geometry: Geometry | None) -> list[int]:
     """The geometry as operators take it, in one list; that of a linear layer is empty."""
+    if geometry is None:
+        return []
     stride, padding, dilation, groups = geometry
     return [*stride, *padding, *dilation, groups]
 
 
-def _unflattened(numbers: Sequence[int]) -> Geometry:
+def _unflattened(numbers: Sequence[int]) -> Geometry | None:
     """Undo :func:`_flattened`."""
+    if not numbers:
+        return None
     *sizes, groups = numbers
     spatial = len(sizes) // 3
     stride, padding, dilation = (
@@ -668,7 +672,7 @@ def forward_gemm(
         weight,
         bias,
         x.dtype,
-        geometry=_unflattened(geometry) if geometry else None,
+        geometry=_unflattened(geometry),
         route=Route(active_router, trains),
         out=out,
     )
@@ -689,9 +693,10 @@ def _(
     geometry: Sequence[int],
     *rest: Any,
 ) -> Tensor:
-    if not geometry:
+    sizes = _unflattened(geometry)
+    if sizes is None:
         return x.new_empty(x.shape[0], out)
-    shape = (x.shape[0], out, *_convolution(x, weight, _unflattened(geometry)).positions)
+    shape = (x.shape[0], out, *_convolution(x, weight, sizes).positions)
     return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=_memory_format(x))
 
 
@@ -748,7 +753,7 @@ def backward_gemms(
         None,
         grad.dtype,
         noise,
-        geometry=_unflattened(geometry) if geometry else None,
+        geometry=_unflattened(geometry),
         route=Route(active_router),
         out=grad.shape[1],
         dy=grad if geometry else plain(grad),
@@ -855,7 +860,7 @@ class _Gemms(torch.autograd.Function):
                 tensors,
                 route.trains,
                 out,
-                [] if geometry is None else _flattened(geometry),
+                _flattened(geometry),
                 layer.handle_tensor,
                 route.router.handle,
             )
@@ -892,7 +897,7 @@ class _Gemms(torch.autograd.Function):
                 tensors,
                 needs_x,
                 needs_weight,
-                [] if geometry is None else _flattened(geometry),
+                _flattened(geometry),
                 layer.handle_tensor,
                 route.router.handle,
             )

@@ -94,7 +94,6 @@ def _run(
     return job
 
 
-@torch.no_grad()
 def mask_(x: Tensor, bits: Tensor) -> bool:
     """Set the entries of ``x`` whose forward bit is not set to +0.0 in place.
 
