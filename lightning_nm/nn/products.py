@@ -612,18 +612,14 @@ if hasattr(torch.Tag, "cudagraph_unsafe"):
     OPTIONS["tags"] = (torch.Tag.cudagraph_unsafe,)
 
 
-def _flattened(geometry: Geometry | None) -> list[int]:
+def _flattened(geometry: Geometry) -> list[int]:
     """The geometry as operators take it, in one list; that of a linear layer is empty."""
-    if geometry is None:
-        return []
     stride, padding, dilation, groups = geometry
     return [*stride, *padding, *dilation, groups]
 
 
-def _unflattened(numbers: Sequence[int]) -> Geometry | None:
+def _unflattened(numbers: Sequence[int]) -> Geometry:
     """Undo :func:`_flattened`."""
-    if not numbers:
-        return None
     *sizes, groups = numbers
     spatial = len(sizes) // 3
     stride, padding, dilation = (
@@ -672,7 +668,7 @@ def forward_gemm(
         weight,
         bias,
         x.dtype,
-        geometry=_unflattened(geometry),
+        geometry=_unflattened(geometry) if geometry else None,
         route=Route(active_router, trains),
         out=out,
     )
@@ -693,10 +689,9 @@ def _(
     geometry: Sequence[int],
     *rest: Any,
 ) -> Tensor:
-    sizes = _unflattened(geometry)
-    if sizes is None:
+    if not geometry:
         return x.new_empty(x.shape[0], out)
-    shape = (x.shape[0], out, *_convolution(x, weight, sizes).positions)
+    shape = (x.shape[0], out, *_convolution(x, weight, _unflattened(geometry)).positions)
     return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=_memory_format(x))
 
 
@@ -753,7 +748,7 @@ def backward_gemms(
         None,
         grad.dtype,
         noise,
-        geometry=_unflattened(geometry),
+        geometry=_unflattened(geometry) if geometry else None,
         route=Route(active_router),
         out=grad.shape[1],
         dy=grad if geometry else plain(grad),
@@ -860,7 +855,7 @@ class _Gemms(torch.autograd.Function):
                 tensors,
                 route.trains,
                 out,
-                _flattened(geometry),
+                [] if geometry is None else _flattened(geometry),
                 layer.handle_tensor,
                 route.router.handle,
             )
@@ -897,7 +892,7 @@ class _Gemms(torch.autograd.Function):
                 tensors,
                 needs_x,
                 needs_weight,
-                _flattened(geometry),
+                [] if geometry is None else _flattened(geometry),
                 layer.handle_tensor,
                 route.router.handle,
             )

@@ -7,6 +7,7 @@ trained; where it lies between two steps; exchanges that it, or one gradient, sp
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import ModuleType
@@ -28,7 +29,7 @@ from lightning_nm.functional.evolution import (
 )
 from lightning_nm.functional.select import mask_, masked, merged
 from lightning_nm.kernels.cpu import evolution
-from lightning_nm.kernels.evolution import passes_for
+from lightning_nm.kernels.gpu import triton_use
 from lightning_nm.methods.optimizer_state import (
     SECOND_MOMENTS,
     clear_entries,
@@ -113,6 +114,39 @@ class Evidence:
     def correction(self) -> Tensor:
         """``1 - beta^t``, without axes; that of one gradient before the first."""
         return -torch.expm1(self.count.clamp(min=1) * LOG_DECAY)
+
+
+# ---------------------------------------------------------------------- passes over a weight
+#
+# Each reads and writes every tensor once. kernels/cpu/evolution.py has them for CPUs, in C, and
+# kernels/gpu/evolution_triton.py for CUDA tensors, by functions of the same arguments. Other tensors are left to the
+# torch operations here, which define the results. A training step calls:
+#
+# - `gather_evidence` before the optimizer's step: U and V advance by the gradient, which is masked then;
+# - `exchange` after it: the weight is masked, the best exchange of every block is found (`best` of the Triton kernels),
+#   the blocks that change are chosen and changed;
+# - `keep_evidence`: U and V go to where they stay until the next step.
+
+
+def passes_for(first: Tensor, *others: Tensor | None) -> ModuleType | None:
+    """Return the module whose passes take these tensors; ``None`` if torch operations must do.
+
+    A pass takes tensors of one device in row-major order: weights, gradients and optimizer state of float32, bfloat16
+    or float16, U and V of float32, and masks of bytes.
+    """
+    if torch.compiler.is_compiling():
+        return None
+    tensors = first, *others
+    # The first question is the cheaper one, and answers most.
+    on_cpu = first.device.type == "cpu" and "TRITON_INTERPRET" not in os.environ
+    if on_cpu or not triton_use.runs_on(first.device):
+        return evolution if evolution.runs(*tensors) else None
+    for tensor in tensors:
+        if tensor is not None and (tensor.device != first.device or not tensor.numel()):
+            return None
+    if not evolution.is_row_major(*tensors, device_type=first.device.type):
+        return None
+    return triton_use.kernels("evolution_triton")
 
 
 def gather_evidence(
