@@ -25,6 +25,10 @@ zero outside of a mask that is N:M along its rows. ``"outputs"``: A is dense, an
 a mask alone."""
 
 
+Geometry = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]
+"""Stride, zeros on both sides, dilation, each per spatial dimension, and groups."""
+
+
 class Convolution(NamedTuple):
     """The sizes of a convolution; kernels take those in two dimensions, of height and width, see :attr:`planar`.
 
@@ -74,7 +78,7 @@ class Convolution(NamedTuple):
         return tuple(found)
 
     @property
-    def arguments(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]:
+    def arguments(self) -> Geometry:
         """Stride, padding, dilation and groups, as torch's convolutions take them."""
         return self.stride, self.padding, self.dilation, self.groups
 
@@ -360,9 +364,8 @@ def attempt(
     except (torch.OutOfMemoryError, MemoryError):
         failed = ""  # of the moment, not of the kernel
     except Exception as error:
-        capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
         # The dense product is no other one for the reference. A capture that failed takes no other product either.
-        if kernel.name == GemmKernel.name or capturing:
+        if kernel.name == GemmKernel.name or is_capturing():
             raise
         failed = f"it failed, {describe_error(error)}"
     result = dense()  # not while the error is handled, which keeps the memory of what failed
@@ -374,6 +377,11 @@ def attempt(
             stacklevel=3,
         )
     return result
+
+
+def is_capturing() -> bool:
+    """Whether a CUDA graph is captured: nothing may be timed then, and what is computed belongs to the graph."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def describe_error(error: Exception) -> str:

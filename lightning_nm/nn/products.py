@@ -19,6 +19,7 @@ from lightning_nm.kernels.api import (
     Convolution,
     GemmKey,
     GemmName,
+    Geometry,
     MaskedMatrix,
     Sparsity,
     attempt,
@@ -34,9 +35,6 @@ from lightning_nm.nn.weight import Layout
 
 if TYPE_CHECKING:  # for the types only
     from lightning_nm.estimators.base import GradientEstimator
-
-Geometry = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]
-"""Stride, zeros on both sides, dilation, each per spatial dimension, and groups."""
 
 GEMMS: tuple[GemmName, ...] = ("forward", "dgrad", "wgrad")
 """The GEMMs of a layer, in the order in which they run."""
