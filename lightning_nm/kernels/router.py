@@ -346,7 +346,7 @@ class Router(HasHandle):
         Only what was made last is kept under a name: a stamp that comes back finds nothing.
         """
         # A replayed graph would use the pack of the capture. Written out: this runs several times for every layer.
-        if torch.cuda.is_initialized() and torch.cuda.is_current_streamis_capturing():
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             return make()
         packs = self._packs.setdefault(owner, {})
         known = packs.get(name)
