@@ -261,13 +261,11 @@ class LayerMasks:
         """Measure :attr:`backward_density`; reading it waits for the device."""
         self.backward_density = int(backward.sum()) / backward.numel()
 
-    def load(
-        self, flips: int, total_flips: int, backward_density: float | None, device: torch.device
-    ) -> None:
-        """Set saved counts."""
-        self.flips = torch.tensor(flips, dtype=torch.int64, device=device)
-        self.total_flips = torch.tensor(total_flips, dtype=torch.int64, device=device)
-        self.backward_density = backward_density
+    def load(self, saved: Mapping[str, Any], device: torch.device) -> None:
+        """Set the counts of a saved state."""
+        self.flips = torch.tensor(saved["flips"], dtype=torch.int64, device=device)
+        self.total_flips = torch.tensor(saved["total_flips"], dtype=torch.int64, device=device)
+        self.backward_density = saved["backward_density"]
 
     def with_bits(self, bits: Tensor | None) -> LayerMasks:
         """Other masks with the bits of a part of the weight; nothing else is shared."""
