@@ -108,7 +108,7 @@ OWNERS = {
         },
     ),
     # Experts count the products of a call.
-    "LayerCosts": ("nn/costs.py", {"last_call": ("nn/adapters/experts.py",)}),
+    "LayerCosts": ("nn/layer.py", {"last_call": ("nn/adapters/experts.py",)}),
     "PlainWeight": ("nn/weight.py", {}),
     "ShardedWeight": ("nn/weight.py", {}),
 }

@@ -166,7 +166,7 @@ def test_every_optimizer_keeps_nm(method, optimizer):
 def used_backward_weight(layer):
     """W_B, of a layer that draws it the draw of the first backward pass."""
     if not layer.draws_backward:
-        return layer.backward_of(layer.weight.detach())
+        return layer.values_of("dgrad", layer.weight.detach())
     layer.draw_noise(layer.noise.draws)
     weight = layer.weight.detach()
 
@@ -217,7 +217,7 @@ def test_gradients_follow_the_formulas(method, kind):
         return out, x_plain.grad, {name: parameter.grad for name, parameter in parameters.items()}
 
     with torch.no_grad():
-        used = [layer.forward_of(layer.weight.detach()) for layer in layers]
+        used = [layer.values_of("forward", layer.weight.detach()) for layer in layers]
         used_backward = [used_backward_weight(layer) for layer in layers]
     out, _, grads = reference(used)
     _, dx, _ = reference(used_backward)

@@ -34,7 +34,6 @@ from lightning_nm.functional import fold_seed, nm_mask
 from lightning_nm.functional.evolution import BlockGrid, as_blocks, best_swaps, evidence_scores
 from lightning_nm.functional.mask_storage import BACKWARD_BIT, FORWARD_BIT
 from lightning_nm.functional.select import mask_
-from lightning_nm.kernels.evolution import passes_for
 from lightning_nm.kernels.operands import (
     TOKENS,
     masked_operand,
@@ -45,7 +44,7 @@ from lightning_nm.kernels.operands import (
     permuted_columns_reference,
     triton_kernels,
 )
-from lightning_nm.methods.bame.evidence import DECAY, EPSILON, SCALE, Evidence
+from lightning_nm.methods.bame.exchange import DECAY, EPSILON, SCALE, Evidence, passes_for
 from lightning_nm.pattern import NMPattern
 
 PATTERN = NMPattern(2, 4)

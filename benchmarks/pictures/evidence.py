@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from benchmarks.pictures.style import FONT, INK, KEPT, LOST, QUIET, SERIES, Picture, plain
 from benchmarks.tables.markdown import read_csv
 from lightning_nm.commands.study.analysis import Interval
-from lightning_nm.methods.bame.evidence import Evidence
+from lightning_nm.methods.bame.exchange import Evidence
 
 STEPS, RATE, KEPT_WEIGHT = 60, 0.015, 0.25
 STUDIES = {

@@ -56,7 +56,7 @@ class MVUE(BlockEstimator):
             return super().estimate(layer, grad, seed)
         pattern = self.pattern_of(layer)
         # [out, tokens], the tokens padded to a multiple of TOKENS.
-        transposed = mvue_transposed(grad.contiguous(), seed, pattern)
+        transposed, _ = mvue_transposed(grad.contiguous(), seed, pattern)
         tokens = len(grad)
         return transposed.t()[:tokens]
 
@@ -70,11 +70,7 @@ class MVUE(BlockEstimator):
         """Draw the same sample, in one pass over ``dY`` where there is a kernel for it."""
         if not self._has_kernel(layer):
             return super().estimate_transposed(layer, grad, seed, gather)
-        pattern = self.pattern_of(layer)
-        # With an order of columns the kernel returns two tensors, without one a single tensor.
-        if gather is None:
-            return mvue_transposed(grad, seed, pattern), None
-        return mvue_transposed(grad, seed, pattern, gather=gather)
+        return mvue_transposed(grad, seed, self.pattern_of(layer), gather=gather)
 
     def _has_kernel(self, layer: NMLayer) -> bool:
         """Tell whether the kernel draws this estimator with this pattern."""

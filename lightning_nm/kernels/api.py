@@ -1,8 +1,9 @@
-"""The kernel protocol: one GEMM with an N:M operand, described by a key; the modes in which kernels are chosen."""
+"""The kernel protocol: one GEMM with an N:M operand, described by a key, and its run by a kernel."""
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -22,6 +23,10 @@ Sparsity = Literal["n:m", "masked", "outputs"]
 """What is sparse in a product. ``"n:m"``: A is N:M along the contraction axis, perhaps permuted. ``"masked"``: A is
 zero outside of a mask that is N:M along its rows. ``"outputs"``: A is dense, and the result is needed at the entries of
 a mask alone."""
+
+
+Geometry = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]
+"""Stride, zeros on both sides, dilation, each per spatial dimension, and groups."""
 
 
 class Convolution(NamedTuple):
@@ -73,7 +78,7 @@ class Convolution(NamedTuple):
         return tuple(found)
 
     @property
-    def arguments(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]:
+    def arguments(self) -> Geometry:
         """Stride, padding, dilation and groups, as torch's convolutions take them."""
         return self.stride, self.padding, self.dilation, self.groups
 
@@ -333,6 +338,63 @@ def multiply(
     if grad is not None:
         return kernel.sampled(packed, grad, other)
     return kernel.matmul(packed, other)
+
+
+Failures = dict[tuple[str, GemmKey], str]
+"""Why a kernel is switched off for a product, by its name and the key."""
+
+
+def attempt(
+    kernel: GemmKernel,
+    key: GemmKey,
+    failures: Failures,
+    product: Callable[[], Tensor],
+    dense: Callable[[], Tensor],
+) -> Tensor:
+    """Compute a product by a kernel, or the dense one if the kernel fails or failed before.
+
+    A failure gives one warning, and switches this kernel off for this key, unless memory was short. If the dense
+    product fails too, the operands are at fault: its error is raised, and the kernel stays on.
+    """
+    # Asked first whether there are any: the hash of a key takes as long as a small product.
+    if failures and (kernel.name, key) in failures:
+        return dense()
+    shape = key.result_shape
+    try:
+        result = product()
+        # The layers hand the memory on as it is, so a transposed result would be misread.
+        if result.shape != shape or result.dtype != key.dtype or not result.is_contiguous():
+            raise RuntimeError(
+                f"it returned {tuple(result.shape)} {result.dtype} with strides {result.stride()}, not a "
+                f"contiguous {shape} {key.dtype}"
+            )
+        return result
+    except (torch.OutOfMemoryError, MemoryError):
+        failed = ""  # of the moment, not of the kernel
+    except Exception as error:
+        # The dense product is no other one for the reference. A capture that failed takes no other product either.
+        if kernel.name == GemmKernel.name or is_capturing():
+            raise
+        failed = f"it failed, {describe_error(error)}"
+    result = dense()  # not while the error is handled, which keeps the memory of what failed
+    if failed:
+        failures[kernel.name, key] = failed
+        warnings.warn(
+            f"kernel '{kernel.name}' is switched off for {key}: {failed}. The dense product replaces it.",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+    return result
+
+
+def is_capturing() -> bool:
+    """Whether a CUDA graph is captured: nothing may be timed then, and what is computed belongs to the graph."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def describe_error(error: Exception) -> str:
+    """The class and the message of an error."""
+    return f"{type(error).__name__}: {error}"
 
 
 def token_bucket(tokens: int) -> int:

@@ -12,7 +12,6 @@ Results are contiguous and have no autograd history.
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -112,21 +111,9 @@ def permuted_columns_reference(grad: Tensor, permutation: Tensor) -> Tensor:
     return grad.index_select(1, permutation)
 
 
-@overload
-def mvue_transposed(
-    grad: Tensor, seed: Tensor, pattern: PatternLike = ..., *, gather: None = ...
-) -> Tensor: ...
-
-
-@overload
-def mvue_transposed(
-    grad: Tensor, seed: Tensor, pattern: PatternLike = ..., *, gather: Tensor
-) -> tuple[Tensor, Tensor]: ...
-
-
 def mvue_transposed(
     grad: Tensor, seed: Tensor, pattern: PatternLike = "2:4", *, gather: Tensor | None = None
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     """Draw the unbiased N:M estimate of an output gradient along its tokens, transposed for the wgrad GEMM.
 
     ``R[o, t] = E(dY)[t, o]`` with E as ``MVUE(pattern).estimate`` draws it from this seed:
@@ -144,13 +131,14 @@ def mvue_transposed(
 
     Returns:
         ``[out, tokens rounded up to a multiple of 16]`` of the dtype of ``grad``; blocks with a NaN or an infinity have
-        N NaNs. With ``gather``, a pair of it and the permuted gradient.
+        N NaNs. And the permuted gradient, ``None`` without ``gather``.
 
     Example::
 
         >>> from lightning_nm.functional import fold_seed
         >>> grad = torch.tensor([[5.0], [0.0], [-3.0], [0.0]])
-        >>> mvue_transposed(grad, fold_seed(0))[0, :5].tolist()
+        >>> estimate, _ = mvue_transposed(grad, fold_seed(0))
+        >>> estimate[0, :5].tolist()
         [5.0, 0.0, -3.0, 0.0, 0.0]
 
     Source: Chmiel et al., "Minimum Variance Unbiased N:M Sparsity for the Neural Gradients", ICLR 2023,
@@ -170,13 +158,13 @@ def mvue_transposed(
     _check_order("gather", gather, grad.shape[1], grad.device)
     kernels = _kernels_for(grad, grad.dtype)
     compute = mvue_transposed_reference if kernels is None else kernels.mvue_transposed
-    result: Tensor | tuple[Tensor, Tensor] = compute(grad.detach(), seed, pattern, gather)
+    result: tuple[Tensor, Tensor | None] = compute(grad.detach(), seed, pattern, gather)
     return result
 
 
 def mvue_transposed_reference(
     grad: Tensor, seed: Tensor, pattern: NMPattern, gather: Tensor | None = None
-) -> Any:
+) -> tuple[Tensor, Tensor | None]:
     """Compute :func:`mvue_transposed` by torch operations, from checked arguments."""
     tokens, out = grad.shape
     padding = grad.new_zeros(-tokens % TOKENS, out)
@@ -186,9 +174,7 @@ def mvue_transposed_reference(
     uniform = counter_uniform(blocks * out, seed, device=grad.device)
     estimate = mvue(padded, pattern, 0, uniform=uniform.view(blocks, out))
     transposed = estimate.t().contiguous()  # [out, padded tokens]
-    if gather is None:
-        return transposed
-    return transposed, permuted_columns_reference(grad, gather)
+    return transposed, None if gather is None else permuted_columns_reference(grad, gather)
 
 
 def _check_matrix(name: str, matrix: Tensor) -> None:

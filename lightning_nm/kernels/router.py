@@ -19,6 +19,7 @@ from lightning_nm.kernels.api import (
     HasHandle,
     bucketed,
     check_mode,
+    is_capturing,
     multiply_adds,
     uses_of_pack,
 )
@@ -214,7 +215,7 @@ class Router(HasHandle):
         decision = None
         kernel = self.registry.reference
         # A capture must not measure: products without a decision are dense in it. So are those before `tune`.
-        lasting = not _capturing() and (self.tuned or bool(product.reason))
+        lasting = not is_capturing() and (self.tuned or bool(product.reason))
         if lasting and not product.reason:
             decision = self.initialize(torch.device(product.key.device)).decide(product.key)
             kernel = self.registry.find(decision.kernel)
@@ -231,7 +232,7 @@ class Router(HasHandle):
 
     def tune_if_single(self) -> None:
         """Call :meth:`tune`, unless other processes have to take part or a CUDA graph is captured."""
-        if not self.tuned and not _capturing() and not _distributed():
+        if not self.tuned and not is_capturing() and not _distributed():
             self.tune()
 
     def record(self, products: Sequence[Product]) -> None:
@@ -422,11 +423,6 @@ def _distributed() -> bool:
 def _measures() -> bool:
     """Whether this process measures: the first of several."""
     return not _distributed() or dist.get_rank() == 0
-
-
-def _capturing() -> bool:
-    """Whether a CUDA graph is captured: nothing may be timed then, and what is computed belongs to the graph."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 _active: Router | None = None

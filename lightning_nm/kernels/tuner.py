@@ -29,12 +29,14 @@ from lightning_nm.functional import nm_mask, nm_prune
 from lightning_nm.functional.mask_storage import FORWARD_BIT
 from lightning_nm.kernels.api import (
     Convolution,
+    Failures,
     GemmKernel,
     GemmKey,
     MaskedMatrix,
     Sparsity,
     bucketed,
     check_mode,
+    describe_error,
     multiply,
     multiply_adds,
     uses_of_pack,
@@ -469,8 +471,8 @@ class KernelRegistry:
             self.kernels[kernel.name] = kernel
         self.backends = list(backends)
         """The kernels besides the reference, in order."""
-        self.failures: dict[tuple[str, GemmKey], str] = {}
-        """Why a kernel was switched off for a product, by its name and the key."""
+        self.failures: Failures = {}
+        """What :func:`~lightning_nm.kernels.api.attempt` found of these kernels."""
         self._variants: dict[str, GemmKernel] = {}
         # By the kernel's name and the key: the name of the variant that its search found.
         self._searched: dict[tuple[str, GemmKey], str] = {}
@@ -557,54 +559,6 @@ class KernelRegistry:
             names.setdefault(reason, []).append(kernel.name)
         reasons = [f"{', '.join(kernels)}: {reason}" for reason, kernels in names.items()]
         return "; ".join(reasons) or NO_KERNEL
-
-    def attempt(
-        self,
-        kernel: GemmKernel,
-        key: GemmKey,
-        product: Callable[[], Tensor],
-        dense: Callable[[], Tensor],
-    ) -> Tensor:
-        """Compute a product by a kernel, or the dense one if the kernel fails or failed before.
-
-        A failure gives one warning, and switches this kernel off for this key, unless memory was short. If the dense
-        product fails too, the operands are at fault: its error is raised, and the kernel stays on.
-        """
-        # Asked first whether there are any: the hash of a key takes as long as a small product.
-        if self.failures and (kernel.name, key) in self.failures:
-            return dense()
-        shape = key.result_shape
-        try:
-            result = product()
-            # The layers hand the memory on as it is, so a transposed result would be misread.
-            if result.shape != shape or result.dtype != key.dtype or not result.is_contiguous():
-                raise RuntimeError(
-                    f"it returned {tuple(result.shape)} {result.dtype} with strides {result.stride()}, not a "
-                    f"contiguous {shape} {key.dtype}"
-                )
-            return result
-        except (torch.OutOfMemoryError, MemoryError):
-            failed = ""  # of the moment, not of the kernel
-        except Exception as error:
-            capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-            # A capture that failed takes no other product either.
-            if kernel is self.reference or capturing:
-                raise
-            failed = f"it failed, {describe_error(error)}"
-        result = dense()  # not while the error is handled, which keeps the memory of what failed
-        if failed:
-            self.failures[kernel.name, key] = failed
-            warnings.warn(
-                f"kernel '{kernel.name}' is switched off for {key}: {failed}. The dense product replaces it.",
-                RuntimeWarning,
-                stacklevel=3,
-            )
-        return result
-
-
-def describe_error(error: Exception) -> str:
-    """The class and the message of an error."""
-    return f"{type(error).__name__}: {error}"
 
 
 def reason_or_error(ask: Callable[[], str]) -> str:

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from lightning_nm.functional.evolution import as_blocks, from_blocks
 from lightning_nm.functional.masks import magnitude_mask
-from lightning_nm.functional.select import mask_, masked
+from lightning_nm.functional.select import masked
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.pattern import NMPattern
 from lightning_nm.schedule import Phases, Schedule, refuse_second, resolve_moment
@@ -80,8 +80,9 @@ def from_blocks_of(layer: NMLayer, blocks: Tensor) -> Tensor:
 
 def kept_gradient(layer: NMLayer, grad: Tensor) -> Tensor:
     """The gradient at kept entries, 0 at pruned ones, in place; all of it in a window whose gradient is dense."""
-    mask = layer.masks.forward_view
-    return grad if mask is None or layer.progress.dense_gradient else mask_(grad, mask)
+    if not layer.progress.dense_gradient:
+        layer.masks.zero_pruned(grad)
+    return grad
 
 
 def weighted_mean(name: str, parts: Iterable[tuple[float, float]]) -> dict[str, float]:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 from lightning_nm.functional import FlopsKind, GemmDensity
-from lightning_nm.kernels.api import GemmName
 from lightning_nm.pattern import NMPattern
 
 if TYPE_CHECKING:  # for the types only
@@ -172,36 +170,9 @@ def _wgrad(layer: NMLayer) -> Gemm:
     )
 
 
-LAYER_GEMMS: dict[GemmName, Callable[[NMLayer], Gemm]] = {
-    "forward": _forward,
-    "dgrad": _dgrad,
-    "wgrad": _wgrad,
-}
-"""What one GEMM of a layer does now."""
-
-
-def gemms_key(layer: NMLayer) -> tuple[Hashable, ...]:
-    """All that the GEMMs of a layer depend on: as long as this stays equal, :data:`LAYER_GEMMS` describes the same.
-
-    It is asked for every pass and every step. Hooks of methods and estimators may answer by anything, so they are asked
-    again; masks that only moved keep it, unless their density is measured.
-    """
-    spec, masks = layer.spec, layer.masks
-    pattern = spec.method.current_pattern(layer)
-    parameter = spec.module._parameters[spec.parameter]
-    return (
-        masks.has_forward,
-        masks.has_backward,
-        masks.permutation is None,
-        masks.backward_density,
-        masks.density if pattern is None else None,
-        pattern,
-        spec.method.gradient_at_pruned(layer),
-        None if spec.estimator is None else spec.estimator.pattern_of(layer),
-        layer.progress.estimating,
-        parameter is not None and parameter.requires_grad,
-        bool(layer.parameters),
-    )
+def find_gemms(layer: NMLayer) -> Gemms:
+    """What the GEMMs of a layer do now."""
+    return Gemms(_forward(layer), _dgrad(layer), _wgrad(layer))
 
 
 def mean_densities(layer: NMLayer) -> dict[FlopsKind, GemmDensity]:
@@ -213,43 +184,3 @@ def mean_densities(layer: NMLayer) -> dict[FlopsKind, GemmDensity]:
         kind: GemmDensity(*(total / counted for total in sums))
         for kind, sums in layer.costs.spent.items()
     }
-
-
-class LayerCosts:
-    """The density of each GEMM, summed over the steps so far."""
-
-    def __init__(self) -> None:
-        self.spent: dict[FlopsKind, list[float]] = {kind: [0.0] * 3 for kind in get_args(FlopsKind)}
-        self.counted = 0  # steps that were summed
-        # The key of the last step and its GEMMs.
-        self._gemms: tuple[Hashable, Gemms] | None = None
-        self.last_call: int | None = None
-        """Multiply-adds of the module's last call, where its products count themselves; ``None`` if there were none."""
-
-    def count_step(self, layer: NMLayer) -> None:
-        """Add a training step to the costs of a layer, whether or not it trained the layer."""
-        key = gemms_key(layer)
-        # The GEMMs are described again only if something that they depend on has changed.
-        if self._gemms is None or self._gemms[0] != key:
-            self._gemms = key, layer.gemms()
-        self.charge(self._gemms[1], 1)
-
-    def charge(self, gemms: Gemms, steps: int) -> None:
-        """Add ``steps`` steps in which the GEMMs are these."""
-        for kind, sums in self.spent.items():
-            for k, gemm in enumerate(gemms):
-                sums[k] += steps * getattr(gemm, kind)
-        self.counted += steps
-
-    def record_product(self, macs: int) -> None:
-        """Add the multiply-adds of a product to the present call."""
-        self.last_call = (self.last_call or 0) + macs
-
-    def charge_dense(self, steps: int) -> None:
-        """Start again with ``steps`` steps in which all GEMMs were dense."""
-        self.load({kind: [float(steps)] * 3 for kind in self.spent}, steps)
-
-    def load(self, spent: dict[FlopsKind, list[float]], counted: int) -> None:
-        """Set saved sums."""
-        self.spent = {kind: list(sums) for kind, sums in spent.items()}
-        self.counted = counted

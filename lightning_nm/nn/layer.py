@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_nm.functional import fold_seed
+from lightning_nm.functional import FlopsKind, fold_seed
 from lightning_nm.functional.mask_storage import BACKWARD_BIT, FORWARD_BIT
 from lightning_nm.functional.select import mask_, masked
 from lightning_nm.functional.statistics import gradient_energies
-from lightning_nm.kernels.api import HasHandle
+from lightning_nm.kernels.api import GemmName, HasHandle
 from lightning_nm.kernels.cpu import evolution
-from lightning_nm.nn.costs import LAYER_GEMMS, Gemms, LayerCosts
+from lightning_nm.nn.costs import Gemms, find_gemms
 from lightning_nm.nn.weight import Layout, PlainWeight, ShardedWeight, is_sharded
 from lightning_nm.pattern import NMPattern
 from lightning_nm.schedule import DENSE, FINAL, Schedule, Stages, stage_at, within
@@ -188,6 +188,17 @@ class LayerMasks:
             return None
         return (self.bits & BACKWARD_BIT).ne(0)
 
+    def zero_pruned(self, tensor: Tensor) -> None:
+        """Set the entries of a tensor that the forward mask prunes to +0.0, in place; nothing happens without one."""
+        if self.bits is None or not self.has_forward:
+            return
+        # Neither autograd nor a compiler sees what the library writes.
+        is_recorded = torch.is_grad_enabled() or torch.compiler.is_compiling()
+        if is_recorded or not evolution.mask_(tensor, self.bits):
+            mask = self.forward_view
+            assert mask is not None
+            mask_(tensor, mask)
+
     def set(
         self, forward: Tensor | None, backward: Tensor | None, like: Tensor | None = None
     ) -> None:
@@ -250,13 +261,11 @@ class LayerMasks:
         """Measure :attr:`backward_density`; reading it waits for the device."""
         self.backward_density = int(backward.sum()) / backward.numel()
 
-    def load(
-        self, flips: int, total_flips: int, backward_density: float | None, device: torch.device
-    ) -> None:
-        """Set saved counts."""
-        self.flips = torch.tensor(flips, dtype=torch.int64, device=device)
-        self.total_flips = torch.tensor(total_flips, dtype=torch.int64, device=device)
-        self.backward_density = backward_density
+    def load(self, saved: Mapping[str, Any], device: torch.device) -> None:
+        """Set the counts of a saved state."""
+        self.flips = torch.tensor(saved["flips"], dtype=torch.int64, device=device)
+        self.total_flips = torch.tensor(saved["total_flips"], dtype=torch.int64, device=device)
+        self.backward_density = saved["backward_density"]
 
     def with_bits(self, bits: Tensor | None) -> LayerMasks:
         """Other masks with the bits of a part of the weight; nothing else is shared."""
@@ -428,21 +437,15 @@ class LayerProgress:
         self.enter_stage()
         self.estimating = not self.estimator_schedule or within(self.estimator_schedule, clock)
 
-    def load(
-        self, step: int, updated_at: int, dense_gradient: bool, schedule: tuple[int, ...]
-    ) -> None:
-        """Set saved counters; the clock is the model's."""
-        self.step, self.updated_at = step, updated_at
-        self.dense_gradient, self.schedule = dense_gradient, schedule
-
-    def load_stages(self, stages: Stages, stage: str) -> None:
-        """Set the saved stages and the saved one of them."""
+    def load(self, saved: Mapping[str, Any], stages: Stages) -> None:
+        """Set the counters and the plan of a saved state; the clock is the model's."""
+        self.step = saved["step"]
+        self.updated_at = saved["updated_at"]
+        self.dense_gradient = saved["dense_gradient"]
+        self.schedule = tuple(saved["schedule"])
+        self.estimator_schedule = tuple(saved["estimator_schedule"])
         self.stages = stages
-        self.set_stage(stage)
-
-    def load_estimator(self, schedule: tuple[int, ...]) -> None:
-        """Set the estimator's saved schedule."""
-        self.estimator_schedule = schedule
+        self.set_stage(saved["stage"])
 
     @torch.no_grad()
     def observe(self, estimate: Tensor, exact: Tensor, found: Tensor) -> None:
@@ -460,6 +463,46 @@ class LayerProgress:
             sums = self.observed + sums
         self.observed = sums
         self.observed_at = self.clock
+
+
+class LayerCosts:
+    """The density of each GEMM, summed over the steps so far."""
+
+    def __init__(self) -> None:
+        self.spent: dict[FlopsKind, list[float]] = {kind: [0.0] * 3 for kind in get_args(FlopsKind)}
+        self.counted = 0  # steps that were summed
+        # The key of the last step and its GEMMs.
+        self._gemms: tuple[Hashable, Gemms] | None = None
+        self.last_call: int | None = None
+        """Multiply-adds of the module's last call, where its products count themselves; ``None`` if there were none."""
+
+    def count_step(self, layer: NMLayer) -> None:
+        """Add a training step to the costs of a layer, whether or not it trained the layer."""
+        key = gemms_key(layer)
+        # The GEMMs are described again only if something that they depend on has changed.
+        if self._gemms is None or self._gemms[0] != key:
+            self._gemms = key, layer.gemms()
+        self.charge(self._gemms[1], 1)
+
+    def charge(self, gemms: Gemms, steps: int) -> None:
+        """Add ``steps`` steps in which the GEMMs are these."""
+        for kind, sums in self.spent.items():
+            for k, gemm in enumerate(gemms):
+                sums[k] += steps * getattr(gemm, kind)
+        self.counted += steps
+
+    def record_product(self, macs: int) -> None:
+        """Add the multiply-adds of a product to the present call."""
+        self.last_call = (self.last_call or 0) + macs
+
+    def charge_dense(self, steps: int) -> None:
+        """Start again with ``steps`` steps in which all GEMMs were dense."""
+        self.load({kind: [float(steps)] * 3 for kind in self.spent}, steps)
+
+    def load(self, spent: dict[FlopsKind, list[float]], counted: int) -> None:
+        """Set saved sums."""
+        self.spent = {kind: list(sums) for kind, sums in spent.items()}
+        self.counted = counted
 
 
 class NMLayer(HasHandle):
@@ -574,13 +617,9 @@ class NMLayer(HasHandle):
             local: A tensor like ``view.local``; ``None`` for the weight itself.
         """
         masks = self.masks
-        mask = masks.forward_view
-        if mask is None or masks.bits is None:
-            return
-        if local is None:
-            local = self.view.local
-        if not evolution.mask_(local, self.view.shard_of(masks.bits)):
-            mask_(local, self.view.shard_of(mask))
+        if masks.bits is not None and self.view.is_sharded:
+            masks = masks.with_bits(self.view.shard_of(masks.bits))
+        masks.zero_pruned(self.view.local if local is None else local)
 
     def forward_weight(self, *, local: bool = False) -> Tensor:
         """W_F, the values that the forward GEMM uses, detached; gathered if it is sharded.
@@ -605,19 +644,16 @@ class NMLayer(HasHandle):
         with torch.no_grad(), self.full():
             return self.spec.method.backward_weight(self, self.weight.detach())
 
-    def forward_of(self, weight: Tensor) -> Tensor:
-        """W_F, or the method's training weight, of the weight's shape, from the parameter as products get it."""
-        method = self.spec.method
-        if method.has_training_weight and self.spec.module.training:
-            return method.training_weight(self, weight)
-        return method.forward_weight(self, weight)
+    def values_of(self, which: GemmName, weight: Tensor) -> Tensor:
+        """What a GEMM uses of the parameter as products get it, of its shape.
 
-    def backward_of(self, weight: Tensor) -> Tensor:
-        """W_B, or the method's training weight, of the weight's shape, from the parameter as products get it."""
+        W_F for ``"forward"``, W_B for ``"dgrad"``; for both the method's training weight where it has one.
+        """
         method = self.spec.method
         if method.has_training_weight and self.spec.module.training:
             return method.training_weight(self, weight)
-        return method.backward_weight(self, weight)
+        make = method.forward_weight if which == "forward" else method.backward_weight
+        return make(self, weight)
 
     @property
     def draws_backward(self) -> bool:
@@ -645,7 +681,7 @@ class NMLayer(HasHandle):
         backward mask, or where the forward mask is transposable, else masked. wgrad is N:M through an estimator alone;
         where the method needs no gradient at pruned entries, these outputs are not counted as arithmetic.
         """
-        return Gemms(*(find(self) for find in LAYER_GEMMS.values()))
+        return find_gemms(self)
 
     def read_tensors(self) -> list[Tensor]:
         """The tensors, besides the weight, that forward and backward passes read."""
@@ -688,6 +724,30 @@ class NMLayer(HasHandle):
                     self.parameters[name].copy_(parameter)
                 else:
                     self.parameters[name] = parameter
+
+
+def gemms_key(layer: NMLayer) -> tuple[Hashable, ...]:
+    """All that the GEMMs of a layer depend on: as long as this stays equal, :meth:`NMLayer.gemms` is the same.
+
+    It is asked for every pass and every step. Hooks of methods and estimators may answer by anything, so they are asked
+    again; masks that only moved keep it, unless their density is measured.
+    """
+    spec, masks = layer.spec, layer.masks
+    pattern = spec.method.current_pattern(layer)
+    parameter = spec.module._parameters[spec.parameter]
+    return (
+        masks.has_forward,
+        masks.has_backward,
+        masks.permutation is None,
+        masks.backward_density,
+        masks.density if pattern is None else None,
+        pattern,
+        spec.method.gradient_at_pruned(layer),
+        None if spec.estimator is None else spec.estimator.pattern_of(layer),
+        layer.progress.estimating,
+        parameter is not None and parameter.requires_grad,
+        bool(layer.parameters),
+    )
 
 
 @torch.no_grad()

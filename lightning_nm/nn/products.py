@@ -19,23 +19,22 @@ from lightning_nm.kernels.api import (
     Convolution,
     GemmKey,
     GemmName,
+    Geometry,
     MaskedMatrix,
     Sparsity,
+    attempt,
     lookup,
     multiply,
 )
 from lightning_nm.kernels.gpu.two_four import ALIGNMENT
 from lightning_nm.kernels.operands import in_one_pass, masked_operand, permuted_columns
 from lightning_nm.kernels.router import Choice, Product, Router, active
-from lightning_nm.nn.costs import LAYER_GEMMS, GemmKind, gemms_key
-from lightning_nm.nn.layer import NMLayer, tensor_fingerprint
+from lightning_nm.nn.costs import Gemm, GemmKind
+from lightning_nm.nn.layer import NMLayer, gemms_key, tensor_fingerprint
 from lightning_nm.nn.weight import Layout
 
 if TYPE_CHECKING:  # for the types only
     from lightning_nm.estimators.base import GradientEstimator
-
-Geometry = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]
-"""Stride, zeros on both sides, dilation, each per spatial dimension, and groups."""
 
 GEMMS: tuple[GemmName, ...] = ("forward", "dgrad", "wgrad")
 """The GEMMs of a layer, in the order in which they run."""
@@ -90,7 +89,7 @@ def gemm(
 ) -> Tensor:
     """One of the three GEMMs of a layer: dense, or by the kernel that a router chose.
 
-    The dense product replaces a kernel that fails, see :meth:`~lightning_nm.kernels.KernelRegistry.attempt`.
+    The dense product replaces a kernel that fails, see :func:`~lightning_nm.kernels.api.attempt`.
 
     Args:
         layer: Its method and masks make the sparse operand.
@@ -111,9 +110,9 @@ def gemm(
     if choice is None:
         result = dense()
     else:
-        registry = operands.route.router.registry
+        failures = operands.route.router.registry.failures
         sparse = partial(_kernel_product, layer, which, operands, choice)
-        result = registry.attempt(choice.kernel, choice.key, sparse, dense)
+        result = attempt(choice.kernel, choice.key, failures, sparse, dense)
         shape = list(result.shape)
         if operands.geometry is not None:
             # Kernels return dW as a matrix, and planes of height 1 for a convolution in one dimension.
@@ -268,7 +267,7 @@ def dense_weight(layer: NMLayer, which: GemmName, operands: Operands) -> Tensor:
         if not layer.masks.has_backward or layer.masks.permutation is None:
             return packable(layer, which, weight, dtype).t()
     # One name for the weight and its cast: the memory of the first is free during the product.
-    values = layer.forward_of(weight) if which == "forward" else layer.backward_of(weight)
+    values = layer.values_of(which, weight)
     if is_matrix:
         values = view.matrix(values)[operands.rows]
     return values.to(dtype)
@@ -290,7 +289,7 @@ def packable(layer: NMLayer, which: GemmName, weight: Tensor, dtype: torch.dtype
             bit = BACKWARD_BIT if of_backward else FORWARD_BIT
             matrices = view.matrix(weight), view.matrix(bits)
             return masked_operand(*matrices, dtype, bit, order, transposed=which == "dgrad")
-    values = layer.forward_of(weight) if which == "forward" else layer.backward_of(weight)
+    values = layer.values_of(which, weight)
     return _ordered(view.matrix(values).to(dtype), order, transposed=which == "dgrad")
 
 
@@ -315,13 +314,12 @@ def masked_matrix(layer: NMLayer, which: GemmName, weight: Tensor, key: GemmKey)
     order = masks.permutation if of_backward and transposed else None
     values = weight
     if not method.selects_entries:
-        make = layer.backward_of if is_dgrad else layer.forward_of
-        values = make(weight).to(key.dtype)
+        values = layer.values_of(which, weight).to(key.dtype)
 
     def dense() -> Tensor:
         if method.selects_entries and (transposed or not is_dgrad):
             return packable(layer, which, weight, key.dtype)
-        chosen = layer.backward_of(weight) if method.selects_entries else values
+        chosen = layer.values_of(which, weight) if method.selects_entries else values
         matrix_oi = layer.view.matrix(chosen).to(key.dtype)
         return _ordered(matrix_oi, order, transposed=transposed)
 
@@ -450,7 +448,7 @@ def drawn_matrix(
     sampler = layer.spec.dgrad
     assert sampler is not None
     # What the exact product would use: rounded to the dtype of the product before it is drawn.
-    forward_oi = layer.view.matrix(layer.forward_of(weight))[rows].to(dtype)
+    forward_oi = layer.view.matrix(layer.values_of("forward", weight))[rows].to(dtype)
     seed = layer.noise.for_weight(noise, layer.first_row + (rows.start or 0))
     if not transposed:
         return sampler.estimate(layer, forward_oi, seed)
@@ -529,7 +527,7 @@ def _product(layer: NMLayer, which: GemmName, operands: Operands) -> Product:
     is_dgrad = which == "dgrad"
     drawn = is_dgrad and layer.draws_backward
     if not reason:
-        gemm_now = LAYER_GEMMS[which](layer)
+        gemm_now: Gemm = getattr(layer.gemms(), which)
         sparsity = _SPARSITY.get(gemm_now.kind)
         if sparsity == "masked" and not spec.method.selects_entries:
             sparsity = None  # the method's own backward weight may have values at entries that the forward mask prunes
@@ -941,7 +939,7 @@ class _Embedding(torch.autograd.Function):
         ctx.by_frequency = by_frequency
         method = layer.spec.method
         if not method.selects_entries:
-            return F.embedding(tokens, layer.forward_of(weight))
+            return F.embedding(tokens, layer.values_of("forward", weight))
         # Only the rows that are looked up are masked: W_F of a large vocabulary is never made.
         rows = F.embedding(tokens, weight)
         mask = layer.masks.forward_view

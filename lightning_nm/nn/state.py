@@ -245,7 +245,7 @@ def saved_layer(layer: NMLayer, state: dict[str, Any]) -> NMLayer:
     permutation = state["permutation"]
     if permutation is not None:
         masks.set_permutation(permutation.to(device, torch.int64, copy=True))
-    masks.load(state["flips"], state["total_flips"], state["backward_density"], device)
+    masks.load(state, device)
     # Copies, also on the same device: training writes to these tensors, and the state may be loaded again.
     buffers = {name: value.to(device, copy=True) for name, value in state["buffers"].items()}
     parameters = {

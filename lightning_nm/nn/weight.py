@@ -316,8 +316,8 @@ class PlainWeight:
 
     def matrix_shape(self, weight: Tensor) -> tuple[int, int]:
         """The shape of :meth:`matrix` of the parameter as products get it, also of a shard."""
-        shape = self.layout.rows(weight).shape
-        return shape[0], shape[1:].numel()
+        rows = weight if self.layout is Layout.PLAIN else self.layout.rows(weight)
+        return len(rows), rows.shape[1:].numel()
 
     def unrows(self, tensor: Tensor) -> Tensor:
         """Undo :meth:`rows`."""

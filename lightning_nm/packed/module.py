@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_nm.functional.int8 import INT8_DTYPES, dequantise_weight
 from lightning_nm.functional.nm_format import PACKED_DTYPES
-from lightning_nm.kernels.api import Convolution, GemmKey, HasHandle, lookup, multiply
+from lightning_nm.kernels.api import Convolution, GemmKey, HasHandle, attempt, lookup, multiply
 from lightning_nm.kernels.cpu.int8 import int8_matrix
 from lightning_nm.kernels.cpu.layouts import dense_matrix
 from lightning_nm.nn.adapters import (
@@ -316,7 +316,7 @@ class PackedWeight(nn.Module, HasHandle):
             return multiply(kernel, key, part.packed, plain(x), plain_bias)
 
         # If the kernel fails, the product is made dense, now and in the future.
-        return registry.attempt(kernel, key, sparse, dense)
+        return attempt(kernel, key, registry.failures, sparse, dense)
 
     @property
     def convolves(self) -> bool:

@@ -276,20 +276,13 @@ def apply_state(
         saved = state["layers"].get(layer.name)
         if saved is None:
             # The layer was frozen when the state was saved: its training begins now.
-            layer.progress.load(0, 0, False, layer.progress.schedule)
+            layer.progress.go_to(0)
             layer.costs.charge_dense(state["clock"])
             continue
         if layer.name in loaded_latent:
             layer.view.local.copy_(layer.view.shard_of(loaded_latent[layer.name]))
         restore_weights(layer, saved)
-        layer.progress.load(
-            step=saved["step"],
-            updated_at=saved["updated_at"],
-            dense_gradient=saved["dense_gradient"],
-            schedule=tuple(saved["schedule"]),
-        )
-        layer.progress.load_stages(saved_stages(saved), saved["stage"])
-        layer.progress.load_estimator(tuple(saved["estimator_schedule"]))
+        layer.progress.load(saved, saved_stages(saved))
         layer.draw_noise(saved["draws"])
         layer.costs.load(saved["spent"], saved["counted"])
         layer.replaced_state = None

@@ -144,18 +144,35 @@ class TrainingStep:
                 layer.progress.shaped = True
 
     @torch.no_grad()
-    def after_clipping(self, known: RegisteredOptimizer) -> None:
-        """Shape the gradients that the optimizer's step is about to use."""
-        if not known.announced and changes_nothing(known.optimizer):
-            return
+    def after_clipping(self, known: RegisteredOptimizer, view: Any) -> None:
+        """Shape the gradients that the optimizer's own step is about to use, and set the learning rates of that step.
+
+        ``view`` is what steps: the optimizer, or a view of it with scaled learning rates.
+        """
+        if _parameter_count(known.optimizer) != known.parameter_count:
+            self._find_layers(known)  # parameters joined after before_step()
+        if not known.announced and self.direct_reads.pending:
+            self.direct_reads.check(known.layers)
         for layer in known.layers:
-            if "after_clipping" not in self._hooks[layer]:
-                continue
-            # A gradient scaler unscales gradients before, or tells optimizers that do so themselves, as fused ones.
-            scale = getattr(known.optimizer, "grad_scale", None)
-            loss_scale = 1.0 if scale is None else float(scale)
-            with _true_gradients(layer, loss_scale), layer.view.full(gradient=True):
-                layer.spec.method.after_clipping(layer, known.optimizer)
+            if layer.parameters and is_frozen(layer):
+                # What the method owns is frozen with the weight; freezing the module does not reach it.
+                for parameter in layer.parameters.values():
+                    parameter.grad = None
+        try:
+            with self._rates_shown(known):
+                trains = known.announced or not changes_nothing(known.optimizer)
+                for layer in known.layers:
+                    if trains and "after_clipping" in self._hooks[layer]:
+                        # A scaler unscales gradients before, or tells optimizers that do so themselves, as fused ones.
+                        scale = getattr(known.optimizer, "grad_scale", None)
+                        loss_scale = 1.0 if scale is None else float(scale)
+                        with _true_gradients(layer, loss_scale), layer.view.full(gradient=True):
+                            layer.spec.method.after_clipping(layer, known.optimizer)
+        except BaseException:
+            known.depth = 0
+            raise
+        if self._rates is not None:
+            self._rates.scale(view, known.layers)
 
     @torch.no_grad()
     def after_optimizer(self, known: RegisteredOptimizer) -> None:
@@ -428,7 +445,7 @@ class TrainingStep:
         is_positional = len(args) > 1
         closure = args[1] if is_positional else kwargs.get("closure")
         if not callable(closure):
-            self._enter_after_clipping(known, view)
+            self.after_clipping(known, view)
             return args, kwargs
 
         # Under Lightning the closure computes the gradients and clips them: what follows clipping comes after it.
@@ -442,32 +459,12 @@ class TrainingStep:
             finally:
                 known.in_closure = False
             # The closure may log the user's own rates: they are scaled after it.
-            self._enter_after_clipping(known, view)
+            self.after_clipping(known, view)
             return result
 
         if is_positional:
             return (view, closure_and_hooks, *args[2:]), kwargs
         return args, {**kwargs, "closure": closure_and_hooks}
-
-    def _enter_after_clipping(self, known: RegisteredOptimizer, view: Any) -> None:
-        """What happens between clipping and the optimizer's own step, which has the learning rates set here."""
-        if _parameter_count(known.optimizer) != known.parameter_count:
-            self._find_layers(known)  # parameters joined after before_step()
-        if not known.announced and self.direct_reads.pending:
-            self.direct_reads.check(known.layers)
-        for layer in known.layers:
-            if layer.parameters and is_frozen(layer):
-                # What the method owns is frozen with the weight; freezing the module does not reach it.
-                for parameter in layer.parameters.values():
-                    parameter.grad = None
-        try:
-            with self._rates_shown(known):
-                self.after_clipping(known)
-        except BaseException:
-            known.depth = 0
-            raise
-        if self._rates is not None:
-            self._rates.scale(view, known.layers)
 
     def _leave_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if id(optimizer) not in self._registered:

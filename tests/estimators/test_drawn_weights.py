@@ -78,7 +78,7 @@ def draws(monkeypatch):
 
     def noted(layer, weight, noise, dtype, rows=slice(None)):
         drawn = made(layer, weight, noise, dtype, rows)
-        seen.append((layer, layer.view.matrix(layer.forward_of(weight))[rows], drawn))
+        seen.append((layer, layer.view.matrix(layer.values_of("forward", weight))[rows], drawn))
         return drawn
 
     monkeypatch.setattr(estimates, "drawn_matrix", noted)

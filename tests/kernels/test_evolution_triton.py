@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from lightning_nm.functional.evolution import BlockGrid
 from lightning_nm.kernels.cpu import evolution as cpu_passes
-from lightning_nm.kernels.evolution import passes_for
 from lightning_nm.kernels.gpu import triton_use
+from lightning_nm.methods.bame.exchange import passes_for
 from tests.support.bame import OPTIMIZERS, trained
 from tests.support.evolution import DTYPES, case, compare_bame, same
 from tests.support.triton_kernels import (

@@ -12,6 +12,7 @@ from lightning_nm.kernels import (
     KernelRegistry,
     SimulatedSparseKernel,
 )
+from lightning_nm.kernels.api import attempt
 from tests.support.fake_kernels import FakeKernel
 from tests.support.trapping_cslt import KernelOnCpu, assert_product, normal, two_four
 
@@ -48,18 +49,20 @@ class Failing(GemmKernel):
 
 
 def linear(registry, kernel, key, matrix, x, bias=None):
-    return registry.attempt(
+    return attempt(
         kernel,
         key,
+        registry.failures,
         lambda: kernel.linear(kernel.pack(matrix), x, bias),
         lambda: registry.reference.linear(matrix, x, bias),
     )
 
 
 def matmul(registry, kernel, key, matrix, other):
-    return registry.attempt(
+    return attempt(
         kernel,
         key,
+        registry.failures,
         lambda: kernel.matmul(kernel.pack(matrix), other),
         lambda: registry.reference.matmul(matrix, other),
     )
@@ -229,6 +232,6 @@ def test_a_failing_reference_raises(operands):
         raise RuntimeError("out of memory")
 
     with pytest.raises(RuntimeError, match="out of memory"):
-        registry.attempt(registry.reference, KEY, product, lambda: matrix @ x.t())
+        attempt(registry.reference, KEY, registry.failures, product, lambda: matrix @ x.t())
     assert len(tries) == 1
     assert registry.reason(registry.reference, KEY) == ""

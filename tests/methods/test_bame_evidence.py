@@ -10,8 +10,7 @@ from torch import nn
 
 from lightning_nm import BAME, NMSparsifier
 from lightning_nm import functional as nmf
-from lightning_nm.methods.bame.evidence import SCALE
-from lightning_nm.methods.bame.exchange import Exchange
+from lightning_nm.methods.bame.exchange import SCALE, Exchange
 from tests.support.bame import OPTIMIZERS, backward, batch, linear, run
 
 PLAIN = {
@@ -175,7 +174,7 @@ def test_what_an_optimizer_does_to_pruned_state_does_not_matter(windows):
     def train(own_buffers, monkeypatch):
         if own_buffers:
             monkeypatch.setattr(
-                "lightning_nm.methods.bame.evidence._places", lambda *_: (None, None)
+                "lightning_nm.methods.bame.exchange._places", lambda *_: (None, None)
             )
         make = lambda p: Apart(p, 0.02, weight_decay=0.1)  # noqa: E731
         module, sparsifier, optimizer, layer = linear(BAME(stop=20, evidence_rate=0.1), make=make)

@@ -128,7 +128,7 @@ def test_logits_get_the_gradient_of_the_soft_mask(kind, pattern, clock):
     channels_last = rows.movedim(1, -1)
     mask = blocks.view(channels_last.shape).movedim(-1, 1)
     weight = layer.view.unrows(rows * mask)
-    torch.testing.assert_close(layer.forward_of(layer.weight.detach()), weight)
+    torch.testing.assert_close(layer.values_of("forward", layer.weight.detach()), weight)
     plain, _ = make(kind, torch.float64)
     plain.load_state_dict({**module.state_dict()})
     torch.func.functional_call(plain, {"weight": weight}, (x,)).square().sum().backward()
@@ -143,7 +143,7 @@ def test_the_model_is_nm_and_training_is_soft():
     train(sparsifier, optimizer, range(2))
     layer = sparsifier.layers["3"]
     x = batches(9)
-    soft = layer.forward_of(layer.weight.detach())
+    soft = layer.values_of("forward", layer.weight.detach())
     assert (soft != 0).all()
     assert not torch.equal(model.train()(x), model.eval()(x))
     state = copy.deepcopy(model.state_dict())
@@ -180,12 +180,16 @@ def test_noise_follows_from_the_seed_the_layer_and_the_step():
         for step in range(steps):
             optimizer.zero_grad()
             masks.append(
-                {n: each.forward_of(each.weight.detach()) for n, each in sparsifier.layers.items()}
+                {
+                    n: each.values_of("forward", each.weight.detach())
+                    for n, each in sparsifier.layers.items()
+                }
             )
             model(batches(step)).square().mean().backward()
             sparsifier.step()  # a micro-batch
             again = {
-                n: each.forward_of(each.weight.detach()) for n, each in sparsifier.layers.items()
+                n: each.values_of("forward", each.weight.detach())
+                for n, each in sparsifier.layers.items()
             }
             assert all(torch.equal(masks[-1][name], again[name]) for name in again)
             model(batches(step)).square().mean().backward()

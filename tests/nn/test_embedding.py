@@ -81,7 +81,7 @@ def batch(step=0):
 @torch.no_grad()
 def used_in(layer):
     """What products read in the layer's present mode."""
-    return layer.forward_of(layer.weight.detach())
+    return layer.values_of("forward", layer.weight.detach())
 
 
 def loss_of(logits, tokens):
@@ -110,7 +110,7 @@ def test_a_tied_weight_gets_the_sum_of_both_gradients_routed(method, estimator):
 
         hidden = body(F.embedding(tokens[:, :-1], used))
         with torch.no_grad():
-            used_backward = layer.backward_of(layer.weight.detach())
+            used_backward = layer.values_of("dgrad", layer.weight.detach())
         expected = Head.apply(hidden, used, bias, used_backward, estimate)
         loss_of(expected, tokens).backward()
         found = model(tokens[:, :-1])

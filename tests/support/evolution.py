@@ -16,7 +16,7 @@ from lightning_nm.functional.evolution import (
     select_blocks,
 )
 from lightning_nm.kernels.cpu import evolution
-from lightning_nm.methods.bame.evidence import DECAY, EPSILON, SCALE, Evidence
+from lightning_nm.methods.bame.exchange import DECAY, EPSILON, SCALE, Evidence
 
 DTYPES = list(evolution.DTYPES)
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}

@@ -94,7 +94,6 @@ def _run(
     return job
 
 
-@torch.no_grad()
 def mask_(x: Tensor, bits: Tensor) -> bool:
     """Set the entries of ``x`` whose forward bit is not set to +0.0 in place.
 
@@ -223,7 +222,7 @@ def gather_evidence(
         own_ratio: What the old V of kept entries is multiplied by.
         limit: Old values beyond it in magnitude are set to 0; float32 without axes, as the next two.
         correction: :math:`1 - \beta^t`, of the gradients so far including this one.
-        size: r, see :class:`lightning_nm.methods.bame.evidence.Evidence`.
+        size: r, see :class:`lightning_nm.methods.bame.exchange.Evidence`.
         decay: :math:`\beta`.
         epsilon: :math:`\epsilon`.
     """

@@ -1,4 +1,4 @@
-"""BAME's passes over a weight as Triton kernels; :mod:`lightning_nm.kernels.evolution` says when they run.
+"""BAME's passes over a weight as Triton kernels; ``passes_for`` of :mod:`lightning_nm.methods.bame.exchange` says when.
 
 Each operation is rounded on its own, in the order of the library of CPU kernels, by divisions and roots that are
 rounded to nearest: U and V have the same bits as on a CPU. On a GPU the torch operations differ in one of them, their

@@ -86,7 +86,7 @@ def permuted_columns(grad: Tensor, permutation: Tensor) -> Tensor:
 
 def mvue_transposed(
     grad: Tensor, seed: Tensor, pattern: NMPattern, gather: Tensor | None
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     """Launch ``mvue_transposed`` on checked arguments."""
     tokens, out = grad.shape
     padded = triton.cdiv(tokens, TOKENS) * TOKENS
@@ -121,7 +121,7 @@ def mvue_transposed(
             **options,
         )
     if gather is None:
-        return result
+        return result, None
     # Rows that are too long for a program are left to torch.
     return result, permuted_columns_reference(grad, gather) if gathered is None else gathered
 

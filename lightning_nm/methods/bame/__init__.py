@@ -1,4 +1,4 @@
-"""BAME: the method, its evidence and its exchanges."""
+"""BAME: the method, and its exchanges of entries."""
 
 from lightning_nm.methods.bame.method import BAME
 

@@ -1,12 +1,21 @@
-"""The exchange of entries in one weight: finding it by evidence or by a gradient, and making it."""
+"""The exchange of entries in one weight: the evidence for it, finding it, and making it.
+
+Read from top to bottom: accumulated evidence, which is the value that each pruned entry would have by now, had it been
+trained; where it lies between two steps; exchanges that it, or one gradient, speaks for.
+"""
 
 from __future__ import annotations
 
+import math
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer, RAdam
 
 from lightning_nm.functional.evolution import (
     Swaps,
@@ -18,12 +27,12 @@ from lightning_nm.functional.evolution import (
     look_ahead_scores,
     select_blocks,
 )
-from lightning_nm.functional.select import masked
-from lightning_nm.kernels.cpu.evolution import MOST_STATES
-from lightning_nm.kernels.evolution import passes_for
-from lightning_nm.methods.bame.evidence import Evidence
+from lightning_nm.functional.select import mask_, masked, merged
+from lightning_nm.kernels.cpu import evolution
+from lightning_nm.kernels.gpu import triton_use
 from lightning_nm.methods.optimizer_state import (
     SECOND_MOMENTS,
+    clear_entries,
     entry_states,
     group_of,
     moment_correction,
@@ -31,6 +40,296 @@ from lightning_nm.methods.optimizer_state import (
 )
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.weight import gather, is_sharded, local_shard, local_values
+
+DECAY = 0.999  # of the second moment
+LOG_DECAY = math.log(DECAY)
+EPSILON = 1e-12
+SCALE = 2.0**64
+"""U is kept divided by this power of two, which loses no bit. Otherwise a step with other masks, or after ``detach()``,
+would take U for momentum."""
+_PLAUSIBLE = 1024
+"""Times the size of kept weights. What is larger is no evidence: the state holds momentum, of other masks."""
+
+# Names of the layer's buffers.
+COUNT = "evidence_count"
+VALUE = "evidence"
+SQUARE = "evidence_square"
+
+Places = tuple[str | None, str | None]
+"""Names of the optimizer's tensors that hold U and V; ``None`` for a buffer of the layer."""
+
+
+@dataclass
+class Evidence:
+    r"""The evidence of one weight; all tensors are full, also where processes shard the weight.
+
+    For a dense gradient G and a step of size r,
+
+    .. math::
+
+        V \leftarrow \beta V + (1 - \beta) G^2, \qquad
+        U \leftarrow U - r \, G / (\sqrt{V / (1 - \beta^t)} + \epsilon),
+
+    where t counts the gradients, :math:`\beta` is 0.999 and :math:`\epsilon` is 1e-12.
+
+    Attributes:
+        value: U, of the weight's shape, 0 at kept entries.
+        square: V, of the same shape, of all entries.
+        count: t, a scalar.
+        places: Where U / SCALE and V are between two steps: in the pruned entries of these tensors.
+        passes: The kernels that advanced it, and go on with it; ``None`` for torch operations.
+    """
+
+    value: Tensor
+    square: Tensor
+    count: Tensor
+    places: Places = (None, None)
+    passes: ModuleType | None = None
+
+    @classmethod
+    def none(cls, weight: Tensor, places: Places = (None, None)) -> Evidence:
+        """No gradient was gathered yet."""
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        zero = torch.zeros(weight.shape, dtype=dtype, device=weight.device)
+        count = torch.zeros((), dtype=torch.float32, device=weight.device)
+        return cls(zero, zero.clone(), count, places)
+
+    def add(self, grad: Tensor, mask: Tensor, size: Tensor) -> None:
+        """Add a dense gradient of the loss; ``size`` is r."""
+        grad = grad.to(self.square.dtype)
+        self.count = self.count + 1
+        # Product and sum rounded apart, as by the kernels, which take the same steps in one pass.
+        self.square.mul_(DECAY).add_(grad.square().mul_(1 - DECAY))
+        # r G / (sqrt(V / (1 - beta^t)) + epsilon), in the memory of one temporary. The root by rsqrt, which is rounded
+        # alike everywhere: that of sqrt depends on the library behind it.
+        size_of_grad = self.mean_square().rsqrt_().reciprocal_()
+        step = size_of_grad.add_(EPSILON).reciprocal_().mul_(grad).mul_(size)
+        self.value.sub_(step)
+        mask_(self.value, ~mask)
+
+    def mean_square(self) -> Tensor:
+        """The mean square of each entry's gradients, ``V / (1 - beta^t)``; 0 before the first."""
+        return self.square / self.correction()
+
+    def correction(self) -> Tensor:
+        """``1 - beta^t``, without axes; that of one gradient before the first."""
+        return -torch.expm1(self.count.clamp(min=1) * LOG_DECAY)
+
+
+# ---------------------------------------------------------------------- passes over a weight
+#
+# Each reads and writes every tensor once. kernels/cpu/evolution.py has them for CPUs, in C, and
+# kernels/gpu/evolution_triton.py for CUDA tensors, by functions of the same arguments. Other tensors are left to the
+# torch operations here, which define the results. A training step calls:
+#
+# - `gather_evidence` before the optimizer's step: U and V advance by the gradient, which is masked then;
+# - `exchange` after it: the weight is masked, the best exchange of every block is found (`best` of the Triton kernels),
+#   the blocks that change are chosen and changed;
+# - `keep_evidence`: U and V go to where they stay until the next step.
+
+
+def passes_for(first: Tensor, *others: Tensor | None) -> ModuleType | None:
+    """Return the module whose passes take these tensors; ``None`` if torch operations must do.
+
+    A pass takes tensors of one device in row-major order: weights, gradients and optimizer state of float32, bfloat16
+    or float16, U and V of float32, and masks of bytes.
+    """
+    if torch.compiler.is_compiling():
+        return None
+    tensors = first, *others
+    # The first question is the cheaper one, and answers most.
+    on_cpu = first.device.type == "cpu" and "TRITON_INTERPRET" not in os.environ
+    if on_cpu or not triton_use.runs_on(first.device):
+        return evolution if evolution.runs(*tensors) else None
+    for tensor in tensors:
+        if tensor is not None and (tensor.device != first.device or not tensor.numel()):
+            return None
+    if not evolution.is_row_major(*tensors, device_type=first.device.type):
+        return None
+    return triton_use.kernels("evolution_triton")
+
+
+def gather_evidence(
+    layer: NMLayer,
+    optimizer: Optimizer,
+    group: Mapping[str, Any],
+    mask: Tensor,
+    rate: float,
+    *,
+    fresh: bool,
+) -> Evidence:
+    """The evidence so far, with the gradient of the coming step if that is dense; this gradient is masked then.
+
+    Args:
+        layer: The layer.
+        optimizer: Keeps the evidence, see :func:`write_evidence`.
+        group: The optimizer's group of the weight.
+        mask: The forward mask.
+        rate: The largest r relative to the size of kept weights.
+        fresh: Whether the masks are new: there is no evidence yet.
+    """
+    weight = layer.weight.detach()
+    grad = layer.weight.grad if layer.progress.dense_gradient else None
+    places = _places(optimizer, group, weight)
+    state = optimizer.state.get(layer.param, {})
+    buffers = layer.buffers
+    value_key, square_key = places
+    value = buffers.get(VALUE) if value_key is None else state.get(value_key)
+    square = buffers.get(SQUARE) if square_key is None else state.get(square_key)
+    count = buffers.get(COUNT)
+    # The value is U / SCALE, and of kept entries perhaps momentum; V of kept entries may be the optimizer's own.
+    own_ratio = 1.0
+    if fresh or count is None or value is None or square is None:
+        evidence = Evidence.none(weight, places)
+        if grad is None:
+            return evidence
+    else:
+        if square_key is not None:
+            # The optimizer's counts from its first step.
+            correction = -torch.expm1(count * LOG_DECAY)
+            own_ratio = float(correction / moment_correction(group, state))
+        evidence = Evidence(gather(value), gather(square), count, places)
+    bits = layer.masks.bits
+    # oneDNN returns the weight gradients of convolutions in another memory order: a pass reads and masks a copy.
+    row_major = None if grad is None else grad.contiguous()
+    passes = None
+    is_single = evidence.value.dtype == evidence.square.dtype == torch.float32
+    if bits is not None and is_single and not layer.view.is_sharded:
+        # Sharded parameters are left to torch.
+        passes = passes_for(weight, bits, evidence.value, evidence.square, row_major)
+    size_of_kept = _size_of_kept(weight, bits, mask, checked=passes is evolution)
+    # In the shape of the learning-rate schedule, negative for an optimizer that climbs: the learning rate over the
+    # largest one known, which schedulers keep in the group. A group may have these keys with the value None.
+    now = float(group["lr"])
+    largest = max(now, float(group.get("max_lr") or 0), float(group.get("initial_lr") or 0))
+    rate *= now / largest if largest else 0.0
+    size = (-rate if group.get("maximize") else rate) * size_of_kept
+    limit = _PLAUSIBLE * size_of_kept
+
+    if passes is not None:
+        evidence.passes = passes
+        if grad is not None:
+            evidence.count = evidence.count + 1
+        evidence.value, evidence.square = passes.gather_evidence(
+            bits,
+            row_major,
+            evidence.value,
+            evidence.square,
+            unit=SCALE,
+            own_ratio=own_ratio,
+            limit=limit,
+            correction=evidence.correction(),
+            size=size,
+            decay=DECAY,
+            epsilon=EPSILON,
+        )
+    else:
+        # Into new tensors: the optimizer's step still reads its state.
+        evidence.square = merged(mask, evidence.square * own_ratio, evidence.square)
+        value = masked(evidence.value, ~mask).mul_(SCALE)
+        evidence.value = mask_(value, ~(value.abs() > limit))
+        if grad is not None:
+            evidence.add(grad, mask, size)
+    if grad is not None and (passes is None or row_major is not grad):
+        local_grad = layer.view.local_grad
+        assert local_grad is not None
+        layer.zero_pruned(local_grad)
+    return evidence
+
+
+def _size_of_kept(weight: Tensor, bits: Tensor | None, mask: Tensor, *, checked: bool) -> Tensor:
+    """The root mean square of kept weights, float32 without axes; ``checked``: the library takes these tensors."""
+    if bits is not None and (checked or evolution.runs(weight, bits)):
+        return torch.tensor(evolution.size_of_kept(weight, bits), dtype=torch.float32)
+    # In float64, so that the order of summation hardly ever changes the result.
+    norm = torch.linalg.vector_norm(masked(weight, mask), dtype=torch.float64)
+    mean_square = norm.square() / mask.sum().clamp(min=1)
+    return mean_square.sqrt().float()
+
+
+# Between two steps U / SCALE and V are in the optimizer's state of pruned entries, or else in buffers of the layer.
+
+
+def _places(optimizer: Optimizer, group: Mapping[str, Any], weight: Tensor) -> Places:
+    """The optimizer's tensors whose pruned entries hold U / SCALE and V; ``None`` for a buffer of the layer.
+
+    While BAME trains, the optimizer does not need these entries: their gradient is zero, their weight is set to zero
+    after each step, and what the step does to them is overwritten. Half precision would lose small steps.
+    """
+    if weight.dtype in (torch.float32, torch.float64):
+        if isinstance(optimizer, (Adam, AdamW, NAdam, RAdam)):
+            return "exp_avg", "exp_avg_sq"
+        if type(optimizer) is SGD and group["momentum"]:
+            return "momentum_buffer", None
+    return None, None
+
+
+def write_evidence(
+    layer: NMLayer, optimizer: Optimizer, evidence: Evidence, *, checked: bool = False
+) -> None:
+    """Keep the evidence until the next step, for the layer's masks as they are now.
+
+    ``checked``: the passes have taken all of the optimizer's state in this step.
+    """
+    state = optimizer.state.get(layer.param, {})
+    layer.buffers[COUNT] = evidence.count
+    tensors = (evidence.value, evidence.square)
+    targets = []
+    for key, name, tensor in zip(evidence.places, (VALUE, SQUARE), tensors, strict=True):
+        layer.buffers.pop(name, None)
+        if key is None:
+            layer.buffers[name] = torch.empty_like(tensor)
+        # The optimizer may not have stepped this weight yet.
+        targets.append(layer.buffers[name] if key is None else state.get(key))
+    value, square = targets
+    passes = evidence.passes
+    has_places = value is not None and square is not None
+    is_single = has_places and value.dtype == square.dtype == torch.float32
+    if passes is not None and is_single and (checked or passes_for(value, square) is passes):
+        passes.keep_evidence(
+            layer.masks.bits,
+            *tensors,
+            value,
+            square,
+            SCALE,
+            whole_value=evidence.places[0] is None,
+            whole_square=evidence.places[1] is None,
+        )
+        return
+    mask = layer.masks.forward_view
+    assert mask is not None
+    tensors = (evidence.value / SCALE, evidence.square)
+    for target, key, tensor in zip(targets, evidence.places, tensors, strict=True):
+        if key is None:
+            target.copy_(tensor)
+        elif target is not None:
+            local_state = local_values(target)
+            local_mask = local_shard(mask, target)
+            local_state.copy_(merged(local_mask, local_state, local_shard(tensor, target)))
+
+
+def unpack_evidence(layer: NMLayer, optimizer: Optimizer) -> None:
+    """Read evidence that version 0.3 kept in buffers, for packed weights, into the optimizer's state."""
+    if layer.view.is_sharded:
+        return
+    state = optimizer.state.get(layer.param, {})
+    mask = layer.masks.forward_view
+    places = _places(optimizer, group_of(optimizer, layer.param), layer.param)
+    for key, name in zip(places, (VALUE, SQUARE), strict=True):
+        if mask is not None and key in state and name in layer.buffers:
+            state[key].copy_(merged(mask, state[key], layer.buffers[name]))
+
+
+def drop_evidence(layer: NMLayer, optimizer: Optimizer) -> None:
+    """Free what :func:`write_evidence` kept: the optimizer's state of pruned entries is zero then."""
+    for name in (COUNT, VALUE, SQUARE):
+        layer.buffers.pop(name, None)
+    mask = layer.masks.forward_view
+    assert mask is not None
+    clear_entries(optimizer, layer.param, ~mask, layer.name)
+
+
+# ------------------------------------------------------------------------------------------- exchanges
 
 Index = tuple[Tensor, ...]
 
@@ -212,7 +511,7 @@ def exchange_in_one_pass(
     grad = param.grad
     if grad is not None and not (grad.is_contiguous() and grad.dtype == weight.dtype):
         grad = None  # it is masked apart
-    fits = grid is not None and len(states) <= MOST_STATES
+    fits = grid is not None and len(states) <= evolution.MOST_STATES
     if not fits or passes_for(weight, grad, *states.values()) is not passes:
         return None
     state = optimizer.state.get(param, {})

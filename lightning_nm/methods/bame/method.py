@@ -13,21 +13,19 @@ from torch.optim import Optimizer
 
 from lightning_nm.functional import unpack_mask
 from lightning_nm.functional.evolution import count_oscillations, swap_budget
-from lightning_nm.methods.bame.evidence import (
+from lightning_nm.methods.bame.exchange import (
     COUNT,
     Evidence,
-    drop_evidence,
-    gather_evidence,
-    unpack_evidence,
-    write_evidence,
-)
-from lightning_nm.methods.bame.exchange import (
     Exchange,
     dense_gradient_was_used,
+    drop_evidence,
     exchange_in_one_pass,
     find_exchange,
     forgotten_call,
+    gather_evidence,
     make_exchange,
+    unpack_evidence,
+    write_evidence,
 )
 from lightning_nm.methods.base import SparseToSparse, largest_entries
 from lightning_nm.methods.bi_mask import BiMask

@@ -41,14 +41,14 @@ class _NMConv(Adapter):
 
         (x,) = (*args, *kwargs.values())
         taps = module.kernel_size
-        x, padding, _ = padded_input(module, x, len(taps))
+        x, padding, _ = padded_input(module, x)
         patches = conv_patches(x, taps, module.stride, padding, module.dilation, module.groups)
         return list(patches.flatten(1, -2))
 
     def forward(self, input: Tensor) -> Tensor:
         """Convolve with W_F."""
         conv: Any = self  # the attributes are those of torch's class
-        x, padding, unbatched = padded_input(conv, input, len(conv.kernel_size))
+        x, padding, unbatched = padded_input(conv, input)
         y = nm_conv(
             x,
             self.weight,
@@ -62,18 +62,18 @@ class _NMConv(Adapter):
         return y.squeeze(0) if unbatched else y
 
 
-def padded_input(conv: Any, input: Tensor, spatial: int) -> tuple[Tensor, tuple[int, ...], bool]:
+def padded_input(conv: Any, input: Tensor) -> tuple[Tensor, tuple[int, ...], bool]:
     """Return the input of a convolution's product, padded as far as the product does not pad it.
 
     Args:
         conv: The convolution.
         input: With or without a batch.
-        spatial: How many spatial dimensions it has.
 
     Returns:
         The input with a batch, padded where equal zeros on both sides do not do it; those zeros per spatial dimension;
         and whether the input had no batch.
     """
+    spatial = len(conv.kernel_size)
     unbatched = input.dim() == spatial + 1
     if not unbatched and input.dim() != spatial + 2:
         raise RuntimeError(

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_nm.kernels.api import GemmName
 from lightning_nm.nn.adapters.base import (
     Adapter,
     Args,
@@ -175,21 +176,13 @@ class ExpertLayer(NMLayer):
         """An empty tensor whose size is this layer's handle."""
         return self.layer.handle_tensor.new_empty(self.handle, 0)
 
-    def forward_of(self, weight: Tensor) -> Tensor:
-        """W_F of this expert."""
-        return self._part("forward_of", weight)
-
-    def backward_of(self, weight: Tensor) -> Tensor:
-        """W_B of this expert."""
-        return self._part("backward_of", weight)
-
-    def _part(self, which: str, weight: Tensor) -> Tensor:
-        """W_F or W_B of this expert, perhaps a part of what the method makes of the entries of all, once."""
+    def values_of(self, which: GemmName, weight: Tensor) -> Tensor:
+        """The values of this expert, perhaps a part of what the method makes of the entries of all, once."""
         if self.spec.method.selects_entries:
-            return getattr(super(), which)(weight)
+            return super().values_of(which, weight)
         if which not in self.made:
             with torch.no_grad():
-                self.made[which] = getattr(self.layer, which)(self.layer.param.detach())
+                self.made[which] = self.layer.values_of(which, self.layer.param.detach())
         return self.made[which][self.expert]
 
 
