@@ -152,7 +152,6 @@ def _compilations(
         (SOURCES / "library.c", None, library_flags),
         (SOURCES / "layout.c", None, []),
     ]
-    compilations.append((SOURCES / "choose.c", None, SEPARATE))
     for level, extra in levels.items():
         compilations.append((SOURCES / "kernels.c", level, extra))
         compilations.append((SOURCES / "conv.c", level, extra))

@@ -72,7 +72,7 @@ def load() -> Any:
         raise RuntimeError(
             f"the library of CPU kernels, {LIBRARY}, cannot be loaded ({error}): {advice}"
         ) from error
-    if source() != ffi.string(library.nm_source()).decode():
+    if source() != _source_of(library):
         raise RuntimeError(
             f"the library of CPU kernels, {LIBRARY}, was compiled from other sources than those beside "
             f"it{_build_failure()}: {advice}"
@@ -124,7 +124,11 @@ def multiplies_pairs(dtype: torch.dtype) -> bool:
 
 def compiled_from() -> str:
     """Hash of the sources that the library was compiled from."""
-    return str(ffi.string(load().nm_source()).decode())
+    return _source_of(load())
+
+
+def _source_of(library: Any) -> str:
+    return str(ffi.string(library.nm_source()).decode())
 
 
 def is_plain(*tensors: Tensor | None, device_type: str = "cpu") -> bool:
@@ -156,7 +160,7 @@ def parallel() -> Any:
 
 
 def threads() -> int:
-    """Threads that a call uses at most: torch's, or one where :func:`parallel` is ``None``; see :func:`structure`."""
+    """Threads that a call uses at most: torch's, or one where :func:`parallel` is ``None``."""
     return torch.get_num_threads() if parallel() is not None else 1
 
 
@@ -194,11 +198,29 @@ def _cpu_info(key: str) -> str:
     return ""
 
 
+def call(function: str, *arguments: Any) -> Any:
+    """Call a function of csrc/nm.h; a tensor stands for its address, and ``None`` for NULL."""
+    return getattr(load(), function)(*map(argument, arguments))
+
+
+def new(kind: str, *fields: Any) -> Any:
+    """Return a structure of csrc/nm.h with these first fields, as arguments of :func:`call`; the rest is zero.
+
+    It has the addresses of tensors alone: they must outlive its use.
+    """
+    return ffi.new(kind, [argument(field) for field in fields])
+
+
+def argument(value: Any) -> Any:
+    """A tensor's address, 0 for ``None``, and anything else itself."""
+    if value is None:
+        return 0
+    return value.data_ptr() if isinstance(value, Tensor) else value
+
+
 def structure(kind: str, *fields: Any) -> Any:
-    """Return a structure of csrc/nm.h that runs on torch's threads, with the fields after those; the rest is zero."""
-    loop = parallel()
-    number = 1 if loop is None else torch.get_num_threads()
-    return ffi.new(kind, (loop or ffi.NULL, number, *fields))
+    """Return a structure that runs on torch's threads, with the fields after those, as :func:`new`."""
+    return new(kind, parallel() or ffi.NULL, threads(), *fields)
 
 
 def run(
@@ -228,10 +250,10 @@ def run(
     """
     if y.dtype not in DTYPES:
         raise ValueError(f"an operand is {y.dtype}, not float32 or bfloat16")
-    addresses = []
+    tensors = []
     for tensor, shape in inputs:
+        tensors.append(tensor)
         if tensor is None:
-            addresses.append(0)
             continue
         if tensor.dtype != y.dtype:
             raise ValueError(f"an operand is {tensor.dtype}, not {y.dtype}")
@@ -240,8 +262,7 @@ def run(
                 f"an operand of shape {tuple(tensor.shape)}, strides {tensor.stride()}, on {tensor.device} must be "
                 f"contiguous, of shape {shape}, on the CPU"
             )
-        addresses.append(tensor.data_ptr())
-    dense = structure(kind, *sizes, DTYPES[y.dtype], 0, *addresses, y.data_ptr())
+    dense = structure(kind, *sizes, DTYPES[y.dtype], 0, *tensors, y)
     library = load()
     status = getattr(library, function)(level(), getattr(library, product), dense, sparse)
     if status == library.NM_NO_MEMORY:

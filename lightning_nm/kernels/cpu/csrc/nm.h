@@ -2,9 +2,9 @@
  * its preprocessor lines: it holds declarations alone. What the files of the library share besides is in shared.h.
  *
  * kernels.c is compiled once for each instruction set (NM_LEVEL) and gives one `nm_kernels` each. bf16.c has the bfloat16
- * products of CPUs with AVX512_BF16, whose other products are those of AVX-512. int8.c has those of int8 weights. layout.c
- * turns masks into layouts, and weights into the values of a layout. evolve.c and choose.c move the masks of BAME.
- * library.c detects the CPU and exports the functions.
+ * products of CPUs with AVX512_BF16, whose other products are those of AVX-512; both put what they do with registers into
+ * products.h. int8.c has the products of int8 weights. layout.c turns masks into layouts, and weights into the values of a
+ * layout. evolve.c moves masks. library.c detects the CPU and exports the functions.
  *
  * The layouts:
  *   permute  For matrices that are N:M along the depth. A register holds `lanes` inputs of one token, its lanes are
@@ -28,7 +28,7 @@
 enum { NM_LINEAR, NM_MATMUL, NM_SAMPLED };
 enum { NM_FORWARD, NM_DGRAD, NM_WGRAD };
 /* Passes over a weight and its mask. */
-enum { NM_KEPT_SIZE, NM_GATHER, NM_BEST, NM_EXCHANGE, NM_KEEP, NM_MASK, NM_DECAY, NM_LARGEST, NM_LARGEST_OF_COLUMNS };
+enum { NM_KEPT_SIZE, NM_GATHER, NM_EXCHANGE, NM_KEEP, NM_MASK, NM_DECAY, NM_LARGEST, NM_LARGEST_OF_COLUMNS };
 /* Operands are of the first two, weights and gradients of a pass of the first three, scores of all. */
 enum { NM_FLOAT32, NM_BFLOAT16, NM_FLOAT16, NM_FLOAT64, NM_INT32, NM_INT64 };
 enum { NM_NO_MEMORY = 1, NM_NO_KERNEL, NM_TOO_LARGE }; /* why there is no result */
@@ -128,14 +128,15 @@ typedef struct {
     /* Blocks of m entries: block (out * taps + tap) * blocks_per_row + column. */
     int64_t blocks, blocks_per_row, taps, n, m, out_stride, tap_stride, in_stride;
     int32_t in_line, unused; /* whether block b begins at entry b * m, and entries follow each other */
-    float *gain;
+    float *gain; /* of each block, as the next three: room for the exchange */
     uint8_t *pruned, *regrown, *chosen, *oscillation;
     uint8_t *exchanged; /* a bit for each entry */
     int64_t states;
     void *state[NM_STATES];
     int32_t state_dtype[NM_STATES], state_is_square[NM_STATES];
     float moment; /* of the optimizer's second moment */
-    int64_t budget, better; /* `better` is a result: blocks that gain, or bits that changed */
+    int64_t budget;
+    int64_t changed, better; /* results: blocks or bits that changed, blocks that would gain by an exchange */
     /* The backward mask: entries are [rows, columns], and position i holds row order[i]. */
     const int64_t *order;
     int64_t columns;
@@ -171,6 +172,5 @@ int32_t nm_csr_product(int32_t level, int32_t product, nm_operands *o, const nm_
 int32_t nm_int8_product(int32_t level, int32_t product, nm_operands *o, const nm_int8 *a);
 int32_t nm_conv_product(int32_t level, int32_t product, nm_conv *c, const nm_csr *a);
 int32_t nm_evolution_pass(int32_t level, int32_t pass, nm_evolution *e);
-int64_t nm_choose_blocks(nm_evolution *e);
 void nm_top_mask(int32_t level, nm_top *t);
 #endif
