@@ -1,8 +1,8 @@
 """BAME's passes over a weight, each of which reads and writes every tensor once: which code runs them.
 
 :mod:`lightning_nm.kernels.cpu.evolution` has them for CPUs, in C, and :mod:`lightning_nm.kernels.gpu.evolution_triton`
-for CUDA tensors, by functions of the same arguments. Other tensors are left to the torch operations of
-:mod:`lightning_nm.methods.bame`, which define the results. A training step calls:
+for CUDA tensors, by functions of the same arguments, so that the choice is one of a module. Other tensors are left to
+the torch operations of :mod:`lightning_nm.methods.bame`, which define the results. A training step calls:
 
 * ``gather_evidence`` before the optimizer's step: U and V advance by the gradient, which is masked then;
 * ``exchange`` after it: the weight is masked, the best exchange of every block is found (``best`` of the Triton

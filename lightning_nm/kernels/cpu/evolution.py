@@ -19,7 +19,7 @@ from lightning_nm.functional.evolution import LONGEST_BLOCK, BlockGrid
 from lightning_nm.functional.mask_storage import BACKWARD_BIT, FORWARD_BIT
 from lightning_nm.kernels.cpu import library
 
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+DTYPES = {**library.DTYPES, torch.float16: 2}
 """The dtypes of weights, gradients and optimizer state, by their numbers in the library."""
 MOST_STATES = 4
 """Tensors of the optimizer's state that an exchange takes."""
@@ -50,26 +50,17 @@ def is_row_major(*tensors: Tensor | None, device_type: str = "cpu") -> bool:
     return library.is_plain(*tensors, device_type=device_type)
 
 
-def _run(
-    name: str,
-    bits: Tensor,
-    grid: BlockGrid | None = None,
-    *,
-    written: Sequence[Tensor | None],
-    **fields: Any,
-) -> Any:
+def _run(name: str, bits: Tensor, *, written: Sequence[Tensor | None], **fields: Any) -> Any:
     """Run a pass by its name in csrc/nm.h, and return its description, the library's ``nm_evolution``, with results.
 
     Args:
         name: Its name.
         bits: The masks of the weight.
-        grid: The blocks, for passes that look at blocks.
         written: The tensors that are written, of which torch is told.
-        fields: Other fields of the description by their names; a tensor stands for its address, ``None`` for NULL.
+        fields: Other fields of the description by their names, those of a :class:`BlockGrid` for passes that look at
+            blocks; a tensor stands for its address, ``None`` for NULL.
     """
     job = library.structure("nm_evolution *", bits.numel(), bits)
-    if grid is not None:
-        fields |= vars(grid) | {"blocks": bits.numel() // grid.m}
     typed = fields.get("weight", fields.get("grad"))
     if typed is not None:
         job.dtype = DTYPES[typed.dtype]
@@ -78,10 +69,15 @@ def _run(
     lib = library.load()
     if lib.nm_evolution_pass(library.level(), getattr(lib, f"NM_{name}"), job):
         raise MemoryError("there is no memory for a pass over a weight")
-    for tensor in written:
+    count_writes(*written)
+    return job
+
+
+def count_writes(*tensors: Tensor | None) -> None:
+    """Let torch count a write to each of these tensors."""
+    for tensor in tensors:
         if tensor is not None:
             increment_version(tensor)
-    return job
 
 
 @torch.no_grad()
@@ -138,7 +134,7 @@ def keep_largest(grid: BlockGrid, n: int, weight: Tensor, bits: Tensor) -> int:
 
     Of equal entries the first are kept; NaN is below all numbers. Returns how many bits changed.
     """
-    job = _run("LARGEST", bits, grid, weight=weight, n=n, written=[bits])
+    job = _run("LARGEST", bits, **vars(grid), weight=weight, n=n, written=[bits])
     return int(job.changed)
 
 
@@ -231,7 +227,6 @@ def gather_evidence(
         own_ratio=own_ratio,
         limit=float(limit),
         decay=decay,
-        take=1 - decay,
         correction=float(correction),
         epsilon=epsilon,
         size=float(size),
@@ -305,7 +300,7 @@ def exchange(
     job = _run(
         "EXCHANGE",
         bits,
-        grid,
+        **vars(grid),
         written=[bits, weight, grad, oscillation, exchanged, *states],
         weight=weight,
         grad=grad,

@@ -72,7 +72,7 @@ def load() -> Any:
         raise RuntimeError(
             f"the library of CPU kernels, {LIBRARY}, cannot be loaded ({error}): {advice}"
         ) from error
-    if source() != _source_of(library):
+    if source() != ffi.string(library.nm_source()).decode():
         raise RuntimeError(
             f"the library of CPU kernels, {LIBRARY}, was compiled from other sources than those beside "
             f"it{_build_failure()}: {advice}"
@@ -117,6 +117,11 @@ def level() -> int:
     return LEVELS.index(asked)
 
 
+def permuted_lanes() -> int:
+    """Values in a register that an instruction permutes; 0 where there is no such instruction."""
+    return int(load().nm_lanes(level()))
+
+
 def multiplies_pairs(dtype: torch.dtype) -> bool:
     """Whether the instruction set multiplies pairs of values of a dtype."""
     return dtype == torch.bfloat16 and LEVELS[level()] == "avx512-bf16"
@@ -124,11 +129,7 @@ def multiplies_pairs(dtype: torch.dtype) -> bool:
 
 def compiled_from() -> str:
     """Hash of the sources that the library was compiled from."""
-    return _source_of(load())
-
-
-def _source_of(library: Any) -> str:
-    return str(ffi.string(library.nm_source()).decode())
+    return str(ffi.string(load().nm_source()).decode())
 
 
 def is_plain(*tensors: Tensor | None, device_type: str = "cpu") -> bool:

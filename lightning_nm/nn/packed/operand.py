@@ -206,7 +206,7 @@ def lay_out_int8(packed: PackedTensor) -> Operand | None:
     if registry_of(name).reason_against(name, key):
         return None
     numbers = packed.numbers().view(values.shape)
-    arguments = (values, numbers, packed.scales, depth, packed.pattern, packed.taps)
+    arguments = (values, numbers, packed.scales, packed.pattern, packed.taps)
     layout, ordered = Int8Layout.of(*arguments)
     if layout.nbytes > LARGEST * rows * depth * packed.dtype.itemsize:
         return None

@@ -167,7 +167,7 @@ INLINE void gather_range(const nm_evolution *e, int64_t begin, int64_t end, cons
     float *restrict value = e->value, *restrict square = e->square;
     const void *restrict grad = e->grad;
     float ratio = e->own_ratio, unit = e->unit, limit = e->limit, size = e->size, epsilon = e->epsilon;
-    float decay = e->decay, take = e->take, correction = e->correction;
+    float decay = (float)e->decay, take = (float)(1 - e->decay), correction = e->correction;
     for (int64_t i = begin; i < end; i++) {
         int keep = bits[i] & 1;
         float v = old_square[i], u = old_value[i] * unit;

@@ -116,6 +116,7 @@ int32_t nm_evolution_pass(int32_t level, int32_t pass, nm_evolution *e) {
     passes = level >= NM_AVX512 ? nm_evolve_avx512 : level == 1 ? nm_evolve_avx2 : passes;
 #endif
     e->failed = 0;
+    e->blocks = e->m ? e->entries / e->m : 0;
     passes[pass](e);
     return e->failed;
 }

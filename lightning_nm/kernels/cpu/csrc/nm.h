@@ -83,12 +83,11 @@ typedef struct {
 } nm_int8;
 
 /* A convolution of images x [images, in, size], sparse W [out, in / groups, kernel], to y or dY [images, out, positions].
- * Pairs are height and width. */
+ * Pairs are height and width; from `in` to `groups` the fields are those of Convolution in kernels/api.py. */
 typedef struct {
     nm_parallel parallel;
     int64_t threads;
-    int64_t images, in, out, groups;
-    int64_t size[2], kernel[2], stride[2], padding[2], dilation[2], positions[2];
+    int64_t images, in, out, size[2], kernel[2], stride[2], padding[2], dilation[2], groups, positions[2];
     int32_t dtype, failed;
     const void *x;
     const void *bias; /* [out] or NULL */
@@ -96,7 +95,7 @@ typedef struct {
     void *y;
 } nm_conv;
 
-/* A mask, a bit of each of its bytes, with strides. */
+/* A mask, a bit of each of its bytes, and a weight with the same strides. */
 typedef struct {
     nm_parallel parallel; /* as in nm_operands */
     int64_t threads;
@@ -104,6 +103,8 @@ typedef struct {
     int32_t bit;
     int64_t rows, depth, row_stride, depth_stride;
     const int64_t *order; /* [depth] or NULL */
+    const void *weight;
+    int32_t dtype, round; /* whether values are rounded to bfloat16 */
 } nm_mask;
 
 enum { NM_STATES = 4 }; /* tensors of the optimizer's state */
@@ -112,7 +113,7 @@ enum { NM_STATES = 4 }; /* tensors of the optimizer's state */
 typedef struct {
     nm_parallel parallel; /* as in nm_operands */
     int64_t threads;
-    int64_t entries;
+    int64_t entries; /* of the weight; m divides them where blocks are looked at */
     uint8_t *bits;
     void *weight, *grad; /* grad is NULL if there is none */
     int32_t dtype, failed;
@@ -122,15 +123,15 @@ typedef struct {
     float own_ratio;                   /* of V of kept entries, which counts other steps */
     float unit;                        /* old_value is U / unit, a power of two */
     float limit;                       /* what is larger is no evidence */
-    float decay, take, correction, epsilon, size;
+    double decay;
+    float correction, epsilon, size;
     double kept_square; /* results */
     int64_t kept;
     /* Blocks of m entries: block (out * taps + tap) * blocks_per_row + column. */
-    int64_t blocks, blocks_per_row, taps, n, m, out_stride, tap_stride, in_stride;
-    int32_t in_line, unused; /* whether block b begins at entry b * m, and entries follow each other */
-    float *gain; /* of each block, as the next three: room for the exchange */
-    uint8_t *pruned, *regrown, *chosen, *oscillation;
-    uint8_t *exchanged; /* a bit for each entry */
+    int64_t blocks_per_row, taps, n, m, out_stride, tap_stride, in_stride;
+    int32_t in_line; /* whether block b begins at entry b * m, and entries follow each other */
+    uint8_t *oscillation; /* of each block */
+    uint8_t *exchanged;   /* a bit for each entry */
     int64_t states;
     void *state[NM_STATES];
     int32_t state_dtype[NM_STATES], state_is_square[NM_STATES];
@@ -140,6 +141,10 @@ typedef struct {
     /* The backward mask: entries are [rows, columns], and position i holds row order[i]. */
     const int64_t *order;
     int64_t columns;
+    /* Work space of the library. */
+    int64_t blocks;
+    float *gain; /* of each block, as the next three */
+    uint8_t *pruned, *regrown, *chosen;
 } nm_evolution;
 
 /* The blocks of scores [blocks / inner, m, inner]: of each the n largest entries are kept, see top.c. */
@@ -160,13 +165,12 @@ int32_t nm_int8_level(int32_t level);
 int32_t nm_permute_layout(const nm_mask *m, int64_t lanes, int64_t slots, int32_t paired, uint8_t *index);
 int32_t nm_permute_valid(const uint8_t *index, int64_t size, int64_t block);
 void nm_permute_values(const nm_mask *m, int64_t lanes, int64_t slots, int32_t paired, const uint8_t *index,
-                       const void *weight, int32_t dtype, int32_t round, void *values);
+                       void *values);
 int64_t nm_csr_start(const nm_mask *m, int32_t *start);
 void nm_csr_fill(const nm_mask *m, const int32_t *start, int32_t *next, int32_t *offset, int32_t *source,
                  int32_t *slot);
 int32_t nm_csr_valid(const int32_t *start, int64_t rows, const int32_t *offset, int64_t entries, int64_t depth);
-void nm_csr_values(nm_parallel parallel, int64_t threads, const int32_t *source, const int32_t *slot, int64_t entries,
-                   const void *weight, int32_t dtype, int32_t round, float *values);
+void nm_csr_values(const nm_mask *m, const int32_t *source, const int32_t *slot, int64_t entries, float *values);
 int32_t nm_permute_product(int32_t level, int32_t product, nm_operands *o, const nm_permute *a);
 int32_t nm_csr_product(int32_t level, int32_t product, nm_operands *o, const nm_csr *a);
 int32_t nm_int8_product(int32_t level, int32_t product, nm_operands *o, const nm_int8 *a);
