@@ -17,9 +17,9 @@ from lightning_nm.functional.int8 import (
 )
 from lightning_nm.functional.masks import nm_mask
 from lightning_nm.kernels.api import Convolution, GemmKey, MaskedMatrix
-from lightning_nm.kernels.cpu import library
 from lightning_nm.kernels.cpu.kernels import CpuKernel
 from lightning_nm.kernels.cpu.layouts import Packed
+from lightning_nm.kernels.cpu.library import ffi
 from lightning_nm.pattern import NMPattern
 
 # As csrc/nm.h has them.
@@ -141,8 +141,9 @@ class Int8Layout:
     def operand(self, values: Tensor) -> Any:
         """Return the matrix as the library takes it; the tensors must outlive the call."""
         tensors = values, self.positions, self.scale, self.offset
-        pattern = self.pattern
-        return library.new("nm_int8 *", *tensors, pattern.n, pattern.m, position_width(pattern))
+        n, m = self.pattern.n, self.pattern.m
+        fields = (*map(Tensor.data_ptr, tensors), n, m, position_width(self.pattern))
+        return ffi.new("nm_int8 *", fields)
 
 
 def int8_matrix(

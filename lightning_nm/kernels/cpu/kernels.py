@@ -56,16 +56,19 @@ class CpuKernel(GemmKernel):
 
         All are contiguous.
         """
-        return self._multiply("NM_LINEAR", packed, x, bias)
+        y = x.new_empty(len(x), packed.layout.rows)
+        return self._multiply("NM_LINEAR", packed, y, x, bias)
 
     def sampled(self, layout: _Layout, grad: Tensor, x: Tensor) -> Tensor:
         """Compute ``grad^T x`` at the entries of a mask, zero elsewhere: ``[rows, depth]``."""
-        return self._multiply("NM_SAMPLED", Packed(layout, None), x, grad=grad)
+        y = x.new_empty(layout.rows, layout.depth)
+        return self._multiply("NM_SAMPLED", Packed(layout, None), y, x, grad=grad)
 
     def _multiply(
         self,
         product: str,
         packed: Packed,
+        y: Tensor,
         x: Tensor,
         bias: Tensor | None = None,
         grad: Tensor | None = None,
@@ -75,6 +78,7 @@ class CpuKernel(GemmKernel):
         Args:
             product: ``"NM_LINEAR"``, ``"NM_SAMPLED"`` or ``"NM_MATMUL"``.
             packed: ``A [rows, depth]``; not in the layout of another kernel, which the library would misread.
+            y: For the result.
             x: ``[tokens, depth]``, or for ``"NM_MATMUL"`` ``[depth, tokens]``, of which the last rows may be missing.
             bias: ``[rows]``.
             grad: ``[tokens, rows]``.
@@ -93,12 +97,6 @@ class CpuKernel(GemmKernel):
         if product == "NM_MATMUL":
             depth, tokens = len(x), x.shape[-1]
             shape = depth, tokens
-        results = {
-            "NM_LINEAR": (tokens, rows),
-            "NM_MATMUL": (rows, tokens),
-            "NM_SAMPLED": (rows, depth),
-        }
-        y = x.new_empty(results[product])
         inputs = (x, shape), (bias, (rows,)), (grad, (tokens, rows))
         sizes, sparse = (rows, depth, tokens), layout.operand(packed.values)
         library.run(self.function, product, "nm_operands *", sizes, inputs, y, sparse)
@@ -204,7 +202,8 @@ class CpuCsrKernel(CpuKernel):
             raise ValueError(
                 f"a matrix of {layout.depth} columns has nonzeros beyond the {given} rows of its operand"
             )
-        return self._multiply("NM_MATMUL", packed, matrix)
+        y = matrix.new_empty(layout.rows, matrix.shape[-1])
+        return self._multiply("NM_MATMUL", packed, y, matrix)
 
     def conv(
         self, packed: Packed, x: Tensor, conv: Convolution, bias: Tensor | None = None

@@ -18,9 +18,10 @@ from lightning_nm.kernels.cpu.library import (
     DTYPES,
     EMPTY,
     PANEL,
+    address,
     call,
+    ffi,
     multiplies_pairs,
-    new,
     permuted_lanes,
     structure,
 )
@@ -138,7 +139,8 @@ class PermuteLayout:
 
     def operand(self, values: Tensor | None = None) -> Any:
         """Return the matrix as the library takes it; the tensors must outlive the call."""
-        return new("nm_permute *", self.inputs, values, self.slots, self.paired)
+        fields = self.inputs.data_ptr(), address(values), self.slots, self.paired
+        return ffi.new("nm_permute *", fields)
 
 
 @dataclass(frozen=True, eq=False)
@@ -217,7 +219,8 @@ class CsrLayout:
 
     def operand(self, values: Tensor | None = None) -> Any:
         """Return the matrix as the library takes it; the tensors must outlive the call."""
-        return new("nm_csr *", self.start, self.offset, values)
+        fields = self.start.data_ptr(), self.offset.data_ptr(), address(values)
+        return ffi.new("nm_csr *", fields)
 
 
 def _divide_up(size: int, part: int) -> int:
@@ -261,7 +264,6 @@ def _mask(matrix: MaskedMatrix, shape: tuple[int, int] | None = None) -> tuple[A
     if rows == 1:  # its stride may be anything
         row_stride = 1
     bit = matrix.bit.bit_length() - 1  # its number
-    places = bits, bit, rows, depth, row_stride, depth_stride, order
-    rounds = matrix.dtype == torch.bfloat16
-    mask = structure("nm_mask *", *places, weight, DTYPES[weight.dtype], rounds)
-    return mask, weight, bits
+    of_mask = bits.data_ptr(), bit, rows, depth, row_stride, depth_stride, address(order)
+    of_weight = weight.data_ptr(), DTYPES[weight.dtype], matrix.dtype == torch.bfloat16
+    return structure("nm_mask *", *of_mask, *of_weight), weight, bits

@@ -199,29 +199,25 @@ def _cpu_info(key: str) -> str:
     return ""
 
 
+def address(tensor: Tensor | None) -> int:
+    """Where a tensor's values are; 0, which is NULL, for ``None``."""
+    return 0 if tensor is None else tensor.data_ptr()
+
+
 def call(function: str, *arguments: Any) -> Any:
-    """Call a function of csrc/nm.h; a tensor stands for its address, and ``None`` for NULL."""
-    return getattr(load(), function)(*map(argument, arguments))
-
-
-def new(kind: str, *fields: Any) -> Any:
-    """Return a structure of csrc/nm.h with these first fields, as arguments of :func:`call`; the rest is zero.
-
-    It has the addresses of tensors alone: they must outlive its use.
-    """
-    return ffi.new(kind, [argument(field) for field in fields])
-
-
-def argument(value: Any) -> Any:
-    """A tensor's address, 0 for ``None``, and anything else itself."""
-    if value is None:
-        return 0
-    return value.data_ptr() if isinstance(value, Tensor) else value
+    """Call a function of csrc/nm.h; a plain tensor stands for its address."""
+    found = []
+    for value in arguments:
+        # isinstance() takes as long as all the rest for a number.
+        found.append(value.data_ptr() if type(value) is Tensor else value)
+    return getattr(load(), function)(*found)
 
 
 def structure(kind: str, *fields: Any) -> Any:
-    """Return a structure that runs on torch's threads, with the fields after those, as :func:`new`."""
-    return new(kind, parallel() or ffi.NULL, threads(), *fields)
+    """Return a structure of csrc/nm.h that runs on torch's threads, with the fields after those; the rest is zero."""
+    loop = parallel()
+    number = 1 if loop is None else torch.get_num_threads()
+    return ffi.new(kind, (loop or ffi.NULL, number, *fields))
 
 
 def run(
@@ -251,10 +247,10 @@ def run(
     """
     if y.dtype not in DTYPES:
         raise ValueError(f"an operand is {y.dtype}, not float32 or bfloat16")
-    tensors = []
+    addresses = []
     for tensor, shape in inputs:
-        tensors.append(tensor)
         if tensor is None:
+            addresses.append(0)
             continue
         if tensor.dtype != y.dtype:
             raise ValueError(f"an operand is {tensor.dtype}, not {y.dtype}")
@@ -263,7 +259,8 @@ def run(
                 f"an operand of shape {tuple(tensor.shape)}, strides {tensor.stride()}, on {tensor.device} must be "
                 f"contiguous, of shape {shape}, on the CPU"
             )
-    dense = structure(kind, *sizes, DTYPES[y.dtype], 0, *tensors, y)
+        addresses.append(tensor.data_ptr())
+    dense = structure(kind, *sizes, DTYPES[y.dtype], 0, *addresses, y.data_ptr())
     library = load()
     status = getattr(library, function)(level(), getattr(library, product), dense, sparse)
     if status == library.NM_NO_MEMORY:
