@@ -182,7 +182,7 @@ def lay_out_int8(packed: PackedTensor) -> Operand | None:
         return None
     numbers = position_numbers(packed.positions, pattern, rows * blocks).view(values.shape)
     taps = packed.kind.taps
-    layout, ordered = Int8Layout.of(values, numbers, packed.scales, depth, pattern, taps)
+    layout, ordered = Int8Layout.of(values, numbers, packed.scales, pattern, taps)
     if layout.nbytes > LARGEST * rows * depth * dtype.itemsize:
         return None
     return Operand(layout, ordered, pattern)

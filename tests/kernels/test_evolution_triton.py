@@ -3,6 +3,7 @@
 `make interpreter` runs all but the last.
 """
 
+import inspect
 import math
 import re
 from types import SimpleNamespace
@@ -188,6 +189,14 @@ def test_interpreted_training_is_that_of_torch(name, dtype, make, monkeypatch):
 
 
 # Which passes run.
+
+
+@pytest.mark.skipif(not triton_use.is_installed(), reason="Triton is not installed")
+def test_both_modules_take_the_same_arguments():
+    of_gpu = triton_use.kernels("evolution_triton")
+    for name in ("gather_evidence", "exchange", "keep_evidence"):
+        found = inspect.signature(getattr(of_gpu, name))
+        assert found == inspect.signature(getattr(cpu_passes, name)), name
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 SOURCES = Path(__file__).parent / "csrc"
@@ -27,13 +28,18 @@ LEVELS = {
 """Compiler flags of each instruction set; on other processors than x86-64 there is the baseline alone.
 
 The baseline of 64-bit ARM has NEON, so it needs no flag; it has run there under QEMU alone."""
-BF16 = [*LEVELS[2], "-mavx512bf16"]
-"""Compiler flags of level 3, which adds products to level 2; gcc before 10 and clang before 9 do not know them."""
-INT8 = [*LEVELS[2], "-mavx512vbmi", "-mavx512vnni"]
-"""Compiler flags of the int8 products of AVX-512; gcc before 8 and clang before 6 do not know them."""
-
 SEPARATE = ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 """Compiler flags of code whose every operation is rounded on its own, as torch's are."""
+
+PARTS = {"kernels": [], "conv": [], "top": [], "evolve": SEPARATE, "int8": SEPARATE}
+"""The files that are compiled for each instruction set, with flags of their own."""
+OPTIONAL = {
+    "bf16": (3, [*LEVELS[2], "-mavx512bf16"]),
+    "int8": (2, [*LEVELS[2], "-mavx512vbmi", "-mavx512vnni", *SEPARATE]),
+}
+"""Files that old compilers cannot compile, with level and flags; the library then goes without these products.
+
+The flags of bf16 are unknown to gcc before 10 and clang before 9, those of int8 to gcc before 8 and clang before 6."""
 
 
 def source() -> str:
@@ -86,11 +92,23 @@ def compile_library(target: Path = LIBRARY, flags: tuple[str, ...] = ()) -> str:
         target: The file to write; it is replaced at once, so that a process that has loaded the old one keeps it.
         flags: Further flags, such as ``-fsanitize=address``.
     """
+    try:
+        _compile(target, flags)
+    except _FailedError as failure:
+        return str(failure)
+    return ""
+
+
+class _FailedError(Exception):
+    """Why there is no library."""
+
+
+def _compile(target: Path, flags: tuple[str, ...]) -> None:
     if sys.platform not in ("linux", "darwin"):
-        return f"there is no library for {sys.platform}"
+        raise _FailedError(f"there is no library for {sys.platform}")
     command = compiler()
     if not command:
-        return "there was no C compiler: neither $CC, cc, gcc nor clang"
+        raise _FailedError("there was no C compiler: neither $CC, cc, gcc nor clang")
     common = [
         *command,
         "-std=gnu11",
@@ -102,84 +120,53 @@ def compile_library(target: Path = LIBRARY, flags: tuple[str, ...] = ()) -> str:
     ]
     preprocess_nothing = ["-E", "-x", "c", os.devnull]
     # The macros tell the processor that is compiled for: with a cross compiler it is not this machine's.
-    macros, failed = _run([*common, "-dM", *preprocess_nothing])
-    if failed:
-        return failed
-    levels: dict[int, list[str]] = {0: []}
-    known = set()
-    if "__x86_64__" in macros:
-        levels = LEVELS
-        # An old compiler refuses the flags; the library then goes without these products.
-        for name, needed in (("bf16", BF16), ("int8", INT8)):
-            _, refused = _run([*common, *needed, *preprocess_nothing])
-            if not refused:
-                known.add(name)
+    is_x86 = "__x86_64__" in _run([*common, "-dM", *preprocess_nothing])
+    files: list[tuple[str, int, list[str]]] = [("layout", 0, [])]
+    for level, of_level in LEVELS.items():
+        if level and not is_x86:
+            continue
+        for name, own in PARTS.items():
+            if (name, level) != ("int8", 2):  # for which AVX-512 is not enough
+                files.append((name, level, [*of_level, *own]))
+    defines = []
+    for name, (level, needed) in OPTIONAL.items():
+        if is_x86:
+            with suppress(_FailedError):
+                _run([*common, *needed, *preprocess_nothing])
+                files.append((name, level, needed))
+                defines.append(f"-DNM_{name.upper()}")
+    files.append(("library", 0, defines))
     with tempfile.TemporaryDirectory() as folder:
         version = Path(folder) / "source.c"
         version.write_text(f'const char *nm_source(void) {{ return "{source()}"; }}\n')
-        objects = []
-        for file, level, extra in _compilations(version, levels, known):
-            name = file.stem
-            define = []
-            if level is not None:
-                # One file becomes an object, with function names of its own, for each level.
-                name = f"{file.stem}{level}"
-                define = [f"-DNM_LEVEL={level}"]
-            compiled = f"{folder}/{name}.o"
-            _, failed = _run([*common, *extra, *define, "-c", str(file), "-o", compiled])
-            if failed:
-                return failed
+        objects = [str(version)]
+        for name, level, extra in files:
+            # One file becomes an object, with function names of its own, for each level.
+            compiled = f"{folder}/{name}{level}.o"
+            options = [*extra, f"-DNM_LEVEL={level}", "-c", str(SOURCES / f"{name}.c")]
+            _run([*common, *options, "-o", compiled])
             objects.append(compiled)
         linked = Path(folder) / target.name
-        _, failed = _run([*command, "-shared", *flags, *objects, "-o", str(linked)])
-        if failed:
-            return failed
+        _run([*common, "-shared", *objects, "-o", str(linked)])
         target.parent.mkdir(parents=True, exist_ok=True)
         # Renaming replaces a file at once, but only within one file system: copy next to the target first.
         new = target.with_name(f".{target.name}.{os.getpid()}")
         shutil.copy(linked, new)
         new.replace(target)
-    return ""
 
 
-def _compilations(
-    version: Path, levels: dict[int, list[str]], known: set[str]
-) -> list[tuple[Path, int | None, list[str]]]:
-    """The C files to compile, each with its level and further flags; level None for files that are compiled once."""
-    library_flags = [f"-DNM_{name.upper()}" for name in sorted(known)]
-    compilations: list[tuple[Path, int | None, list[str]]] = [
-        (version, None, []),
-        (SOURCES / "library.c", None, library_flags),
-        (SOURCES / "layout.c", None, []),
-    ]
-    compilations.append((SOURCES / "choose.c", None, SEPARATE))
-    for level, extra in levels.items():
-        compilations.append((SOURCES / "kernels.c", level, extra))
-        compilations.append((SOURCES / "conv.c", level, extra))
-        compilations.append((SOURCES / "top.c", level, extra))
-        compilations.append((SOURCES / "evolve.c", level, [*extra, *SEPARATE]))
-        # At level 2 int8 products need more than AVX-512.
-        if level < 2:
-            compilations.append((SOURCES / "int8.c", level, [*extra, *SEPARATE]))
-    if "bf16" in known:
-        compilations.append((SOURCES / "bf16.c", 3, BF16))
-    if "int8" in known:
-        compilations.append((SOURCES / "int8.c", 2, [*INT8, *SEPARATE]))
-    return compilations
-
-
-def _run(command: list[str]) -> tuple[str, str]:
-    """Run a command; return what it printed, and how it failed, which is empty if it did not."""
+def _run(command: list[str]) -> str:
+    """Run a command, and return what it printed."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError as error:
-        return "", f"{shlex.join(command)} failed: {error}"
-    if done.returncode == 0:
-        return done.stdout, ""
-    # Some compilers write errors to the standard output; an error in a header can fill pages.
-    printed = done.stderr or done.stdout
-    message = printed.strip()[:2000]
-    return "", f"{shlex.join(command)} failed with status {done.returncode}: {message}"
+        raise _FailedError(f"{shlex.join(command)} failed: {error}") from error
+    if done.returncode:
+        # Some compilers write errors to the standard output; an error in a header can fill pages.
+        printed = done.stderr or done.stdout
+        message = printed.strip()[:2000]
+        raise _FailedError(f"{shlex.join(command)} failed with status {done.returncode}: {message}")
+    return done.stdout
 
 
 if __name__ == "__main__":

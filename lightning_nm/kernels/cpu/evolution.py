@@ -19,7 +19,7 @@ from lightning_nm.functional.evolution import LONGEST_BLOCK, BlockGrid
 from lightning_nm.functional.mask_storage import BACKWARD_BIT, FORWARD_BIT
 from lightning_nm.kernels.cpu import library
 
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+DTYPES = {**library.DTYPES, torch.float16: 2}
 """The dtypes of weights, gradients and optimizer state, by their numbers in the library."""
 MOST_STATES = 4
 """Tensors of the optimizer's state that an exchange takes."""
@@ -28,7 +28,6 @@ _FEW = 4096  # entries up to which calls of torch are as fast
 # The library reads and writes the two lowest bits.
 assert FORWARD_BIT == 1
 assert BACKWARD_BIT == 2
-
 
 _SCORES = {**DTYPES, torch.float64: 3, torch.int32: 4, torch.int64: 5}
 _LONGEST_RANKED = 64  # entries of a block
@@ -51,47 +50,42 @@ def is_row_major(*tensors: Tensor | None, device_type: str = "cpu") -> bool:
     return library.is_plain(*tensors, device_type=device_type)
 
 
-def _run(
-    *passes: str,
-    bits: Tensor,
-    grid: BlockGrid | None = None,
-    written: Sequence[Tensor | None] = (),
-    job: Any = None,
-    **fields: Any,
-) -> Any:
-    """Run passes by their names in csrc/nm.h, and return their description, the library's ``nm_evolution``.
+def _run(name: str, bits: Tensor, *, written: Sequence[Tensor | None], **fields: Any) -> Any:
+    """Run a pass by its name in csrc/nm.h, and return its description, the library's ``nm_evolution``, with results.
 
     Args:
-        passes: Their names.
+        name: Its name.
         bits: The masks of the weight.
-        grid: The blocks, for passes that look at blocks.
         written: The tensors that are written, of which torch is told.
-        job: The description that an earlier call returned; it has all fields.
-        fields: Other fields of the description by their names; a tensor stands for its address.
+        fields: Other fields of the description by their names, those of a :class:`BlockGrid` for passes that look at
+            blocks; a tensor stands for its address, ``None`` for NULL.
     """
-    if job is None:
-        typed = fields.get("weight", fields.get("grad"))
-        description = {
-            "parallel": library.parallel() or library.ffi.NULL,
-            "threads": torch.get_num_threads(),
-            "entries": bits.numel(),
-            "bits": bits.data_ptr(),
-            "dtype": 0 if typed is None else DTYPES[typed.dtype],
-        }
-        if grid is not None:
-            description.update(vars(grid), blocks=bits.numel() // grid.m)
-        for name, value in fields.items():
-            if value is not None:  # else NULL
-                description[name] = value.data_ptr() if isinstance(value, Tensor) else value
-        job = library.ffi.new("nm_evolution *", description)
+    description = {
+        "parallel": library.parallel() or library.ffi.NULL,
+        "threads": library.threads(),
+        "entries": bits.numel(),
+        "bits": bits.data_ptr(),
+    }
+    typed = fields.get("weight", fields.get("grad"))
+    if typed is not None:
+        description["dtype"] = DTYPES[typed.dtype]
+    for field, value in fields.items():
+        if value is not None:  # else NULL
+            # isinstance() takes ten times as long for a number.
+            description[field] = value.data_ptr() if hasattr(value, "data_ptr") else value
+    job = library.ffi.new("nm_evolution *", description)
     lib = library.load()
-    for name in passes:
-        if lib.nm_evolution_pass(library.level(), getattr(lib, f"NM_{name}"), job):
-            raise MemoryError("there is no memory for a pass over a weight")
-    for tensor in written:
+    if lib.nm_evolution_pass(library.level(), getattr(lib, f"NM_{name}"), job):
+        raise MemoryError("there is no memory for a pass over a weight")
+    count_writes(*written)
+    return job
+
+
+def count_writes(*tensors: Tensor | None) -> None:
+    """Let torch count a write to each of these tensors."""
+    for tensor in tensors:
         if tensor is not None:
             increment_version(tensor)
-    return job
 
 
 def mask_(x: Tensor, bits: Tensor) -> bool:
@@ -102,7 +96,7 @@ def mask_(x: Tensor, bits: Tensor) -> bool:
     """
     if x.numel() <= _FEW or x.shape != bits.shape or not runs(x, bits):
         return False
-    _run("MASK", bits=bits, weight=x, written=[x])
+    _run("MASK", bits, weight=x, written=[x])
     return True
 
 
@@ -125,10 +119,10 @@ def top_n_mask(blocks_bmi: Tensor, n: int, magnitude: bool) -> Tensor | None:
         return None
     scores = blocks_bmi.contiguous()
     mask_bmi = torch.empty_like(scores, dtype=torch.bool)
-    addresses = scores.data_ptr(), mask_bmi.data_ptr()
     sizes = blocks * inner, inner, n, m
+    addresses = scores.data_ptr(), mask_bmi.data_ptr()
     top = library.structure("nm_top *", *addresses, *sizes, _SCORES[scores.dtype], magnitude)
-    library.load().nm_top_mask(library.level(), top)
+    library.call("nm_top_mask", library.level(), top)
     return mask_bmi
 
 
@@ -139,7 +133,7 @@ masks.by_library = top_n_mask
 @torch.no_grad()
 def decay_(grad: Tensor, weight: Tensor, bits: Tensor, factor: float) -> None:
     """Add ``factor`` times the entries of a weight whose forward bit is not set to its gradient, in place."""
-    _run("DECAY", bits=bits, weight=weight, grad=grad, size=factor, written=[grad])
+    _run("DECAY", bits, weight=weight, grad=grad, size=factor, written=[grad])
 
 
 @torch.no_grad()
@@ -148,8 +142,8 @@ def keep_largest(grid: BlockGrid, n: int, weight: Tensor, bits: Tensor) -> int:
 
     Of equal entries the first are kept; NaN is below all numbers. Returns how many bits changed.
     """
-    job = _run("LARGEST", bits=bits, grid=grid, weight=weight, n=n, written=[bits])
-    return int(job.better)
+    job = _run("LARGEST", bits, **vars(grid), weight=weight, n=n, written=[bits])
+    return int(job.changed)
 
 
 @torch.no_grad()
@@ -169,7 +163,7 @@ def keep_largest_of_columns(
     order = order.to(torch.int64).contiguous()
     _run(
         "LARGEST_OF_COLUMNS",
-        bits=bits,
+        bits,
         written=[bits],
         weight=weight,
         order=order,
@@ -192,7 +186,7 @@ def has_whole_rows(rows: Tensor, weight: Tensor, m: int) -> bool:
 
 def size_of_kept(weight: Tensor, bits: Tensor) -> float:
     """The root mean square of the entries of a weight whose forward bit is set; 0 if there are none."""
-    job = _run("KEPT_SIZE", bits=bits, weight=weight)
+    job = _run("KEPT_SIZE", bits, weight=weight, written=[])
     return math.sqrt(job.kept_square / max(job.kept, 1))
 
 
@@ -229,10 +223,9 @@ def gather_evidence(
     value = torch.empty_like(old_value)
     square = torch.empty_like(old_square)
     _run(
-        *(["GATHER"] if grad is None else ["GATHER", "MASK"]),
-        bits=bits,
+        "GATHER",
+        bits,
         written=[grad],
-        weight=grad,  # what the second pass masks
         grad=grad,
         old_value=old_value,
         old_square=old_square,
@@ -242,7 +235,6 @@ def gather_evidence(
         own_ratio=own_ratio,
         limit=float(limit),
         decay=decay,
-        take=1 - decay,
         correction=float(correction),
         epsilon=epsilon,
         size=float(size),
@@ -264,7 +256,7 @@ def keep_evidence(
     """Write U divided by ``unit``, and V: all entries, or only those whose forward bit is not set."""
     _run(
         "KEEP",
-        bits=bits,
+        bits,
         written=[kept_value, kept_square],
         value=value,
         square=square,
@@ -313,32 +305,23 @@ def exchange(
         The number of blocks that changed, and of those that did not, though an exchange would raise their score; a
         tensor where only the device knows it.
     """
-    blocks = weight.numel() // grid.m
-    gain = torch.empty(blocks, dtype=torch.float32)
-    pruned, regrown, chosen = torch.empty(3, blocks, dtype=torch.uint8)
     job = _run(
-        "BEST",
-        bits=bits,
-        grid=grid,
+        "EXCHANGE",
+        bits,
+        **vars(grid),
+        written=[bits, weight, grad, oscillation, exchanged, *states],
         weight=weight,
         grad=grad,
         value=value,
         square=square,
-        gain=gain,
-        pruned=pruned,
-        regrown=regrown,
-        chosen=chosen,
         oscillation=oscillation,
         exchanged=exchanged,
         states=len(states),
-        state=list(map(Tensor.data_ptr, states)),
+        state=[state.data_ptr() for state in states],
         state_dtype=[DTYPES[state.dtype] for state in states],
         state_is_square=are_squares,
         correction=float(correction),
         moment=moment,
         budget=budget,
     )
-    changed = int(library.load().nm_choose_blocks(job))
-    written = [bits, weight, grad, oscillation, exchanged, *states]
-    _run("EXCHANGE", bits=bits, job=job, written=written)
-    return changed, int(job.better) - changed
+    return int(job.changed), int(job.better - job.changed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ from lightning_nm.functional.int8 import MOST_TERMS, check_quantised, quantise_w
 from lightning_nm.functional.masks import nm_mask
 from lightning_nm.functional.nm_format import pack_nm, position_numbers
 from lightning_nm.kernels.api import Convolution, GemmKey, MaskedMatrix
-from lightning_nm.kernels.cpu import library
 from lightning_nm.kernels.cpu.kernels import CpuKernel
 from lightning_nm.kernels.cpu.layouts import Packed
 from lightning_nm.kernels.cpu.library import ffi
@@ -63,7 +62,7 @@ class Int8Layout:
     taps: int = 1
 
     @staticmethod
-    def reason_against(rows: int, depth: int, pattern: NMPattern) -> str:
+    def reason_against(depth: int, pattern: NMPattern) -> str:
         """Why a matrix has no such layout; empty if it has one."""
         if BLOCK % pattern.m:
             return f"blocks of {pattern.m} do not fit registers of {BLOCK} bytes"
@@ -80,7 +79,6 @@ class Int8Layout:
         values: Tensor,
         positions: Tensor,
         scale: Tensor,
-        depth: int,
         pattern: NMPattern,
         taps: int = 1,
     ) -> tuple[Int8Layout, Tensor]:
@@ -90,7 +88,6 @@ class Int8Layout:
             values: int8 ``[rows, depth / M, N]``.
             positions: uint8 of the same shape: below M, ascending in a block.
             scale: float32 ``[rows]``.
-            depth: Of the matrix.
             pattern: N:M.
             taps: As the attribute.
 
@@ -100,8 +97,9 @@ class Int8Layout:
         Raises:
             ValueError: If there is no such layout, or the tensors are not those of a matrix in int8.
         """
-        rows = len(values)
-        reason = cls.reason_against(rows, depth, pattern)
+        rows, blocks, _ = values.shape
+        depth = blocks * pattern.m
+        reason = cls.reason_against(depth, pattern)
         if reason:
             raise ValueError(reason)
         check_quantised(values, scale)
@@ -115,9 +113,8 @@ class Int8Layout:
         # Positions of different bits: their sum is their union.
         packed_positions = (by_byte << shifts).sum(-1, dtype=torch.uint8)
         ordered_values = _ordered(values, pattern)
-        tiles = len(ordered_values)
-        offset = torch.zeros(tiles * ROWS, dtype=torch.int32)
-        offset[:rows] = -128 * values.flatten(1).sum(1, dtype=torch.int32)
+        of_rows = -128 * values.flatten(1).sum(1, dtype=torch.int32)
+        offset = F.pad(of_rows, (0, -rows % ROWS))
         layout = cls(packed_positions, scale, offset, rows, depth, pattern, taps)
         return layout, ordered_values
 
@@ -140,10 +137,12 @@ class Int8Layout:
     def part(self, tiles: slice, rows: int) -> Int8Layout:
         """The rows of some tiles on the same memory, `rows` of which exist."""
         first = tiles.start * ROWS
-        offset = self.offset[first : tiles.stop * ROWS]
-        scale = self.scale[first : first + rows]
-        return Int8Layout(
-            self.positions[tiles], scale, offset, rows, self.depth, self.pattern, self.taps
+        return replace(
+            self,
+            positions=self.positions[tiles],
+            scale=self.scale[first : first + rows],
+            offset=self.offset[first : tiles.stop * ROWS],
+            rows=rows,
         )
 
     def operand(self, values: Tensor) -> Any:
@@ -174,33 +173,25 @@ def int8_matrix(
 
 def _ordered(entries_rbn: Tensor, pattern: NMPattern) -> Tensor:
     """Entries ``[rows, depth / M, N]`` in the order of a layout, ``[tiles, blocks, groups, 16, 4]``."""
-    rows = len(entries_rbn)
-    tiles = -(-rows // ROWS)
-    together = BLOCK // pattern.m  # blocks of M in a register
-    blocks = -(-entries_rbn.shape[1] // together)
-    slots = together * pattern.n
-    groups = -(-slots // ENTRIES)
-    filled = entries_rbn.new_zeros(tiles * ROWS, blocks * slots)
-    filled[:rows, : entries_rbn[0].numel()] = entries_rbn.flatten(1)
-    whole = entries_rbn.new_zeros(tiles * ROWS, blocks, groups * ENTRIES)
-    whole[:, :, :slots] = filled.view(-1, blocks, slots)
-    by_group = whole.view(tiles, ROWS, blocks, groups, ENTRIES)
+    slots = BLOCK // pattern.m * pattern.n  # of a row in a block
+    entries = entries_rbn.flatten(1)
+    rows, count = entries.shape
+    # Zeros fill up the tiles, the blocks and the groups.
+    in_tiles = F.pad(entries, (0, -count % slots, 0, -rows % ROWS))
+    in_groups = F.pad(in_tiles.unflatten(1, (-1, slots)), (0, -slots % ENTRIES))
+    by_group = in_groups.unflatten(2, (-1, ENTRIES)).unflatten(0, (-1, ROWS))
     return by_group.permute(0, 2, 3, 1, 4).contiguous()
 
 
 def _unordered(ordered: Tensor, rows: int, count: int, pattern: NMPattern) -> Tensor:
     """Undo :func:`_ordered` for ``[tiles, blocks, groups, 64]``: the entries of `count` blocks of M of each row."""
-    tiles, blocks, groups, _ = ordered.shape
     slots = BLOCK // pattern.m * pattern.n
-    by_group = ordered.view(tiles, blocks, groups, ROWS, ENTRIES).permute(0, 3, 1, 2, 4)
-    whole = by_group.reshape(tiles * ROWS, blocks, groups * ENTRIES)[:, :, :slots]
-    return whole.reshape(tiles * ROWS, -1)[:rows, : count * pattern.n].view(rows, count, pattern.n)
+    by_row = ordered.unflatten(3, (ROWS, ENTRIES)).permute(0, 3, 1, 2, 4).flatten(0, 1)
+    entries = by_row.flatten(2)[:, :, :slots].flatten(1)  # [rows of tiles, entries of blocks]
+    return entries[:rows, : count * pattern.n].view(rows, count, pattern.n)
 
 
 # ------------------------------------------------------------------------------------------------------ the kernel
-
-INSTRUCTIONS = ("baseline", "AVX2", "AVX-512 with VBMI and VNNI")
-"""What the library has int8 products for, by its numbers."""
 
 PATCHES = 1 << 20
 """Entries of the patches of a convolution that are copied at a time."""
@@ -233,7 +224,7 @@ class CpuInt8Kernel(CpuKernel):
             return "it is for inference"
         if key.conv is not None and key.conv.groups > 1 and key.rows // key.conv.groups % ROWS:
             return f"{key.rows // key.conv.groups} outputs of a group are no whole tiles of {ROWS}"
-        return Int8Layout.reason_against(key.rows, key.depth, key.pattern)
+        return Int8Layout.reason_against(key.depth, key.pattern)
 
     def layout(self, matrix: MaskedMatrix) -> Any:
         """Nothing: the layout depends on the values, too."""
@@ -268,11 +259,10 @@ class CpuInt8Kernel(CpuKernel):
             own = Packed(layout.part(tiles, rows), values[tiles])
             own_bias = None if bias is None else bias[first : first + rows].clone()
             for images, heights in _parts(patches_nhwd):
-                read = patches_nhwd[images, heights]
-                tokens = read.clone(memory_format=torch.contiguous_format).view(-1, layout.depth)
+                tokens = patches_nhwd[images, heights].reshape(-1, layout.depth).contiguous()
                 product = self.linear(own, tokens, own_bias)
                 part = y[images, heights, :, first : first + rows]
-                part.copy_(product.view(part.shape))
+                part.copy_(product.view_as(part))
         return y.permute(0, 3, 1, 2).contiguous()
 
     def _self_check(self) -> str:
@@ -318,21 +308,12 @@ def _patches(padded: Tensor, conv: Convolution, *, taps_first: bool) -> Tensor:
 
     The depth is ``[taps, in / groups]``, or the other way round.
     """
-    images, groups = len(padded), conv.groups
-    inputs = conv.inputs // groups
-    of_image, of_channel, of_row, of_column = padded.stride()
-    shape = (groups, images, *conv.positions, inputs, *conv.kernel)
-    strides = (
-        inputs * of_channel,
-        of_image,
-        of_row * conv.stride[0],
-        of_column * conv.stride[1],
-        of_channel,
-        of_row * conv.dilation[0],
-        of_column * conv.dilation[1],
-    )
-    patches = padded.as_strided(shape, strides)
-    return patches.movedim(4, -1) if taps_first else patches
+    patches = padded.unflatten(1, (conv.groups, -1))  # [images, groups, in / groups, height, width]
+    sizes = zip(conv.kernel, conv.stride, conv.dilation, strict=True)
+    for axis, (size, stride, dilation) in enumerate(sizes, 3):
+        reach = (size - 1) * dilation + 1
+        patches = patches.unfold(axis, reach, stride)[..., ::dilation]
+    return patches.transpose(0, 1).movedim(2, -1 if taps_first else 4)
 
 
 def _parts(patches: Tensor) -> Iterator[tuple[slice, slice]]:
@@ -352,9 +333,4 @@ def packed_int8(weight: Tensor, pattern: NMPattern) -> Packed:
     values, packed_positions = pack_nm(integers, pattern)
     blocks = values.numel() // pattern.n
     positions = position_numbers(packed_positions, pattern, blocks).view(values.shape)
-    return Packed(*Int8Layout.of(values, positions, scale, weight.shape[1], pattern))
-
-
-def instructions() -> str:
-    """The instruction set that int8 products take on this CPU."""
-    return INSTRUCTIONS[library.load().nm_int8_level(library.level())]
+    return Packed(*Int8Layout.of(values, positions, scale, pattern))

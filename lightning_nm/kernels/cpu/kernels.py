@@ -30,11 +30,7 @@ class CpuKernel(GemmKernel):
         """Return why the kernel does not work: another device, no library, or a small product that is wrong."""
         if device.type != "cpu":
             return f"it is for CPUs, not {device.type}"
-        return library.unavailable() or self._missing() or self._self_check()
-
-    def _missing(self) -> str:
-        """What the instruction set lacks; empty if nothing."""
-        return ""
+        return library.unavailable() or self._self_check()
 
     def supports(self, key: GemmKey) -> str:
         """Return why a product cannot run: its dtype or its sizes; empty if it can."""
@@ -60,22 +56,18 @@ class CpuKernel(GemmKernel):
 
         All are contiguous.
         """
-        layout = packed.layout
-        y = x.new_empty(len(x), layout.rows)
-        sizes = layout.rows, layout.depth, len(x)
-        return self._multiply("NM_LINEAR", packed, sizes, y, x, bias)
+        y = x.new_empty(len(x), packed.layout.rows)
+        return self._multiply("NM_LINEAR", packed, y, x, bias)
 
     def sampled(self, layout: _Layout, grad: Tensor, x: Tensor) -> Tensor:
         """Compute ``grad^T x`` at the entries of a mask, zero elsewhere: ``[rows, depth]``."""
         y = x.new_empty(layout.rows, layout.depth)
-        sizes = layout.rows, layout.depth, len(x)
-        return self._multiply("NM_SAMPLED", Packed(layout, None), sizes, y, x, grad=grad)
+        return self._multiply("NM_SAMPLED", Packed(layout, None), y, x, grad=grad)
 
     def _multiply(
         self,
         product: str,
         packed: Packed,
-        sizes: tuple[int, int, int],
         y: Tensor,
         x: Tensor,
         bias: Tensor | None = None,
@@ -86,9 +78,8 @@ class CpuKernel(GemmKernel):
         Args:
             product: ``"NM_LINEAR"``, ``"NM_SAMPLED"`` or ``"NM_MATMUL"``.
             packed: ``A [rows, depth]``; not in the layout of another kernel, which the library would misread.
-            sizes: Rows, depth and tokens.
             y: For the result.
-            x: ``[tokens, depth]``, or ``[depth, tokens]`` for ``"NM_MATMUL"``.
+            x: ``[tokens, depth]``, or for ``"NM_MATMUL"`` ``[depth, tokens]``, of which the last rows may be missing.
             bias: ``[rows]``.
             grad: ``[tokens, rows]``.
         """
@@ -101,25 +92,29 @@ class CpuKernel(GemmKernel):
             raise ValueError(
                 f"an operand is {x.dtype}, but a paired layout takes torch.bfloat16 alone"
             )
-        rows, depth, tokens = sizes
-        shape = (depth, tokens) if product == "NM_MATMUL" else (tokens, depth)
+        rows, depth, tokens = layout.rows, layout.depth, len(x)
+        shape = tokens, depth
+        if product == "NM_MATMUL":
+            depth, tokens = len(x), x.shape[-1]
+            shape = depth, tokens
         inputs = (x, shape), (bias, (rows,)), (grad, (tokens, rows))
-        sparse = layout.operand(packed.values)
+        sizes, sparse = (rows, depth, tokens), layout.operand(packed.values)
         library.run(self.function, product, "nm_operands *", sizes, inputs, y, sparse)
         return y
 
     def _self_check(self) -> str:
         """Compare small products with float64 ones."""
         generator = torch.Generator().manual_seed(0)
-        # Sizes that leave parts of registers and panels unused.
-        rows = 40
-        depth = 48
-        tokens = 11
         pattern = NMPattern(1, 8)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, dtype=torch.float32).to(dtype)
+
         for dtype in DTYPES:
-            weight = torch.randn(rows, depth, generator=generator, dtype=torch.float32).to(dtype)
-            x = torch.randn(tokens, depth, generator=generator, dtype=torch.float32).to(dtype)
-            grad = torch.randn(tokens, rows, generator=generator, dtype=torch.float32).to(dtype)
+            # Sizes that leave parts of registers and panels unused.
+            weight = normal(40, 48)
+            x = normal(11, 48)
+            grad = normal(11, 40)
             mask = nm_mask(weight.abs(), pattern)
             matrix = _matrix(weight, mask, pattern)
             layout = self.layout(matrix)
@@ -152,11 +147,10 @@ class CpuPermuteKernel(CpuKernel):
     layouts = PermuteLayout
     function = "nm_permute_product"
 
-    def _missing(self) -> str:
-        # Inputs of a register that an instruction permutes; 0 where there is no such instruction.
-        if library.load().nm_lanes(library.level()):
-            return ""
-        return "the baseline instruction set has no permutation"
+    def _self_check(self) -> str:
+        if not library.permuted_lanes():
+            return "the baseline instruction set has no permutation"
+        return super()._self_check()
 
     def supports(self, key: GemmKey) -> str:
         """Return why a product cannot run: also blocks that do not fit registers, or an operand N:M by tokens."""
@@ -168,7 +162,7 @@ class CpuPermuteKernel(CpuKernel):
             return "it permutes inputs of a token, not tokens"
         if key.drawn:
             return "it packs masks that are kept"
-        lanes = library.load().nm_lanes(library.level())
+        lanes = library.permuted_lanes()
         if lanes % key.pattern.m and key.pattern.m % lanes:
             return f"blocks of {key.pattern.m} do not fit registers of {lanes}"
         return ""
@@ -200,7 +194,7 @@ class CpuCsrKernel(CpuKernel):
     def matmul(self, packed: Packed, matrix: Tensor) -> Tensor:
         """Compute ``A B``: ``B [depth, columns]``, result ``[rows, columns]``, all contiguous."""
         layout = packed.layout
-        given, columns = len(matrix), matrix.shape[-1]
+        given = len(matrix)
         if given > layout.depth:
             raise ValueError(f"a matrix of {given} rows does not fit {layout.depth} columns")
         # The tokens of A may be padded with zeros, those of B not.
@@ -208,8 +202,8 @@ class CpuCsrKernel(CpuKernel):
             raise ValueError(
                 f"a matrix of {layout.depth} columns has nonzeros beyond the {given} rows of its operand"
             )
-        y = matrix.new_empty(layout.rows, columns)
-        return self._multiply("NM_MATMUL", packed, (layout.rows, given, columns), y, matrix)
+        y = matrix.new_empty(layout.rows, matrix.shape[-1])
+        return self._multiply("NM_MATMUL", packed, y, matrix)
 
     def conv(
         self, packed: Packed, x: Tensor, conv: Convolution, bias: Tensor | None = None
@@ -269,8 +263,7 @@ def _convolve(
     of_y = (images, out, *positions)
     shapes = {"NM_FORWARD": of_y, "NM_DGRAD": of_x, "NM_WGRAD": (layout.rows, layout.depth)}
     result = given.new_empty(shapes[product])
-    channels = images, conv.inputs, conv.outputs, conv.groups
-    sizes = *channels, conv.size, conv.kernel, conv.stride, conv.padding, conv.dilation, positions
+    sizes = images, *conv, positions
     operands = (x, of_x), (bias, (out,)), (grad, of_y)
     sparse = layout.operand(packed.values)
     library.run("nm_conv_product", product, "nm_conv *", sizes, operands, result, sparse)

@@ -19,10 +19,11 @@ from lightning_nm.kernels.cpu.library import (
     DTYPES,
     EMPTY,
     PANEL,
+    address,
+    call,
     ffi,
-    level,
-    load,
     multiplies_pairs,
+    permuted_lanes,
     structure,
 )
 from lightning_nm.pattern import NMPattern
@@ -64,16 +65,13 @@ class PermuteLayout:
     @cached_property
     def block(self) -> int:
         """Inputs in a register."""
-        if self.paired:
-            return 2 * self.lanes
-        return self.lanes
+        return 2 * self.lanes if self.paired else self.lanes
 
     @cached_property
     def slots(self) -> int:
         """Nonzeros of a row in one block, at most."""
-        if self.paired:
-            return 2 * self.inputs.shape[2]
-        return self.inputs.shape[2]
+        groups = self.inputs.shape[2]
+        return 2 * groups if self.paired else groups
 
     @staticmethod
     def most_slots(pattern: NMPattern, block: int) -> int:
@@ -95,8 +93,7 @@ class PermuteLayout:
         pattern = matrix.pattern
         if pattern is None:
             raise ValueError("cpu-permute takes a mask of a pattern")
-        library = load()
-        lanes = library.nm_lanes(level())
+        lanes = permuted_lanes()
         rows, depth = matrix.shape
         aligned = 2 * lanes % pattern.m == 0 or pattern.m % (2 * lanes) == 0
         paired = multiplies_pairs(matrix.dtype) and aligned
@@ -112,7 +109,7 @@ class PermuteLayout:
             shape.append(2)
         inputs = torch.empty(shape, dtype=torch.uint8)
         mask, *_outlive = _mask(matrix)
-        if library.nm_permute_layout(mask, lanes, slots, paired, inputs.data_ptr()):
+        if call("nm_permute_layout", mask, lanes, slots, paired, inputs):
             raise ValueError(
                 f"the mask of a matrix of shape {rows} x {depth} is not {pattern} along its last axis"
             )
@@ -128,7 +125,7 @@ class PermuteLayout:
         Raises:
             ValueError: If an index is not within its block.
         """
-        if not load().nm_permute_valid(self.inputs.data_ptr(), self.inputs.numel(), self.block):
+        if not call("nm_permute_valid", self.inputs, self.inputs.numel(), self.block):
             raise ValueError(
                 f"an index of the layout is neither below {self.block} nor {EMPTY}: make it from a mask"
             )
@@ -140,18 +137,8 @@ class PermuteLayout:
         # Pairs are multiplied as bfloat16; other instructions widen to float32, so that is done here once.
         dtype = torch.bfloat16 if self.paired else torch.float32
         values = torch.empty(self.inputs.shape, dtype=dtype)
-        mask, weight, _bits = _mask(matrix, (self.rows, self.depth))
-        load().nm_permute_values(
-            mask,
-            self.lanes,
-            self.slots,
-            self.paired,
-            self.inputs.data_ptr(),
-            weight.data_ptr(),
-            DTYPES[weight.dtype],
-            matrix.dtype == torch.bfloat16,  # whether values are rounded
-            values.data_ptr(),
-        )
+        mask, *_outlive = _mask(matrix, (self.rows, self.depth))
+        call("nm_permute_values", mask, self.lanes, self.slots, self.paired, self.inputs, values)
         return values
 
     @property
@@ -175,8 +162,8 @@ class PermuteLayout:
 
     def operand(self, values: Tensor | None = None) -> Any:
         """Return the matrix as the library takes it; the tensors must outlive the call."""
-        found = 0 if values is None else values.data_ptr()
-        return ffi.new("nm_permute *", (self.inputs.data_ptr(), found, self.slots, self.paired))
+        fields = self.inputs.data_ptr(), address(values), self.slots, self.paired
+        return ffi.new("nm_permute *", fields)
 
 
 @dataclass(frozen=True, eq=False)
@@ -202,7 +189,6 @@ class CsrLayout:
         Raises:
             ValueError: If it has 2^31 entries or more.
         """
-        library = load()
         rows, depth = matrix.shape
         # Entries are counted, and columns times 64 stored, in 32 bits.
         if max(rows * depth, depth * PANEL) >= 2**31:
@@ -216,20 +202,13 @@ class CsrLayout:
             )
         # The first pass counts the entries of each row, the second one fills them in.
         start = torch.empty(rows + 1, dtype=torch.int32)
-        entries = library.nm_csr_start(mask, start.data_ptr())
+        entries = call("nm_csr_start", mask, start)
         # Work space: the next free slot of each row.
         following = torch.empty(rows, dtype=torch.int32)
         offset = torch.empty(entries, dtype=torch.int32)
         source = torch.empty_like(offset)
         slot = torch.empty_like(offset)
-        library.nm_csr_fill(
-            mask,
-            start.data_ptr(),
-            following.data_ptr(),
-            offset.data_ptr(),
-            source.data_ptr(),
-            slot.data_ptr(),
-        )
+        call("nm_csr_fill", mask, start, following, offset, source, slot)
         return cls(start, offset, source, slot, rows, depth)
 
     def __post_init__(self) -> None:
@@ -242,33 +221,17 @@ class CsrLayout:
         Raises:
             ValueError: If an entry is not within the matrix.
         """
-        valid = load().nm_csr_valid(
-            self.start.data_ptr(),
-            self.rows,
-            self.offset.data_ptr(),
-            self.offset.numel(),
-            self.depth,
-        )
-        if not valid:
+        entries = len(self.offset)
+        if not call("nm_csr_valid", self.start, self.rows, self.offset, entries, self.depth):
             raise ValueError(
                 f"an entry of the layout is not in its {self.rows} x {self.depth}: make it from a mask"
             )
 
     def values(self, matrix: MaskedMatrix) -> Tensor:
         """Values of the matrix at the entries of this layout, float32, rounded to the matrix's dtype."""
-        mask, weight, _bits = _mask(matrix._replace(order=None), (self.rows, self.depth))
+        mask, *_outlive = _mask(matrix._replace(order=None), (self.rows, self.depth))
         values = torch.empty(self.offset.shape, dtype=torch.float32)
-        load().nm_csr_values(
-            mask.parallel,
-            mask.threads,
-            self.source.data_ptr(),
-            self.slot.data_ptr(),
-            len(self.offset),
-            weight.data_ptr(),
-            DTYPES[weight.dtype],
-            matrix.dtype == torch.bfloat16,  # whether values are rounded
-            values.data_ptr(),
-        )
+        call("nm_csr_values", mask, self.source, self.slot, len(self.offset), values)
         return values
 
     @property
@@ -289,8 +252,8 @@ class CsrLayout:
 
     def operand(self, values: Tensor | None = None) -> Any:
         """Return the matrix as the library takes it; the tensors must outlive the call."""
-        found = 0 if values is None else values.data_ptr()
-        return ffi.new("nm_csr *", (self.start.data_ptr(), self.offset.data_ptr(), found))
+        fields = self.start.data_ptr(), self.offset.data_ptr(), address(values)
+        return ffi.new("nm_csr *", fields)
 
 
 def dense_matrix(tensors: Sequence[Tensor], rows: int, depth: int, dtype: torch.dtype) -> Tensor:
@@ -349,46 +312,41 @@ def _divide_up(size: int, part: int) -> int:
 
 
 def _mask(matrix: MaskedMatrix, shape: tuple[int, int] | None = None) -> tuple[Any, Tensor, Tensor]:
-    """The mask as the library takes it, the weight with the strides that the mask has, and the mask's bytes.
+    """The mask and the weight as the library takes them, and their tensors.
 
-    The structure has the bytes' address alone: they must outlive its use. `shape` is that of the layout whose values
-    are read.
+    The structure has the tensors' addresses alone: they must outlive its use. `shape` is that of the layout whose
+    values are read.
 
     Raises:
         ValueError: If the matrix is of another shape than its layout, or the library cannot read it.
     """
-    bits = matrix.bits
-    if shape is not None and tuple(bits.shape) != shape:
+    bits, order = matrix.bits, matrix.order
+    rows, depth = bits.shape
+    if shape is not None and shape != (rows, depth):
         raise ValueError(
-            f"a layout of {shape[0]} x {shape[1]} is not one of a matrix of {bits.shape[0]} x {bits.shape[1]}"
+            f"a layout of {shape[0]} x {shape[1]} is not one of a matrix of {rows} x {depth}"
         )
-    order = matrix.order
-    weight = matrix.values.detach()
     if 1 not in bits.stride():
         raise ValueError(f"a mask with strides {bits.stride()} has no contiguous axis")
-    if weight.dtype not in DTYPES:
-        weight = weight.float()
-    if weight.stride() != bits.stride():
-        # The library reads both by the strides of the mask.
-        values = weight
-        weight = torch.empty_strided(bits.shape, bits.stride(), dtype=values.dtype)
-        weight.copy_(values)
-    rows, depth = bits.shape
-    row_stride, depth_stride = bits.stride()
     if order is not None:
-        if rows == 1:  # its stride may be anything
-            row_stride = 1
         # The library permutes the depth only where each of its entries is a contiguous line of memory, as in the
         # transposed view of a weight. A weight that lies in memory the other way is copied.
-        if row_stride != 1:
+        if bits.stride(0) != 1:
             bits = bits.t().contiguous().t()
-            weight = weight.t().contiguous().t()
-            row_stride, depth_stride = bits.stride()
         if order.dtype != torch.int64 or order.shape != (depth,) or not order.is_contiguous():
             raise ValueError(
                 f"the order of a depth of {depth} is {order.dtype} of shape {tuple(order.shape)}"
             )
+    weight = matrix.values.detach()
+    if weight.dtype not in DTYPES:
+        weight = weight.float()
+    if weight.stride() != bits.stride():
+        # The library reads both by the strides of the mask.
+        weight = torch.empty_strided(bits.shape, bits.stride(), dtype=weight.dtype).copy_(weight)
+    row_stride, depth_stride = bits.stride()
+    if rows == 1:  # its stride may be anything
+        row_stride = 1
     bit = matrix.bit.bit_length() - 1  # its number
-    place = 0 if order is None else order.data_ptr()
-    fields = bits.data_ptr(), bit, rows, depth, row_stride, depth_stride, place
-    return structure("nm_mask *", *fields), weight, bits
+    of_mask = bits.data_ptr(), bit, rows, depth, row_stride, depth_stride, address(order)
+    of_weight = weight.data_ptr(), DTYPES[weight.dtype], matrix.dtype == torch.bfloat16
+    return structure("nm_mask *", *of_mask, *of_weight), weight, bits

@@ -117,6 +117,11 @@ def level() -> int:
     return LEVELS.index(asked)
 
 
+def permuted_lanes() -> int:
+    """Values in a register that an instruction permutes; 0 where there is no such instruction."""
+    return int(load().nm_lanes(level()))
+
+
 def multiplies_pairs(dtype: torch.dtype) -> bool:
     """Whether the instruction set multiplies pairs of values of a dtype."""
     return dtype == torch.bfloat16 and LEVELS[level()] == "avx512-bf16"
@@ -156,7 +161,7 @@ def parallel() -> Any:
 
 
 def threads() -> int:
-    """Threads that a call uses at most: torch's, or one where :func:`parallel` is ``None``; see :func:`structure`."""
+    """Threads that a call uses at most: torch's, or one where :func:`parallel` is ``None``."""
     return torch.get_num_threads() if parallel() is not None else 1
 
 
@@ -192,6 +197,20 @@ def _cpu_info(key: str) -> str:
             if name.strip() == key:
                 return value.strip()
     return ""
+
+
+def address(tensor: Tensor | None) -> int:
+    """Where a tensor's values are; 0, which is NULL, for ``None``."""
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def call(function: str, *arguments: Any) -> Any:
+    """Call a function of csrc/nm.h; a plain tensor stands for its address."""
+    found = []
+    for value in arguments:
+        # isinstance() takes as long as all the rest for a number.
+        found.append(value.data_ptr() if type(value) is Tensor else value)
+    return getattr(load(), function)(*found)
 
 
 def structure(kind: str, *fields: Any) -> Any:

@@ -20,9 +20,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from lightning_nm.functional.evolution import BlockGrid, count_oscillations, select_blocks
+from lightning_nm.kernels.cpu.evolution import count_writes
 
 TILE = 1024
 """Entries of a program."""
@@ -44,19 +44,28 @@ def gather_evidence(
     old_value: Tensor,
     old_square: Tensor,
     *,
+    unit: float,
+    own_ratio: float,
     limit: Tensor,
     correction: Tensor,
     size: Tensor,
-    own_ratio: float,
     decay: float,
-    **constants: Any,
+    epsilon: float,
 ) -> tuple[Tensor, Tensor]:
-    """Do what :func:`lightning_nm.kernels.cpu.evolution.gather_evidence` does; constants are `unit` and `epsilon`."""
+    """Do what :func:`lightning_nm.kernels.cpu.evolution.gather_evidence` does."""
     new = torch.empty_like(old_value), torch.empty_like(old_square)
     tensors = bits, grad, old_value, old_square, *new, limit, correction, size
-    constants |= {"decay": decay, "take": 1 - decay}
-    _launch(_gather, bits.numel(), *tensors, own_ratio, **constants)
-    _count_writes(grad)
+    _launch(
+        _gather,
+        bits.numel(),
+        *tensors,
+        own_ratio,
+        unit=unit,
+        decay=decay,
+        take=1 - decay,
+        epsilon=epsilon,
+    )
+    count_writes(grad)
     return new
 
 
@@ -68,12 +77,21 @@ def keep_evidence(
     kept_value: Tensor,
     kept_square: Tensor,
     unit: float,
-    **whole: bool,
+    *,
+    whole_value: bool,
+    whole_square: bool,
 ) -> None:
     """Do what :func:`lightning_nm.kernels.cpu.evolution.keep_evidence` does."""
     tensors = bits, value, square, kept_value, kept_square
-    _launch(_keep, bits.numel(), *tensors, fraction=1 / unit, **whole)
-    _count_writes(kept_value, kept_square)
+    _launch(
+        _keep,
+        bits.numel(),
+        *tensors,
+        fraction=1 / unit,
+        whole_value=whole_value,
+        whole_square=whole_square,
+    )
+    count_writes(kept_value, kept_square)
 
 
 @torch.no_grad()
@@ -99,7 +117,7 @@ def best(
     width = triton.next_power_of_2(grid.m)
     tensors = bits, weight, value, gain, pruned, regrown
     _launch(_best, blocks, *tensors, tile=TILE // width, width=width, **vars(grid))
-    _count_writes(weight)
+    count_writes(weight)
     return pruned, regrown, gain
 
 
@@ -131,15 +149,8 @@ def exchange(
     tensors = bits, weight, grad, value, square, tuple(states), correction
     _launch(_exchange, len(chosen), *places, *tensors, moment, are_squares=tuple(are_squares))
     count_oscillations(oscillation, exchanged, chosen, *places)
-    _count_writes(bits, weight, grad, value, *states)
+    count_writes(bits, weight, grad, value, *states)
     return len(chosen), held
-
-
-def _count_writes(*tensors: Tensor | None) -> None:
-    """Let torch count a write to each of these tensors."""
-    for tensor in tensors:
-        if tensor is not None:
-            increment_version(tensor)
 
 
 @triton.jit

@@ -8,10 +8,11 @@
  * entry, whose lowest bit is set where the forward mask keeps it. */
 #include <math.h>
 
-#include "evolve.h"
 #include "lanes.h"
 
-enum { CHUNK = 1 << 14 }; /* entries of a unit of work */
+enum { CHUNK = 1 << 14 };    /* entries of a unit of work */
+enum { BLOCKS = 64 };        /* blocks of a unit of work; a multiple of 8 */
+enum { LONGEST_BLOCK = 32 }; /* entries of a block */
 
 /* The bits of a tensor's entries, whatever their type. */
 typedef uint32_t __attribute__((may_alias)) word;
@@ -145,6 +146,19 @@ static void kept_size(nm_evolution *e) {
     free(job.counts);
 }
 
+/* ---------------------------------------------------------------------------------------------------------------- mask */
+
+INLINE void mask_range(const nm_evolution *e, void *to, int64_t begin, int64_t end, const int32_t dtype) {
+    for (int64_t i = begin; i < end; i++) mask_entry(to, dtype, i, e->bits[i] & 1);
+}
+
+static void mask_task(int64_t begin, int64_t end, void *context) {
+    const nm_evolution *e = context;
+    EACH_DTYPE(e->dtype, mask_range(e, e->weight, begin * CHUNK, nm_min(end * CHUNK, e->entries), DTYPE));
+}
+
+static void mask(nm_evolution *e) { nm_run(e->parallel, e->threads, nm_ceil(e->entries, CHUNK), mask_task, e); }
+
 /* ----------------------------------------------------------------------------------------------------------- evidence */
 
 INLINE void gather_range(const nm_evolution *e, int64_t begin, int64_t end, const int32_t dtype, const int has_grad) {
@@ -153,7 +167,7 @@ INLINE void gather_range(const nm_evolution *e, int64_t begin, int64_t end, cons
     float *restrict value = e->value, *restrict square = e->square;
     const void *restrict grad = e->grad;
     float ratio = e->own_ratio, unit = e->unit, limit = e->limit, size = e->size, epsilon = e->epsilon;
-    float decay = e->decay, take = e->take, correction = e->correction;
+    float decay = (float)e->decay, take = (float)(1 - e->decay), correction = e->correction;
     for (int64_t i = begin; i < end; i++) {
         int keep = bits[i] & 1;
         float v = old_square[i], u = old_value[i] * unit;
@@ -184,10 +198,12 @@ static void gather_task(int64_t begin, int64_t end, void *context) {
     const nm_evolution *e = context;
     for (int64_t chunk = begin; chunk < end; chunk++) {
         int64_t first = chunk * CHUNK, last = nm_min(first + CHUNK, e->entries);
-        if (e->grad)
+        if (e->grad) {
             EACH_DTYPE(e->dtype, gather_range(e, first, last, DTYPE, 1));
-        else
+            EACH_DTYPE(e->dtype, mask_range(e, e->grad, first, last, DTYPE));
+        } else {
             gather_range(e, first, last, NM_FLOAT32, 0);
+        }
     }
 }
 
@@ -234,7 +250,7 @@ INLINE void best_of(const nm_evolution *e, int64_t begin, int64_t end, const int
         const uint8_t *restrict bits = e->bits + at;
         const float *restrict value = e->value + at;
         void *restrict weight = (uint8_t *)e->weight + at * (dtype == NM_FLOAT32 ? 4 : 2);
-        uint32_t kept[NM_LONGEST], pruned[NM_LONGEST], lowest = UINT32_MAX, highest = 0, largest = 0;
+        uint32_t kept[LONGEST_BLOCK], pruned[LONGEST_BLOCK], lowest = UINT32_MAX, highest = 0, largest = 0;
         for (int64_t k = 0; k < m; k++) {
             uint32_t keep = bits[k * stride] & 1;
             uint32_t w = bits_of(read_entry(weight, dtype, k * stride)) & 0x7fffffff;
@@ -322,12 +338,56 @@ INLINE void best_of_blocks(const nm_evolution *e, int64_t begin, int64_t end, co
 
 static void best_task(int64_t begin, int64_t end, void *context) {
     const nm_evolution *e = context;
-    int64_t unit = NM_BLOCKS, last = nm_min(end * unit, e->blocks);
+    int64_t unit = BLOCKS, last = nm_min(end * unit, e->blocks);
     EACH_DTYPE(e->dtype, best_of_blocks(e, begin * unit, last, DTYPE));
 }
 
-static void best(nm_evolution *e) {
-    nm_run(e->parallel, e->threads, nm_ceil(e->blocks, NM_BLOCKS), best_task, e);
+/* The gain of a block as an integer of the same order; 0 for no candidate. */
+INLINE uint32_t rank_of(const nm_evolution *e, int64_t block) {
+    float gain = e->gain[block];
+    if (!(gain > 0) || gain > 0x1.fffffep127f) return 0;
+    float damped = gain / (1.0f + (float)e->oscillation[block]);
+    return bits_of(damped) + 1;
+}
+
+/* Choose the blocks of the largest gain, damped by their oscillation, as many as the budget allows. Of equal ones at the
+ * border the first are chosen. Write `chosen`, `better` and `changed`.
+ *
+ * The rank of the last that the budget allows is found digit by digit, from counts of the digits of all candidates. */
+static void choose(nm_evolution *e) {
+    enum { DIGIT = 11, DIGITS = 1 << DIGIT };
+    static const int shifts[] = {22, 11, 0};
+    int64_t candidates = 0;
+    e->better = 0;
+    for (int64_t block = 0; block < e->blocks; block++) {
+        uint32_t rank = rank_of(e, block);
+        e->better += e->gain[block] > 0;
+        candidates += rank > 0;
+        e->chosen[block] = rank > 0;
+    }
+    e->changed = nm_min(candidates, e->budget);
+    if (candidates <= e->budget) return;
+    uint32_t border = 0, known = 0; /* the border's digits so far, and their place */
+    int64_t left = e->budget;       /* how many of the blocks with these digits may be chosen */
+    if (left == 0) {
+        memset(e->chosen, 0, (size_t)e->blocks);
+        return;
+    }
+    for (int digit = 0; digit < 3; digit++) {
+        int64_t counts[DIGITS] = {0};
+        for (int64_t block = 0; block < e->blocks; block++) {
+            uint32_t rank = rank_of(e, block);
+            if (rank && (rank & known) == border) counts[rank >> shifts[digit] & (DIGITS - 1)]++;
+        }
+        int64_t value = DIGITS - 1;
+        while (counts[value] < left) left -= counts[value--];
+        border |= (uint32_t)value << shifts[digit];
+        known |= (uint32_t)(DIGITS - 1) << shifts[digit];
+    }
+    for (int64_t block = 0; block < e->blocks; block++) {
+        uint32_t rank = rank_of(e, block);
+        e->chosen[block] = rank > border || (rank == border && left-- > 0);
+    }
 }
 
 INLINE void exchange_range(const nm_evolution *e, int64_t begin, int64_t end, const int32_t dtype) {
@@ -356,28 +416,26 @@ INLINE void exchange_range(const nm_evolution *e, int64_t begin, int64_t end, co
 
 static void exchange_task(int64_t begin, int64_t end, void *context) {
     const nm_evolution *e = context;
-    int64_t unit = NM_BLOCKS, last = nm_min(end * unit, e->blocks);
+    int64_t unit = BLOCKS, last = nm_min(end * unit, e->blocks);
     EACH_DTYPE(e->dtype, exchange_range(e, begin * unit, last, DTYPE));
 }
 
 static void exchange(nm_evolution *e) {
+    int64_t units = nm_ceil(e->blocks, BLOCKS);
+    e->gain = malloc((size_t)e->blocks * (sizeof *e->gain + 3) + 1);
+    if (!e->gain) {
+        e->failed = NM_NO_MEMORY;
+        return;
+    }
+    e->pruned = (uint8_t *)(e->gain + e->blocks);
+    e->regrown = e->pruned + e->blocks;
+    e->chosen = e->regrown + e->blocks;
+    nm_run(e->parallel, e->threads, units, best_task, e);
+    choose(e);
     /* Where blocks lie one after another, those of one unit of work share no byte of `exchanged` with another's. */
-    int64_t threads = e->in_line ? e->threads : 1;
-    nm_run(e->parallel, threads, nm_ceil(e->blocks, NM_BLOCKS), exchange_task, e);
+    nm_run(e->parallel, e->in_line ? e->threads : 1, units, exchange_task, e);
+    free(e->gain);
 }
-
-/* ---------------------------------------------------------------------------------------------------------------- mask */
-
-INLINE void mask_range(const nm_evolution *e, int64_t begin, int64_t end, const int32_t dtype) {
-    for (int64_t i = begin; i < end; i++) mask_entry(e->weight, dtype, i, e->bits[i] & 1);
-}
-
-static void mask_task(int64_t begin, int64_t end, void *context) {
-    const nm_evolution *e = context;
-    EACH_DTYPE(e->dtype, mask_range(e, begin * CHUNK, nm_min(end * CHUNK, e->entries), DTYPE));
-}
-
-static void mask(nm_evolution *e) { nm_run(e->parallel, e->threads, nm_ceil(e->entries, CHUNK), mask_task, e); }
 
 /* ---------------------------------------------------------------------------------------------- the decay of pruned entries */
 
@@ -414,8 +472,8 @@ INLINE int64_t largest_of(const nm_evolution *e, int64_t begin, int64_t end, con
     int64_t m = e->m, stride = e->in_stride, changed = 0;
     for (int64_t block = begin; block < end; block++) {
         int64_t at = block_at(e, block);
-        uint32_t ranks[NM_LONGEST];
-        uint8_t kept[NM_LONGEST] = {0};
+        uint32_t ranks[LONGEST_BLOCK];
+        uint8_t kept[LONGEST_BLOCK] = {0};
         for (int64_t k = 0; k < m; k++) ranks[k] = magnitude_rank(read_entry(e->weight, dtype, at + k * stride));
         for (int64_t taken = 0; taken < e->n; taken++) {
             int64_t largest = 0;
@@ -478,14 +536,14 @@ INLINE int64_t largest_of_blocks(const nm_evolution *e, int64_t begin, int64_t e
 
 static void largest_task(int64_t begin, int64_t end, void *context) {
     nm_evolution *e = context;
-    int64_t unit = NM_BLOCKS, last = nm_min(end * unit, e->blocks), changed = 0;
+    int64_t unit = BLOCKS, last = nm_min(end * unit, e->blocks), changed = 0;
     EACH_DTYPE(e->dtype, changed = largest_of_blocks(e, begin * unit, last, DTYPE));
-    __atomic_fetch_add(&e->better, changed, __ATOMIC_RELAXED);
+    __atomic_fetch_add(&e->changed, changed, __ATOMIC_RELAXED);
 }
 
 static void largest(nm_evolution *e) {
-    e->better = 0;
-    nm_run(e->parallel, e->threads, nm_ceil(e->blocks, NM_BLOCKS), largest_task, e);
+    e->changed = 0;
+    nm_run(e->parallel, e->threads, nm_ceil(e->blocks, BLOCKS), largest_task, e);
 }
 
 /* ------------------------------------------------------------------------------------------- the largest of columns */
@@ -499,7 +557,7 @@ enum { STRIPE = 1024 };  /* columns of a unit of work: m rows of weights and bit
  * in W_F, so that it may take the place of a kept zero; it is not kept then. */
 INLINE void largest_of_few_columns(const nm_evolution *e, const int64_t *order, int64_t first, int64_t width, const int32_t dtype) {
     int64_t m = e->m;
-    uint32_t ranks[NM_LONGEST][TOGETHER] = {{0}}, kept[NM_LONGEST][TOGETHER] = {{0}};
+    uint32_t ranks[LONGEST_BLOCK][TOGETHER] = {{0}}, kept[LONGEST_BLOCK][TOGETHER] = {{0}};
     for (int64_t row = 0; row < m; row++) {
         int64_t at = order[row] * e->columns + first;
         for (int64_t column = 0; column < width; column++) {
@@ -552,5 +610,13 @@ static void largest_of_columns(nm_evolution *e) {
     nm_run(e->parallel, e->threads, blocks * nm_ceil(e->columns, STRIPE), largest_of_columns_task, e);
 }
 
-const nm_evolution_passes LEVEL(nm_evolve) = {kept_size, gather, best,  exchange, keep,
-                                              mask,      decay,  largest, largest_of_columns};
+const nm_pass LEVEL(nm_evolve)[] = {
+    [NM_KEPT_SIZE] = kept_size,
+    [NM_GATHER] = gather,
+    [NM_EXCHANGE] = exchange,
+    [NM_KEEP] = keep,
+    [NM_MASK] = mask,
+    [NM_DECAY] = decay,
+    [NM_LARGEST] = largest,
+    [NM_LARGEST_OF_COLUMNS] = largest_of_columns,
+};

@@ -1,6 +1,6 @@
 /* Layouts from masks, and the values of a layout from a weight.
  *
- * A mask is one bit of the bytes bits[r * row_stride + d * depth_stride], r < rows, d < depth, one of the strides 1. A
+ * A mask is one bit of the bytes bits[r * row_stride + d * depth_stride], r < rows, d < depth, one of the strides 1. The
  * weight has the same strides. `order`, if it is not NULL, has the position in memory for every d. */
 #include <string.h>
 
@@ -29,8 +29,7 @@ typedef struct {
     int64_t lanes, slots;
     int32_t paired;
     uint8_t *index;
-    const void *weight;
-    int32_t dtype, round, crowded;
+    int32_t crowded;
     void *values;
 } permute_job;
 
@@ -106,9 +105,9 @@ int32_t nm_permute_valid(const uint8_t *index, int64_t size, int64_t block) {
     return !wrong;
 }
 
-static inline float read_value(const void *weight, int32_t dtype, int64_t at) {
-    if (dtype == NM_FLOAT32) return ((const float *)weight)[at];
-    uint32_t bits = (uint32_t)((const uint16_t *)weight)[at] << 16;
+static inline float read_value(const nm_mask *m, int64_t at) {
+    if (m->dtype == NM_FLOAT32) return ((const float *)m->weight)[at];
+    uint32_t bits = (uint32_t)((const uint16_t *)m->weight)[at] << 16;
     float value;
     memcpy(&value, &bits, 4);
     return value;
@@ -147,8 +146,8 @@ INLINE void permute_values_of(const permute_job *job, int64_t begin, int64_t end
                 for (int64_t r = 0; r < rows; r++) {
                     int64_t i = from[slot_at(u, r, tile, paired)];
                     int64_t at = i & NM_EMPTY ? 0 : place(m, u / slots * size + i) * m->depth_stride + t * tile + r;
-                    float value = i & NM_EMPTY ? 0 : read_value(job->weight, job->dtype, at);
-                    put_value(to, slot_at(u, r, tile, paired), rounded(value, job->round), paired);
+                    float value = i & NM_EMPTY ? 0 : read_value(m, at);
+                    put_value(to, slot_at(u, r, tile, paired), rounded(value, m->round || paired), paired);
                 }
         } else {
             for (int64_t r = 0; r < rows; r++) {
@@ -157,8 +156,8 @@ INLINE void permute_values_of(const permute_job *job, int64_t begin, int64_t end
                     for (int64_t s = 0; s < slots; s++) {
                         int64_t u = slot_at(b * slots + s, r, tile, paired), i = from[u];
                         int64_t at = i & NM_EMPTY ? 0 : row + place(m, b * size + i) * m->depth_stride;
-                        float value = i & NM_EMPTY ? 0 : read_value(job->weight, job->dtype, at);
-                        put_value(to, u, rounded(value, job->round), paired);
+                        float value = i & NM_EMPTY ? 0 : read_value(m, at);
+                        put_value(to, u, rounded(value, m->round || paired), paired);
                     }
             }
         }
@@ -173,10 +172,10 @@ static void permute_values_task(int64_t begin, int64_t end, void *context) {
         permute_values_of(job, begin, end, 0);
 }
 
-/* The values of a permute layout; `round` rounds them to bfloat16, which those of a paired one are. */
+/* The values of a permute layout; those of a paired one are rounded to bfloat16. */
 void nm_permute_values(const nm_mask *m, int64_t lanes, int64_t slots, int32_t paired, const uint8_t *index,
-                       const void *weight, int32_t dtype, int32_t round, void *values) {
-    permute_job job = {m, lanes, slots, paired, (uint8_t *)index, weight, dtype, round || paired, 0, values};
+                       void *values) {
+    permute_job job = {m, lanes, slots, paired, (uint8_t *)index, 0, values};
     nm_run(m->parallel, m->threads, nm_ceil(m->rows, 2 * lanes), permute_values_task, &job);
 }
 
@@ -269,10 +268,9 @@ int32_t nm_csr_valid(const int32_t *start, int64_t rows, const int32_t *offset, 
 }
 
 typedef struct {
+    const nm_mask *mask;
     const int32_t *source, *slot;
     int64_t entries;
-    const void *weight;
-    int32_t dtype, round;
     float *values;
 } csr_values_job;
 
@@ -280,15 +278,12 @@ enum { ENTRIES = 1 << 14 }; /* that one task takes */
 
 static void csr_values_task(int64_t begin, int64_t end, void *context) {
     const csr_values_job *job = context;
-    for (int64_t e = begin * ENTRIES; e < nm_min(end * ENTRIES, job->entries); e++) {
-        float value = read_value(job->weight, job->dtype, job->source[e]);
-        job->values[job->slot[e]] = rounded(value, job->round);
-    }
+    for (int64_t e = begin * ENTRIES; e < nm_min(end * ENTRIES, job->entries); e++)
+        job->values[job->slot[e]] = rounded(read_value(job->mask, job->source[e]), job->mask->round);
 }
 
 /* The values of a csr layout. */
-void nm_csr_values(nm_parallel parallel, int64_t threads, const int32_t *source, const int32_t *slot, int64_t entries,
-                   const void *weight, int32_t dtype, int32_t round, float *values) {
-    csr_values_job job = {source, slot, entries, weight, dtype, round, values};
-    nm_run(parallel, threads, nm_ceil(entries, ENTRIES), csr_values_task, &job);
+void nm_csr_values(const nm_mask *m, const int32_t *source, const int32_t *slot, int64_t entries, float *values) {
+    csr_values_job job = {m, source, slot, entries, values};
+    nm_run(m->parallel, m->threads, nm_ceil(entries, ENTRIES), csr_values_task, &job);
 }

@@ -4,7 +4,7 @@
 #include <cpuid.h>
 #endif
 
-#include "evolve.h"
+#include "shared.h"
 
 enum { NM_AVX512 = 2, NM_AVX512_BF16 };
 
@@ -111,15 +111,13 @@ int32_t nm_conv_product(int32_t level, int32_t product, nm_conv *c, const nm_csr
 
 /* Returns 0, or NM_NO_MEMORY. */
 int32_t nm_evolution_pass(int32_t level, int32_t pass, nm_evolution *e) {
-    const nm_evolution_passes *passes = &nm_evolve_baseline;
+    const nm_pass *passes = nm_evolve_baseline;
 #if defined(__x86_64__)
-    passes = level >= NM_AVX512 ? &nm_evolve_avx512 : level == 1 ? &nm_evolve_avx2 : passes;
+    passes = level >= NM_AVX512 ? nm_evolve_avx512 : level == 1 ? nm_evolve_avx2 : passes;
 #endif
-    void (*const calls[])(nm_evolution *) = {passes->kept_size, passes->gather, passes->best,
-                                             passes->exchange,  passes->keep,   passes->mask,
-                                             passes->decay,     passes->largest, passes->largest_of_columns};
     e->failed = 0;
-    calls[pass](e);
+    e->blocks = e->m ? e->entries / e->m : 0;
+    passes[pass](e);
     return e->failed;
 }
 

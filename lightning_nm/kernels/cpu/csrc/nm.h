@@ -2,9 +2,9 @@
  * its preprocessor lines: it holds declarations alone. What the files of the library share besides is in shared.h.
  *
  * kernels.c is compiled once for each instruction set (NM_LEVEL) and gives one `nm_kernels` each. bf16.c has the bfloat16
- * products of CPUs with AVX512_BF16, whose other products are those of AVX-512. int8.c has those of int8 weights. layout.c
- * turns masks into layouts, and weights into the values of a layout. evolve.c and choose.c move the masks of BAME.
- * library.c detects the CPU and exports the functions.
+ * products of CPUs with AVX512_BF16, whose other products are those of AVX-512; both put what they do with registers into
+ * products.h. int8.c has the products of int8 weights. layout.c turns masks into layouts, and weights into the values of a
+ * layout. evolve.c moves masks. library.c detects the CPU and exports the functions.
  *
  * The layouts:
  *   permute  For matrices that are N:M along the depth. A register holds `lanes` inputs of one token, its lanes are
@@ -28,7 +28,7 @@
 enum { NM_LINEAR, NM_MATMUL, NM_SAMPLED };
 enum { NM_FORWARD, NM_DGRAD, NM_WGRAD };
 /* Passes over a weight and its mask. */
-enum { NM_KEPT_SIZE, NM_GATHER, NM_BEST, NM_EXCHANGE, NM_KEEP, NM_MASK, NM_DECAY, NM_LARGEST, NM_LARGEST_OF_COLUMNS };
+enum { NM_KEPT_SIZE, NM_GATHER, NM_EXCHANGE, NM_KEEP, NM_MASK, NM_DECAY, NM_LARGEST, NM_LARGEST_OF_COLUMNS };
 /* Operands are of the first two, weights and gradients of a pass of the first three, scores of all. */
 enum { NM_FLOAT32, NM_BFLOAT16, NM_FLOAT16, NM_FLOAT64, NM_INT32, NM_INT64 };
 enum { NM_NO_MEMORY = 1, NM_NO_KERNEL, NM_TOO_LARGE }; /* why there is no result */
@@ -83,12 +83,11 @@ typedef struct {
 } nm_int8;
 
 /* A convolution of images x [images, in, size], sparse W [out, in / groups, kernel], to y or dY [images, out, positions].
- * Pairs are height and width. */
+ * Pairs are height and width; from `in` to `groups` the fields are those of Convolution in kernels/api.py. */
 typedef struct {
     nm_parallel parallel;
     int64_t threads;
-    int64_t images, in, out, groups;
-    int64_t size[2], kernel[2], stride[2], padding[2], dilation[2], positions[2];
+    int64_t images, in, out, size[2], kernel[2], stride[2], padding[2], dilation[2], groups, positions[2];
     int32_t dtype, failed;
     const void *x;
     const void *bias; /* [out] or NULL */
@@ -96,7 +95,7 @@ typedef struct {
     void *y;
 } nm_conv;
 
-/* A mask, a bit of each of its bytes, with strides. */
+/* A mask, a bit of each of its bytes, and a weight with the same strides. */
 typedef struct {
     nm_parallel parallel; /* as in nm_operands */
     int64_t threads;
@@ -104,6 +103,8 @@ typedef struct {
     int32_t bit;
     int64_t rows, depth, row_stride, depth_stride;
     const int64_t *order; /* [depth] or NULL */
+    const void *weight;
+    int32_t dtype, round; /* whether values are rounded to bfloat16 */
 } nm_mask;
 
 enum { NM_STATES = 4 }; /* tensors of the optimizer's state */
@@ -112,7 +113,7 @@ enum { NM_STATES = 4 }; /* tensors of the optimizer's state */
 typedef struct {
     nm_parallel parallel; /* as in nm_operands */
     int64_t threads;
-    int64_t entries;
+    int64_t entries; /* of the weight; m divides them where blocks are looked at */
     uint8_t *bits;
     void *weight, *grad; /* grad is NULL if there is none */
     int32_t dtype, failed;
@@ -122,23 +123,28 @@ typedef struct {
     float own_ratio;                   /* of V of kept entries, which counts other steps */
     float unit;                        /* old_value is U / unit, a power of two */
     float limit;                       /* what is larger is no evidence */
-    float decay, take, correction, epsilon, size;
+    double decay;
+    float correction, epsilon, size;
     double kept_square; /* results */
     int64_t kept;
     /* Blocks of m entries: block (out * taps + tap) * blocks_per_row + column. */
-    int64_t blocks, blocks_per_row, taps, n, m, out_stride, tap_stride, in_stride;
-    int32_t in_line, unused; /* whether block b begins at entry b * m, and entries follow each other */
-    float *gain;
-    uint8_t *pruned, *regrown, *chosen, *oscillation;
-    uint8_t *exchanged; /* a bit for each entry */
+    int64_t blocks_per_row, taps, n, m, out_stride, tap_stride, in_stride;
+    int32_t in_line; /* whether block b begins at entry b * m, and entries follow each other */
+    uint8_t *oscillation; /* of each block */
+    uint8_t *exchanged;   /* a bit for each entry */
     int64_t states;
     void *state[NM_STATES];
     int32_t state_dtype[NM_STATES], state_is_square[NM_STATES];
     float moment; /* of the optimizer's second moment */
-    int64_t budget, better; /* `better` is a result: blocks that gain, or bits that changed */
+    int64_t budget;
+    int64_t changed, better; /* results: blocks or bits that changed, blocks that would gain by an exchange */
     /* The backward mask: entries are [rows, columns], and position i holds row order[i]. */
     const int64_t *order;
     int64_t columns;
+    /* Work space of the library. */
+    int64_t blocks;
+    float *gain; /* of each block, as the next three */
+    uint8_t *pruned, *regrown, *chosen;
 } nm_evolution;
 
 /* The blocks of scores [blocks / inner, m, inner]: of each the n largest entries are kept, see top.c. */
@@ -159,18 +165,16 @@ int32_t nm_int8_level(int32_t level);
 int32_t nm_permute_layout(const nm_mask *m, int64_t lanes, int64_t slots, int32_t paired, uint8_t *index);
 int32_t nm_permute_valid(const uint8_t *index, int64_t size, int64_t block);
 void nm_permute_values(const nm_mask *m, int64_t lanes, int64_t slots, int32_t paired, const uint8_t *index,
-                       const void *weight, int32_t dtype, int32_t round, void *values);
+                       void *values);
 int64_t nm_csr_start(const nm_mask *m, int32_t *start);
 void nm_csr_fill(const nm_mask *m, const int32_t *start, int32_t *next, int32_t *offset, int32_t *source,
                  int32_t *slot);
 int32_t nm_csr_valid(const int32_t *start, int64_t rows, const int32_t *offset, int64_t entries, int64_t depth);
-void nm_csr_values(nm_parallel parallel, int64_t threads, const int32_t *source, const int32_t *slot, int64_t entries,
-                   const void *weight, int32_t dtype, int32_t round, float *values);
+void nm_csr_values(const nm_mask *m, const int32_t *source, const int32_t *slot, int64_t entries, float *values);
 int32_t nm_permute_product(int32_t level, int32_t product, nm_operands *o, const nm_permute *a);
 int32_t nm_csr_product(int32_t level, int32_t product, nm_operands *o, const nm_csr *a);
 int32_t nm_int8_product(int32_t level, int32_t product, nm_operands *o, const nm_int8 *a);
 int32_t nm_conv_product(int32_t level, int32_t product, nm_conv *c, const nm_csr *a);
 int32_t nm_evolution_pass(int32_t level, int32_t pass, nm_evolution *e);
-int64_t nm_choose_blocks(nm_evolution *e);
 void nm_top_mask(int32_t level, nm_top *t);
 #endif

@@ -1,16 +1,27 @@
-/* Panels of the csr products and their sums, for one instruction set, see lanes.h. */
+/* What kernels.c, in float32, and bf16.c, in pairs of bfloat16, share before products.h puts their parts together. */
 #ifndef NM_PANELS_H
 #define NM_PANELS_H
 #include "lanes.h"
 
-#define DEPTH 1024 /* rows of a panel: as much of it as a second-level cache keeps beside the sums */
+/* Of copied inputs and of panels. A word of 32 bits holds one of them, or a pair. */
+#if NM_LEVEL == 3
+typedef uint16_t element;
+typedef uint32_t word;
+#define PER_WORD 2
+#else
+typedef float element, word;
+#define PER_WORD 1
+#endif
 
-typedef struct {
-    nm_operands *o;
-    const nm_csr *a;
-    int64_t parts;
-    int transposed;
-} csr_job;
+#define BLOCK (PER_WORD * LANES) /* inputs that a register holds */
+#define TILE (2 * LANES)         /* rows whose sums two registers hold */
+#define TOKENS (NM_LEVEL >= 2 ? 8 : 4) /* whose sums permute_linear holds in registers */
+
+#define SAMPLED_TOKENS 64                           /* that permute_sampled copies at a time */
+#define SAMPLED_WORDS (SAMPLED_TOKENS / PER_WORD)   /* of one input of these tokens */
+#define SAMPLED_STEP ((SAMPLED_WORDS + 1) * BLOCK)  /* not a power of two, which one set of a cache would hold */
+
+#define WIDE (PER_WORD * NM_PANEL) /* tokens of a panel of csr_sampled: as many bytes of both types */
 
 /* to [16][into] = the transpose of from [16][ld]. */
 #if NM_LEVEL >= 2
@@ -59,38 +70,4 @@ INLINE void transpose16(const float *from, int64_t ld, float *to, int64_t into) 
         for (int i = 0; i < 16; i++) to[j * into + i] = from[i * ld + j];
 }
 #endif
-
-#define ROWS 512 /* rows whose sums are written together, so that a token gets whole cache lines */
-
-/* Write the sums y [rows][NM_PANEL] of the rows from `row` on to the tokens first .. first + count of y [tokens, rows]. */
-static void write_transposed(nm_operands *o, const float *y, int64_t row, int64_t rows, int64_t first, int64_t count) {
-    float block[16 * 16];
-    for (int64_t t = 0; t < count; t += 16) {
-        int64_t tokens = nm_min(16, count - t);
-        for (int64_t r = 0; r < rows; r += 16) {
-            int64_t wide = nm_min(16, rows - r), at = (first + t) * o->rows + row + r;
-            if (tokens == 16 && wide == 16 && o->dtype == NM_FLOAT32) {
-                transpose16(y + r * NM_PANEL + t, NM_PANEL, (float *)o->y + at, o->rows);
-                continue;
-            }
-            transpose16(y + r * NM_PANEL + t, NM_PANEL, block, 16);
-            for (int64_t i = 0; i < tokens; i++) {
-                if (wide == 16)
-                    write_floats(o->y, o->dtype, at + i * o->rows, block + i * 16, 16);
-                else
-                    write_floats(o->y, o->dtype, at + i * o->rows, block + i * 16, wide);
-            }
-        }
-    }
-}
-
-/* The sums begin with the bias. */
-static void begin_sums(const nm_operands *o, const nm_csr *a, int64_t row, int64_t rows, float *y, int32_t *next) {
-    memcpy(next, a->start + row, (size_t)rows * 4);
-    for (int64_t r = 0; r < rows; r++) {
-        float bias = 0;
-        if (o->bias) read_floats(&bias, o->bias, o->dtype, row + r, 1);
-        for (int v = 0; v < NM_PANEL; v += LANES) store(y + r * NM_PANEL + v, fill(bias));
-    }
-}
 #endif

@@ -29,6 +29,10 @@ extern const nm_int8_linear nm_int8_baseline, nm_int8_avx2, nm_int8_avx512; /* t
 extern const nm_kernels nm_baseline, nm_avx2, nm_avx512, nm_avx512_bf16; /* the last for bfloat16 alone */
 extern const nm_conv_kernels nm_conv_baseline, nm_conv_avx2, nm_conv_avx512;
 
+typedef void (*nm_pass)(nm_evolution *); /* of evolve.c, by its number */
+
+extern const nm_pass nm_evolve_baseline[], nm_evolve_avx2[], nm_evolve_avx512[];
+
 void nm_top_baseline(nm_top *), nm_top_avx2(nm_top *), nm_top_avx512(nm_top *);
 
 static inline int64_t nm_ceil(int64_t size, int64_t unit) { return (size + unit - 1) / unit; }
