@@ -57,7 +57,8 @@ def compress_reference(matrix: Tensor) -> Tensor:
     rows, depth = matrix.shape
     groups = matrix.view(torch.int16).unflatten(1, (-1, 4))  # [rows, groups, 4]
     is_nonzero = groups != 0
-    first = torch.where(is_nonzero[..., 1], 1, 2)
+    first = torch.full(groups.shape[:2], 2, dtype=torch.int64, device=matrix.device)
+    first[is_nonzero[..., 1]] = 1
     first[is_nonzero[..., 0]] = 0
     second = torch.full_like(first, 3)
     second[is_nonzero[..., 1] & (first < 1) & ~is_nonzero[..., 3]] = 1
@@ -68,7 +69,7 @@ def compress_reference(matrix: Tensor) -> Tensor:
     # rows: tile, r5 r4, r3, r2 r1 r0; groups: tile, g3, g2, g1 g0
     codes = codes.view(rows // TILE, 4, 2, 8, depth // TILE, 2, 2, 4)
     in_words = codes.permute(0, 4, 5, 1, 3, 7, 6, 2).reshape(-1, 4)
-    place_in_word = torch.tensor([1, 16, 256, 4096], device=matrix.device)
+    place_in_word = torch.tensor([1, 16, 256, 4096], dtype=torch.int64, device=matrix.device)
     words = (in_words * place_in_word).sum(1).to(torch.int16)
     return (
         torch.cat((values, words)).view(matrix.dtype).view(rows, packed_width(depth, matrix.dtype))

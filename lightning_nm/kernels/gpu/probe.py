@@ -118,7 +118,7 @@ class DeviceProbe:
         for rows, depth in PACKED_SIZES:
             # As bits, so that NaN and -0 are among the values.
             bits = torch.randint(-(1 << 15), 1 << 15, (rows, depth), generator=generator)
-            scores = torch.rand(rows, depth, generator=generator)
+            scores = torch.rand(rows, depth, generator=generator, dtype=torch.float32)
             kept = nm_mask(scores, "2:4") & (scores > 0.4)  # two, one or no nonzeros in a group
             matrix = torch.where(kept, bits, 0).to(torch.int16).to(device)
             for dtype in kernel.dtypes:
