@@ -3,5 +3,6 @@
 from studies.data.augmented import AugmentedFashionMNIST
 from studies.data.imagenet import ImageNet
 from studies.data.python_source import PythonSource
+from studies.data.text_files import TextFiles
 
-__all__ = ["AugmentedFashionMNIST", "ImageNet", "PythonSource"]
+__all__ = ["AugmentedFashionMNIST", "ImageNet", "PythonSource", "TextFiles"]
