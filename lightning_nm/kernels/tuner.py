@@ -985,7 +985,8 @@ class Tuner:
         if torch.are_deterministic_algorithms_enabled():
             terms += "; deterministic"
         for kernel in self.registry.made_for(key.device):
-            if conditions := kernel.conditions(key):
+            # An error must not end the training, as that of a probe does not.
+            if conditions := reason_or_error(partial(kernel.conditions, key)):
                 terms += f"; {kernel.name} {conditions}"
         return terms
 
