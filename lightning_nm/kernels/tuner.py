@@ -583,9 +583,9 @@ REPEATS = 3
 def check(kernel: GemmKernel, key: GemmKey) -> str:
     """Compare a kernel's product of random operands with the dense one: ``|P - D|_F / |D|_F < 1e-2``.
 
-    The forward has a bias, as large as the product's entries: one that is left out shows.
-    For dtypes of more than 16 bits the limit is 1e-4; a kernel may have one of its own.
-    Under ``torch.use_deterministic_algorithms(True)`` it is repeated, always to the same bits.
+    The forward is compared with a bias, as large as the product's entries, so that one that is left out shows; and
+    without one, which would hide errors of the product. For dtypes of more than 16 bits the limit is 1e-4; a kernel may
+    have one of its own. Under ``torch.use_deterministic_algorithms(True)`` it is repeated, always to the same bits.
 
     Returns:
         What is wrong; empty if nothing is. Exceptions of the kernel pass through.
@@ -593,12 +593,10 @@ def check(kernel: GemmKernel, key: GemmKey) -> str:
     with _no_autocast():
         matrix, dense = _sparse_operand(key, 0), _dense_operand(key, 1)
         copies = matrix.clone(), dense.clone()
-        reference = GemmKernel()
         bias = None
         if key.gemm == "forward":
             outputs = key.rows if key.conv is None else key.conv.outputs
             bias = _random(key, (outputs,), 3) * math.sqrt(key.depth)
-        expected = _product(reference, key, _packed(reference, key, matrix), dense, bias=bias)
         packed = _packed(kernel, key, matrix)
         result = _product(kernel, key, packed, dense, bias=bias)
         # The first result still exists: a kernel that has one buffer for all would overwrite it in training.
@@ -607,21 +605,15 @@ def check(kernel: GemmKernel, key: GemmKey) -> str:
             return "changes its operands"
         if result.data_ptr() == second.data_ptr():
             return "returns the same memory for two products"
-        if result.shape != expected.shape or result.dtype != expected.dtype:
-            return f"returns {tuple(result.shape)} {result.dtype}, not {tuple(expected.shape)} {expected.dtype}"
-        # The kernel may return anything at entries that are not needed.
-        entries = _needed(key).bits.bool() if key.sparsity == "outputs" else ...
-        # Norms of 16-bit tensors would overflow float16, and lose their small terms in bfloat16.
-        dtype = torch.promote_types(expected.dtype, torch.float32)
-        compared = (result - expected)[entries], expected[entries]
-        # Stacked, so that the device is waited for once; divided in double precision.
-        norms = torch.stack([torch.linalg.vector_norm(each, dtype=dtype) for each in compared])
-        difference, norm = norms.tolist()
-        most = kernel.tolerance
-        if most is None:
-            most = TOLERANCE if expected.itemsize <= 2 else TOLERANCE_FLOAT32
-        if not difference / norm < most:  # true of NaN
-            return f"wrong by {difference / norm:.2g} of the dense product, not less than {most:g}"
+        reference = GemmKernel()
+        exact = _packed(reference, key, matrix)
+        expected = _product(reference, key, exact, dense, bias=bias)
+        fault = _difference(kernel, key, result, expected)
+        if bias is not None and not fault:
+            without_bias = _product(kernel, key, packed, dense)
+            fault = _difference(kernel, key, without_bias, _product(reference, key, exact, dense))
+        if fault:
+            return fault
         if torch.are_deterministic_algorithms_enabled():
             products = [result, second]
             for _ in range(REPEATS - 1):
@@ -632,6 +624,26 @@ def check(kernel: GemmKernel, key: GemmKey) -> str:
             bits = [product.contiguous().view(torch.uint8) for product in products]
             if not all(torch.equal(each, bits[0]) for each in bits):
                 return "gives other bits when it is repeated, and deterministic algorithms are asked for"
+    return ""
+
+
+def _difference(kernel: GemmKernel, key: GemmKey, result: Tensor, expected: Tensor) -> str:
+    """What is wrong with a kernel's product; empty if it agrees with the dense one within the tolerance."""
+    if result.shape != expected.shape or result.dtype != expected.dtype:
+        return f"returns {tuple(result.shape)} {result.dtype}, not {tuple(expected.shape)} {expected.dtype}"
+    # The kernel may return anything at entries that are not needed.
+    entries = _needed(key).bits.bool() if key.sparsity == "outputs" else ...
+    # Norms of 16-bit tensors would overflow float16, and lose their small terms in bfloat16.
+    dtype = torch.promote_types(expected.dtype, torch.float32)
+    compared = (result - expected)[entries], expected[entries]
+    # Stacked, so that the device is waited for once; divided in double precision.
+    norms = torch.stack([torch.linalg.vector_norm(each, dtype=dtype) for each in compared])
+    difference, norm = norms.tolist()
+    most = kernel.tolerance
+    if most is None:
+        most = TOLERANCE if expected.itemsize <= 2 else TOLERANCE_FLOAT32
+    if not difference / norm < most:  # true of NaN
+        return f"wrong by {difference / norm:.2g} of the dense product, not less than {most:g}"
     return ""
 
 
@@ -973,7 +985,8 @@ class Tuner:
         if torch.are_deterministic_algorithms_enabled():
             terms += "; deterministic"
         for kernel in self.registry.made_for(key.device):
-            if conditions := kernel.conditions(key):
+            # An error must not end the training, as that of a probe does not.
+            if conditions := reason_or_error(partial(kernel.conditions, key)):
                 terms += f"; {kernel.name} {conditions}"
         return terms
 

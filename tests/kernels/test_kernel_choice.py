@@ -110,7 +110,7 @@ def test_a_kernel_that_fails_while_it_is_timed_is_passed_over():
 
     def spoil(product):
         calls.append(product)
-        if len(calls) > 1:
+        if len(calls) > 3:  # the check runs it three times
             raise RuntimeError("out of workspace")
         return product
 
@@ -119,6 +119,14 @@ def test_a_kernel_that_fails_while_it_is_timed_is_passed_over():
     assert decision.kernel == "good"
     assert choice.timer.timed == [DENSE, ("good", "linear"), ("good", "pack"), DENSE]
     assert "bad: RuntimeError: out of workspace" in decision.reason
+
+
+def test_conditions_that_fail_keep_no_product_from_running():
+    kernel = FakeKernel("good")
+    kernel.conditions = lambda key: 1 // 0
+    decision = tuner(kernels=[kernel]).decide(KEY)
+    assert decision.kernel == "good"
+    assert "good ZeroDivisionError" in decision.terms
 
 
 def test_a_probe_is_asked_once():

@@ -76,6 +76,18 @@ def test_a_bias_that_is_left_out_is_found():
     assert checks.check(WithoutBias(), gemm_key("dgrad")) == ""
 
 
+def test_a_bias_hides_no_error_of_the_product():
+    """It is several times as large as the product of a sparse matrix."""
+
+    class TooLarge(GemmKernel):
+        def linear(self, packed, x, bias=None):
+            product = super().linear(packed, x) * (1 + 2 * checks.TOLERANCE_FLOAT32)
+            return product if bias is None else product + bias
+
+    key = gemm_key(pattern="1:16", dtype=torch.float32)
+    assert "wrong by 0.0002 of" in checks.check(TooLarge(), key)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sums_that_are_rounded_on_the_way_are_no_error(dtype):
     class Halves(GemmKernel):
@@ -132,7 +144,7 @@ def test_training_goes_on_as_if_nothing_was_tried():
         assert checks.check(kernel, key) == ""
         checks.dense_ms(key, timer)
         checks.sparse_ms(kernel, key, timer)
-    assert seen == [False] * 3
+    assert seen == [False] * 4
     assert torch.equal(torch.get_rng_state(), state)
 
 
