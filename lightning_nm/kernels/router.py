@@ -92,14 +92,15 @@ class Router(HasHandle):
     Example::
 
         >>> from lightning_nm import NMSparsifier
-        >>> from lightning_nm.kernels import SimulatedSparseKernel
+        >>> class Mine(GemmKernel):
+        ...     name = "mine"
         >>> model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 32))
         >>> sparsifier = NMSparsifier(model, skip_first_last=False).attach()
-        >>> router = Router("sparse", backends=[SimulatedSparseKernel()])
+        >>> router = Router("sparse", backends=[Mine()])
         >>> with routing(router):
         ...     y = model(torch.randn(16, 32))
         >>> [(used.product.layer, used.product.key.gemm, used.kernel) for used in router.used()]
-        [('0', 'forward', 'simulated'), ('2', 'forward', 'simulated')]
+        [('0', 'forward', 'mine'), ('2', 'forward', 'mine')]
     """
 
     def __init__(

@@ -442,11 +442,12 @@ class KernelRegistry:
     Example::
 
         >>> from lightning_nm import NMPattern
-        >>> from lightning_nm.kernels import SimulatedSparseKernel
-        >>> registry = KernelRegistry([CuSparseLtKernel(), SimulatedSparseKernel()])
+        >>> class Mine(GemmKernel):
+        ...     name = "mine"
+        >>> registry = KernelRegistry([CuSparseLtKernel(), Mine()])
         >>> key = GemmKey("forward", 64, 32, 8, torch.float32, NMPattern(2, 4), "cpu")
         >>> [(kernel.name, registry.reason(kernel, key)) for kernel in registry.kernels.values()]
-        [('reference', ''), ('cusparselt', 'cuSPARSELt needs a CUDA device, not cpu'), ('simulated', '')]
+        [('reference', ''), ('cusparselt', 'cuSPARSELt needs a CUDA device, not cpu'), ('mine', '')]
     """
 
     def __init__(self, backends: Sequence[GemmKernel] | None = None) -> None:
