@@ -20,7 +20,7 @@ from lightning_nm.functional.int8 import INT8_DTYPES, dequantise_weight
 from lightning_nm.functional.nm_format import PACKED_DTYPES
 from lightning_nm.kernels.api import Convolution, GemmKey, HasHandle, attempt, lookup, multiply
 from lightning_nm.kernels.cpu.int8 import int8_matrix
-from lightning_nm.kernels.cpu.layouts import dense_matrix
+from lightning_nm.kernels.cpu.kernels import dense_matrix
 from lightning_nm.nn.adapters import (
     FUSED_PATHS,
     Adapter,

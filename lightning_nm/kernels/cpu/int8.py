@@ -14,8 +14,7 @@ from lightning_nm.functional.int8 import MOST_TERMS, check_quantised, quantise_w
 from lightning_nm.functional.masks import nm_mask
 from lightning_nm.functional.nm_format import pack_nm, position_numbers
 from lightning_nm.kernels.api import Convolution, GemmKey, MaskedMatrix
-from lightning_nm.kernels.cpu.kernels import CpuKernel
-from lightning_nm.kernels.cpu.layouts import Packed
+from lightning_nm.kernels.cpu.kernels import CpuKernel, Packed
 from lightning_nm.kernels.cpu.library import ffi
 from lightning_nm.pattern import NMPattern
 
