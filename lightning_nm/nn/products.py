@@ -514,7 +514,7 @@ def _product(layer: NMLayer, which: GemmName, operands: Operands) -> Product:
     tokens, width = x.shape[:2]
     conv = None
     if operands.geometry is not None:
-        conv = _convolution(x, operands.weight, operands.geometry)
+        conv = convolution_of(x, operands.weight.shape, operands.geometry)
         tokens *= math.prod(conv.positions)
         width = math.prod(conv.weight_shape[1:])
     sizes = {
@@ -565,11 +565,10 @@ def is_estimating(layer: NMLayer) -> bool:
     return layer.spec.estimator is not None and layer.progress.estimating
 
 
-def _convolution(x: Tensor, weight: Tensor, geometry: Geometry) -> Convolution:
-    """The geometry with the sizes of ``x [images, in, *size]`` and of the weight."""
-    return Convolution(
-        x.shape[1], len(weight), tuple(x.shape[2:]), tuple(weight.shape[2:]), *geometry
-    )
+def convolution_of(x: Tensor, weight_shape: Sequence[int], geometry: Geometry) -> Convolution:
+    """The geometry with the sizes of ``x [images, in, *size]`` and of the weight ``[out, in / groups, *kernel]``."""
+    outputs, _, *kernel = weight_shape
+    return Convolution(x.shape[1], outputs, tuple(x.shape[2:]), tuple(kernel), *geometry)
 
 
 def gradients(
@@ -610,14 +609,14 @@ if hasattr(torch.Tag, "cudagraph_unsafe"):
     OPTIONS["tags"] = (torch.Tag.cudagraph_unsafe,)
 
 
-def _flattened(geometry: Geometry) -> list[int]:
+def flattened(geometry: Geometry) -> list[int]:
     """The geometry as operators take it, in one list; that of a linear layer is empty."""
     stride, padding, dilation, groups = geometry
     return [*stride, *padding, *dilation, groups]
 
 
-def _unflattened(numbers: Sequence[int]) -> Geometry:
-    """Undo :func:`_flattened`."""
+def unflattened(numbers: Sequence[int]) -> Geometry:
+    """Undo :func:`flattened`."""
     *sizes, groups = numbers
     spatial = len(sizes) // 3
     stride, padding, dilation = (
@@ -626,7 +625,7 @@ def _unflattened(numbers: Sequence[int]) -> Geometry:
     return stride, padding, dilation, groups
 
 
-def _memory_format(x: Tensor) -> torch.memory_format:
+def memory_format_of(x: Tensor) -> torch.memory_format:
     """Return channels last if `x` is, else contiguous."""
     # A tensor of one channel is both, and counts as contiguous.
     if x.is_contiguous() or not x.is_contiguous(memory_format=torch.channels_last):
@@ -655,7 +654,7 @@ def forward_gemm(
         tensors: Masks and buffers, listed so that graphs and autograd know of them; they are read through the layer.
         trains: Whether a backward pass will follow.
         out: Rows of the weight.
-        geometry: See :func:`_flattened`.
+        geometry: See :func:`flattened`.
         tag: The layer's handle tensor.
         router: The router's handle.
     """
@@ -666,14 +665,14 @@ def forward_gemm(
         weight,
         bias,
         x.dtype,
-        geometry=_unflattened(geometry) if geometry else None,
+        geometry=unflattened(geometry) if geometry else None,
         route=Route(active_router, trains),
         out=out,
     )
     (choice,) = choose(layer, ("forward",), operands)
     y = gemm(layer, "forward", operands, choice)
     # Whichever ran, the memory format is the one that register_fake promises to compiled graphs.
-    return y.contiguous(memory_format=_memory_format(x)) if geometry else y
+    return y.contiguous(memory_format=memory_format_of(x)) if geometry else y
 
 
 @forward_gemm.register_fake
@@ -689,8 +688,8 @@ def _(
 ) -> Tensor:
     if not geometry:
         return x.new_empty(x.shape[0], out)
-    shape = (x.shape[0], out, *_convolution(x, weight, _unflattened(geometry)).positions)
-    return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=_memory_format(x))
+    shape = (x.shape[0], out, *convolution_of(x, weight.shape, unflattened(geometry)).positions)
+    return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=memory_format_of(x))
 
 
 @register_flop_formula(torch.ops.lightning_nm.forward_gemm)
@@ -729,7 +728,7 @@ def backward_gemms(
         tensors: Masks and buffers, listed so that graphs and autograd know of them; they are read through the layer.
         needs_input: Whether dX is needed.
         needs_weight: Whether dW is needed.
-        geometry: See :func:`_flattened`.
+        geometry: See :func:`flattened`.
         tag: The layer's handle tensor.
         router: The router's handle.
 
@@ -746,7 +745,7 @@ def backward_gemms(
         None,
         grad.dtype,
         noise,
-        geometry=_unflattened(geometry) if geometry else None,
+        geometry=unflattened(geometry) if geometry else None,
         route=Route(active_router),
         out=grad.shape[1],
         dy=grad if geometry else plain(grad),
@@ -757,7 +756,7 @@ def backward_gemms(
     if dx is None:
         dx = grad.new_empty(0)
     elif geometry:
-        dx = dx.contiguous(memory_format=_memory_format(x))
+        dx = dx.contiguous(memory_format=memory_format_of(x))
     return dx, grad.new_empty(0) if dweight is None else dweight.contiguous()
 
 
@@ -775,7 +774,7 @@ def _(
 ) -> tuple[Tensor, Tensor]:
     dx = dweight = grad.new_empty(0)
     if needs_input:
-        memory_format = _memory_format(x) if geometry else torch.contiguous_format
+        memory_format = memory_format_of(x) if geometry else torch.contiguous_format
         dx = torch.empty(x.shape, dtype=grad.dtype, device=grad.device, memory_format=memory_format)
     if needs_weight:
         dweight = grad.new_empty(weight.shape if geometry else (grad.shape[1], x.shape[1]))
@@ -853,7 +852,7 @@ class _Gemms(torch.autograd.Function):
                 tensors,
                 route.trains,
                 out,
-                [] if geometry is None else _flattened(geometry),
+                [] if geometry is None else flattened(geometry),
                 layer.handle_tensor,
                 route.router.handle,
             )
@@ -890,7 +889,7 @@ class _Gemms(torch.autograd.Function):
                 tensors,
                 needs_x,
                 needs_weight,
-                [] if geometry is None else _flattened(geometry),
+                [] if geometry is None else flattened(geometry),
                 layer.handle_tensor,
                 route.router.handle,
             )
