@@ -969,7 +969,6 @@ def nm_linear(
     rows: tuple[int, int] | None = None,
     *,
     routed: bool = True,
-    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Return ``x @ W_F^T + bias``, whose input gradient uses W_B.
 
@@ -981,7 +980,6 @@ def nm_linear(
             place for inference: a packed weight with methods `linear` and `conv`.
         rows: Use only the output rows ``rows[0]:rows[1]``, as cross-attention does of a joint projection.
         routed: Whether a router may choose the kernels.
-        dtype: What the weight is cast to where autocast does not decide; by default nothing.
 
     Returns:
         ``[..., out]`` in the dtype that ``F.linear`` would return, autocast included.
@@ -995,8 +993,7 @@ def nm_linear(
         bias = None if bias is None else bias[rows[0] : rows[1]]
     # Outside of the function, so that its output is no view: that may be changed in place.
     x_ti = x.reshape(-1, x.shape[-1])
-    own_dtype = dtype or weight.dtype
-    y_to = _apply(x_ti, weight, bias, layer, own_dtype, rows, None, router, reason)
+    y_to = _apply(x_ti, weight, bias, layer, rows, None, router, reason)
     # As torch's own linear: nothing else holds y, and FSDP's hooks are lost by changes in place of a view.
     return torch.ops.aten._unsafe_view(y_to, [*x.shape[:-1], y_to.shape[-1]])
 
@@ -1041,7 +1038,7 @@ def nm_conv(
         if x.is_cuda:
             reason = "a convolution, left to cuDNN"
     geometry = (stride, padding, dilation, groups)
-    return _apply(x, weight, bias, layer, weight.dtype, None, geometry, router, reason)
+    return _apply(x, weight, bias, layer, None, geometry, router, reason)
 
 
 def nm_embedding(
@@ -1076,17 +1073,17 @@ def _apply(
     weight: Tensor,
     bias: Tensor | None,
     layer: NMLayer,
-    dtype: torch.dtype,
     rows: tuple[int, int] | None,
     geometry: Geometry | None,
     router: Router | None,
     reason: str,
 ) -> Tensor:
-    """Apply :class:`_Gemms` to input and bias, cast as autocast casts for a matmul; `dtype` is that without autocast.
+    """Apply :class:`_Gemms` to input and bias, cast as autocast casts for a matmul.
 
     The weight is cast inside the function, so that the parameter itself is saved for backward.
     """
     device = x.device.type
+    dtype = weight.dtype
     without_autocast: AbstractContextManager[Any] = nullcontext()
     # Entering torch's own context takes as long as a small product: not where autocast is off anyway.
     if torch.is_autocast_enabled(device):

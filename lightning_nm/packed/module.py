@@ -30,7 +30,6 @@ from lightning_nm.kernels.api import (
 from lightning_nm.kernels.cpu.int8 import int8_matrix
 from lightning_nm.kernels.cpu.kernels import dense_matrix
 from lightning_nm.nn.adapters import (
-    FUSED_PATHS,
     Adapter,
     NMConv1d,
     NMConv2d,
@@ -40,7 +39,7 @@ from lightning_nm.nn.adapters import (
     NMTransposedLinear,
     find_adapter,
 )
-from lightning_nm.nn.adapters.attention import AttentionForward
+from lightning_nm.nn.adapters.attention import AttentionForward, switch_fused_paths
 from lightning_nm.nn.products import (
     CONVOLUTIONS,
     OPTIONS,
@@ -853,12 +852,7 @@ def call_packed_children(model: nn.Module) -> None:
         reads = any(isinstance(getattr(module, child, None), PackedLayer) for child in children)
         if reads and not isinstance(module, PackedLayer):
             module.__class__ = packed_class(type(module))
-    for module in model.modules():
-        for kind, attribute, off in FUSED_PATHS:
-            if isinstance(module, kind) and any(
-                isinstance(part, PackedLayer) for part in module.modules()
-            ):
-                setattr(module, attribute, off)
+    switch_fused_paths(model)
 
 
 def packed_weights(
