@@ -273,28 +273,42 @@ def dense_weight(layer: NMLayer, which: GemmName, operands: Operands) -> Tensor:
     return values.to(dtype)
 
 
-def packable(layer: NMLayer, which: GemmName, weight: Tensor, dtype: torch.dtype) -> Tensor:
+def packable(
+    layer: NMLayer,
+    which: GemmName,
+    weight: Tensor,
+    dtype: torch.dtype,
+    values: Tensor | None = None,
+    *,
+    convolves: bool = False,
+) -> Tensor:
     """W_F ``[out, in]`` or, for ``"dgrad"``, W_B^T ``[in, out]`` as kernels pack it: contiguous.
 
     The columns of W_B^T are in the order of a backward mask. Where the method selects entries it is made in one pass.
+
+    Args:
+        layer: The layer.
+        which: ``"forward"`` or ``"dgrad"``.
+        weight: The parameter as GEMMs get it.
+        dtype: Of the GEMM.
+        values: What the method made of the weight, if that is known.
+        convolves: Whether the GEMM is a convolution's: W_B is not transposed, and in the order of memory.
     """
     masks = layer.masks
     view = layer.view
     of_backward = which == "dgrad" and masks.has_backward
-    order = masks.permutation if of_backward else None
+    transposed = which == "dgrad" and not convolves
+    order = masks.permutation if of_backward and transposed else None
     # The one pass walks weight and bits together, so both must lie in the same order.
     if layer.spec.method.selects_entries and (of_backward or masks.has_forward):
         bits = masks.bits
         if bits is not None and bits.stride() == weight.stride():
             bit = BACKWARD_BIT if of_backward else FORWARD_BIT
             matrices = view.matrix(weight), view.matrix(bits)
-            return masked_operand(*matrices, dtype, bit, order, transposed=which == "dgrad")
-    values = layer.values_of(which, weight)
-    return _ordered(view.matrix(values).to(dtype), order, transposed=which == "dgrad")
-
-
-def _ordered(matrix_oi: Tensor, order: Tensor | None, *, transposed: bool) -> Tensor:
-    """Rows in an order, transposed or not, contiguous."""
+            return masked_operand(*matrices, dtype, bit, order, transposed=transposed)
+    if values is None:
+        values = layer.values_of(which, weight)
+    matrix_oi = view.matrix(values).to(dtype)
     if order is not None:
         matrix_oi = matrix_oi[order]
     return (matrix_oi.t() if transposed else matrix_oi).contiguous()
@@ -305,27 +319,22 @@ def masked_matrix(layer: NMLayer, which: GemmName, weight: Tensor, key: GemmKey)
 
     W_B of a convolution is not transposed, and in the order of memory: one layout serves both GEMMs.
     """
-    method = layer.spec.method
     masks = layer.masks
     is_dgrad = which == "dgrad"
     # Without a backward mask dgrad uses the forward one, which has no permutation.
     of_backward = is_dgrad and masks.has_backward
     transposed = is_dgrad and key.conv is None
     order = masks.permutation if of_backward and transposed else None
-    values = weight
-    if not method.selects_entries:
+    values = None
+    if not layer.spec.method.selects_entries:
         values = layer.values_of(which, weight).to(key.dtype)
-
-    def dense() -> Tensor:
-        if method.selects_entries and (transposed or not is_dgrad):
-            return packable(layer, which, weight, key.dtype)
-        chosen = layer.values_of(which, weight) if method.selects_entries else values
-        matrix_oi = layer.view.matrix(chosen).to(key.dtype)
-        return _ordered(matrix_oi, order, transposed=transposed)
-
+    dense = partial(
+        packable, layer, which, weight, key.dtype, values, convolves=key.conv is not None
+    )
     assert masks.bits is not None  # a GEMM without masks has no sparse operand
     # Both are views; only `dense` copies.
-    matrix, bits = layer.view.matrix(values), layer.view.matrix(masks.bits)
+    matrix = layer.view.matrix(weight if values is None else values)
+    bits = layer.view.matrix(masks.bits)
     if transposed:
         matrix, bits = matrix.t(), bits.t()
     bit = BACKWARD_BIT if of_backward else FORWARD_BIT
