@@ -19,8 +19,9 @@ import torch
 from torch import nn
 
 import lightning_nm
+from benchmarks.gpu.simulated import SimulatedSparseKernel
 from lightning_nm import BAME, NMSparsifier
-from lightning_nm.kernels import Router, SimulatedSparseKernel, routing
+from lightning_nm.kernels import Router, routing
 
 PACKAGE = str(Path(lightning_nm.__file__).parent)
 

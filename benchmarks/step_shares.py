@@ -18,7 +18,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from lightning_nm.kernels.cpu import evolution, library
-from lightning_nm.kernels.cpu.layouts import CsrLayout, PermuteLayout
+from lightning_nm.kernels.cpu.kernels import CsrLayout, PermuteLayout
 from studies.speed.side import Grant, Precision, Setting, run
 
 METHODS = ["dense", "asp", "bame", "sr-ste", "bi-mask"]

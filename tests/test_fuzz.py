@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from benchmarks.gpu.simulated import SimulatedSparseKernel
 from lightning_nm import (
     ASP,
     BAME,
@@ -29,7 +30,7 @@ from lightning_nm import (
     TopN,
     TransposableMask,
 )
-from lightning_nm.kernels import Router, SimulatedSparseKernel, routing
+from lightning_nm.kernels import Router, routing
 from lightning_nm.nn.adapters import Adapter
 from tests.support.kinds import held_tensors
 

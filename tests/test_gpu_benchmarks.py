@@ -16,13 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import correctness, costs, layers
+from benchmarks.gpu import correctness, costs, layers, simulated
 from benchmarks.gpu import report as reports
 from benchmarks.gpu.apart import PRELOADED, messages
 from benchmarks.gpu.checks import CHECKS
 from benchmarks.gpu.report import Report, plain
 from benchmarks.gpu.setting import Setting, SoftwareOperators
-from lightning_nm.kernels import SimulatedSparseKernel
+from benchmarks.gpu.simulated import SimulatedSparseKernel
 from tests.support import child_functions
 
 DRY = Setting(dry_run=True)
@@ -385,7 +385,7 @@ def test_answers_are_json_whatever_their_numbers(value):
     assert json.loads(text) == plain(value)
 
 
-@pytest.mark.parametrize("module", [costs, reports], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [costs, reports, simulated], ids=lambda module: module.__name__)
 def test_examples(module):
     result = doctest.testmod(module)
     assert result.attempted

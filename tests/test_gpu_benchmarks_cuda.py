@@ -8,10 +8,10 @@ import torch
 
 from benchmarks.gpu import correctness, costs, layers
 from benchmarks.gpu.setting import Setting, SoftwareOperators
+from benchmarks.gpu.simulated import compress, expand
 from benchmarks.train import Watch
 from lightning_nm.functional import transposable_mask
 from lightning_nm.kernels.cpu import library
-from lightning_nm.kernels.gpu.simulated import compress, expand
 
 BF16 = torch.bfloat16
 

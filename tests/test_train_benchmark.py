@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import train, train_model
+from benchmarks.gpu.simulated import SimulatedSparseKernel
 from benchmarks.train import Run
 from benchmarks.train_model import TINY
-from lightning_nm.kernels import SimulatedSparseKernel
 
 # torch.compile asks for the gradient of tensors that are no leaves, and hides the warning.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute")

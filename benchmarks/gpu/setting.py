@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from benchmarks.gpu.simulated import SimulatedSparseKernel, compress, expand
 from lightning_nm.functional import nm_prune
-from lightning_nm.kernels import GemmKernel, KernelRegistry, SimulatedSparseKernel
-from lightning_nm.kernels.gpu.simulated import compress, expand
+from lightning_nm.kernels import GemmKernel, KernelRegistry
 from lightning_nm.kernels.tuner import DeviceTimer
 
 Choice = TypeVar("Choice")
@@ -46,7 +46,7 @@ class Operators:
 
 
 class SoftwareOperators(Operators):
-    """The same by :mod:`lightning_nm.kernels.gpu.simulated`."""
+    """The same by :mod:`benchmarks.gpu.simulated`."""
 
     def pack(self, matrix: Tensor) -> Tensor:
         """Pack ``A [rows, depth]``."""

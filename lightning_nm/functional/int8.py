@@ -224,7 +224,7 @@ def int8_conv2d(
         >>> int8_conv2d(torch.full((1, 1, 2, 2), 127.0), integers, torch.tensor([0.5])).flatten()
         tensor([32258.])
     """
-    patches = conv_patches(x, integers.shape[2:], stride, padding, dilation, groups)
+    patches = conv_patches(x, integers.shape[2:], stride, padding, dilation, groups).flatten(4)
     biases = [None] * groups if bias is None else bias.chunk(groups)
     outputs = [
         int8_linear(read.flatten(0, -2), of_group.flatten(1), scale_of_group, bias_of_group)
@@ -244,7 +244,9 @@ def conv_patches(
     dilation: Sequence[int],
     groups: int,
 ) -> Tensor:
-    """Return what each output position of a convolution reads, ``[groups, images, *positions, in / groups * taps]``.
+    """Return what each output position of a convolution reads, ``[groups, images, *positions, in / groups, *taps]``.
+
+    It is a view of the padded input.
 
     Args:
         x: ``[images, in, *sizes]``.
@@ -259,5 +261,4 @@ def conv_patches(
     for axis, (size, step, distance) in enumerate(zip(taps, stride, dilation, strict=True), 2):
         x = x.unfold(axis, distance * (size - 1) + 1, step)[..., ::distance]
     # [images, in, *positions, *taps] -> [groups, images, *positions, in / groups, *taps]
-    last = 2 + len(taps)
-    return x.unflatten(1, (groups, -1)).movedim((1, 2), (0, last)).flatten(last)
+    return x.unflatten(1, (groups, -1)).movedim((1, 2), (0, 2 + len(taps)))

@@ -2,7 +2,6 @@ from .api import GemmKernel as GemmKernel
 from .api import GemmKey as GemmKey
 from .api import GemmName as GemmName
 from .gpu.cusparselt import CuSparseLtKernel as CuSparseLtKernel
-from .gpu.simulated import SimulatedSparseKernel as SimulatedSparseKernel
 from .gpu.two_four import TwoFourKernel as TwoFourKernel
 from .gpu.two_four import two_four_reason as two_four_reason
 from .router import Router as Router

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import grad as nn_grad
 
+from lightning_nm.functional.mask_storage import FORWARD_BIT
 from lightning_nm.pattern import NMPattern
 
 GemmName = Literal["forward", "dgrad", "wgrad"]
@@ -178,6 +179,12 @@ class MaskedMatrix(NamedTuple):
     dtype: torch.dtype
     order: Tensor | None
     dense: Callable[[], Tensor]
+
+    @classmethod
+    def of(cls, matrix: Tensor, mask: Tensor, pattern: NMPattern | None) -> MaskedMatrix:
+        """A contiguous matrix with a bool mask; `dense` is the matrix as it is."""
+        bits = mask.view(torch.uint8)
+        return cls(matrix, bits, FORWARD_BIT, pattern, matrix.dtype, None, lambda: matrix)
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -16,7 +16,7 @@ from itertools import cycle
 from pathlib import Path
 from statistics import fmean, median
 from time import perf_counter
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 from uuid import uuid4
 
 import torch
@@ -54,14 +54,6 @@ from lightning_nm.kernels.gpu.cusparselt import CuSparseLtKernel, library_versio
 from lightning_nm.kernels.operands import TOKENS, permuted_columns
 from lightning_nm.pattern import NMPattern
 from lightning_nm.spelling import not_given
-
-
-class Timer(Protocol):
-    """Measures a function; tests pass recorded times instead."""
-
-    def time(self, function: Callable[[], object], device: torch.device) -> float:
-        """Return the seconds of one call on the device, with the time on the host."""
-
 
 _ENOUGH = 0.01
 """Seconds of a sample on the host, at which a tick of the clock and the loop no longer count."""
@@ -442,11 +434,12 @@ class KernelRegistry:
     Example::
 
         >>> from lightning_nm import NMPattern
-        >>> from lightning_nm.kernels import SimulatedSparseKernel
-        >>> registry = KernelRegistry([CuSparseLtKernel(), SimulatedSparseKernel()])
+        >>> class Mine(GemmKernel):
+        ...     name = "mine"
+        >>> registry = KernelRegistry([CuSparseLtKernel(), Mine()])
         >>> key = GemmKey("forward", 64, 32, 8, torch.float32, NMPattern(2, 4), "cpu")
         >>> [(kernel.name, registry.reason(kernel, key)) for kernel in registry.kernels.values()]
-        [('reference', ''), ('cusparselt', 'cuSPARSELt needs a CUDA device, not cpu'), ('simulated', '')]
+        [('reference', ''), ('cusparselt', 'cuSPARSELt needs a CUDA device, not cpu'), ('mine', '')]
     """
 
     def __init__(self, backends: Sequence[GemmKernel] | None = None) -> None:
@@ -647,13 +640,13 @@ def _difference(kernel: GemmKernel, key: GemmKey, result: Tensor, expected: Tens
     return ""
 
 
-def dense_ms(key: GemmKey, timer: Timer) -> float:
+def dense_ms(key: GemmKey, timer: DeviceTimer) -> float:
     """Milliseconds of the dense product of the N:M operand as the layer has it."""
     return _product_ms(GemmKernel(), key, timer)
 
 
 def sparse_ms(
-    kernel: GemmKernel, key: GemmKey, timer: Timer, packed: Any = None
+    kernel: GemmKernel, key: GemmKey, timer: DeviceTimer, packed: Any = None
 ) -> tuple[float, float]:
     """Milliseconds of a kernel's product, permuting the dense matrix included, and of packing the sparse operand once.
 
@@ -671,7 +664,7 @@ def sparse_ms(
         return product_ms, 1e3 * timer.time(call, torch.device(key.device))
 
 
-def _product_ms(kernel: GemmKernel, key: GemmKey, timer: Timer, packed: Any = None) -> float:
+def _product_ms(kernel: GemmKernel, key: GemmKey, timer: DeviceTimer, packed: Any = None) -> float:
     """Milliseconds of a kernel's product alone, or of the dense one by the reference."""
     with _no_autocast():
         packs: list[tuple[Any, Tensor | None]] = [(packed, None)]
@@ -862,7 +855,7 @@ class Tuner:
         kernels: str,
         registry: KernelRegistry,
         decisions: Decisions,
-        timer: Timer,
+        timer: DeviceTimer,
         reuse: int = 1,
         hysteresis: float = HYSTERESIS,
     ) -> None:

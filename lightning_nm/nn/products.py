@@ -273,28 +273,42 @@ def dense_weight(layer: NMLayer, which: GemmName, operands: Operands) -> Tensor:
     return values.to(dtype)
 
 
-def packable(layer: NMLayer, which: GemmName, weight: Tensor, dtype: torch.dtype) -> Tensor:
+def packable(
+    layer: NMLayer,
+    which: GemmName,
+    weight: Tensor,
+    dtype: torch.dtype,
+    values: Tensor | None = None,
+    *,
+    convolves: bool = False,
+) -> Tensor:
     """W_F ``[out, in]`` or, for ``"dgrad"``, W_B^T ``[in, out]`` as kernels pack it: contiguous.
 
     The columns of W_B^T are in the order of a backward mask. Where the method selects entries it is made in one pass.
+
+    Args:
+        layer: The layer.
+        which: ``"forward"`` or ``"dgrad"``.
+        weight: The parameter as GEMMs get it.
+        dtype: Of the GEMM.
+        values: What the method made of the weight, if that is known.
+        convolves: Whether the GEMM is a convolution's: W_B is not transposed, and in the order of memory.
     """
     masks = layer.masks
     view = layer.view
     of_backward = which == "dgrad" and masks.has_backward
-    order = masks.permutation if of_backward else None
+    transposed = which == "dgrad" and not convolves
+    order = masks.permutation if of_backward and transposed else None
     # The one pass walks weight and bits together, so both must lie in the same order.
     if layer.spec.method.selects_entries and (of_backward or masks.has_forward):
         bits = masks.bits
         if bits is not None and bits.stride() == weight.stride():
             bit = BACKWARD_BIT if of_backward else FORWARD_BIT
             matrices = view.matrix(weight), view.matrix(bits)
-            return masked_operand(*matrices, dtype, bit, order, transposed=which == "dgrad")
-    values = layer.values_of(which, weight)
-    return _ordered(view.matrix(values).to(dtype), order, transposed=which == "dgrad")
-
-
-def _ordered(matrix_oi: Tensor, order: Tensor | None, *, transposed: bool) -> Tensor:
-    """Rows in an order, transposed or not, contiguous."""
+            return masked_operand(*matrices, dtype, bit, order, transposed=transposed)
+    if values is None:
+        values = layer.values_of(which, weight)
+    matrix_oi = view.matrix(values).to(dtype)
     if order is not None:
         matrix_oi = matrix_oi[order]
     return (matrix_oi.t() if transposed else matrix_oi).contiguous()
@@ -305,27 +319,22 @@ def masked_matrix(layer: NMLayer, which: GemmName, weight: Tensor, key: GemmKey)
 
     W_B of a convolution is not transposed, and in the order of memory: one layout serves both GEMMs.
     """
-    method = layer.spec.method
     masks = layer.masks
     is_dgrad = which == "dgrad"
     # Without a backward mask dgrad uses the forward one, which has no permutation.
     of_backward = is_dgrad and masks.has_backward
     transposed = is_dgrad and key.conv is None
     order = masks.permutation if of_backward and transposed else None
-    values = weight
-    if not method.selects_entries:
+    values = None
+    if not layer.spec.method.selects_entries:
         values = layer.values_of(which, weight).to(key.dtype)
-
-    def dense() -> Tensor:
-        if method.selects_entries and (transposed or not is_dgrad):
-            return packable(layer, which, weight, key.dtype)
-        chosen = layer.values_of(which, weight) if method.selects_entries else values
-        matrix_oi = layer.view.matrix(chosen).to(key.dtype)
-        return _ordered(matrix_oi, order, transposed=transposed)
-
+    dense = partial(
+        packable, layer, which, weight, key.dtype, values, convolves=key.conv is not None
+    )
     assert masks.bits is not None  # a GEMM without masks has no sparse operand
     # Both are views; only `dense` copies.
-    matrix, bits = layer.view.matrix(values), layer.view.matrix(masks.bits)
+    matrix = layer.view.matrix(weight if values is None else values)
+    bits = layer.view.matrix(masks.bits)
     if transposed:
         matrix, bits = matrix.t(), bits.t()
     bit = BACKWARD_BIT if of_backward else FORWARD_BIT
@@ -514,7 +523,7 @@ def _product(layer: NMLayer, which: GemmName, operands: Operands) -> Product:
     tokens, width = x.shape[:2]
     conv = None
     if operands.geometry is not None:
-        conv = _convolution(x, operands.weight, operands.geometry)
+        conv = convolution_of(x, operands.weight.shape, operands.geometry)
         tokens *= math.prod(conv.positions)
         width = math.prod(conv.weight_shape[1:])
     sizes = {
@@ -565,11 +574,10 @@ def is_estimating(layer: NMLayer) -> bool:
     return layer.spec.estimator is not None and layer.progress.estimating
 
 
-def _convolution(x: Tensor, weight: Tensor, geometry: Geometry) -> Convolution:
-    """The geometry with the sizes of ``x [images, in, *size]`` and of the weight."""
-    return Convolution(
-        x.shape[1], len(weight), tuple(x.shape[2:]), tuple(weight.shape[2:]), *geometry
-    )
+def convolution_of(x: Tensor, weight_shape: Sequence[int], geometry: Geometry) -> Convolution:
+    """The geometry with the sizes of ``x [images, in, *size]`` and of the weight ``[out, in / groups, *kernel]``."""
+    outputs, _, *kernel = weight_shape
+    return Convolution(x.shape[1], outputs, tuple(x.shape[2:]), tuple(kernel), *geometry)
 
 
 def gradients(
@@ -610,14 +618,14 @@ if hasattr(torch.Tag, "cudagraph_unsafe"):
     OPTIONS["tags"] = (torch.Tag.cudagraph_unsafe,)
 
 
-def _flattened(geometry: Geometry) -> list[int]:
+def flattened(geometry: Geometry) -> list[int]:
     """The geometry as operators take it, in one list; that of a linear layer is empty."""
     stride, padding, dilation, groups = geometry
     return [*stride, *padding, *dilation, groups]
 
 
-def _unflattened(numbers: Sequence[int]) -> Geometry:
-    """Undo :func:`_flattened`."""
+def unflattened(numbers: Sequence[int]) -> Geometry:
+    """Undo :func:`flattened`."""
     *sizes, groups = numbers
     spatial = len(sizes) // 3
     stride, padding, dilation = (
@@ -626,7 +634,7 @@ def _unflattened(numbers: Sequence[int]) -> Geometry:
     return stride, padding, dilation, groups
 
 
-def _memory_format(x: Tensor) -> torch.memory_format:
+def memory_format_of(x: Tensor) -> torch.memory_format:
     """Return channels last if `x` is, else contiguous."""
     # A tensor of one channel is both, and counts as contiguous.
     if x.is_contiguous() or not x.is_contiguous(memory_format=torch.channels_last):
@@ -655,7 +663,7 @@ def forward_gemm(
         tensors: Masks and buffers, listed so that graphs and autograd know of them; they are read through the layer.
         trains: Whether a backward pass will follow.
         out: Rows of the weight.
-        geometry: See :func:`_flattened`.
+        geometry: See :func:`flattened`.
         tag: The layer's handle tensor.
         router: The router's handle.
     """
@@ -666,14 +674,14 @@ def forward_gemm(
         weight,
         bias,
         x.dtype,
-        geometry=_unflattened(geometry) if geometry else None,
+        geometry=unflattened(geometry) if geometry else None,
         route=Route(active_router, trains),
         out=out,
     )
     (choice,) = choose(layer, ("forward",), operands)
     y = gemm(layer, "forward", operands, choice)
     # Whichever ran, the memory format is the one that register_fake promises to compiled graphs.
-    return y.contiguous(memory_format=_memory_format(x)) if geometry else y
+    return y.contiguous(memory_format=memory_format_of(x)) if geometry else y
 
 
 @forward_gemm.register_fake
@@ -689,8 +697,8 @@ def _(
 ) -> Tensor:
     if not geometry:
         return x.new_empty(x.shape[0], out)
-    shape = (x.shape[0], out, *_convolution(x, weight, _unflattened(geometry)).positions)
-    return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=_memory_format(x))
+    shape = (x.shape[0], out, *convolution_of(x, weight.shape, unflattened(geometry)).positions)
+    return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=memory_format_of(x))
 
 
 @register_flop_formula(torch.ops.lightning_nm.forward_gemm)
@@ -729,7 +737,7 @@ def backward_gemms(
         tensors: Masks and buffers, listed so that graphs and autograd know of them; they are read through the layer.
         needs_input: Whether dX is needed.
         needs_weight: Whether dW is needed.
-        geometry: See :func:`_flattened`.
+        geometry: See :func:`flattened`.
         tag: The layer's handle tensor.
         router: The router's handle.
 
@@ -746,7 +754,7 @@ def backward_gemms(
         None,
         grad.dtype,
         noise,
-        geometry=_unflattened(geometry) if geometry else None,
+        geometry=unflattened(geometry) if geometry else None,
         route=Route(active_router),
         out=grad.shape[1],
         dy=grad if geometry else plain(grad),
@@ -757,7 +765,7 @@ def backward_gemms(
     if dx is None:
         dx = grad.new_empty(0)
     elif geometry:
-        dx = dx.contiguous(memory_format=_memory_format(x))
+        dx = dx.contiguous(memory_format=memory_format_of(x))
     return dx, grad.new_empty(0) if dweight is None else dweight.contiguous()
 
 
@@ -775,7 +783,7 @@ def _(
 ) -> tuple[Tensor, Tensor]:
     dx = dweight = grad.new_empty(0)
     if needs_input:
-        memory_format = _memory_format(x) if geometry else torch.contiguous_format
+        memory_format = memory_format_of(x) if geometry else torch.contiguous_format
         dx = torch.empty(x.shape, dtype=grad.dtype, device=grad.device, memory_format=memory_format)
     if needs_weight:
         dweight = grad.new_empty(weight.shape if geometry else (grad.shape[1], x.shape[1]))
@@ -853,7 +861,7 @@ class _Gemms(torch.autograd.Function):
                 tensors,
                 route.trains,
                 out,
-                [] if geometry is None else _flattened(geometry),
+                [] if geometry is None else flattened(geometry),
                 layer.handle_tensor,
                 route.router.handle,
             )
@@ -890,7 +898,7 @@ class _Gemms(torch.autograd.Function):
                 tensors,
                 needs_x,
                 needs_weight,
-                [] if geometry is None else _flattened(geometry),
+                [] if geometry is None else flattened(geometry),
                 layer.handle_tensor,
                 route.router.handle,
             )
@@ -970,7 +978,6 @@ def nm_linear(
     rows: tuple[int, int] | None = None,
     *,
     routed: bool = True,
-    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Return ``x @ W_F^T + bias``, whose input gradient uses W_B.
 
@@ -982,7 +989,6 @@ def nm_linear(
             place for inference: a packed weight with methods `linear` and `conv`.
         rows: Use only the output rows ``rows[0]:rows[1]``, as cross-attention does of a joint projection.
         routed: Whether a router may choose the kernels.
-        dtype: What the weight is cast to where autocast does not decide; by default nothing.
 
     Returns:
         ``[..., out]`` in the dtype that ``F.linear`` would return, autocast included.
@@ -996,8 +1002,7 @@ def nm_linear(
         bias = None if bias is None else bias[rows[0] : rows[1]]
     # Outside of the function, so that its output is no view: that may be changed in place.
     x_ti = x.reshape(-1, x.shape[-1])
-    own_dtype = dtype or weight.dtype
-    y_to = _apply(x_ti, weight, bias, layer, own_dtype, rows, None, router, reason)
+    y_to = _apply(x_ti, weight, bias, layer, rows, None, router, reason)
     # As torch's own linear: nothing else holds y, and FSDP's hooks are lost by changes in place of a view.
     return torch.ops.aten._unsafe_view(y_to, [*x.shape[:-1], y_to.shape[-1]])
 
@@ -1042,7 +1047,7 @@ def nm_conv(
         if x.is_cuda:
             reason = "a convolution, left to cuDNN"
     geometry = (stride, padding, dilation, groups)
-    return _apply(x, weight, bias, layer, weight.dtype, None, geometry, router, reason)
+    return _apply(x, weight, bias, layer, None, geometry, router, reason)
 
 
 def nm_embedding(
@@ -1077,17 +1082,17 @@ def _apply(
     weight: Tensor,
     bias: Tensor | None,
     layer: NMLayer,
-    dtype: torch.dtype,
     rows: tuple[int, int] | None,
     geometry: Geometry | None,
     router: Router | None,
     reason: str,
 ) -> Tensor:
-    """Apply :class:`_Gemms` to input and bias, cast as autocast casts for a matmul; `dtype` is that without autocast.
+    """Apply :class:`_Gemms` to input and bias, cast as autocast casts for a matmul.
 
     The weight is cast inside the function, so that the parameter itself is saved for backward.
     """
     device = x.device.type
+    dtype = weight.dtype
     without_autocast: AbstractContextManager[Any] = nullcontext()
     # Entering torch's own context takes as long as a small product: not where autocast is off anyway.
     if torch.is_autocast_enabled(device):

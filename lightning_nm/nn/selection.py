@@ -21,7 +21,8 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
 from lightning_nm.functional import is_nm
-from lightning_nm.nn.adapters import FUSED_PATHS, Adapter, WeightSpec, adapted_class, find_adapter
+from lightning_nm.nn.adapters import Adapter, WeightSpec, adapted_class, find_adapter
+from lightning_nm.nn.adapters.attention import switch_fused_paths
 from lightning_nm.nn.adapters.base import original_class
 from lightning_nm.nn.adapters.experts import holds_matrices
 from lightning_nm.nn.layer import LayerSpec, NMLayer
@@ -828,15 +829,4 @@ def _adapt_around(model: nn.Module) -> None:
         elif vars(module).get("nm_layers") == {}:  # those of packed modules are made when asked for
             module.__class__ = original_class(module)
             del vars(module)["nm_layers"]
-    for module in model.modules():
-        for kind, attribute, off in FUSED_PATHS:
-            if not isinstance(module, kind):
-                continue
-            # The module's own value, while another one is in its place; so it travels with copies and pickles.
-            key = f"_nm_own_{attribute}"
-            has_masks = any(isinstance(part, Adapter) for part in module.modules())
-            if has_masks and key not in vars(module):
-                vars(module)[key] = getattr(module, attribute)
-                setattr(module, attribute, off)
-            elif not has_masks and key in vars(module):
-                setattr(module, attribute, vars(module).pop(key))
+    switch_fused_paths(model)

@@ -16,7 +16,6 @@ from typing import Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from lightning_nm.functional.mask_storage import FORWARD_BIT
 from lightning_nm.functional.nm_format import position_numbers
 from lightning_nm.kernels.api import GemmKey, MaskedMatrix
 from lightning_nm.kernels.cpu import (
@@ -27,7 +26,7 @@ from lightning_nm.kernels.cpu import (
     Int8Layout,
     PermuteLayout,
 )
-from lightning_nm.kernels.cpu.layouts import Packed
+from lightning_nm.kernels.cpu.kernels import Packed
 from lightning_nm.kernels.cpu.library import DTYPES
 from lightning_nm.kernels.tuner import (
     Decisions,
@@ -136,9 +135,8 @@ def lay_out(matrix: Tensor, pattern: NMPattern | None, *, convolution: bool) -> 
     if not matrix.numel() or bool(matrix.isnan().any()):
         return None
     integers = matrix.view(torch.int32 if matrix.itemsize == 4 else torch.int16)
-    bits = integers.ne(0).view(torch.uint8)  # negative zeros are kept
     given = NMPattern(1, 2) if pattern is None else pattern
-    masked = MaskedMatrix(matrix, bits, FORWARD_BIT, given, matrix.dtype, None, lambda: matrix)
+    masked = MaskedMatrix.of(matrix, integers.ne(0), given)  # negative zeros are kept
     key = GemmKey("forward", *masked.shape, 1, matrix.dtype, given, "cpu")
     # The faster one first.
     for name in ["cpu-csr"] if pattern is None or convolution else ["cpu-permute", "cpu-csr"]:

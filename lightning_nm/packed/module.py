@@ -18,11 +18,18 @@ from torch.distributed.tensor import DTensor
 
 from lightning_nm.functional.int8 import INT8_DTYPES, dequantise_weight
 from lightning_nm.functional.nm_format import PACKED_DTYPES
-from lightning_nm.kernels.api import Convolution, GemmKey, HasHandle, attempt, lookup, multiply
+from lightning_nm.kernels.api import (
+    Convolution,
+    GemmKey,
+    Geometry,
+    HasHandle,
+    attempt,
+    lookup,
+    multiply,
+)
 from lightning_nm.kernels.cpu.int8 import int8_matrix
-from lightning_nm.kernels.cpu.layouts import dense_matrix
+from lightning_nm.kernels.cpu.kernels import dense_matrix
 from lightning_nm.nn.adapters import (
-    FUSED_PATHS,
     Adapter,
     NMConv1d,
     NMConv2d,
@@ -32,8 +39,16 @@ from lightning_nm.nn.adapters import (
     NMTransposedLinear,
     find_adapter,
 )
-from lightning_nm.nn.adapters.attention import AttentionForward
-from lightning_nm.nn.products import CONVOLUTIONS, OPTIONS, plain
+from lightning_nm.nn.adapters.attention import AttentionForward, switch_fused_paths
+from lightning_nm.nn.products import (
+    CONVOLUTIONS,
+    OPTIONS,
+    convolution_of,
+    flattened,
+    memory_format_of,
+    plain,
+    unflattened,
+)
 from lightning_nm.nn.selection import candidates_of
 from lightning_nm.nn.weight import Layout, parameter_key, plain_name
 from lightning_nm.packed.kernel_choice import (
@@ -225,27 +240,19 @@ class PackedWeight(nn.Module, HasHandle):
             RuntimeError: In training mode with gradients.
         """
         self.refuse_training()
+        geometry = stride, padding, dilation, groups
         operand = self._operand_for(x, bias)
         # What does not fit goes to torch, for its error. Kernels know two dimensions.
         fits = x.dim() == self.dim() <= 4 and x.shape[1] == self.shape[1] * groups
         if operand is None or not fits:
             convolve = CONVOLUTIONS[self.dim() - 3]
-            matrix = self.product_matrix().view(self.shape)
-            y = convolve(x, matrix, bias, stride, padding, dilation, groups)
+            y = convolve(x, self.product_matrix().view(self.shape), bias, *geometry)
             self._keep_dense(x)
             return y
-        # A convolution in one dimension is one in two, over images of height 1.
-        is_1d = self.dim() == 3
-        taps: tuple[int, ...] = self.shape[2:]
-        if is_1d:
-            x, taps = x.unsqueeze(2), (1, *taps)
-            stride, padding, dilation = (1, *stride), (0, *padding), (1, *dilation)
-        geometry = [self.shape[0], groups, *taps, *stride, *padding, *dilation]
         if torch.compiler.is_compiling():
-            y = torch.ops.lightning_nm.packed_conv(x, bias, geometry, operand.tag)
-        else:
-            y = _convolve(self, x, bias, geometry)
-        return y.squeeze(2) if is_1d else y
+            numbers = flattened(geometry)
+            return torch.ops.lightning_nm.packed_conv(x, bias, self.shape, numbers, operand.tag)
+        return _convolve(self, x, bias, geometry)
 
     def refuse_training(self) -> None:
         """Refuse to train next to a weight that cannot be trained."""
@@ -296,7 +303,8 @@ class PackedWeight(nn.Module, HasHandle):
             self._keep_dense(x)
             matrix = self.product_matrix()
             if conv is not None:
-                return F.conv2d(x, matrix.view(conv.weight_shape), bias, *conv.arguments)
+                convolve = CONVOLUTIONS[len(conv.size) - 1]
+                return convolve(x, matrix.view(conv.weight_shape), bias, *conv.arguments)
             return F.linear(x, matrix if rows is None else matrix[slice(*rows)], bias)
 
         # Read once: another thread may let this weight become dense at any time.
@@ -305,7 +313,7 @@ class PackedWeight(nn.Module, HasHandle):
         if part is None or not x.numel():
             return dense()
         tokens = len(x) * (1 if conv is None else math.prod(conv.positions))
-        key, takes = self._takes(part, tokens, conv)
+        key, takes = self._takes(part, tokens, None if conv is None else conv.planar)
         if not takes:
             return dense()
         registry = registry_of(part.kernel)
@@ -316,7 +324,9 @@ class PackedWeight(nn.Module, HasHandle):
             return multiply(kernel, key, part.packed, plain(x), plain_bias)
 
         # If the kernel fails, the product is made dense, now and in the future.
-        return attempt(kernel, key, registry.failures, sparse, dense)
+        y = attempt(kernel, key, registry.failures, sparse, dense)
+        # Kernels make planes of height 1 of a convolution in one dimension.
+        return y if conv is None else y.view(len(x), conv.outputs, *conv.positions)
 
     @property
     def convolves(self) -> bool:
@@ -562,39 +572,26 @@ def _(x: Tensor, bias: Tensor | None, first: int, out: int, tag: Tensor) -> Tens
 
 
 @torch.library.custom_op("lightning_nm::packed_conv", **OPTIONS)
-def _packed_conv(x: Tensor, bias: Tensor | None, geometry: Sequence[int], tag: Tensor) -> Tensor:
+def _packed_conv(
+    x: Tensor, bias: Tensor | None, shape: Sequence[int], geometry: Sequence[int], tag: Tensor
+) -> Tensor:
     (weight,) = lookup(tag.shape[0])
-    return _convolve(weight, x, bias, geometry)
+    return _convolve(weight, x, bias, unflattened(geometry))
 
 
 @_packed_conv.register_fake
-def _(x: Tensor, bias: Tensor | None, geometry: Sequence[int], tag: Tensor) -> Tensor:
-    conv = _convolution(x, geometry)
-    size = (x.shape[0], conv.outputs, *conv.positions)
-    return x.new_empty(size).contiguous(memory_format=_memory_format(x))
-
-
-def _convolve(
-    weight: PackedWeight, x: Tensor, bias: Tensor | None, geometry: Sequence[int]
+def _(
+    x: Tensor, bias: Tensor | None, shape: Sequence[int], geometry: Sequence[int], tag: Tensor
 ) -> Tensor:
-    """The convolution of ``x [images, in, height, width]``, in its memory format."""
-    y = weight.multiply(x, bias, conv=_convolution(x, geometry))
-    return y.contiguous(memory_format=_memory_format(x))
+    conv = convolution_of(x, shape, unflattened(geometry))
+    size = (x.shape[0], conv.outputs, *conv.positions)
+    return x.new_empty(size).contiguous(memory_format=memory_format_of(x))
 
 
-def _memory_format(x: Tensor) -> torch.memory_format:
-    # A tensor of one channel is contiguous in both orders.
-    if not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last):
-        return torch.channels_last
-    return torch.contiguous_format
-
-
-def _convolution(x: Tensor, geometry: Sequence[int]) -> Convolution:
-    """The geometry for ``x [images, in, height, width]``."""
-    outputs, groups, *pairs = geometry
-    kernel, stride, padding, dilation = (tuple(pairs[axis : axis + 2]) for axis in range(0, 8, 2))
-    size = tuple(x.shape[2:])
-    return Convolution(x.shape[1], outputs, size, kernel, stride, padding, dilation, groups)
+def _convolve(weight: PackedWeight, x: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
+    """The convolution of ``x [images, in, *size]``, in its memory format."""
+    y = weight.multiply(x, bias, conv=convolution_of(x, weight.shape, geometry))
+    return y.contiguous(memory_format=memory_format_of(x))
 
 
 class _Swapped(nn.Module):
@@ -855,12 +852,7 @@ def call_packed_children(model: nn.Module) -> None:
         reads = any(isinstance(getattr(module, child, None), PackedLayer) for child in children)
         if reads and not isinstance(module, PackedLayer):
             module.__class__ = packed_class(type(module))
-    for module in model.modules():
-        for kind, attribute, off in FUSED_PATHS:
-            if isinstance(module, kind) and any(
-                isinstance(part, PackedLayer) for part in module.modules()
-            ):
-                setattr(module, attribute, off)
+    switch_fused_paths(model)
 
 
 def packed_weights(

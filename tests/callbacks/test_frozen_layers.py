@@ -12,9 +12,9 @@ from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+from benchmarks.gpu.simulated import SimulatedSparseKernel
 from lightning_nm import CAST, LBC, NMPrecision, NMSparsifier, NMSparsityCallback
 from lightning_nm import functional as nmf
-from lightning_nm.kernels import SimulatedSparseKernel
 from tests.support.lightning_models import Data, SaveAt, assert_equal_models, callback, make_trainer
 from tests.support.processes import in_processes
 

@@ -7,11 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from benchmarks.gpu.simulated import SimulatedSparseKernel
 from lightning_nm import NMSparsifier
 from lightning_nm.callbacks.tables import layers_markdown
 from lightning_nm.callbacks.tensorboard import EDGES, draw_histogram, margin_histogram
 from lightning_nm.functional import mask_margin
-from lightning_nm.kernels import Router, SimulatedSparseKernel
+from lightning_nm.kernels import Router
 from lightning_nm.kernels.router import routing
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.gpu.simulated import SimulatedSparseKernel
 from lightning_nm import (
     ASP,
     BAME,
@@ -23,7 +24,7 @@ from lightning_nm import (
 from lightning_nm import functional as nmf
 from lightning_nm.callbacks.tables import hyperparameters, layer_rows
 from lightning_nm.demo.exact_resume import ExactResume
-from lightning_nm.kernels import GemmKey, Router, SimulatedSparseKernel, routing
+from lightning_nm.kernels import GemmKey, Router, routing
 from lightning_nm.kernels.api import uses_of_pack
 from lightning_nm.kernels.cpu import CpuCsrKernel, CpuPermuteKernel
 from lightning_nm.nn import products as estimates

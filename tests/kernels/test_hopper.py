@@ -8,8 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.gpu import simulated
 from lightning_nm.functional import nm_mask
-from lightning_nm.kernels.gpu import hopper, simulated, triton_use
+from lightning_nm.kernels.gpu import hopper, triton_use
 from tests.support.trapping_cslt import KernelOnCpu, TrappingOps, two_four
 from tests.support.triton_kernels import assembly, needs_compiler, needs_interpreter
 

@@ -4,14 +4,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from benchmarks.gpu.simulated import SimulatedSparseKernel
 from lightning_nm import NMPattern
-from lightning_nm.kernels import (
-    CuSparseLtKernel,
-    GemmKernel,
-    GemmKey,
-    KernelRegistry,
-    SimulatedSparseKernel,
-)
+from lightning_nm.kernels import CuSparseLtKernel, GemmKernel, GemmKey, KernelRegistry
 from lightning_nm.kernels.api import attempt
 from tests.support.fake_kernels import FakeKernel
 from tests.support.trapping_cslt import KernelOnCpu, assert_product, normal, two_four

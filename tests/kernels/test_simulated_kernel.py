@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.gpu.simulated import SimulatedSparseKernel, compress, expand
 from lightning_nm import NMPattern
-from lightning_nm.kernels import GemmKernel, GemmKey, SimulatedSparseKernel
-from lightning_nm.kernels.gpu.simulated import compress, expand
+from lightning_nm.kernels import GemmKernel, GemmKey
 from lightning_nm.kernels.gpu.two_four import packed_width
 from tests.support.trapping_cslt import assert_product, normal, two_four
 

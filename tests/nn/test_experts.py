@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.gpu.simulated import SimulatedSparseKernel
 from lightning_nm import BAME, LBC, MVUE, MaxQ, NMSparsifier, TransposableMask
 from lightning_nm import functional as nmf
-from lightning_nm.kernels import Router, SimulatedSparseKernel, routing
+from lightning_nm.kernels import Router, routing
 from lightning_nm.kernels.cpu import CpuCsrKernel, CpuPermuteKernel
 from lightning_nm.nn import nm_grouped_linear, register_experts
 from lightning_nm.nn.adapters import base

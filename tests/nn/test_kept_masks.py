@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from benchmarks.gpu.simulated import SimulatedSparseKernel
 from lightning_nm import NMSparsifier
 from lightning_nm import functional as nmf
-from lightning_nm.kernels import Router, SimulatedSparseKernel, routing
+from lightning_nm.kernels import Router, routing
 from lightning_nm.nn.layer import LayerMasks
 from lightning_nm.training.watch import ForgottenCallWarning
 from tests.support.cpu_products import needs_library

@@ -5,7 +5,8 @@ import gc
 import pytest
 import torch
 
-from lightning_nm.kernels import Router, SimulatedSparseKernel, routing
+from benchmarks.gpu.simulated import SimulatedSparseKernel
+from lightning_nm.kernels import Router, routing
 from tests.support.fake_kernels import FakeKernel, FakeTimer
 from tests.support.kinds import make
 from tests.support.routed import assert_equal, attach, gradients, ran, simulated

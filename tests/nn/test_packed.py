@@ -22,7 +22,7 @@ from lightning_nm import (
 )
 from lightning_nm.functional import nm_prune
 from lightning_nm.kernels.cpu import library
-from lightning_nm.kernels.cpu.layouts import dense_matrix
+from lightning_nm.kernels.cpu.kernels import dense_matrix
 from lightning_nm.packed import kernel_choice
 from lightning_nm.packed.kernel_choice import lay_out
 from lightning_nm.packed.module import PackedWeight, packed_weights
@@ -87,7 +87,7 @@ def test_layouts_of_kernels_keep_every_bit(data):
     matrix = torch.where(matrix != 0, matrix * special.to(dtype).nan_to_num(1), 0)
     with at_level(data.draw(st.sampled_from(LEVELS))), pytest.MonkeyPatch.context() as patch:
         patch.setattr("lightning_nm.packed.kernel_choice.LARGEST", 99)
-        patch.setattr("lightning_nm.kernels.cpu.layouts._CHUNK", 512)
+        patch.setattr("lightning_nm.kernels.cpu.kernels._CHUNK", 512)
         kernel_choice.registry_of.cache_clear()
         operand = lay_out(matrix, pattern, convolution=data.draw(st.booleans()))
         assert operand is not None

@@ -14,7 +14,8 @@ from torch import nn
 from lightning_nm import pack, packed_summary, unpacked_state_dict
 from lightning_nm.functional import nm_prune
 from lightning_nm.kernels import tuner
-from lightning_nm.kernels.cpu import CpuPermuteKernel, layouts, library
+from lightning_nm.kernels.cpu import CpuPermuteKernel, library
+from lightning_nm.kernels.cpu.kernels import dense_matrix
 from lightning_nm.packed import kernel_choice
 from tests.support.cpu_products import REASON
 from tests.support.fake_kernels import without_home
@@ -318,7 +319,7 @@ def test_a_layer_that_becomes_dense_while_its_weight_is_read(monkeypatch):
     """As another thread does: here, between the two reads of one call."""
     dense = linear()
     weight = pack(copy.deepcopy(dense)).weight
-    made = layouts.dense_matrix
+    made = dense_matrix
 
     def meanwhile(*arguments):
         monkeypatch.undo()

@@ -28,7 +28,7 @@ from lightning_nm.functional import (
 from lightning_nm.kernels import tuner
 from lightning_nm.kernels.api import Convolution
 from lightning_nm.kernels.cpu import CpuInt8Kernel, int8
-from lightning_nm.kernels.cpu.layouts import Packed
+from lightning_nm.kernels.cpu.kernels import Packed
 from lightning_nm.packed import kernel_choice
 from lightning_nm.packed.module import packed_weights
 from lightning_nm.packed.tensor import PackedTensor

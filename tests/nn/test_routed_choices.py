@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_nm.kernels import Router, SimulatedSparseKernel, routing
+from benchmarks.gpu.simulated import SimulatedSparseKernel
+from lightning_nm.kernels import Router, routing
 from lightning_nm.nn import products as routed_ops
 from tests.support.fake_kernels import FakeKernel, FakeTimer
 from tests.support.kinds import make

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.gpu.simulated import SimulatedSparseKernel
 from lightning_nm import NMPattern, NMSparsifier
 from lightning_nm.estimators import GradientEstimator
-from lightning_nm.kernels import GemmKey, Router, SimulatedSparseKernel, routing
+from lightning_nm.kernels import GemmKey, Router, routing
 from lightning_nm.kernels.api import attempt
 from lightning_nm.kernels.cpu import library
 from lightning_nm.methods import ASP, STE

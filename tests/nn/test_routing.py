@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from benchmarks.gpu.simulated import SimulatedSparseKernel
 from lightning_nm import MVUE, NMSparsifier
-from lightning_nm.kernels import SimulatedSparseKernel, routing
+from lightning_nm.kernels import routing
 from tests.support import contract, places
 from tests.support.kinds import KINDS, make
 from tests.support.pairs import pairwise_cases

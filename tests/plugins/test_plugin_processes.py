@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks.gpu.simulated import SimulatedSparseKernel
 from lightning_nm import NMPrecision, NMSparsityCallback
-from lightning_nm.kernels import SimulatedSparseKernel
 from tests.support.processes import in_processes
 
 

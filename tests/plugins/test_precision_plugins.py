@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_nm
+from benchmarks.gpu.simulated import SimulatedSparseKernel
 from lightning_nm import (
     BAME,
     NMFSDPPrecision,
@@ -24,7 +25,6 @@ from lightning_nm import (
     NMPrecision,
     NMSparsityCallback,
 )
-from lightning_nm.kernels import SimulatedSparseKernel
 from lightning_nm.kernels import router as router_module
 from lightning_nm.kernels.cpu import CpuCsrKernel
 from lightning_nm.plugins.precision import DECISIONS
@@ -331,7 +331,7 @@ trainer:
         kernels: sparse
         decisions: null
         backends:
-          - class_path: lightning_nm.kernels.SimulatedSparseKernel
+          - class_path: benchmarks.gpu.simulated.SimulatedSparseKernel
   callbacks:
     - class_path: lightning_nm.NMSparsityCallback
       init_args: {{pattern: 2:4, grad_estimator: mvue, include: "net.[02]", show_tables: false}}

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolic
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks.gpu.simulated import SimulatedSparseKernel
 from lightning_nm import (
     BAME,
     CAST,
@@ -33,7 +34,6 @@ from lightning_nm import (
 from lightning_nm.export.sources import read_checkpoint
 from lightning_nm.export.verification import verify_state
 from lightning_nm.functional import is_nm, magnitude_mask, unpack_mask
-from lightning_nm.kernels import SimulatedSparseKernel
 from lightning_nm.nn.adapters import Adapter
 from tests.strategies.test_equality import FIRST_MASKS_STAY, METHODS, assert_equal
 from tests.support.outside import ScaledMask

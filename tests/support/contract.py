@@ -7,6 +7,7 @@ from typing import get_args
 
 import torch
 
+from benchmarks.gpu.simulated import SimulatedSparseKernel
 from lightning_nm import (
     ASP,
     BAME,
@@ -24,7 +25,6 @@ from lightning_nm import (
     TopN,
     TransposableMask,
 )
-from lightning_nm.kernels import SimulatedSparseKernel
 from lightning_nm.short_names import MethodName
 from tests.support.outside import ScaledMask, SoftThreshold
 

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import torch
 
+from benchmarks.gpu.simulated import compress, expand
 from lightning_nm.functional import nm_prune
 from lightning_nm.kernels.gpu.cusparselt import CuSparseLtKernel
-from lightning_nm.kernels.gpu.simulated import compress, expand
 
 
 class TrappingOps:

@@ -10,12 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_nm.functional.int8 import MOST_TERMS, check_quantised, quantise_weight
+from lightning_nm.functional.int8 import MOST_TERMS, check_quantised, conv_patches, quantise_weight
 from lightning_nm.functional.masks import nm_mask
 from lightning_nm.functional.nm_format import pack_nm, position_numbers
 from lightning_nm.kernels.api import Convolution, GemmKey, MaskedMatrix
-from lightning_nm.kernels.cpu.kernels import CpuKernel
-from lightning_nm.kernels.cpu.layouts import Packed
+from lightning_nm.kernels.cpu.kernels import CpuKernel, Packed
 from lightning_nm.kernels.cpu.library import ffi
 from lightning_nm.pattern import NMPattern
 
@@ -248,9 +247,10 @@ class CpuInt8Kernel(CpuKernel):
             raise ValueError(
                 f"an operand of shape {tuple(x.shape)} is not of the convolution {conv}"
             )
-        along_height, along_width = conv.padding
-        padded = F.pad(x, (along_width, along_width, along_height, along_height))
-        patches = _patches(padded, conv, taps_first=layout.taps > 1)
+        patches = conv_patches(x, conv.kernel, *conv.arguments)
+        if layout.taps > 1:
+            # The depth of the layout is [taps, in / groups].
+            patches = patches.movedim(4, -1)
         y = x.new_empty(len(x), *conv.positions, conv.outputs)
         rows = conv.outputs // conv.groups
         for group, patches_nhwd in enumerate(patches):
@@ -301,19 +301,6 @@ def _checked(packed: Packed, conv: Convolution) -> tuple[Int8Layout, Tensor]:
     if not tiles or min(conv.positions) < 1 or conv.inputs % conv.groups:
         raise ValueError(f"the convolution {conv} does not exist in int8")
     return layout, values
-
-
-def _patches(padded: Tensor, conv: Convolution, *, taps_first: bool) -> Tensor:
-    """What each output position of a convolution reads, ``[groups, images, *positions, *depth]``: no copy.
-
-    The depth is ``[taps, in / groups]``, or the other way round.
-    """
-    patches = padded.unflatten(1, (conv.groups, -1))  # [images, groups, in / groups, height, width]
-    sizes = zip(conv.kernel, conv.stride, conv.dilation, strict=True)
-    for axis, (size, stride, dilation) in enumerate(sizes, 3):
-        reach = (size - 1) * dilation + 1
-        patches = patches.unfold(axis, reach, stride)[..., ::dilation]
-    return patches.transpose(0, 1).movedim(2, -1 if taps_first else 4)
 
 
 def _parts(patches: Tensor) -> Iterator[tuple[slice, slice]]:

@@ -1,19 +1,345 @@
-"""Kernels for CPUs: products with packed N:M and masked matrices, and gradients at kept entries alone."""
+"""Kernels for CPUs: products with packed N:M and masked matrices, and gradients at kept entries alone.
+
+A sparse matrix is packed as a layout and values. The layout is where the mask is; it is made when masks move. Values
+are read from the weight, in one pass over kept entries, whenever the weight changed.
+"""
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from lightning_nm.functional import nm_mask
-from lightning_nm.functional.mask_storage import FORWARD_BIT
 from lightning_nm.kernels.api import Convolution, GemmKernel, GemmKey, MaskedMatrix
-from lightning_nm.kernels.cpu import library
-from lightning_nm.kernels.cpu.layouts import CsrLayout, Packed, PermuteLayout
-from lightning_nm.kernels.cpu.library import DTYPES
+from lightning_nm.kernels.cpu.library import (
+    DTYPES,
+    EMPTY,
+    PANEL,
+    address,
+    call,
+    ffi,
+    multiplies_pairs,
+    permuted_lanes,
+    run,
+    structure,
+    unavailable,
+)
 from lightning_nm.pattern import NMPattern
+
+_CHUNK = 1 << 20
+"""Entries that are unpacked at a time."""
+
+
+class Packed(NamedTuple):
+    """A sparse matrix: where its entries are, and their values."""
+
+    layout: Any  # of the kernel that made it
+    values: Tensor | None  # None where the product needs the layout alone
+
+
+@dataclass(frozen=True, eq=False)
+class PermuteLayout:
+    """A matrix that is N:M along its depth: for each tile of rows, block of the depth and slot the input of each row.
+
+    ``inputs`` is uint8 ``[tiles, blocks, slots, 2 lanes]``: the input within the block of `lanes`, or 128 where a row
+    has no nonzero. Where the CPU multiplies pairs of bfloat16 it is ``[tiles, blocks, slots / 2, 2 lanes, 2]``, with
+    blocks of ``2 lanes``: such a layout is `paired`, and products of bfloat16 alone take it.
+    """
+
+    inputs: Tensor
+    rows: int
+    depth: int
+
+    @cached_property
+    def lanes(self) -> int:
+        """Values in a register."""
+        return self.inputs.shape[3] // 2
+
+    @cached_property
+    def paired(self) -> bool:
+        """Whether two slots of a row lie next to each other."""
+        return self.inputs.dim() == 5
+
+    @cached_property
+    def block(self) -> int:
+        """Inputs in a register."""
+        return 2 * self.lanes if self.paired else self.lanes
+
+    @cached_property
+    def slots(self) -> int:
+        """Nonzeros of a row in one block, at most."""
+        groups = self.inputs.shape[2]
+        return 2 * groups if self.paired else groups
+
+    @staticmethod
+    def most_slots(pattern: NMPattern, block: int) -> int:
+        """Nonzeros that a row of a pattern may have in an aligned block."""
+        if block % pattern.m == 0:
+            return pattern.n * (block // pattern.m)
+        if pattern.m % block == 0:
+            return min(pattern.n, block)
+        # The blocks of the pattern and of the register cross: their nonzeros may all meet in one.
+        return block
+
+    @classmethod
+    def of(cls, matrix: MaskedMatrix) -> PermuteLayout:
+        """Lay out the mask of a matrix.
+
+        Raises:
+            ValueError: If the mask has no pattern, or is not of it.
+        """
+        pattern = matrix.pattern
+        if pattern is None:
+            raise ValueError("cpu-permute takes a mask of a pattern")
+        lanes = permuted_lanes()
+        rows, depth = matrix.shape
+        aligned = 2 * lanes % pattern.m == 0 or pattern.m % (2 * lanes) == 0
+        paired = multiplies_pairs(matrix.dtype) and aligned
+        beside = 2 if paired else 1
+        block = lanes * beside
+        # An odd number of slots is filled up to whole pairs.
+        groups_of_slots = _divide_up(cls.most_slots(pattern, block), beside)
+        slots = groups_of_slots * beside
+        tiles = _divide_up(rows, 2 * lanes)  # a tile is two registers of outputs
+        blocks = _divide_up(depth, block)
+        shape = [tiles, blocks, groups_of_slots, 2 * lanes]
+        if paired:
+            shape.append(2)
+        inputs = torch.empty(shape, dtype=torch.uint8)
+        mask, *_outlive = _mask(matrix)
+        if call("nm_permute_layout", mask, lanes, slots, paired, inputs):
+            raise ValueError(
+                f"the mask of a matrix of shape {rows} x {depth} is not {pattern} along its last axis"
+            )
+        return cls(inputs, rows, depth)
+
+    def __post_init__(self) -> None:
+        """Refuse an index that is not within its block: the kernels do not, and would read beyond it."""
+        if not call("nm_permute_valid", self.inputs, self.inputs.numel(), self.block):
+            raise ValueError(
+                f"an index of the layout is neither below {self.block} nor {EMPTY}: make it from a mask"
+            )
+
+    def values(self, matrix: MaskedMatrix) -> Tensor:
+        """Values of the matrix at the entries of this layout, rounded to the matrix's dtype, float32 if not paired."""
+        if self.paired and matrix.dtype != torch.bfloat16:
+            raise ValueError(f"a paired layout has bfloat16 values, not {matrix.dtype}")
+        # Pairs are multiplied as bfloat16; other instructions widen to float32, so that is done here once.
+        dtype = torch.bfloat16 if self.paired else torch.float32
+        values = torch.empty(self.inputs.shape, dtype=dtype)
+        mask, *_outlive = _mask(matrix, (self.rows, self.depth))
+        call("nm_permute_values", mask, self.lanes, self.slots, self.paired, self.inputs, values)
+        return values
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors next to the values."""
+        return [self.inputs]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the layout and its values: one of the position, two or four of the value."""
+        return self.inputs.numel() * (3 if self.paired else 5)
+
+    @property
+    def tile(self) -> int:
+        """Rows that lie together."""
+        return 2 * self.lanes
+
+    def part(self, tiles: slice, rows: int) -> PermuteLayout:
+        """The rows of some tiles on the same memory, `rows` of which exist."""
+        return PermuteLayout(self.inputs[tiles], rows, self.depth)
+
+    def operand(self, values: Tensor | None = None) -> Any:
+        """Return the matrix as the library takes it; the tensors must outlive the call."""
+        fields = self.inputs.data_ptr(), address(values), self.slots, self.paired
+        return ffi.new("nm_permute *", fields)
+
+
+@dataclass(frozen=True, eq=False)
+class CsrLayout:
+    """Any mask by rows: entries ``start[row] .. start[row + 1]``, each with its column times 64 as its offset.
+
+    Columns are those of the matrix in memory: an order of its depth is not used. ``source`` and ``slot`` are the places
+    of the entries in the weight's memory and in this layout, in the order of memory among the rows that one thread laid
+    out.
+    """
+
+    start: Tensor  # int32 [rows + 1]; the others are int32 [entries]
+    offset: Tensor
+    source: Tensor
+    slot: Tensor
+    rows: int
+    depth: int
+
+    @classmethod
+    def of(cls, matrix: MaskedMatrix) -> CsrLayout:
+        """Lay out the mask of a matrix.
+
+        Raises:
+            ValueError: If it has 2^31 entries or more.
+        """
+        rows, depth = matrix.shape
+        # Entries are counted, and columns times 64 stored, in 32 bits.
+        if max(rows * depth, depth * PANEL) >= 2**31:
+            raise ValueError(f"a matrix of shape {rows} x {depth} is too large for 32-bit offsets")
+        mask, *_outlive = _mask(matrix._replace(order=None))
+        # So are places in the weight's memory, which may have gaps.
+        last_place = (rows - 1) * mask.row_stride + (depth - 1) * mask.depth_stride
+        if last_place >= 2**31:
+            raise ValueError(
+                f"a mask with strides {matrix.bits.stride()} is too large for 32-bit offsets"
+            )
+        # The first pass counts the entries of each row, the second one fills them in.
+        start = torch.empty(rows + 1, dtype=torch.int32)
+        entries = call("nm_csr_start", mask, start)
+        # Work space: the next free slot of each row.
+        following = torch.empty(rows, dtype=torch.int32)
+        offset = torch.empty(entries, dtype=torch.int32)
+        source = torch.empty_like(offset)
+        slot = torch.empty_like(offset)
+        call("nm_csr_fill", mask, start, following, offset, source, slot)
+        return cls(start, offset, source, slot, rows, depth)
+
+    def __post_init__(self) -> None:
+        """Refuse an entry that is not within the matrix: the kernels do not, and would read beyond it."""
+        entries = len(self.offset)
+        if not call("nm_csr_valid", self.start, self.rows, self.offset, entries, self.depth):
+            raise ValueError(
+                f"an entry of the layout is not in its {self.rows} x {self.depth}: make it from a mask"
+            )
+
+    def values(self, matrix: MaskedMatrix) -> Tensor:
+        """Values of the matrix at the entries of this layout, float32, rounded to the matrix's dtype."""
+        mask, *_outlive = _mask(matrix._replace(order=None), (self.rows, self.depth))
+        values = torch.empty(self.offset.shape, dtype=torch.float32)
+        call("nm_csr_values", mask, self.source, self.slot, len(self.offset), values)
+        return values
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors next to the values."""
+        return [self.start, self.offset]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the layout and its values, without the places in the weight's memory."""
+        return self.start.nbytes + 2 * self.offset.nbytes
+
+    def used_depth(self) -> int:
+        """Return one more than the last column with an entry."""
+        if not self.offset.numel():
+            return 0
+        return int(self.offset.max()) // PANEL + 1
+
+    def operand(self, values: Tensor | None = None) -> Any:
+        """Return the matrix as the library takes it; the tensors must outlive the call."""
+        fields = self.start.data_ptr(), self.offset.data_ptr(), address(values)
+        return ffi.new("nm_csr *", fields)
+
+
+def dense_matrix(tensors: Sequence[Tensor], rows: int, depth: int, dtype: torch.dtype) -> Tensor:
+    """The matrix of the values and the tensors of a layout; graphs that are traced or exported can hold it."""
+    if len(tensors) == 3:
+        values, start, offset = tensors
+        return _dense_of_csr(values, start, offset, rows, depth, dtype)
+    values, index = tensors
+    tiles = len(index)
+    rows_of_tile = index.shape[3]
+    tiles_at_a_time = max(_CHUNK // (rows_of_tile * depth), 1)
+    # Graphs hold no loop over sizes; fake tensors are no plain tensors.
+    in_graph = torch.compiler.is_compiling() or type(values) is not Tensor
+    if tiles <= tiles_at_a_time or in_graph:
+        return _dense_of_tiles(values, index, depth, dtype)[:rows]
+    found = values.new_empty(rows, depth, dtype=dtype)
+    for first in range(0, tiles, tiles_at_a_time):
+        end = first + tiles_at_a_time
+        part = _dense_of_tiles(values[first:end], index[first:end], depth, dtype)
+        first_row = first * rows_of_tile
+        # The last tile may be filled up with rows that the matrix does not have.
+        found[first_row : end * rows_of_tile] = part[: rows - first_row]
+    return found
+
+
+def _dense_of_tiles(values: Tensor, index: Tensor, depth: int, dtype: torch.dtype) -> Tensor:
+    """The rows of whole tiles of a permute layout, those that only fill the last tile included."""
+    tiles, blocks, _, tile = index.shape[:4]
+    block = tile if index.dim() == 5 else tile // 2
+    # As [tiles, tile, blocks, slots], from [tiles, blocks, slots, tile] or [tiles, blocks, slots / 2, tile, 2].
+    index, values = (
+        each.view(*each.shape[:4], -1).permute(0, 3, 1, 2, 4).flatten(3) for each in (index, values)
+    )
+    slots = index.shape[3]
+    # Empty slots go to one more column, which is cut off.
+    places = torch.where(index == EMPTY, block, index).reshape(-1, slots).long()
+    found = torch.zeros(tiles * tile * blocks, block + 1, dtype=dtype, device=values.device)
+    found.scatter_(1, places, values.reshape(-1, slots).to(dtype))
+    return found[:, :block].reshape(tiles * tile, blocks * block)[:, :depth]
+
+
+def _dense_of_csr(
+    values: Tensor, start: Tensor, offset: Tensor, rows: int, depth: int, dtype: torch.dtype
+) -> Tensor:
+    first = torch.arange(rows, dtype=torch.int64, device=values.device) * depth
+    row = torch.repeat_interleave(first, start.diff(), output_size=len(offset))
+    found = torch.zeros(rows * depth, dtype=dtype, device=values.device)
+    # The layout keeps offsets into the input, whose rows are panels.
+    column = offset // PANEL
+    return found.scatter_(0, row + column, values.to(dtype)).view(rows, depth)
+
+
+def _divide_up(size: int, part: int) -> int:
+    """How many parts cover a size."""
+    return -(-size // part)
+
+
+def _mask(matrix: MaskedMatrix, shape: tuple[int, int] | None = None) -> tuple[Any, Tensor, Tensor]:
+    """The mask and the weight as the library takes them, and their tensors.
+
+    The structure has the tensors' addresses alone: they must outlive its use. `shape` is that of the layout whose
+    values are read.
+
+    Raises:
+        ValueError: If the matrix is of another shape than its layout, or the library cannot read it.
+    """
+    bits, order = matrix.bits, matrix.order
+    rows, depth = bits.shape
+    if shape is not None and shape != (rows, depth):
+        raise ValueError(
+            f"a layout of {shape[0]} x {shape[1]} is not one of a matrix of {rows} x {depth}"
+        )
+    if 1 not in bits.stride():
+        raise ValueError(f"a mask with strides {bits.stride()} has no contiguous axis")
+    if order is not None:
+        # The library permutes the depth only where each of its entries is a contiguous line of memory, as in the
+        # transposed view of a weight. A weight that lies in memory the other way is copied.
+        if bits.stride(0) != 1:
+            bits = bits.t().contiguous().t()
+        if order.dtype != torch.int64 or order.shape != (depth,) or not order.is_contiguous():
+            raise ValueError(
+                f"the order of a depth of {depth} is {order.dtype} of shape {tuple(order.shape)}"
+            )
+    weight = matrix.values.detach()
+    if weight.dtype not in DTYPES:
+        weight = weight.float()
+    if weight.stride() != bits.stride():
+        # The library reads both by the strides of the mask.
+        weight = torch.empty_strided(bits.shape, bits.stride(), dtype=weight.dtype).copy_(weight)
+    row_stride, depth_stride = bits.stride()
+    if rows == 1:  # its stride may be anything
+        row_stride = 1
+    bit = matrix.bit.bit_length() - 1  # its number
+    of_mask = bits.data_ptr(), bit, rows, depth, row_stride, depth_stride, address(order)
+    of_weight = weight.data_ptr(), DTYPES[weight.dtype], matrix.dtype == torch.bfloat16
+    return structure("nm_mask *", *of_mask, *of_weight), weight, bits
+
+
+# ------------------------------------------------------------------------------------------------------ the kernels
 
 _Layout: TypeAlias = PermuteLayout | CsrLayout
 
@@ -30,7 +356,7 @@ class CpuKernel(GemmKernel):
         """Return why the kernel does not work: another device, no library, or a small product that is wrong."""
         if device.type != "cpu":
             return f"it is for CPUs, not {device.type}"
-        return library.unavailable() or self._self_check()
+        return unavailable() or self._self_check()
 
     def supports(self, key: GemmKey) -> str:
         """Return why a product cannot run: its dtype or its sizes; empty if it can."""
@@ -99,7 +425,7 @@ class CpuKernel(GemmKernel):
             shape = depth, tokens
         inputs = (x, shape), (bias, (rows,)), (grad, (tokens, rows))
         sizes, sparse = (rows, depth, tokens), layout.operand(packed.values)
-        library.run(self.function, product, "nm_operands *", sizes, inputs, y, sparse)
+        run(self.function, product, "nm_operands *", sizes, inputs, y, sparse)
         return y
 
     def _self_check(self) -> str:
@@ -116,7 +442,7 @@ class CpuKernel(GemmKernel):
             x = normal(11, 48)
             grad = normal(11, 40)
             mask = nm_mask(weight.abs(), pattern)
-            matrix = _matrix(weight, mask, pattern)
+            matrix = MaskedMatrix.of(weight, mask, pattern)
             layout = self.layout(matrix)
             packed = self.pack_masked(matrix, layout)
             masked = torch.where(mask, weight, 0).double()
@@ -148,7 +474,7 @@ class CpuPermuteKernel(CpuKernel):
     function = "nm_permute_product"
 
     def _self_check(self) -> str:
-        if not library.permuted_lanes():
+        if not permuted_lanes():
             return "the baseline instruction set has no permutation"
         return super()._self_check()
 
@@ -162,7 +488,7 @@ class CpuPermuteKernel(CpuKernel):
             return "it permutes inputs of a token, not tokens"
         if key.drawn:
             return "it packs masks that are kept"
-        lanes = library.permuted_lanes()
+        lanes = permuted_lanes()
         if lanes % key.pattern.m and key.pattern.m % lanes:
             return f"blocks of {key.pattern.m} do not fit registers of {lanes}"
         return ""
@@ -188,7 +514,7 @@ class CpuCsrKernel(CpuKernel):
 
     def pack(self, matrix: Tensor) -> Packed:
         """Pack the nonzeros of a contiguous matrix."""
-        masked = _matrix(matrix, matrix.ne(0), None)
+        masked = MaskedMatrix.of(matrix, matrix.ne(0), None)
         return self.pack_masked(masked, self.layout(masked))
 
     def matmul(self, packed: Packed, matrix: Tensor) -> Tensor:
@@ -219,19 +545,6 @@ class CpuCsrKernel(CpuKernel):
         """Compute the gradient of a convolution's weight at the entries of a mask, zero elsewhere: as a matrix."""
         # The weight is the result, so its layout is needed alone.
         return _convolve("NM_WGRAD", Packed(layout, None), conv, x, grad=grad)
-
-
-def _matrix(matrix: Tensor, mask: Tensor, pattern: NMPattern | None) -> MaskedMatrix:
-    """A matrix with a mask in bool, as kernels take it."""
-    return MaskedMatrix(
-        values=matrix,
-        bits=mask.view(torch.uint8),
-        bit=FORWARD_BIT,
-        pattern=pattern,
-        dtype=matrix.dtype,
-        order=None,
-        dense=lambda: matrix,
-    )
 
 
 def _convolve(
@@ -266,5 +579,5 @@ def _convolve(
     sizes = images, *conv, positions
     operands = (x, of_x), (bias, (out,)), (grad, of_y)
     sparse = layout.operand(packed.values)
-    library.run("nm_conv_product", product, "nm_conv *", sizes, operands, result, sparse)
+    run("nm_conv_product", product, "nm_conv *", sizes, operands, result, sparse)
     return result

@@ -1,6 +1,6 @@
 """The layer kinds: how each module class runs its products by the masked operators."""
 
-from lightning_nm.nn.adapters.attention import FUSED_PATHS, NMMultiheadAttention
+from lightning_nm.nn.adapters.attention import NMMultiheadAttention
 from lightning_nm.nn.adapters.base import (
     Adapter,
     WeightSpec,
@@ -14,7 +14,6 @@ from lightning_nm.nn.adapters.experts import NMExperts, nm_grouped_linear, regis
 from lightning_nm.nn.adapters.linear import NMEmbedding, NMLinear, NMTransposedLinear
 
 __all__ = [
-    "FUSED_PATHS",
     "Adapter",
     "NMConv1d",
     "NMConv2d",

@@ -22,6 +22,24 @@ FUSED_PATHS: tuple[tuple[type[nn.Module], str, Any], ...] = (
 )
 """Module class, attribute, and the value that switches its fused path off."""
 
+
+def switch_fused_paths(model: nn.Module) -> None:
+    """Switch the fused paths off around modules whose weights are masked or packed, and on again where none is left."""
+    for module in model.modules():
+        for kind, attribute, off in FUSED_PATHS:
+            if not isinstance(module, kind):
+                continue
+            # The module's own value, while another one is in its place; so it travels with copies and pickles.
+            key = f"_nm_own_{attribute}"
+            # The classes of both kinds were made of the module's own.
+            is_read = any(hasattr(type(part), "nm_base") for part in module.modules())
+            if is_read and key not in vars(module):
+                vars(module)[key] = getattr(module, attribute)
+                setattr(module, attribute, off)
+            elif not is_read and key in vars(module):
+                setattr(module, attribute, vars(module).pop(key))
+
+
 _INPUTS = ("query", "key", "value")
 
 # The parameters that project them where query, key and value have different sizes.

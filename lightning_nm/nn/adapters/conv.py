@@ -43,7 +43,8 @@ class _NMConv(Adapter):
         taps = module.kernel_size
         x, padding, _ = padded_input(module, x)
         patches = conv_patches(x, taps, module.stride, padding, module.dilation, module.groups)
-        return list(patches.flatten(1, -2))
+        tokens = patches.flatten(2 + len(taps)).flatten(1, -2)  # [groups, tokens, in]
+        return list(tokens)
 
     def forward(self, input: Tensor) -> Tensor:
         """Convolve with W_F."""

@@ -67,7 +67,7 @@ def test_a_permute_layout_is_the_mask(level, arguments, pattern, permuted):
     made = case(**arguments, pattern=pattern, permuted=permuted)
     with at_level(level):
         layout = PermuteLayout.of(made.matrix)
-        layout.check()
+        replace(layout)
         assert torch.equal(mask_of_permute(layout), made.mask)
         assert layout.lanes == (8 if level == "avx2" else 16)
         assert layout.paired == (level == "avx512-bf16" and arguments["dtype"] == torch.bfloat16)
@@ -81,7 +81,7 @@ def test_a_permute_layout_is_the_mask(level, arguments, pattern, permuted):
 def test_a_csr_layout_is_the_mask(arguments, pattern):
     made = case(**arguments, pattern=pattern)
     layout = CsrLayout.of(made.matrix)
-    layout.check()
+    replace(layout)
     assert torch.equal(mask_of_csr(layout), made.mask)
     assert torch.equal(layout.slot.sort().values, torch.arange(len(layout.slot), dtype=torch.int32))
     assert layout.used_depth() == int((made.mask.any(0) * torch.arange(1, layout.depth + 1)).max())
@@ -170,13 +170,13 @@ def test_a_permute_layout_with_a_wrong_index_is_refused(level, dtype, wrong):
     made = case(40, 40, 1, "1:8", dtype)
     with at_level(level):
         layout = PermuteLayout.of(made.matrix)
-        layout.check()
+        replace(layout)
         layout.inputs.view(-1)[-3] = wrong % 256
         if 0 <= wrong < layout.block:
-            layout.check()
+            replace(layout)
         else:
             with pytest.raises(ValueError, match="make it from a mask"):
-                layout.check()
+                replace(layout)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_a_permute_layout_with_a_wrong_index_is_refused(level, dtype, wrong):
 )
 def test_a_csr_layout_with_a_wrong_entry_is_refused(change):
     layout = CsrLayout.of(case(20, 30, 1, "1:5").matrix)
-    layout.check()
+    replace(layout)
     if change == "negative":
         layout.offset[4] = -PANEL
     elif change == "beyond":
@@ -200,7 +200,7 @@ def test_a_csr_layout_with_a_wrong_entry_is_refused(change):
     else:
         layout.start[7] = 0
     with pytest.raises(ValueError, match="make it from a mask"):
-        layout.check()
+        replace(layout)
 
 
 def test_what_a_layout_cannot_be_of_is_refused():
