@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, get_args
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
@@ -64,16 +64,18 @@ def check_keys(name: str, given: Any, known: Sequence[str]) -> None:
             )
 
 
-def check_option(name: str, value: Any, *options: str) -> None:
-    """Raise ``ValueError`` for an option that does not exist.
+def check_option(name: str, value: Any, options: Any) -> None:
+    """Raise ``ValueError`` for an option that is not one of a ``Literal``.
 
     Example:
-        >>> check_option("frozen", "no", "dense", "mask")
+        >>> from typing import Literal
+        >>> check_option("frozen", "no", Literal["dense", "mask"])
         Traceback (most recent call last):
         ValueError: frozen='no' is unknown: use 'dense' or 'mask'
     """
-    if value not in options:
-        raise ValueError(f"{name}={value!r} is unknown: use {' or '.join(map(repr, options))}")
+    names = get_args(options)
+    if value not in names:
+        raise ValueError(f"{name}={value!r} is unknown: use {' or '.join(map(repr, names))}")
 
 
 def check_interval(name: str, number: int, unit: str = "optimizer steps") -> None:

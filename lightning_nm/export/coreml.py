@@ -313,7 +313,7 @@ def export_coreml(
         {'linear': 1}
     """
     check_output(output)
-    check_option("precision", precision, "float32", "float16")
+    check_option("precision", precision, Precision)
     coremltools = _import_coremltools()
     # The model is checked before it is traced, which takes minutes for a large one.
     kind = type(model).__name__

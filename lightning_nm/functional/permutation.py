@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from functools import reduce
-from typing import Literal, NamedTuple, TypeAlias, get_args
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Generator, Tensor
@@ -129,7 +129,7 @@ def search_permutation(
 
     Source: ``"redraw"`` is the code of Zhang et al., ICML 2023, arXiv:2302.06058; ``"swap"`` is this package's.
     """
-    check_option("search", search, *get_args(Search))
+    check_option("search", search, Search)
     if candidates < 1:
         raise ValueError(
             f"candidates={candidates}: the search needs at least one, for example candidates=100"
@@ -174,7 +174,7 @@ def _problem(
 ) -> _Problem:
     """Check the arguments, and make the table of what is summed."""
     pattern = NMPattern.parse(pattern)
-    check_option("criterion", criterion, *get_args(Criterion))
+    check_option("criterion", criterion, Criterion)
     check_output_blocks(weight, pattern, groups, forward_mask)
     weight = weight.detach()
     if criterion == "l1":

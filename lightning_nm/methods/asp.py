@@ -18,6 +18,9 @@ from lightning_nm.schedule import (
     within,
 )
 
+Init = Literal["magnitude", "zeros"]
+"""Where the mask of :class:`ASP` comes from."""
+
 
 class ASP(SparseToSparse):
     """Prune once, then keep the mask: train densely, mask by magnitude at a step, go on training the kept weights.
@@ -38,11 +41,9 @@ class ASP(SparseToSparse):
 
     short_name = "asp"
 
-    def __init__(
-        self, start: Moment = 0, init: Literal["magnitude", "zeros"] = "magnitude"
-    ) -> None:
+    def __init__(self, start: Moment = 0, init: Init = "magnitude") -> None:
         check_moment("start", start)
-        check_option("init", init, "magnitude", "zeros")
+        check_option("init", init, Init)
         if init == "zeros" and start > 0:
             raise ValueError(
                 f"init='zeros' reads the mask of the given weights, so start must be 0, not {start}"

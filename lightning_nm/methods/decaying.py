@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -100,7 +100,7 @@ class DecayingMask(STE):
         rate: float = 5.0,
     ) -> None:
         super().__init__(dense_start, dense_end)
-        check_option("decay", decay, *get_args(Decay))
+        check_option("decay", decay, Decay)
         if stop is not None:
             check_moment("stop", stop)
         check_number("rate", rate, "it is how fast pruned entries fade")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from lightning_nm.methods.checks import (
     resolve_span,
     warn_of_late_stop,
 )
-from lightning_nm.methods.ste import SRSTE, DecayAt
+from lightning_nm.methods.ste import SRSTE, DecayAt, DecayScale
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.pattern import NMPattern
 from lightning_nm.schedule import Moment, Phases
@@ -83,12 +83,12 @@ class MaxQ(SRSTE):
         ramp: Ramp = "linear",
         decay: float = 2e-4,
         temperature: float = 0.01,
-        decay_scale: float | Literal["world-size"] = 1.0,
+        decay_scale: DecayScale = 1.0,
         decay_at: DecayAt = "before-clipping",
     ) -> None:
         super().__init__(decay, decay_scale=decay_scale, decay_at=decay_at)
         check_span(start, stop, "give a later `stop`, too")
-        check_option("ramp", ramp, *get_args(Ramp))
+        check_option("ramp", ramp, Ramp)
         check_number("temperature", temperature, "the default is 0.01")
         self.start = start
         self.stop = stop

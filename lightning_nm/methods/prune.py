@@ -9,7 +9,7 @@ from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -258,8 +258,8 @@ def _check_options(
         TypeError: If ``budget`` or ``max_error`` is no number.
         ValueError: For impossible options, and those that contradict each other.
     """
-    check_option("score", score, *get_args(Score))
-    check_option("counted", counted, *get_args(Counted))
+    check_option("score", score, Score)
+    check_option("counted", counted, Counted)
     needing_data = {
         f"score={score!r}": score != "magnitude",
         f"blocks={blocks!r}": blocks is not None,

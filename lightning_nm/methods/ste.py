@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Literal
 
 from torch.optim import Optimizer
 
@@ -103,6 +103,7 @@ def grid_to_move(layer: NMLayer, *, backward: bool) -> BlockGrid | None:
 
 
 DecayAt = Literal["before-clipping", "after-clipping"]
+DecayScale = float | Literal["world-size"]
 
 
 class SRSTE(STE):
@@ -134,14 +135,14 @@ class SRSTE(STE):
         decay: float = 2e-4,
         dense_start: Moment = 0,
         dense_end: Moment = 0,
-        decay_scale: float | Literal["world-size"] = 1.0,
+        decay_scale: DecayScale = 1.0,
         decay_at: DecayAt = "before-clipping",
     ) -> None:
         super().__init__(dense_start, dense_end)
         check_number("decay", decay, "it pulls pruned weights to zero; 0 is 'ste'", zero=True)
         if decay_scale != "world-size":
             check_number("decay_scale", decay_scale, "a factor, or 'world-size'", zero=True)
-        check_option("decay_at", decay_at, *get_args(DecayAt))
+        check_option("decay_at", decay_at, DecayAt)
         self.decay = decay
         self.decay_scale = decay_scale
         self.decay_at = decay_at

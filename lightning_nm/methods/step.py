@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -127,7 +127,7 @@ class STEP(STE):
     ) -> None:
         super().__init__(dense_start, dense_end)
         check_moment("latest", latest)
-        check_option("mean", mean, *get_args(Mean))
+        check_option("mean", mean, Mean)
         if threshold is not None:
             why = "the second moment never stands still; None takes the optimizer's epsilon"
             check_number("threshold", threshold, why)

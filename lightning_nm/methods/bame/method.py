@@ -40,6 +40,11 @@ from lightning_nm.methods.optimizer_state import check_optimizer, clear_entries,
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.schedule import Moment, Phases
 
+Source = Literal["accumulated", "batch"]
+"""What speaks for an exchange, see :class:`BAME`."""
+DgradMask = Literal["masked", "bi-mask"]
+"""Whose mask the backward weight has, see :class:`BAME`."""
+
 _FEW = 1e-3
 """Exchanges a block. A phase with fewer of them has trained nearly a fixed mask."""
 
@@ -137,15 +142,15 @@ class BAME(SparseToSparse):
         start: Moment = 0,
         stop: Moment = 0.66,
         every: int | None = None,
-        evidence: Literal["accumulated", "batch"] = "accumulated",
+        evidence: Source = "accumulated",
         gradient_every: int = 1,
         evidence_rate: float = 0.015,
         budget: float = 0.3,
-        dgrad: Literal["masked", "bi-mask"] = "masked",
+        dgrad: DgradMask = "masked",
     ) -> None:
         check_span(start, stop, "no adaptation could happen")
-        check_option("evidence", evidence, "accumulated", "batch")
-        check_option("dgrad", dgrad, "masked", "bi-mask")
+        check_option("evidence", evidence, Source)
+        check_option("dgrad", dgrad, DgradMask)
         if every is None:
             every = 1 if evidence == "accumulated" else 100
         check_count("every", every, 1)
