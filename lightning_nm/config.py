@@ -548,17 +548,19 @@ class SparsityConfig:
         return cls(**arguments)
 
 
-def chosen_config(config: SparsityConfig | None, given: SparsityConfig) -> SparsityConfig:
-    """Return ``config``, or the configuration ``given`` by single arguments instead.
+def chosen_config(owner: type, config: SparsityConfig | None, /, **options: Any) -> SparsityConfig:
+    """Return the ``config`` that ``owner`` got, or the configuration of the single settings that it got instead.
 
     Raises:
-        TypeError: If ``config`` is something else.
-        ValueError: If both are given.
+        TypeError: If ``config`` is something else, and what :func:`refuse_unknown` and :class:`SparsityConfig` raise.
+        ValueError: If both are given, or for an impossible setting.
 
     Example:
-        >>> chosen_config(SparsityConfig("1:4"), given=SparsityConfig()).pattern
+        >>> chosen_config(SparsityConfig, None, pattern="1:4").pattern
         '1:4'
     """
+    refuse_unknown(options, owner)
+    given = SparsityConfig(**options)
     if config is None:
         return given
     if not isinstance(config, SparsityConfig):

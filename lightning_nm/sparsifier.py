@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from lightning_nm.config import SparsityConfig, chosen_config, refuse_unknown
+from lightning_nm.config import SparsityConfig, chosen_config
 from lightning_nm.estimators import GradientEstimator
 from lightning_nm.methods import Method
 from lightning_nm.nn.costs import mean_densities
@@ -95,11 +95,14 @@ class NMSparsifier:
         managed: bool = False,
         **options: Any,
     ) -> None:
-        refuse_unknown(options, NMSparsifier)
-        given = SparsityConfig(
-            pattern=pattern, method=method, grad_estimator=grad_estimator, **options
+        self.config = chosen_config(
+            NMSparsifier,
+            config,
+            pattern=pattern,
+            method=method,
+            grad_estimator=grad_estimator,
+            **options,
         )
-        self.config = chosen_config(config, given)
         self.settings = self.config.resolve()
         self.model = model
         self.seed = self.config.seed

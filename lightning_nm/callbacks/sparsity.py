@@ -33,7 +33,7 @@ from lightning_nm.callbacks.tables import (
     print_summary,
     router_of,
 )
-from lightning_nm.config import SparsityConfig, chosen_config, refuse_unknown
+from lightning_nm.config import SparsityConfig, chosen_config
 from lightning_nm.estimators import GradientEstimator
 from lightning_nm.methods import Method
 from lightning_nm.nn.layer import NMLayer
@@ -98,11 +98,14 @@ class NMSparsityCallback(Callback):
         monitor: bool | MaskMonitor | None = True,
         **options: Any,
     ) -> None:
-        refuse_unknown(options, NMSparsityCallback)
-        given = SparsityConfig(
-            pattern=pattern, method=method, grad_estimator=grad_estimator, **options
+        self.config = chosen_config(
+            NMSparsityCallback,
+            config,
+            pattern=pattern,
+            method=method,
+            grad_estimator=grad_estimator,
+            **options,
         )
-        self.config = chosen_config(config, given)
         check_interval("compare_ranks_every", compare_ranks_every)
         if not isinstance(monitor, (bool, MaskMonitor, type(None))):
             raise TypeError(f"monitor must be True, False or a MaskMonitor{not_given(monitor)}")

@@ -21,7 +21,7 @@ from typing_extensions import Self
 
 from lightning_nm.callbacks.checks import warn_after_first_batch, warn_at_start
 from lightning_nm.callbacks.tables import print_layers
-from lightning_nm.config import SparsityConfig, chosen_config, refuse_unknown
+from lightning_nm.config import SparsityConfig, chosen_config
 from lightning_nm.estimators import GradientEstimator
 from lightning_nm.export.atomic_write import replacing
 from lightning_nm.export.sources import STATE_FILE, model_file, read_checkpoint, read_file
@@ -109,11 +109,14 @@ class NMTrainerCallback(TrainerCallback):
         resume_from: str | Path | None = None,
         **options: Any,
     ) -> None:
-        refuse_unknown(options, NMTrainerCallback)
-        given = SparsityConfig(
-            pattern=pattern, method=method, grad_estimator=grad_estimator, **options
+        self.config = chosen_config(
+            NMTrainerCallback,
+            config,
+            pattern=pattern,
+            method=method,
+            grad_estimator=grad_estimator,
+            **options,
         )
-        self.config = chosen_config(config, given)
         self.show_tables = show_tables
         self.log_layers = log_layers
         self.resume_from = resume_from

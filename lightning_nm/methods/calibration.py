@@ -18,6 +18,7 @@ from lightning_nm.nn.adapters import Adapter, find_adapter
 from lightning_nm.nn.adapters.experts import INPUT_HOOKS
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.selection import install, uninstall
+from lightning_nm.training.macs import evaluation
 
 
 def has_experts(layer: NMLayer) -> bool:
@@ -277,24 +278,21 @@ def call_model(model: nn.Module, batch: Any) -> Any:
 
 
 @contextmanager
-def evaluation(model: nn.Module) -> Iterator[None]:
-    """Run in evaluation mode, and restore the mode of each module; models of transformers fill no caches."""
-    training = [module for module in model.modules() if module.training]
+def uncached_evaluation(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode in which models of transformers fill no caches."""
     configs: list[Any] = [module.__dict__.get("config") for module in model.modules()]
     caching = [config for config in configs if getattr(config, "use_cache", None) is True]
-    model.eval()
     # What one block leaves in a cache, another one could read.
     for config in caching:
         with suppress(AttributeError):  # a frozen one is none of transformers
             config.use_cache = False
     try:
-        yield
+        with evaluation(model):
+            yield
     finally:
         for config in caching:
             with suppress(AttributeError):
                 config.use_cache = True
-        for module in training:
-            module.training = True
 
 
 @contextmanager

@@ -22,11 +22,11 @@ from lightning_nm.methods.calibration import (
     Calibration,
     Moments,
     call_model,
-    evaluation,
     has_inputs,
     matrices_of,
     set_matrices,
     squared_output,
+    uncached_evaluation,
 )
 from lightning_nm.methods.checks import check_number, check_option
 from lightning_nm.methods.ste import STE
@@ -207,7 +207,7 @@ def prune(
     # Without data there are no moments, and all groups are pruned by magnitude.
     calibrated: Callable[[], Iterable[tuple[NMLayer, Moments]]]
     calibrated = partial(zip, found.layers, repeat(tuple))
-    with evaluation(model) if data is not None else nullcontext():
+    with uncached_evaluation(model) if data is not None else nullcontext():
         if data is not None:
             # The pass that finds the order of the layers also counts what they multiply.
             with closing(MacsCounter(model)) as counter:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from functools import partial
 from typing import Any
 
@@ -215,7 +215,7 @@ class MacsCounter(TorchDispatchMode):
             return output  # the module's hook counts its products
         if func._overloadpacket is torch.ops.aten.embedding:
             return output  # rows that tokens chose are activations
-        kinds = [self._kind(leaf) for leaf in _tensors((args, kwargs))]
+        kinds = [self._kind(leaf) for leaf in tensors_in((args, kwargs))]
         if not any(kinds):
             return output
         kind = "known" if "known" in kinds else next(filter(None, kinds))
@@ -225,7 +225,7 @@ class MacsCounter(TorchDispatchMode):
                 self._add(kind, cost)
         # What is made of weights alone is one of them, too, and so is W_F: it is made of a known weight and its mask.
         elif kind == "known" or all(kinds):
-            for made in _tensors(output):
+            for made in tensors_in(output):
                 self._made[made] = kind
         return output
 
@@ -244,6 +244,20 @@ class MacsCounter(TorchDispatchMode):
         return OTHERS if name is None else name + READ
 
 
+@contextmanager
+def evaluation(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode, without gradients; afterwards the mode of each module is as before."""
+    # Not `model.train(...)` afterwards: submodules may be in different modes.
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True
+
+
 def forward_macs(model: nn.Module, inputs: Any) -> dict[str, int]:
     """Run a model in evaluation mode, and return the multiply-adds of each weight's dense forward product by name.
 
@@ -251,22 +265,16 @@ def forward_macs(model: nn.Module, inputs: Any) -> dict[str, int]:
         model: The model, without masks; the mode of each module is restored.
         inputs: A tensor, a tuple of positional arguments or a dictionary of keyword arguments.
     """
-    # Not `model.train(...)` afterwards: submodules may be in different modes.
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        with torch.no_grad(), closing(MacsCounter(model)) as counter:
-            if isinstance(inputs, dict):
-                model(**inputs)
-            else:
-                model(*(inputs if isinstance(inputs, tuple) else (inputs,)))
-    finally:
-        for module in training:
-            module.training = True
+    with evaluation(model), closing(MacsCounter(model)) as counter:
+        if isinstance(inputs, dict):
+            model(**inputs)
+        else:
+            model(*(inputs if isinstance(inputs, tuple) else (inputs,)))
     return counter.macs
 
 
-def _tensors(tree: Any) -> list[Tensor]:
+def tensors_in(tree: Any) -> list[Tensor]:
+    """The tensors in nested containers."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
