@@ -5,10 +5,7 @@ All rounding is to nearest even, and integers are -127 to 127, so that both sign
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 LARGEST = 127
@@ -163,101 +160,3 @@ def quantise_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
     integers = torch.where(finite[:, None], tokens * inverse[:, None], 0).round()
     scale = torch.where(finite, largest / LARGEST, torch.nan)
     return integers.to(torch.int8), scale
-
-
-def int8_linear(x: Tensor, integers: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x W^T + bias`` with W in int8 and the tokens rounded to int8: what the CPU kernel computes, by torch alone.
-
-    ``sum(integers * x8) * (scale * scale_of_token) + bias``; the sum is exact.
-
-    Args:
-        x: ``[tokens, depth]``, float32 or bfloat16.
-        integers: int8 ``[rows, depth]``.
-        scale: float32 ``[rows]``.
-        bias: ``[rows]`` or ``None``, of the dtype of x.
-
-    Returns:
-        ``[tokens, rows]`` of the dtype of x.
-
-    Example:
-        >>> integers = torch.tensor([[127, 0]], dtype=torch.int8)
-        >>> int8_linear(torch.tensor([[127.0, 1.0]]), integers, torch.tensor([0.5]))
-        tensor([[8064.5000]])
-    """
-    x8, scale_of_token = quantise_tokens(x)
-    sums = x8.long() @ integers.long().t()  # [tokens, rows]
-    y = sums.float() * (scale * scale_of_token[:, None])
-    if bias is not None:
-        y = y + bias.float()
-    return y.to(x.dtype)
-
-
-def int8_conv2d(
-    x: Tensor,
-    integers: Tensor,
-    scale: Tensor,
-    bias: Tensor | None = None,
-    stride: tuple[int, int] = (1, 1),
-    padding: tuple[int, int] = (0, 0),
-    dilation: tuple[int, int] = (1, 1),
-    groups: int = 1,
-) -> Tensor:
-    """The convolution of x with W in int8, by torch alone: :func:`int8_linear` of what each output position reads.
-
-    These inputs, ``in / groups * taps`` of the padded image, are rounded to int8 as a token is.
-
-    Args:
-        x: ``[images, in, height, width]``, float32 or bfloat16.
-        integers: int8 ``[out, in / groups, *taps]``.
-        scale: float32 ``[out]``.
-        bias: ``[out]`` or ``None``, of the dtype of x.
-        stride: As of :func:`torch.nn.functional.conv2d`.
-        padding: As well.
-        dilation: As well.
-        groups: As well.
-
-    Returns:
-        ``[images, out, *positions]`` of the dtype of x.
-
-    Example:
-        >>> integers = torch.full((1, 1, 2, 2), 127, dtype=torch.int8)
-        >>> int8_conv2d(torch.full((1, 1, 2, 2), 127.0), integers, torch.tensor([0.5])).flatten()
-        tensor([32258.])
-    """
-    patches = conv_patches(x, integers.shape[2:], stride, padding, dilation, groups)
-    biases = [None] * groups if bias is None else bias.chunk(groups)
-    outputs = [
-        int8_linear(read.flatten(0, -2), of_group.flatten(1), scale_of_group, bias_of_group)
-        for read, of_group, scale_of_group, bias_of_group in zip(
-            patches, integers.chunk(groups), scale.chunk(groups), biases, strict=True
-        )
-    ]
-    y = torch.cat(outputs, 1).view(*patches.shape[1:-1], -1)  # [images, *positions, out]
-    return y.movedim(-1, 1).contiguous()
-
-
-def conv_patches(
-    x: Tensor,
-    taps: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
-) -> Tensor:
-    """Return what each output position of a convolution reads, ``[groups, images, *positions, in / groups * taps]``.
-
-    Args:
-        x: ``[images, in, *sizes]``.
-        taps: Of each spatial dimension, as the others.
-        stride: As of :func:`torch.nn.functional.conv2d`.
-        padding: As well.
-        dilation: As well.
-        groups: As well.
-    """
-    # F.pad counts dimensions from the last.
-    x = F.pad(x, [zeros for both in reversed(padding) for zeros in (both, both)])
-    for axis, (size, step, distance) in enumerate(zip(taps, stride, dilation, strict=True), 2):
-        x = x.unfold(axis, distance * (size - 1) + 1, step)[..., ::distance]
-    # [images, in, *positions, *taps] -> [groups, images, *positions, in / groups, *taps]
-    last = 2 + len(taps)
-    return x.unflatten(1, (groups, -1)).movedim((1, 2), (0, last)).flatten(last)

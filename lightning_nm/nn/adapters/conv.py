@@ -37,13 +37,17 @@ class _NMConv(Adapter):
     @classmethod
     def inputs(cls, module: Any, parameter: str, args: Args, kwargs: Kwargs) -> list[Tensor]:
         """Return the patches of the input for each group, ``[batch x positions, in / groups * taps]``."""
-        from lightning_nm.functional.int8 import conv_patches  # for calibration alone
-
         (x,) = (*args, *kwargs.values())
-        taps = module.kernel_size
         x, padding, _ = padded_input(module, x)
-        patches = conv_patches(x, taps, module.stride, padding, module.dilation, module.groups)
-        return list(patches.flatten(1, -2))
+        # F.pad counts dimensions from the last.
+        x = F.pad(x, [zeros for both in reversed(padding) for zeros in (both, both)])
+        of_axes = zip(module.kernel_size, module.stride, module.dilation, strict=True)
+        for axis, (size, step, distance) in enumerate(of_axes, 2):
+            x = x.unfold(axis, distance * (size - 1) + 1, step)[..., ::distance]
+        # [images, in, *positions, *taps] -> [groups, images, *positions, in / groups, *taps]
+        last = 2 + len(module.kernel_size)
+        x = x.unflatten(1, (module.groups, -1)).movedim((1, 2), (0, last))
+        return list(x.flatten(last).flatten(1, -2))
 
     def forward(self, input: Tensor) -> Tensor:
         """Convolve with W_F."""
