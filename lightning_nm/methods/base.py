@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_nm.functional.evolution import as_blocks, from_blocks
 from lightning_nm.functional.masks import magnitude_mask
 from lightning_nm.functional.select import masked
 from lightning_nm.nn.layer import NMLayer
@@ -68,14 +67,9 @@ def set_buffer(layer: NMLayer, name: str, values: Tensor) -> None:
         layer.buffers[name] = values
 
 
-def blocks_of(layer: NMLayer, tensor: Tensor) -> Tensor:
-    """A tensor of the weight's shape as ``[blocks, M]``."""
-    return as_blocks(layer.view.rows(tensor), layer.pattern.m)
-
-
-def from_blocks_of(layer: NMLayer, blocks: Tensor) -> Tensor:
-    """Undo :func:`blocks_of`."""
-    return layer.view.unrows(from_blocks(blocks, layer.view.rows(layer.weight).shape))
+def has_ended(layer: NMLayer) -> bool:
+    """Whether the last moment of the schedule has come."""
+    return layer.progress.clock >= layer.progress.schedule[-1]
 
 
 def kept_gradient(layer: NMLayer, grad: Tensor) -> Tensor:

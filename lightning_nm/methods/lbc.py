@@ -15,7 +15,7 @@ from lightning_nm.functional.soft import surviving
 from lightning_nm.methods.base import (
     Gradients,
     SparseToSparse,
-    from_blocks_of,
+    has_ended,
     kept_gradient,
     set_parameter,
     weighted_mean,
@@ -82,12 +82,11 @@ class LBC(SparseToSparse):
 
     def check(self, planned_steps: int | None) -> None:
         """Warn of a stop that the training does not reach."""
-        (stop,) = self.schedule(planned_steps)
-        warn_of_late_stop("LBC's masks never become N:M", self.stop, stop, planned_steps)
+        warn_of_late_stop(self, planned_steps, "LBC's masks never become N:M")
 
     def current_pattern(self, layer: NMLayer) -> NMPattern | None:
         """The layer's pattern once one combination of each block is left, ``None`` before."""
-        return layer.spec.pattern if _finished(layer) else None
+        return layer.spec.pattern if has_ended(layer) else None
 
     def init_masks(self, layer: NMLayer) -> None:
         """Give all patterns the same score, so that every entry is kept."""
@@ -134,7 +133,7 @@ class LBC(SparseToSparse):
         patterns = layer.buffers[PATTERNS]
         # [blocks, C] x [C, M]: how many patterns that are left keep each entry.
         keepers = (~removed).flatten(0, 1).float() @ patterns.float()
-        layer.set_masks(from_blocks_of(layer, keepers > 0))
+        layer.set_masks(layer.from_blocks(keepers > 0))
 
     # A pruned entry is in no pattern that is left, so no score needs its gradient.
     gradient_at_pruned = SparseToSparse.gradient_at_pruned
@@ -150,7 +149,7 @@ class LBC(SparseToSparse):
 
     def before_step(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Leave the last scores, which decide on nothing any more, without a gradient: clipping does not count it."""
-        if SCORES in layer.parameters and _finished(layer):
+        if SCORES in layer.parameters and has_ended(layer):
             layer.parameters[SCORES].grad = None
 
     def lost_without_before_step(self, layer: NMLayer) -> str:
@@ -171,12 +170,6 @@ class LBC(SparseToSparse):
         return weighted_mean(
             "surviving_patterns", ((int(each.sum()), each[..., 0].numel()) for each in left)
         )
-
-
-def _finished(layer: NMLayer) -> bool:
-    """Whether one pattern of each block is left."""
-    (stop,) = layer.progress.schedule
-    return layer.progress.clock >= stop
 
 
 def _removed(layer: NMLayer) -> Tensor:

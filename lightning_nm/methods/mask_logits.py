@@ -21,7 +21,6 @@ from lightning_nm.functional.soft import (
 from lightning_nm.methods.base import (
     Gradients,
     MaskMethod,
-    from_blocks_of,
     largest_entries,
     set_parameter,
     weighted_mean,
@@ -131,8 +130,7 @@ class MaskLogits(MaskMethod):
 
     def check(self, planned_steps: int | None) -> None:
         """Warn of a stop that the training does not reach."""
-        (stop,) = self.schedule(planned_steps)
-        warn_of_late_stop("MaskLogits' masks stay soft", self.stop, stop, planned_steps)
+        warn_of_late_stop(self, planned_steps, "MaskLogits' masks stay soft")
 
     def check_optimizer(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Refuse a weight that several processes would wait for the gradient of."""
@@ -205,7 +203,7 @@ class MaskLogits(MaskMethod):
         patterns = layer.buffers[PATTERNS]
         best = logits.argmax(-1).flatten()  # [blocks]
         kept_blocks = patterns[best].bool()  # [blocks, M]
-        layer.set_masks(from_blocks_of(layer, kept_blocks))
+        layer.set_masks(layer.from_blocks(kept_blocks))
         progress = _progress(layer)
         annealed = [
             first + (last - first) * progress for first, last in (self.scale, self.temperature)
@@ -224,7 +222,7 @@ class MaskLogits(MaskMethod):
         """The soft mask of this step, of the weight's shape."""
         choice = self._choice(layer, logits).flatten(0, 1)  # [blocks, C]
         mask_blocks = choice @ layer.buffers[PATTERNS].to(choice.dtype)
-        return from_blocks_of(layer, mask_blocks)
+        return layer.from_blocks(mask_blocks)
 
     def training_weight(self, layer: NMLayer, weight: Tensor) -> Tensor:
         """W times the soft mask."""

@@ -12,7 +12,7 @@ from lightning_nm.functional import magnitude_mask
 from lightning_nm.functional.evolution import as_blocks, from_blocks
 from lightning_nm.functional.select import masked
 from lightning_nm.functional.soft import axis_thresholds, share_left, soft_factor
-from lightning_nm.methods.base import Method, set_buffer, weighted_mean
+from lightning_nm.methods.base import Method, has_ended, set_buffer, weighted_mean
 from lightning_nm.methods.checks import (
     check_number,
     check_option,
@@ -104,13 +104,12 @@ class MaxQ(SRSTE):
 
     def check(self, planned_steps: int | None) -> None:
         """Refuse a stop before the start, and warn of one that the training does not reach."""
-        stop = resolve_span(self, planned_steps)[1]
-        warn_of_late_stop("MaxQ's masks never become N:M", self.stop, stop, planned_steps)
+        resolve_span(self, planned_steps)
+        warn_of_late_stop(self, planned_steps, "MaxQ's masks never become N:M")
 
     def current_pattern(self, layer: NMLayer) -> NMPattern | None:
         """The layer's pattern from ``stop`` on, ``None`` before."""
-        _, stop = layer.progress.schedule
-        return layer.spec.pattern if layer.progress.clock >= stop else None
+        return layer.spec.pattern if has_ended(layer) else None
 
     def init_masks(self, layer: NMLayer) -> None:
         """Select the first masks and thresholds."""

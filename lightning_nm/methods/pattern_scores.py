@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from lightning_nm.functional.soft import block_patterns
-from lightning_nm.methods.base import blocks_of
 from lightning_nm.methods.checks import refuse_tensor_parallel
 from lightning_nm.nn.layer import NMLayer
 
@@ -45,5 +44,5 @@ def sum_by_pattern(layer: NMLayer, values: Tensor, scores: Tensor) -> Tensor:
     Of ``W dL/dW_F``, which a mask that were a real number would get, it is the gradient of the scores.
     """
     patterns = layer.buffers[PATTERNS].to(scores.dtype)
-    blocks = blocks_of(layer, values).to(scores.dtype)  # [blocks, M]
+    blocks = layer.as_blocks(values).to(scores.dtype)  # [blocks, M]
     return (blocks @ patterns.t()).view(scores.shape)

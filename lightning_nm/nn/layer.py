@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_nm.functional import FlopsKind, fold_seed
+from lightning_nm.functional.evolution import as_blocks, from_blocks
 from lightning_nm.functional.mask_storage import BACKWARD_BIT, FORWARD_BIT
 from lightning_nm.functional.select import mask_, masked
 from lightning_nm.functional.statistics import gradient_energies
@@ -693,6 +694,14 @@ class NMLayer(HasHandle):
         if self.spec.method.passes_read_buffers:
             found += self.buffers.values()
         return [*found, *self.parameters.values()]
+
+    def as_blocks(self, tensor: Tensor) -> Tensor:
+        """A tensor of the weight's shape as ``[blocks, M]``."""
+        return as_blocks(self.view.rows(tensor), self.pattern.m)
+
+    def from_blocks(self, blocks: Tensor) -> Tensor:
+        """Undo :meth:`as_blocks`."""
+        return self.view.unrows(from_blocks(blocks, self.view.rows(self.weight).shape))
 
     def to_weight_device(self) -> None:
         """Move the layer's tensors to the weight's device."""

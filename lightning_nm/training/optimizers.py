@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_nm.functional.evolution import as_blocks, from_blocks
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.weight import local_values
 
@@ -73,16 +72,16 @@ def unpack_state(optimizer: Optimizer, layer: NMLayer) -> None:
     mask = layer.forward_mask
     if mask is None or layer.view.is_sharded:
         return
-    rows = layer.view.rows(mask)
-    blocks_bm = as_blocks(rows, layer.pattern.m)
-    packed_shape = (len(rows), len(blocks_bm) // len(rows), layer.pattern.n)
+    blocks_bm = layer.as_blocks(mask)
+    out = len(layer.view.rows(mask))
+    packed_shape = (out, len(blocks_bm) // out, layer.pattern.n)
     state = optimizer.state.get(layer.param, {})
     for name, value in state.items():
         if isinstance(value, Tensor) and value.shape == packed_shape != layer.param.shape:
             # Of each block the kept entries follow one another in the order of their positions.
             dense_bm = value.new_zeros(blocks_bm.shape)
             dense_bm[blocks_bm] = value.flatten()
-            dense = layer.view.unrows(from_blocks(dense_bm, rows.shape))
+            dense = layer.from_blocks(dense_bm)
             state[name] = torch.empty_like(layer.param, dtype=value.dtype).copy_(dense)
 
 

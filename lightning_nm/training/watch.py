@@ -31,7 +31,7 @@ class ForgottenCalls:
             missing, for an optimizer that the Trainer does not know.
     """
 
-    def __init__(self, in_plain_loop: bool = True) -> None:
+    def __init__(self, in_plain_loop: bool) -> None:
         self.in_plain_loop = in_plain_loop
         self._given: set[str] = set()
         self.unbaked = False  # whether an optimizer has stepped since the last bake()
@@ -107,7 +107,7 @@ class DirectReads:
         on_read: What to do.
     """
 
-    def __init__(self, model: nn.Module, on_read: OnDirectRead = "error") -> None:
+    def __init__(self, model: nn.Module, on_read: OnDirectRead) -> None:
         self.with_gradient: set[NMLayer] = set()
         """Layers of whose weight a backward pass of this process made a gradient."""
         self.pending = True

@@ -30,8 +30,10 @@ from lightning_nm.functional.evolution import (
 from lightning_nm.functional.select import mask_, masked, merged
 from lightning_nm.kernels.cpu import evolution
 from lightning_nm.kernels.gpu import triton_use
+from lightning_nm.methods.base import SparseToSparse
 from lightning_nm.methods.optimizer_state import (
     SECOND_MOMENTS,
+    check_optimizer,
     clear_entries,
     entry_states,
     group_of,
@@ -40,6 +42,7 @@ from lightning_nm.methods.optimizer_state import (
 )
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.weight import gather, is_sharded, local_shard, local_values
+from lightning_nm.schedule import Phases
 
 DECAY = 0.999  # of the second moment
 LOG_DECAY = math.log(DECAY)
@@ -373,6 +376,24 @@ def exchange_of(
     return Exchange(blocks, pruned_at, regrown_at, held, loss_change)
 
 
+class ExchangingMethod(SparseToSparse):
+    """Exchanges kept entries for pruned ones after steps of the optimizer, until the last moment of its schedule."""
+
+    paper_counts_masked = True
+
+    def phases(self, layer: NMLayer) -> Phases:
+        """Masks move until ``stop``."""
+        return Phases(moves_until=layer.progress.schedule[-1])
+
+    def check_optimizer(self, layer: NMLayer, optimizer: Optimizer) -> None:
+        """Refuse an optimizer whose state cannot be matched to entries of the weight."""
+        check_optimizer(optimizer, layer.param, layer.name)
+
+    def lost_without_before_step(self, layer: NMLayer) -> str:
+        """An empty text: where a mask cannot move without that call, :meth:`after_step` raises an error."""
+        return ""
+
+
 def dense_gradient_was_used(layer: NMLayer, mask: Tensor) -> bool:
     """Whether an earlier call before the same step used this dense gradient: it left zeros at pruned entries.
 
@@ -457,7 +478,6 @@ def make_exchange(
     steps: that is the mean square of the entry's gradients in the evidence; without evidence, the mean over the entries
     of the block that ``mask`` kept before the exchange.
     """
-    m = layer.pattern.m
     param = layer.param
     for key, kept_state in entry_states(optimizer, param, layer.name).items():
         state = gather(kept_state)
@@ -466,8 +486,8 @@ def make_exchange(
             scale = moment_correction(group_of(optimizer, param), optimizer.state[param])
             start = (evidence.mean_square()[exchange.regrown] * scale).to(state.dtype)
         elif key in SECOND_MOMENTS:
-            kept = as_blocks(layer.view.rows(mask), m)[exchange.blocks]  # [K, M]
-            state_of_blocks = as_blocks(layer.view.rows(state), m)[exchange.blocks]
+            kept = layer.as_blocks(mask)[exchange.blocks]  # [K, M]
+            state_of_blocks = layer.as_blocks(state)[exchange.blocks]
             start = torch.where(kept, state_of_blocks, 0).sum(1) / kept.sum(1)
         state[exchange.pruned] = 0
         state[exchange.regrown] = start
