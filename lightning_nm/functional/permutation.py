@@ -17,7 +17,7 @@ import torch
 from torch import Generator, Tensor
 
 from lightning_nm.functional.mask_storage import pack_mask
-from lightning_nm.functional.masks import check_output_blocks, checked_permutation, largest
+from lightning_nm.functional.masks import check_output_blocks, checked_permutation, indices, largest
 from lightning_nm.pattern import NMPattern, PatternLike
 from lightning_nm.spelling import check_option
 
@@ -190,9 +190,8 @@ def _problem(
 
 def _first_rows(rows: Tensor, groups: int) -> Tensor:
     """Return the number of the first row of every group, ``[groups, 1]``."""
-    count = len(rows)
-    size = count // groups
-    return torch.arange(0, count, size, dtype=torch.int64, device=rows.device).unsqueeze(1)
+    first = indices(groups, rows) * (len(rows) // groups)
+    return first.unsqueeze(1)
 
 
 def _shuffles(count: int, size: int, generator: Generator | None, device: torch.device) -> Tensor:
@@ -344,7 +343,7 @@ def _swap(problem: _Problem, start: Tensor, rounds: int, generator: Generator | 
         for begin in range(0, len(rows_bm), distance)
         for first in range(begin, begin + run, at_once)
     ]
-    stay_b = torch.arange(tile, dtype=torch.int64, device=device)
+    stay_b = indices(tile, start)
     idle = 0
     for step in range(rounds):
         slot = step % m
@@ -432,7 +431,7 @@ def _assign(cost: Tensor) -> Tensor:
     """
     count, size = cost.shape[:2]
     plan = _sinkhorn_plan(cost)
-    index = torch.arange(size, dtype=torch.int64, device=cost.device).expand(count, size)
+    index = indices(size, cost).expand(count, size)
     none = torch.full_like(index, size)
     column_of_row = none  # size while it has none
     row_of_column = none
@@ -483,7 +482,7 @@ def _exchange(cost: Tensor) -> Tensor:
     Rows that gain most from each other change places, four times over.
     """
     count, size = cost.shape[:2]
-    index = torch.arange(size, dtype=torch.int64, device=cost.device).expand(count, size)
+    index = indices(size, cost).expand(count, size)
     order = index
     for _ in range(4):
         moved = cost.gather(2, order[:, None].expand_as(cost))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from lightning_nm.functional import backward_mask, magnitude_mask, search_permutation
@@ -136,8 +135,7 @@ class BiMask(SRSTE):
         if masks.permutation is None:
             search = layer.step >= self.first_search
             if not search:
-                order = torch.arange(len(rows), dtype=torch.int64, device=rows.device)
-                masks.set_permutation(order)
+                masks.set_permutation(checked_permutation(None, rows, layer.spec.groups))
         if search:
             self._search(layer, rows, forward)
         backward = backward_mask(rows, forward, layer.pattern, masks.permutation, layer.spec.groups)

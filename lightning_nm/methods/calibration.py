@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from lightning_nm.functional.evolution import from_blocks
+from lightning_nm.functional.masks import indices, wide_dtype
 from lightning_nm.methods.blocks import Memory, Reached, Trace, find_lists
 from lightning_nm.nn.adapters import Adapter, find_adapter
 from lightning_nm.nn.adapters.experts import INPUT_HOOKS
@@ -46,7 +47,7 @@ def squared_output(matrix: Tensor, moment: Tensor) -> float:
 def _columns(layer: NMLayer) -> Tensor:
     """The order of a row's entries in which blocks lie together: input features of a convolution's tap."""
     row = layer.view.rows(layer.param)[0]
-    places = torch.arange(row.numel(), dtype=torch.int64, device=row.device).view(row.shape)
+    places = indices(row.numel(), row).view(row.shape)
     return places.movedim(0, -1).flatten()  # the taps outside, the input features of each inside
 
 
@@ -264,7 +265,7 @@ class Calibration:
 def _gram(inputs: Tensor, columns: Tensor) -> Tensor:
     """``X^T X`` of ``inputs [..., in]``, with the columns in this order."""
     matrix = inputs.reshape(-1, inputs.shape[-1])[:, columns]
-    matrix = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
+    matrix = matrix.to(wide_dtype(matrix))
     # The model may run under autocast, which would make this product in half precision, too.
     with torch.autocast(matrix.device.type, enabled=False):
         return matrix.t() @ matrix

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_nm.functional import magnitude_mask
+from lightning_nm.functional.masks import wide_dtype
 from lightning_nm.methods.base import Method, set_buffer
 from lightning_nm.methods.checks import check_number, check_option
 from lightning_nm.methods.ste import STE
@@ -202,7 +203,7 @@ class DecayingMask(STE):
         share = (clock - start) / (stop - start)
         factor = 1 - share if self.decay == "linear" else math.exp(-self.rate * share)
         weight = layer.param
-        dtype = torch.promote_types(weight.dtype, torch.float32)
+        dtype = wide_dtype(weight)
         set_buffer(layer, FADE, torch.tensor([factor], dtype=dtype, device=weight.device))
 
     def forward_weight(self, layer: NMLayer, weight: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_nm.functional import pack_mask, unpack_mask
+from lightning_nm.functional.masks import wide_dtype
 from lightning_nm.functional.select import masked
 from lightning_nm.functional.soft import surviving
 from lightning_nm.methods.base import (
@@ -98,7 +99,7 @@ class LBC(SparseToSparse):
         n, m = layer.pattern.n, layer.pattern.m
         # One pattern in C(M-1, N-1) keeps a certain entry: the scores of those that do add up to 1.
         score = 1 / math.comb(m - 1, n - 1)
-        dtype = torch.promote_types(weight.dtype, torch.float32)
+        dtype = wide_dtype(weight)
         scores = torch.full(shape, score, dtype=dtype, device=device)
         set_parameter(layer, SCORES, scores)
         layer.buffers[REMOVED] = pack_mask(torch.zeros_like(scores, dtype=torch.bool))

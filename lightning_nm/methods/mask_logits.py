@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_nm.functional import fold_seed, is_nm, pack_mask, unpack_mask
+from lightning_nm.functional.masks import wide_dtype
 from lightning_nm.functional.soft import (
     gumbel_noise,
     normal_noise,
@@ -147,7 +148,7 @@ class MaskLogits(MaskMethod):
         if shape is None:
             return
         weight = layer.weight
-        dtype = torch.promote_types(weight.dtype, torch.float32)
+        dtype = wide_dtype(weight)
         noise = normal_noise(math.prod(shape), self._words(layer, "first"))
         logits = _SPREAD * noise.to(weight.device, dtype).view(shape)
         if self.prior_strength:

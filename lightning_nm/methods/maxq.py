@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from lightning_nm.functional import magnitude_mask
 from lightning_nm.functional.evolution import as_blocks, from_blocks
+from lightning_nm.functional.masks import wide_dtype
 from lightning_nm.functional.select import masked
 from lightning_nm.functional.soft import axis_thresholds, share_left, soft_factor
 from lightning_nm.methods.base import Method, has_ended, set_buffer, weighted_mean
@@ -134,7 +134,7 @@ class MaxQ(SRSTE):
             dense = int(share_left(self.ramp, progress) * len(mask_blocks))
         if dense:
             magnitudes = as_blocks(rows.abs(), layer.pattern.m)
-            sums = magnitudes.sum(1, dtype=torch.promote_types(weight.dtype, torch.float32))
+            sums = magnitudes.sum(1, dtype=wide_dtype(weight))
             smallest_first = sums.argsort(stable=True)
             # A copy: the blocks may be a view of the mask.
             mask_blocks = mask_blocks.index_fill(0, smallest_first[:dense], True)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_nm.functional.evolution import drop_and_grow
+from lightning_nm.functional.masks import wide_dtype
 from lightning_nm.methods.bame.exchange import (
     Exchange,
     ExchangingMethod,
@@ -128,7 +129,7 @@ class RigL(ExchangingMethod):
         assert layer.weight.grad is not None
         mask_bm = layer.as_blocks(mask)
         # At least float32: half precision would make ties of values that differ.
-        dtype = torch.promote_types(layer.weight.dtype, torch.float32)
+        dtype = wide_dtype(layer.weight)
         weight_bm = layer.as_blocks(layer.weight.detach()).to(dtype)
         grad_bm = layer.as_blocks(layer.weight.grad).to(dtype)
         (stop,) = layer.progress.schedule

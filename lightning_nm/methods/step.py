@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 
+from lightning_nm.functional.masks import wide_dtype
 from lightning_nm.methods.base import Method
 from lightning_nm.methods.checks import check_number, check_option
 from lightning_nm.methods.optimizer_state import coupled_decay, group_of, will_be_skipped
@@ -270,7 +271,7 @@ class STEP(STE):
         parameter = layer.view.optimizer_param
         beta2 = float(group_of(optimizer, parameter)["betas"][1])
         values = local_values(parameter)
-        dtype = torch.promote_types(values.dtype, torch.float32)
+        dtype = wide_dtype(values)
         if parameter.grad is None:
             change = torch.zeros_like(values, dtype=dtype)
         else:

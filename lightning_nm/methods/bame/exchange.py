@@ -27,6 +27,7 @@ from lightning_nm.functional.evolution import (
     look_ahead_scores,
     select_blocks,
 )
+from lightning_nm.functional.masks import wide_dtype
 from lightning_nm.functional.select import mask_, masked, merged
 from lightning_nm.kernels.cpu import evolution
 from lightning_nm.kernels.gpu import triton_use
@@ -92,7 +93,7 @@ class Evidence:
     @classmethod
     def none(cls, weight: Tensor, places: Places = (None, None)) -> Evidence:
         """No gradient was gathered yet."""
-        dtype = torch.promote_types(weight.dtype, torch.float32)
+        dtype = wide_dtype(weight)
         zero = torch.zeros(weight.shape, dtype=dtype, device=weight.device)
         count = torch.zeros((), dtype=torch.float32, device=weight.device)
         return cls(zero, zero.clone(), count, places)
@@ -440,7 +441,7 @@ def find_exchange(
     for chunk in zip(*(tensor.split(rows_of_chunk) for tensor in rows), strict=True):
         keep, *values = (as_blocks(tensor, m) for tensor in chunk)
         # At least float32: half precision would make ties of scores that differ.
-        weight, *others = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in values)
+        weight, *others = (x.to(wide_dtype(x)) for x in values)
         if size is None:
             swaps = best_swaps(evidence_scores(weight, others[0], keep), keep)
         else:
