@@ -42,6 +42,12 @@ def not_given(value: Any) -> str:
     return f", not {value!r}"
 
 
+def with_settings(part: object) -> str:
+    """The class of a method or an estimator and its settings: the public attributes of the object itself."""
+    settings = [f"{key}={value!r}" for key, value in vars(part).items() if not key.startswith("_")]
+    return f"{type(part).__name__}({', '.join(settings)})"
+
+
 def check_keys(name: str, given: Any, known: Sequence[str]) -> None:
     """Refuse a setting that is no mapping, or has a key that is not known.
 

@@ -13,6 +13,7 @@ from lightning_nm.schedule import (
     Moment,
     Phases,
     Schedule,
+    Steps,
     check_moment,
     resolve_moment,
     within,
@@ -63,7 +64,7 @@ class ASP(SparseToSparse):
             schedule.refuse(self, dense_start=why, ramp=why)
         return super().follow(schedule)
 
-    def schedule(self, planned_steps: int | None) -> tuple[int, ...]:
+    def schedule(self, planned_steps: int | None) -> Steps:
         """The step at which to prune; none if that is before the first one."""
         start = resolve_moment(self, "start", self.start, planned_steps)
         return (start,) if start else ()

@@ -12,7 +12,8 @@ from lightning_nm.functional.masks import magnitude_mask
 from lightning_nm.functional.select import masked
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.pattern import NMPattern
-from lightning_nm.schedule import Phases, Schedule, refuse_second, resolve_moment
+from lightning_nm.schedule import Phases, Schedule, Steps, refuse_second, resolve_moment
+from lightning_nm.spelling import with_settings
 
 Gradients = tuple[Tensor | None, ...]
 """The gradients of a weight and of the parameters that the method owns, ``None`` for none."""
@@ -167,7 +168,7 @@ class Method:
 
     # ------------------------------------------------------------------------ the plan of a training
 
-    def schedule(self, planned_steps: int | None) -> tuple[int, ...]:
+    def schedule(self, planned_steps: int | None) -> Steps:
         """The training steps at which something begins or ends; resolved once and kept as ``layer.progress.schedule``.
 
         At each of them :meth:`update` is called for every layer, whether or not it made a step.
@@ -180,7 +181,7 @@ class Method:
             for name in self._scheduled
         )
 
-    def layer_schedule(self, layer: NMLayer, planned_steps: int | None) -> tuple[int, ...]:
+    def layer_schedule(self, layer: NMLayer, planned_steps: int | None) -> Steps:
         """The schedule of one layer, for a method whose moments depend on its pattern; :meth:`schedule` by default."""
         return self.schedule(planned_steps)
 
@@ -345,10 +346,7 @@ class Method:
         return frozenset(found)
 
     def __repr__(self) -> str:
-        settings = ", ".join(
-            f"{key}={value!r}" for key, value in vars(self).items() if not key.startswith("_")
-        )
-        return f"{type(self).__name__}({settings})"
+        return with_settings(self)
 
 
 class Dense(Method):

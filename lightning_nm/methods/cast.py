@@ -26,7 +26,7 @@ from lightning_nm.methods.checks import check_count, check_number, refuse_tensor
 from lightning_nm.methods.optimizer_state import coupled_decay, group_of, will_be_skipped
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.weight import local_values
-from lightning_nm.schedule import Moment, Phases, check_moment
+from lightning_nm.schedule import Moment, Phases, Steps, check_moment
 
 KEPT = "kept"
 """The name of the buffer with the entries that are not decayed, one bit each."""
@@ -129,7 +129,7 @@ class CAST(SparseToSparse):
         """The forward weight is dense until the end of the decay."""
         return Phases(layer.progress.schedule)
 
-    def schedule(self, planned_steps: int | None) -> tuple[int, ...]:
+    def schedule(self, planned_steps: int | None) -> Steps:
         """The training step at which the model becomes N:M."""
         (end,) = super().schedule(planned_steps)
         return (max(end, 1),)

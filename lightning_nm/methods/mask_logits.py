@@ -236,7 +236,7 @@ class MaskLogits(MaskMethod):
         """No gradient of the weight, and that of the logits."""
         logits = layer.parameters.get(LOGITS)
         if logits is None:
-            return (None, *[None] * len(layer.parameters))
+            return (None,)
         of_choice = sum_by_pattern(layer, grad * weight, logits)
         scale, temperature = layer.buffers[ANNEALED].unbind()
         choice = self._choice(layer, logits.detach())

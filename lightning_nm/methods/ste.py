@@ -12,7 +12,7 @@ from lightning_nm.kernels.cpu import evolution
 from lightning_nm.methods.base import MaskMethod, largest_entries
 from lightning_nm.methods.checks import check_number, check_option
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.schedule import Moment, Phases, check_window, resolve_window, within
+from lightning_nm.schedule import Moment, Phases, Steps, check_window, resolve_window, within
 from lightning_nm.training.ranks import processes
 
 
@@ -44,7 +44,7 @@ class STE(MaskMethod):
         self.dense_start = dense_start
         self.dense_end = dense_end
 
-    def schedule(self, planned_steps: int | None) -> tuple[int, ...]:
+    def schedule(self, planned_steps: int | None) -> Steps:
         """The training steps at which the masks come and go; ``()`` if they are always there."""
         return resolve_window(self, self.dense_start, self.dense_end, planned_steps)
 

@@ -21,6 +21,7 @@ from lightning_nm.schedule import (
     Moment,
     Phases,
     Schedule,
+    Steps,
     check_moment,
     resolve_moment,
     resolve_window,
@@ -139,7 +140,7 @@ class STEP(STE):
 
     # ------------------------------------------------------------------------------------------------------- schedule
 
-    def schedule(self, planned_steps: int | None) -> tuple[int, ...]:
+    def schedule(self, planned_steps: int | None) -> Steps:
         """The training steps of the earliest and the latest switch, and that at which ``dense_end`` begins, if any."""
         window = resolve_window(self, self.latest, self.dense_end, planned_steps, "latest")
         latest = window[0] if window else 0

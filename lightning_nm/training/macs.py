@@ -123,10 +123,7 @@ class MacsCounter(TorchDispatchMode):
 
     def hidden(self) -> set[nn.Module]:
         """Return counted modules that were not seen and are part of a compiled module of the model."""
-        return set(self._compiled()) & (self._handles.keys() - self._seen)
-
-    def _compiled(self) -> list[nn.Module]:
-        return [module for part in compiled_parts(self._model) for module in part.modules()]
+        return compiled_parts(self._model) & (self._handles.keys() - self._seen)
 
     def end_batch(self) -> None:
         """Stop counting after a batch; the counts of a model with hidden parts are dropped as incomplete."""
@@ -153,7 +150,7 @@ class MacsCounter(TorchDispatchMode):
         if self._open:  # an interruption left calls without their end
             self._open.clear()
             self.__exit__(None, None, None)
-        compiled = {id(module) for module in self._compiled()}
+        compiled = set(map(id, compiled_parts(self._model)))
         for module, handles in self._watched:
             for handle in handles if id(module) not in compiled else ():
                 handle.remove()
