@@ -42,7 +42,6 @@ _DRAWN_AT_ONCE = 1000
 _MAX_SORTED_SIZE = 256
 
 
-@torch.no_grad()
 def permutation_score(
     weight: Tensor,
     forward_mask: Tensor | None,
@@ -81,7 +80,6 @@ def permutation_score(
     return float(scores[0])
 
 
-@torch.no_grad()
 def search_permutation(
     weight: Tensor,
     forward_mask: Tensor | None,

@@ -66,7 +66,6 @@ class RegisteredOptimizer:
             handle.remove()
 
 
-@torch.no_grad()
 def unpack_state(optimizer: Optimizer, layer: NMLayer) -> None:
     """Make an optimizer's state of kept entries alone dense: version 0.3 saved it so for packed weights."""
     mask = layer.forward_mask

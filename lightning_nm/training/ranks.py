@@ -54,7 +54,6 @@ def _fingerprint(layer: NMLayer) -> dict[str, Any]:
 _WORDS: WeakKeyDictionary[NMLayer, tuple[Hashable, Tensor]] = WeakKeyDictionary()
 
 
-@torch.no_grad()
 def checksum(layer: NMLayer) -> Tensor:
     """Return a checksum of the tensors that must be equal in all processes, int64 [3].
 
@@ -97,7 +96,6 @@ def _shifted(words: Tensor, bits: int) -> Tensor:
     return (words >> bits) & ((1 << (64 - bits)) - 1)
 
 
-@torch.no_grad()
 def compare_ranks(layers: Iterable[NMLayer]) -> None:
     """Compare the masks of layers, and what decides on them, in all processes; call it in all of them.
 

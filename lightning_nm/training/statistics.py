@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_nm.functional import FlopsKind, GemmDensity, count_violations, train_flops_ratio
 from lightning_nm.functional.statistics import (
@@ -118,22 +118,20 @@ def mean_flip_rate(layers: Sequence[NMLayer]) -> float:
 
 
 def violations(layers: Iterable[NMLayer]) -> int:
-    """The number of blocks of forward weights that hold more than N nonzeros, also where there is no mask now.
-
-    Layers whose forward weight is never masked are left out.
-    """
-    count = 0
-    for layer in layers:
-        spec = layer.spec
-        if spec.method.sparse_forward and not spec.forward_reason:
-            rows = layer.view.rows(layer.forward_weight())
-            # Where the masks hold to no N:M now, they are compared with what they are to become.
-            pattern = spec.method.current_pattern(layer) or spec.pattern
-            count += int(count_violations(rows, pattern, dim=1))
-    return count
+    """The number of blocks of forward weights that hold more than N nonzeros, also where there is no mask now."""
+    return sum(violations_of(layer, layer.forward_weight()) for layer in layers)
 
 
-@torch.no_grad()
+def violations_of(layer: NMLayer, weight: Tensor) -> int:
+    """The same of other values of a layer's weight; 0 where the forward weight is never masked."""
+    spec = layer.spec
+    if not spec.method.sparse_forward or spec.forward_reason:
+        return 0
+    # Where the masks hold to no N:M now, they are compared with what they are to become.
+    pattern = spec.method.current_pattern(layer) or spec.pattern
+    return int(count_violations(layer.view.rows(weight), pattern, dim=1))
+
+
 def _sums(layer: NMLayer) -> list[float]:
     """What :func:`_mask_statistics` adds up over layers, read with one device synchronization."""
     with layer.full():

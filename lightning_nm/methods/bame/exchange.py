@@ -416,7 +416,6 @@ def forgotten_call(layer: NMLayer, lost: str) -> RuntimeError:
     )
 
 
-@torch.no_grad()
 def find_exchange(
     layer: NMLayer, optimizer: Optimizer, mask: Tensor, evidence: Evidence | None, budget: int
 ) -> Exchange:
@@ -465,7 +464,6 @@ def find_exchange(
     )
 
 
-@torch.no_grad()
 def make_exchange(
     layer: NMLayer,
     optimizer: Optimizer,

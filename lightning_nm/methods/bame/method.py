@@ -202,7 +202,6 @@ class BAME(ExchangingMethod):
         if COUNT in layer.buffers:
             unpack_evidence(layer, optimizer)
 
-    @torch.no_grad()
     def init_masks(self, layer: NMLayer) -> None:
         """Keep the largest entries; nothing has oscillated yet."""
         layer.masks.set_permutation(None)
@@ -261,7 +260,6 @@ class BAME(ExchangingMethod):
 
     # The optimizer steps.
 
-    @torch.no_grad()
     def before_step(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Use the dense gradient, then leave the optimizer the gradient of kept entries."""
         mask = layer.masks.forward_view
@@ -288,7 +286,6 @@ class BAME(ExchangingMethod):
                 layer.zero_pruned(dense_grad)
         layer.pending = pending
 
-    @torch.no_grad()
     def after_step(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Keep pruned entries at zero, whatever the optimizer did; then make the exchange, and keep the evidence."""
         mask = layer.masks.forward_view
@@ -373,7 +370,6 @@ class BAME(ExchangingMethod):
 
     # The batch ends.
 
-    @torch.no_grad()
     def update(self, layer: NMLayer) -> None:
         """Let the backward mask follow the weights; the forward mask moved right after the step."""
         if layer.pending is not None:
