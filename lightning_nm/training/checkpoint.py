@@ -159,7 +159,7 @@ def check_scale(
 def check_state(
     state: State,
     selection: Selection,
-    skips: Mapping[str, bool],
+    skips: dict[str, bool],
     planned_steps: int | None,
     short_names: Mapping[str, str],
 ) -> dict[str, Tensor]:
