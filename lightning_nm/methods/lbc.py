@@ -23,7 +23,7 @@ from lightning_nm.methods.base import (
 )
 from lightning_nm.methods.checks import warn_of_late_stop
 from lightning_nm.methods.pattern_scores import PATTERNS, begin_scores, sum_by_pattern
-from lightning_nm.nn.layer import NMLayer
+from lightning_nm.nn.layer import NMLayer, from_blocks_of
 from lightning_nm.pattern import NMPattern
 from lightning_nm.schedule import Moment, check_moment
 
@@ -134,7 +134,7 @@ class LBC(SparseToSparse):
         patterns = layer.buffers[PATTERNS]
         # [blocks, C] x [C, M]: how many patterns that are left keep each entry.
         keepers = (~removed).flatten(0, 1).float() @ patterns.float()
-        layer.set_masks(layer.from_blocks(keepers > 0))
+        layer.set_masks(from_blocks_of(layer, keepers > 0))
 
     # A pruned entry is in no pattern that is left, so no score needs its gradient.
     gradient_at_pruned = SparseToSparse.gradient_at_pruned

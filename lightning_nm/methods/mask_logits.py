@@ -28,7 +28,7 @@ from lightning_nm.methods.base import (
 )
 from lightning_nm.methods.checks import check_number, warn_of_late_stop
 from lightning_nm.methods.pattern_scores import PATTERNS, begin_scores, sum_by_pattern
-from lightning_nm.nn.layer import NMLayer
+from lightning_nm.nn.layer import NMLayer, from_blocks_of
 from lightning_nm.nn.weight import key_of_layer
 from lightning_nm.schedule import Moment, check_moment
 from lightning_nm.training.ranks import processes
@@ -204,7 +204,7 @@ class MaskLogits(MaskMethod):
         patterns = layer.buffers[PATTERNS]
         best = logits.argmax(-1).flatten()  # [blocks]
         kept_blocks = patterns[best].bool()  # [blocks, M]
-        layer.set_masks(layer.from_blocks(kept_blocks))
+        layer.set_masks(from_blocks_of(layer, kept_blocks))
         progress = _progress(layer)
         annealed = [
             first + (last - first) * progress for first, last in (self.scale, self.temperature)
@@ -223,7 +223,7 @@ class MaskLogits(MaskMethod):
         """The soft mask of this step, of the weight's shape."""
         choice = self._choice(layer, logits).flatten(0, 1)  # [blocks, C]
         mask_blocks = choice @ layer.buffers[PATTERNS].to(choice.dtype)
-        return layer.from_blocks(mask_blocks)
+        return from_blocks_of(layer, mask_blocks)
 
     def training_weight(self, layer: NMLayer, weight: Tensor) -> Tensor:
         """W times the soft mask."""

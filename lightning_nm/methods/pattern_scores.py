@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lightning_nm.functional.soft import block_patterns
 from lightning_nm.methods.checks import refuse_tensor_parallel
-from lightning_nm.nn.layer import NMLayer
+from lightning_nm.nn.layer import NMLayer, blocks_of
 
 PATTERNS = "patterns"
 """The layer's buffer: uint8 ``[C, M]``, 1 where a pattern keeps an entry."""
@@ -44,5 +44,5 @@ def sum_by_pattern(layer: NMLayer, values: Tensor, scores: Tensor) -> Tensor:
     Of ``W dL/dW_F``, which a mask that were a real number would get, it is the gradient of the scores.
     """
     patterns = layer.buffers[PATTERNS].to(scores.dtype)
-    blocks = layer.as_blocks(values).to(scores.dtype)  # [blocks, M]
+    blocks = blocks_of(layer, values).to(scores.dtype)  # [blocks, M]
     return (blocks @ patterns.t()).view(scores.shape)

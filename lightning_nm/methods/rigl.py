@@ -21,7 +21,7 @@ from lightning_nm.methods.bame.exchange import (
 )
 from lightning_nm.methods.base import has_ended, largest_entries
 from lightning_nm.methods.checks import check_count, check_number
-from lightning_nm.nn.layer import NMLayer
+from lightning_nm.nn.layer import NMLayer, blocks_of
 from lightning_nm.schedule import Moment, check_moment
 
 
@@ -127,11 +127,11 @@ class RigL(ExchangingMethod):
     def _find_exchange(self, layer: NMLayer, mask: Tensor) -> Exchange:
         """The entries to exchange, by the weight and the dense gradient as they are before the step."""
         assert layer.weight.grad is not None
-        mask_bm = layer.as_blocks(mask)
+        mask_bm = blocks_of(layer, mask)
         # At least float32: half precision would make ties of values that differ.
         dtype = wide_dtype(layer.weight)
-        weight_bm = layer.as_blocks(layer.weight.detach()).to(dtype)
-        grad_bm = layer.as_blocks(layer.weight.grad).to(dtype)
+        weight_bm = blocks_of(layer, layer.weight.detach()).to(dtype)
+        grad_bm = blocks_of(layer, layer.weight.grad).to(dtype)
         (stop,) = layer.progress.schedule
         decay = 0.5 * (1 + math.cos(math.pi * layer.progress.clock / stop))
         # Rounding errors must not lose an entry: 6.999999999999999 is 7.

@@ -695,14 +695,6 @@ class NMLayer(HasHandle):
             found += self.buffers.values()
         return [*found, *self.parameters.values()]
 
-    def as_blocks(self, tensor: Tensor) -> Tensor:
-        """A tensor of the weight's shape as ``[blocks, M]``."""
-        return as_blocks(self.view.rows(tensor), self.pattern.m)
-
-    def from_blocks(self, blocks: Tensor) -> Tensor:
-        """Undo :meth:`as_blocks`."""
-        return self.view.unrows(from_blocks(blocks, self.view.rows(self.weight).shape))
-
     def to_weight_device(self) -> None:
         """Move the layer's tensors to the weight's device."""
         device = self.param.device
@@ -733,6 +725,16 @@ class NMLayer(HasHandle):
                     self.parameters[name].copy_(parameter)
                 else:
                     self.parameters[name] = parameter
+
+
+def blocks_of(layer: NMLayer, tensor: Tensor) -> Tensor:
+    """A tensor of the weight's shape as ``[blocks, M]``."""
+    return as_blocks(layer.view.rows(tensor), layer.pattern.m)
+
+
+def from_blocks_of(layer: NMLayer, blocks: Tensor) -> Tensor:
+    """Undo :func:`blocks_of`."""
+    return layer.view.unrows(from_blocks(blocks, layer.view.rows(layer.weight).shape))
 
 
 def gemms_key(layer: NMLayer) -> tuple[Hashable, ...]:

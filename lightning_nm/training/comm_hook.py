@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_nm.nn.layer import NMLayer
+from lightning_nm.nn.layer import NMLayer, blocks_of, from_blocks_of
 
 
 class CommHookState:
@@ -88,7 +88,7 @@ def kept_entries(layer: NMLayer) -> Tensor:
     pattern = layer.spec.method.current_pattern(layer)
     assert pattern is not None  # CommHookState.sparse() leaves such layers out
     m = pattern.m
-    blocks = layer.as_blocks(kept)
+    blocks = blocks_of(layer, kept)
     # No two keys of a block are equal, so the order is the same in every process.
     place = torch.arange(2 * m, m, -1, dtype=torch.int16, device=blocks.device)
     chosen = torch.where(blocks, place, place - m).topk(pattern.n, dim=1, sorted=True).indices
@@ -157,9 +157,9 @@ def _pack(grad: Tensor, layer: NMLayer | None, positions: Tensor | None) -> Tens
     kept = layer.masks.forward_view
     assert kept is not None
     positions = positions.long()
-    values = layer.as_blocks(grad).gather(1, positions)
+    values = blocks_of(layer, grad).gather(1, positions)
     # Blocks that keep fewer than N entries are filled up with pruned ones, whose average is to be 0.
-    is_kept = layer.as_blocks(kept).gather(1, positions)
+    is_kept = blocks_of(layer, kept).gather(1, positions)
     return torch.where(is_kept, values, 0).flatten()
 
 
@@ -167,4 +167,4 @@ def _unpack(values: Tensor, layer: NMLayer, positions: Tensor) -> Tensor:
     """The gradient, of the weight's shape, from the values at the positions of :func:`kept_entries`."""
     blocks = values.new_zeros(len(positions), layer.pattern.m)
     blocks.scatter_(1, positions.long(), values.view(positions.shape))
-    return layer.from_blocks(blocks)
+    return from_blocks_of(layer, blocks)

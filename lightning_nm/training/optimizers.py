@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_nm.nn.layer import NMLayer
+from lightning_nm.nn.layer import NMLayer, blocks_of, from_blocks_of
 from lightning_nm.nn.weight import local_values
 
 
@@ -71,7 +71,7 @@ def unpack_state(optimizer: Optimizer, layer: NMLayer) -> None:
     mask = layer.forward_mask
     if mask is None or layer.view.is_sharded:
         return
-    blocks_bm = layer.as_blocks(mask)
+    blocks_bm = blocks_of(layer, mask)
     out = len(layer.view.rows(mask))
     packed_shape = (out, len(blocks_bm) // out, layer.pattern.n)
     state = optimizer.state.get(layer.param, {})
@@ -80,7 +80,7 @@ def unpack_state(optimizer: Optimizer, layer: NMLayer) -> None:
             # Of each block the kept entries follow one another in the order of their positions.
             dense_bm = value.new_zeros(blocks_bm.shape)
             dense_bm[blocks_bm] = value.flatten()
-            dense = layer.from_blocks(dense_bm)
+            dense = from_blocks_of(layer, dense_bm)
             state[name] = torch.empty_like(layer.param, dtype=value.dtype).copy_(dense)
 
 

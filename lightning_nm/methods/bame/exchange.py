@@ -41,7 +41,7 @@ from lightning_nm.methods.optimizer_state import (
     moment_correction,
     step_size,
 )
-from lightning_nm.nn.layer import NMLayer
+from lightning_nm.nn.layer import NMLayer, blocks_of
 from lightning_nm.nn.weight import gather, is_sharded, local_shard, local_values
 from lightning_nm.schedule import Phases
 
@@ -485,8 +485,8 @@ def make_exchange(
             scale = moment_correction(group_of(optimizer, param), optimizer.state[param])
             start = (evidence.mean_square()[exchange.regrown] * scale).to(state.dtype)
         elif key in SECOND_MOMENTS:
-            kept = layer.as_blocks(mask)[exchange.blocks]  # [K, M]
-            state_of_blocks = layer.as_blocks(state)[exchange.blocks]
+            kept = blocks_of(layer, mask)[exchange.blocks]  # [K, M]
+            state_of_blocks = blocks_of(layer, state)[exchange.blocks]
             start = torch.where(kept, state_of_blocks, 0).sum(1) / kept.sum(1)
         state[exchange.pruned] = 0
         state[exchange.regrown] = start
