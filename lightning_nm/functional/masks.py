@@ -322,13 +322,14 @@ def _top_n_mask(scores: Tensor, pattern: PatternLike, dim: int, magnitude: bool)
     scores = _comparable(scores.detach())
     if scores.numel() == 0:
         return torch.empty_like(scores, dtype=torch.bool)
-    if torch.compiler.is_compiling():
-        if magnitude:
-            scores = scores.abs()
-        if pattern.m <= _MAX_UNROLLED_M:
-            return unrolled_mask(scores, pattern, dim)
-        counts = pattern.m <= _MAX_COUNTED_M
-        return (counted_mask if counts else sorted_mask)(scores, pattern, dim)
+    is_compiling = torch.compiler.is_compiling()
+    rank = sorted_mask
+    if pattern.m <= _MAX_UNROLLED_M:
+        rank = unrolled_mask
+    elif is_compiling and pattern.m <= _MAX_COUNTED_M:
+        rank = counted_mask
+    if is_compiling:
+        return rank(scores.abs() if magnitude else scores, pattern, dim)
     order, inverse_order = memory_order(scores)
     dense = scores.permute(order)
     # I entries lie inside, between two neighbours of a block in memory.
@@ -338,7 +339,6 @@ def _top_n_mask(scores: Tensor, pattern: PatternLike, dim: int, magnitude: bool)
     if mask_bmi is None:
         if magnitude:
             blocks_bmi = blocks_bmi.abs()
-        rank = unrolled_mask if pattern.m <= _MAX_UNROLLED_M else sorted_mask
         mask_bmi = rank(blocks_bmi, pattern, 1).contiguous()
     return mask_bmi.view(dense.shape).permute(inverse_order)
 

@@ -108,7 +108,7 @@ class ASP(SparseToSparse):
         if layer.spec.forward_reason:
             return
         if self.init == "zeros":
-            weight = layer.weight.detach()
+            weight = layer.weight
             if not is_nm(layer.view.rows(weight), layer.pattern, dim=1):
                 raise ValueError(
                     f"layer '{layer.name}' is not {layer.pattern} sparse, so init='zeros' cannot take its mask: "

@@ -120,11 +120,11 @@ class MaskLogits(MaskMethod):
         self.stop = stop
         # One bit for each weight is all that is needed of it.
         self._prior: dict[str, tuple[Tensor, torch.Size]] | None = None
-        if prior is not None and not isinstance(prior, Mapping):
-            raise TypeError(
-                f"prior={prior!r} must be the state dict of a pruned copy of the model, such as pruned.state_dict()"
-            )
         if prior is not None:
+            if not isinstance(prior, Mapping):
+                raise TypeError(
+                    f"prior={prior!r} must be the state dict of a pruned copy of the model, such as pruned.state_dict()"
+                )
             self._prior = {
                 name: (pack_mask(value.detach() != 0), value.shape) for name, value in prior.items()
             }

@@ -78,7 +78,7 @@ class SLoPe(ASP):
         rows = layer.view.rows
         forward = layer.masks.forward
         backward_rows = backward_mask(
-            rows(layer.weight.detach()),
+            rows(layer.weight),
             None if forward is None else rows(forward),
             layer.pattern,
             groups=layer.spec.groups,

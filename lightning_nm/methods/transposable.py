@@ -62,6 +62,6 @@ class TransposableMask(SRSTE):
         if layer.spec.dgrad_reason or layer.spec.forward_reason:
             super().select(layer)
             return
-        rows = layer.view.rows(layer.weight.detach())
+        rows = layer.view.rows(layer.weight)
         mask = transposable_mask(rows, layer.pattern, layer.spec.groups)
         layer.set_masks(layer.view.unrows(mask))

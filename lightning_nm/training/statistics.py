@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +22,6 @@ from lightning_nm.functional.statistics import (
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.weight import known_size
 
-if TYPE_CHECKING:  # for the types only: imports point one way
-    from lightning_nm.methods.base import Method
-
 
 def joint_statistics(layers: Sequence[NMLayer]) -> dict[str, float]:
     """The statistics of layers together: of masks and gradient estimates, and of each method, for the layers it has.
@@ -33,7 +30,7 @@ def joint_statistics(layers: Sequence[NMLayer]) -> dict[str, float]:
         ValueError: If a weight holds NaN, naming the layer.
     """
     found = {**_mask_statistics(layers), **_gradient_statistics(layers)}
-    layers_by_method: dict[type[Method], list[NMLayer]] = {}
+    layers_by_method: dict[type, list[NMLayer]] = {}
     for layer in layers:
         layers_by_method.setdefault(type(layer.spec.method), []).append(layer)
     for members in layers_by_method.values():
