@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pkgutil import resolve_name
-from typing import Any, Literal, TypedDict, get_args
+from typing import Any, Literal, TypedDict
 
 from typing_extensions import Required
 
@@ -37,6 +37,9 @@ from lightning_nm.training.watch import OnDirectRead
 
 PresetName = Literal["paper", "fst"]
 """``"paper"``: the code of the paper that proposed the method. ``"fst"``: transposable masks in FST's transformers."""
+
+Frozen = Literal["dense", "mask"]
+"""What happens to weights that no optimizer trains."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +164,7 @@ def preset_of(preset: PresetName, method: MethodName | Method) -> Preset:
         >>> preset_of("paper", "bi-mask").source
         'arXiv 2302.06058'
     """
-    check_option("preset", preset, *_PRESETS)
+    check_option("preset", preset, PresetName)
     known = _PRESETS[preset]
     # For its error alone: a name that no method has is not the preset's fault.
     resolve_method(method)
@@ -412,7 +415,7 @@ class SparsityConfig:
     skip_first_last: SkipFirstLast | None = None
     conv_layout: ConvLayout | None = None
     seed: int = 0
-    frozen: Literal["dense", "mask"] = "dense"
+    frozen: Frozen = "dense"
     grad_snr_every: int = 100
     scale: Scale | None = None
     base_density: float = 1.0
@@ -422,8 +425,8 @@ class SparsityConfig:
 
     def __post_init__(self) -> None:
         # Mistakes are refused here, where the user wrote them, and not when a fit starts.
-        check_option("frozen", self.frozen, "dense", "mask")
-        check_option("direct_reads", self.direct_reads, "error", "warn")
+        check_option("frozen", self.frozen, Frozen)
+        check_option("direct_reads", self.direct_reads, OnDirectRead)
         check_interval("grad_snr_every", self.grad_snr_every, "training steps")
         check_scale(self.scale, self.base_density)
         # For its errors, too: patterns, names and rules are checked while they are resolved.
@@ -511,7 +514,7 @@ class SparsityConfig:
             if key in spec:
                 values[part] = parse(spec[key])
         if spec.get("conv_layout") is not None:
-            check_option("conv_layout", spec["conv_layout"], *get_args(ConvLayout))
+            check_option("conv_layout", spec["conv_layout"], ConvLayout)
             values["conv_layout"] = spec["conv_layout"]
         rule = replace(base, **values)
         _check_dgrad(rule)
@@ -545,17 +548,19 @@ class SparsityConfig:
         return cls(**arguments)
 
 
-def chosen_config(config: SparsityConfig | None, given: SparsityConfig) -> SparsityConfig:
-    """Return ``config``, or the configuration ``given`` by single arguments instead.
+def chosen_config(owner: type, config: SparsityConfig | None, /, **options: Any) -> SparsityConfig:
+    """Return the ``config`` that ``owner`` got, or the configuration of the single settings that it got instead.
 
     Raises:
-        TypeError: If ``config`` is something else.
-        ValueError: If both are given.
+        TypeError: If ``config`` is something else, and what :func:`refuse_unknown` and :class:`SparsityConfig` raise.
+        ValueError: If both are given, or for an impossible setting.
 
     Example:
-        >>> chosen_config(SparsityConfig("1:4"), given=SparsityConfig()).pattern
+        >>> chosen_config(SparsityConfig, None, pattern="1:4").pattern
         '1:4'
     """
+    refuse_unknown(options, owner)
+    given = SparsityConfig(**options)
     if config is None:
         return given
     if not isinstance(config, SparsityConfig):

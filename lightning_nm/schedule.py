@@ -18,6 +18,9 @@ from lightning_nm.spelling import check_keys
 Moment = int | float
 """An integer counts training steps, a float in [0, 1] is a share of those that the training is planned to take."""
 
+Steps = tuple[int, ...]
+"""The training steps at which something begins or ends."""
+
 
 class UnknownLength(ValueError):
     """The number of training steps is needed, but not known. Callers that can be told it add how.
@@ -110,7 +113,7 @@ def resolve_window(
     dense_end: Moment,
     planned_steps: int | None,
     start_name: str = "dense_start",
-) -> tuple[int, ...]:
+) -> Steps:
     """Return the training steps between which a training is sparse: ``()`` always, ``(start,)`` or ``(start, stop)``.
 
     Args:
@@ -171,7 +174,7 @@ class Phases(NamedTuple):
         moves_until: The training step from which the masks stand still, for a method whose masks move until then.
     """
 
-    sparse: tuple[int, ...] = ()
+    sparse: Steps = ()
     is_latest: bool = False
     moves_until: int | None = None
 

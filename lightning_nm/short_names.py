@@ -4,26 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal, get_args
 
+from lightning_nm import methods
 from lightning_nm.estimators import MVUE, ApproxMVUE, GradientEstimator, TopN
-from lightning_nm.methods import (
-    ASP,
-    BAME,
-    CAST,
-    LBC,
-    SRSTE,
-    SSTE,
-    STE,
-    STEP,
-    BiMask,
-    DecayingMask,
-    Dense,
-    MaskLogits,
-    MaxQ,
-    Method,
-    RigL,
-    SLoPe,
-    TransposableMask,
-)
+from lightning_nm.methods import Method
 from lightning_nm.spelling import did_you_mean, not_given
 
 MethodName = Literal[
@@ -47,27 +30,9 @@ MethodName = Literal[
 """The short names; each is the ``short_name`` of a class in this package."""
 
 
-METHODS: dict[str, type[Method]] = {
-    kind.short_name: kind
-    for kind in (
-        Dense,
-        STE,
-        SRSTE,
-        SSTE,
-        STEP,
-        DecayingMask,
-        ASP,
-        TransposableMask,
-        BiMask,
-        SLoPe,
-        BAME,
-        RigL,
-        CAST,
-        LBC,
-        MaxQ,
-        MaskLogits,
-    )
-}
+_CLASSES = [getattr(methods, name) for name in dir(methods)]
+_BY_NAME = {kind.short_name: kind for kind in _CLASSES}
+METHODS: dict[str, type[Method]] = {name: _BY_NAME[name] for name in get_args(MethodName)}
 """The class of each short name."""
 
 

@@ -11,13 +11,13 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from lightning_nm.config import SparsityConfig, chosen_config, refuse_unknown
+from lightning_nm.config import SparsityConfig, chosen_config
 from lightning_nm.estimators import GradientEstimator
 from lightning_nm.methods import Method
 from lightning_nm.nn.costs import mean_densities
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.selection import Selection, select, warn_of_adapters
-from lightning_nm.nn.state import layer_state
+from lightning_nm.nn.state import State, layer_state
 from lightning_nm.nn.weight import reshard
 from lightning_nm.pattern import PatternLike
 from lightning_nm.schedule import UnknownLength
@@ -95,11 +95,14 @@ class NMSparsifier:
         managed: bool = False,
         **options: Any,
     ) -> None:
-        refuse_unknown(options, NMSparsifier)
-        given = SparsityConfig(
-            pattern=pattern, method=method, grad_estimator=grad_estimator, **options
+        self.config = chosen_config(
+            NMSparsifier,
+            config,
+            pattern=pattern,
+            method=method,
+            grad_estimator=grad_estimator,
+            **options,
         )
-        self.config = chosen_config(config, given)
         self.settings = self.config.resolve()
         self.model = model
         self.seed = self.config.seed
@@ -145,7 +148,7 @@ class NMSparsifier:
 
     def attach(
         self,
-        state: Mapping[str, Any] | None = None,
+        state: State | None = None,
         optimizers: Iterable[Optimizer] | None = None,
     ) -> NMSparsifier:
         """Select the layers, choose the first masks and install them; does nothing when attached.
@@ -184,7 +187,7 @@ class NMSparsifier:
                     self.initial_factors[layer.name] = factor
         return self
 
-    def _select(self, state: Mapping[str, Any], optimizers: Iterable[Optimizer] | None) -> None:
+    def _select(self, state: State, optimizers: Iterable[Optimizer] | None) -> None:
         """Select the layers, and choose their first masks; nothing is installed."""
         reshard([module for module in self.model.modules() if isinstance(module, FSDPModule)])
         is_held = held_by(optimizers)
@@ -267,7 +270,7 @@ class NMSparsifier:
         self._mask_frozen(unfrozen, {})
         return unfrozen
 
-    def _mask_frozen(self, layers: Sequence[NMLayer], saved: Mapping[str, dict[str, Any]]) -> None:
+    def _mask_frozen(self, layers: Sequence[NMLayer], saved: Mapping[str, State]) -> None:
         if not layers:
             return
         refuse_to_mask(layers, self.training.optimizers)
@@ -290,7 +293,6 @@ class NMSparsifier:
             with layer.full():
                 layer.spec.method.finish(layer)
 
-    @torch.no_grad()
     def bake(self) -> None:
         """Set every masked parameter to W_F; the latent values of pruned entries are lost."""
         for layer in self.selection.layers:
@@ -365,7 +367,7 @@ class NMSparsifier:
 
     # --------------------------------------------------------------------------------------------------------- state
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """Return all that training needs beyond ``model.state_dict()``: packed masks, latent values, clocks.
 
         It holds plain tensors and primitives, so ``torch.load(weights_only=True)`` reads it. Its keys are explained in
@@ -382,14 +384,16 @@ class NMSparsifier:
             "macs": dict(self.macs),
             "waiting": [layer.name for layer in self.selection.frozen],
             "ends": dict(self.selection.first_last),
-            "skip_first": self.settings.skip_first,
-            "skip_last": self.settings.skip_last,
+            **self._skips(),
             "scale": self.config.scale or "",
             "base_density": self.config.base_density,
             "auto": "",  # 0.3 reads it: no training chooses patterns
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def _skips(self) -> dict[str, bool]:
+        return {"skip_first": self.settings.skip_first, "skip_last": self.settings.skip_last}
+
+    def load_state_dict(self, state: State) -> None:
         """Restore masks, latent values and clocks; call it after ``model.load_state_dict``.
 
         Raises:
@@ -405,8 +409,7 @@ class NMSparsifier:
             self.config.base_density,
             {} if self.clock else self.initial_factors,
         )
-        skips = {"skip_first": self.settings.skip_first, "skip_last": self.settings.skip_last}
-        loaded = check_state(state, self.selection, skips, self.planned_steps, SHORT_NAMES)
+        loaded = check_state(state, self.selection, self._skips(), self.planned_steps, SHORT_NAMES)
 
         saved = state["layers"]
         frozen = [layer for layer in self.selection.frozen if layer.name in saved]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, get_args
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
@@ -42,6 +42,12 @@ def not_given(value: Any) -> str:
     return f", not {value!r}"
 
 
+def with_settings(part: object) -> str:
+    """The class of a method or an estimator and its settings: the public attributes of the object itself."""
+    settings = [f"{key}={value!r}" for key, value in vars(part).items() if not key.startswith("_")]
+    return f"{type(part).__name__}({', '.join(settings)})"
+
+
 def check_keys(name: str, given: Any, known: Sequence[str]) -> None:
     """Refuse a setting that is no mapping, or has a key that is not known.
 
@@ -64,16 +70,18 @@ def check_keys(name: str, given: Any, known: Sequence[str]) -> None:
             )
 
 
-def check_option(name: str, value: Any, *options: str) -> None:
-    """Raise ``ValueError`` for an option that does not exist.
+def check_option(name: str, value: Any, options: Any) -> None:
+    """Raise ``ValueError`` for an option that is not one of a ``Literal``.
 
     Example:
-        >>> check_option("frozen", "no", "dense", "mask")
+        >>> from typing import Literal
+        >>> check_option("frozen", "no", Literal["dense", "mask"])
         Traceback (most recent call last):
         ValueError: frozen='no' is unknown: use 'dense' or 'mask'
     """
-    if value not in options:
-        raise ValueError(f"{name}={value!r} is unknown: use {' or '.join(map(repr, options))}")
+    names = get_args(options)
+    if value not in names:
+        raise ValueError(f"{name}={value!r} is unknown: use {' or '.join(map(repr, names))}")
 
 
 def check_interval(name: str, number: int, unit: str = "optimizer steps") -> None:

@@ -89,44 +89,20 @@ class QuantizationAwareTraining(Callback):
                     f"QuantizationAwareTraining cannot round layer '{layer.name}': {fault}"
                 )
 
-    def _begin(self, trainer: Trainer) -> None:
+    def on_train_batch_start(self, trainer: Trainer, *_: Any, **__: Any) -> None:
+        """Round the weights, if it is time; for validation, too."""
         if self.start is not None and trainer.global_step >= self.start:
             self.rounding.begin(_layers(trainer))
 
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """Round the weights, if it is time."""
-        self._begin(trainer)
+    on_validation_start = on_train_batch_start
 
-    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_after_backward(self, *_: Any, **__: Any) -> None:
         """Give the weights their values back, before anything reads or changes them."""
         self.rounding.end()
 
-    def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
-        """Do the same after a batch without a backward pass."""
-        self.rounding.end()
-
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Validate the rounded model."""
-        self._begin(trainer)
-
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Give the weights their values back; checkpoints are saved later."""
-        self.rounding.end()
-
-    def on_exception(
-        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
-    ) -> None:
-        """Give the weights their values back."""
-        self.rounding.end()
+    on_train_batch_end = on_after_backward  # of a batch without a backward pass
+    on_validation_end = on_after_backward  # checkpoints are saved later
+    on_exception = on_after_backward
 
     def state_dict(self) -> dict[str, Any]:
         """The first step with rounding: a resumed run keeps it, whatever its own length."""

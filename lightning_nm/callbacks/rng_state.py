@@ -14,6 +14,8 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lightning_nm.nn.state import State
+
 _KEY = "nm_rng_states"
 """The key in checkpoints: a list with the state of each process, in the order of their ranks."""
 
@@ -50,7 +52,7 @@ class RNGState(Callback):
         if not timeout > 0:
             raise ValueError(f"timeout={timeout} must be a positive number of seconds")
         self.timeout = timeout
-        self._loaded: list[dict[str, Any] | None] = []
+        self._loaded: list[State | None] = []
         self._group: dist.ProcessGroup | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -61,16 +63,16 @@ class RNGState(Callback):
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout))
 
     def on_save_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: State
     ) -> None:
         """Add the states of all processes, in the order of their ranks."""
-        states: list[dict[str, Any] | None] = [None] * trainer.world_size
+        states: list[State | None] = [None] * trainer.world_size
         states[trainer.global_rank] = rng_state(_devices(trainer))
         if trainer.world_size > 1:
             self._gather(trainer, states)
         checkpoint[_KEY] = states
 
-    def _gather(self, trainer: Trainer, states: list[dict[str, Any] | None]) -> None:
+    def _gather(self, trainer: Trainer, states: list[State | None]) -> None:
         """Fill in the states of the other processes on rank 0."""
         # Processes that save at different moments could meet in one gather.
         moment = (trainer.global_step, trainer.fit_loop.total_batch_idx, trainer.current_epoch)
@@ -97,7 +99,7 @@ class RNGState(Callback):
             )
 
     def on_load_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: State
     ) -> None:
         """Keep the saved states until training starts; evaluation leaves the random states unchanged."""
         if trainer.state.fn != "fit":
@@ -155,7 +157,7 @@ def _devices(trainer: Trainer) -> list[int]:
     return [index] if root.type == "cuda" else []
 
 
-def rng_state(devices: Sequence[int] = ()) -> dict[str, Any]:
+def rng_state(devices: Sequence[int] = ()) -> State:
     """Return the global random states of torch, CUDA devices, numpy and Python as tensors and primitives.
 
     That of numpy is ``None`` unless its global generator is MT19937.
@@ -191,7 +193,7 @@ def rng_state(devices: Sequence[int] = ()) -> dict[str, Any]:
     }
 
 
-def set_rng_state(state: dict[str, Any], devices: Sequence[int] = ()) -> None:
+def set_rng_state(state: State, devices: Sequence[int] = ()) -> None:
     """Restore a result of :func:`rng_state`; with another number of devices, the first ones.
 
     Example:

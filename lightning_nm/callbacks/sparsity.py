@@ -33,10 +33,11 @@ from lightning_nm.callbacks.tables import (
     print_summary,
     router_of,
 )
-from lightning_nm.config import SparsityConfig, chosen_config, refuse_unknown
+from lightning_nm.config import SparsityConfig, chosen_config
 from lightning_nm.estimators import GradientEstimator
 from lightning_nm.methods import Method
 from lightning_nm.nn.layer import NMLayer
+from lightning_nm.nn.state import State
 from lightning_nm.pattern import PatternLike
 from lightning_nm.schedule import UnknownLength
 from lightning_nm.short_names import EstimatorName, MethodName
@@ -98,11 +99,14 @@ class NMSparsityCallback(Callback):
         monitor: bool | MaskMonitor | None = True,
         **options: Any,
     ) -> None:
-        refuse_unknown(options, NMSparsityCallback)
-        given = SparsityConfig(
-            pattern=pattern, method=method, grad_estimator=grad_estimator, **options
+        self.config = chosen_config(
+            NMSparsityCallback,
+            config,
+            pattern=pattern,
+            method=method,
+            grad_estimator=grad_estimator,
+            **options,
         )
-        self.config = chosen_config(config, given)
         check_interval("compare_ranks_every", compare_ranks_every)
         if not isinstance(monitor, (bool, MaskMonitor, type(None))):
             raise TypeError(f"monitor must be True, False or a MaskMonitor{not_given(monitor)}")
@@ -165,7 +169,7 @@ class NMSparsityCallback(Callback):
         check_trainer(trainer)
 
     def on_load_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: State
     ) -> None:
         """Refuse a damaged file; restore averaged weights when a fit resumes."""
         # Only here: most processes read no checkpoint.
@@ -183,7 +187,7 @@ class NMSparsityCallback(Callback):
             state = checkpoint.get("callbacks", {}).get(self.state_key, {})
             restore_average(checkpoint, state, trainer, pl_module)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: State) -> None:
         """Restore now if masks are installed, else when fit starts; which comes first depends on the strategy."""
         if not state_dict:
             return
@@ -424,7 +428,7 @@ class NMSparsityCallback(Callback):
         class_name = type(self).__qualname__
         return f"{class_name}[{self.name}]" if self.name else class_name
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """Return the sparsifier's state, during fit and after it."""
         # After fit, trainer.save_checkpoint() saves what the fit left.
         if self.sparsifier is None:
@@ -436,7 +440,7 @@ class NMSparsityCallback(Callback):
         return state
 
     def on_save_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: State
     ) -> None:
         """Mask the averaged weights that WeightAveraging saves, and save the dropped entries."""
         layers = self._finished_layers if self.sparsifier is None else self.sparsifier.layers

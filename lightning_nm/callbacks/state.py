@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from lightning_nm.callbacks.checks import callbacks_of
 from lightning_nm.functional import unpack_mask
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.nn.state import dropped, latent_weight
+from lightning_nm.nn.state import State, dropped, latent_weight
 from lightning_nm.nn.weight import plain_name
 
 
@@ -45,7 +44,7 @@ class Lifecycle:
     """
 
     origin: Origin = Origin.NEW
-    state: dict[str, Any] | None = None
+    state: State | None = None
     """The state that the next fit continues; ``None`` if there is none, or once it is restored."""
     resumes: bool = True
     """Whether the checkpoint that is read resumes a fit; else it is evaluated."""
@@ -70,7 +69,7 @@ class Lifecycle:
         """The Trainer's optimizer steps before the first one of a new training: those of a resumed dense one."""
         return self.steps_before if self.is_new else 0
 
-    def receive(self, state: dict[str, Any]) -> None:
+    def receive(self, state: State) -> None:
         """Keep the state of a checkpoint until the next fit starts."""
         self.state = state
         self.origin = Origin.CHECKPOINT if self.resumes else Origin.CARRIED_OVER
@@ -88,7 +87,7 @@ class Lifecycle:
         self.batch_open = self.state.get("open", True)
         self.state = None
 
-    def end(self, state: dict[str, Any] | None) -> None:
+    def end(self, state: State | None) -> None:
         """Keep what the next fit continues; ``None`` if nothing was trained."""
         self.state = state
         self.origin = Origin.NEW if state is None else Origin.CARRIED_OVER
@@ -97,7 +96,7 @@ class Lifecycle:
 @torch.no_grad()
 def mask_average(
     weights: dict[str, Tensor], model: nn.Module, layers: Mapping[str, NMLayer]
-) -> dict[str, dict[str, Any]]:
+) -> dict[str, State]:
     """Mask the state dict of an averaged model, by the layers' methods.
 
     Returns, for each key of a masked weight, the layer's name and its
@@ -111,7 +110,7 @@ def mask_average(
         for key, weight in model.named_parameters(remove_duplicate=False)
         if weight in layer_of_weight
     }
-    averages: dict[str, dict[str, Any]] = {}
+    averages: dict[str, State] = {}
     for key, average in weights.items():
         layer = layer_of_key.get(plain_name(key))
         if layer is None:
@@ -128,8 +127,8 @@ def mask_average(
 
 
 def restore_average(
-    checkpoint: dict[str, Any],
-    state: Mapping[str, Any],
+    checkpoint: State,
+    state: State,
     trainer: Trainer,
     pl_module: LightningModule,
 ) -> None:
@@ -137,7 +136,7 @@ def restore_average(
 
     ``state`` is the sparsity callback's state in the checkpoint, with the ``averages`` of :func:`mask_average`.
     """
-    averages: Mapping[str, dict[str, Any]] = state.get("averages", {})
+    averages: Mapping[str, State] = state.get("averages", {})
     averaging = callbacks_of(trainer, WeightAveraging)
     if not averages or not averaging or "current_model_state" not in checkpoint:
         return

@@ -40,7 +40,6 @@ def block_margins(layer: NMLayer) -> Tensor:
     return mask_margin(layer.view.rows(layer.weight), layer.view.rows(mask), layer.pattern, 1)
 
 
-@torch.no_grad()
 def layer_column(layers: Sequence[NMLayer]) -> Tensor:
     """Compute :data:`MAPS` of layers with one device synchronization; the margin is the mean over blocks.
 
@@ -226,7 +225,6 @@ CHARTS = {
 MODEL_ONLY = ("train_flops_ratio", "grad_bytes_ratio")
 
 
-@torch.no_grad()
 def margin_histogram(layer: NMLayer) -> Tensor:
     """Count the margins of all blocks of a layer with a forward mask, with one device synchronization.
 

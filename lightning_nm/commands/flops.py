@@ -13,8 +13,6 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.cli import LightningCLI
 from rich.console import Console
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from lightning_nm.callbacks.checks import is_scheduled, planned_steps
 from lightning_nm.callbacks.tables import COUNTINGS, print_layers
@@ -30,7 +28,7 @@ from lightning_nm.export.graphs import example_of
 from lightning_nm.functional import FlopsKind, GemmDensity
 from lightning_nm.nn.costs import mean_densities
 from lightning_nm.sparsifier import NMSparsifier
-from lightning_nm.training.macs import MacsCounter, forward_macs
+from lightning_nm.training.macs import MacsCounter, forward_macs, tensors_in
 from lightning_nm.training.phases import charge_plan
 from lightning_nm.training.statistics import flops_ratios
 
@@ -92,7 +90,7 @@ def _report(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         charge_plan(list(sparsifier.layers.values()), dense.steps)
         densities |= {key: mean_densities(layer) for key, layer in sparsifier.layers.items()}
     masked_macs = {key: count for key, count in dense.macs.items() if key in densities}
-    tensors = [leaf for leaf in tree_leaves(dense.inputs) if isinstance(leaf, Tensor)]
+    tensors = tensors_in(dense.inputs)
     report = {
         "model": name,
         "pattern": options.pattern,

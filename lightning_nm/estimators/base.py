@@ -9,7 +9,8 @@ from lightning_nm.functional import counter_uniform
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.products import estimated
 from lightning_nm.pattern import NMPattern, PatternLike
-from lightning_nm.schedule import Moment, check_window, resolve_window
+from lightning_nm.schedule import Moment, Steps, check_window, resolve_window
+from lightning_nm.spelling import with_settings
 
 
 class GradientEstimator:
@@ -73,7 +74,7 @@ class GradientEstimator:
         """Return the pattern along the tokens; ``None`` for an estimator without blocks."""
         return None
 
-    def schedule(self, planned_steps: int | None) -> tuple[int, ...]:
+    def schedule(self, planned_steps: int | None) -> Steps:
         """Return the training steps at which estimation begins and ends; ``()`` if it always works.
 
         Raises:
@@ -82,12 +83,7 @@ class GradientEstimator:
         return resolve_window(self, self.dense_start, self.dense_end, planned_steps)
 
     def __repr__(self) -> str:
-        settings = []
-        for key, value in vars(self).items():
-            # What a subclass keeps for itself is no setting.
-            if not key.startswith("_"):
-                settings.append(f"{key}={value!r}")
-        return f"{type(self).__name__}({', '.join(settings)})"
+        return with_settings(self)
 
 
 class BlockEstimator(GradientEstimator):

@@ -23,7 +23,7 @@ from lightning_nm.export.graphs import first_line
 from lightning_nm.export.packed_file import memory_of
 from lightning_nm.export.patterns import Found, patterns_in
 from lightning_nm.functional import is_nm
-from lightning_nm.methods.calibration import evaluation
+from lightning_nm.methods.calibration import uncached_evaluation
 from lightning_nm.nn.weight import Layout
 from lightning_nm.packed.module import packed_weights, places_of
 from lightning_nm.packed.tensor import LAYOUTS, blocks_last, shape_of_blocks
@@ -313,7 +313,7 @@ def export_coreml(
         {'linear': 1}
     """
     check_output(output)
-    check_option("precision", precision, "float32", "float16")
+    check_option("precision", precision, Precision)
     coremltools = _import_coremltools()
     # The model is checked before it is traced, which takes minutes for a large one.
     kind = type(model).__name__
@@ -435,7 +435,7 @@ def _traced(model: nn.Module, example: tuple[Any, ...]) -> Any:
     inputs = tuple(x.float().cpu() if x.is_floating_point() else x.cpu() for x in example)
     try:
         # Decoders of transformers then return no cache of keys and values, which is an object and no tensor.
-        with _quiet(), evaluation(model), torch.no_grad():
+        with _quiet(), uncached_evaluation(model):
             program = torch.export.export(model, inputs)
     except Exception as error:
         raise ValueError(f"torch.export cannot trace {kind}: {first_line(error)}") from error

@@ -9,16 +9,15 @@ import json
 import sys
 import zipfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from lightning_nm.export.atomic_write import FilePath, Weights, replacing
 from lightning_nm.export.sources import Source, check_loadable, decoded, load_tensors
+from lightning_nm.training.macs import evaluation, tensors_in
 
 TOLERANCE = 1e-3
 """Largest difference of an output of onnxruntime and of torch, relative to the largest output."""
@@ -156,20 +155,6 @@ def _example_input(text: str) -> Tensor:
     return make(shape, dtype=dtype)
 
 
-@contextmanager
-def evaluation(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, without gradients; afterwards the model's mode is as before."""
-    # Submodules may be in different modes.
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
-
-
 def _first_axis_varies(example: tuple[Any, ...]) -> tuple[Any, ...]:
     """The shapes of inputs for torch, which keeps the first axis fixed where the model needs that."""
     free = {0: torch.export.Dim.AUTO}
@@ -182,7 +167,7 @@ def worst_difference(who: str, found: list[Tensor], outputs: Any, tolerance: flo
     Raises:
         RuntimeError: If it is larger than the tolerance.
     """
-    expected = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+    expected = tensors_in(outputs)
     errors = [
         float(
             (own.double() - each.double()).abs().max() / each.double().abs().max().clamp_min(1e-30)

@@ -73,8 +73,8 @@ def pack(
             that takes the least memory.
         dtype: ``"int8"`` rounds the values to int8, with a scale for each output (of each expert), see
             :func:`lightning_nm.functional.quantise_weight`. On a CPU the products round each token to int8 as well
-            (:func:`lightning_nm.functional.int8_linear`), convolutions the inputs of each output position
-            (:func:`lightning_nm.functional.int8_conv2d`). By default weights keep their values.
+            (:func:`lightning_nm.functional.quantise_tokens`), convolutions the inputs of each output position: sums are
+            exact, and multiplied by both scales. By default weights keep their values.
         int8_embeddings: With `dtype`, globs over module names and keys of ``nn.Embedding`` that are rounded to int8,
             too, with a scale for each row; rows are dequantised when they are looked up. They need not be N:M.
         exclude: Globs over module names and keys that stay dense.

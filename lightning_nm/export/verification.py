@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -30,7 +29,7 @@ from lightning_nm.export.sources import (
     named_as_in_model,
     read_checkpoint,
 )
-from lightning_nm.nn.state import saved_stages
+from lightning_nm.nn.state import State, saved_stages
 from lightning_nm.nn.weight import Layout, key_of_layer, misfit, plain_name
 from lightning_nm.packed.tensor import EVERY_ENTRY, blocks_last
 from lightning_nm.pattern import NMPattern, PatternLike
@@ -217,7 +216,7 @@ def _lost(verdicts: Sequence[Verdict], of_base: Sequence[Verdict], base: str | P
 
 def _verify_dense(path: Path, pattern: NMPattern | None, result: Verification) -> None:
     """Judge a file of dense tensors."""
-    states: list[dict[str, Any]] = []
+    states: list[State] = []
     kind = kind_of_graph(path) if path.is_file() else ""
     if kind == ONNX:
         weights = onnx_weights(path)
@@ -304,7 +303,7 @@ def _with_adapter(verdict: Verdict, weights: Mapping[str, Tensor]) -> Verdict:
     return replace(verdict, note="; ".join(filter(None, (verdict.note, note))))
 
 
-def verify_state(weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> list[Verdict]:
+def verify_state(weights: Mapping[str, Tensor], state: State) -> list[Verdict]:
     """Check the weights of all layers of a sparsifier state against their patterns.
 
     Raises:
@@ -334,7 +333,7 @@ def verify_state(weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> lis
     return verdicts
 
 
-def _other_stage(layer: Mapping[str, Any], clock: int) -> str:
+def _other_stage(layer: State, clock: int) -> str:
     """The stage of a layer's schedule, and when its pattern's own is; empty if that is the present one."""
     stage = layer.get("stage", FINAL)
     if stage == FINAL:

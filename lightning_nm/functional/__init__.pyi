@@ -7,8 +7,6 @@ from .flops import train_flops_ratio as train_flops_ratio
 from .int8 import dequantise_weight as dequantise_weight
 from .int8 import fake_quantise_tokens as fake_quantise_tokens
 from .int8 import fake_quantise_weight as fake_quantise_weight
-from .int8 import int8_conv2d as int8_conv2d
-from .int8 import int8_linear as int8_linear
 from .int8 import quantise_tokens as quantise_tokens
 from .int8 import quantise_weight as quantise_weight
 from .mask_storage import pack_mask as pack_mask

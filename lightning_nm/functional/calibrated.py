@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_nm.functional.masks import _check_blocks, nm_mask
-from lightning_nm.pattern import NMPattern, PatternLike
+from lightning_nm.functional.masks import check_blocks, nm_mask, wide_dtype
+from lightning_nm.pattern import PatternLike
 
 # Columns whose corrections of all later columns are applied at once, by one matrix product.
 _COLUMNS_AT_ONCE = 128
@@ -38,8 +38,7 @@ def wanda_mask(weight: Tensor, input_norms: Tensor, pattern: PatternLike) -> Ten
         raise ValueError(
             f"input norms {norms_shape} do not belong to a weight {tuple(weight.shape)}"
         )
-    common = torch.promote_types(weight.dtype, input_norms.dtype)
-    wide = torch.promote_types(common, torch.float32)
+    wide = wide_dtype(weight, input_norms)
     scores_oi = weight.to(wide).abs() * input_norms.to(wide)
     return nm_mask(scores_oi, pattern, dim=1)
 
@@ -73,12 +72,11 @@ def sparsegpt(
         ValueError: If the shapes or the pattern do not fit, H holds a value that is not finite, or is not positive
             definite with this damping.
     """
-    pattern = NMPattern.parse(pattern)
     if weight.dim() != 2 or moment.shape != 2 * weight.shape[1:]:
         raise ValueError(
             f"second moments {tuple(moment.shape)} do not belong to a weight {tuple(weight.shape)}"
         )
-    _check_blocks(weight, pattern, 1)
+    pattern, _ = check_blocks(weight, pattern, 1)
     columns = weight.shape[1]
     if not bool(moment.isfinite().all()):
         raise ValueError("the second moments of the inputs hold values that are not finite")

@@ -159,8 +159,7 @@ def count_violations(tensor: Tensor, pattern: PatternLike, dim: int = -1) -> Ten
         >>> int(count_violations(torch.tensor([1, 1, 1, 0, 0, 0, 0, 1]), "2:4"))
         1
     """
-    pattern = NMPattern.parse(pattern)
-    dim = _check_blocks(tensor, pattern, dim)
+    pattern, dim = check_blocks(tensor, pattern, dim)
     is_nonzero = tensor.detach().bool()
     blocks = is_nonzero.unflatten(dim, (-1, pattern.m))
     nonzeros = blocks.sum(dim + 1, dtype=torch.int32)
@@ -200,7 +199,7 @@ def check_output_blocks(
 def checked_permutation(permutation: Tensor | None, weight: Tensor, groups: int) -> Tensor:
     """Return a copy of a permutation that keeps to its groups (None: the identity), int64 on the weight's device."""
     count = len(weight)
-    identity = torch.arange(count, dtype=torch.int64, device=weight.device)
+    identity = indices(count, weight)
     if permutation is None:
         return identity
     # The caller may change its own tensor later.
@@ -224,8 +223,9 @@ def checked_permutation(permutation: Tensor | None, weight: Tensor, groups: int)
     return rows
 
 
-def _check_blocks(tensor: Tensor, pattern: NMPattern, dim: int) -> int:
-    """Return ``dim`` counted from the front, or explain why no blocks lie along it."""
+def check_blocks(tensor: Tensor, pattern: PatternLike, dim: int) -> tuple[NMPattern, int]:
+    """Return the pattern, and ``dim`` counted from the front, or explain why no blocks lie along it."""
+    pattern = NMPattern.parse(pattern)
     shape = tuple(tensor.shape)
     if not shape:
         raise ValueError(
@@ -242,7 +242,7 @@ def _check_blocks(tensor: Tensor, pattern: NMPattern, dim: int) -> int:
             f"shape {shape} cannot be cut into blocks of {pattern}: M={pattern.m} does not divide size {size} of "
             f"dim={dim}; choose another pattern or dim, name the layer in `exclude`, or pad that axis with -inf"
         )
-    return dim % axes
+    return pattern, dim % axes
 
 
 def _comparable(scores: Tensor) -> Tensor:
@@ -252,6 +252,19 @@ def _comparable(scores: Tensor) -> Tensor:
     if dtype.is_floating_point and dtype.itemsize < 2:
         return scores.float()
     return scores
+
+
+def wide_dtype(*tensors: Tensor) -> torch.dtype:
+    """Return the dtype that holds the values of all tensors, at least float32, as half precision makes ties."""
+    dtype = torch.float32
+    for tensor in tensors:
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    return dtype
+
+
+def indices(count: int, like: Tensor) -> Tensor:
+    """Return the numbers from 0 on, int64 ``[count]`` on the device of a tensor."""
+    return torch.arange(count, dtype=torch.int64, device=like.device)
 
 
 def memory_order(x: Tensor) -> tuple[list[int], list[int]]:
@@ -305,18 +318,18 @@ def largest(
 
 def _top_n_mask(scores: Tensor, pattern: PatternLike, dim: int, magnitude: bool) -> Tensor:
     """Choose how to compute :func:`nm_mask`: traced as one expression, else by the library, all pairs or a sort."""
-    pattern = NMPattern.parse(pattern)
-    dim = _check_blocks(scores, pattern, dim)
+    pattern, dim = check_blocks(scores, pattern, dim)
     scores = _comparable(scores.detach())
     if scores.numel() == 0:
         return torch.empty_like(scores, dtype=torch.bool)
-    if torch.compiler.is_compiling():
-        if magnitude:
-            scores = scores.abs()
-        if pattern.m <= _MAX_UNROLLED_M:
-            return unrolled_mask(scores, pattern, dim)
-        counts = pattern.m <= _MAX_COUNTED_M
-        return (counted_mask if counts else sorted_mask)(scores, pattern, dim)
+    is_compiling = torch.compiler.is_compiling()
+    rank = sorted_mask
+    if pattern.m <= _MAX_UNROLLED_M:
+        rank = unrolled_mask
+    elif is_compiling and pattern.m <= _MAX_COUNTED_M:
+        rank = counted_mask
+    if is_compiling:
+        return rank(scores.abs() if magnitude else scores, pattern, dim)
     order, inverse_order = memory_order(scores)
     dense = scores.permute(order)
     # I entries lie inside, between two neighbours of a block in memory.
@@ -326,7 +339,6 @@ def _top_n_mask(scores: Tensor, pattern: PatternLike, dim: int, magnitude: bool)
     if mask_bmi is None:
         if magnitude:
             blocks_bmi = blocks_bmi.abs()
-        rank = unrolled_mask if pattern.m <= _MAX_UNROLLED_M else sorted_mask
         mask_bmi = rank(blocks_bmi, pattern, 1).contiguous()
     return mask_bmi.view(dense.shape).permute(inverse_order)
 
@@ -349,7 +361,7 @@ def counted_mask(scores: Tensor, pattern: NMPattern, dim: int) -> Tensor:
     """Count what beats each entry, without side effects: a compiler fuses the M comparisons of each into one pass."""
     axis = dim + 1
     blocks = scores.unflatten(dim, (-1, pattern.m))  # [..., blocks, M, ...]
-    index = torch.arange(pattern.m, dtype=torch.int64, device=scores.device)
+    index = indices(pattern.m, scores)
     index = index.view(-1, *[1] * (blocks.dim() - axis - 1))
     nan = blocks.isnan()
     rank = torch.zeros_like(blocks, dtype=torch.int32)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_nm.functional.mask_storage import pack_mask, unpack_mask
-from lightning_nm.functional.masks import _check_blocks, nm_mask
+from lightning_nm.functional.masks import check_blocks, nm_mask
 from lightning_nm.functional.select import WORDS
 from lightning_nm.pattern import NMPattern, PatternLike
 
@@ -75,7 +75,7 @@ def pack_nm(matrix: Tensor, pattern: PatternLike) -> tuple[Tensor, Tensor]:
     """
     pattern = NMPattern.parse(pattern)
     _check_stored("a matrix to pack is", matrix, pattern)
-    _check_blocks(matrix, pattern, -1)
+    check_blocks(matrix, pattern, -1)
     if pattern.m == 1:  # every entry is stored: there are no positions
         return matrix.detach().unsqueeze(-1), matrix.new_empty(0, dtype=torch.uint8)
     blocks_bm = matrix.detach().reshape(-1, pattern.m)

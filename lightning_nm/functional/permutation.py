@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import math
 from functools import reduce
-from typing import Literal, NamedTuple, TypeAlias, get_args
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Generator, Tensor
 
 from lightning_nm.functional.mask_storage import pack_mask
-from lightning_nm.functional.masks import check_output_blocks, checked_permutation, largest
+from lightning_nm.functional.masks import check_output_blocks, checked_permutation, indices, largest
 from lightning_nm.pattern import NMPattern, PatternLike
 from lightning_nm.spelling import check_option
 
@@ -42,7 +42,6 @@ _DRAWN_AT_ONCE = 1000
 _MAX_SORTED_SIZE = 256
 
 
-@torch.no_grad()
 def permutation_score(
     weight: Tensor,
     forward_mask: Tensor | None,
@@ -81,7 +80,6 @@ def permutation_score(
     return float(scores[0])
 
 
-@torch.no_grad()
 def search_permutation(
     weight: Tensor,
     forward_mask: Tensor | None,
@@ -129,7 +127,7 @@ def search_permutation(
 
     Source: ``"redraw"`` is the code of Zhang et al., ICML 2023, arXiv:2302.06058; ``"swap"`` is this package's.
     """
-    check_option("search", search, *get_args(Search))
+    check_option("search", search, Search)
     if candidates < 1:
         raise ValueError(
             f"candidates={candidates}: the search needs at least one, for example candidates=100"
@@ -174,7 +172,7 @@ def _problem(
 ) -> _Problem:
     """Check the arguments, and make the table of what is summed."""
     pattern = NMPattern.parse(pattern)
-    check_option("criterion", criterion, *get_args(Criterion))
+    check_option("criterion", criterion, Criterion)
     check_output_blocks(weight, pattern, groups, forward_mask)
     weight = weight.detach()
     if criterion == "l1":
@@ -190,9 +188,8 @@ def _problem(
 
 def _first_rows(rows: Tensor, groups: int) -> Tensor:
     """Return the number of the first row of every group, ``[groups, 1]``."""
-    count = len(rows)
-    size = count // groups
-    return torch.arange(0, count, size, dtype=torch.int64, device=rows.device).unsqueeze(1)
+    first = indices(groups, rows) * (len(rows) // groups)
+    return first.unsqueeze(1)
 
 
 def _shuffles(count: int, size: int, generator: Generator | None, device: torch.device) -> Tensor:
@@ -344,7 +341,7 @@ def _swap(problem: _Problem, start: Tensor, rounds: int, generator: Generator | 
         for begin in range(0, len(rows_bm), distance)
         for first in range(begin, begin + run, at_once)
     ]
-    stay_b = torch.arange(tile, dtype=torch.int64, device=device)
+    stay_b = indices(tile, start)
     idle = 0
     for step in range(rounds):
         slot = step % m
@@ -432,7 +429,7 @@ def _assign(cost: Tensor) -> Tensor:
     """
     count, size = cost.shape[:2]
     plan = _sinkhorn_plan(cost)
-    index = torch.arange(size, dtype=torch.int64, device=cost.device).expand(count, size)
+    index = indices(size, cost).expand(count, size)
     none = torch.full_like(index, size)
     column_of_row = none  # size while it has none
     row_of_column = none
@@ -483,7 +480,7 @@ def _exchange(cost: Tensor) -> Tensor:
     Rows that gain most from each other change places, four times over.
     """
     count, size = cost.shape[:2]
-    index = torch.arange(size, dtype=torch.int64, device=cost.device).expand(count, size)
+    index = indices(size, cost).expand(count, size)
     order = index
     for _ in range(4):
         moved = cost.gather(2, order[:, None].expand_as(cost))

@@ -12,7 +12,7 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from lightning_nm.functional.masks import _check_blocks, magnitude_mask
+from lightning_nm.functional.masks import check_blocks, magnitude_mask, wide_dtype
 from lightning_nm.functional.random import counter_uniform
 from lightning_nm.functional.select import merged
 from lightning_nm.pattern import NMPattern, PatternLike
@@ -51,8 +51,7 @@ def soft_threshold_nm(
     Source: Hu et al., S-STE: Continuous Pruning Function for Efficient 2:4 Sparse Pre-training, NeurIPS 2024,
     arXiv:2409.09099.
     """
-    pattern = NMPattern.parse(pattern)
-    dim = _check_blocks(x, pattern, dim)
+    pattern, dim = check_blocks(x, pattern, dim)
     if mask is None:
         mask = magnitude_mask(x, pattern, dim)
     elif mask.shape != x.shape:
@@ -84,7 +83,7 @@ def least_squares_scale(x: Tensor, y: Tensor) -> Tensor:
         >>> float(least_squares_scale(torch.tensor([2.0, 5.0]), torch.tensor([0.0, 2.0])))
         2.5
     """
-    dtype = torch.promote_types(y.dtype, torch.float32)
+    dtype = wide_dtype(y)
     # Not every device has float64.
     summed = torch.float32 if y.device.type == "mps" else torch.float64
     product = (x.to(summed) * y.to(summed)).sum()
@@ -281,7 +280,7 @@ def axis_thresholds(weight: Tensor, pattern: PatternLike) -> list[Tensor]:
     """
     pattern = NMPattern.parse(pattern)
     magnitudes = weight.detach().abs()
-    magnitudes = magnitudes.to(torch.promote_types(magnitudes.dtype, torch.float32))
+    magnitudes = magnitudes.to(wide_dtype(magnitudes))
     out, _, *taps = magnitudes.shape
     filters = _threshold(magnitudes.flatten(1), pattern)
     found = [filters.view(out, *[1] * (magnitudes.dim() - 1))]

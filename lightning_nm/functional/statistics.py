@@ -13,8 +13,8 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from lightning_nm.functional.masks import _check_blocks
-from lightning_nm.pattern import NMPattern, PatternLike
+from lightning_nm.functional.masks import check_blocks, wide_dtype
+from lightning_nm.pattern import PatternLike
 
 NamedTensors: TypeAlias = Mapping[str, Tensor]
 """Arguments by the names that errors give them."""
@@ -225,12 +225,10 @@ def mask_margin(weight: Tensor, mask: Tensor, pattern: PatternLike, dim: int = -
         >>> mask_margin(torch.tensor([4.0, -2.0, 1.5, 0.5]), torch.tensor([True, True, False, False]), "2:4")
         tensor([0.2500])
     """
-    pattern = NMPattern.parse(pattern)
     check_tensors({"mask": mask}, floating={"weight": weight})
-    block_axis = _check_blocks(weight, pattern, dim)
+    pattern, block_axis = check_blocks(weight, pattern, dim)
     entry_axis = block_axis + 1  # of the tensors that are cut into blocks
-    wide = torch.promote_types(weight.dtype, torch.float32)
-    magnitude = weight.detach().to(wide).abs()
+    magnitude = weight.detach().to(wide_dtype(weight)).abs()
     magnitude = magnitude.unflatten(block_axis, (-1, pattern.m))
     mask = mask.unflatten(block_axis, (-1, pattern.m))
     nan = torch.isnan(magnitude).any(entry_axis)
@@ -277,8 +275,7 @@ def magnitude_sum(weight: Tensor) -> Tensor:
 def gradient_energies(exact: Tensor, estimate: Tensor, layer: str = "") -> tuple[Tensor, Tensor]:
     """Return the sum of squares of the gradient and of the estimate's error, in float64."""
     check_tensors({}, layer, {"exact": exact, "estimate": estimate})
-    common = torch.promote_types(exact.dtype, estimate.dtype)
-    wide = torch.promote_types(common, torch.float32)
+    wide = wide_dtype(exact, estimate)
     exact = exact.detach().to(wide)
     # In half precision the difference of close gradients would be rounded.
     estimate = estimate.detach().to(wide)

@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 
 from lightning_nm.functional.masks import (
-    _check_blocks,
+    check_blocks,
     check_output_blocks,
+    indices,
     largest,
     nm_mask,
     pieces,
@@ -79,7 +80,7 @@ def transposable_mask(weight: Tensor, pattern: PatternLike, groups: int = 1) -> 
     """
     pattern = NMPattern.parse(pattern)
     check_output_blocks(weight, pattern, groups)
-    _check_blocks(weight, pattern, 1)
+    check_blocks(weight, pattern, 1)
     weight = weight.detach()
     mask = torch.empty(weight.shape, dtype=torch.bool, device=weight.device)
     if weight.numel() == 0:
@@ -186,7 +187,7 @@ def _rows_alone(values: Tensor, pattern: NMPattern) -> Tensor:
     a tile of one number is balanced at once.
     """
     m = pattern.m
-    index = torch.arange(m, dtype=torch.int64, device=values.device)
+    index = indices(m, values)
     row = index.unsqueeze(1)
     # Row i of a tile begins at its entry i, since of equals nm_mask keeps the first.
     rotated = row * m + (row + index) % m
@@ -278,7 +279,7 @@ def _best_paths(
     is_start_ju = counts_ju > pattern.n
     total_ju = torch.full_like(counts_ju, 2 * _NEVER)
     total_ju.masked_fill_(is_start_ju, 0)
-    index = torch.arange(m, dtype=torch.int64, device=gain_jku.device)
+    index = indices(m, gain_jku)
     parent_ju = index.unsqueeze(1).repeat(1, counts_ju.shape[1])
     for _ in range(m - 1):
         before_ju = total_ju.clone()

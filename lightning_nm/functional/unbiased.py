@@ -18,7 +18,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from lightning_nm.functional.masks import _check_blocks, memory_order, pieces
+from lightning_nm.functional.masks import check_blocks, memory_order, pieces
 from lightning_nm.pattern import NMPattern, PatternLike
 
 # Entries handled at a time: on a CPU, per thread, ten planes of each fit its cache; elsewhere it only bounds memory.
@@ -161,7 +161,7 @@ def _uniform(
         raise TypeError(
             f"an unbiased estimator of a tensor of {x.dtype} would have to round: pass a floating dtype"
         )
-    dim = _check_blocks(x, pattern, dim)
+    _, dim = check_blocks(x, pattern, dim)
     blocks = x.shape[dim] // pattern.m
     shape = (*rows, *x.shape[:dim], blocks, *x.shape[dim + 1 :])
     dtype = _wide_dtype(x)

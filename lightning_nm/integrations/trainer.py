@@ -21,11 +21,10 @@ from typing_extensions import Self
 
 from lightning_nm.callbacks.checks import warn_after_first_batch, warn_at_start
 from lightning_nm.callbacks.tables import print_layers
-from lightning_nm.config import SparsityConfig, chosen_config, refuse_unknown
+from lightning_nm.config import SparsityConfig, chosen_config
 from lightning_nm.estimators import GradientEstimator
 from lightning_nm.export.atomic_write import replacing
 from lightning_nm.export.sources import STATE_FILE, model_file, read_checkpoint, read_file
-from lightning_nm.functional import is_nm
 from lightning_nm.methods import Method
 from lightning_nm.nn.weight import is_sharded
 from lightning_nm.pattern import PatternLike
@@ -34,6 +33,7 @@ from lightning_nm.sparsifier import NMSparsifier
 from lightning_nm.training.checkpoint import check_schema
 from lightning_nm.training.optimizers import unwrapped
 from lightning_nm.training.ranks import compare_ranks
+from lightning_nm.training.statistics import violations_of
 
 _UNSUPPORTED = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA")
 """Accelerate's distributed types whose processes share a weight or step without a torch optimizer."""
@@ -109,11 +109,14 @@ class NMTrainerCallback(TrainerCallback):
         resume_from: str | Path | None = None,
         **options: Any,
     ) -> None:
-        refuse_unknown(options, NMTrainerCallback)
-        given = SparsityConfig(
-            pattern=pattern, method=method, grad_estimator=grad_estimator, **options
+        self.config = chosen_config(
+            NMTrainerCallback,
+            config,
+            pattern=pattern,
+            method=method,
+            grad_estimator=grad_estimator,
+            **options,
         )
-        self.config = chosen_config(config, given)
         self.show_tables = show_tables
         self.log_layers = log_layers
         self.resume_from = resume_from
@@ -289,13 +292,7 @@ class NMTrainerCallback(TrainerCallback):
         dense = [
             layer.name
             for layer in sparsifier.layers.values()
-            if layer.spec.method.sparse_forward
-            and not layer.spec.forward_reason
-            and not is_nm(
-                layer.view.rows(layer.param.detach()),
-                layer.spec.method.current_pattern(layer) or layer.pattern,
-                dim=1,
-            )
+            if violations_of(layer, layer.param.detach())
         ]
         if dense:
             which = f"'{best}'" if best else f"step {state.global_step}"

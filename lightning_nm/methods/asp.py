@@ -13,10 +13,14 @@ from lightning_nm.schedule import (
     Moment,
     Phases,
     Schedule,
+    Steps,
     check_moment,
     resolve_moment,
     within,
 )
+
+Init = Literal["magnitude", "zeros"]
+"""Where the mask of :class:`ASP` comes from."""
 
 
 class ASP(SparseToSparse):
@@ -38,11 +42,9 @@ class ASP(SparseToSparse):
 
     short_name = "asp"
 
-    def __init__(
-        self, start: Moment = 0, init: Literal["magnitude", "zeros"] = "magnitude"
-    ) -> None:
+    def __init__(self, start: Moment = 0, init: Init = "magnitude") -> None:
         check_moment("start", start)
-        check_option("init", init, "magnitude", "zeros")
+        check_option("init", init, Init)
         if init == "zeros" and start > 0:
             raise ValueError(
                 f"init='zeros' reads the mask of the given weights, so start must be 0, not {start}"
@@ -62,7 +64,7 @@ class ASP(SparseToSparse):
             schedule.refuse(self, dense_start=why, ramp=why)
         return super().follow(schedule)
 
-    def schedule(self, planned_steps: int | None) -> tuple[int, ...]:
+    def schedule(self, planned_steps: int | None) -> Steps:
         """The step at which to prune; none if that is before the first one."""
         start = resolve_moment(self, "start", self.start, planned_steps)
         return (start,) if start else ()
@@ -106,7 +108,7 @@ class ASP(SparseToSparse):
         if layer.spec.forward_reason:
             return
         if self.init == "zeros":
-            weight = layer.weight.detach()
+            weight = layer.weight
             if not is_nm(layer.view.rows(weight), layer.pattern, dim=1):
                 raise ValueError(
                     f"layer '{layer.name}' is not {layer.pattern} sparse, so init='zeros' cannot take its mask: "

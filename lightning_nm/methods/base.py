@@ -8,12 +8,12 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_nm.functional.evolution import as_blocks, from_blocks
 from lightning_nm.functional.masks import magnitude_mask
 from lightning_nm.functional.select import masked
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.pattern import NMPattern
-from lightning_nm.schedule import Phases, Schedule, refuse_second, resolve_moment
+from lightning_nm.schedule import Phases, Schedule, Steps, refuse_second, resolve_moment
+from lightning_nm.spelling import with_settings
 
 Gradients = tuple[Tensor | None, ...]
 """The gradients of a weight and of the parameters that the method owns, ``None`` for none."""
@@ -68,14 +68,9 @@ def set_buffer(layer: NMLayer, name: str, values: Tensor) -> None:
         layer.buffers[name] = values
 
 
-def blocks_of(layer: NMLayer, tensor: Tensor) -> Tensor:
-    """A tensor of the weight's shape as ``[blocks, M]``."""
-    return as_blocks(layer.view.rows(tensor), layer.pattern.m)
-
-
-def from_blocks_of(layer: NMLayer, blocks: Tensor) -> Tensor:
-    """Undo :func:`blocks_of`."""
-    return layer.view.unrows(from_blocks(blocks, layer.view.rows(layer.weight).shape))
+def has_ended(layer: NMLayer) -> bool:
+    """Whether the last moment of the schedule has come."""
+    return layer.progress.clock >= layer.progress.schedule[-1]
 
 
 def kept_gradient(layer: NMLayer, grad: Tensor) -> Tensor:
@@ -173,7 +168,7 @@ class Method:
 
     # ------------------------------------------------------------------------ the plan of a training
 
-    def schedule(self, planned_steps: int | None) -> tuple[int, ...]:
+    def schedule(self, planned_steps: int | None) -> Steps:
         """The training steps at which something begins or ends; resolved once and kept as ``layer.progress.schedule``.
 
         At each of them :meth:`update` is called for every layer, whether or not it made a step.
@@ -186,7 +181,7 @@ class Method:
             for name in self._scheduled
         )
 
-    def layer_schedule(self, layer: NMLayer, planned_steps: int | None) -> tuple[int, ...]:
+    def layer_schedule(self, layer: NMLayer, planned_steps: int | None) -> Steps:
         """The schedule of one layer, for a method whose moments depend on its pattern; :meth:`schedule` by default."""
         return self.schedule(planned_steps)
 
@@ -351,10 +346,7 @@ class Method:
         return frozenset(found)
 
     def __repr__(self) -> str:
-        settings = ", ".join(
-            f"{key}={value!r}" for key, value in vars(self).items() if not key.startswith("_")
-        )
-        return f"{type(self).__name__}({settings})"
+        return with_settings(self)
 
 
 class Dense(Method):

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
-
-import torch
 from torch import Tensor
 
 from lightning_nm.functional import backward_mask, magnitude_mask, search_permutation
@@ -12,7 +9,7 @@ from lightning_nm.functional.masks import checked_permutation
 from lightning_nm.functional.permutation import Criterion, Search
 from lightning_nm.kernels.cpu import evolution
 from lightning_nm.methods.checks import check_count, check_option
-from lightning_nm.methods.ste import SRSTE, DecayAt, grid_to_move
+from lightning_nm.methods.ste import SRSTE, DecayAt, DecayScale, grid_to_move
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.schedule import Moment
 
@@ -67,15 +64,15 @@ class BiMask(SRSTE):
         dense_start: Moment = 0,
         dense_end: Moment = 0,
         first_search: int = 0,
-        decay_scale: float | Literal["world-size"] = 1.0,
+        decay_scale: DecayScale = 1.0,
         decay_at: DecayAt = "before-clipping",
     ) -> None:
         super().__init__(decay, dense_start, dense_end, decay_scale, decay_at)
         check_count("permute_every", permute_every, 1)
         check_count("candidates", candidates, 1)
         check_count("first_search", first_search, 0)
-        check_option("search", search, *get_args(Search))
-        check_option("criterion", criterion, *get_args(Criterion))
+        check_option("search", search, Search)
+        check_option("criterion", criterion, Criterion)
         self.permute_every = permute_every
         self.candidates = candidates
         self.first_search = first_search
@@ -138,8 +135,7 @@ class BiMask(SRSTE):
         if masks.permutation is None:
             search = layer.step >= self.first_search
             if not search:
-                order = torch.arange(len(rows), dtype=torch.int64, device=rows.device)
-                masks.set_permutation(order)
+                masks.set_permutation(checked_permutation(None, rows, layer.spec.groups))
         if search:
             self._search(layer, rows, forward)
         backward = backward_mask(rows, forward, layer.pattern, masks.permutation, layer.spec.groups)

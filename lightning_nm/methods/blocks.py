@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from lightning_nm.nn.weight import known_shape
+from lightning_nm.training.macs import tensors_in
 
 # A shorter list costs little more when the whole model runs for each of its layers.
 _WORTH_A_WARNING = 4
@@ -124,7 +125,7 @@ class Trace:
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._called.append(module)
-        inputs = _tensors((args, kwargs))
+        inputs = tensors_in((args, kwargs))
         for each in self._lists:
             returned = self._returned.get(each.name) if module in each.blocks else None
             if returned is not None and not any(x is y for x in inputs for y in returned):
@@ -142,7 +143,7 @@ class Trace:
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self.needs[module].update(self.layers.intersection(self._called))
-        outputs = _tensors(output)
+        outputs = tensors_in(output)
         self.sizes[module] = max(sum(x.numel() for x in outputs), self.sizes[module])
         for each in self._lists:
             if module in each.blocks:
@@ -389,10 +390,6 @@ def _parts(module: nn.Module, blocks: set[nn.Module]) -> Iterator[nn.Module]:
             yield from _parts(child, blocks)
         elif _has_matrices(child):
             yield child
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, Enum)

@@ -13,11 +13,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from lightning_nm.functional.evolution import from_blocks
+from lightning_nm.functional.masks import indices, wide_dtype
 from lightning_nm.methods.blocks import Memory, Reached, Trace, find_lists
 from lightning_nm.nn.adapters import Adapter, find_adapter
 from lightning_nm.nn.adapters.experts import INPUT_HOOKS
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.selection import install, uninstall
+from lightning_nm.training.macs import evaluation
 
 
 def has_experts(layer: NMLayer) -> bool:
@@ -45,7 +47,7 @@ def squared_output(matrix: Tensor, moment: Tensor) -> float:
 def _columns(layer: NMLayer) -> Tensor:
     """The order of a row's entries in which blocks lie together: input features of a convolution's tap."""
     row = layer.view.rows(layer.param)[0]
-    places = torch.arange(row.numel(), dtype=torch.int64, device=row.device).view(row.shape)
+    places = indices(row.numel(), row).view(row.shape)
     return places.movedim(0, -1).flatten()  # the taps outside, the input features of each inside
 
 
@@ -263,7 +265,7 @@ class Calibration:
 def _gram(inputs: Tensor, columns: Tensor) -> Tensor:
     """``X^T X`` of ``inputs [..., in]``, with the columns in this order."""
     matrix = inputs.reshape(-1, inputs.shape[-1])[:, columns]
-    matrix = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
+    matrix = matrix.to(wide_dtype(matrix))
     # The model may run under autocast, which would make this product in half precision, too.
     with torch.autocast(matrix.device.type, enabled=False):
         return matrix.t() @ matrix
@@ -277,24 +279,21 @@ def call_model(model: nn.Module, batch: Any) -> Any:
 
 
 @contextmanager
-def evaluation(model: nn.Module) -> Iterator[None]:
-    """Run in evaluation mode, and restore the mode of each module; models of transformers fill no caches."""
-    training = [module for module in model.modules() if module.training]
+def uncached_evaluation(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode in which models of transformers fill no caches."""
     configs: list[Any] = [module.__dict__.get("config") for module in model.modules()]
     caching = [config for config in configs if getattr(config, "use_cache", None) is True]
-    model.eval()
     # What one block leaves in a cache, another one could read.
     for config in caching:
         with suppress(AttributeError):  # a frozen one is none of transformers
             config.use_cache = False
     try:
-        yield
+        with evaluation(model):
+            yield
     finally:
         for config in caching:
             with suppress(AttributeError):
                 config.use_cache = True
-        for module in training:
-            module.training = True
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from lightning_nm.functional.soft import decayed_moment
 from lightning_nm.methods.base import (
     Gradients,
     SparseToSparse,
+    has_ended,
     kept_gradient,
     largest_entries,
     set_parameter,
@@ -25,7 +26,7 @@ from lightning_nm.methods.checks import check_count, check_number, refuse_tensor
 from lightning_nm.methods.optimizer_state import coupled_decay, group_of, will_be_skipped
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.weight import local_values
-from lightning_nm.schedule import Moment, Phases, check_moment
+from lightning_nm.schedule import Moment, Phases, Steps, check_moment
 
 KEPT = "kept"
 """The name of the buffer with the entries that are not decayed, one bit each."""
@@ -128,7 +129,7 @@ class CAST(SparseToSparse):
         """The forward weight is dense until the end of the decay."""
         return Phases(layer.progress.schedule)
 
-    def schedule(self, planned_steps: int | None) -> tuple[int, ...]:
+    def schedule(self, planned_steps: int | None) -> Steps:
         """The training step at which the model becomes N:M."""
         (end,) = super().schedule(planned_steps)
         return (max(end, 1),)
@@ -162,11 +163,6 @@ class CAST(SparseToSparse):
                 "minimize the negative objective"
             )
 
-    def _is_over(self, layer: NMLayer) -> bool:
-        """Whether the model is N:M by now."""
-        (end,) = layer.progress.schedule
-        return layer.progress.clock >= end
-
     def init_masks(self, layer: NMLayer) -> None:
         """Start with the scale 1, and find the entries to decay."""
         layer.pending = None
@@ -181,7 +177,7 @@ class CAST(SparseToSparse):
             groups = 1 if columns % self.scale_groups else self.scale_groups
             ones = torch.ones(out, groups, dtype=weight.dtype, device=weight.device)
             set_parameter(layer, SCALE, ones)
-        if self._is_over(layer):
+        if has_ended(layer):
             self._choose_mask(layer)
         else:
             self._find_kept(layer)
@@ -204,7 +200,7 @@ class CAST(SparseToSparse):
         """Find the entries to decay again when it is time; make the weight N:M at the end."""
         if layer.spec.forward_reason or layer.masks.has_forward:
             return
-        if self._is_over(layer):
+        if has_ended(layer):
             self._project(layer)
         elif layer.progress.crossed(self.refresh_every):
             self._find_kept(layer)

@@ -61,22 +61,13 @@ def check_count(name: str, value: int | None, least: int, *, optional: bool = Tr
         raise ValueError(f"{name}={value!r} must be an integer of at least {least}")
 
 
-def warn_of_late_stop(
-    what: str, setting: Moment, stop: int, planned_steps: int | None, stacklevel: int = 3
-) -> None:
-    """Warn of a ``stop`` that the training does not reach.
-
-    Args:
-        what: What is the case then, a clause.
-        setting: The `stop` that the user gave.
-        stop: The training step that it is.
-        planned_steps: Of the whole training; ``None`` if that is not known.
-        stacklevel: As of :func:`warnings.warn`.
-    """
+def warn_of_late_stop(method: Any, planned_steps: int | None, what: str) -> None:
+    """Warn of a method's `stop` that the training does not reach; ``what``: what is the case then, a clause."""
+    *_, stop = method.schedule(planned_steps)
     if planned_steps is not None and stop > planned_steps:
         warnings.warn(
-            f"{what}: stop={setting} is step {stop} of {planned_steps}; use a smaller `stop`",
-            stacklevel=stacklevel,
+            f"{what}: stop={method.stop} is step {stop} of {planned_steps}; use a smaller `stop`",
+            stacklevel=3,
         )
 
 

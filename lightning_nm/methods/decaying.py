@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from lightning_nm.functional import magnitude_mask
+from lightning_nm.functional.masks import wide_dtype
 from lightning_nm.methods.base import Method, set_buffer
 from lightning_nm.methods.checks import check_number, check_option
 from lightning_nm.methods.ste import STE
@@ -19,6 +20,7 @@ from lightning_nm.schedule import (
     Moment,
     Phases,
     Schedule,
+    Steps,
     UnknownLength,
     check_moment,
     resolve_moment,
@@ -100,7 +102,7 @@ class DecayingMask(STE):
         rate: float = 5.0,
     ) -> None:
         super().__init__(dense_start, dense_end)
-        check_option("decay", decay, *get_args(Decay))
+        check_option("decay", decay, Decay)
         if stop is not None:
             check_moment("stop", stop)
         check_number("rate", rate, "it is how fast pruned entries fade")
@@ -115,11 +117,11 @@ class DecayingMask(STE):
 
     # ------------------------------------------------------------------------------------------------------- schedule
 
-    def schedule(self, planned_steps: int | None) -> tuple[int, ...]:
+    def schedule(self, planned_steps: int | None) -> Steps:
         """The training steps at which the decay begins, at which N:M is reached, and at which ``dense_end`` begins."""
         return self._moments(planned_steps, patterns=2)
 
-    def layer_schedule(self, layer: NMLayer, planned_steps: int | None) -> tuple[int, ...]:
+    def layer_schedule(self, layer: NMLayer, planned_steps: int | None) -> Steps:
         """:meth:`schedule`, with the beginning of every frame of the layer's pattern between the first two."""
         return self._moments(planned_steps, len(self._patterns(layer)))
 
@@ -128,7 +130,7 @@ class DecayingMask(STE):
         pattern = layer.pattern
         return (pattern, pattern) if self.fades else narrowing_patterns(pattern)
 
-    def _moments(self, planned_steps: int | None, patterns: int) -> tuple[int, ...]:
+    def _moments(self, planned_steps: int | None, patterns: int) -> Steps:
         """The beginnings of so many frames of equal length, the last at ``stop``, and that of ``dense_end``, if any."""
         window = resolve_window(self, self.dense_start, self.dense_end, planned_steps)
         start = window[0] if window else 0
@@ -152,7 +154,7 @@ class DecayingMask(STE):
         frames = [start + round(k * (stop - start) / (patterns - 1)) for k in range(1, patterns)]
         return (start, *frames, *dense_from)
 
-    def _frames(self, layer: NMLayer) -> tuple[int, ...]:
+    def _frames(self, layer: NMLayer) -> Steps:
         """The beginnings of the frames, of which the last is that of N:M."""
         return layer.progress.schedule[: len(self._patterns(layer))]
 
@@ -202,7 +204,7 @@ class DecayingMask(STE):
         share = (clock - start) / (stop - start)
         factor = 1 - share if self.decay == "linear" else math.exp(-self.rate * share)
         weight = layer.param
-        dtype = torch.promote_types(weight.dtype, torch.float32)
+        dtype = wide_dtype(weight)
         set_buffer(layer, FADE, torch.tensor([factor], dtype=dtype, device=weight.device))
 
     def forward_weight(self, layer: NMLayer, weight: Tensor) -> Tensor:

@@ -10,19 +10,20 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_nm.functional import pack_mask, unpack_mask
+from lightning_nm.functional.masks import wide_dtype
 from lightning_nm.functional.select import masked
 from lightning_nm.functional.soft import surviving
 from lightning_nm.methods.base import (
     Gradients,
     SparseToSparse,
-    from_blocks_of,
+    has_ended,
     kept_gradient,
     set_parameter,
     weighted_mean,
 )
 from lightning_nm.methods.checks import warn_of_late_stop
 from lightning_nm.methods.pattern_scores import PATTERNS, begin_scores, sum_by_pattern
-from lightning_nm.nn.layer import NMLayer
+from lightning_nm.nn.layer import NMLayer, from_blocks_of
 from lightning_nm.pattern import NMPattern
 from lightning_nm.schedule import Moment, check_moment
 
@@ -82,12 +83,11 @@ class LBC(SparseToSparse):
 
     def check(self, planned_steps: int | None) -> None:
         """Warn of a stop that the training does not reach."""
-        (stop,) = self.schedule(planned_steps)
-        warn_of_late_stop("LBC's masks never become N:M", self.stop, stop, planned_steps)
+        warn_of_late_stop(self, planned_steps, "LBC's masks never become N:M")
 
     def current_pattern(self, layer: NMLayer) -> NMPattern | None:
         """The layer's pattern once one combination of each block is left, ``None`` before."""
-        return layer.spec.pattern if _finished(layer) else None
+        return layer.spec.pattern if has_ended(layer) else None
 
     def init_masks(self, layer: NMLayer) -> None:
         """Give all patterns the same score, so that every entry is kept."""
@@ -99,7 +99,7 @@ class LBC(SparseToSparse):
         n, m = layer.pattern.n, layer.pattern.m
         # One pattern in C(M-1, N-1) keeps a certain entry: the scores of those that do add up to 1.
         score = 1 / math.comb(m - 1, n - 1)
-        dtype = torch.promote_types(weight.dtype, torch.float32)
+        dtype = wide_dtype(weight)
         scores = torch.full(shape, score, dtype=dtype, device=device)
         set_parameter(layer, SCORES, scores)
         layer.buffers[REMOVED] = pack_mask(torch.zeros_like(scores, dtype=torch.bool))
@@ -150,7 +150,7 @@ class LBC(SparseToSparse):
 
     def before_step(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Leave the last scores, which decide on nothing any more, without a gradient: clipping does not count it."""
-        if SCORES in layer.parameters and _finished(layer):
+        if SCORES in layer.parameters and has_ended(layer):
             layer.parameters[SCORES].grad = None
 
     def lost_without_before_step(self, layer: NMLayer) -> str:
@@ -171,12 +171,6 @@ class LBC(SparseToSparse):
         return weighted_mean(
             "surviving_patterns", ((int(each.sum()), each[..., 0].numel()) for each in left)
         )
-
-
-def _finished(layer: NMLayer) -> bool:
-    """Whether one pattern of each block is left."""
-    (stop,) = layer.progress.schedule
-    return layer.progress.clock >= stop
 
 
 def _removed(layer: NMLayer) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_nm.functional import fold_seed, is_nm, pack_mask, unpack_mask
+from lightning_nm.functional.masks import wide_dtype
 from lightning_nm.functional.soft import (
     gumbel_noise,
     normal_noise,
@@ -21,14 +22,13 @@ from lightning_nm.functional.soft import (
 from lightning_nm.methods.base import (
     Gradients,
     MaskMethod,
-    from_blocks_of,
     largest_entries,
     set_parameter,
     weighted_mean,
 )
 from lightning_nm.methods.checks import check_number, warn_of_late_stop
 from lightning_nm.methods.pattern_scores import PATTERNS, begin_scores, sum_by_pattern
-from lightning_nm.nn.layer import NMLayer
+from lightning_nm.nn.layer import NMLayer, from_blocks_of
 from lightning_nm.nn.weight import key_of_layer
 from lightning_nm.schedule import Moment, check_moment
 from lightning_nm.training.ranks import processes
@@ -120,19 +120,18 @@ class MaskLogits(MaskMethod):
         self.stop = stop
         # One bit for each weight is all that is needed of it.
         self._prior: dict[str, tuple[Tensor, torch.Size]] | None = None
-        if prior is not None and not isinstance(prior, Mapping):
-            raise TypeError(
-                f"prior={prior!r} must be the state dict of a pruned copy of the model, such as pruned.state_dict()"
-            )
         if prior is not None:
+            if not isinstance(prior, Mapping):
+                raise TypeError(
+                    f"prior={prior!r} must be the state dict of a pruned copy of the model, such as pruned.state_dict()"
+                )
             self._prior = {
                 name: (pack_mask(value.detach() != 0), value.shape) for name, value in prior.items()
             }
 
     def check(self, planned_steps: int | None) -> None:
         """Warn of a stop that the training does not reach."""
-        (stop,) = self.schedule(planned_steps)
-        warn_of_late_stop("MaskLogits' masks stay soft", self.stop, stop, planned_steps)
+        warn_of_late_stop(self, planned_steps, "MaskLogits' masks stay soft")
 
     def check_optimizer(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Refuse a weight that several processes would wait for the gradient of."""
@@ -149,7 +148,7 @@ class MaskLogits(MaskMethod):
         if shape is None:
             return
         weight = layer.weight
-        dtype = torch.promote_types(weight.dtype, torch.float32)
+        dtype = wide_dtype(weight)
         noise = normal_noise(math.prod(shape), self._words(layer, "first"))
         logits = _SPREAD * noise.to(weight.device, dtype).view(shape)
         if self.prior_strength:
@@ -237,7 +236,7 @@ class MaskLogits(MaskMethod):
         """No gradient of the weight, and that of the logits."""
         logits = layer.parameters.get(LOGITS)
         if logits is None:
-            return (None, *[None] * len(layer.parameters))
+            return (None,)
         of_choice = sum_by_pattern(layer, grad * weight, logits)
         scale, temperature = layer.buffers[ANNEALED].unbind()
         choice = self._choice(layer, logits.detach())

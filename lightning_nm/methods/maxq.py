@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Literal
 
-import torch
 from torch import Tensor
 
 from lightning_nm.functional import magnitude_mask
 from lightning_nm.functional.evolution import as_blocks, from_blocks
+from lightning_nm.functional.masks import wide_dtype
 from lightning_nm.functional.select import masked
 from lightning_nm.functional.soft import axis_thresholds, share_left, soft_factor
-from lightning_nm.methods.base import Method, set_buffer, weighted_mean
+from lightning_nm.methods.base import Method, has_ended, set_buffer, weighted_mean
 from lightning_nm.methods.checks import (
     check_number,
     check_option,
@@ -21,7 +21,7 @@ from lightning_nm.methods.checks import (
     resolve_span,
     warn_of_late_stop,
 )
-from lightning_nm.methods.ste import SRSTE, DecayAt
+from lightning_nm.methods.ste import SRSTE, DecayAt, DecayScale
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.pattern import NMPattern
 from lightning_nm.schedule import Moment, Phases
@@ -83,12 +83,12 @@ class MaxQ(SRSTE):
         ramp: Ramp = "linear",
         decay: float = 2e-4,
         temperature: float = 0.01,
-        decay_scale: float | Literal["world-size"] = 1.0,
+        decay_scale: DecayScale = 1.0,
         decay_at: DecayAt = "before-clipping",
     ) -> None:
         super().__init__(decay, decay_scale=decay_scale, decay_at=decay_at)
         check_span(start, stop, "give a later `stop`, too")
-        check_option("ramp", ramp, *get_args(Ramp))
+        check_option("ramp", ramp, Ramp)
         check_number("temperature", temperature, "the default is 0.01")
         self.start = start
         self.stop = stop
@@ -104,13 +104,12 @@ class MaxQ(SRSTE):
 
     def check(self, planned_steps: int | None) -> None:
         """Refuse a stop before the start, and warn of one that the training does not reach."""
-        stop = resolve_span(self, planned_steps)[1]
-        warn_of_late_stop("MaxQ's masks never become N:M", self.stop, stop, planned_steps)
+        resolve_span(self, planned_steps)
+        warn_of_late_stop(self, planned_steps, "MaxQ's masks never become N:M")
 
     def current_pattern(self, layer: NMLayer) -> NMPattern | None:
         """The layer's pattern from ``stop`` on, ``None`` before."""
-        _, stop = layer.progress.schedule
-        return layer.spec.pattern if layer.progress.clock >= stop else None
+        return layer.spec.pattern if has_ended(layer) else None
 
     def init_masks(self, layer: NMLayer) -> None:
         """Select the first masks and thresholds."""
@@ -135,7 +134,7 @@ class MaxQ(SRSTE):
             dense = int(share_left(self.ramp, progress) * len(mask_blocks))
         if dense:
             magnitudes = as_blocks(rows.abs(), layer.pattern.m)
-            sums = magnitudes.sum(1, dtype=torch.promote_types(weight.dtype, torch.float32))
+            sums = magnitudes.sum(1, dtype=wide_dtype(weight))
             smallest_first = sums.argsort(stable=True)
             # A copy: the blocks may be a view of the mask.
             mask_blocks = mask_blocks.index_fill(0, smallest_first[:dense], True)

@@ -183,7 +183,6 @@ def _unsupported(optimizer: Optimizer, layer: str, why: str) -> str:
     )
 
 
-@torch.no_grad()
 def clear_entries(optimizer: Optimizer, weight: Tensor, pruned: Tensor, layer: str) -> None:
     """Zero the state of the entries under a bool mask."""
     for state in entry_states(optimizer, weight, layer).values():

@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from lightning_nm.functional.soft import block_patterns
-from lightning_nm.methods.base import blocks_of
 from lightning_nm.methods.checks import refuse_tensor_parallel
-from lightning_nm.nn.layer import NMLayer
+from lightning_nm.nn.layer import NMLayer, blocks_of
 
 PATTERNS = "patterns"
 """The layer's buffer: uint8 ``[C, M]``, 1 where a pattern keeps an entry."""

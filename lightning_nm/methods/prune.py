@@ -9,7 +9,7 @@ from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +22,11 @@ from lightning_nm.methods.calibration import (
     Calibration,
     Moments,
     call_model,
-    evaluation,
     has_inputs,
     matrices_of,
     set_matrices,
     squared_output,
+    uncached_evaluation,
 )
 from lightning_nm.methods.checks import check_number, check_option
 from lightning_nm.methods.ste import STE
@@ -207,7 +207,7 @@ def prune(
     # Without data there are no moments, and all groups are pruned by magnitude.
     calibrated: Callable[[], Iterable[tuple[NMLayer, Moments]]]
     calibrated = partial(zip, found.layers, repeat(tuple))
-    with evaluation(model) if data is not None else nullcontext():
+    with uncached_evaluation(model) if data is not None else nullcontext():
         if data is not None:
             # The pass that finds the order of the layers also counts what they multiply.
             with closing(MacsCounter(model)) as counter:
@@ -258,8 +258,8 @@ def _check_options(
         TypeError: If ``budget`` or ``max_error`` is no number.
         ValueError: For impossible options, and those that contradict each other.
     """
-    check_option("score", score, *get_args(Score))
-    check_option("counted", counted, *get_args(Counted))
+    check_option("score", score, Score)
+    check_option("counted", counted, Counted)
     needing_data = {
         f"score={score!r}": score != "magnitude",
         f"blocks={blocks!r}": blocks is not None,

@@ -10,21 +10,22 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_nm.functional.evolution import drop_and_grow
+from lightning_nm.functional.masks import wide_dtype
 from lightning_nm.methods.bame.exchange import (
     Exchange,
+    ExchangingMethod,
     dense_gradient_was_used,
     exchange_of,
     forgotten_call,
     make_exchange,
 )
-from lightning_nm.methods.base import SparseToSparse, blocks_of, largest_entries
+from lightning_nm.methods.base import has_ended, largest_entries
 from lightning_nm.methods.checks import check_count, check_number
-from lightning_nm.methods.optimizer_state import check_optimizer
-from lightning_nm.nn.layer import NMLayer
-from lightning_nm.schedule import Moment, Phases, check_moment
+from lightning_nm.nn.layer import NMLayer, blocks_of
+from lightning_nm.schedule import Moment, check_moment
 
 
-class RigL(SparseToSparse):
+class RigL(ExchangingMethod):
     r"""RigL (Evci et al., ICML 2020, arXiv 1911.11134) in N:M blocks.
 
     Every block keeps N of M entries, as every row keeps its fan-in in SRigL (Lasby et al., ICLR 2024, arXiv
@@ -60,7 +61,6 @@ class RigL(SparseToSparse):
     """
 
     short_name = "rigl"
-    paper_counts_masked = True
     headline = "flip_rate"
     _scheduled = ("stop",)
 
@@ -83,23 +83,14 @@ class RigL(SparseToSparse):
                 stacklevel=2,
             )
 
-    def phases(self, layer: NMLayer) -> Phases:
-        """Masks move until ``stop``."""
-        return Phases(moves_until=layer.progress.schedule[0])
-
     def needs_dense_gradient(self, layer: NMLayer) -> bool:
         """Whether the coming window's gradient moves the mask: it is its turn, or an earlier one could not."""
-        (stop,) = layer.progress.schedule
-        if not layer.masks.has_forward or layer.progress.clock >= stop:
+        if not layer.masks.has_forward or has_ended(layer):
             return False
         # The layer's own steps, so that layers whose optimizers alternate all have their turns.
         step = layer.progress.step
         is_turn = step > 0 and step % self.every == 0
         return is_turn or layer.progress.dense_gradient
-
-    def check_optimizer(self, layer: NMLayer, optimizer: Optimizer) -> None:
-        """Refuse an optimizer whose state cannot be matched to entries of the weight."""
-        check_optimizer(optimizer, layer.param, layer.name)
 
     def init_masks(self, layer: NMLayer) -> None:
         """Keep the largest entries."""
@@ -117,10 +108,6 @@ class RigL(SparseToSparse):
             return
         layer.pending = self._find_exchange(layer, mask)
         layer.zero_pruned(grad)
-
-    def lost_without_before_step(self, layer: NMLayer) -> str:
-        """An empty text: where a mask cannot move without that call, :meth:`after_step` raises an error."""
-        return ""
 
     def after_step(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Keep pruned entries at zero, whatever the optimizer did; then make the exchange."""
@@ -142,7 +129,7 @@ class RigL(SparseToSparse):
         assert layer.weight.grad is not None
         mask_bm = blocks_of(layer, mask)
         # At least float32: half precision would make ties of values that differ.
-        dtype = torch.promote_types(layer.weight.dtype, torch.float32)
+        dtype = wide_dtype(layer.weight)
         weight_bm = blocks_of(layer, layer.weight.detach()).to(dtype)
         grad_bm = blocks_of(layer, layer.weight.grad).to(dtype)
         (stop,) = layer.progress.schedule

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from lightning_nm.functional import backward_mask
-from lightning_nm.methods.asp import ASP
+from lightning_nm.methods.asp import ASP, Init
 from lightning_nm.methods.checks import check_count
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.schedule import Moment
@@ -53,7 +51,7 @@ class SLoPe(ASP):
         refresh_every: int = 100,
         first_refresh: int | None = None,
         start: Moment = 0,
-        init: Literal["magnitude", "zeros"] = "magnitude",
+        init: Init = "magnitude",
     ) -> None:
         super().__init__(start, init)
         check_count("refresh_every", refresh_every, 1)
@@ -80,7 +78,7 @@ class SLoPe(ASP):
         rows = layer.view.rows
         forward = layer.masks.forward
         backward_rows = backward_mask(
-            rows(layer.weight.detach()),
+            rows(layer.weight),
             None if forward is None else rows(forward),
             layer.pattern,
             groups=layer.spec.groups,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Literal
 
 from torch.optim import Optimizer
 
@@ -12,7 +12,7 @@ from lightning_nm.kernels.cpu import evolution
 from lightning_nm.methods.base import MaskMethod, largest_entries
 from lightning_nm.methods.checks import check_number, check_option
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.schedule import Moment, Phases, check_window, resolve_window, within
+from lightning_nm.schedule import Moment, Phases, Steps, check_window, resolve_window, within
 from lightning_nm.training.ranks import processes
 
 
@@ -44,7 +44,7 @@ class STE(MaskMethod):
         self.dense_start = dense_start
         self.dense_end = dense_end
 
-    def schedule(self, planned_steps: int | None) -> tuple[int, ...]:
+    def schedule(self, planned_steps: int | None) -> Steps:
         """The training steps at which the masks come and go; ``()`` if they are always there."""
         return resolve_window(self, self.dense_start, self.dense_end, planned_steps)
 
@@ -103,6 +103,7 @@ def grid_to_move(layer: NMLayer, *, backward: bool) -> BlockGrid | None:
 
 
 DecayAt = Literal["before-clipping", "after-clipping"]
+DecayScale = float | Literal["world-size"]
 
 
 class SRSTE(STE):
@@ -134,14 +135,14 @@ class SRSTE(STE):
         decay: float = 2e-4,
         dense_start: Moment = 0,
         dense_end: Moment = 0,
-        decay_scale: float | Literal["world-size"] = 1.0,
+        decay_scale: DecayScale = 1.0,
         decay_at: DecayAt = "before-clipping",
     ) -> None:
         super().__init__(dense_start, dense_end)
         check_number("decay", decay, "it pulls pruned weights to zero; 0 is 'ste'", zero=True)
         if decay_scale != "world-size":
             check_number("decay_scale", decay_scale, "a factor, or 'world-size'", zero=True)
-        check_option("decay_at", decay_at, *get_args(DecayAt))
+        check_option("decay_at", decay_at, DecayAt)
         self.decay = decay
         self.decay_scale = decay_scale
         self.decay_at = decay_at

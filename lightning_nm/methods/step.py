@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 
+from lightning_nm.functional.masks import wide_dtype
 from lightning_nm.methods.base import Method
 from lightning_nm.methods.checks import check_number, check_option
 from lightning_nm.methods.optimizer_state import coupled_decay, group_of, will_be_skipped
@@ -20,6 +21,7 @@ from lightning_nm.schedule import (
     Moment,
     Phases,
     Schedule,
+    Steps,
     check_moment,
     resolve_moment,
     resolve_window,
@@ -127,7 +129,7 @@ class STEP(STE):
     ) -> None:
         super().__init__(dense_start, dense_end)
         check_moment("latest", latest)
-        check_option("mean", mean, *get_args(Mean))
+        check_option("mean", mean, Mean)
         if threshold is not None:
             why = "the second moment never stands still; None takes the optimizer's epsilon"
             check_number("threshold", threshold, why)
@@ -138,7 +140,7 @@ class STEP(STE):
 
     # ------------------------------------------------------------------------------------------------------- schedule
 
-    def schedule(self, planned_steps: int | None) -> tuple[int, ...]:
+    def schedule(self, planned_steps: int | None) -> Steps:
         """The training steps of the earliest and the latest switch, and that at which ``dense_end`` begins, if any."""
         window = resolve_window(self, self.latest, self.dense_end, planned_steps, "latest")
         latest = window[0] if window else 0
@@ -270,7 +272,7 @@ class STEP(STE):
         parameter = layer.view.optimizer_param
         beta2 = float(group_of(optimizer, parameter)["betas"][1])
         values = local_values(parameter)
-        dtype = torch.promote_types(values.dtype, torch.float32)
+        dtype = wide_dtype(values)
         if parameter.grad is None:
             change = torch.zeros_like(values, dtype=dtype)
         else:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from lightning_nm.functional import transposable_mask
 from lightning_nm.methods.checks import check_count
-from lightning_nm.methods.ste import SRSTE, DecayAt
+from lightning_nm.methods.ste import SRSTE, DecayAt, DecayScale
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.schedule import Moment
 
@@ -46,7 +44,7 @@ class TransposableMask(SRSTE):
         dense_start: Moment = 0,
         dense_end: Moment = 0,
         first_update: int | None = None,
-        decay_scale: float | Literal["world-size"] = 1.0,
+        decay_scale: DecayScale = 1.0,
         decay_at: DecayAt = "before-clipping",
     ) -> None:
         super().__init__(decay, dense_start, dense_end, decay_scale, decay_at)
@@ -64,6 +62,6 @@ class TransposableMask(SRSTE):
         if layer.spec.dgrad_reason or layer.spec.forward_reason:
             super().select(layer)
             return
-        rows = layer.view.rows(layer.weight.detach())
+        rows = layer.view.rows(layer.weight)
         mask = transposable_mask(rows, layer.pattern, layer.spec.groups)
         layer.set_masks(layer.view.unrows(mask))

@@ -10,21 +10,6 @@ Masks are equal on all processes, and ratios do not change when each mask is cou
 :class:`MaskViolations`, a count, returns the largest count of the processes.
 """
 
-from lightning_nm.metrics.history import MaskFlipRate, MaskOscillation
-from lightning_nm.metrics.statistics import (
-    GradientSNR,
-    KeptMagnitude,
-    MaskDensity,
-    MaskOverlap,
-    MaskViolations,
-)
+import lazy_loader
 
-__all__ = [
-    "GradientSNR",
-    "KeptMagnitude",
-    "MaskDensity",
-    "MaskFlipRate",
-    "MaskOscillation",
-    "MaskOverlap",
-    "MaskViolations",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_nm.functional import FlopsKind, fold_seed
+from lightning_nm.functional.evolution import as_blocks, from_blocks
 from lightning_nm.functional.mask_storage import BACKWARD_BIT, FORWARD_BIT
 from lightning_nm.functional.select import mask_, masked
 from lightning_nm.functional.statistics import gradient_energies
@@ -24,7 +25,7 @@ from lightning_nm.kernels.cpu import evolution
 from lightning_nm.nn.costs import Gemms, find_gemms
 from lightning_nm.nn.weight import Layout, PlainWeight, ShardedWeight, is_sharded
 from lightning_nm.pattern import NMPattern
-from lightning_nm.schedule import DENSE, FINAL, Schedule, Stages, stage_at, within
+from lightning_nm.schedule import DENSE, FINAL, Schedule, Stages, Steps, stage_at, within
 
 if TYPE_CHECKING:  # for the types only
     from lightning_nm.estimators.base import GradientEstimator
@@ -376,8 +377,8 @@ class LayerProgress:
     updated_at: int = 0  # the step at which the masks last moved
     # Training steps of all layers together: batches after which any optimizer had stepped.
     clock: int = 0
-    schedule: tuple[int, ...] = ()  # training steps at which the method begins or ends something
-    estimator_schedule: tuple[int, ...] = ()  # training steps between which the estimator works
+    schedule: Steps = ()  # training steps at which the method begins or ends something
+    estimator_schedule: Steps = ()  # training steps between which the estimator works
     stages: Stages = ()  # of the user's schedule; () without one
     stage: str = FINAL  # the present one
     # The pattern of the present stage; None for the layer's own. An attribute: compiled graphs read it.
@@ -435,7 +436,7 @@ class LayerProgress:
         self.updated_at = max(clock - 1, 0)
         self.dense_gradient = False
         self.enter_stage()
-        self.estimating = not self.estimator_schedule or within(self.estimator_schedule, clock)
+        self.estimating = within(self.estimator_schedule, clock)
 
     def load(self, saved: Mapping[str, Any], stages: Stages) -> None:
         """Set the counters and the plan of a saved state; the clock is the model's."""
@@ -724,6 +725,16 @@ class NMLayer(HasHandle):
                     self.parameters[name].copy_(parameter)
                 else:
                     self.parameters[name] = parameter
+
+
+def blocks_of(layer: NMLayer, tensor: Tensor) -> Tensor:
+    """A tensor of the weight's shape as ``[blocks, M]``."""
+    return as_blocks(layer.view.rows(tensor), layer.pattern.m)
+
+
+def from_blocks_of(layer: NMLayer, blocks: Tensor) -> Tensor:
+    """Undo :func:`blocks_of`."""
+    return layer.view.unrows(from_blocks(blocks, layer.view.rows(layer.weight).shape))
 
 
 def gemms_key(layer: NMLayer) -> tuple[Hashable, ...]:

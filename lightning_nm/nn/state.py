@@ -20,12 +20,15 @@ from lightning_nm.functional import pack_mask, unpack_mask
 from lightning_nm.nn.layer import LayerMasks, NMLayer, init_masks
 from lightning_nm.schedule import DENSE, FINAL, Stages
 
+State = dict[str, Any]
+"""What a checkpoint holds of something, by name: tensors, primitives, and lists and states of them."""
+
 _CHECKSUM_TOLERANCE = 1e-4
 """Of sums, relative: another device or precision may sum a little differently."""
 
 
 @torch.no_grad()
-def layer_state(layer: NMLayer) -> dict[str, Any]:
+def layer_state(layer: NMLayer) -> State:
     """The state of one layer, on the CPU; the keys are those of schema 1.
 
     ``latent`` is what :func:`dropped` keeps, or nothing if the method keeps no latent weights and has made a step.
@@ -71,7 +74,7 @@ def layer_state(layer: NMLayer) -> dict[str, Any]:
     }
 
 
-def _decisions(layer: NMLayer) -> dict[str, Any]:
+def _decisions(layer: NMLayer) -> State:
     """What was decided on a layer, by which another training is told apart."""
     spec = layer.spec
     estimator_settings = {}
@@ -173,7 +176,7 @@ def take_loaded(layer: NMLayer) -> None:
             init_masks(layer)
 
 
-def check_fits(layer: NMLayer, state: dict[str, Any]) -> Tensor | None:
+def check_fits(layer: NMLayer, state: State) -> Tensor | None:
     """Check that a saved state belongs to a layer's weight; nothing is changed.
 
     Returns:
@@ -194,7 +197,7 @@ def check_fits(layer: NMLayer, state: dict[str, Any]) -> Tensor | None:
 
 
 @torch.no_grad()
-def fits(layer: NMLayer, state: dict[str, Any], weight: Tensor | None = None) -> bool:
+def fits(layer: NMLayer, state: State, weight: Tensor | None = None) -> bool:
     """Whether a saved state belongs to W_F as the layer's module holds it; the layer is not changed.
 
     Args:
@@ -225,7 +228,7 @@ def fits(layer: NMLayer, state: dict[str, Any], weight: Tensor | None = None) ->
 
 
 @torch.no_grad()
-def restore_weights(layer: NMLayer, state: dict[str, Any]) -> None:
+def restore_weights(layer: NMLayer, state: State) -> None:
     """Give a layer whose module holds W_F the latent values and masks of a saved state that :func:`fits`."""
     saved = saved_layer(layer, state)
     with layer.full():
@@ -233,7 +236,7 @@ def restore_weights(layer: NMLayer, state: dict[str, Any]) -> None:
     layer.adopt(saved)
 
 
-def saved_layer(layer: NMLayer, state: dict[str, Any]) -> NMLayer:
+def saved_layer(layer: NMLayer, state: State) -> NMLayer:
     """The layer with the masks, buffers and parameters of a saved state, in tensors of their own."""
     device = layer.param.device
     masks = LayerMasks()
@@ -264,12 +267,12 @@ def _unpacked(layer: NMLayer, packed: Tensor | None) -> Tensor | None:
     return unpack_mask(packed.to(layer.param.device), tuple(layer.view.shape))
 
 
-def saved_stages(state: Mapping[str, Any]) -> Stages:
+def saved_stages(state: State) -> Stages:
     """The stages of the schedule that a layer's training began with."""
     return tuple((int(begin), str(name)) for begin, name in state["stages"])
 
 
-def differences(here: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+def differences(here: State, saved: State) -> dict[str, tuple[Any, Any]]:
     """What a flat state has saved, and what is here, by key: where both have it, and it is not equal.
 
     A checkpoint of another version may lack entries.
@@ -282,7 +285,7 @@ def differences(here: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, 
 
 
 def differences_of_layer(
-    layer: NMLayer, state: Mapping[str, Any], short_names: Mapping[str, str] | None = None
+    layer: NMLayer, state: State, short_names: Mapping[str, str] | None = None
 ) -> tuple[list[str], list[str]]:
     """How a layer differs from its saved state: what keeps the state from fitting, and settings that may be others.
 

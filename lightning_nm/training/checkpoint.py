@@ -26,6 +26,7 @@ from torch import Tensor
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.selection import Selection
 from lightning_nm.nn.state import (
+    State,
     check_fits,
     differences,
     differences_of_layer,
@@ -45,7 +46,7 @@ SCHEMA = 1
 # ---------------------------------------------------------------------------------------------------------------- read
 
 
-def check_schema(state: Mapping[str, Any]) -> None:
+def check_schema(state: State) -> None:
     """Raise a ``ValueError`` for a state of another schema, of a version before 0.3, or with SLoPe's adapters."""
     if state.get("schema") != SCHEMA:
         raise ValueError(
@@ -64,7 +65,7 @@ def check_schema(state: Mapping[str, Any]) -> None:
             )
 
 
-def rename_layers(state: dict[str, Any], names: Mapping[str, str]) -> None:
+def rename_layers(state: State, names: Mapping[str, str]) -> None:
     """Rename modules in a saved state, for a model whose modules have other names by now.
 
     Random numbers follow from the names of layers: a renamed layer with a gradient estimator, and one of
@@ -124,7 +125,7 @@ def _renamed(name: str, names: Mapping[str, str]) -> str:
 
 
 def check_scale(
-    state: Mapping[str, Any],
+    state: State,
     selection: Selection,
     scale: str | None,
     base_density: float,
@@ -156,9 +157,9 @@ def check_scale(
 
 
 def check_state(
-    state: Mapping[str, Any],
+    state: State,
     selection: Selection,
-    skips: Mapping[str, bool],
+    skips: dict[str, bool],
     planned_steps: int | None,
     short_names: Mapping[str, str],
 ) -> dict[str, Tensor]:
@@ -227,7 +228,7 @@ def check_state(
 
 
 def _changed_plans(
-    layer: NMLayer, state: Mapping[str, Any], planned_steps: int | None
+    layer: NMLayer, state: State, planned_steps: int | None
 ) -> Iterator[tuple[str, str]]:
     """Each saved schedule of a layer that would differ if training began now, and the new one, as texts."""
     method, estimator, pattern = layer.spec.method, layer.spec.estimator, layer.spec.pattern
@@ -261,9 +262,7 @@ def _changed_plans(
 
 
 @torch.no_grad()
-def apply_state(
-    state: Mapping[str, Any], selection: Selection, loaded_latent: Mapping[str, Tensor]
-) -> None:
+def apply_state(state: State, selection: Selection, loaded_latent: Mapping[str, Tensor]) -> None:
     """Set all layers to a state that fits them: weights, masks, counters, random numbers and costs.
 
     Args:

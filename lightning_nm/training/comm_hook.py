@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_nm.functional.evolution import as_blocks, from_blocks
-from lightning_nm.nn.layer import NMLayer
+from lightning_nm.nn.layer import NMLayer, blocks_of, from_blocks_of
 
 
 class CommHookState:
@@ -19,7 +18,6 @@ class CommHookState:
 
     Args:
         dtype: The dtype in which gradients are sent; their own by default.
-        group: The processes that train one model; all by default.
 
     Example::
 
@@ -29,11 +27,8 @@ class CommHookState:
         state.add(sparsifier.layers.values())
     """
 
-    def __init__(
-        self, dtype: torch.dtype | None = None, group: dist.ProcessGroup | None = None
-    ) -> None:
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
         self.dtype = dtype
-        self.group = group
         self.sent = 0
         """Bytes of gradients sent since :meth:`end_step`."""
         self.dense = 0
@@ -93,7 +88,7 @@ def kept_entries(layer: NMLayer) -> Tensor:
     pattern = layer.spec.method.current_pattern(layer)
     assert pattern is not None  # CommHookState.sparse() leaves such layers out
     m = pattern.m
-    blocks = as_blocks(layer.view.rows(kept), m)
+    blocks = blocks_of(layer, kept)
     # No two keys of a block are equal, so the order is the same in every process.
     place = torch.arange(2 * m, m, -1, dtype=torch.int16, device=blocks.device)
     chosen = torch.where(blocks, place, place - m).topk(pattern.n, dim=1, sorted=True).indices
@@ -122,7 +117,7 @@ def kept_entries_hook(
         grads = list(map(_as_stored, bucket.gradients(), parameters))
         message = torch.cat(list(map(_pack, grads, layers, entries)))
     # Divided before they are sent: half precision would overflow by the sum.
-    message = message.div_(dist.get_world_size(state.group))
+    message = message.div_(dist.get_world_size())
     message = message.to(state.dtype or message.dtype)
     state.sent += message.numel() * message.element_size()
     state.dense += sum(parameter.numel() for parameter in parameters) * buffer.element_size()
@@ -144,7 +139,7 @@ def kept_entries_hook(
                 grad.copy_(_unpack(part.to(grad.dtype), layer, positions))
         return buffer
 
-    return dist.all_reduce(message, group=state.group, async_op=True).get_future().then(unpack)
+    return dist.all_reduce(message, async_op=True).get_future().then(unpack)
 
 
 def _as_stored(grad: Tensor, parameter: Tensor) -> Tensor:
@@ -161,11 +156,10 @@ def _pack(grad: Tensor, layer: NMLayer | None, positions: Tensor | None) -> Tens
         return grad.reshape(-1)
     kept = layer.masks.forward_view
     assert kept is not None
-    m = layer.pattern.m
     positions = positions.long()
-    values = as_blocks(layer.view.rows(grad), m).gather(1, positions)
+    values = blocks_of(layer, grad).gather(1, positions)
     # Blocks that keep fewer than N entries are filled up with pruned ones, whose average is to be 0.
-    is_kept = as_blocks(layer.view.rows(kept), m).gather(1, positions)
+    is_kept = blocks_of(layer, kept).gather(1, positions)
     return torch.where(is_kept, values, 0).flatten()
 
 
@@ -173,4 +167,4 @@ def _unpack(values: Tensor, layer: NMLayer, positions: Tensor) -> Tensor:
     """The gradient, of the weight's shape, from the values at the positions of :func:`kept_entries`."""
     blocks = values.new_zeros(len(positions), layer.pattern.m)
     blocks.scatter_(1, positions.long(), values.view(positions.shape))
-    return layer.view.unrows(from_blocks(blocks, layer.view.rows(layer.param).shape))
+    return from_blocks_of(layer, blocks)

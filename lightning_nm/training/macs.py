@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from functools import partial
 from typing import Any
 
@@ -123,10 +123,7 @@ class MacsCounter(TorchDispatchMode):
 
     def hidden(self) -> set[nn.Module]:
         """Return counted modules that were not seen and are part of a compiled module of the model."""
-        return set(self._compiled()) & (self._handles.keys() - self._seen)
-
-    def _compiled(self) -> list[nn.Module]:
-        return [module for part in compiled_parts(self._model) for module in part.modules()]
+        return compiled_parts(self._model) & (self._handles.keys() - self._seen)
 
     def end_batch(self) -> None:
         """Stop counting after a batch; the counts of a model with hidden parts are dropped as incomplete."""
@@ -153,7 +150,7 @@ class MacsCounter(TorchDispatchMode):
         if self._open:  # an interruption left calls without their end
             self._open.clear()
             self.__exit__(None, None, None)
-        compiled = {id(module) for module in self._compiled()}
+        compiled = set(map(id, compiled_parts(self._model)))
         for module, handles in self._watched:
             for handle in handles if id(module) not in compiled else ():
                 handle.remove()
@@ -215,7 +212,7 @@ class MacsCounter(TorchDispatchMode):
             return output  # the module's hook counts its products
         if func._overloadpacket is torch.ops.aten.embedding:
             return output  # rows that tokens chose are activations
-        kinds = [self._kind(leaf) for leaf in _tensors((args, kwargs))]
+        kinds = [self._kind(leaf) for leaf in tensors_in((args, kwargs))]
         if not any(kinds):
             return output
         kind = "known" if "known" in kinds else next(filter(None, kinds))
@@ -225,7 +222,7 @@ class MacsCounter(TorchDispatchMode):
                 self._add(kind, cost)
         # What is made of weights alone is one of them, too, and so is W_F: it is made of a known weight and its mask.
         elif kind == "known" or all(kinds):
-            for made in _tensors(output):
+            for made in tensors_in(output):
                 self._made[made] = kind
         return output
 
@@ -244,6 +241,20 @@ class MacsCounter(TorchDispatchMode):
         return OTHERS if name is None else name + READ
 
 
+@contextmanager
+def evaluation(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode, without gradients; afterwards the mode of each module is as before."""
+    # Not `model.train(...)` afterwards: submodules may be in different modes.
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True
+
+
 def forward_macs(model: nn.Module, inputs: Any) -> dict[str, int]:
     """Run a model in evaluation mode, and return the multiply-adds of each weight's dense forward product by name.
 
@@ -251,22 +262,16 @@ def forward_macs(model: nn.Module, inputs: Any) -> dict[str, int]:
         model: The model, without masks; the mode of each module is restored.
         inputs: A tensor, a tuple of positional arguments or a dictionary of keyword arguments.
     """
-    # Not `model.train(...)` afterwards: submodules may be in different modes.
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        with torch.no_grad(), closing(MacsCounter(model)) as counter:
-            if isinstance(inputs, dict):
-                model(**inputs)
-            else:
-                model(*(inputs if isinstance(inputs, tuple) else (inputs,)))
-    finally:
-        for module in training:
-            module.training = True
+    with evaluation(model), closing(MacsCounter(model)) as counter:
+        if isinstance(inputs, dict):
+            model(**inputs)
+        else:
+            model(*(inputs if isinstance(inputs, tuple) else (inputs,)))
     return counter.macs
 
 
-def _tensors(tree: Any) -> list[Tensor]:
+def tensors_in(tree: Any) -> list[Tensor]:
+    """The tensors in nested containers."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 

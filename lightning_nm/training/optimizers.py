@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_nm.functional.evolution import as_blocks, from_blocks
-from lightning_nm.nn.layer import NMLayer
+from lightning_nm.nn.layer import NMLayer, blocks_of, from_blocks_of
 from lightning_nm.nn.weight import local_values
 
 
@@ -67,22 +66,21 @@ class RegisteredOptimizer:
             handle.remove()
 
 
-@torch.no_grad()
 def unpack_state(optimizer: Optimizer, layer: NMLayer) -> None:
     """Make an optimizer's state of kept entries alone dense: version 0.3 saved it so for packed weights."""
     mask = layer.forward_mask
     if mask is None or layer.view.is_sharded:
         return
-    rows = layer.view.rows(mask)
-    blocks_bm = as_blocks(rows, layer.pattern.m)
-    packed_shape = (len(rows), len(blocks_bm) // len(rows), layer.pattern.n)
+    blocks_bm = blocks_of(layer, mask)
+    out = len(layer.view.rows(mask))
+    packed_shape = (out, len(blocks_bm) // out, layer.pattern.n)
     state = optimizer.state.get(layer.param, {})
     for name, value in state.items():
         if isinstance(value, Tensor) and value.shape == packed_shape != layer.param.shape:
             # Of each block the kept entries follow one another in the order of their positions.
             dense_bm = value.new_zeros(blocks_bm.shape)
             dense_bm[blocks_bm] = value.flatten()
-            dense = layer.view.unrows(from_blocks(dense_bm, rows.shape))
+            dense = from_blocks_of(layer, dense_bm)
             state[name] = torch.empty_like(layer.param, dtype=value.dtype).copy_(dense)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from lightning_nm.functional.select import mask_
 from lightning_nm.nn.layer import NMLayer, end_masks, init_masks
 from lightning_nm.nn.selection import refuse_masked, refuse_nan
 from lightning_nm.nn.state import (
+    State,
     differences_of_layer,
     saved_layer,
     saved_stages,
@@ -45,7 +45,7 @@ def plan_stages(layer: NMLayer, planned_steps: int | None) -> Stages:
 
 def plan_schedules(
     layers: Sequence[NMLayer],
-    saved: Mapping[str, Mapping[str, Any]],
+    saved: Mapping[str, State],
     planned_steps: int | None,
     clock: int,
 ) -> None:
@@ -111,7 +111,7 @@ def _check_moving_masks(layer: NMLayer) -> None:
 
 def choose_masks(
     layers: Sequence[NMLayer],
-    saved: Mapping[str, dict[str, Any]],
+    saved: Mapping[str, State],
     planned_steps: int | None,
     clock: int,
     data_rank: int | None,
@@ -135,7 +135,6 @@ def choose_masks(
 # ----------------------------------------------------------------------------------- begin and end
 
 
-@torch.no_grad()
 def begin_stage(layer: NMLayer, optimizers: Iterable[Optimizer] = ()) -> None:
     """Begin the stage of this training step: choose masks of its pattern, or end the masks for a dense phase.
 
@@ -159,7 +158,6 @@ def begin_stage(layer: NMLayer, optimizers: Iterable[Optimizer] = ()) -> None:
     zero_pruned_state(layer, kept, optimizers)
 
 
-@torch.no_grad()
 def zero_pruned_state(layer: NMLayer, kept: Tensor, optimizers: Iterable[Optimizer]) -> None:
     """Zero the state that optimizers have for pruned entries: they have no values, and get no gradient.
 

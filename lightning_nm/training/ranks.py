@@ -54,7 +54,6 @@ def _fingerprint(layer: NMLayer) -> dict[str, Any]:
 _WORDS: WeakKeyDictionary[NMLayer, tuple[Hashable, Tensor]] = WeakKeyDictionary()
 
 
-@torch.no_grad()
 def checksum(layer: NMLayer) -> Tensor:
     """Return a checksum of the tensors that must be equal in all processes, int64 [3].
 
@@ -97,20 +96,18 @@ def _shifted(words: Tensor, bits: int) -> Tensor:
     return (words >> bits) & ((1 << (64 - bits)) - 1)
 
 
-@torch.no_grad()
-def compare_ranks(layers: Iterable[NMLayer], group: dist.ProcessGroup | None = None) -> None:
-    """Compare the masks of layers, and what decides on them, in all processes of a group; call it in all of them.
+def compare_ranks(layers: Iterable[NMLayer]) -> None:
+    """Compare the masks of layers, and what decides on them, in all processes; call it in all of them.
 
     This takes one all-reduce of two numbers, and nothing in a single process. Unchanged masks are not read again.
 
     Args:
         layers: The layers, as ``sparsifier.layers.values()``.
-        group: The processes; all by default.
 
     Raises:
         RuntimeError: In every process, if any two differ: naming the layers and what differs.
     """
-    if processes(group) == 1:
+    if processes() == 1:
         return
     layers = list(layers)
     device = layers[0].param.device if layers else torch.device("cpu")
@@ -119,7 +116,7 @@ def compare_ranks(layers: Iterable[NMLayer], group: dist.ProcessGroup | None = N
     total = mix(torch.cat([settings.to(device, non_blocking=True), *words])).sum()
     # ~x falls as x rises, so one maximum gives the largest and the smallest.
     extremes = torch.stack([total, ~total])
-    dist.all_reduce(extremes, dist.ReduceOp.MAX, group)
+    dist.all_reduce(extremes, dist.ReduceOp.MAX)
     largest, smallest = extremes.tolist()
     if largest == ~smallest:
         return
@@ -128,8 +125,8 @@ def compare_ranks(layers: Iterable[NMLayer], group: dist.ProcessGroup | None = N
     for layer in layers:
         tensors = zip(("masks", "permutation", "parameters"), checksum(layer).tolist(), strict=True)
         own[layer.name] = _fingerprint(layer) | dict(tensors)
-    everyone: list[Any] = [None] * processes(group)
-    dist.all_gather_object(everyone, own, group)
+    everyone: list[Any] = [None] * processes()
+    dist.all_gather_object(everyone, own)
     differences = _differences(everyone) or ["their layers come in another order"]
     raise RuntimeError(
         f"processes that train one model disagree: {some_of(differences)}. Masks follow the weights, the seed and the "
@@ -155,13 +152,13 @@ def _differences(everyone: Sequence[dict[str, dict[str, Any]]]) -> list[str]:
 
 
 @torch.no_grad()
-def reduce_gradients(layers: Iterable[NMLayer], group: dist.ProcessGroup | None = None) -> None:
+def reduce_gradients(layers: Iterable[NMLayer]) -> None:
     """Average the gradients of the parameters that methods own over all processes, in one collective per dtype.
 
     It may be called after each of several micro-batches, because averaging equal values changes nothing. A parameter
     without a gradient in any process gets none.
     """
-    world = processes(group)
+    world = processes()
     if world == 1:
         return
     owned = [p for layer in layers for p in layer.parameters.values() if p.requires_grad]
@@ -172,7 +169,7 @@ def reduce_gradients(layers: Iterable[NMLayer], group: dist.ProcessGroup | None 
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
         present = torch.tensor(flags, dtype=dtype).to(grads[0].device)
         message = torch.cat([*map(torch.flatten, grads), present]).div_(world)
-        dist.all_reduce(message, group=group)
+        dist.all_reduce(message)
         sizes = [p.numel() for p in parameters]
         *means, present_anywhere = message.split([*sizes, len(parameters)])
         for p, mean, is_present in zip(parameters, means, present_anywhere, strict=True):
@@ -182,8 +179,8 @@ def reduce_gradients(layers: Iterable[NMLayer], group: dist.ProcessGroup | None 
                 p.grad = mean.view_as(p).clone()
 
 
-def processes(group: dist.ProcessGroup | None = None) -> int:
-    """Return the number of processes of the group; 1 outside distributed training."""
+def processes() -> int:
+    """Return the number of processes; 1 outside distributed training."""
     if not dist.is_available() or not dist.is_initialized():
         return 1
-    return dist.get_world_size(group)
+    return dist.get_world_size()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, get_args
+from typing import get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_nm.functional import FlopsKind, GemmDensity, count_violations, train_flops_ratio
 from lightning_nm.functional.statistics import (
@@ -22,9 +22,6 @@ from lightning_nm.functional.statistics import (
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.weight import known_size
 
-if TYPE_CHECKING:  # for the types only: imports point one way
-    from lightning_nm.methods.base import Method
-
 
 def joint_statistics(layers: Sequence[NMLayer]) -> dict[str, float]:
     """The statistics of layers together: of masks and gradient estimates, and of each method, for the layers it has.
@@ -33,7 +30,7 @@ def joint_statistics(layers: Sequence[NMLayer]) -> dict[str, float]:
         ValueError: If a weight holds NaN, naming the layer.
     """
     found = {**_mask_statistics(layers), **_gradient_statistics(layers)}
-    layers_by_method: dict[type[Method], list[NMLayer]] = {}
+    layers_by_method: dict[type, list[NMLayer]] = {}
     for layer in layers:
         layers_by_method.setdefault(type(layer.spec.method), []).append(layer)
     for members in layers_by_method.values():
@@ -118,22 +115,20 @@ def mean_flip_rate(layers: Sequence[NMLayer]) -> float:
 
 
 def violations(layers: Iterable[NMLayer]) -> int:
-    """The number of blocks of forward weights that hold more than N nonzeros, also where there is no mask now.
-
-    Layers whose forward weight is never masked are left out.
-    """
-    count = 0
-    for layer in layers:
-        spec = layer.spec
-        if spec.method.sparse_forward and not spec.forward_reason:
-            rows = layer.view.rows(layer.forward_weight())
-            # Where the masks hold to no N:M now, they are compared with what they are to become.
-            pattern = spec.method.current_pattern(layer) or spec.pattern
-            count += int(count_violations(rows, pattern, dim=1))
-    return count
+    """The number of blocks of forward weights that hold more than N nonzeros, also where there is no mask now."""
+    return sum(violations_of(layer, layer.forward_weight()) for layer in layers)
 
 
-@torch.no_grad()
+def violations_of(layer: NMLayer, weight: Tensor) -> int:
+    """The same of other values of a layer's weight; 0 where the forward weight is never masked."""
+    spec = layer.spec
+    if not spec.method.sparse_forward or spec.forward_reason:
+        return 0
+    # Where the masks hold to no N:M now, they are compared with what they are to become.
+    pattern = spec.method.current_pattern(layer) or spec.pattern
+    return int(count_violations(layer.view.rows(weight), pattern, dim=1))
+
+
 def _sums(layer: NMLayer) -> list[float]:
     """What :func:`_mask_statistics` adds up over layers, read with one device synchronization."""
     with layer.full():

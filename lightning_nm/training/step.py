@@ -49,10 +49,10 @@ class TrainingStep:
     def __init__(
         self,
         model: nn.Module,
-        rates: ScaledLearningRates | None = None,
-        observe_every: int = 0,
-        on_direct_read: OnDirectRead = "error",
-        in_plain_loop: bool = True,
+        rates: ScaledLearningRates | None,
+        observe_every: int,
+        on_direct_read: OnDirectRead,
+        in_plain_loop: bool,
     ) -> None:
         self.layers: Sequence[NMLayer] = ()
         self.clock = 0  # training steps: batches at whose end any optimizer had stepped
@@ -122,7 +122,7 @@ class TrainingStep:
     # ---------------------------------------------------------------------------------------------- the order of a step
 
     @torch.no_grad()
-    def before_optimizer(self, optimizer: Optimizer, loss_scale: float = 1.0) -> None:
+    def before_optimizer(self, optimizer: Optimizer, loss_scale: float) -> None:
         """Shape the complete gradients, still multiplied by ``loss_scale``, of the optimizer's layers."""
         known = self._known(optimizer)
         if self.direct_reads.pending:

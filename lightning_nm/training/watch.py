@@ -31,7 +31,7 @@ class ForgottenCalls:
             missing, for an optimizer that the Trainer does not know.
     """
 
-    def __init__(self, in_plain_loop: bool = True) -> None:
+    def __init__(self, in_plain_loop: bool) -> None:
         self.in_plain_loop = in_plain_loop
         self._given: set[str] = set()
         self.unbaked = False  # whether an optimizer has stepped since the last bake()
@@ -107,7 +107,7 @@ class DirectReads:
         on_read: What to do.
     """
 
-    def __init__(self, model: nn.Module, on_read: OnDirectRead = "error") -> None:
+    def __init__(self, model: nn.Module, on_read: OnDirectRead) -> None:
         self.with_gradient: set[NMLayer] = set()
         """Layers of whose weight a backward pass of this process made a gradient."""
         self.pending = True
@@ -165,7 +165,7 @@ class DirectReads:
 
     def _report(self, layers: Sequence[NMLayer]) -> None:
         """Raise or warn, unless compiled code may have run the layers themselves."""
-        compiled = {module for part in compiled_parts(self._model) for module in part.modules()}
+        compiled = compiled_parts(self._model)
         names = [layer.name for layer in layers if layer.spec.module not in compiled]
         is_certain = not _compiled_graphs()
         if not is_certain and not any(layer.progress.trained_by_layer for layer in self._settled):
@@ -200,10 +200,11 @@ def _message(names: Sequence[str]) -> str:
     )
 
 
-def compiled_parts(model: nn.Module) -> list[nn.Module]:
-    """The modules that ``module.compile()`` or ``torch.compile(module)`` has compiled."""
-    return [
-        part
+def compiled_parts(model: nn.Module) -> set[nn.Module]:
+    """The modules that ``module.compile()`` or ``torch.compile(module)`` has compiled, and those within them."""
+    return {
+        module
         for part in model.modules()
         if part._compiled_call_impl is not None or "_orig_mod" in part._modules
-    ]
+        for module in part.modules()
+    }

@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 
 from lightning_nm.functional import (
     dequantise_weight,
-    int8_linear,
     quantise_tokens,
     quantise_weight,
 )
 from lightning_nm.functional.int8 import LEAST_SCALE, check_quantised
+from tests.support.cpu_int8 import int8_linear
 
 DTYPES = (torch.float32, torch.bfloat16)
 

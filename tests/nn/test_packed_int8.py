@@ -20,8 +20,6 @@ from lightning_nm import (
 from lightning_nm.export.packed_file import write_packed
 from lightning_nm.functional import (
     dequantise_weight,
-    int8_conv2d,
-    int8_linear,
     nm_prune,
     quantise_weight,
 )
@@ -32,6 +30,7 @@ from lightning_nm.kernels.cpu.kernels import Packed
 from lightning_nm.packed import kernel_choice
 from lightning_nm.packed.module import packed_weights
 from lightning_nm.packed.tensor import PackedTensor
+from tests.support.cpu_int8 import int8_conv2d, int8_linear
 from tests.support.cpu_products import LEVELS, REASON, at_level, needs_library
 from tests.support.experts import WIDTH, Experts, LinearExperts, TransposedExperts
 from tests.support.kinds import make

@@ -3,9 +3,10 @@
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from lightning_nm import NMPattern
-from lightning_nm.functional import int8_linear, quantise_weight
+from lightning_nm.functional import quantise_tokens, quantise_weight
 from lightning_nm.kernels.cpu import CpuInt8Kernel
 from lightning_nm.kernels.cpu.int8 import packed_int8
 from tests.support.cpu_products import at_level, pattern_mask
@@ -58,3 +59,41 @@ def compare_int8(case, levels):
         with at_level(level):
             found = CpuInt8Kernel().linear(packed, case.x, case.bias)
         assert torch.equal(found, expected), level
+
+
+def int8_linear(x, integers, scale, bias=None):
+    """``x W^T + bias`` with W in int8 and the tokens rounded to int8: what the CPU kernel computes, by torch alone.
+
+    ``sum(integers * x8) * (scale * scale_of_token) + bias``; the sum is exact.
+    """
+    x8, scale_of_token = quantise_tokens(x)
+    sums = x8.long() @ integers.long().t()  # [tokens, rows]
+    y = sums.float() * (scale * scale_of_token[:, None])
+    if bias is not None:
+        y = y + bias.float()
+    return y.to(x.dtype)
+
+
+def int8_conv2d(x, integers, scale, bias, stride, padding, dilation, groups):
+    """The convolution of x with W in int8, by torch alone: :func:`int8_linear` of what each output position reads."""
+    patches = conv_patches(x, integers.shape[2:], stride, padding, dilation, groups)
+    biases = [None] * groups if bias is None else bias.chunk(groups)
+    outputs = [
+        int8_linear(read.flatten(0, -2), of_group.flatten(1), scale_of_group, bias_of_group)
+        for read, of_group, scale_of_group, bias_of_group in zip(
+            patches, integers.chunk(groups), scale.chunk(groups), biases, strict=True
+        )
+    ]
+    y = torch.cat(outputs, 1).view(*patches.shape[1:-1], -1)  # [images, *positions, out]
+    return y.movedim(-1, 1).contiguous()
+
+
+def conv_patches(x, taps, stride, padding, dilation, groups):
+    """What each output position of a convolution reads, ``[groups, images, *positions, in / groups * taps]``."""
+    # F.pad counts dimensions from the last.
+    x = F.pad(x, [zeros for both in reversed(padding) for zeros in (both, both)])
+    for axis, (size, step, distance) in enumerate(zip(taps, stride, dilation, strict=True), 2):
+        x = x.unfold(axis, distance * (size - 1) + 1, step)[..., ::distance]
+    # [images, in, *positions, *taps] -> [groups, images, *positions, in / groups, *taps]
+    last = 2 + len(taps)
+    return x.unflatten(1, (groups, -1)).movedim((1, 2), (0, last)).flatten(last)

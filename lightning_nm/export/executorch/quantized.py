@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from lightning_nm.export.graphs import evaluation
 from lightning_nm.export.patterns import Found, pattern_of
+from lightning_nm.training.macs import evaluation
 
 # With weights that the quantizers leave in float.
 _ALWAYS_FLOAT = ("lstm", "gru", "rnn_tanh", "rnn_relu", "bilinear")

@@ -203,7 +203,7 @@ class CpuInt8Kernel(CpuKernel):
     weights and tokens is that of :mod:`lightning_nm.functional.int8`. For inference: training never takes it.
 
     A convolution is a product with patches of its padded input, one for each output position and group, and rounds each
-    patch to int8: :func:`lightning_nm.functional.int8_conv2d`.
+    patch to int8.
     """
 
     name = "cpu-int8"

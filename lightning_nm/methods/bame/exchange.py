@@ -27,19 +27,23 @@ from lightning_nm.functional.evolution import (
     look_ahead_scores,
     select_blocks,
 )
+from lightning_nm.functional.masks import wide_dtype
 from lightning_nm.functional.select import mask_, masked, merged
 from lightning_nm.kernels.cpu import evolution
 from lightning_nm.kernels.gpu import triton_use
+from lightning_nm.methods.base import SparseToSparse
 from lightning_nm.methods.optimizer_state import (
     SECOND_MOMENTS,
+    check_optimizer,
     clear_entries,
     entry_states,
     group_of,
     moment_correction,
     step_size,
 )
-from lightning_nm.nn.layer import NMLayer
+from lightning_nm.nn.layer import NMLayer, blocks_of
 from lightning_nm.nn.weight import gather, is_sharded, local_shard, local_values
+from lightning_nm.schedule import Phases
 
 DECAY = 0.999  # of the second moment
 LOG_DECAY = math.log(DECAY)
@@ -89,7 +93,7 @@ class Evidence:
     @classmethod
     def none(cls, weight: Tensor, places: Places = (None, None)) -> Evidence:
         """No gradient was gathered yet."""
-        dtype = torch.promote_types(weight.dtype, torch.float32)
+        dtype = wide_dtype(weight)
         zero = torch.zeros(weight.shape, dtype=dtype, device=weight.device)
         count = torch.zeros((), dtype=torch.float32, device=weight.device)
         return cls(zero, zero.clone(), count, places)
@@ -373,6 +377,24 @@ def exchange_of(
     return Exchange(blocks, pruned_at, regrown_at, held, loss_change)
 
 
+class ExchangingMethod(SparseToSparse):
+    """Exchanges kept entries for pruned ones after steps of the optimizer, until the last moment of its schedule."""
+
+    paper_counts_masked = True
+
+    def phases(self, layer: NMLayer) -> Phases:
+        """Masks move until ``stop``."""
+        return Phases(moves_until=layer.progress.schedule[-1])
+
+    def check_optimizer(self, layer: NMLayer, optimizer: Optimizer) -> None:
+        """Refuse an optimizer whose state cannot be matched to entries of the weight."""
+        check_optimizer(optimizer, layer.param, layer.name)
+
+    def lost_without_before_step(self, layer: NMLayer) -> str:
+        """An empty text: where a mask cannot move without that call, :meth:`after_step` raises an error."""
+        return ""
+
+
 def dense_gradient_was_used(layer: NMLayer, mask: Tensor) -> bool:
     """Whether an earlier call before the same step used this dense gradient: it left zeros at pruned entries.
 
@@ -394,7 +416,6 @@ def forgotten_call(layer: NMLayer, lost: str) -> RuntimeError:
     )
 
 
-@torch.no_grad()
 def find_exchange(
     layer: NMLayer, optimizer: Optimizer, mask: Tensor, evidence: Evidence | None, budget: int
 ) -> Exchange:
@@ -419,7 +440,7 @@ def find_exchange(
     for chunk in zip(*(tensor.split(rows_of_chunk) for tensor in rows), strict=True):
         keep, *values = (as_blocks(tensor, m) for tensor in chunk)
         # At least float32: half precision would make ties of scores that differ.
-        weight, *others = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in values)
+        weight, *others = (x.to(wide_dtype(x)) for x in values)
         if size is None:
             swaps = best_swaps(evidence_scores(weight, others[0], keep), keep)
         else:
@@ -443,7 +464,6 @@ def find_exchange(
     )
 
 
-@torch.no_grad()
 def make_exchange(
     layer: NMLayer,
     optimizer: Optimizer,
@@ -457,7 +477,6 @@ def make_exchange(
     steps: that is the mean square of the entry's gradients in the evidence; without evidence, the mean over the entries
     of the block that ``mask`` kept before the exchange.
     """
-    m = layer.pattern.m
     param = layer.param
     for key, kept_state in entry_states(optimizer, param, layer.name).items():
         state = gather(kept_state)
@@ -466,8 +485,8 @@ def make_exchange(
             scale = moment_correction(group_of(optimizer, param), optimizer.state[param])
             start = (evidence.mean_square()[exchange.regrown] * scale).to(state.dtype)
         elif key in SECOND_MOMENTS:
-            kept = as_blocks(layer.view.rows(mask), m)[exchange.blocks]  # [K, M]
-            state_of_blocks = as_blocks(layer.view.rows(state), m)[exchange.blocks]
+            kept = blocks_of(layer, mask)[exchange.blocks]  # [K, M]
+            state_of_blocks = blocks_of(layer, state)[exchange.blocks]
             start = torch.where(kept, state_of_blocks, 0).sum(1) / kept.sum(1)
         state[exchange.pruned] = 0
         state[exchange.regrown] = start

@@ -17,6 +17,7 @@ from lightning_nm.methods.bame.exchange import (
     COUNT,
     Evidence,
     Exchange,
+    ExchangingMethod,
     dense_gradient_was_used,
     drop_evidence,
     exchange_in_one_pass,
@@ -27,7 +28,7 @@ from lightning_nm.methods.bame.exchange import (
     unpack_evidence,
     write_evidence,
 )
-from lightning_nm.methods.base import SparseToSparse, largest_entries
+from lightning_nm.methods.base import largest_entries
 from lightning_nm.methods.bi_mask import BiMask
 from lightning_nm.methods.checks import (
     check_count,
@@ -36,9 +37,14 @@ from lightning_nm.methods.checks import (
     check_span,
     resolve_span,
 )
-from lightning_nm.methods.optimizer_state import check_optimizer, clear_entries, group_of
+from lightning_nm.methods.optimizer_state import clear_entries, group_of
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.schedule import Moment, Phases
+from lightning_nm.schedule import Moment
+
+Source = Literal["accumulated", "batch"]
+"""What speaks for an exchange, see :class:`BAME`."""
+DgradMask = Literal["masked", "bi-mask"]
+"""Whose mask the backward weight has, see :class:`BAME`."""
 
 _FEW = 1e-3
 """Exchanges a block. A phase with fewer of them has trained nearly a fixed mask."""
@@ -72,7 +78,7 @@ def _is_fresh(layer: NMLayer) -> bool:
     return COUNT not in layer.buffers and (layer.pending is None or layer.pending.fresh)
 
 
-class BAME(SparseToSparse):
+class BAME(ExchangingMethod):
     r"""Block-aware mask evolution (Yang et al., ICML 2025, OpenReview XAZKPGUcQm), a reconstruction.
 
     There are no latent weights: pruned entries are exactly zero in the parameter after every step, and but for the
@@ -125,7 +131,6 @@ class BAME(SparseToSparse):
     """
 
     short_name = "bame"
-    paper_counts_masked = True
     passes_read_buffers = False
     fixed = ("dgrad",)
     headline = "adapted_blocks"
@@ -137,15 +142,15 @@ class BAME(SparseToSparse):
         start: Moment = 0,
         stop: Moment = 0.66,
         every: int | None = None,
-        evidence: Literal["accumulated", "batch"] = "accumulated",
+        evidence: Source = "accumulated",
         gradient_every: int = 1,
         evidence_rate: float = 0.015,
         budget: float = 0.3,
-        dgrad: Literal["masked", "bi-mask"] = "masked",
+        dgrad: DgradMask = "masked",
     ) -> None:
         check_span(start, stop, "no adaptation could happen")
-        check_option("evidence", evidence, "accumulated", "batch")
-        check_option("dgrad", dgrad, "masked", "bi-mask")
+        check_option("evidence", evidence, Source)
+        check_option("dgrad", dgrad, DgradMask)
         if every is None:
             every = 1 if evidence == "accumulated" else 100
         check_count("every", every, 1)
@@ -192,16 +197,11 @@ class BAME(SparseToSparse):
                 stacklevel=2,
             )
 
-    def check_optimizer(self, layer: NMLayer, optimizer: Optimizer) -> None:
-        """Refuse an optimizer whose state cannot be matched to entries of the weight."""
-        check_optimizer(optimizer, layer.param, layer.name)
-
     def check_optimizer_state(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Bring evidence that version 0.3 saved into the form of this version."""
         if COUNT in layer.buffers:
             unpack_evidence(layer, optimizer)
 
-    @torch.no_grad()
     def init_masks(self, layer: NMLayer) -> None:
         """Keep the largest entries; nothing has oscillated yet."""
         layer.masks.set_permutation(None)
@@ -223,10 +223,6 @@ class BAME(SparseToSparse):
                 exchanges=torch.zeros((), dtype=torch.int64, device=device),
             )
         layer.set_masks(forward, self._select_backward(layer, forward, search=False))
-
-    def phases(self, layer: NMLayer) -> Phases:
-        """Masks move until ``stop``."""
-        return Phases(moves_until=layer.progress.schedule[1])
 
     def _select_backward(
         self, layer: NMLayer, forward: Tensor | None, *, search: bool
@@ -264,7 +260,6 @@ class BAME(SparseToSparse):
 
     # The optimizer steps.
 
-    @torch.no_grad()
     def before_step(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Use the dense gradient, then leave the optimizer the gradient of kept entries."""
         mask = layer.masks.forward_view
@@ -291,11 +286,6 @@ class BAME(SparseToSparse):
                 layer.zero_pruned(dense_grad)
         layer.pending = pending
 
-    def lost_without_before_step(self, layer: NMLayer) -> str:
-        """An empty text: where a mask cannot adapt without that call, :meth:`after_step` raises an error."""
-        return ""
-
-    @torch.no_grad()
     def after_step(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Keep pruned entries at zero, whatever the optimizer did; then make the exchange, and keep the evidence."""
         mask = layer.masks.forward_view
@@ -380,7 +370,6 @@ class BAME(SparseToSparse):
 
     # The batch ends.
 
-    @torch.no_grad()
     def update(self, layer: NMLayer) -> None:
         """Let the backward mask follow the weights; the forward mask moved right after the step."""
         if layer.pending is not None:
