@@ -9,7 +9,6 @@ import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -19,7 +18,6 @@ from peft.tuners.lora import layer as lora
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from peft.utils.hotswap import CONFIG_KEYS_TO_CHECK
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
 from lightning_nm.functional import count_violations
@@ -329,15 +327,46 @@ def masked_delta(x: Tensor, a: Tensor, b: Tensor, mask: Tensor, scaling: float) 
     if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
         x = x.to(torch.get_autocast_dtype(device))
     with torch.autocast(device, enabled=False):
-        made_again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
-        y: Tensor = made_again(_product, x, a, b, mask, scaling)
-        return y
+        x_ti = x.reshape(-1, x.shape[-1])
+        y_to = _MaskedDelta.apply(x_ti, a, b, mask, scaling)
+        return y_to.view(*x.shape[:-1], y_to.shape[-1])
 
 
-def _product(x: Tensor, a: Tensor, b: Tensor, mask: Tensor, scaling: float) -> Tensor:
-    # A and B keep their own dtype, often float32, until their product is made. The delta has no name of its own in that
-    # dtype: its memory is given back before the product with x.
-    return F.linear(x, masked((b @ a) * scaling, mask).to(x.dtype))
+def _delta(a_ri: Tensor, b_or: Tensor, mask_oi: Tensor, scaling: float) -> Tensor:
+    """Return the masked change of the base weight, ``[out, in]``."""
+    return masked((b_or @ a_ri) * scaling, mask_oi)
+
+
+class _MaskedDelta(torch.autograd.Function):
+    """The product with the delta, which is made twice instead of saved.
+
+    Letters name dimensions: t tokens, i inputs, o outputs, r rank.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_ti: Tensor, a_ri: Tensor, b_or: Tensor, mask_oi: Tensor, scaling: float
+    ) -> Tensor:
+        ctx.save_for_backward(x_ti, a_ri, b_or, mask_oi)
+        ctx.scaling = scaling
+        # A and B keep their own dtype, often float32, until their product is made. The delta has no name of its own
+        # in that dtype: its memory is given back before the product.
+        return F.linear(x_ti, _delta(a_ri, b_or, mask_oi, scaling).to(x_ti.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (dy_to,) = grads
+        x_ti, a_ri, b_or, mask_oi = ctx.saved_tensors
+        needs_x, needs_a, needs_b, *_ = ctx.needs_input_grad
+        dx_ti = da_ri = db_or = None
+        if needs_x:
+            dx_ti = dy_to @ _delta(a_ri, b_or, mask_oi, ctx.scaling).to(x_ti.dtype)
+        if needs_a or needs_b:
+            # The gradient of the unmasked product B A.
+            grad_oi = masked((dy_to.t() @ x_ti).to(a_ri.dtype), mask_oi) * ctx.scaling
+            da_ri = b_or.t() @ grad_oi
+            db_or = grad_oi @ a_ri.t()
+        return dx_ti, da_ri, db_or, None, None
 
 
 class _MaskedLora(nn.Module):
