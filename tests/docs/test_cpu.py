@@ -39,7 +39,7 @@ def test_switched_on(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(pl, "Trainer", QuietTrainer)
     x = torch.randn(4096, 64)
-    data = DataLoader(TensorDataset(x, x[:, :8].prod(1, keepdim=True)), batch_size=512)
+    data = DataLoader(TensorDataset(x, x[:, :8].prod(1, keepdim=True)), batch_size=64)
     names = execute(PAGE, model=Regressor(), data=data)
     trainer = names["trainer"]
     assert nmf.is_nm(trainer.lightning_module.net[2].weight, "1:16")
