@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from pkgutil import resolve_name
+from importlib import import_module
 from typing import Any, Literal, TypedDict
 
 from typing_extensions import Required
@@ -634,7 +634,9 @@ def _from_primitive(value: Any) -> Any:
     """The inverse of :func:`_as_primitive`; patterns stay text, which every setting takes."""
     if isinstance(value, Mapping):
         if "class_path" in value:
-            owner = resolve_name(value["class_path"])
+            # pkgutil.resolve_name would hide why a module of a package cannot be imported.
+            module, _, name = value["class_path"].rpartition(".")
+            owner = getattr(import_module(module), name)
             return owner(**value.get("init_args", {}))
         return {key: _from_primitive(entry) for key, entry in value.items()}
     if isinstance(value, list):

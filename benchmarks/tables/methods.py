@@ -135,21 +135,17 @@ NOTES = {
 
 
 def by_method() -> str:
-    """Every built-in method: its source, what is N:M under it, and the overhead of a step at 1:16, from the classes."""
-    over = read_json("step-overhead.json")["over the plain step"]
+    """Every built-in method: its source, and what is N:M under it, from the classes."""
     rows = []
     for name in get_args(MethodName):
         method = resolve_method(name)
         source = ", ".join([*_sources(method), *([NOTES[name]] if name in NOTES else [])])
-        step = _share(over.get(name), "not measured")
-        if f"{name}, adapting" in over:
-            step = f"{_share(over[f'{name}, adapting'])} while adapting, then {step}"
         latent = "yes" if method.latent else "no"
         if name == "dense":
             latent = "the weight itself"
-        rows.append([f"`{name}`", source, *products(method), latent, step])
+        rows.append([f"`{name}`", source, *products(method), latent])
     header = ["method", "source", "forward", "input gradient", "weight gradient"]
-    return table([*header, "dense weight behind the mask", "step without kernels"], rows)
+    return table([*header, "dense weight behind the mask"], rows)
 
 
 def products(method: Method) -> tuple[str, str, str]:
@@ -196,8 +192,8 @@ def costs() -> str:
     return table([*header, "bytes a weight, 2:4", "1:16"], rows)
 
 
-def _share(over: float | None, unknown: str = "-") -> str:
-    return unknown if over is None else f"{100 * over:+.0f} %"
+def _share(over: float | None) -> str:
+    return "-" if over is None else f"{100 * over:+.0f} %"
 
 
 def _best(found: list[Trained], task: Task) -> Trained | None:

@@ -423,7 +423,10 @@ def _dense(bitmask: Tensor, weights: Mapping[str, Tensor], name: str) -> Tensor:
     if kept != values.numel():
         raise ValueError(f"it keeps {kept} entries, and there are {values.numel()} values")
     dense = torch.zeros(shape, dtype=values.dtype)
-    dense[mask] = values
+    if values.itemsize == 1:  # torch assigns no single float8 value by a mask
+        dense.view(torch.int8)[mask] = values.view(torch.int8)
+    else:
+        dense[mask] = values
     return dense
 
 

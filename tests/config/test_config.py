@@ -206,6 +206,17 @@ def test_an_unknown_key_is_refused():
         SparsityConfig.from_dict({"patern": "2:4"})
 
 
+def test_a_class_whose_module_lacks_a_package_is_refused_with_that_package(tmp_path, monkeypatch):
+    package = tmp_path / "user_package_of_methods"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "own.py").write_text("import package_that_is_missing\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    method = {"class_path": "user_package_of_methods.own.Method"}
+    with pytest.raises(ModuleNotFoundError, match="package_that_is_missing"):
+        SparsityConfig.from_dict({"method": method})
+
+
 def test_two_sparsifiers_of_one_config_share_no_method_by_short_name():
     config = SparsityConfig(method="sr-ste")
     first, second = (NMSparsifier(nn.Linear(8, 8), config=config) for _ in range(2))

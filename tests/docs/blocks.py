@@ -19,13 +19,12 @@ def read(name):
 
 
 def benchmark_tables():
-    """The CSV file of each table that the page on benchmarks links to."""
-    named = re.findall(r"\]\(\.\./(benchmarks/results/tables/[\w-]+\.csv)\)", read("benchmarks.md"))
-    return [ROOT / name for name in named]
+    """The CSV file of each table of the benchmarks."""
+    return sorted((ROOT / "benchmarks" / "results" / "tables").glob("*.csv"))
 
 
 def benchmarks():
-    """The text of the page on benchmarks and of the tables that it links to."""
+    """The text of the page on benchmarks and of all tables."""
     return "\n".join(
         [read("benchmarks.md"), *(path.read_text(encoding="utf-8") for path in benchmark_tables())]
     )

@@ -5,7 +5,10 @@ import re
 
 import lightning.pytorch as pl
 import pytest
+import torch
 import yaml
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_nm import functional as nmf
 from lightning_nm.kernels.cpu import library
@@ -14,13 +17,30 @@ from tests.docs.blocks import QuietTrainer, benchmarks, blocks, execute, read
 PAGE = read("cpu.md")
 
 
+class Regressor(pl.LightningModule):
+    def __init__(self, width=512):
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1)
+        )
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return nn.functional.mse_loss(self.net(x), y)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), 1e-3)
+
+
 @pytest.mark.slow
 def test_switched_on(tmp_path, monkeypatch, capsys):
     """In the mode ``auto``, which measures for seconds: what it chooses depends on the machine."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(pl, "Trainer", QuietTrainer)
-    names = execute(PAGE)
+    x = torch.randn(4096, 64)
+    data = DataLoader(TensorDataset(x, x[:, :8].prod(1, keepdim=True)), batch_size=64)
+    names = execute(PAGE, model=Regressor(), data=data)
     trainer = names["trainer"]
     assert nmf.is_nm(trainer.lightning_module.net[2].weight, "1:16")
     assert "N:M kernels" in capsys.readouterr().out

@@ -49,6 +49,8 @@ def a_loop():
         names[name] = torch.optim.AdamW(trained.parameters(), 1e-2, weight_decay=0.1)
     names["batches"] = [(torch.randn(16, 32), torch.randint(0, 4, (16,))) for _ in range(6)]
     names["calibration"] = [x for x, _ in names["batches"]]
+    (code,) = blocks("python", section(PAGE, "The loop"))
+    exec(code, names)
     return names
 
 
@@ -291,7 +293,10 @@ def test_the_order_of_parameters(name):
     exec(theirs.partition("for x, y")[0], names)
     assert [tuple(parameter.shape) for parameter in names["model"].parameters()] != before
     assert [tuple(parameter.shape) for parameter in optimized] == before
-    exec(ours.partition("for x, y")[0], names)
+    before_training, found, _ = ours.partition("train(")
+    assert found
+    exec(before_training, names)
+    names["sparsifier"].register(names["other_optimizer"])
     assert [tuple(parameter.shape) for parameter in names["other"].parameters()] == before
 
 

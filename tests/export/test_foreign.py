@@ -79,6 +79,14 @@ def test_bitmasks_are_read(tmp_path, dtype, suffix, shape):
     assert result.count("dense") == 1
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_bitmask_of_a_single_value_is_read(tmp_path, dtype):
+    """torch takes another way for one value, which it lacks for float8."""
+    path = folder_of_bitmasks(tmp_path / "in", {"a.weight": torch.eye(1, 4).to(dtype)})
+    weights, _ = read_checkpoint(path)
+    assert weights["a.weight"].float().tolist() == [[1, 0, 0, 0]]
+
+
 def test_an_ordinary_folder_is_made(tmp_path, capsys):
     dense = {"a.weight": pruned(8, 16), "head.weight": torch.randn(4, 8)}
     path = folder_of_bitmasks(tmp_path / "in", dense)

@@ -80,7 +80,9 @@ def table():
         part, size = share(family, masked)
         others: dict[str, list[str]] = {}
         for name, reason in skipped.items():
-            others.setdefault(reason, []).append(name)
+            # That lookups are masked by their exact name is told once, below the table.
+            short, _, _ = reason.partition(": it is masked only if `include` has its exact name")
+            others.setdefault(short, []).append(name)
         dense = "; ".join(f"{_names(names)} ({reason})" for reason, names in others.items())
         lines.append(
             f"| {family} | {_names(masked)} | {dense} | {part:.1%} of {size / 1e6:,.0f} M |"
