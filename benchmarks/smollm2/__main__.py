@@ -6,8 +6,8 @@ trained model; where none is given, the dense one is pruned by magnitude, which 
 perplexity worth to be written.
 
 Each row is a process of its own, with the stated number of threads. They take turns: in each round every row answers a
-prompt of 64 tokens by 64 more, one of 512 tokens by one, and eight prompts of 64 tokens by 64. Figures are medians of the
-rounds. Where a model cannot be loaded or cannot answer, its row has the reason.
+prompt of 64 tokens by 64 more, one of 512 tokens by one, and eight prompts of 64 tokens by 64. Figures are medians of
+the rounds. Where a model cannot be loaded or cannot answer, its row has the reason.
 See :mod:`benchmarks.smollm2.engines` for the rows.
 """
 
@@ -24,8 +24,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +49,13 @@ class Row:
         reason: Why it measures no more; empty while it does.
         seconds: Of each measure, one for each round.
         losses: Of pieces of the text.
+        measured_s: What all rounds took.
     """
 
     def __init__(self, name: str, arguments: Sequence[str], environment: dict[str, str]) -> None:
         self.name = name
         command = [sys.executable, "-W", "ignore", "-m", "benchmarks.smollm2.worker", name]
-        self.log = tempfile.TemporaryFile("w+")
+        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115, closed by stop()
         self.process = subprocess.Popen(
             [*command, *arguments],
             stdin=subprocess.PIPE,
@@ -66,6 +67,7 @@ class Row:
         self.reason = ""
         self.seconds: dict[str, list[float]] = {}
         self.losses: list[float] = []
+        self.measured_s = 0.0
         start = time.perf_counter()
         loaded = self._reply() or {}
         self.loading_s = time.perf_counter() - start
@@ -101,16 +103,19 @@ class Row:
     def measure(self, ids: list[int], *, keep: bool) -> None:
         """One round; the first one, which compiles and measures kernels, is not kept."""
         short = ids[:SHORT]
-        stamps = self.ask(do="generate", ids=[short], new=NEW)
+        new = NEW if keep else 2
+        start = time.perf_counter()
+        stamps = self.ask(do="generate", ids=[short], new=new)
         self._keep("first 64", stamps and stamps[0], keep=keep)
-        self._keep("token", stamps and (stamps[-1] - stamps[0]) / (NEW - 1), keep=keep)
+        self._keep("token", stamps and (stamps[-1] - stamps[0]) / (new - 1), keep=keep)
         stamps = self.ask(do="generate", ids=[ids[:LONG]], new=1)
         self._keep("first 512", stamps and stamps[0], keep=keep)
-        if self.one_batch:
-            return
-        many = [ids[first : first + SHORT] for first in range(BATCH)]
-        stamps = self.ask(do="generate", ids=many, new=NEW if keep else 2)
-        self._keep("step of 8", stamps and (stamps[-1] - stamps[0]) / (len(stamps) - 1), keep=keep)
+        if not self.one_batch:
+            many = [ids[first : first + SHORT] for first in range(BATCH)]
+            stamps = self.ask(do="generate", ids=many, new=new)
+            self._keep("step of 8", stamps and (stamps[-1] - stamps[0]) / (new - 1), keep=keep)
+        if keep:
+            self.measured_s += time.perf_counter() - start
 
     def _keep(self, name: str, seconds: float | None, *, keep: bool) -> None:
         if keep and seconds is not None:
@@ -133,18 +138,12 @@ class Row:
     def stop(self) -> None:
         """End the process."""
         assert self.process.stdin is not None
-        with _ignored_pipe():
+        assert self.process.stdout is not None
+        with suppress(BrokenPipeError):  # it ended before it read the last request
             self.process.stdin.close()
         self.process.wait()
+        self.process.stdout.close()
         self.log.close()
-
-
-@contextmanager
-def _ignored_pipe() -> Iterator[None]:
-    try:
-        yield
-    except BrokenPipeError:
-        pass
 
 
 def packaged_model() -> Path:
@@ -206,6 +205,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--text-tokens", type=int, default=4096)
     parser.add_argument("--rows", nargs="+", default=["*"], help="globs over the names of rows")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--row-seconds", type=float, default=15, help="a row that took longer has no more rounds"
+    )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--folder", type=Path, help="keep the files there, and reuse them")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
@@ -249,12 +251,13 @@ def run(args: argparse.Namespace, folder: Path) -> None:
         rows.append(row)
     for number in range(args.rounds):
         for row in rows:
-            row.measure(ids, keep=True)
+            # A slow row is measured in fewer rounds, and at least in one.
+            if row.measured_s < args.row_seconds:
+                row.measure(ids, keep=True)
         _say(begin, f"round {number + 1} of {args.rounds}")
     pieces = [ids[first : first + LONG] for first in range(0, len(ids) - LONG + 1, LONG)]
     for row in rows if args.text else []:
-        # A compiled model computes what the eager one does.
-        if not row.name.endswith("compiled"):
+        if has_perplexity(row.name, given):
             losses = [row.ask(do="loss", ids=piece) for piece in pieces]
             row.losses = [] if row.reason else losses
     _say(begin, "done")
@@ -275,6 +278,19 @@ def run(args: argparse.Namespace, folder: Path) -> None:
     machine = {"cpu": cpu_name(), "cores": os.cpu_count(), "threads": args.threads, **versions()}
     written = {"settings": settings, "machine": machine, "rows": found}
     args.json.write_text(json.dumps(written, indent=1) + "\n")
+
+
+def has_perplexity(name: str, trained: Iterable[str]) -> bool:
+    """Whether the perplexity of a row is computed: a compiled model has that of the eager one, a pruned one none.
+
+    Example:
+        >>> names = "torch float32", "torch float32, compiled", "packed 1:4 int8", "packed 2:4 int8"
+        >>> [has_perplexity(name, ["1:4"]) for name in names]
+        [True, False, True, False]
+    """
+    if name.endswith("compiled"):
+        return False
+    return not name.startswith("packed") or name.split()[1] in trained
 
 
 def _say(begin: float, text: str) -> None:

@@ -9,7 +9,7 @@
                           blocks of 32 inputs, whose products are of int8 tokens; embeddings stay float32.
                           optimum-onnx, the other way to a cache, needs transformers below 4.58
 ``openvino ...``          an export of :mod:`benchmarks.smollm2.files`, made stateful; int8 weights by NNCF. The
-                          optimum-intel that installs beside transformers 5 is of 2023
+                          newest optimum-intel that installs beside transformers 5 is 1.15, too old for it
 ``llama.cpp ...``         llama-cpp-python's interface to the library; files by its own ``llama_model_quantize`` from
                           the dense model in float32
 ``packed ...``            ``load_packed`` under ``generate()``, in bfloat16
@@ -34,7 +34,7 @@ from benchmarks.smollm2 import files
 Ids = list[list[int]]
 
 KERNELS = "sparse"
-"""``load_packed``'s choice: ``"auto"`` would keep a dense matrix for good where a prompt of 512 tokens is faster dense."""
+"""``load_packed``'s choice: in ``"auto"`` a prompt for which dense is faster makes a layer dense for good."""
 
 CONTEXT = 1024
 """Tokens of the longest prompt and answer."""
@@ -182,7 +182,7 @@ class OnnxEngine(Engine):
         config["model"]["decoder"]["session_options"] |= {
             "intra_op_num_threads": self.settings.threads,
             # Waiting threads would slow the rows that take turns with this one.
-            "config_entries": {"session.intra_op.allow_spinning": "0"},
+            "session.intra_op.allow_spinning": "0",
         }
         file.write_text(json.dumps(config))
         return folder

@@ -28,7 +28,9 @@ def empty_model(folder: Path, dtype: torch.dtype) -> Any:
 
     config = transformers.AutoConfig.from_pretrained(folder)
     with init_empty_weights():
-        return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.tie_weights()  # accelerate gives a tied head a tensor of its own
+    return model
 
 
 def dense_folder(source: Path, folder: Path) -> Path:
@@ -194,7 +196,9 @@ def _stateful(model: Any) -> Any:
     names = ["ids", "lines", "kept", *(f"past {number}" for number in range(len(cache)))]
     for port, name in zip(graph.inputs, names, strict=True):
         port.get_tensor().set_names({name})
-        size = {"ids": [-1, -1], "lines": [-1], "kept": [-1]}.get(name, [-1, shape[1], -1, shape[3]])
+        size = {"ids": [-1, -1], "lines": [-1], "kept": [-1]}.get(
+            name, [-1, shape[1], -1, shape[3]]
+        )
         port.get_node().set_partial_shape(openvino.PartialShape(size))
     pairs = {}
     for number, port in enumerate(graph.outputs[1:]):
