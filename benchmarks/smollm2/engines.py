@@ -23,7 +23,7 @@ import math
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +33,7 @@ from benchmarks.smollm2 import files
 
 Ids = list[list[int]]
 
-KERNELS = "sparse"
+KERNELS: Literal["sparse"] = "sparse"
 """``load_packed``'s choice: in ``"auto"`` a prompt for which dense is faster makes a layer dense for good."""
 
 CONTEXT = 1024
@@ -347,34 +347,30 @@ class LlamaEngine(Engine):
 PATTERNS = ("2:4", "1:4", "1:8")
 
 
-def _torch(form: str, compiled: bool = False) -> Callable[[Settings], Engine]:
-    return lambda settings: by_torch(settings, form, compiled)
-
-
-def _packed(form: str, compiled: bool) -> Callable[[Settings], Engine]:
-    return lambda settings: by_packed(settings, form, compiled)
+def _row(make: Callable[..., Engine], *arguments: Any) -> Callable[[Settings], Engine]:
+    return lambda settings: make(settings, *arguments)
 
 
 def _rows() -> dict[str, Callable[[Settings], Engine]]:
     rows: dict[str, Callable[[Settings], Engine]] = {}
     for dtype in ("float32", "bfloat16"):
-        rows[f"torch {dtype}"] = _torch(dtype)
-        rows[f"torch {dtype}, compiled"] = _torch(dtype, True)
-    rows["torch.ao int8"] = _torch("torch.ao int8")
+        rows[f"torch {dtype}"] = _row(by_torch, dtype, False)
+        rows[f"torch {dtype}, compiled"] = _row(by_torch, dtype, True)
+    rows["torch.ao int8"] = _row(by_torch, "torch.ao int8", False)
     for form in ("torchao int8 weights", "torchao int8"):
-        rows[form] = _torch(form)
-        rows[f"{form}, compiled"] = _torch(form, True)
+        rows[form] = _row(by_torch, form, False)
+        rows[f"{form}, compiled"] = _row(by_torch, form, True)
     for form in ("float32", "int8", "int4"):
-        rows[f"onnxruntime {form}"] = lambda settings, form=form: OnnxEngine(settings, form)
+        rows[f"onnxruntime {form}"] = _row(OnnxEngine, form)
     for form in ("float32", "bfloat16", "int8"):
-        rows[f"openvino {form}"] = lambda settings, form=form: OpenVinoEngine(settings, form)
+        rows[f"openvino {form}"] = _row(OpenVinoEngine, form)
     for form in ("BF16", "Q8_0", "Q4_0"):
-        rows[f"llama.cpp {form}"] = lambda settings, form=form: LlamaEngine(settings, form)
+        rows[f"llama.cpp {form}"] = _row(LlamaEngine, form)
     for pattern in PATTERNS:
         for dtype in ("bf16", "int8"):
             name = f"packed {pattern} {dtype}"
-            rows[name] = _packed(f"{pattern} {dtype}", False)
-            rows[f"{name}, compiled"] = _packed(f"{pattern} {dtype}", True)
+            rows[name] = _row(by_packed, f"{pattern} {dtype}", False)
+            rows[f"{name}, compiled"] = _row(by_packed, f"{pattern} {dtype}", True)
     return rows
 
 
