@@ -13,6 +13,7 @@ from benchmarks.smollm2 import files, worker
 from benchmarks.smollm2.engines import ROWS, Engine, Settings
 
 transformers = pytest.importorskip("transformers")
+tokenizers = pytest.importorskip("tokenizers")
 
 IDS = torch.randint(3, 128, (600,), generator=torch.Generator().manual_seed(0)).tolist()
 
@@ -23,16 +24,20 @@ def dense(tmp_path_factory):
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=128,
-        hidden_size=64,
+        hidden_size=128,
         intermediate_size=128,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
         tie_word_embeddings=True,
         max_position_embeddings=1024,
         initializer_range=0.2,
     )
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    # A builder of graphs asks for one.
+    words = tokenizers.models.WordLevel({f"w{number}": number for number in range(128)}, "w0")
+    tokenizer = tokenizers.Tokenizer(words)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
     return folder
 
 
@@ -78,7 +83,7 @@ def test_the_exported_model_is_the_model(dense):
     model = files.read_model(dense, torch.float32)
     exported = files.WithCache(model)
     ids = torch.tensor(IDS[:24]).view(2, 12)
-    empty = [torch.zeros(2, 2, 0, 16)] * 4
+    empty = [torch.zeros(2, 1, 0, 64)] * 4
     lines = torch.arange(2)
     with torch.inference_mode():
         expected = model(ids).logits
