@@ -184,7 +184,7 @@ def test_runtimes_compute_the_model(settings, name, package, tolerance):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("form", ["float32", "int8"])
 def test_onnxruntime_answers(settings, form):
-    """What it computes is not compared: the builder's graph of this tiny model has other scores, of SmolLM2 the same."""
+    """What it computes is not compared: the builder's graph of this tiny model has other scores, SmolLM2's not."""
     pytest.importorskip("onnxruntime_genai")
     engine = ROWS[f"onnxruntime {form}"](settings)
     for batch in (1, 3):
