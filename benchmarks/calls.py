@@ -2,8 +2,8 @@
 
     PYTHONPATH=. python -m benchmarks.calls
 
-Counts Python calls into functions of ``lightning_nm`` (lambdas and generator expressions included). A change of file is
-a call into another file than the call before it.
+Counts Python calls into functions of ``lightning_nm`` (lambdas and generator expressions included; other comprehensions
+not, which are calls before Python 3.12 only). A change of file is a call into another file than the call before it.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from lightning_nm import BAME, NMSparsifier
 from lightning_nm.kernels import Router, routing
 
 PACKAGE = str(Path(lightning_nm.__file__).parent)
+COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>")
 
 
 class Trace(NamedTuple):
@@ -48,6 +49,8 @@ def trace(function: Callable[[], Any]) -> Trace:
         nonlocal depth, deepest
         path = frame.f_code.co_filename
         if not path.startswith(PACKAGE) or event not in ("call", "return"):
+            return
+        if frame.f_code.co_name in COMPREHENSIONS:
             return
         name = path.removeprefix(PACKAGE)
         if event == "call":

@@ -1,5 +1,7 @@
 """A language model of transformers that is fine-tuned on labels, on a teacher's outputs, or on both."""
 
+from typing import Any
+
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
@@ -126,7 +128,7 @@ class CausalLM(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-def _load(folder: str) -> torch.nn.Module:
+def _load(folder: str) -> Any:
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
