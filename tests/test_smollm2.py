@@ -65,6 +65,7 @@ def check(engine, expected, tolerance):
     assert engine.bytes > 10_000
 
 
+@pytest.mark.slow
 def test_torch_and_packed_models_answer(settings):
     expected = loss_of(settings.dense, IDS[:40])
     check(ROWS["torch float32"](settings), expected, 1e-4)
@@ -118,6 +119,7 @@ def test_a_worker_answers_by_lines_and_says_why_it_cannot(settings, monkeypatch)
     }
 
 
+@pytest.mark.slow
 def test_the_benchmark_measures_rows_in_turn_and_writes_them(dense, tmp_path, monkeypatch, capsys):
     """Each in a process; one whose package is missing has the reason."""
     monkeypatch.setattr(benchmark, "SHORT", 8)

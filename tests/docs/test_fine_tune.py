@@ -16,6 +16,7 @@ PATH, OWN = (
 )
 SHORTER = [  # what the page has, and what the test makes of it
     ("range(16)", "range(1)"),
+    ("GgufConfig(dequantize=True)\n", "GgufConfig(dequantize=True), num_hidden_layers=2\n"),
     ("batch_size=8", "batch_size=2, context=64"),
     (
         "fit -c configs/smollm2-2-4.yaml",
@@ -43,10 +44,10 @@ def test_from_a_known_model_to_tokens_out_of_a_packed_file(tmp_path, monkeypatch
         page = page.replace(long, short)
     before, after = page.split("\n## Fine-tune\n")
     execute(before)
-    assert re.search(r"^210 layers are 2:4, the largest ", capsys.readouterr().out, re.MULTILINE)
+    assert re.search(r"^14 layers are 2:4, the largest ", capsys.readouterr().out, re.MULTILINE)
     for block in blocks("", after):
         run_commands(block)
-    assert "210 weights, no block holds more than N of M" in capsys.readouterr().out
+    assert "14 weights, no block holds more than N of M" in capsys.readouterr().out
     execute(after)
     assert "Django is a web framework that" in capsys.readouterr().out
 

@@ -1,4 +1,4 @@
-"""Routed layers on a GPU: run with ``pytest -m gpu`` on one with sparse tensor cores. Nobody has yet.
+"""Routed layers on a GPU: run with ``pytest -m gpu`` on one with sparse tensor cores.
 
 Every test also runs on the CPU, in the ordinary suite, with cuSPARSELt's operators in software: that shows that the
 tests are right, and nothing of GPUs. What needs no device is in ``test_routing.py``.

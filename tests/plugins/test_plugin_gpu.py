@@ -1,4 +1,4 @@
-"""The plugins in a Trainer on a GPU: run with ``pytest -m gpu`` on one with sparse tensor cores. Nobody has yet.
+"""The plugins in a Trainer on a GPU: run with ``pytest -m gpu`` on one with sparse tensor cores.
 
 As ``tests/nn/test_routing_gpu.py``, every test also runs on the CPU with cuSPARSELt's operators in software.
 """
