@@ -11,7 +11,7 @@ from benchmarks.gpu.setting import Setting, SoftwareOperators
 from benchmarks.gpu.simulated import compress, expand
 from benchmarks.train import Watch
 from lightning_nm.functional import transposable_mask
-from lightning_nm.kernels.cpu import library
+from lightning_nm.kernels.cpu import kernels
 
 BF16 = torch.bfloat16
 
@@ -162,9 +162,8 @@ class Clock(Event):
 
 def test_a_layer_is_timed_by_events_and_its_memory_measured(cuda, monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", Clock)
-    monkeypatch.setattr(
-        library, "unavailable", lambda: "no library here"
-    )  # the kernels of this CPU would run
+    # The kernels of this CPU would run.
+    monkeypatch.setattr(kernels, "unavailable", lambda: "no library here")
     allocated = iter(range(0, 10**6, 1000))
     for name in ("memory_allocated", "max_memory_allocated"):
         monkeypatch.setattr(torch.cuda, name, lambda: next(allocated))
