@@ -1,5 +1,18 @@
 """Small real data sets and models for the README's commands and the notebooks. Nothing here depends on sparsity."""
 
-import lazy_loader
+from lightning_nm.demo.cnn import ResidualCNN
+from lightning_nm.demo.data import ResumableDataModule
+from lightning_nm.demo.exact_resume import ExactResume
+from lightning_nm.demo.gpt import GPT
+from lightning_nm.demo.help_topics import HelpTopics
+from lightning_nm.demo.images import Digits, FashionMNIST
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__all__ = [
+    "GPT",
+    "Digits",
+    "ExactResume",
+    "FashionMNIST",
+    "HelpTopics",
+    "ResidualCNN",
+    "ResumableDataModule",
+]

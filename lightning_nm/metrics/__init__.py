@@ -10,6 +10,21 @@ Masks are equal on all processes, and ratios do not change when each mask is cou
 :class:`MaskViolations`, a count, returns the largest count of the processes.
 """
 
-import lazy_loader
+from lightning_nm.metrics.history import MaskFlipRate, MaskOscillation
+from lightning_nm.metrics.statistics import (
+    GradientSNR,
+    KeptMagnitude,
+    MaskDensity,
+    MaskOverlap,
+    MaskViolations,
+)
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__all__ = [
+    "GradientSNR",
+    "KeptMagnitude",
+    "MaskDensity",
+    "MaskFlipRate",
+    "MaskOscillation",
+    "MaskOverlap",
+    "MaskViolations",
+]
