@@ -112,8 +112,8 @@ benchmarks: .venv/.dev
 	$(BIN)/python -m benchmarks.estimators
 	$(BIN)/python -m benchmarks.step_overhead
 
-## Measure SmolLM2 by other runtimes and packed, in .venv-rivals (3 GB; llama.cpp is compiled, in 15 minutes on 2 cores), on
-## an idle machine. OPTIONS="--text FILE --json FILE" also computes perplexities and writes the figures; OPTIONS=--help lists all.
+## Measure SmolLM2 by other runtimes and packed, in .venv-rivals (2 GB; llama.cpp is compiled, which takes minutes), on an
+## idle machine. OPTIONS="--text FILE --json FILE" also computes perplexities and writes the figures; OPTIONS=--help lists all.
 rivals: .venv-rivals/.dev
 	.venv-rivals/bin/python -m benchmarks.smollm2 $(OPTIONS)
 

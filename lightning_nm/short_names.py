@@ -30,6 +30,7 @@ MethodName = Literal[
 """The short names; each is the ``short_name`` of a class in this package."""
 
 
+# `Method` itself is among them, whose short name is that of no method.
 _CLASSES = [getattr(methods, name) for name in dir(methods)]
 _BY_NAME = {kind.short_name: kind for kind in _CLASSES}
 METHODS: dict[str, type[Method]] = {name: _BY_NAME[name] for name in get_args(MethodName)}

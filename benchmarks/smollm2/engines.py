@@ -83,7 +83,7 @@ class TorchEngine(Engine):
     def __init__(self, model: Any, size: int, compiled: bool) -> None:
         self.model, self.bytes, self.compiled = model.eval(), size, compiled
         if compiled:
-            self.one_batch = "each size of a batch is compiled anew: only one prompt was measured"
+            self.one_batch = "each batch size is compiled by itself: only one prompt was measured"
 
     def generate(self, ids: Ids, new: int) -> list[float]:
         """By ``generate()``; each token is stamped where it looks whether to stop."""

@@ -43,15 +43,12 @@ def dense_folder(source: Path, folder: Path) -> Path:
     with _once(made) as missing:
         if missing is not None:
             place, file = str(source.parent), source.name
-            read = transformers.AutoModelForCausalLM.from_pretrained(
-                place, gguf_file=file, dtype=torch.float32
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                place,
+                gguf_file=file,
+                dtype=torch.float32,
+                quantization_config=transformers.GgufConfig(dequantize=True),
             )
-            # transformers saves no model that it calls quantised, though its weights are not.
-            config = read.config
-            if hasattr(config, "quantization_config"):
-                del config.quantization_config
-            model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-            model.load_state_dict(read.state_dict())
             model.save_pretrained(missing)
             transformers.AutoTokenizer.from_pretrained(place, gguf_file=file).save_pretrained(
                 missing
@@ -135,7 +132,7 @@ class WithCache(nn.Module):
         before = past[0].shape[2]
         places = before + torch.arange(ids.shape[1])
         seen = torch.arange(before + ids.shape[1])[None] <= places[:, None]
-        mask = torch.where(seen, 0.0, float("-inf"))[None, None]
+        mask = torch.where(seen, 0.0, float("-inf")).to(hidden.dtype)[None, None]
         cos, sin = decoder.rotary_emb(hidden, places[None])
         groups = config.num_attention_heads // config.num_key_value_heads
         cache = []

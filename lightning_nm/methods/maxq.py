@@ -104,7 +104,7 @@ class MaxQ(SRSTE):
 
     def check(self, planned_steps: int | None) -> None:
         """Refuse a stop before the start, and warn of one that the training does not reach."""
-        resolve_span(self, planned_steps)
+        resolve_span(self, planned_steps)  # for its error
         warn_of_late_stop(self, planned_steps, "MaxQ's masks never become N:M")
 
     def current_pattern(self, layer: NMLayer) -> NMPattern | None:

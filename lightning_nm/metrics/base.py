@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_nm.functional.statistics import Ratio
+
+if TYPE_CHECKING:  # only plots need matplotlib
+    from matplotlib.axes import Axes
 
 Layers: TypeAlias = Tensor | Mapping[str, Tensor]
 """The tensor of one layer, or those of several layers by name."""
@@ -25,8 +28,13 @@ class NMMetric(Metric):
     plot_lower_bound = 0.0
     plot_upper_bound: float | None = 1.0
 
-    # Plots values in the order of time, ``compute()`` by default; returns the figure, None with ``ax``, and axes.
-    plot = Metric._plot
+    def plot(
+        self,
+        val: Tensor | Sequence[Tensor] | None = None,
+        ax: Axes | None = None,
+    ) -> tuple[Any, Any]:
+        """Plot values in the order of time, ``compute()`` by default; return the figure, None with ``ax``, and axes."""
+        return self._plot(val, ax)
 
 
 class RatioMetric(NMMetric):

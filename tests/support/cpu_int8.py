@@ -3,10 +3,10 @@
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from lightning_nm import NMPattern
 from lightning_nm.functional import quantise_tokens, quantise_weight
+from lightning_nm.functional.int8 import conv_patches
 from lightning_nm.kernels.cpu import CpuInt8Kernel
 from lightning_nm.kernels.cpu.int8 import packed_int8
 from tests.support.cpu_products import at_level, pattern_mask
@@ -76,7 +76,7 @@ def int8_linear(x, integers, scale, bias=None):
 
 def int8_conv2d(x, integers, scale, bias, stride, padding, dilation, groups):
     """The convolution of x with W in int8, by torch alone: :func:`int8_linear` of what each output position reads."""
-    patches = conv_patches(x, integers.shape[2:], stride, padding, dilation, groups)
+    patches = conv_patches(x, integers.shape[2:], stride, padding, dilation, groups).flatten(4)
     biases = [None] * groups if bias is None else bias.chunk(groups)
     outputs = [
         int8_linear(read.flatten(0, -2), of_group.flatten(1), scale_of_group, bias_of_group)
@@ -86,14 +86,3 @@ def int8_conv2d(x, integers, scale, bias, stride, padding, dilation, groups):
     ]
     y = torch.cat(outputs, 1).view(*patches.shape[1:-1], -1)  # [images, *positions, out]
     return y.movedim(-1, 1).contiguous()
-
-
-def conv_patches(x, taps, stride, padding, dilation, groups):
-    """What each output position of a convolution reads, ``[groups, images, *positions, in / groups * taps]``."""
-    # F.pad counts dimensions from the last.
-    x = F.pad(x, [zeros for both in reversed(padding) for zeros in (both, both)])
-    for axis, (size, step, distance) in enumerate(zip(taps, stride, dilation, strict=True), 2):
-        x = x.unfold(axis, distance * (size - 1) + 1, step)[..., ::distance]
-    # [images, in, *positions, *taps] -> [groups, images, *positions, in / groups, *taps]
-    last = 2 + len(taps)
-    return x.unflatten(1, (groups, -1)).movedim((1, 2), (0, last)).flatten(last)
