@@ -1,5 +1,6 @@
 """A language model of transformers that is fine-tuned on labels, on a teacher's outputs, or on both."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,8 +31,8 @@ class CausalLM(LightningModule):
         warmup: Fraction of the steps in which the learning rate rises, in [0, 1).
 
     Raises:
-        ValueError: If an argument is out of range, a teacher is missing or without effect, or has another vocabulary;
-            in `setup` if the data module's `vocabulary` is larger than the model's.
+        ValueError: If an argument is out of range, a folder is missing, or a teacher is missing, without effect or of
+            another vocabulary; in `setup` if the data module's `vocabulary` is larger than the model's.
     """
 
     def __init__(
@@ -141,4 +142,8 @@ class CausalLM(LightningModule):
 def _load(folder: str) -> Any:
     from transformers import AutoModelForCausalLM
 
+    if not Path(folder).is_dir():
+        raise ValueError(
+            f"there is no folder {folder!r} of a model; docs/fine-tune.md makes those of SmolLM2"
+        )
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

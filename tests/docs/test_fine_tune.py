@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 import pytest
 
 from lightning_nm import functional as nmf
+from lightning_nm.commands.study import runner, spec
 from lightning_nm.export import PackedFile
 from tests.docs.blocks import DOCS, ROOT, QuietTrainer, blocks, execute, read, run_commands
 
@@ -44,6 +45,7 @@ def test_from_a_known_model_to_tokens_out_of_a_packed_file(tmp_path, monkeypatch
     before, after = page.split("\n## Fine-tune\n")
     execute(before)
     assert re.search(r"^14 layers are 2:4, the largest ", capsys.readouterr().out, re.MULTILINE)
+    runner.check(spec.read(ROOT / "studies" / "smollm2-2-4.yaml"))
     for block in blocks("", after):
         run_commands(block)
     assert "14 weights, no block holds more than N of M" in capsys.readouterr().out

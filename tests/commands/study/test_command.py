@@ -324,6 +324,8 @@ STUDIES = Path(__file__).parents[3] / "studies"
 @pytest.mark.slow
 @pytest.mark.parametrize("path", sorted(STUDIES.glob("*.yaml")), ids=lambda path: path.stem)
 def test_shipped_studies_can_be_built(path):
+    if path.stem.startswith("smollm2"):
+        pytest.skip("tests/docs/test_fine_tune.py builds it, with the models that its page makes")
     runner.check(read(path))
 
 
