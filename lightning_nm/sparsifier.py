@@ -243,8 +243,8 @@ class NMSparsifier:
 
         Returns whether any optimizer had stepped; without a registered one it raises a RuntimeError.
         """
-        self._require_attached("step")
         if not self.training.optimizers:
+            self._require_attached("step")
             raise RuntimeError(
                 "no optimizer is registered: call sparsifier.register(optimizer) before training"
             )

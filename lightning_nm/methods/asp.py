@@ -84,7 +84,7 @@ class ASP(SparseToSparse):
             )
 
     def init_masks(self, layer: NMLayer) -> None:
-        """Choose the mask if training has begun to prune.
+        """Choose the mask if training has begun to prune; at ``start`` it is called again.
 
         The weight keeps its pruned entries until the next step ends: a fit that fails before changes no weight, and
         loaded weights may be those of the dense phase, whose saved state is loaded next.
@@ -94,15 +94,6 @@ class ASP(SparseToSparse):
             self._choose_mask(layer)
         else:
             layer.set_masks(None)
-
-    def update(self, layer: NMLayer) -> None:
-        """Prune when the clock reaches ``start``."""
-        if layer.masks.bits is not None:
-            return
-        if within(layer.progress.schedule, layer.progress.clock):
-            self._choose_mask(layer)
-            if layer.step:
-                layer.zero_pruned()
 
     def _choose_mask(self, layer: NMLayer) -> None:
         if layer.spec.forward_reason:

@@ -233,8 +233,10 @@ class Method:
         """Move the masks: at the end of a batch with a step of this layer, and at every step of the layer's schedule.
 
         ``layer.step`` counts the layer's optimizer steps, ``layer.progress.updated_at`` is the last update's, and
-        ``layer.progress.clock`` counts training steps, this one included.
+        ``layer.progress.clock`` counts training steps, this one included. A method that does not
+        override it is asked at the steps of the schedule alone, and chooses its masks by :meth:`init_masks` there.
         """
+        self.init_masks(layer)
 
     def finish(self, layer: NMLayer) -> None:
         """Do what was scheduled for the end of the training: the planned training has ended.
@@ -248,7 +250,8 @@ class Method:
         ``None`` while the masks hold to no N:M, as those that shrink entry by entry. Then no product counts as N:M, the
         share of kept entries is measured, and ``violations`` of the sparsifier goes by the layer's pattern.
         """
-        return layer.pattern
+        # As layer.pattern, which is asked for in every pass of every layer.
+        return layer.progress.pattern or layer.spec.pattern
 
     # --------------------------------------------------------------------------------------- weights
 

@@ -65,10 +65,10 @@ class SLoPe(ASP):
 
     def update(self, layer: NMLayer) -> None:
         """Prune when the clock reaches ``start``; select the backward mask again when it is time."""
-        was_pruned = layer.masks.bits is not None
-        super().update(layer)
         first = self.first_refresh or self.refresh_every
-        if was_pruned and layer.progress.crossed(self.refresh_every, first):
+        if layer.masks.bits is None:
+            self.init_masks(layer)
+        elif layer.progress.crossed(self.refresh_every, first):
             self._choose_backward(layer)
 
     def _choose_backward(self, layer: NMLayer) -> None:

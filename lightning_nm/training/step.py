@@ -219,42 +219,44 @@ class TrainingStep:
         if stepped:
             self.clock += 1
         for layer in self.layers:
-            self._end_batch(layer, stepped)
+            progress = layer.progress
+            progress.clock = self.clock
+            progress.shaped = False
+            has_stepped = progress.step > progress.updated_at
+            if stepped and not has_stepped:
+                # Another optimizer's turn, as in a GAN: the layer's products ran all the same.
+                layer.costs.count_step(layer)
+            # Phases begin and end for all layers together, whether or not they made a step.
+            begins_phase = stepped and self.clock in progress.schedule
+            # Most layers have no schedule of the user's, and so no stages.
+            begins_stage = stepped and bool(progress.stages) and progress.begins_stage
+            if has_stepped or begins_phase or begins_stage:
+                self._move_masks(layer, begins_phase, begins_stage)
+            if layer.is_random:
+                layer.draw_noise()
         if stepped:
             self.begin_window()
         return stepped
 
-    def _end_batch(self, layer: NMLayer, stepped: bool) -> None:
-        progress = layer.progress
-        progress.clock = self.clock
-        progress.shaped = False
-        has_stepped = progress.step > progress.updated_at
-        if stepped and not has_stepped:
-            # Another optimizer's turn, as in a GAN: the layer's products ran all the same.
-            layer.costs.count_step(layer)
-        # Phases begin and end for all layers together, whether or not they made a step.
-        begins_phase = stepped and self.clock in progress.schedule
-        # Most layers have no schedule of the user's, and so no stages.
-        begins_stage = stepped and bool(progress.stages) and progress.begins_stage
-        if has_stepped or begins_phase or begins_stage:
-            had_mask = layer.masks.has_forward
-            if "update" in self._hooks[layer]:
-                with layer.view.full():
-                    layer.spec.method.update(layer)
-            if not had_mask and layer.step:
-                self._zero_pruned_state(layer)
-            if begins_stage:
-                with layer.view.full():
-                    begin_stage(layer, self.optimizers)
-                if layer.parameters:
-                    # The first masks may bring parameters of the method.
-                    for known in self._registered.values():
-                        self._find_layers(known)
-            progress.updated_at = progress.step
-            # Weights that come back by a later load find no state of before these masks.
-            layer.replaced_state = None
-        if layer.is_random:
-            layer.draw_noise()
+    def _move_masks(self, layer: NMLayer, begins_phase: bool, begins_stage: bool) -> None:
+        method = layer.spec.method
+        had_mask = layer.masks.has_forward
+        if "update" in self._hooks[layer] or (begins_phase and not layer.progress.is_dense):
+            with layer.view.full():
+                method.update(layer)
+        if layer.step and not had_mask and not method.latent:
+            layer.zero_pruned()
+            self._zero_pruned_state(layer)
+        if begins_stage:
+            with layer.view.full():
+                begin_stage(layer, self.optimizers)
+            if layer.parameters:
+                # The first masks may bring parameters of the method.
+                for known in self._registered.values():
+                    self._find_layers(known)
+        layer.progress.updated_at = layer.progress.step
+        # Weights that come back by a later load find no state of before these masks.
+        layer.replaced_state = None
 
     def _zero_pruned_state(self, layer: NMLayer) -> None:
         """Leave optimizers nothing of the entries that are pruned from now on, where they have no latent values."""

@@ -60,32 +60,23 @@ def _run(name: str, bits: Tensor, *, written: Sequence[Tensor | None], **fields:
         fields: Other fields of the description by their names, those of a :class:`BlockGrid` for passes that look at
             blocks; a tensor stands for its address, ``None`` for NULL.
     """
-    description = {
-        "parallel": library.parallel() or library.ffi.NULL,
-        "threads": library.threads(),
-        "entries": bits.numel(),
-        "bits": bits.data_ptr(),
-    }
+    job = library.structure("nm_evolution *")
+    job.entries = bits.numel()
+    job.bits = bits.data_ptr()
     typed = fields.get("weight", fields.get("grad"))
     if typed is not None:
-        description["dtype"] = DTYPES[typed.dtype]
+        job.dtype = DTYPES[typed.dtype]
     for field, value in fields.items():
         if value is not None:  # else NULL
             # isinstance() takes ten times as long for a number.
-            description[field] = value.data_ptr() if hasattr(value, "data_ptr") else value
-    job = library.ffi.new("nm_evolution *", description)
+            setattr(job, field, value.data_ptr() if hasattr(value, "data_ptr") else value)
     lib = library.load()
     if lib.nm_evolution_pass(library.level(), getattr(lib, f"NM_{name}"), job):
         raise MemoryError("there is no memory for a pass over a weight")
-    count_writes(*written)
-    return job
-
-
-def count_writes(*tensors: Tensor | None) -> None:
-    """Let torch count a write to each of these tensors."""
-    for tensor in tensors:
+    for tensor in written:
         if tensor is not None:
             increment_version(tensor)
+    return job
 
 
 def mask_(x: Tensor, bits: Tensor) -> bool:

@@ -20,7 +20,6 @@ from lightning_nm.kernels.cpu.library import (
     DTYPES,
     EMPTY,
     PANEL,
-    address,
     call,
     ffi,
     multiplies_pairs,
@@ -157,8 +156,8 @@ class PermuteLayout:
 
     def operand(self, values: Tensor | None = None) -> Any:
         """Return the matrix as the library takes it; the tensors must outlive the call."""
-        fields = self.inputs.data_ptr(), address(values), self.slots, self.paired
-        return ffi.new("nm_permute *", fields)
+        start = 0 if values is None else values.data_ptr()
+        return ffi.new("nm_permute *", (self.inputs.data_ptr(), start, self.slots, self.paired))
 
 
 @dataclass(frozen=True, eq=False)
@@ -239,8 +238,8 @@ class CsrLayout:
 
     def operand(self, values: Tensor | None = None) -> Any:
         """Return the matrix as the library takes it; the tensors must outlive the call."""
-        fields = self.start.data_ptr(), self.offset.data_ptr(), address(values)
-        return ffi.new("nm_csr *", fields)
+        start = 0 if values is None else values.data_ptr()
+        return ffi.new("nm_csr *", (self.start.data_ptr(), self.offset.data_ptr(), start))
 
 
 def dense_matrix(tensors: Sequence[Tensor], rows: int, depth: int, dtype: torch.dtype) -> Tensor:
@@ -334,9 +333,13 @@ def _mask(matrix: MaskedMatrix, shape: tuple[int, int] | None = None) -> tuple[A
     if rows == 1:  # its stride may be anything
         row_stride = 1
     bit = matrix.bit.bit_length() - 1  # its number
-    of_mask = bits.data_ptr(), bit, rows, depth, row_stride, depth_stride, address(order)
-    of_weight = weight.data_ptr(), DTYPES[weight.dtype], matrix.dtype == torch.bfloat16
-    return structure("nm_mask *", *of_mask, *of_weight), weight, bits
+    mask = structure(
+        "nm_mask *",
+        *(bits.data_ptr(), bit, rows, depth, row_stride, depth_stride),
+        0 if order is None else order.data_ptr(),
+        *(weight.data_ptr(), DTYPES[weight.dtype], matrix.dtype == torch.bfloat16),
+    )
+    return mask, weight, bits
 
 
 # ------------------------------------------------------------------------------------------------------ the kernels

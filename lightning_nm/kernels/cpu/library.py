@@ -160,11 +160,6 @@ def parallel() -> Any:
     return None
 
 
-def threads() -> int:
-    """Threads that a call uses at most: torch's, or one where :func:`parallel` is ``None``."""
-    return torch.get_num_threads() if parallel() is not None else 1
-
-
 def unavailable() -> str:
     """Return why there are no kernels on this machine; empty if there are."""
     try:
@@ -199,11 +194,6 @@ def _cpu_info(key: str) -> str:
     return ""
 
 
-def address(tensor: Tensor | None) -> int:
-    """Where a tensor's values are; 0, which is NULL, for ``None``."""
-    return 0 if tensor is None else tensor.data_ptr()
-
-
 def call(function: str, *arguments: Any) -> Any:
     """Call a function of csrc/nm.h; a plain tensor stands for its address."""
     found = []
@@ -215,7 +205,7 @@ def call(function: str, *arguments: Any) -> Any:
 
 def structure(kind: str, *fields: Any) -> Any:
     """Return a structure of csrc/nm.h that runs on torch's threads, with the fields after those; the rest is zero."""
-    loop = parallel()
+    loop = parallel()  # without it in one thread
     number = 1 if loop is None else torch.get_num_threads()
     return ffi.new(kind, (loop or ffi.NULL, number, *fields))
 

@@ -20,9 +20,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from lightning_nm.functional.evolution import BlockGrid, count_oscillations, select_blocks
-from lightning_nm.kernels.cpu.evolution import count_writes
 
 TILE = 1024
 """Entries of a program."""
@@ -65,7 +65,8 @@ def gather_evidence(
         take=1 - decay,
         epsilon=epsilon,
     )
-    count_writes(grad)
+    if grad is not None:
+        increment_version(grad)
     return new
 
 
@@ -91,7 +92,8 @@ def keep_evidence(
         whole_value=whole_value,
         whole_square=whole_square,
     )
-    count_writes(kept_value, kept_square)
+    increment_version(kept_value)
+    increment_version(kept_square)
 
 
 @torch.no_grad()
@@ -117,7 +119,7 @@ def best(
     width = triton.next_power_of_2(grid.m)
     tensors = bits, weight, value, gain, pruned, regrown
     _launch(_best, blocks, *tensors, tile=TILE // width, width=width, **vars(grid))
-    count_writes(weight)
+    increment_version(weight)
     return pruned, regrown, gain
 
 
@@ -149,7 +151,9 @@ def exchange(
     tensors = bits, weight, grad, value, square, tuple(states), correction
     _launch(_exchange, len(chosen), *places, *tensors, moment, are_squares=tuple(are_squares))
     count_oscillations(oscillation, exchanged, chosen, *places)
-    count_writes(bits, weight, grad, value, *states)
+    for tensor in (bits, weight, grad, value, *states):
+        if tensor is not None:
+            increment_version(tensor)
     return len(chosen), held
 
 
