@@ -60,12 +60,11 @@ def _run(name: str, bits: Tensor, *, written: Sequence[Tensor | None], **fields:
         fields: Other fields of the description by their names, those of a :class:`BlockGrid` for passes that look at
             blocks; a tensor stands for its address, ``None`` for NULL.
     """
-    job = library.structure("nm_evolution *")
-    job.entries = bits.numel()
-    job.bits = bits.data_ptr()
+    fields |= {"bits": bits, "entries": bits.numel()}
     typed = fields.get("weight", fields.get("grad"))
     if typed is not None:
-        job.dtype = DTYPES[typed.dtype]
+        fields["dtype"] = DTYPES[typed.dtype]
+    job = library.structure("nm_evolution *")
     for field, value in fields.items():
         if value is not None:  # else NULL
             # isinstance() takes ten times as long for a number.
