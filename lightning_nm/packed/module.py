@@ -284,7 +284,7 @@ class PackedWeight(nn.Module, HasHandle):
         """Whether a product of `x` is one of those that kernels make."""
         if _exporting() or (type(x) not in _PLAIN and not torch.compiler.is_compiling()):
             return False
-        if x.device.type != "cpu" or x.dtype != self.dtype or torch.is_autocast_enabled("cpu"):
+        if not x.is_cpu or x.dtype != self.dtype or torch.is_autocast_enabled("cpu"):
             return False
         # Kernels have no backward pass.
         differentiable = x.requires_grad or (bias is not None and bias.requires_grad)
@@ -333,7 +333,7 @@ class PackedWeight(nn.Module, HasHandle):
         part = None if operand is None else operand.part(rows)
         if part is None or not x.numel():
             return dense()
-        tokens = len(x) * (1 if conv is None else math.prod(conv.positions))
+        tokens = x.shape[0] if conv is None else len(x) * math.prod(conv.positions)
         key, takes = self._takes(part, tokens, None if conv is None else conv.planar)
         if not takes:
             return dense()

@@ -138,7 +138,8 @@ def test_tokens_that_are_zero_or_tiny_give_the_bias(level):
 )
 def test_a_layout_gives_its_matrix_back(rows, blocks, pattern, seed):
     made = int8_case(rows, blocks, 1, pattern, torch.float32, bias=False, seed=seed)
-    layout, values = packed_int8(made.weight, made.pattern)
+    packed = packed_int8(made.weight, made.pattern)
+    layout, values = packed.layout, packed.values
     integers, scale = quantise_weight(made.weight)
     found = int8_matrix(values, layout.positions, rows, made.weight.shape[1], made.pattern)
     assert torch.equal(found, integers)
@@ -153,7 +154,7 @@ def test_a_layout_gives_its_matrix_back(rows, blocks, pattern, seed):
 )
 def test_bytes_of_a_layout_for_each_byte_of_bfloat16(pattern, most):
     made = int8_case(64, 256 // int(pattern[2:]), 1, pattern, torch.bfloat16, bias=False, seed=0)
-    layout, _ = packed_int8(made.weight, made.pattern)
+    layout = packed_int8(made.weight, made.pattern).layout
     # A scale and an offset for each row besides.
     assert layout.nbytes == most * 2 * 64 * 256 + 64 * 8
 
