@@ -76,7 +76,8 @@ def pack(
             (:func:`lightning_nm.functional.quantise_tokens`), convolutions the inputs of each output position: sums are
             exact, and multiplied by both scales. By default weights keep their values.
         int8_embeddings: With `dtype`, globs over module names and keys of ``nn.Embedding`` that are rounded to int8,
-            too, with a scale for each row; rows are dequantised when they are looked up. They need not be N:M.
+            too, with a scale for each row; rows are dequantised when they are looked up. They need not be N:M. A linear
+            head that shares the weight multiplies by the same int8 rows, with tokens that are rounded to 16 bits.
         exclude: Globs over module names and keys that stay dense.
         kernels: ``"auto"``: as fast as the dense model or faster, as measured. A layer keeps its kernel's layout while
             the kernel is no slower than the dense product, and holds the dense weight from the first product on for
@@ -95,7 +96,7 @@ def pack(
     Raises:
         ValueError: If no weight is N:M: the message lists why. The model is then unchanged. Also if masks are
             installed, an argument is unknown, `dtype` is ``"int8"`` and a weight has no int8 form, or a glob of
-            `int8_embeddings` matches no embedding whose weight is its own.
+            `int8_embeddings` matches no embedding whose weight is its own, or that of linear heads, too.
 
     Example::
 
@@ -118,13 +119,13 @@ def pack(
     if wanted and dtype != "int8":
         raise ValueError("`int8_embeddings` needs dtype='int8'")
     possible = embeddings_of(model)
-    embeddings: dict[str, Place] = {}
+    embeddings: dict[str, list[Place]] = {}
     for glob in wanted:
-        matched = {key: place for key, place in possible.items() if matches(key, glob)}
+        matched = {key: places for key, places in possible.items() if matches(key, glob)}
         if not matched:
             raise ValueError(
-                f"`int8_embeddings` '{glob}' matches no nn.Embedding whose weight is its own: there are "
-                f"{', '.join(map(repr, possible)) or 'none'}"
+                f"`int8_embeddings` '{glob}' matches no nn.Embedding whose weight is its own, or that of linear heads, "
+                f"too: there are {', '.join(map(repr, possible)) or 'none'}"
             )
         embeddings |= matched
     found: dict[str, tuple[Place, Found]] = {}
@@ -147,7 +148,8 @@ def pack(
         else:
             found[key] = place, each
     refuse_empty(found, reasons, f"{type(model).__name__} has no weight to pack")
-    found = {key: (place, Found(EVERY_ENTRY)) for key, place in embeddings.items()} | found
+    rounded = {key: (each[0], Found(EVERY_ENTRY)) for key, each in embeddings.items()}
+    found = rounded | found
     for key, (place, each) in found.items():
         fault = int8_fault(place.weight) if dtype else ""
         if fault:
@@ -161,7 +163,7 @@ def pack(
         assert own is not None
         experts = place.axes.has_experts
         tensor = PackedTensor.of(place.weight, own, layout, int8=dtype == "int8", experts=experts)
-        put(place, tensor, key, choice)
+        put(embeddings.get(key, [place]), tensor, key, choice)
     return for_inference(model)
 
 
@@ -357,14 +359,13 @@ def load_packed(
     _refuse_other_model(model, file, names, owners, path)
     found_places, _ = places_of(model)  # refuses a masked model
     embeddings = embeddings_of(model)
-    _refuse_other_tensors(file, names, owners, {**embeddings, **found_places})
+    first_places = {key: places[0] for key, places in embeddings.items()}
+    _refuse_other_tensors(file, names, owners, {**first_places, **found_places})
     if file.checksums is None:
         warnings.warn(no_checksums(path), stacklevel=2)
     # N:M embeddings, and dense matrices of other layers, are unpacked.
-    places, rows = (
-        {id(place.weight): (name, place) for name, place in found.items()}
-        for found in (found_places, embeddings)
-    )
+    places = {id(place.weight): (name, [place]) for name, place in found_places.items()}
+    rows = {id(each[0].weight): (name, each) for name, each in embeddings.items()}
     waiting = list(dict.fromkeys(owners.values()))
     owners.clear()  # `waiting` alone holds the dense weights, each until it is replaced
     nonfinite = []
@@ -382,9 +383,9 @@ def load_packed(
             nonfinite.append(f"'{key}' ({count})")
         device = torch.device("cpu") if tensor.is_meta else tensor.device
         if isinstance(found, PackedTensor) and fitting is not None:
-            name, place = fitting
+            name, where = fitting
             del owner, tensor
-            put(place, found.to(device), name, choice)
+            put(where, found.to(device), name, choice)
             continue
         dense = found.unpack() if isinstance(found, PackedTensor) else found
         if not tensor.is_meta:

@@ -27,8 +27,9 @@ from lightning_nm.kernels.api import (
     lookup,
     multiply,
 )
-from lightning_nm.kernels.cpu.int8 import int8_matrix
+from lightning_nm.kernels.cpu.int8 import MOST_DEPTH, int8_matrix, rows_linear
 from lightning_nm.kernels.cpu.kernels import dense_matrix
+from lightning_nm.kernels.cpu.library import is_plain, unavailable
 from lightning_nm.nn.adapters import (
     Adapter,
     NMConv1d,
@@ -63,6 +64,9 @@ from lightning_nm.packed.tensor import EVERY_ENTRY, SAME_BLOCKS, PackedKind, Pac
 
 _MOST_SIZES = 1 << 12
 """Sizes of products whose choice is remembered."""
+
+_MOST_ROW_TOKENS = 256
+"""Tokens up to which a product with an embedding in int8 is faster than to dequantise the embedding for it."""
 
 _IN_LAYOUT = ("kernel_values", "kernel_index", "kernel_offset")
 
@@ -134,7 +138,7 @@ class PackedWeight(nn.Module, HasHandle):
         kernels = self.choice.kernels
         if self.values is None or self.device.type == "meta" or kernels == "reference":
             return
-        if self.pattern == EVERY_ENTRY:  # of an embedding, whose rows are looked up
+        if self.pattern == EVERY_ENTRY:  # of an embedding, whose rows are looked up as they are
             return
         # Where blocks lie along the depth of the product.
         along = (Layout.FLAT,) if self.convolves else (Layout.PLAIN, Layout.FLAT)
@@ -211,6 +215,12 @@ class PackedWeight(nn.Module, HasHandle):
         chosen = slice(None) if rows is None else slice(*rows)
         if bias is not None:
             bias = bias[chosen]
+        if self._multiplies_rows(x, bias):
+            assert self.values is not None
+            assert self.scales is not None
+            values, x_ti = self.values.squeeze(-1), plain(x.reshape(-1, x.shape[-1]))
+            bias = None if bias is None else plain(bias)
+            return rows_linear(values, self.scales, x_ti, bias).view(*x.shape[:-1], -1)
         operand = self._operand_for(x, bias)
         if operand is None or x.dim() == 0 or x.shape[-1] != operand.layout.depth:
             # torch's own error tells of an input of another size.
@@ -268,17 +278,28 @@ class PackedWeight(nn.Module, HasHandle):
 
     def _operand_for(self, x: Tensor, bias: Tensor | None) -> Operand | None:
         """The layout by which a kernel can make a product of `x`; ``None`` if the weight is to be unpacked."""
-        if self.operand is None or _exporting():
-            return None
-        if type(x) not in _PLAIN and not torch.compiler.is_compiling():
-            return None
-        if x.device.type != "cpu" or x.dtype != self.dtype or torch.is_autocast_enabled("cpu"):
-            return None
+        return self.operand if self.operand is not None and self._is_for_kernel(x, bias) else None
+
+    def _is_for_kernel(self, x: Tensor, bias: Tensor | None) -> bool:
+        """Whether a product of `x` is one of those that kernels make."""
+        if _exporting() or (type(x) not in _PLAIN and not torch.compiler.is_compiling()):
+            return False
+        if not x.is_cpu or x.dtype != self.dtype or torch.is_autocast_enabled("cpu"):
+            return False
         # Kernels have no backward pass.
         differentiable = x.requires_grad or (bias is not None and bias.requires_grad)
-        if differentiable and torch.is_grad_enabled():
-            return None
-        return self.operand
+        return not (differentiable and torch.is_grad_enabled())
+
+    def _multiplies_rows(self, x: Tensor, bias: Tensor | None) -> bool:
+        """Whether the library multiplies `x` by the rows of an embedding in int8, which a head shares with it."""
+        if self.pattern != EVERY_ENTRY or self.choice.kernels == "reference":
+            return False
+        depth = self.shape[1]
+        fits = x.dim() > 0 and x.shape[-1] == depth <= MOST_DEPTH
+        if not fits or not 0 < x.numel() <= _MOST_ROW_TOKENS * depth:
+            return False
+        is_eager = not torch.compiler.is_compiling() and is_plain(x, bias, self.values)
+        return is_eager and self._is_for_kernel(x, bias) and not unavailable()
 
     def _keep_dense(self, x: Tensor) -> None:
         """In ``"auto"``, hold the dense weight after a product that the kernel cannot make, unless it was traced."""
@@ -312,7 +333,7 @@ class PackedWeight(nn.Module, HasHandle):
         part = None if operand is None else operand.part(rows)
         if part is None or not x.numel():
             return dense()
-        tokens = len(x) * (1 if conv is None else math.prod(conv.positions))
+        tokens = x.shape[0] if conv is None else len(x) * math.prod(conv.positions)
         key, takes = self._takes(part, tokens, None if conv is None else conv.planar)
         if not takes:
             return dense()
@@ -624,7 +645,10 @@ class PackedLayer(_Swapped):
 
 
 class PackedEmbedding(PackedLayer):
-    """``nn.Embedding`` whose matrix is in int8; the rows that are looked up are dequantised."""
+    """``nn.Embedding`` whose matrix is in int8; the rows that are looked up are dequantised.
+
+    A head that shares the matrix holds the same :class:`PackedWeight`.
+    """
 
     def forward(self, input: Tensor) -> Tensor:
         """Look rows up."""
@@ -799,20 +823,31 @@ def places_and_reasons(model: nn.Module) -> tuple[dict[str, Place], dict[str, st
     return found, {**skipped, **reasons}
 
 
-def embeddings_of(model: nn.Module) -> dict[str, Place]:
+def embeddings_of(model: nn.Module) -> dict[str, list[Place]]:
     """The embeddings of a model that can be held in int8, by the keys of their weights in the state dict.
 
-    Not those whose weight another module shares, which multiplies by it, or that have a forward of their own.
+    The places are those of the embedding, and then of the linear heads that share its weight. Not embeddings with a
+    forward of their own, or whose weight modules of other kinds share.
     """
-    found: dict[str, Place] = {}
+    found: dict[str, list[Place]] = {}
     owners = _owner_counts(model)
+    heads: dict[int, list[Place]] = {}
+    for module in model.modules():
+        weight = module._parameters.get("weight")
+        if (
+            weight is not None
+            and packed_adapter(type(module)) is NMLinear
+            and not _is_masked(module)
+        ):
+            heads.setdefault(id(weight), []).append(Place(module, "weight", Layout.PLAIN))
     for name, module in model.named_modules():
         if not holds_embedding(type(module)) or module.max_norm is not None or _is_masked(module):
             continue
         weight = module._parameters.get("weight")
-        if weight is not None and owners[id(weight)] == 1 and not isinstance(weight, DTensor):
-            key = parameter_key(plain_name(name), "weight")
-            found[key] = Place(module, "weight", Layout.PLAIN)
+        places = [Place(module, "weight", Layout.PLAIN), *heads.get(id(weight), [])]
+        if weight is None or isinstance(weight, DTensor) or owners[id(weight)] != len(places):
+            continue
+        found[parameter_key(plain_name(name), "weight")] = places
     return found
 
 
@@ -833,15 +868,16 @@ def _is_masked(module: nn.Module) -> bool:
     )
 
 
-def put(place: Place, packed: PackedTensor, name: str, choice: KernelChoice) -> None:
-    """Replace a parameter by its packed weight, and the class of its module."""
-    module, parameter, axes = place
+def put(places: Sequence[Place], packed: PackedTensor, name: str, choice: KernelChoice) -> None:
+    """Replace a parameter by its packed weight wherever it is, and the classes of its modules."""
+    axes = places[0].axes
     kind = PackedExperts if axes.has_experts else PackedWeight
-    weight = kind(packed, name, axes, choice, module.training)
-    if not isinstance(module, PackedLayer):
-        module.__class__ = packed_class(type(module))
-    del module._parameters[parameter]
-    setattr(module, parameter, weight)
+    weight = kind(packed, name, axes, choice, places[0].module.training)
+    for module, parameter, _ in places:
+        if not isinstance(module, PackedLayer):
+            module.__class__ = packed_class(type(module))
+        del module._parameters[parameter]
+        setattr(module, parameter, weight)
 
 
 def call_packed_children(model: nn.Module) -> None:

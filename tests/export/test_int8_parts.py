@@ -25,6 +25,7 @@ from lightning_nm.export.outputs import export_packed
 from lightning_nm.export.sources import read_source
 from lightning_nm.functional import nm_prune
 from lightning_nm.packed.module import packed_weights
+from tests.support.cpu_products import needs_library
 from tests.support.experts import WIDTH, Experts, TransposedExperts
 from tests.support.packed_models import (
     assert_equal_states,
@@ -114,15 +115,17 @@ def test_lookups_are_those_of_the_dequantised_matrix(exported, kernels):
     model, path = exported
     loaded = load_packed(on_meta(), path, kernels=kernels)
     held = dict(packed_weights(loaded))
-    assert list(held) == ["words.weight", "middle.weight"]
+    assert list(held) == ["words.weight", "middle.weight", "tied.weight"]
     assert held["words.weight"].form == "packed int8"
     assert held["words.weight"].nbytes == 40 * 32 + 40 * 4
     state = unpacked_state_dict(loaded)
     assert torch.equal(loaded.words(IDS), F.embedding(IDS, state["words.weight"]))
     assert loaded.words(torch.tensor(5)).shape == (32,)
-    # A forward of its own, or a shared weight: these are dense in memory.
+    # One with a forward of its own is dense in memory.
     assert torch.equal(loaded.scaled(IDS), F.embedding(IDS, state["scaled.weight"]) * 3)
-    assert loaded.head.weight is loaded.tied.weight
+    assert loaded.head.weight is loaded.tied.weight is held["tied.weight"]
+    assert held["tied.weight"].nbytes == 24 * 32 + 24 * 4
+    assert state["tied.weight"] is state["head.weight"]
     assert state["tied.weight"].dtype == loaded.tied.weight.dtype == model.tied.weight.dtype
     dense = Model().to(model.tied.weight.dtype)
     dense.load_state_dict(state)
@@ -131,6 +134,46 @@ def test_lookups_are_those_of_the_dequantised_matrix(exported, kernels):
     loaded.train()
     with pytest.raises(RuntimeError, match=r"'words.weight' is packed and cannot be trained"):
         loaded.words(IDS)
+
+
+@needs_library
+@pytest.mark.parametrize("kernels", ["auto", "sparse"])
+def test_a_tied_head_multiplies_by_the_rows(exported, kernels):
+    """It rounds tokens to 16 bits, and the rest as the float64 product with the dequantised matrix is rounded."""
+    _, path = exported
+    loaded = load_packed(on_meta(), path, kernels=kernels)
+    weight, dtype = loaded.tied.weight, loaded.tied.weight.dtype
+    rows = weight.values.squeeze(-1).double() * weight.scales.double()[:, None]
+    for shape in ((32,), (1, 1, 32), (2, 20, 32), (300, 32)):
+        x = torch.randn(shape).to(dtype)
+        exact = x.double() @ rows.t()
+        found = loaded.head(x)
+        assert found.shape == (*shape[:-1], 24)
+        assert found.dtype == dtype
+        # More tokens are multiplied by the dequantised matrix, which is rounded to the dtype.
+        bound = exact.abs() * torch.finfo(dtype).eps + x.double().abs().amax(-1, True) * (
+            rows.abs().sum(-1) * (2.0**-16 if len(x) < 300 else torch.finfo(dtype).eps)
+        )
+        assert ((found.double() - exact).abs() <= bound).all()
+    assert loaded.head(x[:0]).shape == (0, 24)
+    assert weight.values is not None, "it stays in int8"
+    wanted = torch.randn(2, 32).to(dtype).requires_grad_()
+    loaded.head(wanted).sum().backward()
+    assert torch.allclose(wanted.grad.double(), rows.sum(0).expand(2, -1), rtol=2e-2, atol=2e-2)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        loaded.head(torch.randn(2, 31).to(dtype))
+    assert loaded.head(torch.full((1, 32), math.nan).to(dtype)).isnan().all()
+
+
+def test_heads_that_are_no_linear_layers_keep_the_dense_weight():
+    class Head(nn.Linear):
+        def forward(self, input):
+            return super().forward(input) * 2
+
+    model = model_of()
+    model.head.__class__ = Head
+    with pytest.raises(ValueError, match=r"'tied' matches no nn.Embedding"):
+        pack(model, dtype="int8", int8_embeddings="tied")
 
 
 def test_copies_and_conversions(exported, tmp_path):
@@ -153,22 +196,25 @@ def test_copies_and_conversions(exported, tmp_path):
     assert torch.equal(low.words(IDS), loaded.words(IDS).bfloat16())
     warm_up(load_packed(on_meta(), path), tokens=[4])
     assert "words.weight" in str(packed_summary(loaded))
-    # Loaded and saved: the tied matrix is dense by then.
+    for each in (copy.deepcopy(loaded), pickle.loads(pickle.dumps(loaded)), low):
+        assert each.head.weight is each.tied.weight
+        assert each.tied.weight.values.data_ptr() != loaded.tied.weight.values.data_ptr()
     save_packed(loaded, tmp_path / "again.safetensors")
+    assert PackedFile(tmp_path / "again.safetensors").aliases == {"head.weight": "tied.weight"}
     again = load_packed(on_meta(), tmp_path / "again.safetensors", kernels="reference")
     assert_equal_states(clones(again), clones(loaded))
 
 
 def test_pack_and_save_make_the_same_weights(exported, tmp_path):
     model, path = exported
-    packed = pack(copied(model), dtype="int8", int8_embeddings="words", kernels="reference")
+    globs = ["words", "tied"]
+    packed = pack(copied(model), dtype="int8", int8_embeddings=globs, kernels="reference")
     save_packed(packed, tmp_path / "other.safetensors")
     ours, theirs = PackedFile(tmp_path / "other.safetensors"), PackedFile(path)
-    for key in ("words.weight", "middle.weight"):
+    for key in ("words.weight", "middle.weight", "tied.weight"):
         assert ours.packed[key] == theirs.packed[key]
         for a, b in zip(ours.read(key), theirs.read(key), strict=True):
             assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
-    assert torch.equal(ours.read("tied.weight"), model.tied.weight)
     save_packed(load_packed(on_meta(), tmp_path / "other.safetensors"), tmp_path / "b.safetensors")
     assert (tmp_path / "b.safetensors").read_bytes() == ours.file.path.read_bytes()
 
@@ -202,7 +248,7 @@ def test_verify(exported, capsys):
 
 def test_what_is_refused(tmp_path, capsys):
     model = model_of()
-    for globs in ("middle", "tied", "scaled", ["words", "none"]):
+    for globs in ("middle", "head", "scaled", ["words", "none"]):
         with pytest.raises(ValueError, match=r"matches no nn.Embedding whose weight is its own"):
             pack(copied(model), dtype="int8", int8_embeddings=globs)
     with pytest.raises(ValueError, match=r"`int8_embeddings` needs dtype='int8'"):

@@ -15,7 +15,7 @@ from lightning_nm.functional.masks import nm_mask
 from lightning_nm.functional.nm_format import pack_nm, position_numbers
 from lightning_nm.kernels.api import Convolution, GemmKey, MaskedMatrix
 from lightning_nm.kernels.cpu.kernels import CpuKernel, Packed
-from lightning_nm.kernels.cpu.library import ffi
+from lightning_nm.kernels.cpu.library import ffi, run
 from lightning_nm.pattern import NMPattern
 
 # As csrc/nm.h has them.
@@ -287,7 +287,7 @@ class CpuInt8Kernel(CpuKernel):
 
 def _checked(packed: Packed, conv: Convolution) -> tuple[Int8Layout, Tensor]:
     """Refuse another layout than that of the convolution's weight, and a convolution without outputs."""
-    layout, values = packed
+    layout, values = packed.layout, packed.values
     out, inputs, height, width = conv.weight_shape
     taps = height * width
     if not isinstance(layout, Int8Layout) or values is None:
@@ -321,3 +321,37 @@ def packed_int8(weight: Tensor, pattern: NMPattern) -> Packed:
     blocks = values.numel() // pattern.n
     positions = position_numbers(packed_positions, pattern, blocks).view(values.shape)
     return Packed(*Int8Layout.of(values, positions, scale, pattern))
+
+
+# ------------------------------------------------------------------------------------------------- a dense matrix
+
+MOST_DEPTH = 1 << 16
+"""Of a dense matrix: sums of more products of a value and a byte may exceed 32 bits."""
+
+
+def rows_linear(values: Tensor, scale: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x W^T + bias`` for a dense W in int8, by the library.
+
+    Each token is rounded to 16 bits, ``nearest(x * 32767 / max |x|)``; sums are exact, and multiplied by both scales.
+
+    Args:
+        values: int8 ``[rows, depth]``, none of them -128, a depth of at most :data:`MOST_DEPTH`.
+        scale: float32 ``[rows]``.
+        x: ``[tokens, depth]``, float32 or bfloat16, contiguous.
+        bias: ``[rows]``, as x.
+
+    Raises:
+        ValueError: For operands of other shapes or dtypes.
+    """
+    rows, depth = values.shape
+    if depth > MOST_DEPTH or values.dtype != torch.int8 or scale.shape != (rows,):
+        raise ValueError(
+            f"{values.dtype} values of shape {tuple(values.shape)} with scales {tuple(scale.shape)} are not a dense "
+            f"matrix in int8 of a depth up to {MOST_DEPTH}"
+        )
+    values, scale = values.contiguous(), scale.contiguous()
+    y = x.new_empty(len(x), rows)
+    inputs = (x, (len(x), depth)), (bias, (rows,)), (None, ())
+    sparse = ffi.new("nm_rows *", (values.data_ptr(), scale.data_ptr()))
+    run("nm_rows_product", "NM_LINEAR", "nm_operands *", (rows, depth, len(x)), inputs, y, sparse)
+    return y

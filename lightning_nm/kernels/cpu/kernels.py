@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -34,11 +34,21 @@ _CHUNK = 1 << 20
 """Entries that are unpacked at a time."""
 
 
-class Packed(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Packed:
     """A sparse matrix: where its entries are, and their values."""
 
     layout: Any  # of the kernel that made it
     values: Tensor | None  # None where the product needs the layout alone
+
+    @cached_property
+    def operand(self) -> Any:
+        """The matrix as the library takes it; made once, as it takes longer than to multiply one token."""
+        return self.layout.operand(self.values)
+
+    def __reduce__(self) -> Any:
+        # Addresses are those of this process and of these tensors.
+        return Packed, (self.layout, self.values)
 
 
 @dataclass(frozen=True, eq=False)
@@ -385,7 +395,7 @@ class CpuKernel(GemmKernel):
 
         All are contiguous.
         """
-        y = x.new_empty(len(x), packed.layout.rows)
+        y = x.new_empty(x.shape[0], packed.layout.rows)  # len() of a tensor takes as long as this
         return self._multiply("NM_LINEAR", packed, y, x, bias)
 
     def sampled(self, layout: _Layout, grad: Tensor, x: Tensor) -> Tensor:
@@ -421,14 +431,14 @@ class CpuKernel(GemmKernel):
             raise ValueError(
                 f"an operand is {x.dtype}, but a paired layout takes torch.bfloat16 alone"
             )
-        rows, depth, tokens = layout.rows, layout.depth, len(x)
+        rows, depth, tokens = layout.rows, layout.depth, x.shape[0]
         shape = tokens, depth
         if product == "NM_MATMUL":
-            depth, tokens = len(x), x.shape[-1]
+            depth, tokens = x.shape[0], x.shape[-1]
             shape = depth, tokens
         inputs = (x, shape), (bias, (rows,)), (grad, (tokens, rows))
-        sizes, sparse = (rows, depth, tokens), layout.operand(packed.values)
-        run(self.function, product, "nm_operands *", sizes, inputs, y, sparse)
+        sizes = rows, depth, tokens
+        run(self.function, product, "nm_operands *", sizes, inputs, y, packed.operand)
         return y
 
     def _self_check(self) -> str:
@@ -581,6 +591,5 @@ def _convolve(
     result = given.new_empty(shapes[product])
     sizes = images, *conv, positions
     operands = (x, of_x), (bias, (out,)), (grad, of_y)
-    sparse = layout.operand(packed.values)
-    run("nm_conv_product", product, "nm_conv *", sizes, operands, result, sparse)
+    run("nm_conv_product", product, "nm_conv *", sizes, operands, result, packed.operand)
     return result

@@ -235,22 +235,23 @@ def run(
         MemoryError: If the library was short of memory for its panels.
         RuntimeError: If the instruction set has no such kernel, or a convolution is too large for it.
     """
-    if y.dtype not in DTYPES:
-        raise ValueError(f"an operand is {y.dtype}, not float32 or bfloat16")
+    dtype = y.dtype
+    if dtype not in DTYPES:
+        raise ValueError(f"an operand is {dtype}, not float32 or bfloat16")
     addresses = []
     for tensor, shape in inputs:
         if tensor is None:
             addresses.append(0)
             continue
-        if tensor.dtype != y.dtype:
-            raise ValueError(f"an operand is {tensor.dtype}, not {y.dtype}")
-        if tensor.device.type != "cpu" or tensor.shape != shape or not tensor.is_contiguous():
+        if tensor.dtype != dtype:
+            raise ValueError(f"an operand is {tensor.dtype}, not {dtype}")
+        if not tensor.is_cpu or tensor.shape != shape or not tensor.is_contiguous():
             raise ValueError(
                 f"an operand of shape {tuple(tensor.shape)}, strides {tensor.stride()}, on {tensor.device} must be "
                 f"contiguous, of shape {shape}, on the CPU"
             )
         addresses.append(tensor.data_ptr())
-    dense = structure(kind, *sizes, DTYPES[y.dtype], 0, *addresses, y.data_ptr())
+    dense = structure(kind, *sizes, DTYPES[dtype], 0, *addresses, y.data_ptr())
     library = load()
     status = getattr(library, function)(level(), getattr(library, product), dense, sparse)
     if status == library.NM_NO_MEMORY:

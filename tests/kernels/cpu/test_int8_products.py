@@ -12,7 +12,7 @@ from lightning_nm.functional import quantise_tokens, quantise_weight
 from lightning_nm.functional.int8 import MOST_TERMS
 from lightning_nm.kernels import GemmKey, KernelRegistry
 from lightning_nm.kernels.cpu import CpuCsrKernel, CpuInt8Kernel, Int8Layout, build, library
-from lightning_nm.kernels.cpu.int8 import int8_matrix, packed_int8
+from lightning_nm.kernels.cpu.int8 import MOST_DEPTH, int8_matrix, packed_int8, rows_linear
 from tests.support.cpu_int8 import compare_int8, int8_case
 from tests.support.cpu_products import FAST, LEVELS, at_level, case, needs_library
 
@@ -138,7 +138,8 @@ def test_tokens_that_are_zero_or_tiny_give_the_bias(level):
 )
 def test_a_layout_gives_its_matrix_back(rows, blocks, pattern, seed):
     made = int8_case(rows, blocks, 1, pattern, torch.float32, bias=False, seed=seed)
-    layout, values = packed_int8(made.weight, made.pattern)
+    packed = packed_int8(made.weight, made.pattern)
+    layout, values = packed.layout, packed.values
     integers, scale = quantise_weight(made.weight)
     found = int8_matrix(values, layout.positions, rows, made.weight.shape[1], made.pattern)
     assert torch.equal(found, integers)
@@ -153,7 +154,7 @@ def test_a_layout_gives_its_matrix_back(rows, blocks, pattern, seed):
 )
 def test_bytes_of_a_layout_for_each_byte_of_bfloat16(pattern, most):
     made = int8_case(64, 256 // int(pattern[2:]), 1, pattern, torch.bfloat16, bias=False, seed=0)
-    layout, _ = packed_int8(made.weight, made.pattern)
+    layout = packed_int8(made.weight, made.pattern).layout
     # A scale and an offset for each row besides.
     assert layout.nbytes == most * 2 * 64 * 256 + 64 * 8
 
@@ -264,3 +265,64 @@ def test_a_compiler_that_does_not_know_the_instructions_leaves_them_out(tmp_path
     # At every level from AVX2 on, these products are then those of AVX2.
     levels = range(len(LEVELS))
     assert [without.nm_int8_level(level) for level in levels] == [min(level, 1) for level in levels]
+
+
+@settings(max_examples=60)
+@given(
+    rows=st.integers(1, 40),
+    depth=st.integers(1, 300),
+    tokens=st.integers(0, 9),
+    dtype=st.sampled_from(DTYPES),
+    bias=st.booleans(),
+    size=st.sampled_from([0.0, 1e-30, 1.0, 1e30]),
+    seed=st.integers(0, 1000),
+)
+def test_dense_rows(rows, depth, tokens, dtype, bias, size, seed):
+    """The same bits at every level and number of threads: sums of 16-bit tokens, and as near as half a step of them."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randint(-127, 128, (rows, depth), generator=generator, dtype=torch.int8)
+    scale = torch.rand(rows, generator=generator) + 0.01
+    x = (size * torch.randn(tokens, depth, generator=generator)).to(dtype)
+    own_bias = torch.randn(rows, generator=generator).to(dtype) if bias else None
+    largest = x.float().abs().amax(1)
+    inverse = (torch.full_like(largest, 32767) / largest).clamp(max=torch.finfo(torch.float32).max)
+    integers = (x.float() * inverse[:, None]).round()
+    sums = integers.long() @ values.long().t()
+    y = sums.float() * (scale * (largest / 32767)[:, None])
+    twin = (y if own_bias is None else y + own_bias.float()).to(dtype)
+    for level in LEVELS:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            with at_level(level):
+                assert torch.equal(rows_linear(values, scale, x, own_bias), twin), level
+    exact = x.double() @ (values.double() * scale.double()[:, None]).t()
+    if own_bias is not None:
+        exact = exact + own_bias.double()
+    half_step = largest.double()[:, None] / 32767 * 0.501
+    bound = half_step * (values.double().abs().sum(1) * scale.double())
+    rest = torch.finfo(dtype).eps * exact.abs() + 1e-6 * bound * 32767 + 1e-37 * depth
+    assert ((twin.double() - exact).abs() <= bound + rest).all()
+
+
+def test_dense_rows_at_the_largest_depth():
+    """The largest sums fit 32 bits."""
+    values = torch.full((1, MOST_DEPTH), -127, dtype=torch.int8)
+    x = torch.full((1, MOST_DEPTH), 1.0)
+    for level in LEVELS:
+        for sign in (1, -1):
+            with at_level(level):
+                found = rows_linear(values, torch.ones(1), sign * x)
+            assert torch.allclose(found, -127.0 * sign * x.sum(1, keepdim=True)), level
+    with pytest.raises(ValueError, match="not a dense matrix in int8"):
+        rows_linear(torch.zeros(1, MOST_DEPTH + 1, dtype=torch.int8), torch.ones(1), x)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf])
+def test_dense_rows_of_a_broken_token(dtype, broken):
+    x = torch.ones(3, 70, dtype=dtype)
+    x[1, 69] = broken
+    for level in LEVELS:
+        with at_level(level):
+            found = rows_linear(torch.ones(5, 70, dtype=torch.int8), torch.ones(5), x)
+        assert found.isnan().tolist() == [[False] * 5, [True] * 5, [False] * 5], level

@@ -306,7 +306,8 @@ def test_the_interpreter_ends_while_a_product_runs(threads):
         torch.set_num_threads({threads})
         made = case(512, 512, 4096, "2:8")
         kernel = KERNELS[has_kernel(KERNELS[0], library.LEVELS[library.level()]) - 1]
-        layout, values = kernel.pack_masked(made.matrix, kernel.layout(made.matrix))
+        layout = kernel.layout(made.matrix)
+        values = kernel.pack_masked(made.matrix, layout).values
         running = threading.Event()
 
         def work():  # the library alone: a thread that ends within torch's own operators ends the process, too

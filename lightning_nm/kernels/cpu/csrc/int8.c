@@ -12,7 +12,10 @@
  *   AVX2      vpshufb picks from 16 bytes, so it runs for each 16 inputs that a group of entries touches. vpmaddubsw would
  *             saturate, but not of |x8| and sign(values, x8): 2 * 127 * 127 < 2^15.
  *
- * A token with NaN or infinity has NaN in all outputs. */
+ * A token with NaN or infinity has NaN in all outputs.
+ *
+ * A dense matrix is multiplied with tokens that are rounded to 16 bits, nearest(x * 32767 / max |x|), so that the rounding of
+ * its own values alone is felt. A token is then 256 * upper + lower, two bytes, and two sums. */
 #include "lanes.h"
 
 #define ROWS NM_INT8_ROWS
@@ -49,9 +52,13 @@ INLINE void read_block(float *x, const nm_operands *o, int64_t at, int64_t count
     read_floats(x, o->x, o->dtype, at, count);
 }
 
-/* Write the int8 values of a token to [blocks][BLOCK], of which one begins `step` bytes after the other; return their
- * scale. */
-static float round_token(uint8_t *to, int64_t step, const nm_operands *o, int64_t token) {
+typedef struct {
+    int finite;
+    float scale, inverse; /* max |x| / steps, NaN if it is not finite, and what values are multiplied with */
+} rounding;
+
+/* How a token is rounded to -steps .. steps. */
+static rounding rounding_of(const nm_operands *o, int64_t token, float steps) {
     float x[BLOCK];
     uint32_t largest = 0; /* of all absolute values, as bits: those of infinity and NaN are the largest */
     for (int64_t d = 0; d < o->depth; d += BLOCK) {
@@ -65,20 +72,32 @@ static float round_token(uint8_t *to, int64_t step, const nm_operands *o, int64_
     float most, inverse;
     memcpy(&most, &largest, 4);
     int finite = largest < 0x7f800000;
-    inverse = 127 / most;
+    inverse = steps / most;
     if (!(inverse < 0x1.fffffep127f)) inverse = 0x1.fffffep127f; /* of tokens that are zero, or nearly */
-    for (int64_t d = 0; d < o->depth; d += BLOCK, to += step) {
-        int64_t count = nm_min(BLOCK, o->depth - d);
-        read_block(x, o, token * o->depth + d, count);
-        if (!finite) memset(x, 0, sizeof x);
-        for (int i = 0; i < BLOCK; i++) {
-            float nearest = x[i] * inverse + 0x1.8p23f; /* whose lowest bits are those of the integer */
-            uint32_t bits;
-            memcpy(&bits, &nearest, 4);
-            to[i] = (uint8_t)(bits ^ ZERO);
-        }
+    return (rounding){finite, finite ? most / steps : most - most, inverse};
+}
+
+/* The nearest integers of a block of a token, as bits; the lowest 16 are those of the integer. */
+INLINE void round_block(uint32_t *bits, const nm_operands *o, int64_t token, int64_t d, rounding by) {
+    float x[BLOCK];
+    read_block(x, o, token * o->depth + d, nm_min(BLOCK, o->depth - d));
+    if (!by.finite) memset(x, 0, sizeof x);
+    for (int i = 0; i < BLOCK; i++) {
+        float nearest = x[i] * by.inverse + 0x1.8p23f;
+        memcpy(bits + i, &nearest, 4);
     }
-    return finite ? most / 127 : most - most; /* NaN */
+}
+
+/* Write the int8 values of a token to [blocks][BLOCK], of which one begins `step` bytes after the other; return their
+ * scale. */
+static float round_token(uint8_t *to, int64_t step, const nm_operands *o, int64_t token) {
+    rounding by = rounding_of(o, token, 127);
+    uint32_t bits[BLOCK];
+    for (int64_t d = 0; d < o->depth; d += BLOCK, to += step) {
+        round_block(bits, o, token, d, by);
+        for (int i = 0; i < BLOCK; i++) to[i] = (uint8_t)(bits[i] ^ ZERO);
+    }
+    return by.scale;
 }
 
 /* ----------------------------------------------------------------------------------------------------- the sums */
@@ -317,3 +336,96 @@ static void int8_linear(nm_operands *o, const nm_int8 *a) {
 }
 
 const nm_int8_linear LEVEL(nm_int8) = int8_linear;
+
+/* ------------------------------------------------------------------------------------------- of a dense matrix */
+
+typedef struct {
+    nm_operands *o;
+    const nm_rows *a;
+    const uint8_t *x; /* [tokens][blocks][2][BLOCK]: the upper bytes + 128, and the lower ones */
+    const float *scales;
+} rows_job;
+
+/* The sums of a row for `count` tokens: of its values times the 16-bit ones. */
+INLINE void sum_row(const int count, const rows_job *job, int64_t row, int64_t first, int64_t *sums) {
+    int64_t depth = job->o->depth, line = nm_ceil(depth, BLOCK) * 2 * BLOCK;
+    const int8_t *w = job->a->values + row * depth;
+    const uint8_t *x = job->x + first * line;
+#if NM_LEVEL == 2
+    __m512i upper[4], lower[4], own = _mm512_setzero_si512();
+    for (int t = 0; t < count; t++) upper[t] = lower[t] = own;
+    for (int64_t d = 0; d < depth; d += BLOCK, x += 2 * BLOCK) {
+        __mmask64 valid = ~0ULL >> (BLOCK - nm_min(BLOCK, depth - d));
+        __m512i values = _mm512_maskz_loadu_epi8(valid, w + d);
+        own = _mm512_dpbusd_epi32(own, _mm512_set1_epi8(1), values);
+        for (int t = 0; t < count; t++) {
+            upper[t] = _mm512_dpbusd_epi32(upper[t], _mm512_loadu_si512(x + t * line), values);
+            lower[t] = _mm512_dpbusd_epi32(lower[t], _mm512_loadu_si512(x + t * line + BLOCK), values);
+        }
+    }
+    for (int t = 0; t < count; t++) {
+        __m512i without = _mm512_sub_epi32(upper[t], _mm512_slli_epi32(own, 7)); /* of the 128 */
+        sums[t] = 256 * (int64_t)_mm512_reduce_add_epi32(without) + _mm512_reduce_add_epi32(lower[t]);
+    }
+#else
+    for (int t = 0; t < count; t++) {
+        int32_t upper = 0, lower = 0;
+        for (int64_t d = 0; d < depth; d += BLOCK) {
+            const uint8_t *block = x + t * line + 2 * d;
+            for (int64_t i = 0; i < nm_min(BLOCK, depth - d); i++) {
+                upper += w[d + i] * (block[i] - 128);
+                lower += w[d + i] * block[BLOCK + i];
+            }
+        }
+        sums[t] = 256 * (int64_t)upper + lower;
+    }
+#endif
+}
+
+static void rows_task(int64_t begin, int64_t end, void *context) {
+    const rows_job *job = context;
+    nm_operands *o = job->o;
+    int64_t sums[4];
+    for (int64_t item = begin; item < end; item++)
+        for (int64_t t = 0, count; t < o->tokens; t += count) {
+            count = o->tokens - t >= 4 ? 4 : 1;
+            for (int64_t row = item * ROWS; row < nm_min(item * ROWS + ROWS, o->rows); row++) {
+                if (count == 4) sum_row(4, job, row, t, sums);
+                else sum_row(1, job, row, t, sums);
+                float bias = 0;
+                if (o->bias) read_floats(&bias, o->bias, o->dtype, row, 1);
+                for (int64_t i = 0; i < count; i++) {
+                    float y = (float)sums[i] * (job->a->scale[row] * job->scales[t + i]) + bias;
+                    write_floats(o->y, o->dtype, (t + i) * o->rows + row, &y, 1);
+                }
+            }
+        }
+}
+
+static void rows_linear(nm_operands *o, const nm_rows *a) {
+    int64_t line = nm_ceil(o->depth, BLOCK) * 2 * BLOCK;
+    float *scales = scratch(o->tokens + o->tokens * line / 4);
+    if (!scales) {
+        o->failed = NM_NO_MEMORY;
+        return;
+    }
+    uint8_t *x = (uint8_t *)(scales + o->tokens);
+    for (int64_t token = 0; token < o->tokens; token++) {
+        rounding by = rounding_of(o, token, 32767);
+        uint8_t *to = x + token * line;
+        uint32_t bits[BLOCK];
+        for (int64_t d = 0; d < o->depth; d += BLOCK, to += 2 * BLOCK) {
+            round_block(bits, o, token, d, by);
+            for (int i = 0; i < BLOCK; i++) {
+                to[i] = (uint8_t)(bits[i] >> 8 ^ 128);
+                to[BLOCK + i] = (uint8_t)bits[i];
+            }
+        }
+        scales[token] = by.scale;
+    }
+    rows_job job = {o, a, x, scales};
+    nm_run(o->parallel, o->threads, nm_ceil(o->rows, ROWS), rows_task, &job);
+    free(scales);
+}
+
+const nm_rows_linear LEVEL(nm_rows) = rows_linear;

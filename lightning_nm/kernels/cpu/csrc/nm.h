@@ -82,6 +82,12 @@ typedef struct {
     int64_t n, m, bits;
 } nm_int8;
 
+/* A dense matrix of int8 values [rows, depth], at most 2^16 of a row, and a scale for each row. */
+typedef struct {
+    const int8_t *values;
+    const float *scale;
+} nm_rows;
+
 /* A convolution of images x [images, in, size], sparse W [out, in / groups, kernel], to y or dY [images, out, positions].
  * Pairs are height and width; from `in` to `groups` the fields are those of Convolution in kernels/api.py. */
 typedef struct {
@@ -174,6 +180,7 @@ void nm_csr_values(const nm_mask *m, const int32_t *source, const int32_t *slot,
 int32_t nm_permute_product(int32_t level, int32_t product, nm_operands *o, const nm_permute *a);
 int32_t nm_csr_product(int32_t level, int32_t product, nm_operands *o, const nm_csr *a);
 int32_t nm_int8_product(int32_t level, int32_t product, nm_operands *o, const nm_int8 *a);
+int32_t nm_rows_product(int32_t level, int32_t product, nm_operands *o, const nm_rows *a);
 int32_t nm_conv_product(int32_t level, int32_t product, nm_conv *c, const nm_csr *a);
 int32_t nm_evolution_pass(int32_t level, int32_t pass, nm_evolution *e);
 void nm_top_mask(int32_t level, nm_top *t);
