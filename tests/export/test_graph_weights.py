@@ -228,12 +228,108 @@ def node():
     return pytest.importorskip("onnx").helper.make_node
 
 
-@pytest.mark.parametrize("operator", ["DequantizeLinear", "MatMulInteger", "MatMulNBits"])
+@pytest.mark.parametrize("operator", ["QGemm", "MatMulInteger", "MatMulNBits"])
 def test_quantised_weights_are_refused(tmp_path, initializer, node, operator):
     weight = initializer(np.zeros((8, 16), np.int8), "w")
     reader = node(operator, ["w", "scale", "zero"], ["y"])
     with pytest.raises(ValueError, match=f"the operator {operator} reads a quantised weight"):
         verify(saved(tmp_path / "a.onnx", [reader], [weight]), "2:4")
+
+
+def quantised(zero, dtype, axis=None, block=0):
+    """Integers of an N:M weight [8, 16] whose pruned entries are the zero points."""
+    values = pruned(8, 16).sign().numpy().astype(np.int64)
+    zeros = np.asarray(zero)
+    if block:
+        zeros = zeros.repeat(block, axis)
+    elif zeros.ndim:
+        zeros = np.expand_dims(zeros, 1 - axis)
+    return (values + zeros).astype(dtype)
+
+
+# Zero points, type, axis, and entries in a block.
+ZERO_POINTS = {
+    "symmetric": (0, np.int8, None, 0),
+    "int8": (-3, np.int8, None, 0),
+    "uint8": (128, np.uint8, None, 0),
+    "uint16": (40_000, np.uint16, None, 0),
+    "rows": (np.arange(100, 108), np.uint8, 0, 0),
+    "columns": (np.arange(100, 116), np.uint8, 1, 0),
+    "blocks": (np.arange(100, 132).reshape(8, 4), np.uint8, 1, 4),
+}
+
+
+@pytest.mark.parametrize("kind", ZERO_POINTS)
+def test_integers_are_judged_by_their_zero_points(tmp_path, initializer, node, kind):
+    zero, dtype, axis, block = ZERO_POINTS[kind]
+    right = quantised(*ZERO_POINTS[kind])
+    wrong = right.copy()
+    wrong[3, 4:8] += 3  # no entry of this block is its zero point now
+    attributes = {} if axis is None else {"axis": axis - 2}
+    attributes |= {"block_size": block} if block else {}
+    reader = node("DequantizeLinear", ["w", "s", "z"], ["y"], **attributes)
+    known = [
+        initializer(np.asarray(zero).astype(dtype), "z"),
+        initializer(np.ones_like(zero, np.float32), "s"),
+    ]
+    # The integer 0 is the zero point of symmetric weights alone.
+    of_integer_0 = 0.0 if kind == "symmetric" else 1.0
+    for array, verdict, density in (
+        (right, "N:M", 0.5),
+        (wrong, "broken", 66 / 128),
+        (np.zeros_like(right), "dense", of_integer_0),
+    ):
+        path = saved(tmp_path / "a.onnx", [reader], [initializer(array, "w"), *known])
+        result = verify(path, "2:4")
+        assert [(v.verdict, v.density) for v in result.verdicts] == [(verdict, density)]
+        assert result.ok == (verdict == "N:M")
+
+
+def test_where_a_quantised_weight_is_read(tmp_path, initializer, node):
+    """Without a zero point, moved before it is read, and as floats that the graph quantises; activations do not matter."""
+    scale = initializer(np.float32(0.1), "s")
+    zero = initializer(np.uint8(128), "z")
+    zeros = initializer(np.full(16, 128, np.uint8), "z")
+    shifted = initializer(quantised(*ZERO_POINTS["uint8"]), "w")
+    plain = initializer(quantised(*ZERO_POINTS["symmetric"]), "w")
+    floats = initializer(pruned(8, 16).numpy(), "w")
+    read = node("DequantizeLinear", ["m", "s", "z"], ["y"])
+    quantise = node("QuantizeLinear", ["w", "s", "z"], ["m"])
+    cases = [
+        ([node("DequantizeLinear", ["w", "s"], ["y"])], [plain, scale]),
+        ([node("DequantizeLinear", ["w", "s", ""], ["y"])], [plain, scale]),
+        ([node("Transpose", ["w"], ["m"]), read], [shifted, scale, zero]),
+        ([node("Gather", ["w", "rows"], ["m"]), read], [shifted, scale, zero]),
+        ([quantise, read], [floats, scale, zero]),
+    ]
+    for nodes, tensors in cases:
+        assert verify(saved(tmp_path / "a.onnx", nodes, tensors), "2:4").ok
+    faults = [
+        (
+            [node("DequantizeLinear", ["w", "s", "elsewhere"], ["y"])],
+            "'elsewhere', which is no con",
+        ),
+        ([node("Transpose", ["w"], ["m"]), read], "its weight is moved before DequantizeLinear"),
+    ]
+    for nodes, message in faults:
+        with pytest.raises(ValueError, match=message):
+            verify(saved(tmp_path / "a.onnx", nodes, [shifted, scale, zeros]), "2:4")
+    circle = [node("Identity", ["m"], ["n"]), node("Identity", ["n"], ["m"]), read]
+    assert not verify(saved(tmp_path / "a.onnx", circle, [shifted, scale, zero]), "2:4").ok
+
+
+def test_a_zero_point_of_two_branches_is_refused(tmp_path, initializer, node):
+    """Which of the two an operator reads is not known."""
+    helper = pytest.importorskip("onnx").helper
+    weight = initializer(quantised(*ZERO_POINTS["uint8"]), "w")
+    branches = [
+        helper.make_graph([], name, [], [], [initializer(np.uint8(zero), "z")])
+        for name, zero in (("a", 127), ("b", 128))
+    ]
+    choice = node("If", ["c"], ["y"], then_branch=branches[0], else_branch=branches[1])
+    reader = node("DequantizeLinear", ["w", "s", "z"], ["y"])
+    with pytest.raises(ValueError, match="the zero point 'z', which is no constant"):
+        verify(saved(tmp_path / "a.onnx", [choice, reader], [weight]), "2:4")
 
 
 def test_every_place_of_a_constant(tmp_path, initializer, node):
