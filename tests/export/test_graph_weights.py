@@ -10,10 +10,13 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_nm import NMSparsifier
 from lightning_nm.cli import main
 from lightning_nm.export import pack, read_checkpoint, verify
 from lightning_nm.export.graphs import export_pt2
 from lightning_nm.functional import nm_prune
+from lightning_nm.nn import NMLinear, nm_linear, register_adapter
+from lightning_nm.nn.adapters import base
 
 
 def pruned(*shape, dim=1):
@@ -286,7 +289,7 @@ def test_integers_are_judged_by_their_zero_points(tmp_path, initializer, node, k
 
 
 def test_where_a_quantised_weight_is_read(tmp_path, initializer, node):
-    """Without a zero point, moved before it is read, and as floats that the graph quantises; activations do not matter."""
+    """Without a zero point, moved before it is read, and as floats that the graph quantises."""
     scale = initializer(np.float32(0.1), "s")
     zero = initializer(np.uint8(128), "z")
     zeros = initializer(np.full(16, 128, np.uint8), "z")
@@ -330,6 +333,75 @@ def test_a_zero_point_of_two_branches_is_refused(tmp_path, initializer, node):
     reader = node("DequantizeLinear", ["w", "s", "z"], ["y"])
     with pytest.raises(ValueError, match="the zero point 'z', which is no constant"):
         verify(saved(tmp_path / "a.onnx", [choice, reader], [weight]), "2:4")
+
+
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization:DeprecationWarning")
+@pytest.mark.parametrize("scheme", ["per_channel_symmetric", "per_tensor_affine"])
+def test_fake_quantisation_next_to_moving_masks(tmp_path, initializer, node, monkeypatch, scheme):
+    """Of torch.ao: mask and rounding see one weight, and the integers of the trained weights keep every zero."""
+    from torch.ao import quantization
+    from torch.ao.nn import qat
+
+    monkeypatch.setattr(base, "_ADAPTERS", list(base._ADAPTERS))
+
+    @register_adapter
+    class NMFakeQuantised(NMLinear):
+        handles = qat.Linear
+
+        def forward(self, x):
+            rounded = self.weight_fake_quant(self.weight)
+            return nm_linear(x, rounded, self.bias, self.nm_layers["weight"])
+
+    is_symmetric = "symmetric" in scheme
+    bounds, dtype = ((-128, 127), torch.qint8) if is_symmetric else ((0, 255), torch.quint8)
+    observer = "PerChannelMinMaxObserver" if is_symmetric else "MinMaxObserver"
+    rounding = quantization.FakeQuantize.with_args(
+        observer=getattr(quantization, observer),
+        quant_min=bounds[0],
+        quant_max=bounds[1],
+        dtype=dtype,
+        qscheme=getattr(torch, scheme),
+    )
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8)).train()
+    model.qconfig = quantization.QConfig(activation=nn.Identity, weight=rounding)
+    model = quantization.prepare_qat(model)
+    sparsifier = NMSparsifier(model, "2:4", "sr-ste", skip_first_last=False).attach()
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    sparsifier.register(optimizer)
+    first = sparsifier.layers["0"].forward_mask.clone()
+    for _ in range(20):
+        x = torch.randn(32, 16)
+        optimizer.zero_grad()
+        (model(x) - x[:, :8].sin()).square().mean().backward()
+        sparsifier.before_step(optimizer)
+        optimizer.step()
+        sparsifier.step()
+    assert not torch.equal(first, sparsifier.layers["0"].forward_mask)
+    model.apply(quantization.disable_observer)
+    trained = model(x)
+    sparsifier.bake()
+    sparsifier.detach()
+    # Without masks, the same outputs: what was rounded in training is what is rounded now.
+    assert torch.equal(model(x), trained)
+
+    for place in (0, 2):
+        weight, rounding = model[place].weight.detach(), model[place].weight_fake_quant
+        scale, zero = rounding.calculate_qparams()
+        rows = scale.view(-1, 1), zero.view(-1, 1)
+        steps = ((weight / rows[0]).round() + rows[1]).clamp(*bounds)
+        assert torch.allclose((steps - rows[1]) * rows[0], rounding(weight))
+        integers = steps.numpy().astype(np.int8 if is_symmetric else np.uint8)
+        tensors = [
+            initializer(integers, "w"),
+            initializer(scale.numpy(), "s"),
+            initializer(zero.numpy().astype(integers.dtype), "z"),
+        ]
+        reader = node("DequantizeLinear", ["w", "s", "z"], ["y"], axis=0)
+        (verdict,) = verify(saved(tmp_path / "a.onnx", [reader], tensors), "2:4").verdicts
+        assert (verdict.verdict, bool(zero.any())) == ("N:M", not is_symmetric)
+        # Rounding makes no zero another value, and some small values zeros.
+        assert 0.4 < verdict.density <= 0.5
 
 
 def test_every_place_of_a_constant(tmp_path, initializer, node):
