@@ -124,7 +124,8 @@ def pack(
         if not matched:
             raise ValueError(
                 f"`int8_embeddings` '{glob}' matches no nn.Embedding whose weight is its own: there are "
-                f"{', '.join(map(repr, possible)) or 'none'}"
+                f"{', '.join(map(repr, possible)) or 'none'}. `lightning-nm export --int8-embeddings` also rounds one "
+                "that a head shares, in the file alone"
             )
         embeddings |= matched
     found: dict[str, tuple[Place, Found]] = {}

@@ -252,7 +252,10 @@ def texts(number=4):
 def test_models_of_transformers(make):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert_same(*both(make, texts(8), pattern="2:4", score="sparsegpt", skip_first_last=True))
+        warnings.filterwarnings(
+            "ignore", "score='sparsegpt' has fewer"
+        )  # the pooler: a token a text
+        assert_same(*both(make, texts(), pattern="2:4", score="sparsegpt", skip_first_last=True))
 
 
 def inference(model, batch):
