@@ -385,7 +385,7 @@ def _matrices(root: Any, folder: str) -> Iterator[tuple[str, Tensor]]:
             continue
         array = values(name, constant)
         if name in dequantised:
-            nonzero = False
+            nonzero: Any = False
             for node, is_moved in dequantised[name]:
                 zero: Any = 0
                 for zero_name in filter(None, node.input[2:]):
