@@ -261,6 +261,7 @@ def test_metrics_have_the_same_value(name, default):
     assert same(run(default), run(torch.float32))
 
 
+@pytest.mark.filterwarnings("ignore:score='sparsegpt' has fewer")
 @defaults
 @pytest.mark.parametrize("score", ["magnitude", "wanda", "sparsegpt"])
 def test_a_model_is_pruned_packed_and_loaded_alike(score, default, tmp_path):

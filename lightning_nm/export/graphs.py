@@ -8,7 +8,8 @@ import io
 import json
 import sys
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -242,17 +243,27 @@ _DTYPES = {
 }
 _FOLDERS = ("data/weights", "data/constants")
 _PICKLED = ("serialized_state_dict.pt", "serialized_constants.pt")  # of torch 2.6
-# ONNX operators that read integers, whose zero points may lie anywhere, or several values in a byte.
+# ONNX operators that read integers with zero points, or several values in a byte, and are not read here.
 _QUANTISED = (
-    "DequantizeLinear",
     "QLinearConv",
     "ConvInteger",
     "QLinearMatMul",
     "MatMulInteger",
+    # Of onnxruntime.
+    "QGemm",
+    "QAttention",
+    "QEmbedLayerNormalization",
+    "DynamicQuantizeMatMul",
+    "DynamicQuantizeLSTM",
+    "MatMulIntegerToFloat",
     "MatMulNBits",
     "MatMulBnb4",
     "GatherBlockQuantized",
 )
+# ONNX operators whose inputs behind the first one are scales and zero points.
+_WITH_SCALES = ("QuantizeLinear", "DequantizeLinear")
+# ONNX operators that only move what they read.
+_MOVING = ("Identity", "Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Gather")
 
 
 def program_weights(path: Path) -> Weights:
@@ -323,7 +334,10 @@ def _record(archive: zipfile.ZipFile, name: str) -> bytes:
 
 
 def onnx_weights(path: Path) -> Weights:
-    """The constant matrices of an ONNX file, whose weights are not quantised.
+    """The constant matrices of an ONNX file; of one that ``DequantizeLinear`` reads, which entries are not its zero.
+
+    Quantised weights are int8 of 0 and 1: a value q stands for ``scale * (q - zero_point)``, and so for 0 only where it
+    is the zero point.
 
     Raises:
         ValueError: If the file is damaged, a weight is in a form that is not read, or the package ``onnx`` is missing.
@@ -347,17 +361,43 @@ def onnx_weights(path: Path) -> Weights:
     return found
 
 
-def _matrices(graph: Any, folder: str) -> Iterator[tuple[str, Tensor]]:
+def _matrices(root: Any, folder: str) -> Iterator[tuple[str, Tensor]]:
     """The constant matrices of a graph and of the graphs in it."""
     from onnx import numpy_helper
 
-    for name, constant in _constants(graph):
-        if len(constant.dims) < 2:
-            continue
+    graphs = list(_graphs(root))
+    constants = [each for graph in graphs for each in _constants(graph)]
+    # One name may mean two constants in two branches: which one an operator reads is then not known.
+    times = Counter(name for name, _ in constants)
+    by_name = {name: constant for name, constant in constants if times[name] == 1}
+    nodes = [node for graph in graphs for node in graph.node]
+    dequantised = _dequantised(nodes, by_name)
+    scales = {name for node in nodes if node.op_type in _WITH_SCALES for name in node.input[1:]}
+
+    def values(name: str, constant: Any) -> Any:
         try:
-            array = numpy_helper.to_array(constant, folder)
+            return numpy_helper.to_array(constant, folder)
         except Exception as error:
             raise ValueError(f"'{name}': {error}") from error
+
+    for name, constant in constants:
+        if len(constant.dims) < 2 or name in scales:
+            continue
+        array = values(name, constant)
+        if name in dequantised:
+            nonzero: Any = False
+            for node, is_moved in dequantised[name]:
+                zero: Any = 0
+                for zero_name in filter(None, node.input[2:]):
+                    if zero_name not in by_name:
+                        raise ValueError(
+                            f"DequantizeLinear reads '{name}' with the zero point '{zero_name}', which is no constant: "
+                            "check the checkpoint that the file was made from"
+                        )
+                    zero = _spread(values(zero_name, by_name[zero_name]), array, node, is_moved)
+                nonzero = nonzero | (array != zero)
+            yield name, torch.from_numpy(nonzero.astype("int8"))
+            continue
         # Types that numpy itself does not have, such as bfloat16 and integers of four bits.
         if array.dtype.isbuiltin != 1:
             type_name = array.dtype.name
@@ -366,6 +406,15 @@ def _matrices(graph: Any, folder: str) -> Iterator[tuple[str, Tensor]]:
             continue  # indices
         if array.dtype.kind in "iufc":  # no texts and masks
             yield name, torch.from_numpy(array.copy())
+
+
+def _graphs(graph: Any) -> Iterator[Any]:
+    """A graph, and those in its operators, such as branches."""
+    yield graph
+    for node in graph.node:
+        for attribute in node.attribute:
+            for inner in [*attribute.graphs, *([attribute.g] if attribute.HasField("g") else [])]:
+                yield from _graphs(inner)
 
 
 def _constants(graph: Any) -> Iterator[tuple[str, Any]]:
@@ -377,12 +426,50 @@ def _constants(graph: Any) -> Iterator[tuple[str, Any]]:
         if node.op_type in _QUANTISED:
             raise ValueError(
                 f"the operator {node.op_type} reads a quantised weight, which is not read: check the checkpoint that "
-                "it was made from"
+                "it was made from, or quantise to DequantizeLinear (QDQ)"
             )
         for attribute in node.attribute:
             if node.op_type == "Constant" and attribute.HasField("sparse_tensor"):
                 raise ValueError(f"'{node.output[0]}' is a sparse constant, which is not read")
             if node.op_type == "Constant" and attribute.HasField("t"):
                 yield node.output[0], attribute.t
-            for inner in [*attribute.graphs, *([attribute.g] if attribute.HasField("g") else [])]:
-                yield from _constants(inner)
+
+
+def _dequantised(
+    nodes: Iterable[Any], constants: Mapping[str, Any]
+) -> dict[str, list[tuple[Any, bool]]]:
+    """By constant, the ``DequantizeLinear`` operators that read it, each with whether it was moved before."""
+    sources = {
+        output: node.input[0]
+        for node in nodes
+        for output in node.output
+        if node.op_type in _MOVING and node.input
+    }
+    found: dict[str, list[tuple[Any, bool]]] = {}
+    for node in nodes:
+        if node.op_type == "DequantizeLinear":
+            name = node.input[0]
+            seen = set()  # a damaged file may hold a circle
+            while name in sources and name not in seen:
+                seen.add(name)
+                name = sources[name]
+            if name in constants:
+                found.setdefault(name, []).append((node, name != node.input[0]))
+    return found
+
+
+def _spread(zero: Any, array: Any, node: Any, is_moved: bool) -> Any:
+    """The zero points of ``DequantizeLinear``, one for all, or for each index or block of an axis, to compare with."""
+    if zero.size == 1:
+        return zero.reshape(())
+    if is_moved:
+        raise ValueError(
+            f"'{node.input[0]}' has a zero point for each index of an axis, and its weight is moved before "
+            "DequantizeLinear: check the checkpoint that the file was made from"
+        )
+    attributes = {each.name: each.i for each in node.attribute}
+    axis = attributes.get("axis", 1) % array.ndim
+    block_size = attributes.get("block_size", 0)
+    if block_size:
+        return zero.repeat(block_size, axis).take(range(array.shape[axis]), axis)
+    return zero.reshape([-1 if each == axis else 1 for each in range(array.ndim)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -132,7 +133,12 @@ def patterns_in(
         # Vectors are never packed: their reasons tell nothing.
         matrices = [key for key, weight in weights.items() if weight.dim() >= 2]
         reasons = some_of([f"'{key}': {found[key].reason}" for key in matrices])
-        raise ValueError(f"no weight of {owner} is {given or 'N:M'} sparse: {reasons}")
+        fault = f"no weight of {owner} is {given or 'N:M'} sparse: {reasons}"
+        if given is not None:
+            own = [pattern_of(weights[key]).pattern for key in matrices]
+            for other, number in Counter(filter(None, own)).most_common(1):
+                fault += f". {number} of {len(matrices)} matrices are {other}: give that pattern"
+        raise ValueError(fault)
     return found
 
 

@@ -100,10 +100,14 @@ class ASP(SparseToSparse):
             return
         if self.init == "zeros":
             weight = layer.weight
-            if not is_nm(layer.view.rows(weight), layer.pattern, dim=1):
+            rows = layer.view.rows(weight)
+            if not is_nm(rows, layer.pattern, dim=1):
+                m = layer.pattern.m
+                most = int(rows.bool().unflatten(1, (-1, m)).sum(2).max())
                 raise ValueError(
-                    f"layer '{layer.name}' is not {layer.pattern} sparse, so init='zeros' cannot take its mask: "
-                    "use init='magnitude', or load the sparse weights first"
+                    f"layer '{layer.name}' is not {layer.pattern} sparse, so init='zeros' cannot take its mask: it has "
+                    f"blocks with {most} nonzeros of {m}. Give the pattern that it was pruned to, load the sparse "
+                    "weights first, name it in `exclude`, or use init='magnitude'"
                 )
             mask = weight != 0
         else:

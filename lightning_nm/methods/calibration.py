@@ -19,7 +19,7 @@ from lightning_nm.nn.adapters import Adapter, find_adapter
 from lightning_nm.nn.adapters.experts import INPUT_HOOKS
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.selection import install, uninstall
-from lightning_nm.training.macs import evaluation
+from lightning_nm.training.macs import evaluation, tensors_in
 
 
 def has_experts(layer: NMLayer) -> bool:
@@ -98,9 +98,22 @@ class Calibration:
         modules = {layer.spec.module for layer in layers}
         lists = find_lists(model, blocks, modules)
         # What a block returned belongs to its batch: a loader that shuffles would give others later.
+        if isinstance(data, (str, Mapping)):
+            raise TypeError(
+                f"`data` is a {type(data).__name__}, and takes a list of batches: give [batch] for one"
+            )
         self.data = list(data)
         if not self.data:
-            raise ValueError("`data` holds no batch")
+            raise ValueError(
+                "`data` holds no batch: it is empty, an iterator that was read to its end, or a DataLoader with "
+                "drop_last=True and fewer samples than a batch. Give one batch or more"
+            )
+        tensors = tensors_in(self.data)
+        if tensors and not any(map(Tensor.numel, tensors)):
+            raise ValueError(
+                f"`data` holds no token: the tensors of its {len(self.data)} batches are empty, the first one of shape "
+                f"{tuple(tensors[0].shape)}. Give batches with tokens"
+            )
         trace = self.trace = Trace(model, modules, lists)
         with trace.watching():
             for batch in self.batches():

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_nm.functional import magnitude_mask
+from lightning_nm.functional import is_nm, magnitude_mask
 from lightning_nm.functional.allocation import allocate, retained_magnitudes
 from lightning_nm.functional.calibrated import sparsegpt, wanda_mask
 from lightning_nm.functional.select import masked
@@ -186,7 +186,7 @@ def prune(
         ValueError: If the selection fails, data are missing or empty, a layer is not called by them, its inputs hold
             values that are not finite, the weights are sharded, options contradict each other, the budget cannot be
             reached, or ``blocks`` names no blocks. Layers that were pruned before stay pruned.
-        TypeError: If ``budget`` or ``max_error`` is no number.
+        TypeError: If ``budget`` or ``max_error`` is no number, or ``data`` is one batch as a mapping.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8))
@@ -200,6 +200,8 @@ def prune(
     found = _select(model, patterns, include, exclude, skip_first_last, conv_layout)
     for layer in found.layers:
         _refuse_layer(layer, calibrated=data is not None)
+    if len(patterns) == 1:
+        _warn_of_pruned(found.layers, patterns[0])
     result = Pruned(skipped=found.skipped)
     costs: Mapping[str, int] = found.sizes
     measure = partial(_try, score=score, damping=damping)
@@ -215,6 +217,8 @@ def prune(
                     model, found.layers, data, call or call_model, blocks, progress
                 ).moments
             costs = counter.macs if counted == "flops" else costs
+            if score == "sparsegpt":
+                _warn_of_few_tokens(found.layers, counter.macs)
         if budget is not None:
             # All layers are measured before the first one is pruned: they share the budget.
             values = {}
@@ -560,13 +564,46 @@ def _pattern_of(layer: NMLayer, patterns: Sequence[NMPattern], result: Pruned) -
     return chosen
 
 
+def _warn_of_pruned(layers: Sequence[NMLayer], pattern: NMPattern) -> None:
+    """Warn of layers that are N:M before anything is pruned."""
+    found = [layer.name for layer in layers if is_nm(layer.view.rows(layer.param), pattern, dim=1)]
+    if found:
+        warnings.warn(
+            f"{len(found)} of {len(layers)} layers, such as '{found[0]}', are {pattern} already: nothing of them is "
+            "pruned. Give a sparser pattern, or the dense model",
+            stacklevel=4,
+        )
+
+
+def _warn_of_few_tokens(layers: Sequence[NMLayer], macs: Mapping[str, int]) -> None:
+    """Warn of layers with fewer calibration tokens than input features; of experts, in the mean.
+
+    ``H = X^T X`` is singular then: some changes of the weight cost nothing on these tokens, and all the more on others.
+    """
+    few = []
+    for layer in layers:
+        # A token is multiplied by each entry once.
+        tokens = macs.get(layer.name, 0) / layer.param.numel()
+        features = layer.view.rows(layer.param)[0].numel()
+        # Layers without any token have a warning of their own.
+        if 0 < tokens < features:
+            few.append(f"'{layer.name}' ({tokens:.0f} for {features})")
+    if few:
+        warnings.warn(
+            f"score='sparsegpt' has fewer calibration tokens than input features in {len(few)} layers, such as "
+            f"{few[0]}: they are fitted to these tokens, for which alone the errors of the result hold. Give more "
+            "data, or score='wanda'",
+            stacklevel=4,
+        )
+
+
 def _warn(result: Pruned) -> None:
     unreached = [name for name in result.uncalibrated if name not in result.errors]
     if unreached:
         warnings.warn(
             f"no calibration token, or only zeros, reach {len(unreached)} layers, such as '{unreached[0]}': these are "
             "pruned by magnitude. Give more data, or name them in `exclude`",
-            stacklevel=3,
+            stacklevel=4,
         )
     partly = {name: groups for name, groups in result.uncalibrated.items() if name in result.errors}
     if partly:
@@ -574,5 +611,5 @@ def _warn(result: Pruned) -> None:
         warnings.warn(
             f"the calibration data reach not all experts or groups of {len(partly)} layers, such as {groups} of "
             f"'{name}': these are pruned by magnitude. Give more data",
-            stacklevel=3,
+            stacklevel=4,
         )

@@ -56,6 +56,10 @@ NO_MATRICES = "parameters of the module itself are no matrices"
 """Of a module without an adapter that holds a class token, positions or the like."""
 
 
+NOT_INCLUDED = "not in `include`"
+"""Of a layer that no rule matches."""
+
+
 @dataclass(frozen=True)
 class Rule:
     """A pattern, a method and an estimator, and the layers that get them.
@@ -222,8 +226,11 @@ def select(
             raise ValueError(
                 "no layer can be masked. The model has no linear, convolution or attention layer."
             )
-        # A shape that does not fit, "in 10 % 4 != 0", is the reason that a user can least guess: it comes first.
-        ordered = sorted(skipped.items(), key=lambda row: "%" not in row[1])
+        # A shape that does not fit, "in 10 % 4 != 0", is the reason that a user can least guess: it comes first. What
+        # `include` does not name, the user has left out: it comes last.
+        ordered = sorted(
+            skipped.items(), key=lambda row: ("%" not in row[1], row[1] == NOT_INCLUDED)
+        )
         reasons = some_of([f"'{name}': {reason}" for name, reason in ordered], 10)
         raise ValueError(
             f"no layer can be masked. Every layer was left out: {reasons}. See `include`, `exclude`, `pattern` and "
@@ -612,7 +619,7 @@ def _why_misfit(spec: LayerSpec, is_named: bool) -> str:
 def _why_weight(candidate: Candidate) -> str:
     """Why a weight stays dense, whether or not its blocks fit; empty if nothing says so. Lines rely on those before."""
     if candidate.rule is None:
-        return "not in `include`"
+        return NOT_INCLUDED
     if candidate.is_excluded:
         return "in `exclude`"
     if candidate.held_back:

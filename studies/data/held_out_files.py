@@ -31,8 +31,8 @@ class HeldOutFiles(ResumableDataModule):
             names the right one.
 
     Raises:
-        ValueError: If an argument is out of range; in `setup` if there are no files, the digest is another one, or a
-            part of the text is shorter than a window.
+        ValueError: If an argument is out of range; in `setup` if there are no files or all are empty, the digest is
+            another one, or a part of the text is shorter than a window.
     """
 
     def __init__(
@@ -70,18 +70,32 @@ class HeldOutFiles(ResumableDataModule):
         training, held_out = self._split(self._contents())
         if self.tuning:
             training, held_out = self._split(training)
-        self.train_set = Windows(self.tokens(training), self.context)
-        held = Windows(self.tokens(held_out), self.context)
+        self.train_set = self._windows(training, "training")
+        held = self._windows(held_out, "validation and test")
         size = min(self.val_size, len(held))
         chosen = torch.arange(size, dtype=torch.int64) * len(held) // size
         held.windows = held.windows[chosen]
         self.val_set = self.test_set = held
+
+    def _windows(self, contents: list[bytes], purpose: str) -> Windows:
+        """The windows of a part of the files, which has at least one."""
+        tokens = self.tokens(contents) if contents else torch.empty(0)
+        if len(tokens) <= self.context:
+            raise ValueError(
+                f"the {len(contents)} files for {purpose} have {len(tokens)} tokens, no more than context="
+                f"{self.context}: give more files, a smaller context or another val_fraction than {self.val_fraction}"
+            )
+        return Windows(tokens, self.context)
 
     def _contents(self) -> list[bytes]:
         """The files' contents, in the order of the hashes of their paths."""
         origin, files = self.files()
         order = sorted(files, key=lambda path: hashlib.sha256(path.encode()).digest())
         contents = [files[path] for path in order]
+        if not any(contents):
+            raise ValueError(
+                f"all {len(contents)} files of {origin} are empty: give some with text"
+            )
         digest = hashlib.sha256(b"".join(contents)).hexdigest()
         if self.digest not in (None, digest):
             raise ValueError(

@@ -28,7 +28,8 @@ class TextFiles(HeldOutFiles):
         digest: SHA-256 of the text.
 
     Raises:
-        ValueError: As there, and in `setup` if no file matches.
+        ValueError: As there, and in `setup` if no file matches, one is no text, or the tokenizer is missing or has no
+            end token.
     """
 
     def __init__(
@@ -63,13 +64,27 @@ class TextFiles(HeldOutFiles):
         }
         if not found:
             raise ValueError(f"folder={self.folder!r} has no files that match {self.pattern!r}")
+        for path, content in found.items():
+            try:
+                content.decode()
+            except UnicodeDecodeError as error:
+                raise ValueError(
+                    f"'{root / path}' is no text in UTF-8 ({error}): leave it out by `pattern`"
+                ) from error
         return self.folder, found
 
     def tokens(self, contents: list[bytes]) -> Tensor:
         """Tokens, int32 ``[L]``."""
         from transformers import AutoTokenizer
 
+        # transformers would look for another name on the network.
+        if not Path(self.tokenizer).is_dir():
+            raise ValueError(f"there is no folder tokenizer={self.tokenizer!r}")
         tokenizer = AutoTokenizer.from_pretrained(self.tokenizer)
+        if tokenizer.eos_token_id is None:
+            raise ValueError(
+                f"tokenizer={self.tokenizer!r} has no end token, which ends each file: set its eos_token and save it"
+            )
         self.vocabulary = len(tokenizer)
         texts = [content.decode() for content in contents]
         # Not verbose: a file may be longer than the model's context, as it is cut into windows.

@@ -13,6 +13,9 @@ from torchmetrics import MeanMetric
 from lightning_nm.demo.gpt import Batch
 from lightning_nm.demo.schedule import check_warmup, warmup_cosine
 
+IGNORED = -100
+"""A target that is no label, as in torch and transformers."""
+
 
 class CausalLM(LightningModule):
     """A pretrained decoder, fine-tuned by AdamW.
@@ -20,7 +23,8 @@ class CausalLM(LightningModule):
     The loss of a token is ``labels * cross_entropy(student, target) + (1 - labels) * KL(teacher || student)``
     (1503.02531, at a temperature of 1), in nats. The learning rate warms up over a fraction of the steps, and falls to
     zero on a half cosine. Matrices decay, norms do not. Logs `train_loss`, and for validation and test `loss`, the
-    cross entropy on the labels, and `perplexity`, its exponential.
+    cross entropy on the labels, and `perplexity`, its exponential. Targets of -100 are no labels: they have no cross
+    entropy.
 
     Args:
         folder: The model's folder, as `save_pretrained` writes it.
@@ -32,7 +36,8 @@ class CausalLM(LightningModule):
 
     Raises:
         ValueError: If an argument is out of range, a folder is missing, or a teacher is missing, without effect or of
-            another vocabulary; in `setup` if the data module's `vocabulary` is larger than the model's.
+            another vocabulary; in `setup` if the data module's `vocabulary` is larger than the model's; in a step whose
+            batch has no labels, before anything is computed.
     """
 
     def __init__(
@@ -83,6 +88,8 @@ class CausalLM(LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """The loss of one batch."""
         tokens, targets = batch
+        if self.labels > 0:
+            _labelled(targets, f"training batch {batch_idx}")
         logits = self(tokens).flatten(0, 1).float()
         loss = logits.new_zeros(())
         if self.labels > 0:
@@ -98,12 +105,13 @@ class CausalLM(LightningModule):
         self.log("train_loss", loss, prog_bar=True)
         return loss
 
-    def _evaluate(self, batch: Batch) -> None:
+    def _evaluate(self, batch: Batch, which: str) -> None:
         tokens, targets = batch
+        labelled = _labelled(targets, which)
         losses = F.cross_entropy(
             self(tokens).flatten(0, 1).float(), targets.flatten(), reduction="none"
         )
-        self.held_out.update(losses)
+        self.held_out.update(losses[labelled])
 
     def _log_held_out(self, stage: str) -> None:
         loss = self.held_out.compute()
@@ -112,7 +120,7 @@ class CausalLM(LightningModule):
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Collect the losses of one batch."""
-        self._evaluate(batch)
+        self._evaluate(batch, f"validation batch {batch_idx}")
 
     def on_validation_epoch_end(self) -> None:
         """Log the perplexity."""
@@ -120,7 +128,7 @@ class CausalLM(LightningModule):
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
         """Collect the losses of one batch."""
-        self._evaluate(batch)
+        self._evaluate(batch, f"test batch {batch_idx}")
 
     def on_test_epoch_end(self) -> None:
         """Log the perplexity."""
@@ -137,6 +145,17 @@ class CausalLM(LightningModule):
         optimizer = torch.optim.AdamW(groups, lr=self.lr)
         schedule = warmup_cosine(optimizer, self.trainer.estimated_stepping_batches, self.warmup)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def _labelled(targets: Tensor, which: str) -> Tensor:
+    """Which of the targets, flattened, are labels; a `ValueError` that names the batch if none is."""
+    labelled = targets.flatten() != IGNORED
+    if not labelled.any():
+        raise ValueError(
+            f"all {targets.numel()} targets of {which} are {IGNORED}, which are ignored, so it has no loss: leave the "
+            "batch out, or label some of its tokens"
+        )
+    return labelled
 
 
 def _load(folder: str) -> Any:

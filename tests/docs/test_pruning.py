@@ -3,6 +3,7 @@
 import shlex
 
 import lightning.pytorch as pl
+import pytest
 import torch
 
 from lightning_nm import functional as nmf
@@ -12,6 +13,9 @@ from lightning_nm.export import PackedFile
 from tests.docs.blocks import ShortTrainer, blocks, read, section
 from tests.support.lightning_models import Data, Net
 from tests.support.packed_models import copied
+
+# The small network's data are few.
+pytestmark = pytest.mark.filterwarnings("ignore:score='sparsegpt' has fewer")
 
 PAGE = section(read("fine-tune.md"), "Start from a trained model")
 

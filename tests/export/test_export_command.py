@@ -123,6 +123,22 @@ def test_partly_sparse(tmp_path, capsys):
     assert list(PackedFile(tmp_path / "a.safetensors").packed) == ["0.weight", "4.weight"]
 
 
+def test_another_pattern_than_the_weights_have(tmp_path, capsys):
+    """It is named."""
+    weights = {f"{n}.weight": nm_prune(torch.randn(8, 16), "2:4") for n in range(3)}
+    torch.save({**weights, "head.weight": torch.randn(8, 16)}, tmp_path / "a.pt")
+    words = ["export", str(tmp_path / "a.pt"), "-o", str(tmp_path / "a.safetensors"), "--pattern"]
+    assert main([*words, "1:4"]) == 2
+    message = capsys.readouterr().err
+    assert "no weight of" in message
+    assert re.search(
+        r"is 1:4 sparse: '0.weight': \d+ of 32 blocks hold more than 1 of 4; ", message
+    )
+    assert message.endswith(". 3 of 4 matrices are 2:4: give that pattern\n")
+    assert not (tmp_path / "a.safetensors").exists()
+    assert main([*words, "2:4"]) == 0
+
+
 def test_nothing_sparse(checkpoint, tmp_path, capsys):
     torch.save(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 6)).state_dict(), tmp_path / "in.pt")
     for words in ((), ("--pattern", "2:4")):

@@ -10,10 +10,13 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_nm import NMSparsifier
 from lightning_nm.cli import main
 from lightning_nm.export import pack, read_checkpoint, verify
 from lightning_nm.export.graphs import export_pt2
 from lightning_nm.functional import nm_prune
+from lightning_nm.nn import NMLinear, nm_linear, register_adapter
+from lightning_nm.nn.adapters import base
 
 
 def pruned(*shape, dim=1):
@@ -228,12 +231,177 @@ def node():
     return pytest.importorskip("onnx").helper.make_node
 
 
-@pytest.mark.parametrize("operator", ["DequantizeLinear", "MatMulInteger", "MatMulNBits"])
+@pytest.mark.parametrize("operator", ["QGemm", "MatMulInteger", "MatMulNBits"])
 def test_quantised_weights_are_refused(tmp_path, initializer, node, operator):
     weight = initializer(np.zeros((8, 16), np.int8), "w")
     reader = node(operator, ["w", "scale", "zero"], ["y"])
     with pytest.raises(ValueError, match=f"the operator {operator} reads a quantised weight"):
         verify(saved(tmp_path / "a.onnx", [reader], [weight]), "2:4")
+
+
+def quantised(zero, dtype, axis=None, block=0):
+    """Integers of an N:M weight [8, 16] whose pruned entries are the zero points."""
+    values = pruned(8, 16).sign().numpy().astype(np.int64)
+    zeros = np.asarray(zero)
+    if block:
+        zeros = zeros.repeat(block, axis)
+    elif zeros.ndim:
+        zeros = np.expand_dims(zeros, 1 - axis)
+    return (values + zeros).astype(dtype)
+
+
+# Zero points, type, axis, and entries in a block.
+ZERO_POINTS = {
+    "symmetric": (0, np.int8, None, 0),
+    "int8": (-3, np.int8, None, 0),
+    "uint8": (128, np.uint8, None, 0),
+    "uint16": (40_000, np.uint16, None, 0),
+    "rows": (np.arange(100, 108), np.uint8, 0, 0),
+    "columns": (np.arange(100, 116), np.uint8, 1, 0),
+    "blocks": (np.arange(100, 132).reshape(8, 4), np.uint8, 1, 4),
+}
+
+
+@pytest.mark.parametrize("kind", ZERO_POINTS)
+def test_integers_are_judged_by_their_zero_points(tmp_path, initializer, node, kind):
+    zero, dtype, axis, block = ZERO_POINTS[kind]
+    right = quantised(*ZERO_POINTS[kind])
+    wrong = right.copy()
+    wrong[3, 4:8] += 3  # no entry of this block is its zero point now
+    attributes = {} if axis is None else {"axis": axis - 2}
+    attributes |= {"block_size": block} if block else {}
+    reader = node("DequantizeLinear", ["w", "s", "z"], ["y"], **attributes)
+    known = [
+        initializer(np.asarray(zero).astype(dtype), "z"),
+        initializer(np.ones_like(zero, np.float32), "s"),
+    ]
+    # The integer 0 is the zero point of symmetric weights alone.
+    of_integer_0 = 0.0 if kind == "symmetric" else 1.0
+    for array, verdict, density in (
+        (right, "N:M", 0.5),
+        (wrong, "broken", 66 / 128),
+        (np.zeros_like(right), "dense", of_integer_0),
+    ):
+        path = saved(tmp_path / "a.onnx", [reader], [initializer(array, "w"), *known])
+        result = verify(path, "2:4")
+        assert [(v.verdict, v.density) for v in result.verdicts] == [(verdict, density)]
+        assert result.ok == (verdict == "N:M")
+
+
+def test_where_a_quantised_weight_is_read(tmp_path, initializer, node):
+    """Without a zero point, moved before it is read, and as floats that the graph quantises."""
+    scale = initializer(np.float32(0.1), "s")
+    zero = initializer(np.uint8(128), "z")
+    zeros = initializer(np.full(16, 128, np.uint8), "z")
+    shifted = initializer(quantised(*ZERO_POINTS["uint8"]), "w")
+    plain = initializer(quantised(*ZERO_POINTS["symmetric"]), "w")
+    floats = initializer(pruned(8, 16).numpy(), "w")
+    read = node("DequantizeLinear", ["m", "s", "z"], ["y"])
+    quantise = node("QuantizeLinear", ["w", "s", "z"], ["m"])
+    cases = [
+        ([node("DequantizeLinear", ["w", "s"], ["y"])], [plain, scale]),
+        ([node("DequantizeLinear", ["w", "s", ""], ["y"])], [plain, scale]),
+        ([node("Transpose", ["w"], ["m"]), read], [shifted, scale, zero]),
+        ([node("Gather", ["w", "rows"], ["m"]), read], [shifted, scale, zero]),
+        ([quantise, read], [floats, scale, zero]),
+    ]
+    for nodes, tensors in cases:
+        assert verify(saved(tmp_path / "a.onnx", nodes, tensors), "2:4").ok
+    faults = [
+        (
+            [node("DequantizeLinear", ["w", "s", "elsewhere"], ["y"])],
+            "'elsewhere', which is no con",
+        ),
+        ([node("Transpose", ["w"], ["m"]), read], "its weight is moved before DequantizeLinear"),
+    ]
+    for nodes, message in faults:
+        with pytest.raises(ValueError, match=message):
+            verify(saved(tmp_path / "a.onnx", nodes, [shifted, scale, zeros]), "2:4")
+    circle = [node("Identity", ["m"], ["n"]), node("Identity", ["n"], ["m"]), read]
+    assert not verify(saved(tmp_path / "a.onnx", circle, [shifted, scale, zero]), "2:4").ok
+
+
+def test_a_zero_point_of_two_branches_is_refused(tmp_path, initializer, node):
+    """Which of the two an operator reads is not known."""
+    helper = pytest.importorskip("onnx").helper
+    weight = initializer(quantised(*ZERO_POINTS["uint8"]), "w")
+    branches = [
+        helper.make_graph([], name, [], [], [initializer(np.uint8(zero), "z")])
+        for name, zero in (("a", 127), ("b", 128))
+    ]
+    choice = node("If", ["c"], ["y"], then_branch=branches[0], else_branch=branches[1])
+    reader = node("DequantizeLinear", ["w", "s", "z"], ["y"])
+    with pytest.raises(ValueError, match="the zero point 'z', which is no constant"):
+        verify(saved(tmp_path / "a.onnx", [choice, reader], [weight]), "2:4")
+
+
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization:DeprecationWarning")
+@pytest.mark.parametrize("scheme", ["per_channel_symmetric", "per_tensor_affine"])
+def test_fake_quantisation_next_to_moving_masks(tmp_path, initializer, node, monkeypatch, scheme):
+    """Of torch.ao: mask and rounding see one weight, and the integers of the trained weights keep every zero."""
+    from torch.ao import quantization
+    from torch.ao.nn import qat
+
+    monkeypatch.setattr(base, "_ADAPTERS", list(base._ADAPTERS))
+
+    @register_adapter
+    class NMFakeQuantised(NMLinear):
+        handles = qat.Linear
+
+        def forward(self, x):
+            rounded = self.weight_fake_quant(self.weight)
+            return nm_linear(x, rounded, self.bias, self.nm_layers["weight"])
+
+    is_symmetric = "symmetric" in scheme
+    bounds, dtype = ((-128, 127), torch.qint8) if is_symmetric else ((0, 255), torch.quint8)
+    observer = "PerChannelMinMaxObserver" if is_symmetric else "MinMaxObserver"
+    rounding = quantization.FakeQuantize.with_args(
+        observer=getattr(quantization, observer),
+        quant_min=bounds[0],
+        quant_max=bounds[1],
+        dtype=dtype,
+        qscheme=getattr(torch, scheme),
+    )
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8)).train()
+    model.qconfig = quantization.QConfig(activation=nn.Identity, weight=rounding)
+    model = quantization.prepare_qat(model)
+    sparsifier = NMSparsifier(model, "2:4", "sr-ste", skip_first_last=False).attach()
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    sparsifier.register(optimizer)
+    first = sparsifier.layers["0"].forward_mask.clone()
+    for _ in range(20):
+        x = torch.randn(32, 16)
+        optimizer.zero_grad()
+        (model(x) - x[:, :8].sin()).square().mean().backward()
+        sparsifier.before_step(optimizer)
+        optimizer.step()
+        sparsifier.step()
+    assert not torch.equal(first, sparsifier.layers["0"].forward_mask)
+    model.apply(quantization.disable_observer)
+    trained = model(x)
+    sparsifier.bake()
+    sparsifier.detach()
+    # Without masks, the same outputs: what was rounded in training is what is rounded now.
+    assert torch.equal(model(x), trained)
+
+    for place in (0, 2):
+        weight, rounding = model[place].weight.detach(), model[place].weight_fake_quant
+        scale, zero = rounding.calculate_qparams()
+        rows = scale.view(-1, 1), zero.view(-1, 1)
+        steps = ((weight / rows[0]).round() + rows[1]).clamp(*bounds)
+        assert torch.allclose((steps - rows[1]) * rows[0], rounding(weight))
+        integers = steps.numpy().astype(np.int8 if is_symmetric else np.uint8)
+        tensors = [
+            initializer(integers, "w"),
+            initializer(scale.numpy(), "s"),
+            initializer(zero.numpy().astype(integers.dtype), "z"),
+        ]
+        reader = node("DequantizeLinear", ["w", "s", "z"], ["y"], axis=0)
+        (verdict,) = verify(saved(tmp_path / "a.onnx", [reader], tensors), "2:4").verdicts
+        assert (verdict.verdict, bool(zero.any())) == ("N:M", not is_symmetric)
+        # Rounding makes no zero another value, and some small values zeros.
+        assert 0.4 < verdict.density <= 0.5
 
 
 def test_every_place_of_a_constant(tmp_path, initializer, node):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_nm import ASP, NMSparsifier, TransposableMask
+from lightning_nm import ASP, NMSparsifier, TransposableMask, prune
 from tests.support.lightning_models import Data, callback, make_trainer, new_model
 
 
@@ -54,6 +54,18 @@ def test_a_start_that_is_never_reached_is_warned_of(tmp_path, late):
         match=f"ASP never prunes: start={late} is step {late} of 12, so the model stays dense",
     ):
         make_trainer(tmp_path, [masks]).fit(new_model(), Data())
+
+
+def test_zeros_of_another_pattern_are_refused():
+    """A sparser one is N:M, too."""
+    model = network()
+    prune(model, "2:4", skip_first_last=False)
+    with pytest.raises(
+        ValueError,
+        match=r"layer '0' is not 1:4 sparse.*blocks with 2 nonzeros of 4\. Give the pattern that it was pruned to",
+    ):
+        NMSparsifier(model, "1:4", ASP(init="zeros")).attach()
+    assert NMSparsifier(model, "3:4", ASP(init="zeros")).attach().stats()["density"] == 0.5
 
 
 @pytest.mark.filterwarnings("ignore:ASP never prunes")

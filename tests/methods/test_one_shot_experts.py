@@ -71,6 +71,7 @@ def test_each_expert_is_calibrated_by_its_tokens(kind, score):
         assert result.errors[f"experts.{name}"] == pytest.approx((lost / whole) ** 0.5, rel=1e-3)
 
 
+@pytest.mark.filterwarnings("ignore:score='sparsegpt' has fewer")
 def test_statistics_take_no_more_memory_than_the_weight(monkeypatch):
     """One expert's matrix at least; the passes over the data tell how many were summed at a time."""
     torch.manual_seed(0)

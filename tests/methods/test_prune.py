@@ -2,10 +2,12 @@
 
 import copy
 import sys
+import warnings
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from lightning_nm import ASP, NMSparsifier, prune
 from lightning_nm import functional as nmf
@@ -253,6 +255,10 @@ def test_a_pass_ends_at_the_layer():
     assert not model.first._forward_pre_hooks
 
 
+# A loader that yields nothing: its data set is smaller than a batch.
+SHORT = DataLoader(list(torch.ones(3, 16)), batch_size=4, drop_last=True)
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -262,14 +268,28 @@ def test_a_pass_ends_at_the_layer():
             "'random' is unknown: use 'magnitude' or 'wanda' or 'sparsegpt'",
         ),
         ({"score": "wanda"}, ValueError, "needs calibration batches"),
-        ({"score": "wanda", "data": []}, ValueError, "holds no batch"),
+        ({"score": "wanda", "data": []}, ValueError, "holds no batch: .* Give one batch or more"),
+        ({"score": "wanda", "data": iter([])}, ValueError, "holds no batch"),
+        ({"score": "sparsegpt", "data": SHORT}, ValueError, "holds no batch.*drop_last=True"),
+        ({"data": []}, ValueError, "holds no batch"),
+        (
+            {"score": "sparsegpt", "data": 2 * [{"x": torch.ones(0, 16)}]},
+            ValueError,
+            r"holds no token: the tensors of its 2 batches are empty, the first one of shape \(0, 16\)",
+        ),
+        ({"data": [torch.ones(3, 0, 16)]}, ValueError, "holds no token"),
+        (
+            {"data": {"x": torch.ones(2, 16)}},
+            TypeError,
+            r"`data` is a dict.*give \[batch\] for one",
+        ),
         (
             {"score": "wanda", "data": [torch.full((2, 16), torch.nan)]},
             ValueError,
             "layer 'first'.*not finite",
         ),
         (
-            {"score": "sparsegpt", "data": [torch.full((2, 16), torch.inf)]},
+            {"score": "sparsegpt", "data": [torch.full((16, 16), torch.inf)]},
             ValueError,
             "layer 'first'.*not finite",
         ),
@@ -300,6 +320,52 @@ def test_data_that_can_be_read_once_are_enough():
         prune(model, "2:4", "wanda", batches, skip_first_last=False)
         results.append(list(model.parameters()))
     assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("score", ["wanda", "sparsegpt"])
+def test_fewer_tokens_than_input_features_are_warned_of(score):
+    """Before a layer is pruned, by name; the error on others is larger. Convolutions have a token for each position."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(8, 16, 3), nn.Flatten(), nn.Linear(64, 32)).double()
+    mixing = torch.randn(8, 8).double()
+    inputs = [
+        torch.einsum("nchw,cd->ndhw", torch.randn(n, 8, 4, 4).double(), mixing) for n in (40, 4000)
+    ]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trained = copy.deepcopy(model)
+        result = prune(model, "2:4", score, inputs[:1], include=["0", "2"])
+    expected = []
+    if score == "sparsegpt":  # 160 tokens for 72 features of the convolution
+        expected = [
+            "score='sparsegpt' has fewer calibration tokens than input features in 1 layers, such as '2' (40 for 64): "
+            "they are fitted to these tokens, for which alone the errors of the result hold. Give more data, or "
+            "score='wanda'"
+        ]
+    assert [str(each.message) for each in caught] == expected
+    assert all(each.filename == __file__ for each in caught)
+    x = trained[:2](inputs[1])
+    change = (trained[2].weight - model[2].weight).t()
+    error = (x @ change).norm() / (x @ trained[2].weight.t()).norm()
+    assert (error > 2 * result.errors["2"]) == (score == "sparsegpt")
+
+
+@pytest.mark.parametrize("score", ["magnitude", "sparsegpt"])
+@pytest.mark.parametrize("pattern", ["2:4", "1:4"])
+def test_layers_that_are_sparse_already_are_warned_of(pattern, score):
+    model = Net()
+    prune(model, pattern, include="first", skip_first_last=False)
+    before = model.first.weight.clone()
+    more = {} if score == "magnitude" else {"data": data(32, 16)}
+    with pytest.warns(
+        UserWarning,
+        match="1 of 3 layers, such as 'first', are 2:4 already: nothing of them is pruned. Give a",
+    ) as caught:
+        prune(model, "2:4", score, skip_first_last=False, **more)
+    assert torch.equal(model.first.weight, before)
+    assert [each.filename for each in caught] == [__file__]
+    if pattern == "2:4":
+        prune(model, "1:4", skip_first_last=False)  # sparser: there is something to prune
 
 
 def test_a_masked_model_is_refused():

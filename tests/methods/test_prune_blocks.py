@@ -205,12 +205,14 @@ def assert_same(one, two, found, expected):
         torch.testing.assert_close(one.state_dict()[key], value, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.filterwarnings("ignore:score='sparsegpt' has fewer")
 @pytest.mark.parametrize("score", ["magnitude", "wanda", "sparsegpt"])
 @pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
 def test_the_results_are_those_of_the_whole_model(make, score):
     assert_same(*both(make, pattern="2:4", score=score))
 
 
+@pytest.mark.filterwarnings("ignore:score='sparsegpt' has fewer")
 @pytest.mark.parametrize("choice", [{"budget": 0.6}, {"max_error": 0.4}], ids=str)
 @pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
 def test_the_choices_are_those_of_the_whole_model(make, choice):
@@ -250,6 +252,9 @@ def texts(number=4):
 def test_models_of_transformers(make):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        warnings.filterwarnings(
+            "ignore", "score='sparsegpt' has fewer"
+        )  # the pooler: a token a text
         assert_same(*both(make, texts(), pattern="2:4", score="sparsegpt", skip_first_last=True))
 
 
@@ -277,6 +282,7 @@ def test_the_encoder_of_torch():
 # ----------------------------------------------------------------------------------------------------------------- cost
 
 
+@pytest.mark.filterwarnings("ignore:score='sparsegpt' has fewer")
 @pytest.mark.parametrize("make", [llama, bert])
 def test_the_cost_is_linear_in_depth(make):
     """At most three forward passes, and equally many calls of each block that are not answered from memory."""
@@ -547,7 +553,7 @@ def test_nothing_is_left_in_the_model():
     data = texts()
     data[1]["input_ids"][0, 0] = 1000  # no token
     with pytest.raises(IndexError):
-        prune(model, "2:4", "wanda", data)
+        prune(model, "1:4", "wanda", data)
     assert_untouched(model)
     assert model.config.use_cache
 

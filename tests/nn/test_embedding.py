@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lightning_nm import NMSparsifier, prune
+from lightning_nm import NMSparsifier, pack, prune
 from lightning_nm import functional as nmf
 from lightning_nm.nn.adapters import Adapter
 from lightning_nm.nn.products import estimated
@@ -354,6 +354,25 @@ def test_compiled():
     loss_of(compiled, tokens).backward()
     torch.testing.assert_close(compiled, eager)
     torch.testing.assert_close(model.embed.weight.grad, grad)
+
+
+def test_globs_leave_a_tied_weight_dense_and_say_why():
+    """In a training and in `prune`; an error names it before what the user left out."""
+    shared = "its weight is shared with 'embed.weight', which would change with it: if `include` has the exact name"
+    for use in (attach, prune):
+        with pytest.raises(
+            ValueError, match=f"'embed': a lookup.*'head': {shared}.*not in `include`"
+        ):
+            use(made(), include="he*", skip_first_last=False)
+    model = made()
+    result = prune(model, "2:4", include="*", skip_first_last=False)
+    assert result.layers
+    assert result.skipped["head"].startswith(shared)
+    assert model.head.weight.all()
+    with pytest.raises(
+        ValueError, match=r"'embed.*--int8-embeddings` also rounds one that a head sha"
+    ):
+        pack(model, dtype="int8", int8_embeddings="embed")
 
 
 def test_one_shot_pruning():
