@@ -31,7 +31,7 @@ from lightning_nm.export.graphs import (
 )
 from lightning_nm.export.outputs import Written, export_packed, export_torch
 from lightning_nm.export.patterns import classify, matrices_in, patterns_in
-from lightning_nm.export.sources import Source, holds_bitmasks, read_file, read_source
+from lightning_nm.export.sources import Source, holds_bitmasks, read_file, read_checkpoint
 from lightning_nm.pattern import NMPattern
 
 Report = list[Table | str]
@@ -202,7 +202,7 @@ def main(args: Sequence[str]) -> int:
     try:
         with _stopped_as_by_keyboard():
             _check(options)
-            source = read_source(options.checkpoint, options.prefix)
+            source = read_checkpoint(options.checkpoint, options.prefix)
             # Models, compilers and torch print, too; stdout is for the report.
             with redirect_stdout(sys.stderr):
                 report = _write(source, options)

@@ -67,7 +67,7 @@ def export_packed(
     they are all that are N:M. Every other tensor is written as it is.
 
     Args:
-        source: What :func:`~lightning_nm.export.sources.read_source` returned.
+        source: What :func:`~lightning_nm.export.read_checkpoint` returned.
         output: The file, ``.safetensors``; it is replaced when the new one is complete.
         pattern: The pattern; by default the one of each layer.
         dtype: ``"int8"`` rounds the values to int8, as :func:`lightning_nm.pack` does. Weights of three axes keep their
@@ -156,7 +156,7 @@ def export_torch(source: Source, output: FilePath) -> None:
     """Write the dense state dict, with zeros.
 
     Args:
-        source: What :func:`~lightning_nm.export.sources.read_source` returned.
+        source: What :func:`~lightning_nm.export.read_checkpoint` returned.
         output: A file ``.pt``, ``.pth``, ``.bin`` or ``.safetensors``, which is replaced when the new one is complete;
             for a folder of ``transformers`` also a new folder, with its other files.
 

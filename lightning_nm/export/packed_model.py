@@ -40,10 +40,9 @@ from lightning_nm.packed.module import (
 )
 from lightning_nm.packed.tensor import EVERY_ENTRY, PackedTensor, int8_fault
 from lightning_nm.pattern import NMPattern, PatternLike
+from lightning_nm.spelling import some_of
 
 Model = TypeVar("Model", bound=nn.Module)
-
-_SHOWN = 8
 
 
 def pack(
@@ -146,7 +145,9 @@ def pack(
             reasons[key] = each.reason
         else:
             found[key] = place, each
-    refuse_empty(found, reasons, f"{type(model).__name__} has no weight to pack")
+    if not found:
+        shown = some_of([f"'{key}': {reason}" for key, reason in reasons.items()])
+        raise ValueError(f"{type(model).__name__} has no weight to pack: {shown}")
     found = {key: (place, Found(EVERY_ENTRY)) for key, place in embeddings.items()} | found
     for key, (place, each) in found.items():
         fault = int8_fault(place.weight) if dtype else ""
@@ -183,9 +184,13 @@ def save_packed(model: nn.Module, path: FilePath) -> None:
     """
     required_weights(model)
     state = _state_of(model, lambda weight: weight.packed())
-    packed = {key: each for key, each in state.items() if isinstance(each, PackedTensor)}
-    dense = {key: each for key, each in state.items() if isinstance(each, Tensor)}
-    tensors = {plain_name(key): each for key, each in (dense | packed).items()}
+    # Without what else a state dict may hold; dense tensors come first in the file.
+    tensors = {
+        plain_name(key): each
+        for kind in (Tensor, PackedTensor)
+        for key, each in state.items()
+        if isinstance(each, kind)
+    }
     write_packed(path, tensors)
 
 
@@ -219,24 +224,9 @@ def _state_of(model: nn.Module, form: Callable[[PackedWeight], Any]) -> dict[str
     for key, value in model.state_dict().items():
         owner = key.rpartition(".")[0]
         if owner in packed:
-            found[owner] = once[packed[owner]]
-        else:
-            found[key] = value
+            key, value = owner, once[packed[owner]]
+        found[key] = value
     return found
-
-
-def refuse_empty(found: Mapping[str, Any], reasons: Mapping[str, str], what: str) -> None:
-    """Refuse that nothing is found, by a ``ValueError`` with the reasons."""
-    if found:
-        return
-    shown = listed([f"'{key}': {reason}" for key, reason in reasons.items()], "; ")
-    raise ValueError(f"{what}: {shown}")
-
-
-def listed(texts: Sequence[str], separator: str = ", ") -> str:
-    """The first texts, and how many more there are."""
-    more = f"{separator}and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
-    return separator.join(texts[:_SHOWN]) + more
 
 
 def for_inference(model: Model) -> Model:
@@ -399,7 +389,7 @@ def load_packed(
     if nonfinite:
         warnings.warn(
             f"tensors of '{path}' have entries that are NaN or infinite, so outputs of the model may be NaN: "
-            f"{listed(nonfinite)}",
+            f"{some_of(nonfinite, separator=', ')}",
             stacklevel=2,
         )
     return model
@@ -481,13 +471,13 @@ def _refuse_other_model(
     faults = []
     for what, keys in (("the file lacks", missing), ("the model lacks", others)):
         if keys:
-            faults.append(f"{what} {listed([*map(repr, keys)])}")
+            faults.append(f"{what} {some_of([*map(repr, keys)], separator=', ')}")
     for plain, key, tensor in shared:
         own = tuple(tensor.shape)
         if own != file.shape(key):
             faults.append(f"'{plain}' is {own} in the model and {file.shape(key)} in the file")
     if faults:
-        raise ValueError(f"the model {kind} does not fit '{path}': {listed(faults, '; ')}")
+        raise ValueError(f"the model {kind} does not fit '{path}': {some_of(faults)}")
     for plain, key, tensor in shared:
         own_dtype, dtype = tensor.dtype, file.dtype(key)
         # A model in torch's default dtype takes the file's; inputs of one that was converted would have the wrong one.
@@ -506,7 +496,7 @@ def _refuse_other_model(
     ]
     if empty:
         raise ValueError(
-            f"{listed([*map(repr, empty)])} of {kind} on the meta device has no values, and "
+            f"{some_of([*map(repr, empty)], separator=', ')} of {kind} on the meta device has no values, and "
             "no state dict holds it: build the model on the CPU, or under accelerate.init_empty_weights()"
         )
 

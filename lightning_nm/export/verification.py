@@ -13,13 +13,14 @@ from torch import Tensor
 from lightning_nm.export.coreml import SPARSE, CoreMLPackage, is_package
 from lightning_nm.export.graphs import onnx_weights, program_weights
 from lightning_nm.export.packed_file import PackedFile, is_packed, no_checksums
-from lightning_nm.export.packed_model import listed, matches
+from lightning_nm.export.packed_model import matches
 from lightning_nm.export.patterns import (
     Verdict,
     classify,
     comparable,
     is_matrix,
     judge,
+    masked_layers,
     matrices_in,
 )
 from lightning_nm.export.sources import (
@@ -30,11 +31,11 @@ from lightning_nm.export.sources import (
     read_checkpoint,
 )
 from lightning_nm.nn.state import State, saved_stages
-from lightning_nm.nn.weight import Layout, key_of_layer, misfit, plain_name
+from lightning_nm.nn.weight import Layout, misfit, plain_name
 from lightning_nm.packed.tensor import EVERY_ENTRY, blocks_last
 from lightning_nm.pattern import NMPattern, PatternLike
 from lightning_nm.schedule import DENSE, FINAL
-from lightning_nm.spelling import grouped, quoted
+from lightning_nm.spelling import grouped, quoted, some_of
 
 
 @dataclass(frozen=True)
@@ -147,8 +148,8 @@ def verify(
         dense = [v.key for v in verdicts if v.verdict == "dense"]
         if dense:
             problems.append(
-                f"{len(dense)} of {len(verdicts)} matrices are dense: {listed(_grouped_keys(dense))}; allow that by "
-                "--allow-dense (allow_dense=True), or say how much must be N:M by --min-share (min_share)"
+                f"{len(dense)} of {len(verdicts)} matrices are dense: {some_of(_grouped_keys(dense), separator=', ')}; "
+                "allow that by --allow-dense (allow_dense=True), or say how much must be N:M by --min-share (min_share)"
             )
     if min_share is not None and result.share < min_share:
         problems.append(
@@ -183,7 +184,7 @@ def _verdict(
     if noted is not None and pattern in (None, noted[0]):
         own_pattern, layout = noted
         rows = blocks_last(weight, layout)
-        verdict = judge(key, rows, own_pattern, -1, layout, masked=True)
+        verdict = judge(key, rows, own_pattern, layout, masked=True)
     else:
         assert pattern is not None
         verdict = classify(key, weight, pattern)
@@ -223,7 +224,8 @@ def _verify_dense(path: Path, pattern: NMPattern | None, result: Verification) -
     elif kind == PROGRAM:
         weights = program_weights(path)
     else:
-        weights, states = read_checkpoint(path, nested=True)
+        source = read_checkpoint(path, nested=True)
+        weights, states = source.weights, source.states
     if pattern is None and states:
         weights = named_as_in_model(weights, states, path)
     matrices = matrices_in(weights)
@@ -310,17 +312,11 @@ def verify_state(weights: Mapping[str, Tensor], state: State) -> list[Verdict]:
         ValueError: If the weights of a layer are missing.
     """
     verdicts = []
-    keys = {plain_name(key): key for key in weights}
-    for name, layer in state["layers"].items():
-        plain = key_of_layer(plain_name(name), layer["parameter"])
-        pattern = NMPattern.parse(layer["pattern"])
-        if plain not in keys:
-            raise ValueError(f"the file has masks for '{name}' but no weight '{plain}'")
-        key = keys[plain]
-        layout = Layout(layer["layout"])
+    for key, layer in masked_layers(weights, state):
+        pattern, layout = NMPattern.parse(layer["pattern"]), Layout(layer["layout"])
         if layer["masked"]:
-            rows = layout.rows(comparable(key, weights[key]))
-            verdict = judge(key, rows, pattern, 1, layout, masked=True)
+            rows = blocks_last(comparable(key, weights[key]), layout)
+            verdict = judge(key, rows, pattern, layout, masked=True)
         else:
             # Whether the layer ever has a forward mask.
             _, inputs = layout.row_sizes(weights[key].shape)

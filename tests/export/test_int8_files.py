@@ -19,7 +19,7 @@ from lightning_nm.commands import verify
 from lightning_nm.commands.export import main as export
 from lightning_nm.export import PackedFile
 from lightning_nm.export.packed_file import write_packed
-from lightning_nm.export.sources import read_source
+from lightning_nm.export.sources import read_checkpoint
 from lightning_nm.functional import quantise_weight, unpack_nm
 from lightning_nm.packed.tensor import PackedTensor
 from tests.support.packed_models import (
@@ -151,7 +151,7 @@ def test_verify_and_reading_as_a_checkpoint(saved, capsys):
     dense, path = saved
     assert verify.main([str(path)]) == 0
     assert "packed, plain, int8" in " ".join(capsys.readouterr().out.split())
-    weights = read_source(path).weights
+    weights = read_checkpoint(path).weights
     reference = unpacked_state_dict(pack(copied(dense), dtype="int8", kernels="reference"))
     assert_equal_states(weights, reference)
 

@@ -22,7 +22,7 @@ from lightning_nm import (
 from lightning_nm.cli import main
 from lightning_nm.export import PackedFile, verify
 from lightning_nm.export.outputs import export_packed
-from lightning_nm.export.sources import read_source
+from lightning_nm.export.sources import read_checkpoint
 from lightning_nm.functional import nm_prune
 from lightning_nm.packed.module import packed_weights
 from tests.support.experts import WIDTH, Experts, TransposedExperts
@@ -97,7 +97,7 @@ IDS = torch.arange(40).view(2, 20)
 def test_rows_are_rounded_to_127_steps(exported):
     """Each entry is a multiple of its row's scale, and at most half a step off."""
     model, path = exported
-    found = read_source(path).weights
+    found = read_checkpoint(path).weights
     for key in ("words.weight", "scaled.weight", "tied.weight"):
         weight = dict(model.named_parameters())[key].detach().double()
         step = weight.abs().amax(1, keepdim=True) / 127
@@ -382,7 +382,7 @@ def test_bytes_are_those_of_the_file(tmp_path, dtype, embeddings, experts):
     weights = {**model_of().state_dict(), **experts_of(Experts).state_dict()}
     weights["number"] = torch.tensor(3)
     torch.save(weights, tmp_path / "a.pt")
-    source = read_source(tmp_path / "a.pt")
+    source = read_checkpoint(tmp_path / "a.pt")
     path = tmp_path / "a.safetensors"
     written = export_packed(source, path, None, dtype, experts, embeddings)
     file = PackedFile(path)
