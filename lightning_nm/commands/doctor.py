@@ -17,7 +17,7 @@ import lightning.pytorch as pl
 import torch
 from rich.console import Console
 
-from lightning_nm.callbacks.tables import kernel_rows, print_kernels
+from lightning_nm.callbacks.tables import columns_table, kernel_rows, print_kernels
 from lightning_nm.commands.build import (
     Enough,
     add_training,
@@ -25,7 +25,7 @@ from lightning_nm.commands.build import (
     fit_until_enough,
     masking_callbacks,
 )
-from lightning_nm.commands.output import add_json, columns_table, print_json, print_line
+from lightning_nm.commands.output import add_json, print_json, print_line
 from lightning_nm.kernels import KernelRegistry, Router
 from lightning_nm.kernels.cpu import library
 from lightning_nm.kernels.gpu import triton_use
@@ -43,12 +43,27 @@ def examine() -> dict[str, Any]:
         ('reference', True)
     """
     device = torch.device("cpu")
-    capability = triton = None
+    capability = triton = cpu = None
     if torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
         major, minor = torch.cuda.get_device_capability(device)
         capability = f"{major}.{minor}"
         triton = triton_use.unavailable()  # empty if Triton kernels run
+    else:
+        # The library is compiled at installation; without a compiler there is none.
+        usable = not library.unavailable()
+        # On Linux a container or `taskset` may allow fewer cores than the machine has.
+        can_tell = hasattr(os, "sched_getaffinity")
+        cpu = {
+            "model": library.cpu_name(),
+            "instructions": library.LEVELS[library.level()] if usable else None,
+            "asked": os.environ.get("LIGHTNING_NM_ISA") or None,
+            "cores": len(os.sched_getaffinity(0)) if can_tell else os.cpu_count() or 1,
+            "threads": torch.get_num_threads(),
+            # The kernels, on torch's threads.
+            "parallel": usable and library.parallel() is not None,
+            "amx": library.has_amx(),
+        }
     kernels = []
     for kernel in KernelRegistry().kernels.values():
         # A kernel that raises does not work, and its error is the reason.
@@ -59,25 +74,9 @@ def examine() -> dict[str, Any]:
     return {
         **asdict(environment_of(device)),
         "capability": capability,
-        "cpu": _cpu() if device.type == "cpu" else None,
+        "cpu": cpu,
         "triton": triton,
         "kernels": kernels,
-    }
-
-
-def _cpu() -> dict[str, Any]:
-    # The library is compiled at installation; without a compiler there is none.
-    usable = not library.unavailable()
-    # On Linux a container or `taskset` may allow fewer cores than the machine has.
-    can_tell = hasattr(os, "sched_getaffinity")
-    return {
-        "model": library.cpu_name(),
-        "instructions": library.LEVELS[library.level()] if usable else None,
-        "asked": os.environ.get("LIGHTNING_NM_ISA") or None,
-        "cores": len(os.sched_getaffinity(0)) if can_tell else os.cpu_count() or 1,
-        "threads": torch.get_num_threads(),
-        "parallel": usable and library.parallel() is not None,  # the kernels, on torch's threads
-        "amx": library.has_amx(),
     }
 
 

@@ -17,7 +17,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from lightning_nm.commands.output import columns_table, print_line
+from lightning_nm.callbacks.tables import columns_table
+from lightning_nm.commands.output import print_line
 from lightning_nm.export.atomic_write import check_folder, check_suffix
 from lightning_nm.export.coreml import CoreMLReport, check_output, export_coreml
 from lightning_nm.export.executorch import ExecutorchExport, export_executorch
@@ -31,7 +32,7 @@ from lightning_nm.export.graphs import (
 )
 from lightning_nm.export.outputs import Written, export_packed, export_torch
 from lightning_nm.export.patterns import classify, matrices_in, patterns_in
-from lightning_nm.export.sources import Source, holds_bitmasks, read_file, read_checkpoint
+from lightning_nm.export.sources import Source, holds_bitmasks, read_checkpoint, read_file
 from lightning_nm.pattern import NMPattern
 
 Report = list[Table | str]

@@ -70,8 +70,8 @@ class CoreMLWeight(NamedTuple):
         """In the file: of the values, and of the bit mask if there is one."""
         if self.storage == "const":
             return int(self.constant.outputs[0].val.nbytes)
-        parts = [self.constant.inputs[name].val for name in ("nonzero_data", "mask")]
-        return sum(part.nbytes for part in parts)
+        parts = self.constant.inputs
+        return int(parts["nonzero_data"].val.nbytes + parts["mask"].val.nbytes)
 
 
 class CoreMLPackage:
@@ -376,14 +376,24 @@ def export_coreml(
         stored = {entry["key"]: name for name, entry in noted.items()}
         written = []
         for key, each in sparse.items():
-            pattern_text = str(each.pattern)
+            row = CoreMLWritten(key, str(each.pattern))
+            # Not there is such as the head of a model whose forward does not use it.
             if key in places:
                 name, layout = places[key]
-                dense_bytes = dense.weights[name].bytes
-                row = _read_back(package, key, pattern_text, stored[key], layout, dense_bytes)
-            else:
-                # Such as the head of a model whose forward does not use it.
-                row = CoreMLWritten(key, pattern_text)
+                weight = package.weights[stored[key]]
+                rows = blocks_last(package.read(weight.name), layout)
+                if not is_nm(rows, row.pattern):
+                    raise ValueError(
+                        f"'{key}' is not {row.pattern} in the file: nothing is written"
+                    )
+                row = row._replace(
+                    name=weight.name,
+                    operators=weight.operators,
+                    is_sparse=weight.is_sparse,
+                    density=float(torch.count_nonzero(rows)) / rows.numel(),
+                    bytes=weight.bytes,
+                    dense_bytes=dense.weights[name].bytes,
+                )
             written.append(row)
         size, dense_size = (
             sum(file.stat().st_size for file in each.rglob("*") if file.is_file())
@@ -463,7 +473,8 @@ def _converted(coremltools: Any, program: Any, kind: str, precision: Precision) 
     # Operators stay whole where possible, because coremltools recognises more of the whole ones.
     whole: Any = {}
     for table in (whole, torch.export.default_decompositions()):
-        table[torch.ops.aten.alias.default] = _same
+        # It gives its input another name, and coremltools does not know it.
+        table[torch.ops.aten.alias.default] = lambda x: x
         try:
             with _quiet():
                 return coremltools.convert(program.run_decompositions(table), **options)
@@ -478,11 +489,6 @@ def _converted(coremltools: Any, program: Any, kind: str, precision: Precision) 
                 f"coremltools cannot convert {kind}: {type(error).__name__}: {first_line(error)}"
             ) from error
     raise failed
-
-
-def _same(x: Tensor) -> Tensor:
-    """What an operator becomes that only gives its input another name: coremltools does not know it."""
-    return x
 
 
 def _places(
@@ -530,21 +536,3 @@ def _same_nonzeros(found: Tensor, is_nonzero: Tensor) -> bool:
     if bool((is_found & ~is_nonzero).any()):
         return False
     return int(is_found.sum()) >= _SAME_NONZEROS * int(is_nonzero.sum())
-
-
-def _read_back(
-    package: CoreMLPackage, key: str, pattern: str, name: str, layout: Layout, dense_bytes: int
-) -> CoreMLWritten:
-    """What the package holds of an N:M weight.
-
-    Raises:
-        ValueError: If it is not N:M there.
-    """
-    weight = package.weights[name]
-    rows = blocks_last(package.read(name), layout)
-    if not is_nm(rows, pattern):
-        raise ValueError(f"'{key}' is not {pattern} in the file: nothing is written")
-    density = float(torch.count_nonzero(rows)) / rows.numel()
-    return CoreMLWritten(
-        key, pattern, name, weight.operators, weight.is_sparse, density, weight.bytes, dense_bytes
-    )

@@ -263,13 +263,12 @@ class PackedFile:
                 self.dense.pop(f"{key}.{part}", None)
         self.checksums: dict[str, str] | None = None
         if CHECKSUMS in metadata:
-            found = read_json(metadata[CHECKSUMS], self._refuse)
-            is_right = isinstance(found, dict)
-            if not is_right or not all(isinstance(each, str) for each in found.values()):
+            self.checksums = found = read_json(metadata[CHECKSUMS], self._refuse)
+            is_object = isinstance(found, dict)
+            if not is_object or not all(isinstance(each, str) for each in found.values()):
                 self._refuse(f"`{CHECKSUMS}` is no object of texts")
             for name in found.keys() ^ self.file.entries.keys():
                 self._refuse(f"'{name}' is not both a tensor and a name in `{CHECKSUMS}`")
-            self.checksums = found
         self._intact: set[str] = set()  # tensors whose checksum was compared
         self.aliases: dict[str, str] = aliases
         for alias, key in aliases.items():
@@ -340,15 +339,8 @@ class PackedFile:
         """The keys of the model's state dict."""
         return [*self.dense, *self.packed, *self.aliases]
 
-    def shape(self, key: str) -> tuple[int, ...]:
-        """The shape of a tensor of the dense state dict."""
-        return self._described(key).shape
-
-    def dtype(self, key: str) -> torch.dtype:
-        """The dtype of a tensor of the dense state dict."""
-        return self._described(key).dtype
-
-    def _described(self, key: str) -> PackedKind | Entry:
+    def entry(self, key: str) -> PackedKind | Entry:
+        """What has the ``shape`` and the ``dtype`` of a tensor of the dense state dict."""
         key = self.aliases.get(key, key)
         return self.packed.get(key) or self.dense[key]
 
@@ -365,15 +357,6 @@ class PackedFile:
         """Read one tensor, with zeros if it is packed."""
         found = self.read(key)
         return found.unpack() if isinstance(found, PackedTensor) else found
-
-    def check(self, name: str) -> None:
-        """Compare a tensor of the file with its checksum, if the file has checksums.
-
-        Raises:
-            ValueError: If it is damaged.
-        """
-        if self.checksums is not None:
-            self.read_stored(name)
 
     def read_stored(self, name: str) -> Tensor:
         """Read a tensor of the file, by its own name, and compare it with its checksum the first time.

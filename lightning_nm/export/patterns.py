@@ -148,7 +148,7 @@ def patterns_in(
 
 def masked_layers(
     weights: Mapping[str, Tensor], state: Mapping[str, Any]
-) -> Iterator[tuple[str, Mapping[str, Any]]]:
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """The layers of a sparsifier state, each with the key of its weight.
 
     Raises:

@@ -6,7 +6,7 @@ import json
 import math
 import re
 import zipfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -219,9 +219,7 @@ def _read_folder(folder: Path, *, nested: bool) -> Source:
     return Source(folder, weights, [read_file(path)] if path.is_file() else [])
 
 
-def named_as_in_model(
-    weights: Weights, states: Sequence[Mapping[str, Any]], folder: Path
-) -> Weights:
+def named_as_in_model(source: Source) -> Weights:
     """The weights of a checkpoint under the names that they have in the model.
 
     transformers saves the experts of many models one by one, under other names than their one weight in the model. If
@@ -231,7 +229,8 @@ def named_as_in_model(
     Raises:
         ValueError: If it cannot be built, and the states name weights that are missing.
     """
-    if not (folder / "config.json").is_file():
+    folder, weights, states, _ = source
+    if not source.is_folder:
         return weights
     named = {
         key_of_layer(plain_name(name), layer["parameter"])

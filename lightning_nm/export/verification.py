@@ -26,6 +26,7 @@ from lightning_nm.export.patterns import (
 from lightning_nm.export.sources import (
     ONNX,
     PROGRAM,
+    Source,
     kind_of_graph,
     named_as_in_model,
     read_checkpoint,
@@ -217,17 +218,16 @@ def _lost(verdicts: Sequence[Verdict], of_base: Sequence[Verdict], base: str | P
 
 def _verify_dense(path: Path, pattern: NMPattern | None, result: Verification) -> None:
     """Judge a file of dense tensors."""
-    states: list[State] = []
     kind = kind_of_graph(path) if path.is_file() else ""
     if kind == ONNX:
-        weights = onnx_weights(path)
+        source = Source(path, onnx_weights(path), [])
     elif kind == PROGRAM:
-        weights = program_weights(path)
+        source = Source(path, program_weights(path), [])
     else:
         source = read_checkpoint(path, nested=True)
-        weights, states = source.weights, source.states
+    weights, states = source.weights, source.states
     if pattern is None and states:
-        weights = named_as_in_model(weights, states, path)
+        weights = named_as_in_model(source)
     matrices = matrices_in(weights)
     result.matrices.update((key, matrix.numel()) for key, matrix in matrices.items())
     if pattern is not None:
@@ -249,9 +249,9 @@ def _verify_packed(file: PackedFile, pattern: NMPattern | None, result: Verifica
         ValueError: If a tensor is damaged.
     """
     for name in file.names():
-        own_name = file.aliases.get(name, name)
-        if is_matrix(file.dtype(name), len(file.shape(name))):
-            result.matrices[name] = math.prod(file.shape(name))
+        own_name, of_dense = file.aliases.get(name, name), file.entry(name)
+        if is_matrix(of_dense.dtype, len(of_dense.shape)):
+            result.matrices[name] = math.prod(of_dense.shape)
         entry = file.packed.get(own_name)
         noted, notes = None, [""]
         if entry is not None:

@@ -83,7 +83,7 @@ def test_what_the_file_holds(saved):
     dense, path = saved
     assert metadata_of(path)["version"] == "2"
     file = PackedFile(path)
-    assert file.dtype("4.weight") == torch.bfloat16
+    assert file.entry("4.weight").dtype == torch.bfloat16
     assert all(file.packed[key].int8 for key in ("0.weight", "4.weight", "5.weight"))
     entries = file.file.entries
     assert entries["4.weight.values"].dtype == torch.int8

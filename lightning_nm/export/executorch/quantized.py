@@ -77,11 +77,17 @@ def trace(model: nn.Module, example: tuple[Tensor, ...]) -> GraphModule:
     return graph
 
 
-def layers_of_graph(graph: GraphModule) -> list[Layer]:
-    """The products with a constant weight, in the order of the program."""
+def layers_of_graph(graph: GraphModule) -> tuple[list[Layer], dict[str, str]]:
+    """The products with a constant weight, in the order of the program, and why modules stay in float, by name.
+
+    The reasons are those that hold whatever the quantizer does.
+    """
     layers = []
+    in_float = {}
     for node in graph.graph.nodes:
         operator = _operator(node)
+        if operator in _ALWAYS_FLOAT:
+            in_float[module_of(node)] = f"there is no int8 form of {operator}"
         position = _WEIGHT_ARGUMENT.get(operator)
         if position is None or len(node.args) <= position:
             continue
@@ -89,16 +95,7 @@ def layers_of_graph(graph: GraphModule) -> list[Layer]:
         if not isinstance(weight, Node) or weight.op != "get_attr":
             continue  # of two activations, as in attention
         layers.append(Layer(node.name, operator, module_of(node), str(weight.target)))
-    return layers
-
-
-def always_in_float(graph: GraphModule) -> dict[str, str]:
-    """Why modules stay in float whatever the quantizer does, by name."""
-    return {
-        module_of(node): f"there is no int8 form of {_operator(node)}"
-        for node in graph.graph.nodes
-        if _operator(node) in _ALWAYS_FLOAT
-    }
+    return layers, in_float
 
 
 def quantize(
