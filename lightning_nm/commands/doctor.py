@@ -83,8 +83,32 @@ def examine() -> dict[str, Any]:
 def print_machine(machine: dict[str, Any], console: Console) -> None:
     """Print the device, the libraries and each kernel."""
     table = columns_table("machine", ("part", "value"), {"value": 0}, show_header=False)
-    for row in _cpu_rows(machine) if machine["cpu"] else _gpu_rows(machine):
-        table.add_row(*row)
+    if cpu := machine["cpu"]:
+        instructions = cpu["instructions"] or "none, the kernels do not work"
+        if cpu["asked"]:
+            instructions += f" (LIGHTNING_NM_ISA={cpu['asked']})"
+        threads = f"{cpu['threads']}"
+        if cpu["parallel"]:
+            threads += ", for dense products and kernels"
+        elif cpu["instructions"]:
+            threads += " for dense products; the kernels use one: more need torch 2.10 or later"
+        table.add_row("device", f"CPU, {cpu['model']}")
+        table.add_row("instructions", instructions)
+        table.add_row("cores", f"{cpu['cores']} that this process may use")
+        table.add_row("threads", threads)
+        if cpu["amx"]:
+            amx = "for dense products of many tokens in bfloat16: N:M ones cannot use it"
+            table.add_row("AMX", amx)
+        table.add_row("torch", machine["torch"])
+    else:
+        capability = machine["capability"]
+        table.add_row("device", f"{machine['device']}, compute capability {capability}")
+        for name in ("driver", "torch", "cuda", "cusparselt"):
+            table.add_row(name, machine[name] or "none")
+        triton = "its kernels prepare operands, and make BAME's passes"
+        if machine["triton"]:
+            triton = f"{machine['triton']}: torch prepares operands, and makes BAME's passes"
+        table.add_row("triton", triton)
     console.print(table)
 
     table = columns_table("kernels", ("kernel", "works", "why"), {"why": 20})
@@ -99,39 +123,6 @@ def print_machine(machine: dict[str, Any], console: Console) -> None:
     # The first one is the dense product.
     if not any(kernel["works"] for kernel in machine["kernels"][1:]):
         print_line(console, "No sparse kernel works here: a training runs every product dense.")
-
-
-def _gpu_rows(machine: dict[str, Any]) -> list[tuple[str, str]]:
-    triton = "its kernels prepare operands, and make BAME's passes"
-    if machine["triton"]:
-        triton = f"{machine['triton']}: torch prepares operands, and makes BAME's passes"
-    return [
-        ("device", f"{machine['device']}, compute capability {machine['capability']}"),
-        *((name, machine[name] or "none") for name in ("driver", "torch", "cuda", "cusparselt")),
-        ("triton", triton),
-    ]
-
-
-def _cpu_rows(machine: dict[str, Any]) -> list[tuple[str, str]]:
-    cpu = machine["cpu"]
-    instructions = cpu["instructions"] or "none, the kernels do not work"
-    if cpu["asked"]:
-        instructions += f" (LIGHTNING_NM_ISA={cpu['asked']})"
-    threads = f"{cpu['threads']}"
-    if cpu["parallel"]:
-        threads += ", for dense products and kernels"
-    elif cpu["instructions"]:
-        threads += " for dense products; the kernels use one: more need torch 2.10 or later"
-    rows = [
-        ("device", f"CPU, {cpu['model']}"),
-        ("instructions", instructions),
-        ("cores", f"{cpu['cores']} that this process may use"),
-        ("threads", threads),
-    ]
-    if cpu["amx"]:
-        amx = "for dense products of many tokens in bfloat16: N:M ones cannot use it"
-        rows.append(("AMX", amx))
-    return [*rows, ("torch", machine["torch"])]
 
 
 # Optimizer steps. Kernels are chosen in the first; the others before the timed ones run them, unmeasured.

@@ -287,7 +287,15 @@ def _write(source: Source, options: argparse.Namespace) -> Report:
         return _packed_report(written, output, is_int8=bool(options.dtype))
     if options.to == "torch":
         export_torch(source, output)
-        return [f"wrote {output}{_bitmasks(source)}"]
+        remark = ""
+        if holds_bitmasks(source.path):
+            matrices = matrices_in(source.weights)
+            two_four = [
+                classify(key, weight, NMPattern(2, 4)).verdict == "N:M"
+                for key, weight in matrices.items()
+            ]
+            remark = f"; bitmasks became tensors with zeros: {sum(two_four)} of {len(two_four)} matrices are 2:4"
+        return [f"wrote {output}{remark}"]
     model = build_model(source, options.model)
     example = example_of(model, options.input)
     if options.to == "pt2":
@@ -319,15 +327,6 @@ def _write(source: Source, options: argparse.Namespace) -> Report:
         allow_float=options.allow_float,
     )
     return _executorch_report(program, output)
-
-
-def _bitmasks(source: Source) -> str:
-    """A remark on weights that were read from bitmasks; empty for other checkpoints."""
-    if not holds_bitmasks(source.path):
-        return ""
-    matrices = matrices_in(source.weights)
-    verdicts = [classify(key, weight, NMPattern(2, 4)).verdict for key, weight in matrices.items()]
-    return f"; bitmasks became tensors with zeros: {verdicts.count('N:M')} of {len(verdicts)} matrices are 2:4"
 
 
 def _calibration_data(text: str) -> Iterable[Any]:

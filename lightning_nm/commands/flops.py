@@ -138,11 +138,10 @@ def _observe(cli: LightningCLI, options: argparse.Namespace) -> _FirstBatch:
 class _FirstBatch(pl.Callback):
     """Notes the plan of a training and counts its first batch, and ends it before the backward pass."""
 
-    def __init__(self) -> None:
-        self.macs: Mapping[str, int] = {}  # by layer name, as MacsCounter counts them
-        self.inputs: Any = None
-        self.steps: int | None = None
-        self.optimizers: list[torch.optim.Optimizer] | None = None
+    macs: Mapping[str, int] = {}  # by layer name, as MacsCounter counts them
+    inputs: Any = None
+    steps: int | None = None
+    optimizers: list[torch.optim.Optimizer] | None = None
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, *_: Any

@@ -179,7 +179,8 @@ def _verdict(
     weight: Tensor,
     noted: tuple[NMPattern, Layout] | None,
     pattern: NMPattern | None,
-    *notes: str,
+    form: str = "",
+    *remarks: str,
 ) -> Verdict:
     """Judge a weight in the pattern and the layout that its file tells of it, if it does, or in another pattern."""
     if noted is not None and pattern in (None, noted[0]):
@@ -189,9 +190,7 @@ def _verdict(
     else:
         assert pattern is not None
         verdict = classify(key, weight, pattern)
-    first, *others = notes
-    note = ", ".join(filter(None, (first, verdict.note, *others)))
-    return replace(verdict, note=note)
+    return replace(verdict, note=", ".join(filter(None, (form, verdict.note, *remarks))))
 
 
 def _lost(verdicts: Sequence[Verdict], of_base: Sequence[Verdict], base: str | Path) -> list[str]:
@@ -253,7 +252,7 @@ def _verify_packed(file: PackedFile, pattern: NMPattern | None, result: Verifica
         if is_matrix(of_dense.dtype, len(of_dense.shape)):
             result.matrices[name] = math.prod(of_dense.shape)
         entry = file.packed.get(own_name)
-        noted, notes = None, [""]
+        noted, notes = None, []
         if entry is not None:
             noted = entry.pattern, entry.layout
             notes = ["packed", "int8" if entry.int8 else ""]
