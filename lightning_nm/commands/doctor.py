@@ -34,11 +34,11 @@ from lightning_nm.kernels.tuner import environment_of, reason_or_error
 from lightning_nm.plugins.precision import KernelRouting
 
 
-def examine() -> dict[str, Any]:
+def _examine() -> dict[str, Any]:
     """Return what is known of CUDA's current device, else of the CPU, as primitives.
 
     Example:
-        >>> machine = examine()
+        >>> machine = _examine()
         >>> machine["kernels"][0]["name"], machine["kernels"][0]["works"]
         ('reference', True)
     """
@@ -145,7 +145,7 @@ def main(args: Sequence[str]) -> int:
     try:
         # Lightning and the model print, too; stdout is for the report alone.
         with redirect_stdout(sys.stderr):
-            machine = examine()
+            machine = _examine()
             if options.config:
                 router, training = _train(options)
             elif options.model or options.data:

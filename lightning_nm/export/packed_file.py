@@ -63,6 +63,8 @@ class SafetensorsFile:
         OSError: If it cannot be opened.
     """
 
+    _form = "a safetensors file"
+
     def __init__(self, path: FilePath) -> None:
         if sys.byteorder != "little":
             raise ValueError(
@@ -94,10 +96,10 @@ class SafetensorsFile:
             self.entries[name] = Entry(DTYPES[fields["dtype"]], tuple(fields["shape"]), begin)
 
     def _refuse(self, reason: str) -> NoReturn:
-        raise ValueError(f"'{self.path}' is not a safetensors file, or is damaged: {reason}")
+        raise ValueError(f"'{self.path}' is not {self._form}, or is damaged: {reason}")
 
-    def read(self, name: str) -> Tensor:
-        """Read one tensor.
+    def read_stored(self, name: str) -> Tensor:
+        """Read one tensor of the file, by its own name.
 
         Raises:
             ValueError: If the file became shorter.
@@ -212,7 +214,7 @@ _INT8_FIELDS = {*_FIELDS, "values"}
 _MOST_AXES = 32
 
 
-class PackedFile:
+class PackedFile(SafetensorsFile):
     """The header of a packed model, checked, and its tensors on request.
 
     Nothing of the sizes that a header claims is allocated before they are known to be those of the file.
@@ -238,8 +240,9 @@ class PackedFile:
             raise FileNotFoundError(f"there is no file '{path}': {expected}")
         if os.path.isdir(path):
             raise IsADirectoryError(f"'{path}' is a folder: {expected}")
-        self.file = SafetensorsFile(path)
-        metadata = self.file.metadata
+        super().__init__(path)
+        self._form = "a packed model"
+        metadata = self.metadata
         if metadata.get("format") != FORMAT:
             raise ValueError(
                 f"'{path}' holds no packed model: make one by `lightning-nm export --to packed`"
@@ -255,9 +258,9 @@ class PackedFile:
         if not isinstance(packed, dict) or not isinstance(aliases, dict):
             self._refuse("`packed` and `aliases` are not objects")
         self.packed = {key: self._entry(key, fields) for key, fields in packed.items()}
-        self.dense = dict(self.file.entries)
+        self.dense = dict(self.entries)
         for key in self.packed:
-            if key in self.file.entries:
+            if key in self.entries:
                 self._refuse(f"'{key}' is both dense and packed")
             for part in self.packed[key].parts:
                 self.dense.pop(f"{key}.{part}", None)
@@ -267,17 +270,14 @@ class PackedFile:
             is_object = isinstance(found, dict)
             if not is_object or not all(isinstance(each, str) for each in found.values()):
                 self._refuse(f"`{CHECKSUMS}` is no object of texts")
-            for name in found.keys() ^ self.file.entries.keys():
+            for name in found.keys() ^ self.entries.keys():
                 self._refuse(f"'{name}' is not both a tensor and a name in `{CHECKSUMS}`")
         self._intact: set[str] = set()  # tensors whose checksum was compared
         self.aliases: dict[str, str] = aliases
         for alias, key in aliases.items():
             known = isinstance(key, str) and (key in self.dense or key in self.packed)
-            if not known or alias in self.packed or alias in self.file.entries:
+            if not known or alias in self.packed or alias in self.entries:
                 self._refuse(f"'{alias}' is an alias of {key!r}")
-
-    def _refuse(self, reason: str) -> NoReturn:
-        raise ValueError(f"'{self.file.path}' is not a packed model, or is damaged: {reason}")
 
     def _entry(self, key: str, fields: Any) -> PackedKind:
         """A checked entry of the header."""
@@ -325,7 +325,7 @@ class PackedFile:
             "scales": torch.float32,
         }
         for name in kind.parts:
-            part = self.file.entries.get(f"{key}.{name}")
+            part = self.entries.get(f"{key}.{name}")
             if part is None:
                 self._refuse(f"there is no tensor '{key}.{name}'")
             if part.dtype != dtypes[name] or part.shape not in shapes[name]:
@@ -359,17 +359,17 @@ class PackedFile:
         return found.unpack() if isinstance(found, PackedTensor) else found
 
     def read_stored(self, name: str) -> Tensor:
-        """Read a tensor of the file, by its own name, and compare it with its checksum the first time.
+        """Read one tensor of the file, by its own name, and compare it with its checksum the first time.
 
         Raises:
             ValueError: If it is damaged.
         """
-        tensor = self.file.read(name)
+        tensor = super().read_stored(name)
         if self.checksums is not None and name not in self._intact:
             found, expected = crc32(tensor), self.checksums[name]
             if found != expected:
                 raise ValueError(
-                    f"'{self.file.path}' is damaged: the bytes of '{name}' have the CRC-32 {found}, and were written "
+                    f"'{self.path}' is damaged: the bytes of '{name}' have the CRC-32 {found}, and were written "
                     f"with {expected}: copy the file again, or make it again from its checkpoint"
                 )
             self._intact.add(name)

@@ -163,7 +163,7 @@ def pack(
         experts = place.axes.has_experts
         tensor = PackedTensor.of(place.weight, own, layout, int8=dtype == "int8", experts=experts)
         put(place, tensor, key, choice)
-    return for_inference(model)
+    return _for_inference(model)
 
 
 def matches(key: str, glob: str) -> bool:
@@ -182,7 +182,7 @@ def save_packed(model: nn.Module, path: FilePath) -> None:
         ValueError: If no layer is packed.
         OSError: If the file cannot be written.
     """
-    required_weights(model)
+    _required_weights(model)
     state = _state_of(model, lambda weight: weight.packed())
     # Without what else a state dict may hold; dense tensors come first in the file.
     tensors = {
@@ -194,7 +194,7 @@ def save_packed(model: nn.Module, path: FilePath) -> None:
     write_packed(path, tensors)
 
 
-def required_weights(model: nn.Module) -> dict[str, PackedWeight]:
+def _required_weights(model: nn.Module) -> dict[str, PackedWeight]:
     """The packed weights of a model by key; one without any is refused by a ``ValueError``."""
     found = dict(packed_weights(model))
     if not found:
@@ -229,7 +229,7 @@ def _state_of(model: nn.Module, form: Callable[[PackedWeight], Any]) -> dict[str
     return found
 
 
-def for_inference(model: Model) -> Model:
+def _for_inference(model: Model) -> Model:
     """Make a model whose weights were packed ready: evaluation mode, no gradients of parameters."""
     call_packed_children(model)
     refuse_to_fit(model)
@@ -272,7 +272,7 @@ def warm_up(
         >>> _ = prune(layer, "1:16", skip_first_last=False)
         >>> model = warm_up(pack(layer, kernels="sparse"), batch=[1, 8], tokens=[1, 128])
     """
-    weights = required_weights(model)
+    weights = _required_weights(model)
     for name, sizes in (("batch", batch), ("tokens", tokens)):
         if not sizes or not all(isinstance(size, int) and size > 0 for size in sizes):
             raise ValueError(f"{name}={sizes!r} must be positive integers, such as {name}=[1, 16]")
@@ -362,30 +362,30 @@ def load_packed(
         owner = waiting.pop(0)
         key = next(names[plain] for plain in map(plain_name, owner.keys) if plain in names)
         found = file.read(key)
-        tensor, fitting = owner.tensor, None
-        if isinstance(found, PackedTensor):
-            fitting = (rows if found.kind.pattern == EVERY_ENTRY else places).get(id(tensor))
+        tensor = owner.tensor
+        is_parameter = isinstance(tensor, nn.Parameter)
         values = found.values if isinstance(found, PackedTensor) else found
         # A buffer may be a mask of -inf.
-        count = count_nonfinite(values, infinite=isinstance(tensor, nn.Parameter))
+        count = count_nonfinite(values, infinite=is_parameter)
         if count:
             nonfinite.append(f"'{key}' ({count})")
         device = torch.device("cpu") if tensor.is_meta else tensor.device
-        if isinstance(found, PackedTensor) and fitting is not None:
-            name, place = fitting
-            del owner, tensor
-            put(place, found.to(device), name, choice)
-            continue
-        dense = found.unpack() if isinstance(found, PackedTensor) else found
+        if isinstance(found, PackedTensor):
+            fitting = rows if found.kind.pattern == EVERY_ENTRY else places
+            if id(tensor) in fitting:
+                name, place = fitting[id(tensor)]
+                del owner, tensor
+                put(place, found.to(device), name, choice)
+                continue
+            found = found.unpack()
         if not tensor.is_meta:
-            tensor.data = dense.to(device)  # its dtype, too
+            tensor.data = found.to(device)  # its dtype, too
             continue
-        is_parameter = isinstance(tensor, nn.Parameter)
-        new = nn.Parameter(dense, requires_grad=False) if is_parameter else dense
+        new = nn.Parameter(found, requires_grad=False) if is_parameter else found
         for own_key in owner.keys:
             prefix, _, name = own_key.rpartition(".")
             setattr(model.get_submodule(prefix), name, new)
-    for_inference(model)
+    _for_inference(model)
     if nonfinite:
         warnings.warn(
             f"tensors of '{path}' have entries that are NaN or infinite, so outputs of the model may be NaN: "
@@ -422,7 +422,7 @@ def _refuse_other_tensors(
     places: Mapping[str, Place],
 ) -> None:
     """Refuse tensors that are damaged or do not fit, and different values of what is one tensor in the model."""
-    path = file.file.path
+    path = file.path
     if file.checksums is not None:
         for key in file.dense:
             file.read_stored(key)  # compares
@@ -592,7 +592,7 @@ def packed_summary(model: nn.Module) -> PackedSummary:
         0.weight   1:16     packed     576     0.070
         1 weights                      576     0.070
     """
-    held = {plain_name(name): weight for name, weight in required_weights(model).items()}
+    held = {plain_name(name): weight for name, weight in _required_weights(model).items()}
     rows = tuple(
         HeldWeight(name, str(weight.pattern), weight.form, weight.nbytes, weight.dense_nbytes)
         for name, weight in held.items()

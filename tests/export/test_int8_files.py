@@ -85,7 +85,7 @@ def test_what_the_file_holds(saved):
     file = PackedFile(path)
     assert file.entry("4.weight").dtype == torch.bfloat16
     assert all(file.packed[key].int8 for key in ("0.weight", "4.weight", "5.weight"))
-    entries = file.file.entries
+    entries = file.entries
     assert entries["4.weight.values"].dtype == torch.int8
     assert entries["4.weight.scales"].dtype == torch.float32
     assert entries["4.weight.scales"].shape == (64,)

@@ -170,14 +170,14 @@ def test_pack_and_save_make_the_same_weights(exported, tmp_path):
             assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
     assert torch.equal(ours.read("tied.weight"), model.tied.weight)
     save_packed(load_packed(on_meta(), tmp_path / "other.safetensors"), tmp_path / "b.safetensors")
-    assert (tmp_path / "b.safetensors").read_bytes() == ours.file.path.read_bytes()
+    assert (tmp_path / "b.safetensors").read_bytes() == ours.path.read_bytes()
 
 
 def test_versions(exported, tmp_path):
     """Older readers refuse the file by its version, and read files without such matrices."""
     model, path = exported
-    assert PackedFile(path).file.metadata["version"] == "3"
-    packed = json.loads(PackedFile(path).file.metadata["packed"])
+    assert PackedFile(path).metadata["version"] == "3"
+    packed = json.loads(PackedFile(path).metadata["packed"])
     assert {key: each["pattern"] for key, each in packed.items()} == {
         "words.weight": "dense",
         "scaled.weight": "dense",
@@ -186,7 +186,7 @@ def test_versions(exported, tmp_path):
     }
     assert PackedFile(path).aliases == {"head.weight": "tied.weight"}
     save_packed(pack(copied(model), dtype="int8"), tmp_path / "other.safetensors")
-    assert PackedFile(tmp_path / "other.safetensors").file.metadata["version"] == "2"
+    assert PackedFile(tmp_path / "other.safetensors").metadata["version"] == "2"
 
 
 def test_verify(exported, capsys):
@@ -386,7 +386,7 @@ def test_bytes_are_those_of_the_file(tmp_path, dtype, embeddings, experts):
     path = tmp_path / "a.safetensors"
     written = export_packed(source, path, None, dtype, experts, embeddings)
     file = PackedFile(path)
-    sizes = {name: file.file.read(name).nbytes for name in file.file.entries}
+    sizes = {name: file.read_stored(name).nbytes for name in file.entries}
     for each in written:
         parts = [f"{each.key}.{part}" for part in ("values", "positions", "scales")]
         own = [each.key, *(parts if each.key in file.packed else ())]
