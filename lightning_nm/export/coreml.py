@@ -177,11 +177,6 @@ class CoreMLPackage:
         return ValueError(f"cannot read '{self.path}' as a Core ML package: {reason}")
 
 
-def is_package(path: FilePath) -> bool:
-    """Whether a path is a folder that is named as a Core ML package."""
-    return Path(path).suffix == SUFFIX and Path(path).is_dir()
-
-
 def _import_coremltools() -> Any:
     """The module ``coremltools``, which warns of what it lacks outside of macOS when it is imported.
 
@@ -368,38 +363,32 @@ def export_coreml(
     }
     metadata = json.dumps({"schema": SCHEMA, "weights": noted})
     compressed.user_defined_metadata[METADATA] = metadata
-    path = Path(output)
-    with replacing(path) as new:
+    with replacing(Path(output)) as new:
         with _quiet():
             compressed.save(str(new))
         package = CoreMLPackage(new)
-        stored = {entry["key"]: name for name, entry in noted.items()}
-        written = []
-        for key, each in sparse.items():
-            row = CoreMLWritten(key, str(each.pattern))
-            # Not there is such as the head of a model whose forward does not use it.
-            if key in places:
-                name, layout = places[key]
-                weight = package.weights[stored[key]]
-                rows = blocks_last(package.read(weight.name), layout)
-                if not is_nm(rows, row.pattern):
-                    raise ValueError(
-                        f"'{key}' is not {row.pattern} in the file: nothing is written"
-                    )
-                row = row._replace(
-                    name=weight.name,
-                    operators=weight.operators,
-                    is_sparse=weight.is_sparse,
-                    density=float(torch.count_nonzero(rows)) / rows.numel(),
-                    bytes=weight.bytes,
-                    dense_bytes=dense.weights[name].bytes,
+        # Such as the head of a model whose forward does not use it is not in the program.
+        written = {key: CoreMLWritten(key, str(each.pattern)) for key, each in sparse.items()}
+        for name, entry in noted.items():
+            key, weight = entry["key"], package.weights[name]
+            rows = blocks_last(package.read(name), places[key][1])
+            if not is_nm(rows, entry["pattern"]):
+                raise ValueError(
+                    f"'{key}' is not {entry['pattern']} in the file: nothing is written"
                 )
-            written.append(row)
+            written[key] = written[key]._replace(
+                name=name,
+                operators=weight.operators,
+                is_sparse=weight.is_sparse,
+                density=float(torch.count_nonzero(rows)) / rows.numel(),
+                bytes=weight.bytes,
+                dense_bytes=dense.weights[places[key][0]].bytes,
+            )
         size, dense_size = (
             sum(file.stat().st_size for file in each.rglob("*") if file.is_file())
             for each in (new, dense.path)
         )
-        return CoreMLReport(size, dense_size, written)
+        return CoreMLReport(size, dense_size, list(written.values()))
 
 
 def check_output(output: FilePath) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from lightning_nm.export.coreml import SPARSE, CoreMLPackage, is_package
+from lightning_nm.export.coreml import SPARSE, SUFFIX, CoreMLPackage
 from lightning_nm.export.graphs import onnx_weights, program_weights
 from lightning_nm.export.packed_file import PackedFile, is_packed, no_checksums
 from lightning_nm.export.packed_model import matches
@@ -162,15 +162,16 @@ def verify(
 def _verify_file(checkpoint: str | Path, pattern: NMPattern | None) -> Verification:
     """The verdicts of a file, and what is said of it as a whole; problems are not told yet."""
     result = Verification([], [])
-    if is_packed(checkpoint):
-        file = PackedFile(checkpoint)
+    path = Path(checkpoint)
+    if is_packed(path):
+        file = PackedFile(path)
         if file.checksums is None:
-            result.notes.append(no_checksums(checkpoint))
+            result.notes.append(no_checksums(path))
         _verify_packed(file, pattern, result)
-    elif is_package(checkpoint):
-        _verify_coreml(CoreMLPackage(checkpoint), pattern, result)
+    elif path.suffix == SUFFIX and path.is_dir():
+        _verify_coreml(CoreMLPackage(path), pattern, result)
     else:
-        _verify_dense(Path(checkpoint), pattern, result)
+        _verify_dense(path, pattern, result)
     return result
 
 

@@ -372,7 +372,7 @@ def export_executorch(
         content, on_cpu, operators = lower(
             quantized_graph, example_inputs, target, Path(folder, "sparse"), memory
         )
-        reasons = {each.layer.module: _why_dense(each, model) for each in quantized}
+        reasons = {each.module: _why_dense(each, model) for each in quantized}
         for operator, module in on_cpu:
             if module in reasons and any(name in operator for name in _PRODUCTS):
                 in_float[module] = f"the partitioner does not take {operator}"
@@ -426,7 +426,7 @@ def _require_patterns(layers: Sequence[QuantizedLayer], name: str) -> None:
         ValueError: With the reason for each weight.
     """
     if not any(each.pattern for each in layers):
-        reasons = "; ".join(f"'{each.layer.key}': {each.reason}" for each in layers)
+        reasons = "; ".join(f"'{each.key}': {each.reason}" for each in layers)
         raise ValueError(
             f"no weight of {name} is N:M sparse: {reasons or 'it has no products with weights'}"
         )
@@ -449,11 +449,11 @@ def _require_int8(in_float: Mapping[str, str], target: str, allow_float: bool) -
 
 def _why_dense(layer: QuantizedLayer, model: nn.Module) -> str:
     """Why a weight is not stored as 2:4; empty if the rules allow it."""
-    module = model.get_submodule(layer.layer.module)
+    module = model.get_submodule(layer.module)
     if isinstance(module, nn.modules.conv._ConvNd) and module.groups == module.in_channels > 1:
         return "depthwise convolution: these have no sparse weights on Ethos-U85"
     weight = layer.weight
-    if layer.layer.operator.startswith("conv_transpose"):
+    if layer.operator.startswith("conv_transpose"):
         weight = weight.transpose(0, 1)  # [in, out, ...]
     reason = reason_of_weight(weight)
     if reason and not layer.pattern:

@@ -21,27 +21,13 @@ _CONVOLUTIONS = (f"{kind}{axes}d" for kind in ("conv", "conv_transpose") for axe
 _WEIGHT_ARGUMENT = {**dict.fromkeys((*_CONVOLUTIONS, "linear", "matmul", "mm"), 1), "addmm": 2}
 
 
-class Layer(NamedTuple):
-    """A product of an exported program with a weight.
-
-    Args:
-        node: The name of its operator in the program.
-        operator: Such as ``conv2d``.
-        module: The name of the module that called it.
-        key: The weight's key in the model's state dict.
-    """
-
-    node: str
-    operator: str
-    module: str
-    key: str
-
-
 class QuantizedLayer(NamedTuple):
     """A weight after quantisation.
 
     Args:
-        layer: Where it is used.
+        key: Its key in the model's state dict.
+        module: The name of the module that uses it.
+        operator: Such as ``conv2d``.
         pattern: ``"N:M"``, as it was before and is after quantisation; empty for a dense weight.
         reason: Why it is dense.
         weight: The int8 values, of the shape of the float weight.
@@ -49,7 +35,9 @@ class QuantizedLayer(NamedTuple):
         density: Share of nonzeros; rounding adds zeros.
     """
 
-    layer: Layer
+    key: str
+    module: str
+    operator: str
     pattern: str
     reason: str
     weight: Tensor
@@ -77,12 +65,14 @@ def trace(model: nn.Module, example: tuple[Tensor, ...]) -> GraphModule:
     return graph
 
 
-def layers_of_graph(graph: GraphModule) -> tuple[list[Layer], dict[str, str]]:
-    """The products with a constant weight, in the order of the program, and why modules stay in float, by name.
+def layers_of_graph(graph: GraphModule) -> tuple[dict[str, tuple[str, str, str]], dict[str, str]]:
+    """The products with a constant weight, in the order of the program, and why modules stay in float.
 
-    The reasons are those that hold whatever the quantizer does.
+    Returns:
+        By the name of a product's node the weight's key, the module and the operator, see :class:`QuantizedLayer`; and
+        by the name of a module the reason, if it holds whatever the quantizer does.
     """
-    layers = []
+    layers = {}
     in_float = {}
     for node in graph.graph.nodes:
         operator = _operator(node)
@@ -94,7 +84,7 @@ def layers_of_graph(graph: GraphModule) -> tuple[list[Layer], dict[str, str]]:
         weight = node.args[position]
         if not isinstance(weight, Node) or weight.op != "get_attr":
             continue  # of two activations, as in attention
-        layers.append(Layer(node.name, operator, module_of(node), str(weight.target)))
+        layers[node.name] = str(weight.target), module_of(node), operator
     return layers, in_float
 
 
@@ -140,7 +130,7 @@ def first_cause(error: BaseException) -> str:
 
 def quantized_layers(
     graph: GraphModule,
-    layers: Sequence[Layer],
+    layers: Mapping[str, tuple[str, str, str]],
     weights: Mapping[str, Tensor],
     expected: Mapping[str, Found] | None = None,
 ) -> tuple[list[QuantizedLayer], dict[str, str]]:
@@ -161,27 +151,23 @@ def quantized_layers(
     nodes = {node.name: node for node in graph.graph.nodes}
     quantised = []
     in_float = {}
-    for layer in layers:
-        if layer.node not in nodes:
-            in_float[layer.module] = (
-                f"quantisation replaced its {layer.operator}, so that its weight cannot be checked: use nn.Linear or a "
+    for name, (key, module, operator) in layers.items():
+        if name not in nodes:
+            in_float[module] = (
+                f"quantisation replaced its {operator}, so that its weight cannot be checked: use nn.Linear or a "
                 "convolution"
             )
             continue
-        position = _WEIGHT_ARGUMENT[layer.operator]
-        buffer, is_int8 = _constant(nodes[layer.node].args[position])
+        buffer, is_int8 = _constant(nodes[name].args[_WEIGHT_ARGUMENT[operator]])
         if not is_int8:
-            in_float[layer.module] = f"the quantizer has no rule for {layer.operator} here"
+            in_float[module] = f"the quantizer has no rule for {operator} here"
             continue
-        float_weight = weights[layer.key]
-        int8_weight = getattr(graph, buffer).detach()
-        found = None if expected is None else expected.get(layer.key)
-        checked = _check_kept(layer.key, float_weight, int8_weight, found)
-        density = int(torch.count_nonzero(int8_weight)) / int8_weight.numel()
-        pattern = "" if checked.pattern is None else str(checked.pattern)
-        quantised.append(
-            QuantizedLayer(layer, pattern, checked.reason, int8_weight, buffer, density)
-        )
+        weight = getattr(graph, buffer).detach()
+        found = _check_kept(key, weights[key], weight, (expected or {}).get(key))
+        density = int(torch.count_nonzero(weight)) / weight.numel()
+        pattern = str(found.pattern or "")
+        row = QuantizedLayer(key, module, operator, pattern, found.reason, weight, buffer, density)
+        quantised.append(row)
     return quantised, in_float
 
 
