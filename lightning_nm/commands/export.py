@@ -21,7 +21,7 @@ from lightning_nm.callbacks.tables import columns_table
 from lightning_nm.commands.output import print_line
 from lightning_nm.export.atomic_write import check_folder, check_suffix
 from lightning_nm.export.coreml import CoreMLReport, check_output, export_coreml
-from lightning_nm.export.executorch import ExecutorchExport, export_executorch
+from lightning_nm.export.executorch.program import ExecutorchExport, export_executorch
 from lightning_nm.export.executorch.targets import check_target, require_packages
 from lightning_nm.export.graphs import (
     build_model,

@@ -86,7 +86,7 @@ class SafetensorsFile:
             except SafetensorError as error:
                 self._refuse(str(error))
             length = int.from_bytes(first, "little")
-            header = read_json(file.read(length), self._refuse)
+            header = _read_json(file.read(length), self._refuse)
         self.metadata: dict[str, str] = header.pop("__metadata__", None) or {}
         self.entries: dict[str, Entry] = {}
         for name, fields in header.items():
@@ -114,7 +114,7 @@ class SafetensorsFile:
         return tensor
 
 
-def read_json(text: bytes | str, refuse: Callable[[str], NoReturn]) -> Any:
+def _read_json(text: bytes | str, refuse: Callable[[str], NoReturn]) -> Any:
     """Parse JSON in which no object may have two equal names."""
     repeated: list[str] = []
 
@@ -253,8 +253,8 @@ class PackedFile(SafetensorsFile):
                 f"'{path}' is of version {self._version!r}, and this lightning_nm reads {VERSION!r}, {VERSION_INT8!r} "
                 f"and {VERSION_DENSE!r}: update it"
             )
-        packed = read_json(metadata.get("packed", "null"), self._refuse)
-        aliases = read_json(metadata.get("aliases", "null"), self._refuse)
+        packed = _read_json(metadata.get("packed", "null"), self._refuse)
+        aliases = _read_json(metadata.get("aliases", "null"), self._refuse)
         if not isinstance(packed, dict) or not isinstance(aliases, dict):
             self._refuse("`packed` and `aliases` are not objects")
         self.packed = {key: self._entry(key, fields) for key, fields in packed.items()}
@@ -266,7 +266,7 @@ class PackedFile(SafetensorsFile):
                 self.dense.pop(f"{key}.{part}", None)
         self.checksums: dict[str, str] | None = None
         if CHECKSUMS in metadata:
-            self.checksums = found = read_json(metadata[CHECKSUMS], self._refuse)
+            self.checksums = found = _read_json(metadata[CHECKSUMS], self._refuse)
             is_object = isinstance(found, dict)
             if not is_object or not all(isinstance(each, str) for each in found.values()):
                 self._refuse(f"`{CHECKSUMS}` is no object of texts")

@@ -301,8 +301,11 @@ def calibration_inputs(
                 raise ValueError(f"{what} has values that are not finite")
         counts = [len(x) // max(len(like), 1) for x, like in pairs if like.dim()]
         for step in range(min(counts, default=1)):
-            rows = [x[step * len(e) : (step + 1) * len(e)] if e.dim() else x for x, e in pairs]
-            found.append(tuple(x.to(e.dtype) for x, e in zip(rows, example, strict=True)))
+            rows = [
+                (x[step * len(like) : (step + 1) * len(like)] if like.dim() else x).to(like.dtype)
+                for x, like in pairs
+            ]
+            found.append(tuple(rows))
     if not found:
         raise ValueError(
             "the calibration data has no batch of enough rows: int8 scales cannot be chosen without data; give a "
