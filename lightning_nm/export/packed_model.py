@@ -342,25 +342,21 @@ def load_packed(
     if any(packed_weights(model)):
         raise ValueError(f"{type(model).__name__} is packed already: load into a new model")
     file = PackedFile(path)
-    names = {plain_name(key): key for key in file.names()}
-    owners = _owners(model)
-    _refuse_other_model(model, file, names, owners, path)
+    owners = _owners(model, file)
+    _refuse_other_model(model, file, owners, path)
     found_places, _ = places_of(model)  # refuses a masked model
-    embeddings = embeddings_of(model)
-    _refuse_other_tensors(file, names, owners, {**embeddings, **found_places})
-    if file.checksums is None:
-        warnings.warn(no_checksums(path), stacklevel=2)
     # N:M embeddings, and dense matrices of other layers, are unpacked.
     places, rows = (
         {id(place.weight): (name, place) for name, place in found.items()}
-        for found in (found_places, embeddings)
+        for found in (found_places, embeddings_of(model))
     )
-    waiting = list(dict.fromkeys(owners.values()))
-    owners.clear()  # `waiting` alone holds the dense weights, each until it is replaced
+    _refuse_other_tensors(file, owners, rows | places)
+    if file.checksums is None:
+        warnings.warn(no_checksums(path), stacklevel=2)
     nonfinite = []
-    while waiting:
-        owner = waiting.pop(0)
-        key = next(names[plain] for plain in map(plain_name, owner.keys) if plain in names)
+    while owners:  # the list alone holds the dense weights, each until it is replaced
+        owner = owners.pop(0)
+        key = next(iter(owner.stored))
         found = file.read(key)
         tensor = owner.tensor
         is_parameter = isinstance(tensor, nn.Parameter)
@@ -397,53 +393,54 @@ def load_packed(
 
 @dataclass(eq=False)
 class _Owner:
-    """A tensor of the state dict, and its keys: several if modules share it, or the model holds one twice."""
+    """A tensor of the state dict, and its keys: several if modules share it, or the model holds one twice.
+
+    Args:
+        tensor: The tensor.
+        keys: In the model.
+        stored: The keys of those that the file has, without wrappers, by the key of a tensor in the file.
+    """
 
     tensor: Tensor
     keys: list[str] = field(default_factory=list)
+    stored: dict[str, str] = field(default_factory=dict)
 
 
-def _owners(model: nn.Module) -> dict[str, _Owner]:
-    """The tensors of a model's state dict by key, without wrappers."""
-    shared: dict[int, _Owner] = {}
-    found: dict[str, _Owner] = {}
+def _owners(model: nn.Module, file: PackedFile) -> list[_Owner]:
+    """The tensors of a model's state dict."""
+    in_file = {plain_name(key): file.aliases.get(key, key) for key in file.names()}
+    found: dict[int, _Owner] = {}
     for key, tensor in model.state_dict(keep_vars=True).items():
         if isinstance(tensor, Tensor):
-            owner = shared.setdefault(id(tensor), _Owner(tensor))
+            owner = found.setdefault(id(tensor), _Owner(tensor))
             owner.keys.append(key)
-            found[plain_name(key)] = owner
-    return found
+            plain = plain_name(key)
+            if plain in in_file:
+                owner.stored.setdefault(in_file[plain], plain)
+    return list(found.values())
 
 
 def _refuse_other_tensors(
-    file: PackedFile,
-    names: Mapping[str, str],
-    owners: Mapping[str, _Owner],
-    places: Mapping[str, Place],
+    file: PackedFile, owners: Sequence[_Owner], places: Mapping[int, tuple[str, Place]]
 ) -> None:
     """Refuse tensors that are damaged or do not fit, and different values of what is one tensor in the model."""
-    path = file.path
     if file.checksums is not None:
         for key in file.dense:
             file.read_stored(key)  # compares
-    # The tensors of the file by the model's keys, and the places of those tensors.
-    own_keys = {plain: file.aliases.get(key, key) for plain, key in names.items()}
-    taken = {own_keys[name]: place for name, place in places.items() if name in own_keys}
-    for key in file.packed:
-        packed = file.read_packed(key)
-        try:
-            if key in taken:
-                packed.check_scales(taken[key].axes.has_experts)
-        except ValueError as error:
-            raise ValueError(f"'{key}' of '{path}' does not fit the model: {error}") from None
-    for owner in dict.fromkeys(owners.values()):
-        given: dict[str, str] = {}  # a key of the model by each tensor of the file
-        for plain in map(plain_name, owner.keys):
-            if plain in own_keys:
-                given.setdefault(own_keys[plain], plain)
-        if len(given) < 2:
+    for owner in owners:
+        for key in owner.stored.keys() & file.packed.keys():
+            packed = file.read_packed(key)
+            try:
+                if id(owner.tensor) in places:
+                    _, place = places[id(owner.tensor)]
+                    packed.check_scales(place.axes.has_experts)
+            except ValueError as error:
+                raise ValueError(
+                    f"'{key}' of '{file.path}' does not fit the model: {error}"
+                ) from None
+        if len(owner.stored) < 2:
             continue
-        first, *others = given
+        first, *others = owner.stored
         expected = file.read_dense(first)
         for other in others:
             values = file.read_dense(other)
@@ -452,40 +449,37 @@ def _refuse_other_tensors(
                 bytes_of(values), bytes_of(expected)
             ):
                 raise ValueError(
-                    f"'{given[first]}' and '{given[other]}' are one tensor in the model, and different ones in "
-                    f"'{path}': load the file into a model that does not share them"
+                    f"'{owner.stored[first]}' and '{owner.stored[other]}' are one tensor in the model, and different "
+                    f"ones in '{file.path}': load the file into a model that does not share them"
                 )
 
 
 def _refuse_other_model(
-    model: nn.Module,
-    file: PackedFile,
-    names: Mapping[str, str],
-    owners: Mapping[str, _Owner],
-    path: FilePath,
+    model: nn.Module, file: PackedFile, owners: Sequence[_Owner], path: FilePath
 ) -> None:
     kind = type(model).__name__
-    shared = [(plain, key, owners[plain].tensor) for plain, key in names.items() if plain in owners]
-    given = {id(tensor) for _, _, tensor in shared}
-    missing = [key for key, owner in owners.items() if id(owner.tensor) not in given]
-    others = [key for key in names if key not in owners]
+    own = {plain_name(key): owner for owner in owners for key in owner.keys}
+    entries = {plain_name(key): file.entry(key) for key in file.names()}
+    shared = [(key, own[key].tensor, each) for key, each in entries.items() if key in own]
+    missing = [key for key, owner in own.items() if not owner.stored]
+    others = [key for key in entries if key not in own]
     faults = []
     for what, keys in (("the file lacks", missing), ("the model lacks", others)):
         if keys:
             faults.append(f"{what} {some_of([*map(repr, keys)], separator=', ')}")
-    for plain, key, tensor in shared:
-        own, shape = tuple(tensor.shape), file.entry(key).shape
-        if own != shape:
-            faults.append(f"'{plain}' is {own} in the model and {shape} in the file")
+    for key, tensor, entry in shared:
+        shape = tuple(tensor.shape)
+        if shape != entry.shape:
+            faults.append(f"'{key}' is {shape} in the model and {entry.shape} in the file")
     if faults:
         raise ValueError(f"the model {kind} does not fit '{path}': {some_of(faults)}")
-    for plain, key, tensor in shared:
-        own_dtype, dtype = tensor.dtype, file.entry(key).dtype
+    for key, tensor, entry in shared:
+        own_dtype, dtype = tensor.dtype, entry.dtype
         # A model in torch's default dtype takes the file's; inputs of one that was converted would have the wrong one.
         is_chosen = own_dtype.is_floating_point and own_dtype != torch.get_default_dtype()
         if is_chosen and own_dtype != dtype and not tensor.is_meta:
             raise ValueError(
-                f"'{plain}' is {own_dtype} in the model {kind} and {dtype} in '{path}', and a loaded "
+                f"'{key}' is {own_dtype} in the model {kind} and {dtype} in '{path}', and a loaded "
                 f"model has the dtypes of its file: load into model.to({dtype}), and convert the packed model by "
                 f".to({own_dtype})"
             )
