@@ -56,7 +56,7 @@ def int8_accuracy(model: nn.Module, calibration: Iterable[Batch], test: Iterable
     size = len(example[0])
     graph = quantize(trace(model, example), make_quantizer("cpu"), inputs)
     with TemporaryDirectory() as folder:
-        content = lower(graph, example, "cpu", Path(folder, "files"), {}).content
+        content = lower(graph, example, "cpu", Path(folder, "files"), {})[0]
     right = total = 0
     for images, labels in test:
         for start in range(0, len(images), size):

@@ -24,7 +24,7 @@ from torch.nn.functional import cross_entropy
 
 from lightning_nm import NMSparsifier, pack, packed_summary
 from lightning_nm.demo import GPT, ResidualCNN, ResumableDataModule
-from lightning_nm.export.sources import read_source
+from lightning_nm.export.sources import read_checkpoint
 from lightning_nm.training.int8_rounding import Int8Rounding
 from studies.data import AugmentedFashionMNIST, PythonSource
 
@@ -140,7 +140,7 @@ def trained(
 def loaded(args: argparse.Namespace, task: Task, data: ResumableDataModule) -> nn.Module:
     """The model of a file."""
     model = task.model(args, data)
-    model.load_state_dict(read_source(args.file).weights)
+    model.load_state_dict(read_checkpoint(args.file).weights)
     return model.eval()
 
 

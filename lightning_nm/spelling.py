@@ -156,12 +156,12 @@ def quoted(group: str) -> str:
     return f"'{group}'"
 
 
-def some_of(texts: Sequence[str], most: int = 8) -> str:
+def some_of(texts: Sequence[str], most: int = 8, separator: str = "; ") -> str:
     """The first texts as one, and how many more there are.
 
     Example:
         >>> some_of(["a", "b", "c"], most=2)
         'a; b; and 1 more'
     """
-    shown = "; ".join(texts[:most])
-    return shown if len(texts) <= most else f"{shown}; and {len(texts) - most} more"
+    more = [f"and {len(texts) - most} more"] if len(texts) > most else []
+    return separator.join([*texts[:most], *more])

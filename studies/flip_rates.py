@@ -21,7 +21,7 @@ import torch
 
 from lightning_nm import functional as nmf
 from lightning_nm.callbacks import NMSparsityCallback
-from lightning_nm.commands.build import Classes, read_yaml
+from lightning_nm.commands.build import read_yaml
 from lightning_nm.commands.study.runner import fit
 from lightning_nm.commands.study.spec import last_part, override, quiet
 from lightning_nm.nn.layer import NMLayer
@@ -96,7 +96,7 @@ def flip_rate(
     override(config, {"trainer.limit_val_batches": 0, "trainer.accelerator": "cpu"})
     override(config, {"method": "dense"} if decay is None else {"method.init_args.decay": decay})
     flips = Flips(every, last_part(method) == "TransposableMask")
-    fit(config, seed, Classes(), flips, _Stop(steps))
+    fit(config, seed, (None, None), flips, _Stop(steps))
     return sum(flips.rates) / len(flips.rates)
 
 

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -54,46 +54,48 @@ _WATCHERS: tuple[type, ...] = (
 )
 
 
-class Classes(NamedTuple):
-    """Import paths of the model's and the data module's class, for a config that does not name them.
+def import_classes(
+    model: str | None, data: str | None, configs: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Import the model's and the data module's class, for configs that do not name them.
+
+    Args:
+        model: Import path of the model's class; ``None`` if the configs name it.
+        data: The same of the data module's.
+        configs: The contents of the files.
+
+    Returns:
+        The classes, as arguments of a LightningCLI.
+
+    Raises:
+        ValueError: If one cannot be imported, or is no such class, or if a section of the configs names no class, and
+            no argument names it.
 
     Example:
-        >>> classes = Classes(model="lightning_nm.demo.ResidualCNN")
-        >>> classes.imported([])["model_class"].__name__
+        >>> import_classes("lightning_nm.demo.ResidualCNN", None, [])["model_class"].__name__
         'ResidualCNN'
     """
-
-    model: str | None = None
-    data: str | None = None
-
-    def imported(self, configs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return the classes as arguments of a LightningCLI.
-
-        Raises:
-            ValueError: If one cannot be imported, or is no such class, or if a section of the configs names no class,
-                and no option names it.
-        """
-        classes: dict[str, Any] = {}
-        faults = []
-        for option, given, argument, kind, example in (
-            ("model", self.model, "model_class", pl.LightningModule, "Net"),
-            ("data", self.data, "datamodule_class", pl.LightningDataModule, "Data"),
-        ):
-            if given is not None:
-                classes[argument] = import_class(given, f"--{option}", kind)
-                continue
-            sections = [each[option] for each in configs if each.get(option)]
-            # `model: Net` is short for `model: {class_path: Net}`.
-            is_named = any(isinstance(each, str) or "class_path" in each for each in sections)
-            if sections and not is_named:
-                faults.append(
-                    f"`{option}:` of the config names no class: give it by --{option}, such as --{option} "
-                    f"train.{example}, or write `class_path` and `init_args` in the config"
-                )
-        # A class that was named wrongly is told first.
-        if faults:
-            raise ValueError(faults[0])
-        return classes
+    classes: dict[str, Any] = {}
+    faults = []
+    for option, given, argument, kind, example in (
+        ("model", model, "model_class", pl.LightningModule, "Net"),
+        ("data", data, "datamodule_class", pl.LightningDataModule, "Data"),
+    ):
+        if given is not None:
+            classes[argument] = import_class(given, f"--{option}", kind)
+            continue
+        sections = [each[option] for each in configs if each.get(option)]
+        # `model: Net` is short for `model: {class_path: Net}`.
+        is_named = any(isinstance(each, str) or "class_path" in each for each in sections)
+        if sections and not is_named:
+            faults.append(
+                f"`{option}:` of the config names no class: give it by --{option}, such as --{option} "
+                f"train.{example}, or write `class_path` and `init_args` in the config"
+            )
+    # A class that was named wrongly is told first.
+    if faults:
+        raise ValueError(faults[0])
+    return classes
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -137,7 +139,7 @@ def build(
         # Why a file cannot be read is explained by the parser.
         with suppress(OSError, ValueError):
             contents.append(read_yaml(Path(path)))
-    class_arguments = Classes(options.model, options.data).imported(contents)
+    class_arguments = import_classes(options.model, options.data, contents)
     arguments = [word for path in options.config for word in ("--config", str(path))]
 
     class CLI(NMLightningCLI):

@@ -17,7 +17,7 @@ import lightning.pytorch as pl
 import torch
 from rich.console import Console
 
-from lightning_nm.callbacks.tables import kernel_rows, print_kernels
+from lightning_nm.callbacks.tables import columns_table, kernel_rows, print_kernels
 from lightning_nm.commands.build import (
     Enough,
     add_training,
@@ -25,7 +25,7 @@ from lightning_nm.commands.build import (
     fit_until_enough,
     masking_callbacks,
 )
-from lightning_nm.commands.output import add_json, columns_table, print_json, print_line
+from lightning_nm.commands.output import add_json, print_json, print_line
 from lightning_nm.kernels import KernelRegistry, Router
 from lightning_nm.kernels.cpu import library
 from lightning_nm.kernels.gpu import triton_use
@@ -34,21 +34,36 @@ from lightning_nm.kernels.tuner import environment_of, reason_or_error
 from lightning_nm.plugins.precision import KernelRouting
 
 
-def examine() -> dict[str, Any]:
+def _examine() -> dict[str, Any]:
     """Return what is known of CUDA's current device, else of the CPU, as primitives.
 
     Example:
-        >>> machine = examine()
+        >>> machine = _examine()
         >>> machine["kernels"][0]["name"], machine["kernels"][0]["works"]
         ('reference', True)
     """
     device = torch.device("cpu")
-    capability = triton = None
+    capability = triton = cpu = None
     if torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
         major, minor = torch.cuda.get_device_capability(device)
         capability = f"{major}.{minor}"
         triton = triton_use.unavailable()  # empty if Triton kernels run
+    else:
+        # The library is compiled at installation; without a compiler there is none.
+        usable = not library.unavailable()
+        # On Linux a container or `taskset` may allow fewer cores than the machine has.
+        can_tell = hasattr(os, "sched_getaffinity")
+        cpu = {
+            "model": library.cpu_name(),
+            "instructions": library.LEVELS[library.level()] if usable else None,
+            "asked": os.environ.get("LIGHTNING_NM_ISA") or None,
+            "cores": len(os.sched_getaffinity(0)) if can_tell else os.cpu_count() or 1,
+            "threads": torch.get_num_threads(),
+            # The kernels, on torch's threads.
+            "parallel": usable and library.parallel() is not None,
+            "amx": library.has_amx(),
+        }
     kernels = []
     for kernel in KernelRegistry().kernels.values():
         # A kernel that raises does not work, and its error is the reason.
@@ -59,33 +74,41 @@ def examine() -> dict[str, Any]:
     return {
         **asdict(environment_of(device)),
         "capability": capability,
-        "cpu": _cpu() if device.type == "cpu" else None,
+        "cpu": cpu,
         "triton": triton,
         "kernels": kernels,
-    }
-
-
-def _cpu() -> dict[str, Any]:
-    # The library is compiled at installation; without a compiler there is none.
-    usable = not library.unavailable()
-    # On Linux a container or `taskset` may allow fewer cores than the machine has.
-    can_tell = hasattr(os, "sched_getaffinity")
-    return {
-        "model": library.cpu_name(),
-        "instructions": library.LEVELS[library.level()] if usable else None,
-        "asked": os.environ.get("LIGHTNING_NM_ISA") or None,
-        "cores": len(os.sched_getaffinity(0)) if can_tell else os.cpu_count() or 1,
-        "threads": torch.get_num_threads(),
-        "parallel": usable and library.parallel() is not None,  # the kernels, on torch's threads
-        "amx": library.has_amx(),
     }
 
 
 def print_machine(machine: dict[str, Any], console: Console) -> None:
     """Print the device, the libraries and each kernel."""
     table = columns_table("machine", ("part", "value"), {"value": 0}, show_header=False)
-    for row in _cpu_rows(machine) if machine["cpu"] else _gpu_rows(machine):
-        table.add_row(*row)
+    if cpu := machine["cpu"]:
+        instructions = cpu["instructions"] or "none, the kernels do not work"
+        if cpu["asked"]:
+            instructions += f" (LIGHTNING_NM_ISA={cpu['asked']})"
+        threads = f"{cpu['threads']}"
+        if cpu["parallel"]:
+            threads += ", for dense products and kernels"
+        elif cpu["instructions"]:
+            threads += " for dense products; the kernels use one: more need torch 2.10 or later"
+        table.add_row("device", f"CPU, {cpu['model']}")
+        table.add_row("instructions", instructions)
+        table.add_row("cores", f"{cpu['cores']} that this process may use")
+        table.add_row("threads", threads)
+        if cpu["amx"]:
+            amx = "for dense products of many tokens in bfloat16: N:M ones cannot use it"
+            table.add_row("AMX", amx)
+        table.add_row("torch", machine["torch"])
+    else:
+        capability = machine["capability"]
+        table.add_row("device", f"{machine['device']}, compute capability {capability}")
+        for name in ("driver", "torch", "cuda", "cusparselt"):
+            table.add_row(name, machine[name] or "none")
+        triton = "its kernels prepare operands, and make BAME's passes"
+        if machine["triton"]:
+            triton = f"{machine['triton']}: torch prepares operands, and makes BAME's passes"
+        table.add_row("triton", triton)
     console.print(table)
 
     table = columns_table("kernels", ("kernel", "works", "why"), {"why": 20})
@@ -100,39 +123,6 @@ def print_machine(machine: dict[str, Any], console: Console) -> None:
     # The first one is the dense product.
     if not any(kernel["works"] for kernel in machine["kernels"][1:]):
         print_line(console, "No sparse kernel works here: a training runs every product dense.")
-
-
-def _gpu_rows(machine: dict[str, Any]) -> list[tuple[str, str]]:
-    triton = "its kernels prepare operands, and make BAME's passes"
-    if machine["triton"]:
-        triton = f"{machine['triton']}: torch prepares operands, and makes BAME's passes"
-    return [
-        ("device", f"{machine['device']}, compute capability {machine['capability']}"),
-        *((name, machine[name] or "none") for name in ("driver", "torch", "cuda", "cusparselt")),
-        ("triton", triton),
-    ]
-
-
-def _cpu_rows(machine: dict[str, Any]) -> list[tuple[str, str]]:
-    cpu = machine["cpu"]
-    instructions = cpu["instructions"] or "none, the kernels do not work"
-    if cpu["asked"]:
-        instructions += f" (LIGHTNING_NM_ISA={cpu['asked']})"
-    threads = f"{cpu['threads']}"
-    if cpu["parallel"]:
-        threads += ", for dense products and kernels"
-    elif cpu["instructions"]:
-        threads += " for dense products; the kernels use one: more need torch 2.10 or later"
-    rows = [
-        ("device", f"CPU, {cpu['model']}"),
-        ("instructions", instructions),
-        ("cores", f"{cpu['cores']} that this process may use"),
-        ("threads", threads),
-    ]
-    if cpu["amx"]:
-        amx = "for dense products of many tokens in bfloat16: N:M ones cannot use it"
-        rows.append(("AMX", amx))
-    return [*rows, ("torch", machine["torch"])]
 
 
 # Optimizer steps. Kernels are chosen in the first; the others before the timed ones run them, unmeasured.
@@ -155,7 +145,7 @@ def main(args: Sequence[str]) -> int:
     try:
         # Lightning and the model print, too; stdout is for the report alone.
         with redirect_stdout(sys.stderr):
-            machine = examine()
+            machine = _examine()
             if options.config:
                 router, training = _train(options)
             elif options.model or options.data:

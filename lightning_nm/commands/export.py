@@ -17,10 +17,11 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from lightning_nm.commands.output import columns_table, print_line
+from lightning_nm.callbacks.tables import columns_table
+from lightning_nm.commands.output import print_line
 from lightning_nm.export.atomic_write import check_folder, check_suffix
 from lightning_nm.export.coreml import CoreMLReport, check_output, export_coreml
-from lightning_nm.export.executorch import ExecutorchExport, export_executorch
+from lightning_nm.export.executorch.program import ExecutorchExport, export_executorch
 from lightning_nm.export.executorch.targets import check_target, require_packages
 from lightning_nm.export.graphs import (
     build_model,
@@ -31,7 +32,7 @@ from lightning_nm.export.graphs import (
 )
 from lightning_nm.export.outputs import Written, export_packed, export_torch
 from lightning_nm.export.patterns import classify, matrices_in, patterns_in
-from lightning_nm.export.sources import Source, holds_bitmasks, read_file, read_source
+from lightning_nm.export.sources import Source, holds_bitmasks, read_checkpoint, read_file
 from lightning_nm.pattern import NMPattern
 
 Report = list[Table | str]
@@ -202,7 +203,7 @@ def main(args: Sequence[str]) -> int:
     try:
         with _stopped_as_by_keyboard():
             _check(options)
-            source = read_source(options.checkpoint, options.prefix)
+            source = read_checkpoint(options.checkpoint, options.prefix)
             # Models, compilers and torch print, too; stdout is for the report.
             with redirect_stdout(sys.stderr):
                 report = _write(source, options)
@@ -286,7 +287,15 @@ def _write(source: Source, options: argparse.Namespace) -> Report:
         return _packed_report(written, output, is_int8=bool(options.dtype))
     if options.to == "torch":
         export_torch(source, output)
-        return [f"wrote {output}{_bitmasks(source)}"]
+        remark = ""
+        if holds_bitmasks(source.path):
+            matrices = matrices_in(source.weights)
+            two_four = [
+                classify(key, weight, NMPattern(2, 4)).verdict == "N:M"
+                for key, weight in matrices.items()
+            ]
+            remark = f"; bitmasks became tensors with zeros: {sum(two_four)} of {len(two_four)} matrices are 2:4"
+        return [f"wrote {output}{remark}"]
     model = build_model(source, options.model)
     example = example_of(model, options.input)
     if options.to == "pt2":
@@ -318,15 +327,6 @@ def _write(source: Source, options: argparse.Namespace) -> Report:
         allow_float=options.allow_float,
     )
     return _executorch_report(program, output)
-
-
-def _bitmasks(source: Source) -> str:
-    """A remark on weights that were read from bitmasks; empty for other checkpoints."""
-    if not holds_bitmasks(source.path):
-        return ""
-    matrices = matrices_in(source.weights)
-    verdicts = [classify(key, weight, NMPattern(2, 4)).verdict for key, weight in matrices.items()]
-    return f"; bitmasks became tensors with zeros: {verdicts.count('N:M')} of {len(verdicts)} matrices are 2:4"
 
 
 def _calibration_data(text: str) -> Iterable[Any]:

@@ -15,7 +15,7 @@ from lightning.pytorch.cli import LightningCLI
 from rich.console import Console
 
 from lightning_nm.callbacks.checks import is_scheduled, planned_steps
-from lightning_nm.callbacks.tables import COUNTINGS, print_layers
+from lightning_nm.callbacks.tables import COUNTINGS, columns_table, print_layers
 from lightning_nm.commands.build import (
     Enough,
     add_training,
@@ -23,7 +23,7 @@ from lightning_nm.commands.build import (
     fit_until_enough,
     masking_callbacks,
 )
-from lightning_nm.commands.output import add_json, columns_table, print_json, print_line
+from lightning_nm.commands.output import add_json, print_json, print_line
 from lightning_nm.export.graphs import example_of
 from lightning_nm.functional import FlopsKind, GemmDensity
 from lightning_nm.nn.costs import mean_densities
@@ -138,11 +138,10 @@ def _observe(cli: LightningCLI, options: argparse.Namespace) -> _FirstBatch:
 class _FirstBatch(pl.Callback):
     """Notes the plan of a training and counts its first batch, and ends it before the backward pass."""
 
-    def __init__(self) -> None:
-        self.macs: Mapping[str, int] = {}  # by layer name, as MacsCounter counts them
-        self.inputs: Any = None
-        self.steps: int | None = None
-        self.optimizers: list[torch.optim.Optimizer] | None = None
+    macs: Mapping[str, int] = {}  # by layer name, as MacsCounter counts them
+    inputs: Any = None
+    steps: int | None = None
+    optimizers: list[torch.optim.Optimizer] | None = None
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, *_: Any

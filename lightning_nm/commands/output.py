@@ -8,9 +8,6 @@ from typing import Any
 
 from rich.console import Console
 
-# The commands print the same tables as a fit.
-from lightning_nm.callbacks.tables import columns_table as columns_table
-
 SCHEMA = 1
 """The version of the JSON documents of all commands."""
 

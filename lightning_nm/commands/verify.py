@@ -9,7 +9,8 @@ from typing import Any
 
 from rich.console import Console
 
-from lightning_nm.commands.output import add_json, columns_table, print_json, print_line
+from lightning_nm.callbacks.tables import columns_table
+from lightning_nm.commands.output import add_json, print_json, print_line
 from lightning_nm.export.verification import Verification, verify
 from lightning_nm.spelling import grouped
 

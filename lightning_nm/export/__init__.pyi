@@ -2,8 +2,8 @@ from .coreml import CoreMLPackage as CoreMLPackage
 from .coreml import CoreMLReport as CoreMLReport
 from .coreml import CoreMLWritten as CoreMLWritten
 from .coreml import export_coreml as export_coreml
-from .executorch import ExecutorchExport as ExecutorchExport
-from .executorch import export_executorch as export_executorch
+from .executorch.program import ExecutorchExport as ExecutorchExport
+from .executorch.program import export_executorch as export_executorch
 from .packed_file import PackedFile as PackedFile
 from .packed_model import load_packed as load_packed
 from .packed_model import pack as pack

@@ -70,8 +70,8 @@ class CoreMLWeight(NamedTuple):
         """In the file: of the values, and of the bit mask if there is one."""
         if self.storage == "const":
             return int(self.constant.outputs[0].val.nbytes)
-        parts = [self.constant.inputs[name].val for name in ("nonzero_data", "mask")]
-        return sum(part.nbytes for part in parts)
+        parts = self.constant.inputs
+        return int(parts["nonzero_data"].val.nbytes + parts["mask"].val.nbytes)
 
 
 class CoreMLPackage:
@@ -175,11 +175,6 @@ class CoreMLPackage:
 
     def _damaged(self, reason: str) -> ValueError:
         return ValueError(f"cannot read '{self.path}' as a Core ML package: {reason}")
-
-
-def is_package(path: FilePath) -> bool:
-    """Whether a path is a folder that is named as a Core ML package."""
-    return Path(path).suffix == SUFFIX and Path(path).is_dir()
 
 
 def _import_coremltools() -> Any:
@@ -368,28 +363,32 @@ def export_coreml(
     }
     metadata = json.dumps({"schema": SCHEMA, "weights": noted})
     compressed.user_defined_metadata[METADATA] = metadata
-    path = Path(output)
-    with replacing(path) as new:
+    with replacing(Path(output)) as new:
         with _quiet():
             compressed.save(str(new))
         package = CoreMLPackage(new)
-        stored = {entry["key"]: name for name, entry in noted.items()}
-        written = []
-        for key, each in sparse.items():
-            pattern_text = str(each.pattern)
-            if key in places:
-                name, layout = places[key]
-                dense_bytes = dense.weights[name].bytes
-                row = _read_back(package, key, pattern_text, stored[key], layout, dense_bytes)
-            else:
-                # Such as the head of a model whose forward does not use it.
-                row = CoreMLWritten(key, pattern_text)
-            written.append(row)
+        # Such as the head of a model whose forward does not use it is not in the program.
+        written = {key: CoreMLWritten(key, str(each.pattern)) for key, each in sparse.items()}
+        for name, entry in noted.items():
+            key, weight = entry["key"], package.weights[name]
+            rows = blocks_last(package.read(name), places[key][1])
+            if not is_nm(rows, entry["pattern"]):
+                raise ValueError(
+                    f"'{key}' is not {entry['pattern']} in the file: nothing is written"
+                )
+            written[key] = written[key]._replace(
+                name=name,
+                operators=weight.operators,
+                is_sparse=weight.is_sparse,
+                density=float(torch.count_nonzero(rows)) / rows.numel(),
+                bytes=weight.bytes,
+                dense_bytes=dense.weights[places[key][0]].bytes,
+            )
         size, dense_size = (
             sum(file.stat().st_size for file in each.rglob("*") if file.is_file())
             for each in (new, dense.path)
         )
-        return CoreMLReport(size, dense_size, written)
+        return CoreMLReport(size, dense_size, list(written.values()))
 
 
 def check_output(output: FilePath) -> None:
@@ -463,7 +462,8 @@ def _converted(coremltools: Any, program: Any, kind: str, precision: Precision) 
     # Operators stay whole where possible, because coremltools recognises more of the whole ones.
     whole: Any = {}
     for table in (whole, torch.export.default_decompositions()):
-        table[torch.ops.aten.alias.default] = _same
+        # It gives its input another name, and coremltools does not know it.
+        table[torch.ops.aten.alias.default] = lambda x: x
         try:
             with _quiet():
                 return coremltools.convert(program.run_decompositions(table), **options)
@@ -478,11 +478,6 @@ def _converted(coremltools: Any, program: Any, kind: str, precision: Precision) 
                 f"coremltools cannot convert {kind}: {type(error).__name__}: {first_line(error)}"
             ) from error
     raise failed
-
-
-def _same(x: Tensor) -> Tensor:
-    """What an operator becomes that only gives its input another name: coremltools does not know it."""
-    return x
 
 
 def _places(
@@ -530,21 +525,3 @@ def _same_nonzeros(found: Tensor, is_nonzero: Tensor) -> bool:
     if bool((is_found & ~is_nonzero).any()):
         return False
     return int(is_found.sum()) >= _SAME_NONZEROS * int(is_nonzero.sum())
-
-
-def _read_back(
-    package: CoreMLPackage, key: str, pattern: str, name: str, layout: Layout, dense_bytes: int
-) -> CoreMLWritten:
-    """What the package holds of an N:M weight.
-
-    Raises:
-        ValueError: If it is not N:M there.
-    """
-    weight = package.weights[name]
-    rows = blocks_last(package.read(name), layout)
-    if not is_nm(rows, pattern):
-        raise ValueError(f"'{key}' is not {pattern} in the file: nothing is written")
-    density = float(torch.count_nonzero(rows)) / rows.numel()
-    return CoreMLWritten(
-        key, pattern, name, weight.operators, weight.is_sparse, density, weight.bytes, dense_bytes
-    )

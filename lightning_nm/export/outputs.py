@@ -28,6 +28,21 @@ from lightning_nm.export.sources import (
 from lightning_nm.packed.tensor import EVERY_ENTRY, PackedKind, PackedTensor, int8_fault
 from lightning_nm.pattern import NMPattern, PatternLike
 
+# What transformers and its relatives call files of weights.
+_WEIGHTS = (
+    ".safetensors",
+    ".bin",
+    ".index.json",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".h5",
+    ".msgpack",
+    ".onnx",
+    ".ot",
+    ".gguf",
+)
+
 
 class Written(NamedTuple):
     """A weight in a packed file.
@@ -67,7 +82,7 @@ def export_packed(
     they are all that are N:M. Every other tensor is written as it is.
 
     Args:
-        source: What :func:`~lightning_nm.export.sources.read_source` returned.
+        source: What :func:`~lightning_nm.export.read_checkpoint` returned.
         output: The file, ``.safetensors``; it is replaced when the new one is complete.
         pattern: The pattern; by default the one of each layer.
         dtype: ``"int8"`` rounds the values to int8, as :func:`lightning_nm.pack` does. Weights of three axes keep their
@@ -85,11 +100,12 @@ def export_packed(
         OSError: If the file cannot be written.
     """
     check_suffix(output, (".safetensors",), "packed")
-    weights = named_as_in_model(source.weights, source.states, source.path)
+    weights = named_as_in_model(source)
     found = patterns_in(weights, source.states, pattern, f"'{source.path}'")
     tensors: dict[str, Tensor | PackedTensor] = {}
     written = []
-    named: dict[str, list[str]] = {"--int8-experts": [], "--int8-embeddings": []}
+    of_experts: list[str] = []  # keys that a glob names
+    of_embeddings: list[str] = []
     shared: dict[object, list[str]] = {}  # the keys of each tensor: tied weights have several
     for key, weight in weights.items():
         shared.setdefault(memory_of(weight) if weight.numel() else key, []).append(key)
@@ -101,37 +117,41 @@ def export_packed(
         is_experts = False
         if own_pattern is not None and weight.dim() == 3 and _named(keys, experts):
             int8, is_experts = dtype == "int8", True
-            named["--int8-experts"] += keys
+            of_experts += keys
         elif own_pattern is None and weight.dim() == 2 and _named(keys, embeddings):
             own_pattern, int8, reason = EVERY_ENTRY, True, ""
-            named["--int8-embeddings"] += keys
+            of_embeddings += keys
         tensor: Tensor | PackedTensor = weight
-        if int8:
-            assert own_pattern is not None
-            fault = int8_fault(weight)
+        if own_pattern is not None:
+            fault = int8_fault(weight) if int8 else ""
             # The scales of experts are [experts, out].
             kind = PackedKind(own_pattern, layout, tuple(weight.shape), weight.dtype)
-            if is_experts and len(kind.part_shapes["scales"]) < 2:
+            if int8 and is_experts and len(kind.part_shapes["scales"]) < 2:
                 fault = f"its blocks lie across rows, so that it is no weight of experts in {own_pattern}"
             if fault:
                 raise ValueError(f"'{keys[0]}' of '{source.path}' has no int8 form: {fault}")
-        if own_pattern is not None:
             tensor = PackedTensor.of(weight, own_pattern, layout, int8=int8, experts=is_experts)
         tensors |= dict.fromkeys(keys, tensor)
-        text = "" if own_pattern is None else str(own_pattern)
-        stored = "int8" if int8 else ""
-        part = _part(weight, own_pattern, int8)
-        row = Written(keys[0], text, layout, weight.nbytes, tensor.nbytes, reason, stored, part)
+        row = Written(
+            keys[0],
+            str(own_pattern or ""),
+            layout,
+            weight.nbytes,
+            tensor.nbytes,
+            reason,
+            "int8" if int8 else "",
+            _part(weight, own_pattern, int8),
+        )
         written.append(row)
         for key in keys[1:]:
             same = f"the same tensor as '{keys[0]}'"
             written.append(row._replace(key=key, dense_bytes=0, bytes=0, reason=same, part=""))
-    for option, globs, expected in (
-        ("--int8-experts", experts, "N:M weight of three axes"),
-        ("--int8-embeddings", embeddings, "matrix that is not N:M"),
+    for option, globs, keys, expected in (
+        ("--int8-experts", experts, of_experts, "N:M weight of three axes"),
+        ("--int8-embeddings", embeddings, of_embeddings, "matrix that is not N:M"),
     ):
         for glob in globs:
-            if not _named(named[option], [glob]):
+            if not _named(keys, [glob]):
                 raise ValueError(f"{option} '{glob}' matches no {expected}")
     write_packed(output, tensors)
     return written
@@ -156,7 +176,7 @@ def export_torch(source: Source, output: FilePath) -> None:
     """Write the dense state dict, with zeros.
 
     Args:
-        source: What :func:`~lightning_nm.export.sources.read_source` returned.
+        source: What :func:`~lightning_nm.export.read_checkpoint` returned.
         output: A file ``.pt``, ``.pth``, ``.bin`` or ``.safetensors``, which is replaced when the new one is complete;
             for a folder of ``transformers`` also a new folder, with its other files.
 
@@ -166,7 +186,16 @@ def export_torch(source: Source, output: FilePath) -> None:
     """
     path = Path(output)
     if not path.suffix and source.is_folder:
-        _write_folder(source, path)
+        if path.exists():
+            raise ValueError(f"'{path}' exists: give a folder that does not")
+        with replacing(path) as new:
+            new.mkdir()
+            for file in source.path.iterdir():
+                if file.is_file() and not file.name.endswith(_WEIGHTS):
+                    shutil.copyfile(file, new / file.name)
+            if holds_bitmasks(source.path):
+                (new / "config.json").write_text(config_without_bitmasks(source.path), "utf-8")
+            _write_dense(source.weights, new / "model.safetensors")
         return
     check_suffix(path, (".pt", ".pth", ".bin", ".safetensors"), "torch")
     _write_dense(source.weights, path)
@@ -178,32 +207,3 @@ def _write_dense(weights: Weights, path: Path) -> None:
     else:
         with replacing(path) as new:
             torch.save(weights, new)
-
-
-# What transformers and its relatives call files of weights.
-_WEIGHTS = (
-    ".safetensors",
-    ".bin",
-    ".index.json",
-    ".pt",
-    ".pth",
-    ".ckpt",
-    ".h5",
-    ".msgpack",
-    ".onnx",
-    ".ot",
-    ".gguf",
-)
-
-
-def _write_folder(source: Source, path: Path) -> None:
-    if path.exists():
-        raise ValueError(f"'{path}' exists: give a folder that does not")
-    with replacing(path) as new:
-        new.mkdir()
-        for file in source.path.iterdir():
-            if file.is_file() and not file.name.endswith(_WEIGHTS):
-                shutil.copyfile(file, new / file.name)
-        if holds_bitmasks(source.path):
-            (new / "config.json").write_text(config_without_bitmasks(source.path), "utf-8")
-        _write_dense(source.weights, new / "model.safetensors")

@@ -63,6 +63,8 @@ class SafetensorsFile:
         OSError: If it cannot be opened.
     """
 
+    _form = "a safetensors file"
+
     def __init__(self, path: FilePath) -> None:
         if sys.byteorder != "little":
             raise ValueError(
@@ -84,7 +86,7 @@ class SafetensorsFile:
             except SafetensorError as error:
                 self._refuse(str(error))
             length = int.from_bytes(first, "little")
-            header = read_json(file.read(length), self._refuse)
+            header = _read_json(file.read(length), self._refuse)
         self.metadata: dict[str, str] = header.pop("__metadata__", None) or {}
         self.entries: dict[str, Entry] = {}
         for name, fields in header.items():
@@ -94,10 +96,10 @@ class SafetensorsFile:
             self.entries[name] = Entry(DTYPES[fields["dtype"]], tuple(fields["shape"]), begin)
 
     def _refuse(self, reason: str) -> NoReturn:
-        raise ValueError(f"'{self.path}' is not a safetensors file, or is damaged: {reason}")
+        raise ValueError(f"'{self.path}' is not {self._form}, or is damaged: {reason}")
 
-    def read(self, name: str) -> Tensor:
-        """Read one tensor.
+    def read_stored(self, name: str) -> Tensor:
+        """Read one tensor of the file, by its own name.
 
         Raises:
             ValueError: If the file became shorter.
@@ -112,7 +114,7 @@ class SafetensorsFile:
         return tensor
 
 
-def read_json(text: bytes | str, refuse: Callable[[str], NoReturn]) -> Any:
+def _read_json(text: bytes | str, refuse: Callable[[str], NoReturn]) -> Any:
     """Parse JSON in which no object may have two equal names."""
     repeated: list[str] = []
 
@@ -212,7 +214,7 @@ _INT8_FIELDS = {*_FIELDS, "values"}
 _MOST_AXES = 32
 
 
-class PackedFile:
+class PackedFile(SafetensorsFile):
     """The header of a packed model, checked, and its tensors on request.
 
     Nothing of the sizes that a header claims is allocated before they are known to be those of the file.
@@ -238,8 +240,9 @@ class PackedFile:
             raise FileNotFoundError(f"there is no file '{path}': {expected}")
         if os.path.isdir(path):
             raise IsADirectoryError(f"'{path}' is a folder: {expected}")
-        self.file = SafetensorsFile(path)
-        metadata = self.file.metadata
+        super().__init__(path)
+        self._form = "a packed model"
+        metadata = self.metadata
         if metadata.get("format") != FORMAT:
             raise ValueError(
                 f"'{path}' holds no packed model: make one by `lightning-nm export --to packed`"
@@ -250,35 +253,31 @@ class PackedFile:
                 f"'{path}' is of version {self._version!r}, and this lightning_nm reads {VERSION!r}, {VERSION_INT8!r} "
                 f"and {VERSION_DENSE!r}: update it"
             )
-        packed = read_json(metadata.get("packed", "null"), self._refuse)
-        aliases = read_json(metadata.get("aliases", "null"), self._refuse)
+        packed = _read_json(metadata.get("packed", "null"), self._refuse)
+        aliases = _read_json(metadata.get("aliases", "null"), self._refuse)
         if not isinstance(packed, dict) or not isinstance(aliases, dict):
             self._refuse("`packed` and `aliases` are not objects")
         self.packed = {key: self._entry(key, fields) for key, fields in packed.items()}
-        self.dense = dict(self.file.entries)
+        self.dense = dict(self.entries)
         for key in self.packed:
-            if key in self.file.entries:
+            if key in self.entries:
                 self._refuse(f"'{key}' is both dense and packed")
             for part in self.packed[key].parts:
                 self.dense.pop(f"{key}.{part}", None)
         self.checksums: dict[str, str] | None = None
         if CHECKSUMS in metadata:
-            found = read_json(metadata[CHECKSUMS], self._refuse)
-            is_right = isinstance(found, dict)
-            if not is_right or not all(isinstance(each, str) for each in found.values()):
+            self.checksums = found = _read_json(metadata[CHECKSUMS], self._refuse)
+            is_object = isinstance(found, dict)
+            if not is_object or not all(isinstance(each, str) for each in found.values()):
                 self._refuse(f"`{CHECKSUMS}` is no object of texts")
-            for name in found.keys() ^ self.file.entries.keys():
+            for name in found.keys() ^ self.entries.keys():
                 self._refuse(f"'{name}' is not both a tensor and a name in `{CHECKSUMS}`")
-            self.checksums = found
         self._intact: set[str] = set()  # tensors whose checksum was compared
         self.aliases: dict[str, str] = aliases
         for alias, key in aliases.items():
             known = isinstance(key, str) and (key in self.dense or key in self.packed)
-            if not known or alias in self.packed or alias in self.file.entries:
+            if not known or alias in self.packed or alias in self.entries:
                 self._refuse(f"'{alias}' is an alias of {key!r}")
-
-    def _refuse(self, reason: str) -> NoReturn:
-        raise ValueError(f"'{self.file.path}' is not a packed model, or is damaged: {reason}")
 
     def _entry(self, key: str, fields: Any) -> PackedKind:
         """A checked entry of the header."""
@@ -326,7 +325,7 @@ class PackedFile:
             "scales": torch.float32,
         }
         for name in kind.parts:
-            part = self.file.entries.get(f"{key}.{name}")
+            part = self.entries.get(f"{key}.{name}")
             if part is None:
                 self._refuse(f"there is no tensor '{key}.{name}'")
             if part.dtype != dtypes[name] or part.shape not in shapes[name]:
@@ -340,15 +339,8 @@ class PackedFile:
         """The keys of the model's state dict."""
         return [*self.dense, *self.packed, *self.aliases]
 
-    def shape(self, key: str) -> tuple[int, ...]:
-        """The shape of a tensor of the dense state dict."""
-        return self._described(key).shape
-
-    def dtype(self, key: str) -> torch.dtype:
-        """The dtype of a tensor of the dense state dict."""
-        return self._described(key).dtype
-
-    def _described(self, key: str) -> PackedKind | Entry:
+    def entry(self, key: str) -> PackedKind | Entry:
+        """What has the ``shape`` and the ``dtype`` of a tensor of the dense state dict."""
         key = self.aliases.get(key, key)
         return self.packed.get(key) or self.dense[key]
 
@@ -366,27 +358,18 @@ class PackedFile:
         found = self.read(key)
         return found.unpack() if isinstance(found, PackedTensor) else found
 
-    def check(self, name: str) -> None:
-        """Compare a tensor of the file with its checksum, if the file has checksums.
-
-        Raises:
-            ValueError: If it is damaged.
-        """
-        if self.checksums is not None:
-            self.read_stored(name)
-
     def read_stored(self, name: str) -> Tensor:
-        """Read a tensor of the file, by its own name, and compare it with its checksum the first time.
+        """Read one tensor of the file, by its own name, and compare it with its checksum the first time.
 
         Raises:
             ValueError: If it is damaged.
         """
-        tensor = self.file.read(name)
+        tensor = super().read_stored(name)
         if self.checksums is not None and name not in self._intact:
             found, expected = crc32(tensor), self.checksums[name]
             if found != expected:
                 raise ValueError(
-                    f"'{self.file.path}' is damaged: the bytes of '{name}' have the CRC-32 {found}, and were written "
+                    f"'{self.path}' is damaged: the bytes of '{name}' have the CRC-32 {found}, and were written "
                     f"with {expected}: copy the file again, or make it again from its checkpoint"
                 )
             self._intact.add(name)

@@ -40,10 +40,9 @@ from lightning_nm.packed.module import (
 )
 from lightning_nm.packed.tensor import EVERY_ENTRY, PackedTensor, int8_fault
 from lightning_nm.pattern import NMPattern, PatternLike
+from lightning_nm.spelling import some_of
 
 Model = TypeVar("Model", bound=nn.Module)
-
-_SHOWN = 8
 
 
 def pack(
@@ -147,7 +146,9 @@ def pack(
             reasons[key] = each.reason
         else:
             found[key] = place, each
-    refuse_empty(found, reasons, f"{type(model).__name__} has no weight to pack")
+    if not found:
+        shown = some_of([f"'{key}': {reason}" for key, reason in reasons.items()])
+        raise ValueError(f"{type(model).__name__} has no weight to pack: {shown}")
     rounded = {key: (each[0], Found(EVERY_ENTRY)) for key, each in embeddings.items()}
     found = rounded | found
     for key, (place, each) in found.items():
@@ -164,7 +165,7 @@ def pack(
         experts = place.axes.has_experts
         tensor = PackedTensor.of(place.weight, own, layout, int8=dtype == "int8", experts=experts)
         put(embeddings.get(key, [place]), tensor, key, choice)
-    return for_inference(model)
+    return _for_inference(model)
 
 
 def matches(key: str, glob: str) -> bool:
@@ -183,15 +184,19 @@ def save_packed(model: nn.Module, path: FilePath) -> None:
         ValueError: If no layer is packed.
         OSError: If the file cannot be written.
     """
-    required_weights(model)
+    _required_weights(model)
     state = _state_of(model, lambda weight: weight.packed())
-    packed = {key: each for key, each in state.items() if isinstance(each, PackedTensor)}
-    dense = {key: each for key, each in state.items() if isinstance(each, Tensor)}
-    tensors = {plain_name(key): each for key, each in (dense | packed).items()}
+    # Without what else a state dict may hold; dense tensors come first in the file.
+    tensors = {
+        plain_name(key): each
+        for kind in (Tensor, PackedTensor)
+        for key, each in state.items()
+        if isinstance(each, kind)
+    }
     write_packed(path, tensors)
 
 
-def required_weights(model: nn.Module) -> dict[str, PackedWeight]:
+def _required_weights(model: nn.Module) -> dict[str, PackedWeight]:
     """The packed weights of a model by key; one without any is refused by a ``ValueError``."""
     found = dict(packed_weights(model))
     if not found:
@@ -221,27 +226,12 @@ def _state_of(model: nn.Module, form: Callable[[PackedWeight], Any]) -> dict[str
     for key, value in model.state_dict().items():
         owner = key.rpartition(".")[0]
         if owner in packed:
-            found[owner] = once[packed[owner]]
-        else:
-            found[key] = value
+            key, value = owner, once[packed[owner]]
+        found[key] = value
     return found
 
 
-def refuse_empty(found: Mapping[str, Any], reasons: Mapping[str, str], what: str) -> None:
-    """Refuse that nothing is found, by a ``ValueError`` with the reasons."""
-    if found:
-        return
-    shown = listed([f"'{key}': {reason}" for key, reason in reasons.items()], "; ")
-    raise ValueError(f"{what}: {shown}")
-
-
-def listed(texts: Sequence[str], separator: str = ", ") -> str:
-    """The first texts, and how many more there are."""
-    more = f"{separator}and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
-    return separator.join(texts[:_SHOWN]) + more
-
-
-def for_inference(model: Model) -> Model:
+def _for_inference(model: Model) -> Model:
     """Make a model whose weights were packed ready: evaluation mode, no gradients of parameters."""
     call_packed_children(model)
     refuse_to_fit(model)
@@ -284,7 +274,7 @@ def warm_up(
         >>> _ = prune(layer, "1:16", skip_first_last=False)
         >>> model = warm_up(pack(layer, kernels="sparse"), batch=[1, 8], tokens=[1, 128])
     """
-    weights = required_weights(model)
+    weights = _required_weights(model)
     for name, sizes in (("batch", batch), ("tokens", tokens)):
         if not sizes or not all(isinstance(size, int) and size > 0 for size in sizes):
             raise ValueError(f"{name}={sizes!r} must be positive integers, such as {name}=[1, 16]")
@@ -354,53 +344,48 @@ def load_packed(
     if any(packed_weights(model)):
         raise ValueError(f"{type(model).__name__} is packed already: load into a new model")
     file = PackedFile(path)
-    names = {plain_name(key): key for key in file.names()}
-    owners = _owners(model)
-    _refuse_other_model(model, file, names, owners, path)
+    owners = _owners(model, file)
+    _refuse_other_model(model, file, owners, path)
     found_places, _ = places_of(model)  # refuses a masked model
-    embeddings = embeddings_of(model)
-    first_places = {key: places[0] for key, places in embeddings.items()}
-    _refuse_other_tensors(file, names, owners, {**first_places, **found_places})
-    if file.checksums is None:
-        warnings.warn(no_checksums(path), stacklevel=2)
     # N:M embeddings, and dense matrices of other layers, are unpacked.
     places = {id(place.weight): (name, [place]) for name, place in found_places.items()}
-    rows = {id(each[0].weight): (name, each) for name, each in embeddings.items()}
-    waiting = list(dict.fromkeys(owners.values()))
-    owners.clear()  # `waiting` alone holds the dense weights, each until it is replaced
+    rows = {id(each[0].weight): (name, each) for name, each in embeddings_of(model).items()}
+    _refuse_other_tensors(file, owners, rows | places)
+    if file.checksums is None:
+        warnings.warn(no_checksums(path), stacklevel=2)
     nonfinite = []
-    while waiting:
-        owner = waiting.pop(0)
-        key = next(names[plain] for plain in map(plain_name, owner.keys) if plain in names)
+    while owners:  # the list alone holds the dense weights, each until it is replaced
+        owner = owners.pop(0)
+        key = next(iter(owner.stored))
         found = file.read(key)
-        tensor, fitting = owner.tensor, None
-        if isinstance(found, PackedTensor):
-            fitting = (rows if found.kind.pattern == EVERY_ENTRY else places).get(id(tensor))
+        tensor = owner.tensor
+        is_parameter = isinstance(tensor, nn.Parameter)
         values = found.values if isinstance(found, PackedTensor) else found
         # A buffer may be a mask of -inf.
-        count = count_nonfinite(values, infinite=isinstance(tensor, nn.Parameter))
+        count = count_nonfinite(values, infinite=is_parameter)
         if count:
             nonfinite.append(f"'{key}' ({count})")
         device = torch.device("cpu") if tensor.is_meta else tensor.device
-        if isinstance(found, PackedTensor) and fitting is not None:
-            name, where = fitting
-            del owner, tensor
-            put(where, found.to(device), name, choice)
-            continue
-        dense = found.unpack() if isinstance(found, PackedTensor) else found
+        if isinstance(found, PackedTensor):
+            fitting = rows if found.kind.pattern == EVERY_ENTRY else places
+            if id(tensor) in fitting:
+                name, where = fitting[id(tensor)]
+                del owner, tensor
+                put(where, found.to(device), name, choice)
+                continue
+            found = found.unpack()
         if not tensor.is_meta:
-            tensor.data = dense.to(device)  # its dtype, too
+            tensor.data = found.to(device)  # its dtype, too
             continue
-        is_parameter = isinstance(tensor, nn.Parameter)
-        new = nn.Parameter(dense, requires_grad=False) if is_parameter else dense
+        new = nn.Parameter(found, requires_grad=False) if is_parameter else found
         for own_key in owner.keys:
             prefix, _, name = own_key.rpartition(".")
             setattr(model.get_submodule(prefix), name, new)
-    for_inference(model)
+    _for_inference(model)
     if nonfinite:
         warnings.warn(
             f"tensors of '{path}' have entries that are NaN or infinite, so outputs of the model may be NaN: "
-            f"{listed(nonfinite)}",
+            f"{some_of(nonfinite, separator=', ')}",
             stacklevel=2,
         )
     return model
@@ -408,52 +393,54 @@ def load_packed(
 
 @dataclass(eq=False)
 class _Owner:
-    """A tensor of the state dict, and its keys: several if modules share it, or the model holds one twice."""
+    """A tensor of the state dict, and its keys: several if modules share it, or the model holds one twice.
+
+    Args:
+        tensor: The tensor.
+        keys: In the model.
+        stored: The keys of those that the file has, without wrappers, by the key of a tensor in the file.
+    """
 
     tensor: Tensor
     keys: list[str] = field(default_factory=list)
+    stored: dict[str, str] = field(default_factory=dict)
 
 
-def _owners(model: nn.Module) -> dict[str, _Owner]:
-    """The tensors of a model's state dict by key, without wrappers."""
-    shared: dict[int, _Owner] = {}
-    found: dict[str, _Owner] = {}
+def _owners(model: nn.Module, file: PackedFile) -> list[_Owner]:
+    """The tensors of a model's state dict."""
+    in_file = {plain_name(key): file.aliases.get(key, key) for key in file.names()}
+    found: dict[int, _Owner] = {}
     for key, tensor in model.state_dict(keep_vars=True).items():
         if isinstance(tensor, Tensor):
-            owner = shared.setdefault(id(tensor), _Owner(tensor))
+            owner = found.setdefault(id(tensor), _Owner(tensor))
             owner.keys.append(key)
-            found[plain_name(key)] = owner
-    return found
+            plain = plain_name(key)
+            if plain in in_file:
+                owner.stored.setdefault(in_file[plain], plain)
+    return list(found.values())
 
 
 def _refuse_other_tensors(
-    file: PackedFile,
-    names: Mapping[str, str],
-    owners: Mapping[str, _Owner],
-    places: Mapping[str, Place],
+    file: PackedFile, owners: Sequence[_Owner], places: Mapping[int, tuple[str, list[Place]]]
 ) -> None:
     """Refuse tensors that are damaged or do not fit, and different values of what is one tensor in the model."""
-    path = file.file.path
-    for key in file.dense:
-        file.check(key)
-    # The tensors of the file by the model's keys, and the places of those tensors.
-    own_keys = {plain: file.aliases.get(key, key) for plain, key in names.items()}
-    taken = {own_keys[name]: place for name, place in places.items() if name in own_keys}
-    for key in file.packed:
-        packed = file.read_packed(key)
-        try:
-            if key in taken:
-                packed.check_scales(taken[key].axes.has_experts)
-        except ValueError as error:
-            raise ValueError(f"'{key}' of '{path}' does not fit the model: {error}") from None
-    for owner in dict.fromkeys(owners.values()):
-        given: dict[str, str] = {}  # a key of the model by each tensor of the file
-        for plain in map(plain_name, owner.keys):
-            if plain in own_keys:
-                given.setdefault(own_keys[plain], plain)
-        if len(given) < 2:
+    if file.checksums is not None:
+        for key in file.dense:
+            file.read_stored(key)  # compares
+    for owner in owners:
+        for key in owner.stored.keys() & file.packed.keys():
+            packed = file.read_packed(key)
+            try:
+                if id(owner.tensor) in places:
+                    _, where = places[id(owner.tensor)]
+                    packed.check_scales(where[0].axes.has_experts)
+            except ValueError as error:
+                raise ValueError(
+                    f"'{key}' of '{file.path}' does not fit the model: {error}"
+                ) from None
+        if len(owner.stored) < 2:
             continue
-        first, *others = given
+        first, *others = owner.stored
         expected = file.read_dense(first)
         for other in others:
             values = file.read_dense(other)
@@ -462,40 +449,37 @@ def _refuse_other_tensors(
                 bytes_of(values), bytes_of(expected)
             ):
                 raise ValueError(
-                    f"'{given[first]}' and '{given[other]}' are one tensor in the model, and different ones in "
-                    f"'{path}': load the file into a model that does not share them"
+                    f"'{owner.stored[first]}' and '{owner.stored[other]}' are one tensor in the model, and different "
+                    f"ones in '{file.path}': load the file into a model that does not share them"
                 )
 
 
 def _refuse_other_model(
-    model: nn.Module,
-    file: PackedFile,
-    names: Mapping[str, str],
-    owners: Mapping[str, _Owner],
-    path: FilePath,
+    model: nn.Module, file: PackedFile, owners: Sequence[_Owner], path: FilePath
 ) -> None:
     kind = type(model).__name__
-    shared = [(plain, key, owners[plain].tensor) for plain, key in names.items() if plain in owners]
-    given = {id(tensor) for _, _, tensor in shared}
-    missing = [key for key, owner in owners.items() if id(owner.tensor) not in given]
-    others = [key for key in names if key not in owners]
+    own = {plain_name(key): owner for owner in owners for key in owner.keys}
+    entries = {plain_name(key): file.entry(key) for key in file.names()}
+    shared = [(key, own[key].tensor, each) for key, each in entries.items() if key in own]
+    missing = [key for key, owner in own.items() if not owner.stored]
+    others = [key for key in entries if key not in own]
     faults = []
     for what, keys in (("the file lacks", missing), ("the model lacks", others)):
         if keys:
-            faults.append(f"{what} {listed([*map(repr, keys)])}")
-    for plain, key, tensor in shared:
-        own = tuple(tensor.shape)
-        if own != file.shape(key):
-            faults.append(f"'{plain}' is {own} in the model and {file.shape(key)} in the file")
+            faults.append(f"{what} {some_of([*map(repr, keys)], separator=', ')}")
+    for key, tensor, entry in shared:
+        shape = tuple(tensor.shape)
+        if shape != entry.shape:
+            faults.append(f"'{key}' is {shape} in the model and {entry.shape} in the file")
     if faults:
-        raise ValueError(f"the model {kind} does not fit '{path}': {listed(faults, '; ')}")
-    for plain, key, tensor in shared:
-        own_dtype, dtype = tensor.dtype, file.dtype(key)
+        raise ValueError(f"the model {kind} does not fit '{path}': {some_of(faults)}")
+    for key, tensor, entry in shared:
+        own_dtype, dtype = tensor.dtype, entry.dtype
         # A model in torch's default dtype takes the file's; inputs of one that was converted would have the wrong one.
         is_chosen = own_dtype.is_floating_point and own_dtype != torch.get_default_dtype()
         if is_chosen and own_dtype != dtype and not tensor.is_meta:
             raise ValueError(
-                f"'{plain}' is {own_dtype} in the model {kind} and {dtype} in '{path}', and a loaded "
+                f"'{key}' is {own_dtype} in the model {kind} and {dtype} in '{path}', and a loaded "
                 f"model has the dtypes of its file: load into model.to({dtype}), and convert the packed model by "
                 f".to({own_dtype})"
             )
@@ -507,7 +491,7 @@ def _refuse_other_model(
     ]
     if empty:
         raise ValueError(
-            f"{listed([*map(repr, empty)])} of {kind} on the meta device has no values, and "
+            f"{some_of([*map(repr, empty)], separator=', ')} of {kind} on the meta device has no values, and "
             "no state dict holds it: build the model on the CPU, or under accelerate.init_empty_weights()"
         )
 
@@ -602,7 +586,7 @@ def packed_summary(model: nn.Module) -> PackedSummary:
         0.weight   1:16     packed     576     0.070
         1 weights                      576     0.070
     """
-    held = {plain_name(name): weight for name, weight in required_weights(model).items()}
+    held = {plain_name(name): weight for name, weight in _required_weights(model).items()}
     rows = tuple(
         HeldWeight(name, str(weight.pattern), weight.form, weight.nbytes, weight.dense_nbytes)
         for name, weight in held.items()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -128,7 +128,17 @@ def patterns_in(
     if given is not None or not states:
         found = {key: pattern_of(weight, given) for key, weight in weights.items()}
     else:
-        found = _masked_patterns(weights, states)
+        found = {key: Found(None, reason="not masked in training") for key in weights}
+        masked = {}
+        for state in states:
+            for key, layer in masked_layers(weights, state):
+                layout = Layout(layer["layout"])
+                layouts = [SAME_BLOCKS.get(layout, layout)]
+                found[key] = pattern_of(weights[key], NMPattern.parse(layer["pattern"]), layouts)
+                if found[key].pattern is not None:
+                    masked[memory_of(weights[key])] = found[key]
+        # Tied weights have several keys, and a state names one of them.
+        found = {key: masked.get(memory_of(weights[key]), each) for key, each in found.items()}
     if owner and not any(each.pattern for each in found.values()):
         # Vectors are never packed: their reasons tell nothing.
         matrices = [key for key, weight in weights.items() if weight.dim() >= 2]
@@ -142,25 +152,20 @@ def patterns_in(
     return found
 
 
-def _masked_patterns(
-    weights: Mapping[str, Tensor], states: Sequence[Mapping[str, Any]]
-) -> dict[str, Found]:
-    """The patterns of the layers that sparsifier states mask; other tensors are dense."""
-    found = {key: Found(None, reason="not masked in training") for key in weights}
+def masked_layers(
+    weights: Mapping[str, Tensor], state: Mapping[str, Any]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The layers of a sparsifier state, each with the key of its weight.
+
+    Raises:
+        ValueError: If there is no such weight.
+    """
     keys = {plain_name(key): key for key in weights}
-    for state in states:
-        for name, layer in state["layers"].items():
-            key = keys.get(key_of_layer(plain_name(name), layer["parameter"]))
-            if key is None:
-                raise ValueError(f"the file has masks for '{name}' but no weight for it")
-            own_pattern = NMPattern.parse(layer["pattern"])
-            layout = Layout(layer["layout"])
-            found[key] = pattern_of(weights[key], own_pattern, [SAME_BLOCKS.get(layout, layout)])
-    # Tied weights have several keys, and a state names one of them.
-    masked = {
-        memory_of(weights[key]): each for key, each in found.items() if each.pattern is not None
-    }
-    return {key: masked.get(memory_of(weights[key]), each) for key, each in found.items()}
+    for name, layer in state["layers"].items():
+        plain = key_of_layer(plain_name(name), layer["parameter"])
+        if plain not in keys:
+            raise ValueError(f"the file has masks for '{name}' but no weight '{plain}'")
+        yield keys[plain], layer
 
 
 # Without a sparsifier state, a weight with fewer violating blocks than this share is broken, others are dense.
@@ -267,7 +272,7 @@ def classify(key: str, weight: Tensor, pattern: NMPattern) -> Verdict:
         # A weight of three axes is that of a 1-d convolution, or one matrix for each expert, with the same blocks.
         if layout is Layout.FLAT and weight.dim() == 3 and weight.shape[2] % pattern.m == 0:
             note = "along dim 2"
-        verdicts.append(judge(key, rows, pattern, -1, note, masked=False))
+        verdicts.append(judge(key, rows, pattern, note, masked=False))
     if not verdicts:
         return Verdict(
             key, "dense", str(pattern), note=f"shape {tuple(weight.shape)} has no axis of blocks"
@@ -283,18 +288,17 @@ def classify(key: str, weight: Tensor, pattern: NMPattern) -> Verdict:
     return replace(found, note=f"{found.note}{stored}", own_pattern=own_pattern)
 
 
-def judge(key: str, rows: Tensor, pattern: NMPattern, dim: int, note: str, masked: bool) -> Verdict:
-    """Check a weight along one axis.
+def judge(key: str, rows: Tensor, pattern: NMPattern, note: str, *, masked: bool) -> Verdict:
+    """Check a weight along its last axis.
 
     Args:
         key: Key in the state dict.
-        rows: The weight.
+        rows: The weight, its blocks along the last axis.
         pattern: The pattern.
-        dim: The axis of the blocks.
         note: Of the verdict.
         masked: Whether the weight is known to be masked: any violation then makes it broken.
     """
-    violations = int(count_violations(rows, pattern, dim=dim))
+    violations = int(count_violations(rows, pattern))
     blocks = rows.numel() // pattern.m
     density = float(torch.count_nonzero(rows)) / max(rows.numel(), 1)
     if not violations:

@@ -6,7 +6,7 @@ import json
 import math
 import re
 import zipfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -193,7 +193,24 @@ def _read_folder(folder: Path, *, nested: bool) -> Source:
         ValueError: If the folder holds no model, a file of it is missing or cannot be read, or its weights are in a
             form that is not read.
     """
-    content = _read_weights(folder)
+    path = model_file(folder)
+    if path is None:
+        found = sorted(path.name for path in folder.glob("checkpoint-*") if path.is_dir())
+        if found:
+            raise ValueError(
+                f"'{folder}' holds no model itself, but folders that may: {', '.join(found)}"
+            )
+        if any((folder / name).is_file() for name in _ADAPTERS):
+            advice = "merge it into its base model and save that"
+            raise ValueError(
+                f"'{folder}' holds an adapter, whose matrices are not the model's: {advice}"
+            )
+        raise ValueError(
+            f"the folder '{folder}' holds no model: expected one of {', '.join(_MODELS)}"
+        )
+    content = _read_parts(folder, path) if path.suffix == ".json" else read_file(path)
+    if not isinstance(content, Mapping):
+        content = {}
     _check_compression(folder)
     weights = decoded(_tensors_in(content, folder, nested=nested), folder)
     if not weights:
@@ -202,9 +219,7 @@ def _read_folder(folder: Path, *, nested: bool) -> Source:
     return Source(folder, weights, [read_file(path)] if path.is_file() else [])
 
 
-def named_as_in_model(
-    weights: Weights, states: Sequence[Mapping[str, Any]], folder: Path
-) -> Weights:
+def named_as_in_model(source: Source) -> Weights:
     """The weights of a checkpoint under the names that they have in the model.
 
     transformers saves the experts of many models one by one, under other names than their one weight in the model. If
@@ -214,12 +229,14 @@ def named_as_in_model(
     Raises:
         ValueError: If it cannot be built, and the states name weights that are missing.
     """
-    if not (folder / "config.json").is_file():
+    folder, weights, states, _ = source
+    if not source.is_folder:
         return weights
-    named = set()
-    for state in states:
-        for name, layer in state["layers"].items():
-            named.add(key_of_layer(plain_name(name), layer["parameter"]))
+    named = {
+        key_of_layer(plain_name(name), layer["parameter"])
+        for state in states
+        for name, layer in state["layers"].items()
+    }
     lacking = sorted(named - {plain_name(key) for key in weights})
     if not lacking and not any(_ONE_EXPERT.search(key) for key in weights):
         return weights
@@ -255,26 +272,6 @@ def check_loadable(folder: Path) -> None:
             f"'{folder}' holds bitmasks of compressed-tensors, which transformers does not read: make an ordinary "
             f"folder of it by `lightning-nm export {folder} --to torch -o NEW_FOLDER`, and take that"
         )
-
-
-def _read_weights(folder: Path) -> Mapping[str, Any]:
-    path = model_file(folder)
-    if path is not None and path.suffix == ".json":
-        return _read_parts(folder, path)
-    if path is not None:
-        content = read_file(path)
-        return content if isinstance(content, Mapping) else {}
-    found = sorted(path.name for path in folder.glob("checkpoint-*") if path.is_dir())
-    if found:
-        raise ValueError(
-            f"'{folder}' holds no model itself, but folders that may: {', '.join(found)}"
-        )
-    if any((folder / name).is_file() for name in _ADAPTERS):
-        advice = "merge it into its base model and save that"
-        raise ValueError(
-            f"'{folder}' holds an adapter, whose matrices are not the model's: {advice}"
-        )
-    raise ValueError(f"the folder '{folder}' holds no model: expected one of {', '.join(_MODELS)}")
 
 
 def _read_parts(folder: Path, index: Path) -> dict[str, Any]:
@@ -467,28 +464,24 @@ class Source(NamedTuple):
         return (self.path / "config.json").is_file()
 
 
-def read_checkpoint(
-    path: str | Path, *, nested: bool = False
-) -> tuple[Weights, list[dict[str, Any]]]:
-    """Read the weights and the sparsifier states of a checkpoint.
+def read_checkpoint(path: str | Path, prefix: str = "", *, nested: bool = False) -> Source:
+    """Read the weights and the sparsifier states of a checkpoint; nothing is unpickled but tensors and primitives.
 
     Args:
-        path: A Lightning checkpoint, a saved state dict or a safetensors file; or the folder of a transformers model.
+        path: A Lightning checkpoint, a state dict (``.pt``, ``.safetensors``), a packed model, or a folder that
+            ``save_pretrained`` of ``transformers`` wrote.
+        prefix: Take only the keys that begin with it, and remove it.
         nested: Also read the tensors in dictionaries and lists within the state dict, under names with dots.
 
     Returns:
-        The state dict, and the sparsifier states; a plain state dict has none.
+        The checkpoint: its ``weights`` are the dense state dict, its ``states`` those of sparsifiers, which a plain
+        state dict has none of.
 
     Raises:
         ValueError: If the file cannot be read, is damaged or holds no weights, or holds them in a form that is not
-            read, such as packed integers of other libraries.
+            read, such as packed integers of other libraries; or no key begins with `prefix`.
     """
-    source = _read(Path(path), nested=nested)
-    return source.weights, source.states
-
-
-def _read(path: Path, *, nested: bool) -> Source:
-    """What :func:`read_checkpoint` reads, and the model's arguments."""
+    path = Path(path)
     if (path / ".metadata").is_file():
         # Lightning keeps the callbacks' states, the sparsifier's among them, in a file of their own.
         command = (
@@ -500,7 +493,13 @@ def _read(path: Path, *, nested: bool) -> Source:
             f"'{path}' is a sharded checkpoint, whose index is a pickle, and no pickle is read: if you trust it, make "
             f"one file of it by `python -m {command}`"
         )
-    if path.is_dir():
+    if is_packed(path):
+        file = PackedFile(path)
+        own = {key: file.read_dense(key) for key in (*file.dense, *file.packed)}
+        # Aliases share their tensor.
+        aliases = {alias: own[key] for alias, key in file.aliases.items()}
+        source = Source(path, own | aliases, [])
+    elif path.is_dir():
         source = _read_folder(path, nested=nested)
     elif path.is_file():
         source = _read_saved(path, nested=nested)
@@ -508,7 +507,16 @@ def _read(path: Path, *, nested: bool) -> Source:
         raise ValueError(f"'{path}' is neither a file nor a folder")
     for state in source.states:
         check_schema(state)
-    return source
+    if not prefix:
+        return source
+    weights = _without(source.weights, prefix)
+    if not weights:
+        shown = ", ".join(map(repr, list(source.weights)[:4]))
+        raise ValueError(f"no key of '{path}' begins with '{prefix}': they are {shown}, ...")
+    states = [
+        {**state, "layers": _without(state["layers"], prefix, ".")} for state in source.states
+    ]
+    return source._replace(weights=weights, states=states)
 
 
 def _read_saved(path: Path, *, nested: bool) -> Source:
@@ -537,38 +545,6 @@ def _read_saved(path: Path, *, nested: bool) -> Source:
     if is_state:
         states.append(dict(content))
     return Source(path, weights, states, parts.get("hyper_parameters", {}))
-
-
-def read_source(path: str | Path, prefix: str = "") -> Source:
-    """Read a checkpoint; nothing is unpickled but tensors and primitives.
-
-    Args:
-        path: A Lightning checkpoint, a state dict (``.pt``, ``.safetensors``), a packed model, or a
-            folder that ``save_pretrained`` of ``transformers`` wrote.
-        prefix: Take only the keys that begin with it, and remove it.
-
-    Raises:
-        ValueError: If it cannot be read, holds no weights, or no key begins with `prefix`.
-    """
-    path = Path(path)
-    if is_packed(path):
-        file = PackedFile(path)
-        weights = {key: file.read_dense(key) for key in (*file.dense, *file.packed)}
-        # Aliases share their tensor.
-        weights |= {key: weights[own] for key, own in file.aliases.items()}
-        source = Source(path, weights, [])
-    else:
-        source = _read(path, nested=False)
-    if not prefix:
-        return source
-    weights = _without(source.weights, prefix)
-    if not weights:
-        shown = ", ".join(map(repr, list(source.weights)[:4]))
-        raise ValueError(f"no key of '{path}' begins with '{prefix}': they are {shown}, ...")
-    states = [
-        {**state, "layers": _without(state["layers"], prefix, ".")} for state in source.states
-    ]
-    return source._replace(weights=weights, states=states)
 
 
 def _without(found: Mapping[str, Any], prefix: str, end: str = "") -> dict[str, Any]:

@@ -10,31 +10,33 @@ from pathlib import Path
 
 from torch import Tensor
 
-from lightning_nm.export.coreml import SPARSE, CoreMLPackage, is_package
+from lightning_nm.export.coreml import SPARSE, SUFFIX, CoreMLPackage
 from lightning_nm.export.graphs import onnx_weights, program_weights
 from lightning_nm.export.packed_file import PackedFile, is_packed, no_checksums
-from lightning_nm.export.packed_model import listed, matches
+from lightning_nm.export.packed_model import matches
 from lightning_nm.export.patterns import (
     Verdict,
     classify,
     comparable,
     is_matrix,
     judge,
+    masked_layers,
     matrices_in,
 )
 from lightning_nm.export.sources import (
     ONNX,
     PROGRAM,
+    Source,
     kind_of_graph,
     named_as_in_model,
     read_checkpoint,
 )
 from lightning_nm.nn.state import State, saved_stages
-from lightning_nm.nn.weight import Layout, key_of_layer, misfit, plain_name
+from lightning_nm.nn.weight import Layout, misfit, plain_name
 from lightning_nm.packed.tensor import EVERY_ENTRY, blocks_last
 from lightning_nm.pattern import NMPattern, PatternLike
 from lightning_nm.schedule import DENSE, FINAL
-from lightning_nm.spelling import grouped, quoted
+from lightning_nm.spelling import grouped, quoted, some_of
 
 
 @dataclass(frozen=True)
@@ -147,8 +149,8 @@ def verify(
         dense = [v.key for v in verdicts if v.verdict == "dense"]
         if dense:
             problems.append(
-                f"{len(dense)} of {len(verdicts)} matrices are dense: {listed(_grouped_keys(dense))}; allow that by "
-                "--allow-dense (allow_dense=True), or say how much must be N:M by --min-share (min_share)"
+                f"{len(dense)} of {len(verdicts)} matrices are dense: {some_of(_grouped_keys(dense), separator=', ')}; "
+                "allow that by --allow-dense (allow_dense=True), or say how much must be N:M by --min-share (min_share)"
             )
     if min_share is not None and result.share < min_share:
         problems.append(
@@ -160,15 +162,16 @@ def verify(
 def _verify_file(checkpoint: str | Path, pattern: NMPattern | None) -> Verification:
     """The verdicts of a file, and what is said of it as a whole; problems are not told yet."""
     result = Verification([], [])
-    if is_packed(checkpoint):
-        file = PackedFile(checkpoint)
+    path = Path(checkpoint)
+    if is_packed(path):
+        file = PackedFile(path)
         if file.checksums is None:
-            result.notes.append(no_checksums(checkpoint))
+            result.notes.append(no_checksums(path))
         _verify_packed(file, pattern, result)
-    elif is_package(checkpoint):
-        _verify_coreml(CoreMLPackage(checkpoint), pattern, result)
+    elif path.suffix == SUFFIX and path.is_dir():
+        _verify_coreml(CoreMLPackage(path), pattern, result)
     else:
-        _verify_dense(Path(checkpoint), pattern, result)
+        _verify_dense(path, pattern, result)
     return result
 
 
@@ -177,19 +180,18 @@ def _verdict(
     weight: Tensor,
     noted: tuple[NMPattern, Layout] | None,
     pattern: NMPattern | None,
-    *notes: str,
+    form: str = "",
+    *remarks: str,
 ) -> Verdict:
     """Judge a weight in the pattern and the layout that its file tells of it, if it does, or in another pattern."""
     if noted is not None and pattern in (None, noted[0]):
         own_pattern, layout = noted
         rows = blocks_last(weight, layout)
-        verdict = judge(key, rows, own_pattern, -1, layout, masked=True)
+        verdict = judge(key, rows, own_pattern, layout, masked=True)
     else:
         assert pattern is not None
         verdict = classify(key, weight, pattern)
-    first, *others = notes
-    note = ", ".join(filter(None, (first, verdict.note, *others)))
-    return replace(verdict, note=note)
+    return replace(verdict, note=", ".join(filter(None, (form, verdict.note, *remarks))))
 
 
 def _lost(verdicts: Sequence[Verdict], of_base: Sequence[Verdict], base: str | Path) -> list[str]:
@@ -216,16 +218,16 @@ def _lost(verdicts: Sequence[Verdict], of_base: Sequence[Verdict], base: str | P
 
 def _verify_dense(path: Path, pattern: NMPattern | None, result: Verification) -> None:
     """Judge a file of dense tensors."""
-    states: list[State] = []
     kind = kind_of_graph(path) if path.is_file() else ""
     if kind == ONNX:
-        weights = onnx_weights(path)
+        source = Source(path, onnx_weights(path), [])
     elif kind == PROGRAM:
-        weights = program_weights(path)
+        source = Source(path, program_weights(path), [])
     else:
-        weights, states = read_checkpoint(path, nested=True)
+        source = read_checkpoint(path, nested=True)
+    weights, states = source.weights, source.states
     if pattern is None and states:
-        weights = named_as_in_model(weights, states, path)
+        weights = named_as_in_model(source)
     matrices = matrices_in(weights)
     result.matrices.update((key, matrix.numel()) for key, matrix in matrices.items())
     if pattern is not None:
@@ -247,11 +249,11 @@ def _verify_packed(file: PackedFile, pattern: NMPattern | None, result: Verifica
         ValueError: If a tensor is damaged.
     """
     for name in file.names():
-        own_name = file.aliases.get(name, name)
-        if is_matrix(file.dtype(name), len(file.shape(name))):
-            result.matrices[name] = math.prod(file.shape(name))
+        own_name, of_dense = file.aliases.get(name, name), file.entry(name)
+        if is_matrix(of_dense.dtype, len(of_dense.shape)):
+            result.matrices[name] = math.prod(of_dense.shape)
         entry = file.packed.get(own_name)
-        noted, notes = None, [""]
+        noted, notes = None, []
         if entry is not None:
             noted = entry.pattern, entry.layout
             notes = ["packed", "int8" if entry.int8 else ""]
@@ -310,17 +312,11 @@ def verify_state(weights: Mapping[str, Tensor], state: State) -> list[Verdict]:
         ValueError: If the weights of a layer are missing.
     """
     verdicts = []
-    keys = {plain_name(key): key for key in weights}
-    for name, layer in state["layers"].items():
-        plain = key_of_layer(plain_name(name), layer["parameter"])
-        pattern = NMPattern.parse(layer["pattern"])
-        if plain not in keys:
-            raise ValueError(f"the file has masks for '{name}' but no weight '{plain}'")
-        key = keys[plain]
-        layout = Layout(layer["layout"])
+    for key, layer in masked_layers(weights, state):
+        pattern, layout = NMPattern.parse(layer["pattern"]), Layout(layer["layout"])
         if layer["masked"]:
-            rows = layout.rows(comparable(key, weights[key]))
-            verdict = judge(key, rows, pattern, 1, layout, masked=True)
+            rows = blocks_last(comparable(key, weights[key]), layout)
+            verdict = judge(key, rows, pattern, layout, masked=True)
         else:
             # Whether the layer ever has a forward mask.
             _, inputs = layout.row_sizes(weights[key].shape)

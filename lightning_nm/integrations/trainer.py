@@ -372,7 +372,7 @@ def _load(model: nn.Module, folder: Path) -> None:
     """
     if model_file(folder) is None:
         return
-    weights = read_checkpoint(folder)[0]
+    weights = read_checkpoint(folder).weights
     needed = dict(model.named_parameters()).keys()
     if isinstance(model, PreTrainedModel) and needed - weights.keys():
         weights = type(model).from_pretrained(folder, dtype="auto").state_dict()

@@ -436,7 +436,7 @@ class TestRefused:
         def full(*_):
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr("lightning_nm.export.coreml._read_back", full)
+        monkeypatch.setattr("lightning_nm.export.coreml.is_nm", full)
         with pytest.raises(OSError, match=r"a.mlpackage' was not written: No space left"):
             export_coreml(linear(), (torch.randn(1, 32),), tmp_path / "a.mlpackage")
         assert not os.listdir(tmp_path)

@@ -145,12 +145,12 @@ def test_the_example_of_the_format():
 
 def test_fields_of_the_format(tmp_path):
     save_packed(pack(small("1:16")), tmp_path / "a")
-    metadata = PackedFile(tmp_path / "a").file.metadata
+    metadata = PackedFile(tmp_path / "a").metadata
     names = re.findall(r"^\| `(\w+)` \|", FORMAT, re.MULTILINE)
     assert set(metadata) == set(names[:5])
     assert set(json.loads(metadata["packed"])["4.weight"]) == set(names[5:9])
     save_packed(pack(small("1:16"), dtype="int8"), tmp_path / "b")
-    in_int8 = json.loads(PackedFile(tmp_path / "b").file.metadata["packed"])["4.weight"]
+    in_int8 = json.loads(PackedFile(tmp_path / "b").metadata["packed"])["4.weight"]
     assert set(in_int8) == set(names[5:10])
     assert set(names[10:13]) == {"plain", "flat", "transposed"}
     assert Path(tmp_path / "a").stat().st_size < 20_000

@@ -14,7 +14,7 @@ from lightning_nm.export import PackedFile
 from lightning_nm.export.graphs import export_onnx, export_pt2
 from lightning_nm.export.packed_file import write_safetensors
 from lightning_nm.export.patterns import pattern_of
-from lightning_nm.export.sources import read_source
+from lightning_nm.export.sources import read_checkpoint
 from lightning_nm.functional import nm_prune
 from lightning_nm.pattern import NMPattern
 from tests.support.experts import Experts, TransposedExperts
@@ -71,7 +71,7 @@ def test_a_plain_state_dict(tmp_path, suffix, capsys):
     )
     for name in ("b.pt", "b.safetensors"):
         assert run(tmp_path / "a.safetensors", "--to", "torch", "-o", tmp_path / name) == 0
-        assert_equal_states(read_source(tmp_path / name).weights, state)
+        assert_equal_states(read_checkpoint(tmp_path / name).weights, state)
 
 
 def test_patterns_are_found_for_each_weight(tmp_path):
@@ -221,7 +221,7 @@ def test_a_folder_of_transformers(tmp_path, capsys):
     load_packed(small("1:16", seed=1), tmp_path / "a.safetensors")
     assert run(folder, "--to", "torch", "-o", tmp_path / "out") == 0
     assert sorted(os.listdir(tmp_path / "out")) == ["config.json", "model.safetensors", "vocab.txt"]
-    assert_equal_states(read_source(tmp_path / "out").weights, state)
+    assert_equal_states(read_checkpoint(tmp_path / "out").weights, state)
     assert run(folder, "--to", "torch", "-o", tmp_path / "out") == 2
     assert "exists" in capsys.readouterr().err
     assert sorted(os.listdir(tmp_path)) == ["a.safetensors", "in", "out"]

@@ -15,7 +15,7 @@ from lightning_nm import load_packed, pack, save_packed, unpacked_state_dict
 from lightning_nm.cli import main
 from lightning_nm.export import PackedFile, verify
 from lightning_nm.export.patterns import count_nonfinite
-from lightning_nm.export.sources import read_source
+from lightning_nm.export.sources import read_checkpoint
 from tests.support.packed_models import (
     assert_equal_states,
     clones,
@@ -241,7 +241,7 @@ def test_one_bit_of_any_tensor(kind, capsys):
         damaged[rng.randrange(begin, end)] ^= 1 << rng.randrange(8)
         path.write_bytes(damaged)
         message = f"'{path}' is damaged: the bytes of '{name}' have the CRC-32 "
-        for read in (lambda: load_packed(model, path), lambda: read_source(path)):
+        for read in (lambda: load_packed(model, path), lambda: read_checkpoint(path)):
             with pytest.raises(ValueError, match="is damaged") as raised:
                 read()
             assert str(raised.value).startswith(message)

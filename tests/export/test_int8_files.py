@@ -19,7 +19,7 @@ from lightning_nm.commands import verify
 from lightning_nm.commands.export import main as export
 from lightning_nm.export import PackedFile
 from lightning_nm.export.packed_file import write_packed
-from lightning_nm.export.sources import read_source
+from lightning_nm.export.sources import read_checkpoint
 from lightning_nm.functional import quantise_weight, unpack_nm
 from lightning_nm.packed.tensor import PackedTensor
 from tests.support.packed_models import (
@@ -83,9 +83,9 @@ def test_what_the_file_holds(saved):
     dense, path = saved
     assert metadata_of(path)["version"] == "2"
     file = PackedFile(path)
-    assert file.dtype("4.weight") == torch.bfloat16
+    assert file.entry("4.weight").dtype == torch.bfloat16
     assert all(file.packed[key].int8 for key in ("0.weight", "4.weight", "5.weight"))
-    entries = file.file.entries
+    entries = file.entries
     assert entries["4.weight.values"].dtype == torch.int8
     assert entries["4.weight.scales"].dtype == torch.float32
     assert entries["4.weight.scales"].shape == (64,)
@@ -151,7 +151,7 @@ def test_verify_and_reading_as_a_checkpoint(saved, capsys):
     dense, path = saved
     assert verify.main([str(path)]) == 0
     assert "packed, plain, int8" in " ".join(capsys.readouterr().out.split())
-    weights = read_source(path).weights
+    weights = read_checkpoint(path).weights
     reference = unpacked_state_dict(pack(copied(dense), dtype="int8", kernels="reference"))
     assert_equal_states(weights, reference)
 

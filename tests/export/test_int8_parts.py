@@ -22,7 +22,7 @@ from lightning_nm import (
 from lightning_nm.cli import main
 from lightning_nm.export import PackedFile, verify
 from lightning_nm.export.outputs import export_packed
-from lightning_nm.export.sources import read_source
+from lightning_nm.export.sources import read_checkpoint
 from lightning_nm.functional import nm_prune
 from lightning_nm.packed.module import packed_weights
 from tests.support.cpu_products import needs_library
@@ -98,7 +98,7 @@ IDS = torch.arange(40).view(2, 20)
 def test_rows_are_rounded_to_127_steps(exported):
     """Each entry is a multiple of its row's scale, and at most half a step off."""
     model, path = exported
-    found = read_source(path).weights
+    found = read_checkpoint(path).weights
     for key in ("words.weight", "scaled.weight", "tied.weight"):
         weight = dict(model.named_parameters())[key].detach().double()
         step = weight.abs().amax(1, keepdim=True) / 127
@@ -216,14 +216,14 @@ def test_pack_and_save_make_the_same_weights(exported, tmp_path):
         for a, b in zip(ours.read(key), theirs.read(key), strict=True):
             assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
     save_packed(load_packed(on_meta(), tmp_path / "other.safetensors"), tmp_path / "b.safetensors")
-    assert (tmp_path / "b.safetensors").read_bytes() == ours.file.path.read_bytes()
+    assert (tmp_path / "b.safetensors").read_bytes() == ours.path.read_bytes()
 
 
 def test_versions(exported, tmp_path):
     """Older readers refuse the file by its version, and read files without such matrices."""
     model, path = exported
-    assert PackedFile(path).file.metadata["version"] == "3"
-    packed = json.loads(PackedFile(path).file.metadata["packed"])
+    assert PackedFile(path).metadata["version"] == "3"
+    packed = json.loads(PackedFile(path).metadata["packed"])
     assert {key: each["pattern"] for key, each in packed.items()} == {
         "words.weight": "dense",
         "scaled.weight": "dense",
@@ -232,7 +232,7 @@ def test_versions(exported, tmp_path):
     }
     assert PackedFile(path).aliases == {"head.weight": "tied.weight"}
     save_packed(pack(copied(model), dtype="int8"), tmp_path / "other.safetensors")
-    assert PackedFile(tmp_path / "other.safetensors").file.metadata["version"] == "2"
+    assert PackedFile(tmp_path / "other.safetensors").metadata["version"] == "2"
 
 
 def test_verify(exported, capsys):
@@ -428,11 +428,11 @@ def test_bytes_are_those_of_the_file(tmp_path, dtype, embeddings, experts):
     weights = {**model_of().state_dict(), **experts_of(Experts).state_dict()}
     weights["number"] = torch.tensor(3)
     torch.save(weights, tmp_path / "a.pt")
-    source = read_source(tmp_path / "a.pt")
+    source = read_checkpoint(tmp_path / "a.pt")
     path = tmp_path / "a.safetensors"
     written = export_packed(source, path, None, dtype, experts, embeddings)
     file = PackedFile(path)
-    sizes = {name: file.file.read(name).nbytes for name in file.file.entries}
+    sizes = {name: file.read_stored(name).nbytes for name in file.entries}
     for each in written:
         parts = [f"{each.key}.{part}" for part in ("values", "positions", "scales")]
         own = [each.key, *(parts if each.key in file.packed else ())]

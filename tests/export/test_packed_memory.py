@@ -41,7 +41,7 @@ with torch.no_grad():
         model(x)
         print(memory("VmRSS") - before, memory("VmHWM") - before)
     file, model = SafetensorsFile(sys.argv[1]), new()
-    model.load_state_dict({{name: file.read(name) for name in file.entries}}, assign=True)
+    model.load_state_dict({{name: file.read_stored(name) for name in file.entries}}, assign=True)
     model(x)
     print(memory("VmRSS") - before)
 """

@@ -45,7 +45,7 @@ def test_the_command_of_the_message_makes_one_file(tmp_path, monkeypatch, capsys
     monkeypatch.setattr(sys, "argv", [module, *words])
     monkeypatch.delitem(sys.modules, module, raising=False)
     runpy.run_module(module, run_name="__main__")
-    weights, _ = read_checkpoint(words[-1])
+    weights = read_checkpoint(words[-1]).weights
     assert weights.keys() == model.state_dict().keys()
     assert all(torch.equal(weights[key], value) for key, value in model.state_dict().items())
     assert verify(words[-1], "2:4").ok

@@ -73,7 +73,8 @@ def test_a_checkpoint_of_an_older_version_goes_on(path):
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_verify_reads_them(path):
-    weights, (state,) = read_checkpoint(path)
+    source = read_checkpoint(path)
+    weights, (state,) = source.weights, source.states
     assert [verdict.verdict for verdict in verify_state(weights, state)] == ["N:M", "N:M"]
 
 

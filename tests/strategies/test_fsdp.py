@@ -225,7 +225,8 @@ def test_sharded_runs_resume_bit_for_bit(tmp_path):
     runs.append(("step", "adamw", True, None))
     everyone = in_processes(2, tmp_path / "run", resumed_runs, runs, str(tmp_path), 2)
     for k, run in enumerate(runs):
-        weights, states = read_checkpoint(one_file(tmp_path / f"{k}.ckpt"))
+        source = read_checkpoint(one_file(tmp_path / f"{k}.ckpt"))
+        weights, states = source.weights, source.states
         assert all(verdict.verdict == "N:M" for verdict in verify_state(weights, states[0])), run
         for found in everyone:
             straight, resumed = found[k]

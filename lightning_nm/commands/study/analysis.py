@@ -199,14 +199,14 @@ def table(spec: Spec, section: Section) -> list[list[str]]:
     }
     # A single seed has no interval: then the size of the mean decides.
     widths = [width for each in means.values() for width in (each.width, abs(each.mean) / 5)]
-    digits = decimals(widths)
+    digits = _decimals(widths)
     for variant, rows in rows_of.items():
         line = [variant, *_texts(means[variant], f".{digits}f"), "-", "-"]
         for key, form in costs.values():
             found = [row[key] for row in rows if key in row]
             line.append(_text(fmean(found or [math.nan]), form))
         cells.append(line + [str(rows[0][key]) if rows else "-" for key in spec.search])
-    digits = decimals([each.difference.width / 2 for each in section.comparisons])
+    digits = _decimals([each.difference.width / 2 for each in section.comparisons])
     for variant, baseline, _, interval, verdict in section.comparisons:
         line = [f"{variant} - {baseline}", *_texts(interval, f"+.{digits}f")]
         line += [_text(interval.detectable, f".{digits}f"), verdict]
@@ -214,11 +214,11 @@ def table(spec: Spec, section: Section) -> list[list[str]]:
     return cells
 
 
-def decimals(widths: Sequence[float]) -> int:
+def _decimals(widths: Sequence[float]) -> int:
     """Return the decimals that show the narrowest of some widths to two digits; between 0 and 6.
 
     Example:
-        >>> decimals([0.42, 0.037]), decimals([12.0]), decimals([])
+        >>> _decimals([0.42, 0.037]), _decimals([12.0]), _decimals([])
         (3, 0, 3)
     """
     real = [width for width in widths if width > 0 and math.isfinite(width)]
@@ -274,11 +274,11 @@ def write(folder: Path, spec: Spec, rows: Sequence[Row]) -> str:
         new.write_text(text)
     if spec.baselines:
         with replacing(folder / "report.png") as new:
-            draw(spec, found).savefig(new, dpi=130, format="png")
+            _draw(spec, found).savefig(new, dpi=130, format="png")
     return text
 
 
-def draw(spec: Spec, found: Sequence[Section]) -> Figure:
+def _draw(spec: Spec, found: Sequence[Section]) -> Figure:
     """Draw every comparison: its mean and interval, and below them the pairs."""
     names = []
     shown = [(section.title, each) for section in found for each in section.comparisons]

@@ -32,9 +32,9 @@ from lightning.pytorch.callbacks import LambdaCallback
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from lightning_nm.callbacks import NMSparsityCallback
-from lightning_nm.commands.build import Classes
+from lightning_nm.commands.build import import_classes
 from lightning_nm.commands.lightning_cli import NMLightningCLI
-from lightning_nm.commands.study.spec import Cell, Job, Spec
+from lightning_nm.commands.study.spec import Cell, Classes, Job, Spec
 from lightning_nm.spelling import did_you_mean
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -270,7 +270,7 @@ def build(config: Mapping[str, Any], seed: int, classes: Classes) -> NMLightning
             if arguments is not None and "seed" in arguments:
                 arguments["seed"] = seed
 
-    class_arguments = classes.imported([config])
+    class_arguments = import_classes(*classes, [config])
     try:
         with silence():
             return CLI(

@@ -9,9 +9,9 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
-from lightning_nm.commands.build import QUIET, Classes, read_yaml
+from lightning_nm.commands.build import QUIET, read_yaml
 from lightning_nm.pattern import NMPattern
 
 _CALLBACK = "NMSparsityCallback"
@@ -28,6 +28,10 @@ _WATCHERS = (
 
 # The arguments of the Trainer that end a training, of which `seconds` takes the place.
 LENGTHS = ("max_steps", "max_epochs", "max_time", "min_steps", "min_epochs")
+
+
+Classes: TypeAlias = tuple[str | None, str | None]
+"""Import paths of the model's and the data module's class, where the config does not name them."""
 
 
 class Cell(NamedTuple):
@@ -106,7 +110,7 @@ class Spec:
     @property
     def classes(self) -> Classes:
         """The classes that the config does not name."""
-        return Classes(self.model, self.data)
+        return self.model, self.data
 
     def points(self) -> list[dict[str, Any]]:
         """The points of the grid; a single one without keys if there is no grid."""

@@ -22,7 +22,6 @@ from torch.utils._pytree import tree_leaves
 from lightning_nm.export.atomic_write import FilePath, check_folder, replacing
 from lightning_nm.export.executorch.quantized import (
     QuantizedLayer,
-    always_in_float,
     calibration_inputs,
     fill_zeros,
     first_cause,
@@ -91,20 +90,6 @@ class Operator(NamedTuple):
     dense_cycles: int | None = None
 
 
-class _Lowered(NamedTuple):
-    """A program that can be written.
-
-    Args:
-        content: The ``.pte`` file.
-        on_cpu: What the target does not take.
-        operators: Of Vela; empty for CPUs.
-    """
-
-    content: bytes
-    on_cpu: tuple[Undelegated, ...]
-    operators: tuple[Operator, ...] = ()
-
-
 def make_quantizer(target: str) -> Any:
     """The quantizer of a target: int8, one scale for each output channel of a weight, zero points of weights 0."""
     if target == "cpu":
@@ -130,7 +115,7 @@ def lower(
     target: str,
     folder: Path,
     memory: Mapping[str, str | None],
-) -> _Lowered:
+) -> tuple[bytes, tuple[Undelegated, ...], list[Operator]]:
     """Compile a quantised program for a target.
 
     Args:
@@ -139,6 +124,9 @@ def lower(
         target: Of :data:`~lightning_nm.export.executorch.targets.TARGETS`.
         folder: A folder for files of the compiler, which is made.
         memory: ``system_config`` and ``memory_mode`` of Vela; ``None`` for ExecuTorch's choice.
+
+    Returns:
+        The content of the ``.pte`` file, what the target does not take, and Vela's operators, none for CPUs.
 
     Raises:
         RuntimeError: If the compiler fails.
@@ -171,7 +159,7 @@ def lower(
     operators: list[Operator] = []
     for part in sorted(path for path in folder.iterdir() if path.is_dir()):
         operators += _read_operators(part)
-    return _Lowered(content, on_cpu, tuple(operators))
+    return content, on_cpu, operators
 
 
 def _partitioner(target: str, folder: Path, memory: Mapping[str, str | None]) -> Any:
@@ -368,9 +356,8 @@ def export_executorch(
     require_packages(target)
     check_folder(Path(path))
     graph = trace(model, example_inputs)
-    in_float_anyway = always_in_float(graph)
+    layers, in_float_anyway = layers_of_graph(graph)
     _require_int8(in_float_anyway, target, allow_float)
-    layers = layers_of_graph(graph)
     weights = model.state_dict()
     inputs = calibration_inputs(calibration, example_inputs, calibration_batches)
     quantized_graph = quantize(graph, make_quantizer(target), inputs)
@@ -382,29 +369,31 @@ def export_executorch(
     memory = {"system_config": system_config, "memory_mode": memory_mode}
     worst = dense_bytes = None
     with TemporaryDirectory() as folder:
-        lowered = lower(quantized_graph, example_inputs, target, Path(folder, "sparse"), memory)
-        modules = {each.layer.module for each in quantized}
-        for operator, module in lowered.on_cpu:
-            if module in modules and any(name in operator for name in _PRODUCTS):
+        content, on_cpu, operators = lower(
+            quantized_graph, example_inputs, target, Path(folder, "sparse"), memory
+        )
+        reasons = {each.module: _why_dense(each, model) for each in quantized}
+        for operator, module in on_cpu:
+            if module in reasons and any(name in operator for name in _PRODUCTS):
                 in_float[module] = f"the partitioner does not take {operator}"
         _require_int8(in_float, target, allow_float)
-        reasons = {each.layer.module: _why_dense(each, model) for each in quantized}
-        operators = [_explained(each, reasons) for each in lowered.operators]
+        operators = [_explained(each, reasons) for each in operators]
         if target == "cpu":
             with torch.no_grad():
                 outputs = quantized_graph(*inputs[0])
-            own_outputs = outputs_of(lowered.content, inputs[0])
+            own_outputs = outputs_of(content, inputs[0])
             worst = worst_difference("ExecuTorch's runtime", own_outputs, outputs, TOLERANCE)
         elif compare_dense:
             twin = deepcopy(quantized_graph)
             fill_zeros(twin, [each for each in quantized if each.pattern])
-            dense = lower(twin, example_inputs, target, Path(folder, "dense"), memory)
-            operators = _with_dense(operators, dense.operators)
-            dense_bytes = len(dense.content)
+            dense_folder = Path(folder, "dense")
+            dense, _, twins = lower(twin, example_inputs, target, dense_folder, memory)
+            operators = _with_dense(operators, twins)
+            dense_bytes = len(dense)
     with replacing(Path(path)) as new:
-        new.write_bytes(lowered.content)
-    found = tuple(quantized), lowered.on_cpu, in_float, tuple(operators)
-    return ExecutorchExport(target, len(lowered.content), *found, dense_bytes, worst, len(inputs))
+        new.write_bytes(content)
+    found = tuple(quantized), on_cpu, in_float, tuple(operators)
+    return ExecutorchExport(target, len(content), *found, dense_bytes, worst, len(inputs))
 
 
 def _with_dense(operators: Sequence[Operator], dense: Sequence[Operator]) -> list[Operator]:
@@ -437,7 +426,7 @@ def _require_patterns(layers: Sequence[QuantizedLayer], name: str) -> None:
         ValueError: With the reason for each weight.
     """
     if not any(each.pattern for each in layers):
-        reasons = "; ".join(f"'{each.layer.key}': {each.reason}" for each in layers)
+        reasons = "; ".join(f"'{each.key}': {each.reason}" for each in layers)
         raise ValueError(
             f"no weight of {name} is N:M sparse: {reasons or 'it has no products with weights'}"
         )
@@ -460,11 +449,11 @@ def _require_int8(in_float: Mapping[str, str], target: str, allow_float: bool) -
 
 def _why_dense(layer: QuantizedLayer, model: nn.Module) -> str:
     """Why a weight is not stored as 2:4; empty if the rules allow it."""
-    module = model.get_submodule(layer.layer.module)
+    module = model.get_submodule(layer.module)
     if isinstance(module, nn.modules.conv._ConvNd) and module.groups == module.in_channels > 1:
         return "depthwise convolution: these have no sparse weights on Ethos-U85"
     weight = layer.weight
-    if layer.layer.operator.startswith("conv_transpose"):
+    if layer.operator.startswith("conv_transpose"):
         weight = weight.transpose(0, 1)  # [in, out, ...]
     reason = reason_of_weight(weight)
     if reason and not layer.pattern:

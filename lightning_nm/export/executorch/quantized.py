@@ -21,27 +21,13 @@ _CONVOLUTIONS = (f"{kind}{axes}d" for kind in ("conv", "conv_transpose") for axe
 _WEIGHT_ARGUMENT = {**dict.fromkeys((*_CONVOLUTIONS, "linear", "matmul", "mm"), 1), "addmm": 2}
 
 
-class Layer(NamedTuple):
-    """A product of an exported program with a weight.
-
-    Args:
-        node: The name of its operator in the program.
-        operator: Such as ``conv2d``.
-        module: The name of the module that called it.
-        key: The weight's key in the model's state dict.
-    """
-
-    node: str
-    operator: str
-    module: str
-    key: str
-
-
 class QuantizedLayer(NamedTuple):
     """A weight after quantisation.
 
     Args:
-        layer: Where it is used.
+        key: Its key in the model's state dict.
+        module: The name of the module that uses it.
+        operator: Such as ``conv2d``.
         pattern: ``"N:M"``, as it was before and is after quantisation; empty for a dense weight.
         reason: Why it is dense.
         weight: The int8 values, of the shape of the float weight.
@@ -49,7 +35,9 @@ class QuantizedLayer(NamedTuple):
         density: Share of nonzeros; rounding adds zeros.
     """
 
-    layer: Layer
+    key: str
+    module: str
+    operator: str
     pattern: str
     reason: str
     weight: Tensor
@@ -77,28 +65,27 @@ def trace(model: nn.Module, example: tuple[Tensor, ...]) -> GraphModule:
     return graph
 
 
-def layers_of_graph(graph: GraphModule) -> list[Layer]:
-    """The products with a constant weight, in the order of the program."""
-    layers = []
+def layers_of_graph(graph: GraphModule) -> tuple[dict[str, tuple[str, str, str]], dict[str, str]]:
+    """The products with a constant weight, in the order of the program, and why modules stay in float.
+
+    Returns:
+        By the name of a product's node the weight's key, the module and the operator, see :class:`QuantizedLayer`; and
+        by the name of a module the reason, if it holds whatever the quantizer does.
+    """
+    layers = {}
+    in_float = {}
     for node in graph.graph.nodes:
         operator = _operator(node)
+        if operator in _ALWAYS_FLOAT:
+            in_float[module_of(node)] = f"there is no int8 form of {operator}"
         position = _WEIGHT_ARGUMENT.get(operator)
         if position is None or len(node.args) <= position:
             continue
         weight = node.args[position]
         if not isinstance(weight, Node) or weight.op != "get_attr":
             continue  # of two activations, as in attention
-        layers.append(Layer(node.name, operator, module_of(node), str(weight.target)))
-    return layers
-
-
-def always_in_float(graph: GraphModule) -> dict[str, str]:
-    """Why modules stay in float whatever the quantizer does, by name."""
-    return {
-        module_of(node): f"there is no int8 form of {_operator(node)}"
-        for node in graph.graph.nodes
-        if _operator(node) in _ALWAYS_FLOAT
-    }
+        layers[node.name] = str(weight.target), module_of(node), operator
+    return layers, in_float
 
 
 def quantize(
@@ -143,7 +130,7 @@ def first_cause(error: BaseException) -> str:
 
 def quantized_layers(
     graph: GraphModule,
-    layers: Sequence[Layer],
+    layers: Mapping[str, tuple[str, str, str]],
     weights: Mapping[str, Tensor],
     expected: Mapping[str, Found] | None = None,
 ) -> tuple[list[QuantizedLayer], dict[str, str]]:
@@ -164,27 +151,23 @@ def quantized_layers(
     nodes = {node.name: node for node in graph.graph.nodes}
     quantised = []
     in_float = {}
-    for layer in layers:
-        if layer.node not in nodes:
-            in_float[layer.module] = (
-                f"quantisation replaced its {layer.operator}, so that its weight cannot be checked: use nn.Linear or a "
+    for name, (key, module, operator) in layers.items():
+        if name not in nodes:
+            in_float[module] = (
+                f"quantisation replaced its {operator}, so that its weight cannot be checked: use nn.Linear or a "
                 "convolution"
             )
             continue
-        position = _WEIGHT_ARGUMENT[layer.operator]
-        buffer, is_int8 = _constant(nodes[layer.node].args[position])
+        buffer, is_int8 = _constant(nodes[name].args[_WEIGHT_ARGUMENT[operator]])
         if not is_int8:
-            in_float[layer.module] = f"the quantizer has no rule for {layer.operator} here"
+            in_float[module] = f"the quantizer has no rule for {operator} here"
             continue
-        float_weight = weights[layer.key]
-        int8_weight = getattr(graph, buffer).detach()
-        found = None if expected is None else expected.get(layer.key)
-        checked = _check_kept(layer.key, float_weight, int8_weight, found)
-        density = int(torch.count_nonzero(int8_weight)) / int8_weight.numel()
-        pattern = "" if checked.pattern is None else str(checked.pattern)
-        quantised.append(
-            QuantizedLayer(layer, pattern, checked.reason, int8_weight, buffer, density)
-        )
+        weight = getattr(graph, buffer).detach()
+        found = _check_kept(key, weights[key], weight, (expected or {}).get(key))
+        density = int(torch.count_nonzero(weight)) / weight.numel()
+        pattern = str(found.pattern or "")
+        row = QuantizedLayer(key, module, operator, pattern, found.reason, weight, buffer, density)
+        quantised.append(row)
     return quantised, in_float
 
 
@@ -318,8 +301,11 @@ def calibration_inputs(
                 raise ValueError(f"{what} has values that are not finite")
         counts = [len(x) // max(len(like), 1) for x, like in pairs if like.dim()]
         for step in range(min(counts, default=1)):
-            rows = [x[step * len(e) : (step + 1) * len(e)] if e.dim() else x for x, e in pairs]
-            found.append(tuple(x.to(e.dtype) for x, e in zip(rows, example, strict=True)))
+            rows = [
+                (x[step * len(like) : (step + 1) * len(like)] if like.dim() else x).to(like.dtype)
+                for x, like in pairs
+            ]
+            found.append(tuple(rows))
     if not found:
         raise ValueError(
             "the calibration data has no batch of enough rows: int8 scales cannot be chosen without data; give a "

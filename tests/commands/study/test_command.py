@@ -14,7 +14,7 @@ import yaml
 
 from lightning_nm import BAME, NMSparsityCallback
 from lightning_nm.cli import main
-from lightning_nm.commands.build import QUIET, Classes
+from lightning_nm.commands.build import QUIET
 from lightning_nm.commands.study import runner
 from lightning_nm.commands.study.runner import fit, train
 from lightning_nm.commands.study.spec import Cell, read
@@ -289,7 +289,7 @@ def test_a_trial_is_the_plain_training_of_its_seed(study, data, model, method):
     config = {"data": names[0], "model": names[1], "trainer": trainer, "seed_everything": 0}
     metric = {GPT: "test_bits_per_byte", ResidualCNN: "test_loss"}[model]
     spec = read(study(config, variants={"it": {"method": method}}, baselines=[], metric=metric))
-    found = train(spec.trial_config(Cell("it", {"pattern": "1:16"}), {}), 3, metric, Classes())
+    found = train(spec.trial_config(Cell("it", {"pattern": "1:16"}), {}), 3, metric, (None, None))
     pl.seed_everything(3, verbose=False)
     made = method if method == "sr-ste" else BAME(start=1.0, stop=1.0)
     expected = plain(model(), data(seed=3), made, "1:16")

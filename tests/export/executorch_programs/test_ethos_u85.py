@@ -58,7 +58,7 @@ def test_the_estimates_of_the_documentation(exported):
 
 def test_patterns_of_the_quantised_weights(exported):
     result, _ = exported
-    patterns = {each.layer.key: each.pattern for each in result.layers}
+    patterns = {each.key: each.pattern for each in result.layers}
     assert {key for key, pattern in patterns.items() if pattern == "2:4"} == {
         "c2.weight",
         "c3.weight",

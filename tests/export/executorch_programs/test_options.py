@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from lightning_nm.cli import main
-from lightning_nm.export.executorch import export_executorch, targets
+from lightning_nm.export import export_executorch
+from lightning_nm.export.executorch import targets
 from lightning_nm.functional import nm_prune
 
 

@@ -8,7 +8,6 @@ from torch import nn
 
 from lightning_nm.export.executorch.program import _require_int8, _require_patterns
 from lightning_nm.export.executorch.quantized import (
-    Layer,
     QuantizedLayer,
     _check_kept,
     fill_zeros,
@@ -66,9 +65,7 @@ def test_the_dense_twin_has_no_zeros_and_the_same_values_elsewhere(seed, empty):
         weight.zero_()
     graph = nn.Module()
     graph.register_buffer("w", weight.clone())
-    layer = QuantizedLayer(
-        Layer("linear", "linear", "fc", "fc.weight"), "2:4", "", weight, "w", 0.5
-    )
+    layer = QuantizedLayer("fc.weight", "fc", "linear", "2:4", "", weight, "w", 0.5)
     fill_zeros(graph, [layer])
     assert torch.count_nonzero(graph.w) == weight.numel()
     kept = weight != 0
@@ -78,8 +75,8 @@ def test_the_dense_twin_has_no_zeros_and_the_same_values_elsewhere(seed, empty):
 
 def test_a_model_without_patterns_and_layers_in_float():
     weight = torch.ones(4, 4, dtype=torch.int8)
-    layer = Layer("linear", "linear", "fc", "fc.weight")
-    dense = QuantizedLayer(layer, "", "4 of 4 blocks hold more than 2 of 4", weight, "w", 1.0)
+    reason = "4 of 4 blocks hold more than 2 of 4"
+    dense = QuantizedLayer("fc.weight", "fc", "linear", "", reason, weight, "w", 1.0)
     with pytest.raises(ValueError, match=r"no weight of Net is N:M sparse: 'fc.weight': 4 of 4"):
         _require_patterns([dense], "Net")
     with pytest.raises(ValueError, match="no products with weights"):
