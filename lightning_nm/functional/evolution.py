@@ -51,30 +51,6 @@ def from_blocks(blocks: Tensor, shape: Sequence[int]) -> Tensor:
     return channels_last.movedim(-1, 1)
 
 
-def block_index(
-    shape: Sequence[int],
-    m: int,
-    blocks: Tensor,
-    entries: Tensor,
-) -> tuple[Tensor, ...]:
-    """Return where entries of blocks lie in the tensor ``[out, in, *taps]`` that :func:`as_blocks` cut.
-
-    Args:
-        shape: The shape of that tensor.
-        m: The length of a block.
-        blocks: The number of each block, int64.
-        entries: The entry within each block, int64 of the same shape.
-
-    Returns:
-        An index of that tensor: one int64 tensor per axis.
-    """
-    out, columns, *taps = shape
-    # as_blocks moves `in` to the end: entries count along [out, *taps, in].
-    channels_last = (out, *taps, columns)
-    out_index, *tap_indices, column_index = torch.unravel_index(blocks * m + entries, channels_last)
-    return out_index, column_index, *tap_indices
-
-
 @dataclass(frozen=True)
 class BlockGrid:
     """Where the blocks that :func:`as_blocks` numbers lie in the memory of a row-major weight, in entries.
@@ -92,25 +68,17 @@ class BlockGrid:
     in_line: bool  # whether the blocks follow each other, and the entries of each
 
     @classmethod
-    def of(cls, rows: Tensor, m: int) -> BlockGrid | None:
-        """The blocks of ``rows [out, in, *taps]``, a view of a row-major tensor; ``None`` where it cannot say that."""
+    def of(cls, rows: Tensor, m: int) -> BlockGrid:
+        """The blocks of ``rows [out, in, *taps]``, a view of a row-major tensor whose last axes are the taps."""
         _, columns, *taps = rows.shape
         out_stride, in_stride, *tap_strides = rows.stride()
-        if m > LONGEST_BLOCK or columns % m or not rows.numel():
-            return None
         tap_stride = tap_strides[-1] if taps else 0
-        # The taps of a convolution must follow each other at one distance.
-        expected = tap_stride
-        for size, stride in zip(reversed(taps), reversed(tap_strides), strict=True):
-            if stride != expected:
-                return None
-            expected *= size
         number_of_taps = math.prod(taps)
         in_line = number_of_taps == 1 and in_stride == 1 and out_stride == columns
         return cls(m, columns // m, number_of_taps, out_stride, tap_stride, in_stride, in_line)
 
     def places(self, blocks: Tensor, entries: Tensor) -> Tensor:
-        """Where entries of blocks lie in memory, in entries of the weight.
+        """Where entries of blocks lie in memory, in entries of the weight: their numbers in row-major order.
 
         Args:
             blocks: The number of each block, int64.

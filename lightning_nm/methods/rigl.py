@@ -15,7 +15,6 @@ from lightning_nm.methods.bame.exchange import (
     Exchange,
     ExchangingMethod,
     dense_gradient_was_used,
-    exchange_of,
     forgotten_call,
     make_exchange,
 )
@@ -141,4 +140,5 @@ class RigL(ExchangingMethod):
         blocks, pruned = (mask_bm & ~moved_bm).nonzero(as_tuple=True)
         _, grown = (moved_bm & ~mask_bm).nonzero(as_tuple=True)
         held = torch.zeros((), dtype=torch.int64, device=mask.device)
-        return exchange_of(layer, blocks, pruned, grown, held=held)
+        grid = layer.view.blocks(layer.pattern.m)
+        return Exchange(blocks, grid.places(blocks, pruned), grid.places(blocks, grown), held)

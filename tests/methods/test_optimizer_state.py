@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from lightning_nm.functional import magnitude_mask
-from lightning_nm.functional.evolution import as_blocks, block_index
+from lightning_nm.functional.evolution import as_blocks
 from lightning_nm.methods.bame.exchange import Exchange, make_exchange
 from lightning_nm.methods.optimizer_state import (
     check_optimizer,
@@ -155,7 +155,7 @@ def test_state_of_pruned_entries_is_zeroed_and_that_of_regrown_ones_started(name
     turn = [0, 0, 1, 1]  # block 5 exchanges both of its entries
     pruned = torch.stack([k[t] for k, t in zip(kept, turn, strict=True)])
     regrown = torch.stack([g[t] for g, t in zip(gone, turn, strict=True)])
-    at_pruned, at_regrown = (block_index(weight.shape, 4, blocks, e) for e in (pruned, regrown))
+    at_pruned, at_regrown = (4 * blocks + entries for entries in (pruned, regrown))
     module = nn.Linear(32, 16)
     module.weight = weight
     layer = NMLayer(LayerSpec("l", module, "weight", NMPattern(2, 4), method=None))

@@ -11,7 +11,6 @@ from lightning_nm.functional.evolution import (
     BlockGrid,
     as_blocks,
     best_swaps,
-    block_index,
     evidence_scores,
     select_blocks,
 )
@@ -252,9 +251,11 @@ def _compare_exchange(c, passes, cast):
     swaps = best_swaps(evidence_scores(blocks_of(c.weight).float(), blocks_of(value), keep), keep)
     chosen = select_blocks(swaps.gain, c.oscillation, c.budget)
 
+    numbers = torch.arange(c.weight.numel()).view(c.weight.shape)
+    block_numbers = blocks_of(numbers)
+
     def index_of(entry):
-        index = block_index(c.rows.shape, c.m, chosen, entry[chosen].long())
-        return tuple(reversed(index)) if transposed else index
+        return torch.unravel_index(block_numbers[chosen, entry[chosen].long()], c.weight.shape)
 
     pruned, regrown = index_of(swaps.pruned), index_of(swaps.regrown)
     weight = torch.where(c.mask, c.weight, 0)

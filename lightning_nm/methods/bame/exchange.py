@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer, RAdam
 
 from lightning_nm.functional.evolution import (
+    LONGEST_BLOCK,
     Swaps,
     as_blocks,
     best_swaps,
-    block_index,
     evidence_scores,
     expected_loss_change,
     look_ahead_scores,
@@ -335,46 +335,27 @@ def drop_evidence(layer: NMLayer, optimizer: Optimizer) -> None:
 
 # ------------------------------------------------------------------------------------------- exchanges
 
-Index = tuple[Tensor, ...]
-
 _CHUNK = 1 << 20
 """Weights that an adaptation handles at a time, which bounds the memory for temporaries."""
 
 
 @dataclass
 class Exchange:
-    """The entries to exchange.
+    """The entries to exchange, each for another one of its block.
 
     Args:
         blocks: Block of each exchange, as :func:`~lightning_nm.functional.evolution.as_blocks` counts, int64 ``[K]``.
-        pruned: Index of the pruned entries into the weight.
-        regrown: Index of the regrown entries.
+        pruned: The number of each pruned entry in the weight, in row-major order, int64 ``[K]``.
+        regrown: That of each regrown entry.
         held: Number of blocks that do not change, though an exchange would raise their score.
         loss_change: The expected change of the loss; 0 where nothing was expected of a certain batch.
     """
 
     blocks: Tensor
-    pruned: Index
-    regrown: Index
+    pruned: Tensor
+    regrown: Tensor
     held: Tensor
     loss_change: Tensor | float = 0.0
-
-
-def exchange_of(
-    layer: NMLayer,
-    blocks: Tensor,
-    pruned: Tensor,
-    regrown: Tensor,
-    held: Tensor,
-    loss_change: Tensor | float = 0.0,
-) -> Exchange:
-    """The exchange of one entry of each of some blocks for another one of it, int64 ``[K]`` each."""
-    shape = layer.view.rows(layer.weight).shape  # [out, in, *taps]
-    pruned_at, regrown_at = (
-        layer.view.locate(block_index(shape, layer.pattern.m, blocks, entries))
-        for entries in (pruned, regrown)
-    )
-    return Exchange(blocks, pruned_at, regrown_at, held, loss_change)
 
 
 class ExchangingMethod(SparseToSparse):
@@ -454,11 +435,11 @@ def find_exchange(
         found.append(swaps)
     swaps = Swaps(*(torch.cat(column) for column in zip(*found, strict=True)))
     chosen = select_blocks(swaps.gain, layer.buffers["oscillation"], budget)
-    return exchange_of(
-        layer,
+    grid = layer.view.blocks(m)
+    return Exchange(
         chosen,
-        swaps.pruned[chosen].long(),
-        swaps.regrown[chosen].long(),
+        grid.places(chosen, swaps.pruned[chosen].long()),
+        grid.places(chosen, swaps.regrown[chosen].long()),
         held=(swaps.gain > 0).sum() - len(chosen),
         loss_change=torch.cat(loss_changes)[chosen].sum() if loss_changes else 0.0,
     )
@@ -478,32 +459,34 @@ def make_exchange(
     of the block that ``mask`` kept before the exchange.
     """
     param = layer.param
+    pruned = torch.unravel_index(exchange.pruned, mask.shape)
+    regrown = torch.unravel_index(exchange.regrown, mask.shape)
     for key, kept_state in entry_states(optimizer, param, layer.name).items():
         state = gather(kept_state)
         start: Tensor | float = 0.0
         if key in SECOND_MOMENTS and evidence is not None:
             scale = moment_correction(group_of(optimizer, param), optimizer.state[param])
-            start = (evidence.mean_square()[exchange.regrown] * scale).to(state.dtype)
+            start = (evidence.mean_square()[regrown] * scale).to(state.dtype)
         elif key in SECOND_MOMENTS:
             kept = blocks_of(layer, mask)[exchange.blocks]  # [K, M]
             state_of_blocks = blocks_of(layer, state)[exchange.blocks]
             start = torch.where(kept, state_of_blocks, 0).sum(1) / kept.sum(1)
-        state[exchange.pruned] = 0
-        state[exchange.regrown] = start
+        state[pruned] = 0
+        state[regrown] = start
         if is_sharded(kept_state):
             local_values(kept_state).copy_(local_shard(state, kept_state))
 
     weight = layer.weight.detach()
-    weight[exchange.pruned] = 0
+    weight[pruned] = 0
     if evidence is not None:
-        weight[exchange.regrown] = evidence.value[exchange.regrown].to(weight.dtype)
-        evidence.value[exchange.regrown] = 0
+        weight[regrown] = evidence.value[regrown].to(weight.dtype)
+        evidence.value[regrown] = 0
     if layer.weight.grad is not None:
         # A loop may go on adding to gradients that it does not zero.
-        layer.weight.grad[exchange.pruned] = 0
+        layer.weight.grad[pruned] = 0
     forward = mask.clone()
-    forward[exchange.pruned] = False
-    forward[exchange.regrown] = True
+    forward[pruned] = False
+    forward[regrown] = True
     return forward
 
 
@@ -526,16 +509,16 @@ def exchange_in_one_pass(
     param = layer.param
     weight = param.detach()
     states = entry_states(optimizer, param, layer.name)
-    grid = layer.view.blocks(layer.pattern.m)
+    m = layer.pattern.m
     grad = param.grad
     if grad is not None and not (grad.is_contiguous() and grad.dtype == weight.dtype):
         grad = None  # it is masked apart
-    fits = grid is not None and len(states) <= evolution.MOST_STATES
+    fits = m <= LONGEST_BLOCK and len(states) <= evolution.MOST_STATES
     if not fits or passes_for(weight, grad, *states.values()) is not passes:
         return None
     state = optimizer.state.get(param, {})
     blocks, held = passes.exchange(
-        grid,
+        layer.view.blocks(m),
         masks.bits,
         weight,
         grad,

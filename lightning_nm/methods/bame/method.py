@@ -349,15 +349,10 @@ class BAME(ExchangingMethod):
         """Make the exchanges by torch operations: all tensors, the masks, and the counts of oscillations."""
         forward = make_exchange(layer, optimizer, mask, exchange, evidence)
         layer.set_masks(forward, self._select_backward(layer, forward, search=False))
-        numbers = []  # of the entries in row-major order
-        for index in (exchange.pruned, exchange.regrown):
-            number = torch.zeros_like(exchange.blocks)
-            for size, position in zip(mask.shape, index, strict=True):
-                number = number * size + position
-            numbers.append(number)
-        buffers = layer.buffers
-        count_oscillations(buffers["oscillation"], buffers["exchanged"], exchange.blocks, *numbers)
-        self._count(layer, len(exchange.blocks), exchange.held, exchange.loss_change)
+        blocks = exchange.blocks
+        counts, exchanged = layer.buffers["oscillation"], layer.buffers["exchanged"]
+        count_oscillations(counts, exchanged, blocks, exchange.pruned, exchange.regrown)
+        self._count(layer, len(blocks), exchange.held, exchange.loss_change)
 
     @staticmethod
     def _count(
