@@ -256,10 +256,7 @@ def _comparable(scores: Tensor) -> Tensor:
 
 def wide_dtype(*tensors: Tensor) -> torch.dtype:
     """Return the dtype that holds the values of all tensors, at least float32, as half precision makes ties."""
-    dtype = torch.float32
-    for tensor in tensors:
-        dtype = torch.promote_types(dtype, tensor.dtype)
-    return dtype
+    return torch.float64 if torch.float64 in [x.dtype for x in tensors] else torch.float32
 
 
 def indices(count: int, like: Tensor) -> Tensor:

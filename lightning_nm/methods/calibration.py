@@ -22,14 +22,9 @@ from lightning_nm.nn.selection import install, uninstall
 from lightning_nm.training.macs import evaluation
 
 
-def has_experts(layer: NMLayer) -> bool:
-    """Whether the weight holds one matrix for each expert."""
-    return layer.spec.layout.has_experts
-
-
 def has_inputs(layer: NMLayer) -> bool:
     """Whether it can be known what the layer multiplies by the weight."""
-    return has_experts(layer) or _adapter(layer).inputs.__func__ is not Adapter.inputs.__func__  # type: ignore[attr-defined]
+    return layer.spec.layout.has_experts or _adapter(layer).inputs.__func__ is not Adapter.inputs.__func__  # type: ignore[attr-defined]
 
 
 def _adapter(layer: NMLayer) -> type[Adapter]:
@@ -158,7 +153,7 @@ class Calibration:
         with progress_bar(len(self.layers), self.progress) as advance:
             while done < len(self.layers):
                 first = self.layers[done]
-                if has_experts(first):
+                if first.spec.layout.has_experts:
                     stage = [first]
                     yield first, partial(self._some_at_a_time, first, done)
                 else:
@@ -180,7 +175,7 @@ class Calibration:
             last = stage[-1].spec.module
             module = layer.spec.module
             counts = self.trace.counts[module]
-            is_shared = self.trace.shared[module] == {last} and not has_experts(layer)
+            is_shared = self.trace.shared[module] == {last} and not layer.spec.layout.has_experts
             if not is_shared or len(counts) > 1 or counts != self.trace.counts[last]:
                 break
             stage.append(layer)
@@ -245,7 +240,7 @@ class Calibration:
                 block = self.memory.block_of.get(module)
                 if block is not None and not calls:
                     stack.callback(block.register_forward_hook(ended).remove)
-            if has_experts(first):
+            if first.spec.layout.has_experts:
                 # Each call adds what it multiplies while it runs.
                 stack.callback(module.register_forward_hook(called).remove)
                 install(self.model, [first])

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
 from lightning_nm.functional import pack_mask, unpack_mask
@@ -19,7 +19,7 @@ from lightning_nm.methods.base import (
     has_ended,
     kept_gradient,
     largest_entries,
-    set_parameter,
+    set_tensor,
     weighted_mean,
 )
 from lightning_nm.methods.checks import check_count, check_number, refuse_tensor_parallel
@@ -176,7 +176,7 @@ class CAST(SparseToSparse):
             out, columns, *_ = layer.view.rows(weight.detach()).shape
             groups = 1 if columns % self.scale_groups else self.scale_groups
             ones = torch.ones(out, groups, dtype=weight.dtype, device=weight.device)
-            set_parameter(layer, SCALE, ones)
+            set_tensor(layer.parameters, SCALE, nn.Parameter(ones))
         if has_ended(layer):
             self._choose_mask(layer)
         else:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_nm.functional import pack_mask, unpack_mask
@@ -18,7 +18,7 @@ from lightning_nm.methods.base import (
     SparseToSparse,
     has_ended,
     kept_gradient,
-    set_parameter,
+    set_tensor,
     weighted_mean,
 )
 from lightning_nm.methods.checks import warn_of_late_stop
@@ -101,7 +101,7 @@ class LBC(SparseToSparse):
         score = 1 / math.comb(m - 1, n - 1)
         dtype = wide_dtype(weight)
         scores = torch.full(shape, score, dtype=dtype, device=device)
-        set_parameter(layer, SCORES, scores)
+        set_tensor(layer.parameters, SCORES, nn.Parameter(scores))
         layer.buffers[REMOVED] = pack_mask(torch.zeros_like(scores, dtype=torch.bool))
         layer.set_masks(torch.ones(layer.view.shape, dtype=torch.bool, device=device))
         self._remove_patterns(layer)

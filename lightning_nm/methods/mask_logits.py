@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_nm.functional import fold_seed, is_nm, pack_mask, unpack_mask
@@ -23,7 +23,7 @@ from lightning_nm.methods.base import (
     Gradients,
     MaskMethod,
     largest_entries,
-    set_parameter,
+    set_tensor,
     weighted_mean,
 )
 from lightning_nm.methods.checks import check_number, warn_of_late_stop
@@ -155,7 +155,7 @@ class MaskLogits(MaskMethod):
             shared = sum_by_pattern(layer, self._prior_of(layer), logits)
             # The constant changes no choice.
             logits += self.prior_strength * _SPREAD * (shared - 1)
-        set_parameter(layer, LOGITS, logits)
+        set_tensor(layer.parameters, LOGITS, nn.Parameter(logits))
         layer.buffers[WORDS] = torch.zeros(4, dtype=torch.int64, device=weight.device)
         layer.buffers[ANNEALED] = torch.zeros(2, dtype=dtype, device=weight.device)
         self.update(layer)

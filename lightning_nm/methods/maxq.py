@@ -12,7 +12,7 @@ from lightning_nm.functional.evolution import as_blocks, from_blocks
 from lightning_nm.functional.masks import wide_dtype
 from lightning_nm.functional.select import masked
 from lightning_nm.functional.soft import axis_thresholds, share_left, soft_factor
-from lightning_nm.methods.base import Method, has_ended, set_buffer, weighted_mean
+from lightning_nm.methods.base import Method, has_ended, set_tensor, weighted_mean
 from lightning_nm.methods.checks import (
     check_number,
     check_option,
@@ -142,7 +142,7 @@ class MaxQ(SRSTE):
         layer.set_masks(layer.view.unrows(mask_rows))
         thresholds = axis_thresholds(_by_filters(layer, weight), layer.pattern)
         for name, threshold in zip(("filters", "positions"), thresholds, strict=False):
-            set_buffer(layer, name, threshold)
+            set_tensor(layer.buffers, name, threshold)
 
     def forward_weight(self, layer: NMLayer, weight: Tensor) -> Tensor:
         """W under the mask, times the soft factors."""

@@ -159,8 +159,6 @@ def gather_evidence(
     group: Mapping[str, Any],
     mask: Tensor,
     rate: float,
-    *,
-    fresh: bool,
 ) -> Evidence:
     """The evidence so far, with the gradient of the coming step if that is dense; this gradient is masked then.
 
@@ -170,7 +168,6 @@ def gather_evidence(
         group: The optimizer's group of the weight.
         mask: The forward mask.
         rate: The largest r relative to the size of kept weights.
-        fresh: Whether the masks are new: there is no evidence yet.
     """
     weight = layer.weight.detach()
     grad = layer.weight.grad if layer.progress.dense_gradient else None
@@ -183,7 +180,7 @@ def gather_evidence(
     count = buffers.get(COUNT)
     # The value is U / SCALE, and of kept entries perhaps momentum; V of kept entries may be the optimizer's own.
     own_ratio = 1.0
-    if fresh or count is None or value is None or square is None:
+    if count is None or value is None or square is None:
         evidence = Evidence.none(weight, places)
         if grad is None:
             return evidence
@@ -201,7 +198,7 @@ def gather_evidence(
     if bits is not None and is_single and not layer.view.is_sharded:
         # Sharded parameters are left to torch.
         passes = passes_for(weight, bits, evidence.value, evidence.square, row_major)
-    size_of_kept = _size_of_kept(weight, bits, mask, checked=passes is evolution)
+    size_of_kept = _size_of_kept(weight, bits, mask)
     # In the shape of the learning-rate schedule, negative for an optimizer that climbs: the learning rate over the
     # largest one known, which schedulers keep in the group. A group may have these keys with the value None.
     now = float(group["lr"])
@@ -241,9 +238,9 @@ def gather_evidence(
     return evidence
 
 
-def _size_of_kept(weight: Tensor, bits: Tensor | None, mask: Tensor, *, checked: bool) -> Tensor:
-    """The root mean square of kept weights, float32 without axes; ``checked``: the library takes these tensors."""
-    if bits is not None and (checked or evolution.runs(weight, bits)):
+def _size_of_kept(weight: Tensor, bits: Tensor | None, mask: Tensor) -> Tensor:
+    """The root mean square of kept weights, float32 without axes."""
+    if bits is not None and evolution.runs(weight, bits):
         return torch.tensor(evolution.size_of_kept(weight, bits), dtype=torch.float32)
     # In float64, so that the order of summation hardly ever changes the result.
     norm = torch.linalg.vector_norm(masked(weight, mask), dtype=torch.float64)
@@ -268,13 +265,8 @@ def _places(optimizer: Optimizer, group: Mapping[str, Any], weight: Tensor) -> P
     return None, None
 
 
-def write_evidence(
-    layer: NMLayer, optimizer: Optimizer, evidence: Evidence, *, checked: bool = False
-) -> None:
-    """Keep the evidence until the next step, for the layer's masks as they are now.
-
-    ``checked``: the passes have taken all of the optimizer's state in this step.
-    """
+def write_evidence(layer: NMLayer, optimizer: Optimizer, evidence: Evidence) -> None:
+    """Keep the evidence until the next step, for the layer's masks as they are now."""
     state = optimizer.state.get(layer.param, {})
     layer.buffers[COUNT] = evidence.count
     tensors = (evidence.value, evidence.square)
@@ -289,7 +281,7 @@ def write_evidence(
     passes = evidence.passes
     has_places = value is not None and square is not None
     is_single = has_places and value.dtype == square.dtype == torch.float32
-    if passes is not None and is_single and (checked or passes_for(value, square) is passes):
+    if passes is not None and is_single and passes_for(value, square) is passes:
         passes.keep_evidence(
             layer.masks.bits,
             *tensors,

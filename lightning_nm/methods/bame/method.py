@@ -230,10 +230,7 @@ class BAME(ExchangingMethod):
         """The backward mask for a forward mask; ``None`` where dgrad has none."""
         if self._bi_mask is None or layer.spec.dgrad_reason:
             return None
-        weight_rows = layer.view.rows(layer.weight.detach())
-        mask_rows = None if forward is None else layer.view.rows(forward)
-        backward = self._bi_mask.select_backward(layer, weight_rows, mask_rows, search=search)
-        return layer.view.unrows(backward)
+        return self._bi_mask.select_backward(layer, forward, search=search)
 
     # A window begins: will its gradient be dense?
 
@@ -272,9 +269,7 @@ class BAME(ExchangingMethod):
             param = layer.param
             group = group_of(optimizer, param)
             # It masks the gradient, too.
-            pending.evidence = gather_evidence(
-                layer, optimizer, group, mask, rate, fresh=pending.fresh
-            )
+            pending.evidence = gather_evidence(layer, optimizer, group, mask, rate)
             trains = param.grad is not None and bool(group["lr"])
             pending.due = trains and (progress.step - progress.schedule[0]) % self.every == 0
         elif progress.dense_gradient:
@@ -320,7 +315,7 @@ class BAME(ExchangingMethod):
         if exchange is not None:
             self._exchange(layer, optimizer, mask, exchange, evidence)
         if evidence is not None:
-            write_evidence(layer, optimizer, evidence, checked=done is not None)
+            write_evidence(layer, optimizer, evidence)
         layer.pending = PendingStep(exchange=exchange)
 
         if has_evidence and not holds_evidence:
