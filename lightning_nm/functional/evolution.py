@@ -25,8 +25,8 @@ class Swaps(NamedTuple):
     """The best exchange of every block.
 
     Args:
-        pruned: The kept entry to prune, int16 ``[B]``.
-        regrown: The pruned entry to regrow, int16 ``[B]``.
+        pruned: The kept entry to prune, int64 ``[B]``.
+        regrown: The pruned entry to regrow, int64 ``[B]``.
         gain: What the exchange raises the score by, ``[B]``; 0 where none does.
     """
 
@@ -121,11 +121,7 @@ def best_swaps(scores: Tensor, mask: Tensor) -> Swaps:
     # A comparison with NaN is false: a block that holds one stays as it is.
     better_b = highest_b > lowest_b
     gain_b = torch.where(better_b, highest_b - lowest_b, 0)
-    return Swaps(
-        pruned=pruned_b.to(torch.int16),
-        regrown=regrown_b.to(torch.int16),
-        gain=gain_b,
-    )
+    return Swaps(pruned_b, regrown_b, gain_b)
 
 
 def expected_loss_change(
@@ -161,7 +157,7 @@ def expected_loss_change(
 
 def _pick_entry(blocks_bm: Tensor, entry_b: Tensor) -> Tensor:
     """Take one entry of every block ``[B, M]``, by its place in the block: ``[B]``."""
-    index_b1 = entry_b.long().unsqueeze(1)
+    index_b1 = entry_b.unsqueeze(1)
     return blocks_bm.gather(1, index_b1).squeeze(1)
 
 

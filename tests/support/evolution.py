@@ -136,8 +136,8 @@ def _compare_best(c, passes):
     swaps = best_swaps(scores, kept)
     assert torch.equal(gain, swaps.gain)
     better = gain > 0
-    assert torch.equal(pruned[better].short(), swaps.pruned[better])
-    assert torch.equal(regrown[better].short(), swaps.regrown[better])
+    assert torch.equal(pruned[better].long(), swaps.pruned[better])
+    assert torch.equal(regrown[better].long(), swaps.regrown[better])
 
 
 def _compare_decay(c):
@@ -255,7 +255,7 @@ def _compare_exchange(c, passes, cast):
     block_numbers = blocks_of(numbers)
 
     def index_of(entry):
-        return torch.unravel_index(block_numbers[chosen, entry[chosen].long()], c.weight.shape)
+        return torch.unravel_index(block_numbers[chosen, entry[chosen]], c.weight.shape)
 
     pruned, regrown = index_of(swaps.pruned), index_of(swaps.regrown)
     weight = torch.where(c.mask, c.weight, 0)

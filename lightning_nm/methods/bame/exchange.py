@@ -19,8 +19,6 @@ from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer, RAdam
 
 from lightning_nm.functional.evolution import (
     LONGEST_BLOCK,
-    Swaps,
-    as_blocks,
     best_swaps,
     evidence_scores,
     expected_loss_change,
@@ -327,9 +325,6 @@ def drop_evidence(layer: NMLayer, optimizer: Optimizer) -> None:
 
 # ------------------------------------------------------------------------------------------- exchanges
 
-_CHUNK = 1 << 20
-"""Weights that an adaptation handles at a time, which bounds the memory for temporaries."""
-
 
 @dataclass
 class Exchange:
@@ -396,44 +391,31 @@ def find_exchange(
 
     Without evidence, those that one dense gradient speaks for, before it. At most ``budget`` blocks change.
     """
-    size = None
+    # In blocks [B, M], and at least float32: half precision would make ties of scores that differ.
+    keep = blocks_of(layer, mask)
+    dtype = wide_dtype(layer.weight)
+    weight = blocks_of(layer, layer.weight.detach()).to(dtype)
+    expected = None
     if evidence is None:
         assert layer.weight.grad is not None
-        size = step_size(optimizer, layer.param)
-        tensors = [mask, layer.weight.detach(), layer.weight.grad, *size.tensors]
+        grad = blocks_of(layer, layer.weight.grad).to(dtype)
+        if group_of(optimizer, layer.param).get("maximize"):
+            grad = -grad
+        # One step ahead of the optimizer.
+        step = step_size(layer, optimizer, grad, keep)
+        swaps = best_swaps(look_ahead_scores(weight, grad, keep, step), keep)
+        expected = expected_loss_change(weight, grad, keep, step, swaps)
     else:
-        tensors = [mask, layer.weight.detach(), evidence.value]
-    m = layer.pattern.m
-    # [out, in] each, convolutions with their taps
-    rows = [layer.view.rows(tensor) for tensor in tensors]
-    # A few rows of the weight at a time.
-    rows_of_chunk = max(1, _CHUNK * len(rows[0]) // rows[0].numel())
-    found: list[Swaps] = []
-    loss_changes: list[Tensor] = []
-    for chunk in zip(*(tensor.split(rows_of_chunk) for tensor in rows), strict=True):
-        keep, *values = (as_blocks(tensor, m) for tensor in chunk)
-        # At least float32: half precision would make ties of scores that differ.
-        weight, *others = (x.to(wide_dtype(x)) for x in values)
-        if size is None:
-            swaps = best_swaps(evidence_scores(weight, others[0], keep), keep)
-        else:
-            # One step ahead of the optimizer.
-            grad, *moments = others
-            if size.maximize:
-                grad = -grad
-            step = size.of_blocks(grad, keep, *moments)
-            swaps = best_swaps(look_ahead_scores(weight, grad, keep, step), keep)
-            loss_changes.append(expected_loss_change(weight, grad, keep, step, swaps))
-        found.append(swaps)
-    swaps = Swaps(*(torch.cat(column) for column in zip(*found, strict=True)))
+        scores = evidence_scores(weight, blocks_of(layer, evidence.value), keep)
+        swaps = best_swaps(scores, keep)
     chosen = select_blocks(swaps.gain, layer.buffers["oscillation"], budget)
-    grid = layer.view.blocks(m)
+    grid = layer.view.blocks(layer.pattern.m)
     return Exchange(
         chosen,
-        grid.places(chosen, swaps.pruned[chosen].long()),
-        grid.places(chosen, swaps.regrown[chosen].long()),
+        grid.places(chosen, swaps.pruned[chosen]),
+        grid.places(chosen, swaps.regrown[chosen]),
         held=(swaps.gain > 0).sum() - len(chosen),
-        loss_change=torch.cat(loss_changes)[chosen].sum() if loss_changes else 0.0,
+        loss_change=0.0 if expected is None else expected[chosen].sum(),
     )
 
 
