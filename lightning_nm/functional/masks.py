@@ -3,9 +3,9 @@
 One rule: an entry is kept if fewer than N entries of its block beat it. The larger score beats the smaller one,
 the lower index wins a tie, and a NaN loses to every number.
 
-On CPUs the C library ranks the entries. A compiler gets all comparisons of a short block as one expression, to fuse them.
-What is left, tensors on other devices and CPUs without the library, takes the same expression for short blocks, and a
-sort.
+On CPUs the C library ranks the entries. A compiler gets all comparisons of a short block as one expression, which it
+fuses. What is left, tensors on other devices and CPUs without the library, takes the same expression for short blocks,
+and a sort.
 """
 
 from __future__ import annotations

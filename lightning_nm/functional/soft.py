@@ -14,7 +14,6 @@ from torch import Tensor
 
 from lightning_nm.functional.masks import check_blocks, magnitude_mask, wide_dtype
 from lightning_nm.functional.random import counter_uniform
-from lightning_nm.functional.select import merged
 from lightning_nm.pattern import NMPattern, PatternLike
 
 # --------------------------------------------------------------------------------------------------------- S-STE
@@ -69,62 +68,6 @@ def soft_threshold_nm(
     return torch.where(is_left, torch.copysign(shrunk, x), 0)
 
 
-def least_squares_scale(x: Tensor, y: Tensor) -> Tensor:
-    r"""The factor by which ``y`` comes closest to ``x``: :math:`\langle x, y \rangle / \langle y, y \rangle`.
-
-    It minimizes :math:`\| x - \beta y \|`. The sums are in float64, the result in the dtype of ``y``, at least float32
-    and without axes; 1 where ``y`` is zero.
-
-    Args:
-        x: Any shape.
-        y: Of the same shape.
-
-    Example:
-        >>> float(least_squares_scale(torch.tensor([2.0, 5.0]), torch.tensor([0.0, 2.0])))
-        2.5
-    """
-    dtype = wide_dtype(y)
-    # Not every device has float64.
-    summed = torch.float32 if y.device.type == "mps" else torch.float64
-    product = (x.to(summed) * y.to(summed)).sum()
-    square = y.to(summed).square().sum()
-    scale = torch.where(square > 0, product / square, 1)
-    return scale.to(dtype)
-
-
-# ---------------------------------------------------------------------------------------------------------- CAST
-
-
-def decayed_moment(
-    moment: Tensor, weight: Tensor, kept: Tensor, ramp: float, decay: float
-) -> Tensor:
-    r"""Return :math:`\tilde\mu`, the moment with an L1 decay at the entries that a mask does not keep.
-
-    .. math:: \tilde\mu = \mu \text{ where kept}, \quad
-              \tilde\mu = (1 - \alpha) \mu + \alpha \lambda \, \mathrm{sign}(W) \text{ elsewhere}.
-
-    Adam divides it by the root of its own mean square. At a large :math:`\alpha` an entry that is not kept therefore
-    moves by about the learning rate towards zero, whatever its gradient's size is: the decay adapts to it.
-
-    Args:
-        moment: :math:`\mu`, the running mean of gradients.
-        weight: W, of that shape. A weight of exactly 0 is not decayed.
-        kept: The entries without a decay, bool.
-        ramp: :math:`\alpha`, from 0 at the beginning to 1.
-        decay: :math:`\lambda`.
-
-    Source: CAST (Huang et al., arXiv 2509.25996), algorithm 1.
-
-    Example:
-        >>> moment = torch.tensor([0.5, 0.5, -0.5])
-        >>> kept = torch.tensor([True, False, False])
-        >>> decayed_moment(moment, torch.tensor([1.0, -1.0, 0.0]), kept, ramp=0.5, decay=0.25).tolist()
-        [0.5, 0.125, -0.25]
-    """
-    decayed = moment * (1 - ramp) + (ramp * decay) * weight.sign()
-    return merged(kept, moment, decayed)
-
-
 # -------------------------------------------------------------------------- patterns of a block: LBC, MaskLogits
 
 MOST_PATTERNS = 256
@@ -160,30 +103,6 @@ def block_patterns(pattern: PatternLike) -> Tensor:
     for row, positions in zip(kept, combinations(range(pattern.m), pattern.n), strict=True):
         row[list(positions)] = True
     return kept
-
-
-def surviving(total: int, step: int, stop: int) -> int:
-    r"""Return how many patterns of a block are left after a step, of ``total`` at first and one from ``stop`` on.
-
-    :math:`1 + \lceil (C - 1) (1 - t / t_f)^3 \rceil`, in integers: no rounding moves a removal to another step.
-
-    Args:
-        total: C, the patterns at first.
-        step: t, the training steps so far.
-        stop: t_f, the step from which one is left.
-
-    Example:
-        >>> [surviving(6, step, 4) for step in range(5)]
-        [6, 4, 2, 2, 1]
-
-    Source: Zhang et al., Learning Best Combination for Efficient N:M Sparsity, NeurIPS 2022, arXiv:2206.06662.
-    """
-    if step >= stop:
-        return 1
-    left = stop - step
-    numerator = (total - 1) * left**3
-    # The ceiling of a quotient of integers.
-    return 1 - (-numerator // stop**3)
 
 
 # ------------------------------------------------------------------------------------------------------- MaskLLM
@@ -222,37 +141,6 @@ def normal_noise(count: int, seed: Tensor) -> Tensor:
     radius, angle = counter_uniform(2 * count, seed).view(2, count).unbind()
     # 1 - u is in (0, 1].
     return torch.sqrt(-2 * torch.log(1 - radius)) * torch.cos(2 * math.pi * angle)
-
-
-def soft_choice(logits: Tensor, noise: Tensor, scale: Tensor, temperature: Tensor) -> Tensor:
-    r"""Return the weights of a soft random choice, :math:`\mathrm{softmax}((\kappa\, \pi + g) / \tau)`, along dim -1.
-
-    Args:
-        logits: :math:`\pi`, ``[..., C]``.
-        noise: g, of the same number of entries, of :func:`gumbel_noise`.
-        scale: :math:`\kappa`, without axes.
-        temperature: :math:`\tau`, without axes; towards 0 the choice becomes hard.
-
-    Source: Jang et al., Categorical Reparameterization with Gumbel-Softmax, ICLR 2017, arXiv:1611.01144.
-
-    Example:
-        >>> one = torch.tensor(1.0)
-        >>> soft_choice(torch.tensor([0.0, 0.0]), torch.tensor([0.0, 0.0]), one, one).tolist()
-        [0.5, 0.5]
-    """
-    noise = noise.to(logits.dtype).view(logits.shape)
-    return torch.softmax((logits * scale + noise) / temperature, dim=-1)
-
-
-def soft_choice_gradient(
-    choice: Tensor, grad: Tensor, scale: Tensor, temperature: Tensor
-) -> Tensor:
-    r"""Turn the gradient of :func:`soft_choice`'s result y into that of the logits.
-
-    :math:`dL/d\pi_p = \kappa / \tau\; y_p\, (dL/dy_p - \sum_q y_q\, dL/dy_q)`.
-    """
-    mean = (choice * grad).sum(-1, keepdim=True)
-    return choice * (grad - mean) * (scale / temperature)
 
 
 # ---------------------------------------------------------------------------------------------------------- MaxQ

@@ -24,7 +24,8 @@ from lightning_nm.training.macs import evaluation
 
 def has_inputs(layer: NMLayer) -> bool:
     """Whether it can be known what the layer multiplies by the weight."""
-    return layer.spec.layout.has_experts or _adapter(layer).inputs.__func__ is not Adapter.inputs.__func__  # type: ignore[attr-defined]
+    inputs: Any = _adapter(layer).inputs
+    return layer.spec.layout.has_experts or inputs.__func__ is not Adapter.inputs.__func__  # type: ignore[attr-defined]
 
 
 def _adapter(layer: NMLayer) -> type[Adapter]:

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
 from lightning_nm.functional import pack_mask, unpack_mask
-from lightning_nm.functional.select import masked
-from lightning_nm.functional.soft import decayed_moment
+from lightning_nm.functional.select import masked, merged
 from lightning_nm.methods.base import (
     Gradients,
     SparseToSparse,
@@ -267,11 +266,12 @@ class CAST(SparseToSparse):
         if KEPT in layer.buffers:
             (end,) = layer.progress.schedule
             kept = unpack_mask(layer.buffers[KEPT], tuple(layer.view.shape))
-            weight = layer.view.local.to(moment.dtype)
-            ramp = min(layer.progress.step / end, 1.0)
-            moment.copy_(
-                decayed_moment(moment, weight, layer.view.shard_of(kept), ramp, self.decay)
-            )
+            signs = layer.view.local.to(moment.dtype).sign()
+            ramp = min(layer.progress.step / end, 1.0)  # alpha
+            # Adam divides by the root of the mean square: at a large alpha a decayed entry moves by about the learning
+            # rate towards zero, whatever the size of its gradient is.
+            decayed = moment * (1 - ramp) + (ramp * self.decay) * signs
+            moment.copy_(merged(layer.view.shard_of(kept), moment, decayed))
         grad.copy_(moment)
 
     def after_step(self, layer: NMLayer, optimizer: Optimizer) -> None:

@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 from lightning_nm.functional import pack_mask, unpack_mask
 from lightning_nm.functional.masks import wide_dtype
 from lightning_nm.functional.select import masked
-from lightning_nm.functional.soft import surviving
 from lightning_nm.methods.base import (
     Gradients,
     SparseToSparse,
@@ -118,7 +117,9 @@ class LBC(SparseToSparse):
         scores = layer.parameters[SCORES].detach()
         (stop,) = layer.progress.schedule
         total = scores.shape[-1]
-        left = surviving(total, layer.progress.clock, stop)
+        # 1 + ceil((C - 1) (1 - t / t_f)^3), in integers: no rounding moves a removal to another step.
+        ahead = max(stop - layer.progress.clock, 0)
+        left = 1 - (-(total - 1) * ahead**3 // max(stop, 1) ** 3)
         removed = _removed(layer)
         # The same number in all blocks.
         if left >= total - int(removed[0, 0].sum()):

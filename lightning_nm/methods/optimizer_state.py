@@ -22,12 +22,12 @@ def step_size(
 ) -> Tensor | float:
     r"""How far a unit of gradient moves each entry of a layer's weight in the long run, by the state of its optimizer.
 
-    SGD: :math:`\eta = lr (1 - d) / (1 - \mu)` with momentum and dampening d, what a gradient adds up to in the end. The
-    Adam family: :math:`\eta = lr / (\sqrt{h} + \epsilon)`, where :math:`h = (\beta_2 v + (1 - \beta_2) G^2) / c` is the
-    preconditioner of the coming step, with c for the correction of its bias; with AMSGrad
-    :math:`h = \max(u, \beta_2 v + (1 - \beta_2) G^2) / c` with the maximum u. A pruned entry takes the mean of h over its
-    block's kept entries, which it starts from when it is regrown, but at least its own :math:`G^2`: it is not expected
-    to move further than the learning rate. Weight decay is no part of it.
+    SGD: :math:`\eta = lr (1 - d) / (1 - \mu)` with momentum :math:`\mu` and dampening d, what a gradient adds up to in
+    the end. The Adam family: :math:`\eta = lr / (\sqrt{h} + \epsilon)`, where
+    :math:`h = (\beta_2 v + (1 - \beta_2) G^2) / c` is the preconditioner of the coming step, c the correction of its
+    bias; with AMSGrad :math:`h = \max(u, \beta_2 v + (1 - \beta_2) G^2) / c` with the maximum u. A pruned entry takes
+    the mean of h over its block's kept entries, which it starts from when it is regrown, but at least its own
+    :math:`G^2`: it is not expected to move further than the learning rate. Weight decay is no part of it.
 
     Args:
         layer: The layer.
@@ -131,21 +131,13 @@ def entry_states(optimizer: Optimizer, weight: Tensor, layer: str) -> dict[str, 
             is_unknown = isinstance(value, (list, tuple, dict)) and bool(value)
             kept = f"a {type(value).__name__}"
         if is_unknown:
-            raise ValueError(_unsupported(optimizer, layer, f"keeps '{key}' as {kept}"))
+            raise unsupported(optimizer, layer, f"keeps '{key}' as {kept}")
     return found
 
 
-def check_optimizer(optimizer: Optimizer, weight: Tensor, layer: str) -> None:
-    """Refuse, by a ``ValueError``, an optimizer that is neither SGD nor like Adam or keeps state of other shapes."""
-    state = optimizer.state.get(weight, {})
-    known = (is_adam_like(optimizer, group, state) for group in optimizer.param_groups)
-    if not isinstance(optimizer, torch.optim.SGD) and not all(known):
-        raise ValueError(_unsupported(optimizer, layer, "is neither SGD nor of the Adam family"))
-    entry_states(optimizer, weight, layer)
-
-
-def _unsupported(optimizer: Optimizer, layer: str, why: str) -> str:
-    return (
+def unsupported(optimizer: Optimizer, layer: str, why: str) -> ValueError:
+    """The error of an optimizer for a method that exchanges entries."""
+    return ValueError(
         f"{type(optimizer).__name__} {why} (layer '{layer}'), so the state of pruned and regrown entries cannot be "
         "set: use SGD, Adam, AdamW, NAdam or RAdam, or another method"
     )

@@ -41,17 +41,6 @@ betas: a large gradient also enlarges its second moment. A frozen one stays smal
 """
 
 
-def window_length(beta2: float) -> int:
-    """Steps over which the second moment averages: the floor of ``1 / (1 - beta2)``.
-
-    Example:
-        >>> window_length(0.999), window_length(0.95), window_length(0.0)
-        (1000, 20, 1)
-    """
-    # In floating point 1 / (1 - 0.999) is just below 1000.
-    return math.floor(1 / (1 - beta2) * (1 + 1e-9))
-
-
 @dataclass
 class _Group:
     """The layers of one step of one optimizer, which switch together."""
@@ -350,7 +339,8 @@ class STEP(STE):
         newest = pending.change.float().reshape(1)
         pending.change = None
         changes = torch.cat([layer.buffers.get(CHANGES, newest[:0]), newest])
-        length = window_length(float(settings["betas"][1]))
+        # The steps over which the second moment averages. In floating point 1 / (1 - 0.999) is just below 1000.
+        length = math.floor(1 / (1 - float(settings["betas"][1])) * (1 + 1e-9))
         layer.buffers[CHANGES] = changes[-length:].clone()
         # Join the layers of the same step of the same optimizer.
         group = self._groups.get(id(optimizer))

@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_nm import BAME
 from lightning_nm.functional import magnitude_mask
 from lightning_nm.functional.evolution import as_blocks
 from lightning_nm.methods.bame.exchange import Exchange, make_exchange
 from lightning_nm.methods.optimizer_state import (
-    check_optimizer,
     clear_entries,
     entry_states,
     step_size,
@@ -49,10 +49,10 @@ def stepped(make, steps, seed=0, dtype=torch.float64):
     return weight, mask, optimizer
 
 
-def layer_of(weight):
+def layer_of(weight, name="l"):
     module = nn.Linear(32, 16)
     module.weight = weight
-    return NMLayer(LayerSpec("l", module, "weight", NMPattern(2, 4), method=None))
+    return NMLayer(LayerSpec(name, module, "weight", NMPattern(2, 4), method=None))
 
 
 def size_of(optimizer, weight, mask):
@@ -138,7 +138,7 @@ def test_a_pruned_entry_takes_its_blocks_mean_and_never_moves_further_than_the_r
 @pytest.mark.parametrize("name", STATEFUL)
 def test_state_of_pruned_entries_is_zeroed_and_that_of_regrown_ones_started(name):
     weight, mask, optimizer = stepped(STATEFUL[name], 4, dtype=torch.float32)
-    check_optimizer(optimizer, weight, "l")
+    BAME().check_optimizer(layer_of(weight), optimizer)
     sizes = {"exp_avg_sq", "max_exp_avg_sq"}
     states = entry_states(optimizer, weight, "l")
     assert set(states) == {
@@ -202,14 +202,14 @@ def test_state_that_belongs_to_no_entry_is_refused(kept, message):
     Blockwise.kept = kept
     weight, _, optimizer = stepped(lambda p: Blockwise(p, 0.1), 1)
     with pytest.raises(ValueError, match=message + r".*layer 'blocks\.3'.*use SGD"):
-        check_optimizer(optimizer, weight, "blocks.3")
+        BAME().check_optimizer(layer_of(weight, "blocks.3"), optimizer)
 
 
 @pytest.mark.parametrize("kept", [None, 3, "text", torch.zeros(()), []])
 def test_numbers_are_left_alone(kept):
     Blockwise.kept = kept
     weight, _, optimizer = stepped(lambda p: Blockwise(p, 0.1), 1)
-    check_optimizer(optimizer, weight, "l")
+    BAME().check_optimizer(layer_of(weight), optimizer)
     assert entry_states(optimizer, weight, "l") == {}
 
 
@@ -230,4 +230,4 @@ def test_other_optimizers_are_refused_by_name_before_any_step(name):
     with pytest.raises(
         ValueError, match=rf"{name} is neither SGD nor of the Adam family.*layer 'l'.*use SGD, Adam"
     ):
-        check_optimizer(OTHERS[name]([weight]), weight, "l")
+        BAME().check_optimizer(layer_of(weight), OTHERS[name]([weight]))

@@ -32,12 +32,13 @@ from lightning_nm.kernels.gpu import triton_use
 from lightning_nm.methods.base import SparseToSparse
 from lightning_nm.methods.optimizer_state import (
     SECOND_MOMENTS,
-    check_optimizer,
     clear_entries,
     entry_states,
     group_of,
+    is_adam_like,
     moment_correction,
     step_size,
+    unsupported,
 )
 from lightning_nm.nn.layer import NMLayer, blocks_of
 from lightning_nm.nn.weight import gather, is_sharded, local_shard, local_values
@@ -341,7 +342,7 @@ class Exchange:
     blocks: Tensor
     pruned: Tensor
     regrown: Tensor
-    held: Tensor
+    held: Tensor | int = 0
     loss_change: Tensor | float = 0.0
 
 
@@ -355,8 +356,13 @@ class ExchangingMethod(SparseToSparse):
         return Phases(moves_until=layer.progress.schedule[-1])
 
     def check_optimizer(self, layer: NMLayer, optimizer: Optimizer) -> None:
-        """Refuse an optimizer whose state cannot be matched to entries of the weight."""
-        check_optimizer(optimizer, layer.param, layer.name)
+        """Refuse an optimizer that is neither SGD nor like Adam, or keeps state of other shapes than the weight's."""
+        state = optimizer.state.get(layer.param, {})
+        known = (is_adam_like(optimizer, group, state) for group in optimizer.param_groups)
+        if not isinstance(optimizer, SGD) and not all(known):
+            why = "is neither SGD nor of the Adam family"
+            raise unsupported(optimizer, layer.name, why)
+        entry_states(optimizer, layer.param, layer.name)
 
     def lost_without_before_step(self, layer: NMLayer) -> str:
         """An empty text: where a mask cannot move without that call, :meth:`after_step` raises an error."""
