@@ -24,8 +24,10 @@ from lightning_nm.training.macs import evaluation
 
 def has_inputs(layer: NMLayer) -> bool:
     """Whether it can be known what the layer multiplies by the weight."""
+    if layer.spec.layout.has_experts:
+        return True
     inputs: Any = _adapter(layer).inputs
-    return layer.spec.layout.has_experts or inputs.__func__ is not Adapter.inputs.__func__  # type: ignore[attr-defined]
+    return inputs.__func__ is not Adapter.inputs.__func__  # type: ignore[attr-defined]
 
 
 def _adapter(layer: NMLayer) -> type[Adapter]:
