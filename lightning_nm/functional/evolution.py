@@ -149,16 +149,9 @@ def expected_loss_change(
     step_gain_bm = step * grad.square()
     removal_bm = torch.where(mask, grad * weight, 0)
     absence_bm = step_gain_bm - removal_bm
-    pruned_b = _pick_entry(absence_bm, swaps.pruned)
-    regrown_b = _pick_entry(absence_bm, swaps.regrown)
-    change_b = pruned_b - regrown_b
-    return torch.where(swaps.gain > 0, change_b, 0)
-
-
-def _pick_entry(blocks_bm: Tensor, entry_b: Tensor) -> Tensor:
-    """Take one entry of every block ``[B, M]``, by its place in the block: ``[B]``."""
-    index_b1 = entry_b.unsqueeze(1)
-    return blocks_bm.gather(1, index_b1).squeeze(1)
+    entries_b2 = torch.stack([swaps.pruned, swaps.regrown], 1)
+    pruned_b, regrown_b = absence_bm.gather(1, entries_b2).unbind(1)
+    return torch.where(swaps.gain > 0, pruned_b - regrown_b, 0)
 
 
 def swap_budget(blocks: int, share: float, progress: float) -> int:

@@ -197,7 +197,14 @@ def gather_evidence(
     if bits is not None and is_single and not layer.view.is_sharded:
         # Sharded parameters are left to torch.
         passes = passes_for(weight, bits, evidence.value, evidence.square, row_major)
-    size_of_kept = _size_of_kept(weight, bits, mask)
+    # The root mean square of kept weights.
+    if bits is not None and evolution.runs(weight, bits):
+        size_of_kept = torch.tensor(evolution.size_of_kept(weight, bits), dtype=torch.float32)
+    else:
+        # In float64, so that the order of summation hardly ever changes the result.
+        norm = torch.linalg.vector_norm(masked(weight, mask), dtype=torch.float64)
+        mean_square = norm.square() / mask.sum().clamp(min=1)
+        size_of_kept = mean_square.sqrt().float()
     # In the shape of the learning-rate schedule, negative for an optimizer that climbs: the learning rate over the
     # largest one known, which schedulers keep in the group. A group may have these keys with the value None.
     now = float(group["lr"])
@@ -235,16 +242,6 @@ def gather_evidence(
         assert local_grad is not None
         layer.zero_pruned(local_grad)
     return evidence
-
-
-def _size_of_kept(weight: Tensor, bits: Tensor | None, mask: Tensor) -> Tensor:
-    """The root mean square of kept weights, float32 without axes."""
-    if bits is not None and evolution.runs(weight, bits):
-        return torch.tensor(evolution.size_of_kept(weight, bits), dtype=torch.float32)
-    # In float64, so that the order of summation hardly ever changes the result.
-    norm = torch.linalg.vector_norm(masked(weight, mask), dtype=torch.float64)
-    mean_square = norm.square() / mask.sum().clamp(min=1)
-    return mean_square.sqrt().float()
 
 
 # Between two steps U / SCALE and V are in the optimizer's state of pruned entries, or else in buffers of the layer.
