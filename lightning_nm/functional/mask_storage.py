@@ -36,7 +36,7 @@ def pack_mask(mask: Tensor) -> Tensor:
             f"a mask to pack is a bool tensor, not {mask.dtype}: pass `mask.bool()` if nonzero means kept"
         )
     numel = mask.numel()
-    size = _packed_size(numel)
+    size = (numel + 7) // 8
     # One byte an entry, and zeros up to a whole number of packed bytes.
     entries = torch.zeros(8 * size, dtype=torch.uint8, device=mask.device)
     entries[:numel] = mask.reshape(-1)
@@ -71,7 +71,7 @@ def unpack_mask(packed: Tensor, shape: Sequence[int]) -> Tensor:
         )
     shape = tuple(shape)
     numel = math.prod(shape)
-    size = _packed_size(numel)
+    size = (numel + 7) // 8
     packed_shape = tuple(packed.shape)
     if packed_shape != (size,):
         raise ValueError(
@@ -82,8 +82,3 @@ def unpack_mask(packed: Tensor, shape: Sequence[int]) -> Tensor:
     bits = (packed.unsqueeze(1) >> shifts) & 1  # [bytes, 8]
     entries = bits.bool().view(-1)
     return entries[:numel].reshape(shape)
-
-
-def _packed_size(numel: int) -> int:
-    """Return how many bytes so many entries take, eight in each."""
-    return (numel + 7) // 8

@@ -415,8 +415,7 @@ def _assemble(
 
 def _positive(x: Tensor) -> Tensor:
     """Return 1 where x > 0, else 0, in the dtype of x."""
-    zero = torch.zeros((), dtype=x.dtype, device=x.device)
-    return _less(zero, x)
+    return _less(x.new_zeros(()), x)
 
 
 def _less(x: Tensor, y: Tensor) -> Tensor:

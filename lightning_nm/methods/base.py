@@ -8,7 +8,7 @@ from typing import Any, ClassVar, TypeVar
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_nm.functional.masks import magnitude_mask
+from lightning_nm.functional.masks import backward_mask, magnitude_mask
 from lightning_nm.functional.select import masked
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.pattern import NMPattern
@@ -51,6 +51,19 @@ _WEIGHT_HOOKS = ("forward_weight", "backward_weight", "training_weight")
 def largest_entries(layer: NMLayer, pattern: NMPattern | None = None) -> Tensor:
     """The mask of the largest magnitudes of a layer's weight, by its own pattern or another one."""
     return layer.view.by_rows(lambda rows: magnitude_mask(rows, pattern or layer.pattern, dim=1))
+
+
+def backward_entries(layer: NMLayer, forward: Tensor | None) -> Tensor:
+    """The backward mask of a layer for a forward mask, or None for a dense weight, under the layer's permutation."""
+    rows = layer.view.rows
+    backward_rows = backward_mask(
+        rows(layer.weight.detach()),
+        None if forward is None else rows(forward),
+        layer.pattern,
+        layer.masks.permutation,
+        layer.spec.groups,
+    )
+    return layer.view.unrows(backward_rows)
 
 
 def set_tensor(tensors: dict[str, AnyTensor], name: str, values: AnyTensor) -> None:

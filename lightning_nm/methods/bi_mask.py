@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from lightning_nm.functional import backward_mask, magnitude_mask, search_permutation
+from lightning_nm.functional import magnitude_mask, search_permutation
 from lightning_nm.functional.masks import checked_permutation
 from lightning_nm.functional.permutation import Criterion, Search
 from lightning_nm.kernels.cpu import evolution
+from lightning_nm.methods.base import backward_entries
 from lightning_nm.methods.checks import check_count, check_option
 from lightning_nm.methods.ste import SRSTE, DecayAt, DecayScale, grid_to_move
 from lightning_nm.nn.layer import NMLayer
@@ -91,6 +92,7 @@ class BiMask(SRSTE):
             return
         forward = backward = None
         if not layer.spec.forward_reason:
+            # Not by largest_entries(): the backward mask needs the whole weight, which is gathered once.
             rows = layer.view.rows(layer.weight.detach())
             forward = layer.view.unrows(magnitude_mask(rows, layer.pattern, dim=1))
         if not layer.spec.dgrad_reason:
@@ -128,20 +130,17 @@ class BiMask(SRSTE):
         """
         masks = layer.masks
         rows = layer.view.rows(layer.weight.detach())
-        forward_rows = None if forward is None else layer.view.rows(forward)
         if masks.permutation is None:
             search = layer.step >= self.first_search
             if not search:
                 masks.set_permutation(checked_permutation(None, rows, layer.spec.groups))
         if search:
             self._search(layer, rows, forward)
-        backward = backward_mask(
-            rows, forward_rows, layer.pattern, masks.permutation, layer.spec.groups
-        )
+        backward = backward_entries(layer, forward)
         if search:
             # Measuring waits for the device, and the density hardly changes between two searches.
             masks.measure_backward(backward)
-        return layer.view.unrows(backward)
+        return backward
 
     def _search(self, layer: NMLayer, rows: Tensor, forward: Tensor | None) -> None:
         """Search the layer's permutation, beginning with the present one."""

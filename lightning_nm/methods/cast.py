@@ -179,11 +179,7 @@ class CAST(SparseToSparse):
         if has_ended(layer):
             self._choose_mask(layer)
         else:
-            self._find_kept(layer)
-
-    def _find_kept(self, layer: NMLayer) -> None:
-        """Find the entries that are not decayed."""
-        layer.buffers[KEPT] = pack_mask(largest_entries(layer))
+            layer.buffers[KEPT] = pack_mask(largest_entries(layer))
 
     def _choose_mask(self, layer: NMLayer) -> None:
         """Keep the largest entries from now on."""
@@ -202,7 +198,7 @@ class CAST(SparseToSparse):
         if has_ended(layer):
             self._project(layer)
         elif layer.progress.crossed(self.refresh_every):
-            self._find_kept(layer)
+            layer.buffers[KEPT] = pack_mask(largest_entries(layer))
 
     def finish(self, layer: NMLayer) -> None:
         """Make the weight N:M if its end was not reached."""

@@ -290,7 +290,7 @@ class BAME(ExchangingMethod):
         progress = layer.progress
         # A layer that was loaded keeps nothing yet.
         pending: PendingStep = layer.pending or PendingStep(fresh=True)
-        if pending.fresh if pending.ready else _is_fresh(layer):
+        if _is_fresh(layer):
             # Not earlier: a fit that fails before its first step has cost the user no weight.
             clear_entries(optimizer, param, ~mask, layer.name)
         has_evidence = COUNT in layer.buffers
