@@ -150,7 +150,7 @@ class CAST(SparseToSparse):
                 f"CAST makes an optimizer's step that of AdamS, which it can do for Adam and AdamW, but not for {name} "
                 f"(layer '{layer.name}'): use one of them, or another method"
             )
-        group = group_of(optimizer, layer.view.optimizer_param)
+        group = group_of(layer, optimizer)
         if coupled_decay(optimizer, group):
             raise ValueError(
                 f"{name} adds weight_decay={group['weight_decay']} to the gradient of layer '{layer.name}', which "
@@ -246,7 +246,7 @@ class CAST(SparseToSparse):
         if grad is None or layer.spec.forward_reason or will_be_skipped(optimizer):
             return
         parameter = layer.view.optimizer_param
-        group = group_of(optimizer, parameter)
+        group = group_of(layer, optimizer)
         state = optimizer.state[parameter]
         if not state:
             _start(state, parameter, group)
@@ -277,7 +277,7 @@ class CAST(SparseToSparse):
         if before is not None:
             moment = local_values(before.holder)
             moment.copy_(before.moment)
-            _add_gradient(moment, before.grad, group_of(optimizer, layer.view.optimizer_param))
+            _add_gradient(moment, before.grad, group_of(layer, optimizer))
             grad = layer.view.local_grad
             if grad is not None:
                 grad.copy_(before.grad)

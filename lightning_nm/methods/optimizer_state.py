@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_nm.functional.select import mask_
 from lightning_nm.nn.layer import NMLayer, blocks_of
-from lightning_nm.nn.weight import gather, local_shard, local_values
+from lightning_nm.nn.weight import gather
 
 SECOND_MOMENTS = frozenset({"exp_avg_sq", "max_exp_avg_sq"})
 """State that scales steps: zero would not be neutral for a regrown entry, the block's mean is. All else starts at 0."""
@@ -38,7 +37,7 @@ def step_size(
     Returns:
         ``[B, M]``, or a number where all entries have the same.
     """
-    group = group_of(optimizer, layer.param)
+    group = group_of(layer, optimizer)
     state = optimizer.state.get(layer.param, {})
     rate = float(group["lr"])
     if not is_adam_like(optimizer, group, state):
@@ -67,8 +66,9 @@ def step_size(
     return rate / (second.sqrt_() + group["eps"])
 
 
-def group_of(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
-    """The optimizer's group of a parameter; a ``RuntimeError`` if there is none."""
+def group_of(layer: NMLayer, optimizer: Optimizer) -> dict[str, Any]:
+    """The optimizer's group of a layer's weight; a ``RuntimeError`` if there is none."""
+    parameter = layer.view.optimizer_param
     for group in optimizer.param_groups:
         for held in group["params"]:
             if held is parameter:
@@ -117,8 +117,9 @@ def _rectification(beta: float, step: float) -> float | None:
     return ((length - 4) * (length - 2) * limit / ((limit - 4) * (limit - 2) * length)) ** 0.5
 
 
-def entry_states(optimizer: Optimizer, weight: Tensor, layer: str) -> dict[str, Tensor]:
+def entry_states(layer: NMLayer, optimizer: Optimizer) -> dict[str, Tensor]:
     """The tensors with one number for each entry of the weight, by name; a ValueError names any other state."""
+    weight = layer.param
     found = {}
     for key, value in optimizer.state.get(weight, {}).items():
         if isinstance(value, Tensor):
@@ -131,19 +132,13 @@ def entry_states(optimizer: Optimizer, weight: Tensor, layer: str) -> dict[str, 
             is_unknown = isinstance(value, (list, tuple, dict)) and bool(value)
             kept = f"a {type(value).__name__}"
         if is_unknown:
-            raise unsupported(optimizer, layer, f"keeps '{key}' as {kept}")
+            raise unsupported(layer, optimizer, f"keeps '{key}' as {kept}")
     return found
 
 
-def unsupported(optimizer: Optimizer, layer: str, why: str) -> ValueError:
+def unsupported(layer: NMLayer, optimizer: Optimizer, why: str) -> ValueError:
     """The error of an optimizer for a method that exchanges entries."""
     return ValueError(
-        f"{type(optimizer).__name__} {why} (layer '{layer}'), so the state of pruned and regrown entries cannot be "
-        "set: use SGD, Adam, AdamW, NAdam or RAdam, or another method"
+        f"{type(optimizer).__name__} {why} (layer '{layer.name}'), so the state of pruned and regrown entries cannot "
+        "be set: use SGD, Adam, AdamW, NAdam or RAdam, or another method"
     )
-
-
-def clear_entries(optimizer: Optimizer, weight: Tensor, pruned: Tensor, layer: str) -> None:
-    """Zero the state of the entries under a bool mask."""
-    for state in entry_states(optimizer, weight, layer).values():
-        mask_(local_values(state), ~local_shard(pruned, state))

@@ -9,12 +9,12 @@ from lightning_nm.functional import magnitude_mask
 from lightning_nm.functional.evolution import as_blocks
 from lightning_nm.methods.bame.exchange import Exchange, make_exchange
 from lightning_nm.methods.optimizer_state import (
-    clear_entries,
     entry_states,
     step_size,
 )
 from lightning_nm.nn.layer import LayerSpec, NMLayer
 from lightning_nm.pattern import NMPattern
+from lightning_nm.training.phases import zero_pruned_state
 
 ENTRYWISE = {
     "sgd": lambda p: torch.optim.SGD(p, 0.1),
@@ -140,13 +140,13 @@ def test_state_of_pruned_entries_is_zeroed_and_that_of_regrown_ones_started(name
     weight, mask, optimizer = stepped(STATEFUL[name], 4, dtype=torch.float32)
     BAME().check_optimizer(layer_of(weight), optimizer)
     sizes = {"exp_avg_sq", "max_exp_avg_sq"}
-    states = entry_states(optimizer, weight, "l")
+    states = entry_states(layer_of(weight), optimizer)
     assert set(states) == {
         key
         for key, value in optimizer.state[weight].items()
         if isinstance(value, torch.Tensor) and value.dim() == 2
     }
-    clear_entries(optimizer, weight, ~mask, "l")
+    zero_pruned_state(layer_of(weight), mask, [optimizer])
     assert all(not state[~mask].any() for state in states.values())
 
     before = {key: state.clone() for key, state in states.items()}
@@ -210,7 +210,7 @@ def test_numbers_are_left_alone(kept):
     Blockwise.kept = kept
     weight, _, optimizer = stepped(lambda p: Blockwise(p, 0.1), 1)
     BAME().check_optimizer(layer_of(weight), optimizer)
-    assert entry_states(optimizer, weight, "l") == {}
+    assert entry_states(layer_of(weight), optimizer) == {}
 
 
 OTHERS = {

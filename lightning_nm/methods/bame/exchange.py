@@ -32,7 +32,6 @@ from lightning_nm.kernels.gpu import triton_use
 from lightning_nm.methods.base import SparseToSparse
 from lightning_nm.methods.optimizer_state import (
     SECOND_MOMENTS,
-    clear_entries,
     entry_states,
     group_of,
     is_adam_like,
@@ -43,6 +42,7 @@ from lightning_nm.methods.optimizer_state import (
 from lightning_nm.nn.layer import NMLayer, blocks_of
 from lightning_nm.nn.weight import gather, is_sharded, local_shard, local_values
 from lightning_nm.schedule import Phases
+from lightning_nm.training.phases import zero_pruned_state
 
 DECAY = 0.999  # of the second moment
 LOG_DECAY = math.log(DECAY)
@@ -306,7 +306,7 @@ def unpack_evidence(layer: NMLayer, optimizer: Optimizer) -> None:
         return
     state = optimizer.state.get(layer.param, {})
     mask = layer.masks.forward_view
-    places = _places(optimizer, group_of(optimizer, layer.param), layer.param)
+    places = _places(optimizer, group_of(layer, optimizer), layer.param)
     for key, name in zip(places, (VALUE, SQUARE), strict=True):
         if mask is not None and key in state and name in layer.buffers:
             state[key].copy_(merged(mask, state[key], layer.buffers[name]))
@@ -318,7 +318,7 @@ def drop_evidence(layer: NMLayer, optimizer: Optimizer) -> None:
         layer.buffers.pop(name, None)
     mask = layer.masks.forward_view
     assert mask is not None
-    clear_entries(optimizer, layer.param, ~mask, layer.name)
+    zero_pruned_state(layer, mask, [optimizer])
 
 
 # ------------------------------------------------------------------------------------------- exchanges
@@ -358,8 +358,8 @@ class ExchangingMethod(SparseToSparse):
         known = (is_adam_like(optimizer, group, state) for group in optimizer.param_groups)
         if not isinstance(optimizer, SGD) and not all(known):
             why = "is neither SGD nor of the Adam family"
-            raise unsupported(optimizer, layer.name, why)
-        entry_states(optimizer, layer.param, layer.name)
+            raise unsupported(layer, optimizer, why)
+        entry_states(layer, optimizer)
 
     def lost_without_before_step(self, layer: NMLayer) -> str:
         """An empty text: where a mask cannot move without that call, :meth:`after_step` raises an error."""
@@ -402,7 +402,7 @@ def find_exchange(
     if evidence is None:
         assert layer.weight.grad is not None
         grad = blocks_of(layer, layer.weight.grad).to(dtype)
-        if group_of(optimizer, layer.param).get("maximize"):
+        if group_of(layer, optimizer).get("maximize"):
             grad = -grad
         # One step ahead of the optimizer.
         step = step_size(layer, optimizer, grad, keep)
@@ -438,11 +438,11 @@ def make_exchange(
     param = layer.param
     pruned = torch.unravel_index(exchange.pruned, mask.shape)
     regrown = torch.unravel_index(exchange.regrown, mask.shape)
-    for key, kept_state in entry_states(optimizer, param, layer.name).items():
+    for key, kept_state in entry_states(layer, optimizer).items():
         state = gather(kept_state)
         start: Tensor | float = 0.0
         if key in SECOND_MOMENTS and evidence is not None:
-            scale = moment_correction(group_of(optimizer, param), optimizer.state[param])
+            scale = moment_correction(group_of(layer, optimizer), optimizer.state[param])
             start = (evidence.mean_square()[regrown] * scale).to(state.dtype)
         elif key in SECOND_MOMENTS:
             kept = blocks_of(layer, mask)[exchange.blocks]  # [K, M]
@@ -485,7 +485,7 @@ def exchange_in_one_pass(
         return None
     param = layer.param
     weight = param.detach()
-    states = entry_states(optimizer, param, layer.name)
+    states = entry_states(layer, optimizer)
     m = layer.pattern.m
     grad = param.grad
     if grad is not None and not (grad.is_contiguous() and grad.dtype == weight.dtype):
@@ -507,7 +507,7 @@ def exchange_in_one_pass(
         [name in SECOND_MOMENTS for name in states],
         budget,
         evidence.correction(),
-        moment_correction(group_of(optimizer, param), state),
+        moment_correction(group_of(layer, optimizer), state),
     )
     masks.count_moved(2 * blocks)
     if grad is None and param.grad is not None:

@@ -37,9 +37,10 @@ from lightning_nm.methods.checks import (
     check_span,
     resolve_span,
 )
-from lightning_nm.methods.optimizer_state import clear_entries, group_of
+from lightning_nm.methods.optimizer_state import group_of
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.schedule import Moment
+from lightning_nm.training.phases import zero_pruned_state
 
 Source = Literal["accumulated", "batch"]
 """What speaks for an exchange, see :class:`BAME`."""
@@ -267,7 +268,7 @@ class BAME(ExchangingMethod):
         if self.evidence == "accumulated" and self._adapting(layer):
             rate = self.evidence_rate * self.gradient_every**0.5
             param = layer.param
-            group = group_of(optimizer, param)
+            group = group_of(layer, optimizer)
             # It masks the gradient, too.
             pending.evidence = gather_evidence(layer, optimizer, group, mask, rate)
             trains = param.grad is not None and bool(group["lr"])
@@ -292,7 +293,8 @@ class BAME(ExchangingMethod):
         pending: PendingStep = layer.pending or PendingStep(fresh=True)
         if _is_fresh(layer):
             # Not earlier: a fit that fails before its first step has cost the user no weight.
-            clear_entries(optimizer, param, ~mask, layer.name)
+            self.check_optimizer(layer, optimizer)
+            zero_pruned_state(layer, mask, [optimizer])
         has_evidence = COUNT in layer.buffers
         holds_evidence = self.evidence == "accumulated" and has_evidence and self._adapting(layer)
         evidence = pending.evidence
