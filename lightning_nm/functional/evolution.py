@@ -20,6 +20,15 @@ from torch import Tensor
 LONGEST_BLOCK = 32
 """The longest blocks that kernels exchange entries of."""
 
+# Of accumulated evidence, see lightning_nm.methods.bame.exchange.Evidence.
+DECAY = 0.999
+"""Of the second moment V."""
+EPSILON = 1e-12
+"""What is added to its root."""
+SCALE = 2.0**64
+"""U is kept divided by this power of two, which loses no bit. Otherwise a step with other masks, or after ``detach()``,
+would take U for momentum."""
+
 
 class Swaps(NamedTuple):
     """The best exchange of every block.

@@ -279,19 +279,15 @@ def call_model(model: nn.Module, batch: Any) -> Any:
 @contextmanager
 def uncached_evaluation(model: nn.Module) -> Iterator[None]:
     """Evaluation mode in which models of transformers fill no caches."""
-    configs: list[Any] = [module.__dict__.get("config") for module in model.modules()]
-    caching = [config for config in configs if getattr(config, "use_cache", None) is True]
-    # What one block leaves in a cache, another one could read.
-    for config in caching:
-        with suppress(AttributeError):  # a frozen one is none of transformers
-            config.use_cache = False
-    try:
-        with evaluation(model):
-            yield
-    finally:
-        for config in caching:
-            with suppress(AttributeError):
-                config.use_cache = True
+    with ExitStack() as stack, evaluation(model):
+        for module in model.modules():
+            config: Any = module.__dict__.get("config")
+            if getattr(config, "use_cache", None) is True:
+                # What one block leaves in a cache, another one could read. A frozen config is none of transformers.
+                with suppress(AttributeError):
+                    config.use_cache = False
+                    stack.callback(setattr, config, "use_cache", True)
+        yield
 
 
 @contextmanager

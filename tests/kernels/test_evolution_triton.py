@@ -57,12 +57,10 @@ def cases(draw):
     )
 
 
-def gather_a_step(bits, grad, value, square, unit, own_ratio):
+def gather_a_step(bits, grad, value, square, own_ratio):
     one = torch.tensor(1.0)
-    numbers = {"limit": one, "correction": one, "size": one, "decay": 0.999, "epsilon": 1e-12}
-    return kernels.gather_evidence(
-        bits, grad, value, square, unit=unit, own_ratio=own_ratio, **numbers
-    )
+    numbers = {"limit": one, "correction": one, "size": one}
+    return kernels.gather_evidence(bits, grad, value, square, own_ratio=own_ratio, **numbers)
 
 
 @needs_interpreter
@@ -137,7 +135,7 @@ def test_torch_notices_what_kernels_wrote():
     versions = [tensor._version for tensor in tensors]
     bits, states = c.bits, [c.square.clone()]
     one = torch.tensor(1.0)
-    gather_a_step(bits, c.grad, c.value, c.square, unit=1.0, own_ratio=1.0)
+    gather_a_step(bits, c.grad, c.value, c.square, own_ratio=1.0)
     changed, _ = kernels.exchange(
         BlockGrid.of(c.weight, 4),
         bits,
@@ -278,7 +276,7 @@ def assert_rounded(ptx):
 @pytest.mark.parametrize("taps", [(), (3, 3)], ids=str)
 def test_passes_compile(dtype, m, taps, compiled):  # noqa: F811
     c = case(32, 4, m, taps, dtype=dtype)
-    gather_a_step(c.bits, c.grad, c.value, c.square, unit=2.0, own_ratio=0.5)
+    gather_a_step(c.bits, c.grad, c.value, c.square, own_ratio=0.5)
     kernels.best(BlockGrid.of(c.rows, m), c.bits, c.weight, c.value)
     kernels.keep_evidence(
         c.bits,
@@ -286,7 +284,6 @@ def test_passes_compile(dtype, m, taps, compiled):  # noqa: F811
         c.square,
         c.value,
         c.square,
-        2.0,
         whole_value=False,
         whole_square=True,
     )

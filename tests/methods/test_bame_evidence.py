@@ -10,7 +10,8 @@ from torch import nn
 
 from lightning_nm import BAME, NMSparsifier
 from lightning_nm import functional as nmf
-from lightning_nm.methods.bame.exchange import SCALE, Exchange
+from lightning_nm.functional.evolution import SCALE
+from lightning_nm.methods.bame.exchange import Exchange
 from tests.support.bame import OPTIMIZERS, backward, batch, linear, run
 
 PLAIN = {

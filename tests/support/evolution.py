@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lightning_nm import functional as nmf
 from lightning_nm.functional.evolution import (
+    SCALE,
     BlockGrid,
     as_blocks,
     best_swaps,
@@ -15,7 +16,7 @@ from lightning_nm.functional.evolution import (
     select_blocks,
 )
 from lightning_nm.kernels.cpu import evolution
-from lightning_nm.methods.bame.exchange import DECAY, EPSILON, SCALE, Evidence
+from lightning_nm.methods.bame.exchange import Evidence
 
 DTYPES = list(evolution.DTYPES)
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -210,13 +211,10 @@ def _compare_evidence(c, passes):
             found_grad,
             old_value,
             c.square,
-            unit=SCALE,
             own_ratio=own_ratio,
             limit=torch.tensor(limit),
             correction=evidence.correction(),
             size=torch.tensor(size),
-            decay=DECAY,
-            epsilon=EPSILON,
         )
         if grad is not None:
             assert same(found_grad, torch.where(c.mask, grad, 0))
@@ -231,7 +229,6 @@ def _compare_evidence(c, passes):
             square,
             kept_value,
             kept_square,
-            SCALE,
             whole_value=whole,
             whole_square=whole,
         )

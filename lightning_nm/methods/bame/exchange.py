@@ -18,7 +18,10 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer, RAdam
 
 from lightning_nm.functional.evolution import (
+    DECAY,
+    EPSILON,
     LONGEST_BLOCK,
+    SCALE,
     best_swaps,
     evidence_scores,
     expected_loss_change,
@@ -44,12 +47,7 @@ from lightning_nm.nn.weight import gather, is_sharded, local_shard, local_values
 from lightning_nm.schedule import Phases
 from lightning_nm.training.phases import zero_pruned_state
 
-DECAY = 0.999  # of the second moment
 LOG_DECAY = math.log(DECAY)
-EPSILON = 1e-12
-SCALE = 2.0**64
-"""U is kept divided by this power of two, which loses no bit. Otherwise a step with other masks, or after ``detach()``,
-would take U for momentum."""
 _PLAUSIBLE = 1024
 """Times the size of kept weights. What is larger is no evidence: the state holds momentum, of other masks."""
 
@@ -222,13 +220,10 @@ def gather_evidence(
             row_major,
             evidence.value,
             evidence.square,
-            unit=SCALE,
             own_ratio=own_ratio,
             limit=limit,
             correction=evidence.correction(),
             size=size,
-            decay=DECAY,
-            epsilon=EPSILON,
         )
     else:
         # Into new tensors: the optimizer's step still reads its state.
@@ -283,7 +278,6 @@ def write_evidence(layer: NMLayer, optimizer: Optimizer, evidence: Evidence) -> 
             *tensors,
             value,
             square,
-            SCALE,
             whole_value=evidence.places[0] is None,
             whole_square=evidence.places[1] is None,
         )
