@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_nm.functional.evolution import BlockGrid
+from lightning_nm.functional.evolution import SCALE, BlockGrid
 from lightning_nm.kernels.cpu import evolution as cpu_passes
 from lightning_nm.kernels.gpu import triton_use
 from lightning_nm.methods.bame.exchange import passes_for
@@ -89,12 +89,13 @@ def test_every_operation_is_rounded_on_its_own(dtype, own_ratio, correction, see
     numbers = {"own_ratio": own_ratio, "correction": correction, "size": 0.3, "limit": 2.0}
     numbers = {name: torch.tensor(number) for name, number in numbers.items()}
     decay, epsilon = 0.999, 1e-12
-    step = {"unit": 2.0, "decay": decay, "epsilon": epsilon, **numbers, "own_ratio": own_ratio}
-    value, square = kernels.gather_evidence(c.bits, c.grad.clone(), c.value, c.square, **step)
+    step = {**numbers, "own_ratio": own_ratio}
+    old_value = c.value / (SCALE / 2)
+    value, square = kernels.gather_evidence(c.bits, c.grad.clone(), old_value, c.square, **step)
 
     own_ratio, correction, size, limit = (number.double() for number in numbers.values())
     g, v = c.grad.double(), c.square.double()
-    u = torch.where(c.mask, 0, 2 * c.value.double())
+    u = torch.where(c.mask, 0, SCALE * old_value.double())
     u = torch.where(u.abs() > limit, 0, u)
     v = torch.where(c.mask, rounded(v * own_ratio), v)
     taken = rounded(rounded(g * g) * torch.tensor(1 - decay).double())
