@@ -266,14 +266,16 @@ def _numbers(positions: Tensor, pattern: NMPattern, blocks: int) -> Tensor:
     common = math.gcd(width, 8)
     together, octets = 8 // common, width // common
     # Where each begins in its word.
-    shifts = torch.arange(0, together * width, width, device=device)
+    shifts = torch.arange(0, together * width, width, dtype=torch.int64, device=device)
     if octets == 1:  # the bytes are the words: fewer passes
         words = positions.unsqueeze(1)
         shifts = shifts.byte()
     else:
         missing = -positions.shape[0] % octets
         padded = torch.nn.functional.pad(positions, (0, missing))
-        placed = padded.view(-1, octets).long() << torch.arange(0, 8 * octets, 8, device=device)
+        placed = padded.view(-1, octets).long() << torch.arange(
+            0, 8 * octets, 8, dtype=torch.int64, device=device
+        )
         words = placed.sum(1, keepdim=True)
     # [words, 1] >> [together], without the bits of the numbers above.
     lowest_bits = (1 << width) - 1
