@@ -31,7 +31,13 @@ from benchmarks.gpu.report import Report
 from benchmarks.gpu.setting import NotAsked, Setting
 from benchmarks.timing import interleaved
 from lightning_nm.functional import fold_seed, nm_mask
-from lightning_nm.functional.evolution import BlockGrid, as_blocks, best_swaps, evidence_scores
+from lightning_nm.functional.evolution import (
+    SCALE,
+    BlockGrid,
+    as_blocks,
+    best_swaps,
+    evidence_scores,
+)
 from lightning_nm.functional.mask_storage import BACKWARD_BIT, FORWARD_BIT
 from lightning_nm.functional.select import mask_
 from lightning_nm.kernels.operands import (
@@ -44,7 +50,7 @@ from lightning_nm.kernels.operands import (
     permuted_columns_reference,
     triton_kernels,
 )
-from lightning_nm.methods.bame.exchange import DECAY, EPSILON, SCALE, Evidence, passes_for
+from lightning_nm.methods.bame.exchange import Evidence, passes_for
 from lightning_nm.pattern import NMPattern
 
 PATTERN = NMPattern(2, 4)
@@ -141,8 +147,7 @@ def ways_of_an_adaptation(weight: Tensor, pattern: NMPattern) -> list[Way]:
     old = Evidence(value / SCALE, value.square(), torch.ones((), device=weight.device))
     rate, limit = torch.tensor([1e-3, 1e3], device=weight.device)
     correction = replace(old, count=old.count + 1).correction()
-    step = {"correction": correction, "limit": limit, "size": rate}
-    step |= {"unit": SCALE, "own_ratio": 1.0, "decay": DECAY, "epsilon": EPSILON}
+    step = {"correction": correction, "limit": limit, "size": rate, "own_ratio": 1.0}
     grid = BlockGrid.of(weight, m)
     passes = passes_for(weight, bits, value)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from lightning_nm.estimators.base import BlockEstimator
@@ -36,15 +34,6 @@ class MVUE(BlockEstimator):
     """
 
     numbers = 1
-    one_pass = True
-    """Whether one kernel may draw and transpose this estimator. A subclass that leaves `prune` and `estimate` as they
-    are may set it again: it is False for a subclass that does not."""
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Leave the kernel out for a subclass, which may draw something that the kernel does not know."""
-        super().__init_subclass__(**kwargs)
-        # vars() sees only what the subclass itself sets, not what it inherits.
-        cls.one_pass = vars(cls).get("one_pass", False)
 
     def prune(self, grad: Tensor, pattern: NMPattern, uniform: Tensor) -> Tensor:
         """Draw a sample of the estimator."""
@@ -74,9 +63,11 @@ class MVUE(BlockEstimator):
 
     def _has_kernel(self, layer: NMLayer) -> bool:
         """Tell whether the kernel draws this estimator with this pattern."""
+        # A subclass that overrides one of these may draw something that the kernel does not know.
+        cls = type(self)
+        is_known = cls.prune is MVUE.prune and cls.estimate is MVUE.estimate
         # The kernel pads the tokens to a multiple of TOKENS, which must be whole blocks.
-        whole_blocks = TOKENS % self.pattern_of(layer).m == 0
-        return self.one_pass and whole_blocks
+        return is_known and TOKENS % self.pattern_of(layer).m == 0
 
 
 class ApproxMVUE(BlockEstimator):

@@ -20,13 +20,22 @@ from torch import Tensor
 LONGEST_BLOCK = 32
 """The longest blocks that kernels exchange entries of."""
 
+# Of accumulated evidence, see lightning_nm.methods.bame.exchange.Evidence.
+DECAY = 0.999
+"""Of the second moment V."""
+EPSILON = 1e-12
+"""What is added to its root."""
+SCALE = 2.0**64
+"""U is kept divided by this power of two, which loses no bit. Otherwise a step with other masks, or after ``detach()``,
+would take U for momentum."""
+
 
 class Swaps(NamedTuple):
     """The best exchange of every block.
 
     Args:
-        pruned: The kept entry to prune, int16 ``[B]``.
-        regrown: The pruned entry to regrow, int16 ``[B]``.
+        pruned: The kept entry to prune, int64 ``[B]``.
+        regrown: The pruned entry to regrow, int64 ``[B]``.
         gain: What the exchange raises the score by, ``[B]``; 0 where none does.
     """
 
@@ -51,30 +60,6 @@ def from_blocks(blocks: Tensor, shape: Sequence[int]) -> Tensor:
     return channels_last.movedim(-1, 1)
 
 
-def block_index(
-    shape: Sequence[int],
-    m: int,
-    blocks: Tensor,
-    entries: Tensor,
-) -> tuple[Tensor, ...]:
-    """Return where entries of blocks lie in the tensor ``[out, in, *taps]`` that :func:`as_blocks` cut.
-
-    Args:
-        shape: The shape of that tensor.
-        m: The length of a block.
-        blocks: The number of each block, int64.
-        entries: The entry within each block, int64 of the same shape.
-
-    Returns:
-        An index of that tensor: one int64 tensor per axis.
-    """
-    out, columns, *taps = shape
-    # as_blocks moves `in` to the end: entries count along [out, *taps, in].
-    channels_last = (out, *taps, columns)
-    out_index, *tap_indices, column_index = torch.unravel_index(blocks * m + entries, channels_last)
-    return out_index, column_index, *tap_indices
-
-
 @dataclass(frozen=True)
 class BlockGrid:
     """Where the blocks that :func:`as_blocks` numbers lie in the memory of a row-major weight, in entries.
@@ -92,25 +77,17 @@ class BlockGrid:
     in_line: bool  # whether the blocks follow each other, and the entries of each
 
     @classmethod
-    def of(cls, rows: Tensor, m: int) -> BlockGrid | None:
-        """The blocks of ``rows [out, in, *taps]``, a view of a row-major tensor; ``None`` where it cannot say that."""
+    def of(cls, rows: Tensor, m: int) -> BlockGrid:
+        """The blocks of ``rows [out, in, *taps]``, a view of a row-major tensor whose last axes are the taps."""
         _, columns, *taps = rows.shape
         out_stride, in_stride, *tap_strides = rows.stride()
-        if m > LONGEST_BLOCK or columns % m or not rows.numel():
-            return None
         tap_stride = tap_strides[-1] if taps else 0
-        # The taps of a convolution must follow each other at one distance.
-        expected = tap_stride
-        for size, stride in zip(reversed(taps), reversed(tap_strides), strict=True):
-            if stride != expected:
-                return None
-            expected *= size
         number_of_taps = math.prod(taps)
         in_line = number_of_taps == 1 and in_stride == 1 and out_stride == columns
         return cls(m, columns // m, number_of_taps, out_stride, tap_stride, in_stride, in_line)
 
     def places(self, blocks: Tensor, entries: Tensor) -> Tensor:
-        """Where entries of blocks lie in memory, in entries of the weight.
+        """Where entries of blocks lie in memory, in entries of the weight: their numbers in row-major order.
 
         Args:
             blocks: The number of each block, int64.
@@ -153,11 +130,7 @@ def best_swaps(scores: Tensor, mask: Tensor) -> Swaps:
     # A comparison with NaN is false: a block that holds one stays as it is.
     better_b = highest_b > lowest_b
     gain_b = torch.where(better_b, highest_b - lowest_b, 0)
-    return Swaps(
-        pruned=pruned_b.to(torch.int16),
-        regrown=regrown_b.to(torch.int16),
-        gain=gain_b,
-    )
+    return Swaps(pruned_b, regrown_b, gain_b)
 
 
 def expected_loss_change(
@@ -185,16 +158,9 @@ def expected_loss_change(
     step_gain_bm = step * grad.square()
     removal_bm = torch.where(mask, grad * weight, 0)
     absence_bm = step_gain_bm - removal_bm
-    pruned_b = _pick_entry(absence_bm, swaps.pruned)
-    regrown_b = _pick_entry(absence_bm, swaps.regrown)
-    change_b = pruned_b - regrown_b
-    return torch.where(swaps.gain > 0, change_b, 0)
-
-
-def _pick_entry(blocks_bm: Tensor, entry_b: Tensor) -> Tensor:
-    """Take one entry of every block ``[B, M]``, by its place in the block: ``[B]``."""
-    index_b1 = entry_b.long().unsqueeze(1)
-    return blocks_bm.gather(1, index_b1).squeeze(1)
+    entries_b2 = torch.stack([swaps.pruned, swaps.regrown], 1)
+    pruned_b, regrown_b = absence_bm.gather(1, entries_b2).unbind(1)
+    return torch.where(swaps.gain > 0, pruned_b - regrown_b, 0)
 
 
 def swap_budget(blocks: int, share: float, progress: float) -> int:

@@ -36,7 +36,7 @@ def pack_mask(mask: Tensor) -> Tensor:
             f"a mask to pack is a bool tensor, not {mask.dtype}: pass `mask.bool()` if nonzero means kept"
         )
     numel = mask.numel()
-    size = _packed_size(numel)
+    size = (numel + 7) // 8
     # One byte an entry, and zeros up to a whole number of packed bytes.
     entries = torch.zeros(8 * size, dtype=torch.uint8, device=mask.device)
     entries[:numel] = mask.reshape(-1)
@@ -65,10 +65,13 @@ def unpack_mask(packed: Tensor, shape: Sequence[int]) -> Tensor:
         >>> unpack_mask(torch.tensor([25, 1], dtype=torch.uint8), (3, 3)).int().tolist()
         [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
     """
-    _check_packed(packed)
+    if packed.dtype != torch.uint8:
+        raise TypeError(
+            f"a packed mask is a uint8 tensor, not {packed.dtype}: pass what `pack_mask` returned"
+        )
     shape = tuple(shape)
     numel = math.prod(shape)
-    size = _packed_size(numel)
+    size = (numel + 7) // 8
     packed_shape = tuple(packed.shape)
     if packed_shape != (size,):
         raise ValueError(
@@ -79,33 +82,3 @@ def unpack_mask(packed: Tensor, shape: Sequence[int]) -> Tensor:
     bits = (packed.unsqueeze(1) >> shifts) & 1  # [bytes, 8]
     entries = bits.bool().view(-1)
     return entries[:numel].reshape(shape)
-
-
-def _packed_size(numel: int) -> int:
-    """Return how many bytes so many entries take, eight in each."""
-    return (numel + 7) // 8
-
-
-def _check_packed(packed: Tensor) -> None:
-    """Refuse a packed mask of another dtype."""
-    if packed.dtype != torch.uint8:
-        raise TypeError(
-            f"a packed mask is a uint8 tensor, not {packed.dtype}: pass what `pack_mask` returned"
-        )
-
-
-def count_bits(packed: Tensor) -> Tensor:
-    """Count the bits set in a uint8 tensor, int64 without axes.
-
-    Two packed masks ``a`` and ``b`` differ in ``count_bits(a ^ b)`` entries.
-
-    Example:
-        >>> int(count_bits(torch.tensor([0b101, 0b11], dtype=torch.uint8)))
-        4
-    """
-    _check_packed(packed)
-    # Each pair of bits holds its own count, then each four, then each byte.
-    pairs = packed - ((packed >> 1) & 0x55)
-    fours = (pairs & 0x33) + ((pairs >> 2) & 0x33)
-    octets = (fours + (fours >> 4)) & 0x0F
-    return octets.sum(dtype=torch.int64)

@@ -3,9 +3,9 @@
 One rule: an entry is kept if fewer than N entries of its block beat it. The larger score beats the smaller one,
 the lower index wins a tie, and a NaN loses to every number.
 
-On CPUs the C library ranks the entries. A compiler gets all comparisons of a block as one expression, which it fuses.
-What is left, tensors on other devices and CPUs without the library, takes the same expression for short blocks, and a
-sort.
+On CPUs the C library ranks the entries. A compiler gets all comparisons of a short block as one expression, which it
+fuses. What is left, tensors on other devices and CPUs without the library, takes the same expression for short blocks,
+and a sort.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lightning_nm.pattern import NMPattern, PatternLike
 
 # Beyond, unrolled pairs take long to compile, and a sort is faster where nothing fuses them.
 _MAX_UNROLLED_M = 8
-_MAX_COUNTED_M = 32  # beyond, a sort is faster than all comparisons, and compiles faster
+_MAX_COMPILED_M = 16
 
 by_library: Callable[[Tensor, int, bool], Tensor | None] | None = None
 """The mask of blocks ``[B, M, I]`` by the library of CPU kernels, which sets this when it is imported; it returns
@@ -256,10 +256,7 @@ def _comparable(scores: Tensor) -> Tensor:
 
 def wide_dtype(*tensors: Tensor) -> torch.dtype:
     """Return the dtype that holds the values of all tensors, at least float32, as half precision makes ties."""
-    dtype = torch.float32
-    for tensor in tensors:
-        dtype = torch.promote_types(dtype, tensor.dtype)
-    return dtype
+    return torch.float64 if torch.float64 in [x.dtype for x in tensors] else torch.float32
 
 
 def indices(count: int, like: Tensor) -> Tensor:
@@ -323,11 +320,8 @@ def _top_n_mask(scores: Tensor, pattern: PatternLike, dim: int, magnitude: bool)
     if scores.numel() == 0:
         return torch.empty_like(scores, dtype=torch.bool)
     is_compiling = torch.compiler.is_compiling()
-    rank = sorted_mask
-    if pattern.m <= _MAX_UNROLLED_M:
-        rank = unrolled_mask
-    elif is_compiling and pattern.m <= _MAX_COUNTED_M:
-        rank = counted_mask
+    longest = _MAX_COMPILED_M if is_compiling else _MAX_UNROLLED_M
+    rank = unrolled_mask if pattern.m <= longest else sorted_mask
     if is_compiling:
         return rank(scores.abs() if magnitude else scores, pattern, dim)
     order, inverse_order = memory_order(scores)
@@ -355,24 +349,6 @@ def unrolled_mask(scores: Tensor, pattern: NMPattern, dim: int) -> Tensor:
         ranks[j] = ranks[j] + won
     kept = torch.stack([rank < pattern.n for rank in ranks], -1)
     return kept.flatten(-2).movedim(-1, dim)
-
-
-def counted_mask(scores: Tensor, pattern: NMPattern, dim: int) -> Tensor:
-    """Count what beats each entry, without side effects: a compiler fuses the M comparisons of each into one pass."""
-    axis = dim + 1
-    blocks = scores.unflatten(dim, (-1, pattern.m))  # [..., blocks, M, ...]
-    index = indices(pattern.m, scores)
-    index = index.view(-1, *[1] * (blocks.dim() - axis - 1))
-    nan = blocks.isnan()
-    rank = torch.zeros_like(blocks, dtype=torch.int32)
-    for k in range(pattern.m):
-        other = blocks.narrow(axis, k, 1)
-        # An earlier entry wins ties, also between two NaN.
-        beaten_by_earlier = (other >= blocks) | nan
-        beaten_by_later = (other > blocks) | (nan & ~other.isnan())
-        rank = rank + torch.where(index > k, beaten_by_earlier, beaten_by_later)
-    kept = rank < pattern.n
-    return kept.flatten(dim, axis)
 
 
 def sorted_mask(scores: Tensor, pattern: NMPattern, dim: int) -> Tensor:

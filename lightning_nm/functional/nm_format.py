@@ -92,7 +92,13 @@ def pack_nm(matrix: Tensor, pattern: PatternLike) -> tuple[Tensor, Tensor]:
         bits_bm = chunk_bm.contiguous().view(WORDS[chunk_bm.itemsize])
         mask_bm = nm_mask(nonzero_bm.byte() + bits_bm.ne(0).byte(), pattern)
         values.append(chunk_bm[mask_bm].view(len(chunk_bm), pattern.n))
-        positions.append(_encode(mask_bm, pattern))
+        bits = mask_bm
+        if not uses_bitmap(pattern):
+            entries = torch.arange(pattern.m, device=mask_bm.device, dtype=torch.uint8)
+            numbers = entries.expand_as(mask_bm)[mask_bm]  # N of each block, ascending
+            places = torch.arange(_width(pattern), device=mask_bm.device, dtype=torch.uint8)
+            bits = (numbers.unsqueeze(1) >> places & 1).bool()
+        positions.append(pack_mask(bits))
     blocks_shape = (*matrix.shape[:-1], matrix.shape[-1] // pattern.m, pattern.n)
     return torch.cat(values).view(blocks_shape), torch.cat(positions)
 
@@ -252,16 +258,6 @@ def _expand(values_bn: Tensor, positions: Tensor, pattern: NMPattern) -> Tensor:
     return dense_bm.view(values_bn.dtype)
 
 
-def _encode(mask: Tensor, pattern: NMPattern) -> Tensor:
-    """Return the bytes of the positions of the entries of ``mask [blocks, M]``."""
-    if uses_bitmap(pattern):
-        return pack_mask(mask)
-    entries = torch.arange(pattern.m, device=mask.device, dtype=torch.uint8)
-    numbers = entries.expand_as(mask)[mask]  # N of each block, ascending
-    bits = torch.arange(_width(pattern), device=mask.device, dtype=torch.uint8)
-    return pack_mask((numbers.unsqueeze(1) >> bits & 1).bool())
-
-
 def _numbers(positions: Tensor, pattern: NMPattern, blocks: int) -> Tensor:
     """Return the positions ``[blocks, N]`` of the stored entries, int64."""
     device = positions.device
@@ -269,25 +265,23 @@ def _numbers(positions: Tensor, pattern: NMPattern, blocks: int) -> Tensor:
     # So many numbers fill so many bytes without a rest: a word of at most seven bytes.
     common = math.gcd(width, 8)
     together, octets = 8 // common, width // common
-    shifts = _shifts(together, width, device)
+    # Where each begins in its word.
+    shifts = torch.arange(0, together * width, width, dtype=torch.int64, device=device)
     if octets == 1:  # the bytes are the words: fewer passes
         words = positions.unsqueeze(1)
         shifts = shifts.byte()
     else:
         missing = -positions.shape[0] % octets
         padded = torch.nn.functional.pad(positions, (0, missing))
-        placed = padded.view(-1, octets).long() << _shifts(octets, 8, device)
+        placed = padded.view(-1, octets).long() << torch.arange(
+            0, 8 * octets, 8, dtype=torch.int64, device=device
+        )
         words = placed.sum(1, keepdim=True)
     # [words, 1] >> [together], without the bits of the numbers above.
     lowest_bits = (1 << width) - 1
     numbers = words >> shifts & lowest_bits
     stored = numbers.view(-1)[: blocks * pattern.n]
     return stored.view(blocks, pattern.n).long()
-
-
-def _shifts(count: int, width: int, device: torch.device) -> Tensor:
-    """Return where fields of so many bits begin in a word, int64 ``[count]``."""
-    return torch.arange(0, count * width, width, dtype=torch.int64, device=device)
 
 
 def _width(pattern: NMPattern) -> int:

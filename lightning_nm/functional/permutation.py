@@ -186,12 +186,6 @@ def _problem(
     return _Problem(table.flatten(1).contiguous(), pattern, criterion, groups)
 
 
-def _first_rows(rows: Tensor, groups: int) -> Tensor:
-    """Return the number of the first row of every group, ``[groups, 1]``."""
-    first = indices(groups, rows) * (len(rows) // groups)
-    return first.unsqueeze(1)
-
-
 def _shuffles(count: int, size: int, generator: Generator | None, device: torch.device) -> Tensor:
     """Draw ``[count, size]`` random permutations, on the generator's device (CPU if None): alike on every device."""
     source = generator.device if generator is not None else torch.device("cpu")
@@ -217,7 +211,7 @@ def _best_of(
         count = min(_DRAWN_AT_ONCE, candidates - done)
         drawn = _shuffles(count * groups, size, generator, table.device).view(count, groups, size)
         # Places within a group become rows of the layer.
-        drawn += _first_rows(table, groups)
+        drawn += size * indices(groups, table).unsqueeze(1)
         # The best so far comes first: of equals, argmax returns the first.
         permutations = torch.cat([best, drawn.view(count, out)])
         first_best = _scores(problem, permutations).argmax()
@@ -350,7 +344,7 @@ def _swap(problem: _Problem, start: Tensor, rounds: int, generator: Generator | 
             rows_bm = rows_bm.gather(1, slots_bm)
         if tiles > 1:  # let other blocks meet
             shuffled = _shuffles(groups, per_group, generator, device)
-            blocks = (shuffled + _first_rows(rows_bm, groups)).view(-1)
+            blocks = (shuffled + per_group * indices(groups, start).unsqueeze(1)).view(-1)
             rows_bm = rows_bm[blocks]
             counts_bk = counts_bk.index_select(0, blocks)
         gained = False

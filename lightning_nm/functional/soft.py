@@ -6,15 +6,13 @@ Each section is one paper's; the methods of these papers are in :mod:`lightning_
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from itertools import combinations
 
 import torch
 from torch import Tensor
 
-from lightning_nm.functional.masks import check_blocks, magnitude_mask, wide_dtype
+from lightning_nm.functional.masks import check_blocks, magnitude_mask
 from lightning_nm.functional.random import counter_uniform
-from lightning_nm.functional.select import merged
 from lightning_nm.pattern import NMPattern, PatternLike
 
 # --------------------------------------------------------------------------------------------------------- S-STE
@@ -69,62 +67,6 @@ def soft_threshold_nm(
     return torch.where(is_left, torch.copysign(shrunk, x), 0)
 
 
-def least_squares_scale(x: Tensor, y: Tensor) -> Tensor:
-    r"""The factor by which ``y`` comes closest to ``x``: :math:`\langle x, y \rangle / \langle y, y \rangle`.
-
-    It minimizes :math:`\| x - \beta y \|`. The sums are in float64, the result in the dtype of ``y``, at least float32
-    and without axes; 1 where ``y`` is zero.
-
-    Args:
-        x: Any shape.
-        y: Of the same shape.
-
-    Example:
-        >>> float(least_squares_scale(torch.tensor([2.0, 5.0]), torch.tensor([0.0, 2.0])))
-        2.5
-    """
-    dtype = wide_dtype(y)
-    # Not every device has float64.
-    summed = torch.float32 if y.device.type == "mps" else torch.float64
-    product = (x.to(summed) * y.to(summed)).sum()
-    square = y.to(summed).square().sum()
-    scale = torch.where(square > 0, product / square, 1)
-    return scale.to(dtype)
-
-
-# ---------------------------------------------------------------------------------------------------------- CAST
-
-
-def decayed_moment(
-    moment: Tensor, weight: Tensor, kept: Tensor, ramp: float, decay: float
-) -> Tensor:
-    r"""Return :math:`\tilde\mu`, the moment with an L1 decay at the entries that a mask does not keep.
-
-    .. math:: \tilde\mu = \mu \text{ where kept}, \quad
-              \tilde\mu = (1 - \alpha) \mu + \alpha \lambda \, \mathrm{sign}(W) \text{ elsewhere}.
-
-    Adam divides it by the root of its own mean square. At a large :math:`\alpha` an entry that is not kept therefore
-    moves by about the learning rate towards zero, whatever its gradient's size is: the decay adapts to it.
-
-    Args:
-        moment: :math:`\mu`, the running mean of gradients.
-        weight: W, of that shape. A weight of exactly 0 is not decayed.
-        kept: The entries without a decay, bool.
-        ramp: :math:`\alpha`, from 0 at the beginning to 1.
-        decay: :math:`\lambda`.
-
-    Source: CAST (Huang et al., arXiv 2509.25996), algorithm 1.
-
-    Example:
-        >>> moment = torch.tensor([0.5, 0.5, -0.5])
-        >>> kept = torch.tensor([True, False, False])
-        >>> decayed_moment(moment, torch.tensor([1.0, -1.0, 0.0]), kept, ramp=0.5, decay=0.25).tolist()
-        [0.5, 0.125, -0.25]
-    """
-    decayed = moment * (1 - ramp) + (ramp * decay) * weight.sign()
-    return merged(kept, moment, decayed)
-
-
 # -------------------------------------------------------------------------- patterns of a block: LBC, MaskLogits
 
 MOST_PATTERNS = 256
@@ -160,30 +102,6 @@ def block_patterns(pattern: PatternLike) -> Tensor:
     for row, positions in zip(kept, combinations(range(pattern.m), pattern.n), strict=True):
         row[list(positions)] = True
     return kept
-
-
-def surviving(total: int, step: int, stop: int) -> int:
-    r"""Return how many patterns of a block are left after a step, of ``total`` at first and one from ``stop`` on.
-
-    :math:`1 + \lceil (C - 1) (1 - t / t_f)^3 \rceil`, in integers: no rounding moves a removal to another step.
-
-    Args:
-        total: C, the patterns at first.
-        step: t, the training steps so far.
-        stop: t_f, the step from which one is left.
-
-    Example:
-        >>> [surviving(6, step, 4) for step in range(5)]
-        [6, 4, 2, 2, 1]
-
-    Source: Zhang et al., Learning Best Combination for Efficient N:M Sparsity, NeurIPS 2022, arXiv:2206.06662.
-    """
-    if step >= stop:
-        return 1
-    left = stop - step
-    numerator = (total - 1) * left**3
-    # The ceiling of a quotient of integers.
-    return 1 - (-numerator // stop**3)
 
 
 # ------------------------------------------------------------------------------------------------------- MaskLLM
@@ -222,137 +140,3 @@ def normal_noise(count: int, seed: Tensor) -> Tensor:
     radius, angle = counter_uniform(2 * count, seed).view(2, count).unbind()
     # 1 - u is in (0, 1].
     return torch.sqrt(-2 * torch.log(1 - radius)) * torch.cos(2 * math.pi * angle)
-
-
-def soft_choice(logits: Tensor, noise: Tensor, scale: Tensor, temperature: Tensor) -> Tensor:
-    r"""Return the weights of a soft random choice, :math:`\mathrm{softmax}((\kappa\, \pi + g) / \tau)`, along dim -1.
-
-    Args:
-        logits: :math:`\pi`, ``[..., C]``.
-        noise: g, of the same number of entries, of :func:`gumbel_noise`.
-        scale: :math:`\kappa`, without axes.
-        temperature: :math:`\tau`, without axes; towards 0 the choice becomes hard.
-
-    Source: Jang et al., Categorical Reparameterization with Gumbel-Softmax, ICLR 2017, arXiv:1611.01144.
-
-    Example:
-        >>> one = torch.tensor(1.0)
-        >>> soft_choice(torch.tensor([0.0, 0.0]), torch.tensor([0.0, 0.0]), one, one).tolist()
-        [0.5, 0.5]
-    """
-    noise = noise.to(logits.dtype).view(logits.shape)
-    return torch.softmax((logits * scale + noise) / temperature, dim=-1)
-
-
-def soft_choice_gradient(
-    choice: Tensor, grad: Tensor, scale: Tensor, temperature: Tensor
-) -> Tensor:
-    r"""Turn the gradient of :func:`soft_choice`'s result y into that of the logits.
-
-    :math:`dL/d\pi_p = \kappa / \tau\; y_p\, (dL/dy_p - \sum_q y_q\, dL/dy_q)`.
-    """
-    mean = (choice * grad).sum(-1, keepdim=True)
-    return choice * (grad - mean) * (scale / temperature)
-
-
-# ---------------------------------------------------------------------------------------------------------- MaxQ
-
-
-def axis_thresholds(weight: Tensor, pattern: PatternLike) -> list[Tensor]:
-    r"""Return the magnitudes above which the weights of each filter, and of each kernel position, count for more.
-
-    Of the n weights of a filter, :math:`k = \lfloor n (M - N) / M \rfloor` lie below its threshold, which is the mean
-    of the k-th and the next smallest magnitude; the same of all weights at a kernel position.
-
-    Args:
-        weight: ``[out, in, *taps]``.
-        pattern: What :meth:`NMPattern.parse` reads.
-
-    Returns:
-        The thresholds of the filters, ``[out, 1, ...]``, and, if there are several taps, those of the positions,
-        ``[1, 1, *taps]``, in float32 or wider.
-
-    Example:
-        >>> axis_thresholds(torch.tensor([[1.0, -2.0, 5.0, 4.0]]), "2:4")[0].tolist()
-        [[3.0]]
-
-    Source: Xiang et al., MaxQ: Multi-Axis Query for N:M Sparsity Network, CVPR 2024, arXiv:2312.07061.
-    """
-    pattern = NMPattern.parse(pattern)
-    magnitudes = weight.detach().abs()
-    magnitudes = magnitudes.to(wide_dtype(magnitudes))
-    out, _, *taps = magnitudes.shape
-    filters = _threshold(magnitudes.flatten(1), pattern)
-    found = [filters.view(out, *[1] * (magnitudes.dim() - 1))]
-    if magnitudes[0, 0].numel() > 1:
-        by_position = magnitudes.flatten(2).flatten(0, 1).t()  # [taps, out * in]
-        positions = _threshold(by_position, pattern)
-        found.append(positions.view(1, 1, *taps))
-    return found
-
-
-def _threshold(magnitudes: Tensor, pattern: NMPattern) -> Tensor:
-    """The threshold of each row."""
-    size = magnitudes.shape[1]
-    below = size * (pattern.m - pattern.n) // pattern.m
-    # On a GPU a selection is refused where torch is asked for deterministic algorithms.
-    neighbours = _by_selection if magnitudes.is_cpu else _by_sorting
-    return neighbours(magnitudes, below).mean(1)
-
-
-def _by_sorting(magnitudes: Tensor, below: int) -> Tensor:
-    """The ``below``-th smallest number of each row and the next one; the smallest alone if ``below`` is 0."""
-    ranked = magnitudes.sort(dim=1).values
-    return ranked[:, max(below - 1, 0) : below + 1]
-
-
-def _by_selection(magnitudes: Tensor, below: int) -> Tensor:
-    """The same in less than half the time on a CPU."""
-    ranks = (below, below + 1) if below else (1,)
-    return torch.stack([magnitudes.kthvalue(rank, dim=1).values for rank in ranks], dim=1)
-
-
-def soft_factor(weight: Tensor, thresholds: Sequence[Tensor], temperature: float) -> Tensor:
-    r"""Return what each weight is multiplied by: :math:`1 + \sum_a [|w| > \theta_a]\, \sigma((|w| - \theta_a) / \tau)`.
-
-    Args:
-        weight: ``[out, in, *taps]``.
-        thresholds: :math:`\theta_a` for each axis a, of shapes that broadcast: see :func:`axis_thresholds`.
-        temperature: :math:`\tau`.
-
-    Returns:
-        From 1 to one more than the number of axes, of the weight's shape and the thresholds' dtype.
-
-    Example:
-        >>> soft_factor(torch.tensor([[1.0, -9.0]]), [torch.tensor([[3.0]])], 0.01).tolist()
-        [[1.0, 2.0]]
-    """
-    factor = torch.ones((), dtype=thresholds[0].dtype, device=weight.device)
-    magnitudes = weight.abs().to(factor.dtype)
-    for threshold in thresholds:
-        above = magnitudes - threshold
-        factor = factor + torch.where(above > 0, torch.sigmoid(above / temperature), 0)
-    return factor
-
-
-_EXPONENT = 1.5  # of "exp": the code's 0.05 for each of 30 epochs
-
-
-def share_left(ramp: str, progress: float) -> float:
-    """Return the share of blocks that are not pruned yet at a point of the ramp, from 0 to 1.
-
-    ``"linear"``: ``1 - p``; ``"cubic"``: ``(1 - p)^3``; ``"cos"``: ``cos(p pi / 2)``; ``"exp"``: ``1 - (1 - e^-1.5p) /
-    (1 - e^-1.5)``.
-
-    Example:
-        >>> share_left("linear", 0.25), share_left("cubic", 0.5), share_left("exp", 1.0)
-        (0.75, 0.125, 0.0)
-    """
-    progress = min(max(progress, 0.0), 1.0)
-    if progress == 1:
-        return 0.0
-    if ramp == "cos":
-        return math.cos(progress * math.pi / 2)
-    if ramp == "exp":
-        return 1 - math.expm1(-_EXPONENT * progress) / math.expm1(-_EXPONENT)
-    return (1 - progress) ** (3 if ramp == "cubic" else 1)

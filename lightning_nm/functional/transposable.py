@@ -156,28 +156,21 @@ def _masks_of_a_tile(pattern: NMPattern) -> Tensor:
 def _by_paths(values_ijb: Tensor, pattern: NMPattern) -> Tensor:
     """Return the best mask for every tile of values ``[M, M, B]``, by prices and augmenting paths."""
     mask_ijb = _rows_alone(values_ijb - _prices(values_ijb, pattern), pattern)
-    # Only tiles whose columns are not balanced go on, fewer in every round.
-    unbalanced = _unbalanced(mask_ijb, pattern)
-    values_iju = values_ijb.index_select(2, unbalanced)
-    mask_iju = mask_ijb.index_select(2, unbalanced)
+    # The tiles that may have a column without exactly N entries: at first all, then fewer in every round.
+    unbalanced = indices(mask_ijb.shape[2], mask_ijb)
+    values_iju, mask_iju = values_ijb, mask_ijb
     # N M rounds are enough: every one takes one surplus entry from every tile left.
     for _ in range(pattern.n * pattern.m):
-        if len(unbalanced) == 0:
+        wrong_ju = mask_iju.sum(0) != pattern.n
+        left = wrong_ju.any(0).nonzero().squeeze(1)
+        if len(left) == 0:
             break
-        _augment(values_iju, mask_iju, pattern)
-        mask_ijb.index_copy_(2, unbalanced, mask_iju)
-        left = _unbalanced(mask_iju, pattern)
         unbalanced = unbalanced.index_select(0, left)
         values_iju = values_iju.index_select(2, left)
         mask_iju = mask_iju.index_select(2, left)
+        _augment(values_iju, mask_iju, pattern)
+        mask_ijb.index_copy_(2, unbalanced, mask_iju)
     return mask_ijb
-
-
-def _unbalanced(mask_ijb: Tensor, pattern: NMPattern) -> Tensor:
-    """Return the numbers of the tiles of a mask ``[M, M, B]`` with a column that does not have N entries."""
-    wrong_jb = mask_ijb.sum(0) != pattern.n
-    wrong_b = wrong_jb.any(0)
-    return wrong_b.nonzero().squeeze(1)
 
 
 def _rows_alone(values: Tensor, pattern: NMPattern) -> Tensor:

@@ -18,7 +18,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from lightning_nm.functional.masks import check_blocks, memory_order, pieces
+from lightning_nm.functional.masks import check_blocks, memory_order, pieces, wide_dtype
 from lightning_nm.pattern import NMPattern, PatternLike
 
 # Entries handled at a time: on a CPU, per thread, ten planes of each fit its cache; elsewhere it only bounds memory.
@@ -58,7 +58,7 @@ def mvue_probabilities(x: Tensor, pattern: PatternLike, dim: int = -1) -> Tensor
     # This checks the arguments, as for the estimators; probabilities need no random numbers.
     no_numbers = _uniform(x, pattern, dim, (0,), None, None)
     function = partial(_probabilities, n=pattern.n)
-    return _map_blocks(function, x, pattern, dim, no_numbers, _wide_dtype(x))
+    return _map_blocks(function, x, pattern, dim, no_numbers, wide_dtype(x))
 
 
 def mvue(
@@ -142,11 +142,6 @@ def approx_mvue(
     return _map_blocks(_sample_two_of_four, x, pattern, dim, numbers, x.dtype)
 
 
-def _wide_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype to compute in."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
 def _uniform(
     x: Tensor,
     pattern: NMPattern,
@@ -164,7 +159,7 @@ def _uniform(
     _, dim = check_blocks(x, pattern, dim)
     blocks = x.shape[dim] // pattern.m
     shape = (*rows, *x.shape[:dim], blocks, *x.shape[dim + 1 :])
-    dtype = _wide_dtype(x)
+    dtype = wide_dtype(x)
     if uniform is None:
         return torch.rand(shape, generator=generator, dtype=dtype, device=x.device)
     if generator is not None:
@@ -190,7 +185,7 @@ def _map_blocks(
     x = x.detach()
     dim = dim % x.dim()
     m = pattern.m
-    wide = _wide_dtype(x)
+    wide = wide_dtype(x)
     if torch.compiler.is_compiling():
         # One expression for all blocks, which the compiler fuses; nothing may be read, hence careful.
         entry_axis = dim + 1
@@ -420,8 +415,7 @@ def _assemble(
 
 def _positive(x: Tensor) -> Tensor:
     """Return 1 where x > 0, else 0, in the dtype of x."""
-    zero = torch.zeros((), dtype=x.dtype, device=x.device)
-    return _less(zero, x)
+    return _less(x.new_zeros(()), x)
 
 
 def _less(x: Tensor, y: Tensor) -> Tensor:

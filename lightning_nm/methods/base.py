@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_nm.functional.masks import magnitude_mask
+from lightning_nm.functional.masks import backward_mask, magnitude_mask
 from lightning_nm.functional.select import masked
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.pattern import NMPattern
@@ -17,6 +17,8 @@ from lightning_nm.spelling import with_settings
 
 Gradients = tuple[Tensor | None, ...]
 """The gradients of a weight and of the parameters that the method owns, ``None`` for none."""
+
+AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 
 _STEP_HOOKS = (
     "penalty",
@@ -51,21 +53,28 @@ def largest_entries(layer: NMLayer, pattern: NMPattern | None = None) -> Tensor:
     return layer.view.by_rows(lambda rows: magnitude_mask(rows, pattern or layer.pattern, dim=1))
 
 
-def set_parameter(layer: NMLayer, name: str, values: Tensor) -> None:
-    """Give a layer a parameter of the method's, or set the values of the one that it has."""
-    if name in layer.parameters:
-        # The optimizer may hold this object.
-        layer.parameters[name].data.copy_(values)
-    else:
-        layer.parameters[name] = nn.Parameter(values)
+def backward_entries(layer: NMLayer, forward: Tensor | None) -> Tensor:
+    """The backward mask of a layer for a forward mask, or None for a dense weight, under the layer's permutation."""
+    rows = layer.view.rows
+    backward_rows = backward_mask(
+        rows(layer.weight.detach()),
+        None if forward is None else rows(forward),
+        layer.pattern,
+        layer.masks.permutation,
+        layer.spec.groups,
+    )
+    return layer.view.unrows(backward_rows)
 
 
-def set_buffer(layer: NMLayer, name: str, values: Tensor) -> None:
-    """Give a layer a buffer of the method's, or set the values of the one that it has: compiled graphs read it."""
-    if name in layer.buffers:
-        layer.buffers[name].copy_(values)
+def set_tensor(tensors: dict[str, AnyTensor], name: str, values: AnyTensor) -> None:
+    """Add a tensor to a layer's buffers or parameters, or set the values of the one that is there.
+
+    An optimizer may hold a parameter, and compiled graphs read a buffer.
+    """
+    if name in tensors:
+        tensors[name].copy_(values)
     else:
-        layer.buffers[name] = values
+        tensors[name] = values
 
 
 def has_ended(layer: NMLayer) -> bool:

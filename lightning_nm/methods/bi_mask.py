@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from lightning_nm.functional import backward_mask, magnitude_mask, search_permutation
+from lightning_nm.functional import magnitude_mask, search_permutation
 from lightning_nm.functional.masks import checked_permutation
 from lightning_nm.functional.permutation import Criterion, Search
 from lightning_nm.kernels.cpu import evolution
+from lightning_nm.methods.base import backward_entries
 from lightning_nm.methods.checks import check_count, check_option
 from lightning_nm.methods.ste import SRSTE, DecayAt, DecayScale, grid_to_move
 from lightning_nm.nn.layer import NMLayer
@@ -87,23 +88,22 @@ class BiMask(SRSTE):
     def select(self, layer: NMLayer) -> None:
         """Select both masks from the weight as it is now; search the permutation when it is due."""
         due = layer.progress.crossed(self.permute_every, self.first_search)
-        rows = layer.view.rows(layer.weight.detach())
-        if self._move_in_place(layer, rows, due):
+        if self._move_in_place(layer, due):
             return
         forward = backward = None
         if not layer.spec.forward_reason:
-            forward = magnitude_mask(rows, layer.pattern, dim=1)
+            # Not by largest_entries(): the backward mask needs the whole weight, which is gathered once.
+            rows = layer.view.rows(layer.weight.detach())
+            forward = layer.view.unrows(magnitude_mask(rows, layer.pattern, dim=1))
         if not layer.spec.dgrad_reason:
-            backward = layer.view.unrows(self.select_backward(layer, rows, forward, search=due))
-        # After the backward mask, which is selected from the rows of the forward mask.
-        if forward is not None:
-            forward = layer.view.unrows(forward)
+            backward = self.select_backward(layer, forward, search=due)
         layer.set_masks(forward, backward)
 
-    def _move_in_place(self, layer: NMLayer, rows: Tensor, due: bool) -> bool:
+    def _move_in_place(self, layer: NMLayer, due: bool) -> bool:
         """Move both masks by the library of CPU kernels; whether it can. ``due``: search the permutation."""
         masks = layer.masks
         weight = layer.weight.detach()
+        rows = layer.view.rows(weight)
         n, m = layer.pattern.n, layer.pattern.m
         grid = grid_to_move(layer, backward=True)
         if grid is None or masks.permutation is None:
@@ -115,8 +115,7 @@ class BiMask(SRSTE):
         assert masks.bits is not None
         flips = evolution.keep_largest(grid, n, weight, masks.bits)
         if due:
-            assert masks.forward is not None
-            self._search(layer, rows, layer.view.rows(masks.forward))
+            self._search(layer, rows, masks.forward)
         evolution.keep_largest_of_columns(rows, masks.permutation, n, m, weight, masks.bits)
         masks.count_moved(flips)
         if due:
@@ -124,21 +123,20 @@ class BiMask(SRSTE):
             masks.measure_backward(masks.backward)
         return True
 
-    def select_backward(
-        self, layer: NMLayer, rows: Tensor, forward: Tensor | None, *, search: bool
-    ) -> Tensor:
-        """The backward mask for ``rows`` of the weight and a forward mask of that shape, or None for a dense forward.
+    def select_backward(self, layer: NMLayer, forward: Tensor | None, *, search: bool) -> Tensor:
+        """The backward mask for a forward mask, or None for a dense forward weight.
 
         A search replaces the layer's permutation in place. A first selection searches, too, unless it is too early.
         """
         masks = layer.masks
+        rows = layer.view.rows(layer.weight.detach())
         if masks.permutation is None:
             search = layer.step >= self.first_search
             if not search:
                 masks.set_permutation(checked_permutation(None, rows, layer.spec.groups))
         if search:
             self._search(layer, rows, forward)
-        backward = backward_mask(rows, forward, layer.pattern, masks.permutation, layer.spec.groups)
+        backward = backward_entries(layer, forward)
         if search:
             # Measuring waits for the device, and the density hardly changes between two searches.
             masks.measure_backward(backward)
@@ -148,7 +146,7 @@ class BiMask(SRSTE):
         """Search the layer's permutation, beginning with the present one."""
         found = search_permutation(
             rows,
-            forward,
+            None if forward is None else layer.view.rows(forward),
             layer.pattern,
             search=self.search,
             candidates=self.candidates,

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,16 +21,23 @@ from lightning_nm.training.macs import tensors_in
 _WORTH_A_WARNING = 4
 
 
-class BlockList(NamedTuple):
-    """Modules that run one after the other.
+@dataclass(eq=False)
+class BlockList:
+    """Modules that run one after the other, and what a :class:`Trace` shows of them.
 
     Attributes:
         name: The name of the module that holds them.
         blocks: The modules.
+        orders: The orders in which batches call them.
+        returned: The tensors that the one called last in this batch returned.
+        is_chain: Whether each is given a tensor which the one called before it returned.
     """
 
     name: str
     blocks: list[nn.Module]
+    orders: set[tuple[nn.Module, ...]] = field(default_factory=set)
+    returned: list[Tensor] | None = None
+    is_chain: bool = True
 
     def __str__(self) -> str:
         """Return the name and what it holds, for messages."""
@@ -104,13 +111,8 @@ class Trace:
         """By module, the layers that were called before it returned: its output may depend on them."""
         self.sizes: dict[nn.Module, int] = defaultdict(int)
         """The entries of the largest output of a module."""
-        self.block_orders: dict[str, set[tuple[nn.Module, ...]]] = defaultdict(set)
-        """By list, the orders in which batches call its modules."""
-        self.unchained: set[str] = set()
-        """Lists with a module that is given no tensor which the module called before it returned."""
         self._lists = lists
         self._called: list[nn.Module] = []  # in the present batch
-        self._returned: dict[str, list[Tensor]] = {}  # by list, of its module called last
         self._last: tuple[nn.Module, Tensor, int] | None = None  # call of a layer with one input
 
     @contextmanager
@@ -127,9 +129,8 @@ class Trace:
         self._called.append(module)
         inputs = tensors_in((args, kwargs))
         for each in self._lists:
-            returned = self._returned.get(each.name) if module in each.blocks else None
-            if returned is not None and not any(x is y for x in inputs for y in returned):
-                self.unchained.add(each.name)
+            if module in each.blocks and each.returned is not None:
+                each.is_chain &= any(x is y for x in inputs for y in each.returned)
         if module not in self.layers:
             return
         shared = last = None
@@ -147,7 +148,7 @@ class Trace:
         self.sizes[module] = max(sum(x.numel() for x in outputs), self.sizes[module])
         for each in self._lists:
             if module in each.blocks:
-                self._returned[each.name] = outputs
+                each.returned = outputs
 
     def end_batch(self) -> None:
         """Take note of the end of a batch."""
@@ -155,8 +156,8 @@ class Trace:
         for module, counts in self.counts.items():
             counts.add(times[module])
         for each in self._lists:
-            order = tuple(module for module in self._called if module in each.blocks)
-            self.block_orders[each.name].add(order)
+            each.orders.add(tuple(module for module in self._called if module in each.blocks))
+            each.returned = None
         # A layer that the batches before did not call, as some experts, stands before the one that follows it here.
         place = len(self.order)
         for module in reversed(list(dict.fromkeys(self._called))):
@@ -165,14 +166,13 @@ class Trace:
                     self.order.insert(place, module)
                 place = self.order.index(module)
         self._called = []
-        self._returned = {}
         self._last = None
 
     def fault(self, each: BlockList) -> str:
         """Why the modules of a list cannot answer from memory; empty if they can."""
-        if len(self.block_orders[each.name]) > 1:
+        if len(each.orders) > 1:
             return "batches call its modules in different orders"
-        (order,) = self.block_orders[each.name]
+        (order,) = each.orders
         for number, block in enumerate(each.blocks):
             times = order.count(block)
             holds_layers = not self.layers.isdisjoint(block.modules())
@@ -201,7 +201,7 @@ class Trace:
                 fault = "overlaps with other named blocks"
             if named and fault:
                 raise ValueError(f"blocks={each.name!r}: {fault}")
-            if not named and not fault and each.name in self.unchained:
+            if not named and not fault and not each.is_chain:
                 # As experts, each of which gets tokens of its own.
                 fault = (
                     "they do not hand a tensor from one to the next. Name the blocks if each needs no more of those "
@@ -213,8 +213,9 @@ class Trace:
                     reason = f"the modules of {each} cannot be calibrated block by block: {fault}"
             elif inside.isdisjoint(held):
                 held |= inside
-                (order,) = self.block_orders[each.name]
-                chosen.append(each._replace(blocks=list(order)))
+                (order,) = each.orders
+                each.blocks = list(order)
+                chosen.append(each)
         return chosen, reason
 
 

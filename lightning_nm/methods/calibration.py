@@ -22,14 +22,12 @@ from lightning_nm.nn.selection import install, uninstall
 from lightning_nm.training.macs import evaluation, tensors_in
 
 
-def has_experts(layer: NMLayer) -> bool:
-    """Whether the weight holds one matrix for each expert."""
-    return layer.spec.layout.has_experts
-
-
 def has_inputs(layer: NMLayer) -> bool:
     """Whether it can be known what the layer multiplies by the weight."""
-    return has_experts(layer) or _adapter(layer).inputs.__func__ is not Adapter.inputs.__func__  # type: ignore[attr-defined]
+    if layer.spec.layout.has_experts:
+        return True
+    inputs: Any = _adapter(layer).inputs
+    return inputs.__func__ is not Adapter.inputs.__func__  # type: ignore[attr-defined]
 
 
 def _adapter(layer: NMLayer) -> type[Adapter]:
@@ -171,7 +169,7 @@ class Calibration:
         with progress_bar(len(self.layers), self.progress) as advance:
             while done < len(self.layers):
                 first = self.layers[done]
-                if has_experts(first):
+                if first.spec.layout.has_experts:
                     stage = [first]
                     yield first, partial(self._some_at_a_time, first, done)
                 else:
@@ -193,7 +191,7 @@ class Calibration:
             last = stage[-1].spec.module
             module = layer.spec.module
             counts = self.trace.counts[module]
-            is_shared = self.trace.shared[module] == {last} and not has_experts(layer)
+            is_shared = self.trace.shared[module] == {last} and not layer.spec.layout.has_experts
             if not is_shared or len(counts) > 1 or counts != self.trace.counts[last]:
                 break
             stage.append(layer)
@@ -258,7 +256,7 @@ class Calibration:
                 block = self.memory.block_of.get(module)
                 if block is not None and not calls:
                     stack.callback(block.register_forward_hook(ended).remove)
-            if has_experts(first):
+            if first.spec.layout.has_experts:
                 # Each call adds what it multiplies while it runs.
                 stack.callback(module.register_forward_hook(called).remove)
                 install(self.model, [first])
@@ -294,19 +292,15 @@ def call_model(model: nn.Module, batch: Any) -> Any:
 @contextmanager
 def uncached_evaluation(model: nn.Module) -> Iterator[None]:
     """Evaluation mode in which models of transformers fill no caches."""
-    configs: list[Any] = [module.__dict__.get("config") for module in model.modules()]
-    caching = [config for config in configs if getattr(config, "use_cache", None) is True]
-    # What one block leaves in a cache, another one could read.
-    for config in caching:
-        with suppress(AttributeError):  # a frozen one is none of transformers
-            config.use_cache = False
-    try:
-        with evaluation(model):
-            yield
-    finally:
-        for config in caching:
-            with suppress(AttributeError):
-                config.use_cache = True
+    with ExitStack() as stack, evaluation(model):
+        for module in model.modules():
+            config: Any = module.__dict__.get("config")
+            if getattr(config, "use_cache", None) is True:
+                # What one block leaves in a cache, another one could read. A frozen config is none of transformers.
+                with suppress(AttributeError):
+                    config.use_cache = False
+                    stack.callback(setattr, config, "use_cache", True)
+        yield
 
 
 @contextmanager

@@ -7,19 +7,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
 from lightning_nm.functional import pack_mask, unpack_mask
-from lightning_nm.functional.select import masked
-from lightning_nm.functional.soft import decayed_moment
+from lightning_nm.functional.select import masked, merged
 from lightning_nm.methods.base import (
     Gradients,
     SparseToSparse,
     has_ended,
     kept_gradient,
     largest_entries,
-    set_parameter,
+    set_tensor,
     weighted_mean,
 )
 from lightning_nm.methods.checks import check_count, check_number, refuse_tensor_parallel
@@ -151,7 +150,7 @@ class CAST(SparseToSparse):
                 f"CAST makes an optimizer's step that of AdamS, which it can do for Adam and AdamW, but not for {name} "
                 f"(layer '{layer.name}'): use one of them, or another method"
             )
-        group = group_of(optimizer, layer.view.optimizer_param)
+        group = group_of(layer, optimizer)
         if coupled_decay(optimizer, group):
             raise ValueError(
                 f"{name} adds weight_decay={group['weight_decay']} to the gradient of layer '{layer.name}', which "
@@ -176,15 +175,11 @@ class CAST(SparseToSparse):
             out, columns, *_ = layer.view.rows(weight.detach()).shape
             groups = 1 if columns % self.scale_groups else self.scale_groups
             ones = torch.ones(out, groups, dtype=weight.dtype, device=weight.device)
-            set_parameter(layer, SCALE, ones)
+            set_tensor(layer.parameters, SCALE, nn.Parameter(ones))
         if has_ended(layer):
             self._choose_mask(layer)
         else:
-            self._find_kept(layer)
-
-    def _find_kept(self, layer: NMLayer) -> None:
-        """Find the entries that are not decayed."""
-        layer.buffers[KEPT] = pack_mask(largest_entries(layer))
+            layer.buffers[KEPT] = pack_mask(largest_entries(layer))
 
     def _choose_mask(self, layer: NMLayer) -> None:
         """Keep the largest entries from now on."""
@@ -203,7 +198,7 @@ class CAST(SparseToSparse):
         if has_ended(layer):
             self._project(layer)
         elif layer.progress.crossed(self.refresh_every):
-            self._find_kept(layer)
+            layer.buffers[KEPT] = pack_mask(largest_entries(layer))
 
     def finish(self, layer: NMLayer) -> None:
         """Make the weight N:M if its end was not reached."""
@@ -251,7 +246,7 @@ class CAST(SparseToSparse):
         if grad is None or layer.spec.forward_reason or will_be_skipped(optimizer):
             return
         parameter = layer.view.optimizer_param
-        group = group_of(optimizer, parameter)
+        group = group_of(layer, optimizer)
         state = optimizer.state[parameter]
         if not state:
             _start(state, parameter, group)
@@ -267,11 +262,12 @@ class CAST(SparseToSparse):
         if KEPT in layer.buffers:
             (end,) = layer.progress.schedule
             kept = unpack_mask(layer.buffers[KEPT], tuple(layer.view.shape))
-            weight = layer.view.local.to(moment.dtype)
-            ramp = min(layer.progress.step / end, 1.0)
-            moment.copy_(
-                decayed_moment(moment, weight, layer.view.shard_of(kept), ramp, self.decay)
-            )
+            signs = layer.view.local.to(moment.dtype).sign()
+            ramp = min(layer.progress.step / end, 1.0)  # alpha
+            # Adam divides by the root of the mean square: at a large alpha a decayed entry moves by about the learning
+            # rate towards zero, whatever the size of its gradient is.
+            decayed = moment * (1 - ramp) + (ramp * self.decay) * signs
+            moment.copy_(merged(layer.view.shard_of(kept), moment, decayed))
         grad.copy_(moment)
 
     def after_step(self, layer: NMLayer, optimizer: Optimizer) -> None:
@@ -281,7 +277,7 @@ class CAST(SparseToSparse):
         if before is not None:
             moment = local_values(before.holder)
             moment.copy_(before.moment)
-            _add_gradient(moment, before.grad, group_of(optimizer, layer.view.optimizer_param))
+            _add_gradient(moment, before.grad, group_of(layer, optimizer))
             grad = layer.view.local_grad
             if grad is not None:
                 grad.copy_(before.grad)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_nm.functional import magnitude_mask
 from lightning_nm.functional.masks import wide_dtype
-from lightning_nm.methods.base import Method, set_buffer
+from lightning_nm.methods.base import Method, set_tensor
 from lightning_nm.methods.checks import check_number, check_option
 from lightning_nm.methods.ste import STE
 from lightning_nm.nn.layer import NMLayer
@@ -205,7 +205,7 @@ class DecayingMask(STE):
         factor = 1 - share if self.decay == "linear" else math.exp(-self.rate * share)
         weight = layer.param
         dtype = wide_dtype(weight)
-        set_buffer(layer, FADE, torch.tensor([factor], dtype=dtype, device=weight.device))
+        set_tensor(layer.buffers, FADE, torch.tensor([factor], dtype=dtype, device=weight.device))
 
     def forward_weight(self, layer: NMLayer, weight: Tensor) -> Tensor:
         """W under the mask; while pruned entries fade, W with these multiplied by b."""

@@ -6,19 +6,18 @@ import math
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_nm.functional import pack_mask, unpack_mask
 from lightning_nm.functional.masks import wide_dtype
 from lightning_nm.functional.select import masked
-from lightning_nm.functional.soft import surviving
 from lightning_nm.methods.base import (
     Gradients,
     SparseToSparse,
     has_ended,
     kept_gradient,
-    set_parameter,
+    set_tensor,
     weighted_mean,
 )
 from lightning_nm.methods.checks import warn_of_late_stop
@@ -101,7 +100,7 @@ class LBC(SparseToSparse):
         score = 1 / math.comb(m - 1, n - 1)
         dtype = wide_dtype(weight)
         scores = torch.full(shape, score, dtype=dtype, device=device)
-        set_parameter(layer, SCORES, scores)
+        set_tensor(layer.parameters, SCORES, nn.Parameter(scores))
         layer.buffers[REMOVED] = pack_mask(torch.zeros_like(scores, dtype=torch.bool))
         layer.set_masks(torch.ones(layer.view.shape, dtype=torch.bool, device=device))
         self._remove_patterns(layer)
@@ -118,7 +117,9 @@ class LBC(SparseToSparse):
         scores = layer.parameters[SCORES].detach()
         (stop,) = layer.progress.schedule
         total = scores.shape[-1]
-        left = surviving(total, layer.progress.clock, stop)
+        # 1 + ceil((C - 1) (1 - t / t_f)^3), in integers: no rounding moves a removal to another step.
+        ahead = max(stop - layer.progress.clock, 0)
+        left = 1 - (-(total - 1) * ahead**3 // max(stop, 1) ** 3)
         removed = _removed(layer)
         # The same number in all blocks.
         if left >= total - int(removed[0, 0].sum()):

@@ -8,22 +8,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_nm.functional import fold_seed, is_nm, pack_mask, unpack_mask
 from lightning_nm.functional.masks import wide_dtype
-from lightning_nm.functional.soft import (
-    gumbel_noise,
-    normal_noise,
-    soft_choice,
-    soft_choice_gradient,
-)
+from lightning_nm.functional.soft import gumbel_noise, normal_noise
 from lightning_nm.methods.base import (
     Gradients,
     MaskMethod,
     largest_entries,
-    set_parameter,
+    set_tensor,
     weighted_mean,
 )
 from lightning_nm.methods.checks import check_number, warn_of_late_stop
@@ -51,9 +46,10 @@ class MaskLogits(MaskMethod):
 
     .. math:: W \odot \sum_p y_p P_p, \quad y = \mathrm{softmax}((\kappa\, \pi + g) / \tau)
 
-    with Gumbel noise g. The scale :math:`\kappa` and the temperature :math:`\tau` go from their first to their last
-    values, so that random soft masks become nearly hard ones. **The model is N:M at any time**: evaluation, state dicts
-    and files use the pattern of the largest logit. While it trains, products are dense, and count as dense.
+    with Gumbel noise g (Jang et al., ICLR 2017, arXiv 1611.01144). The scale :math:`\kappa` and the temperature
+    :math:`\tau` go from their first to their last values, so that random soft masks become nearly hard ones. **The
+    model is N:M at any time**: evaluation, state dicts and files use the pattern of the largest logit. While it trains,
+    products are dense, and count as dense.
 
     The loss gets :math:`-\lambda (1 - t / T) \sum (W \odot \sum_p y_p P_p)^2`, for which weights of large magnitude are
     kept. The first logits are normal with deviation 0.01, plus the prior: ``prior_strength * 0.01`` for each entry that
@@ -155,7 +151,7 @@ class MaskLogits(MaskMethod):
             shared = sum_by_pattern(layer, self._prior_of(layer), logits)
             # The constant changes no choice.
             logits += self.prior_strength * _SPREAD * (shared - 1)
-        set_parameter(layer, LOGITS, logits)
+        set_tensor(layer.parameters, LOGITS, nn.Parameter(logits))
         layer.buffers[WORDS] = torch.zeros(4, dtype=torch.int64, device=weight.device)
         layer.buffers[ANNEALED] = torch.zeros(2, dtype=dtype, device=weight.device)
         self.update(layer)
@@ -214,10 +210,11 @@ class MaskLogits(MaskMethod):
         layer.buffers[ANNEALED].copy_(torch.tensor(annealed, dtype=torch.float64))
 
     def _choice(self, layer: NMLayer, logits: Tensor) -> Tensor:
-        """The weights of the patterns in this step, ``[out, blocks, C]``."""
+        """The weights y of the patterns in this step, ``[out, blocks, C]``."""
         scale, temperature = layer.buffers[ANNEALED].unbind()
         noise = gumbel_noise(logits.numel(), layer.buffers[WORDS])
-        return soft_choice(logits, noise, scale, temperature)
+        noise = noise.to(logits.dtype).view(logits.shape)
+        return torch.softmax((logits * scale + noise) / temperature, dim=-1)
 
     def _soft_mask(self, layer: NMLayer, logits: Tensor) -> Tensor:
         """The soft mask of this step, of the weight's shape."""
@@ -240,7 +237,9 @@ class MaskLogits(MaskMethod):
         of_choice = sum_by_pattern(layer, grad * weight, logits)
         scale, temperature = layer.buffers[ANNEALED].unbind()
         choice = self._choice(layer, logits.detach())
-        return None, soft_choice_gradient(choice, of_choice, scale, temperature)
+        # dL/dpi_p = kappa / tau y_p (dL/dy_p - sum_q y_q dL/dy_q)
+        mean = (choice * of_choice).sum(-1, keepdim=True)
+        return None, choice * (of_choice - mean) * (scale / temperature)
 
     def penalty(self, layer: NMLayer) -> Tensor | None:
         """The negative square of the weights under the soft mask, which fades with the training."""

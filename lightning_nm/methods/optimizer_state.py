@@ -3,104 +3,72 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_nm.functional.select import mask_
-from lightning_nm.nn.weight import gather, local_shard, local_values
+from lightning_nm.nn.layer import NMLayer, blocks_of
+from lightning_nm.nn.weight import gather
 
 SECOND_MOMENTS = frozenset({"exp_avg_sq", "max_exp_avg_sq"})
 """State that scales steps: zero would not be neutral for a regrown entry, the block's mean is. All else starts at 0."""
 
 
-@dataclass(frozen=True)
-class StepSize:
-    r"""How far a unit of gradient moves each entry, in the long run.
+def step_size(
+    layer: NMLayer, optimizer: Optimizer, grad_bm: Tensor, mask_bm: Tensor
+) -> Tensor | float:
+    r"""How far a unit of gradient moves each entry of a layer's weight in the long run, by the state of its optimizer.
 
-    :math:`\eta = s`, or with an epsilon :math:`\eta = s / (\sqrt{h} + \epsilon)`, where :math:`h = (a v + b G^2) / c`
-    is the preconditioner of the coming step; with AMSGrad :math:`h = \max(u, a v + b G^2) / c` with the maximum u.
-    A pruned entry takes the mean of h over its block's kept entries, which it starts from when it is regrown, but at
-    least its own :math:`G^2`: it is not expected to move further than s.
+    SGD: :math:`\eta = lr (1 - d) / (1 - \mu)` with momentum :math:`\mu` and dampening d, what a gradient adds up to in
+    the end. The Adam family: :math:`\eta = lr / (\sqrt{h} + \epsilon)`, where
+    :math:`h = (\beta_2 v + (1 - \beta_2) G^2) / c` is the preconditioner of the coming step, c the correction of its
+    bias; with AMSGrad :math:`h = \max(u, \beta_2 v + (1 - \beta_2) G^2) / c` with the maximum u. A pruned entry takes
+    the mean of h over its block's kept entries, which it starts from when it is regrown, but at least its own
+    :math:`G^2`: it is not expected to move further than the learning rate. Weight decay is no part of it.
+
+    Args:
+        layer: The layer.
+        optimizer: The optimizer of its weight.
+        grad_bm: The complete dense gradient of the coming step, in blocks ``[B, M]``.
+        mask_bm: The kept entries, bool ``[B, M]``.
+
+    Returns:
+        ``[B, M]``, or a number where all entries have the same.
     """
-
-    scale: float  # s
-    moment: Tensor | None = None  # v, of the weight's shape; None for zeros
-    largest: Tensor | None = None  # u, of the same shape; None without AMSGrad
-    keep: float = 0.0  # a, and b = 1 - a
-    correction: float = 1.0  # c
-    epsilon: float | None = None
-    # Whether the optimizer climbs: the gradient of the loss is then the negative one.
-    maximize: bool = False
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """Those of ``moment`` and ``largest`` that there are, in this order."""
-        return [tensor for tensor in (self.moment, self.largest) if tensor is not None]
-
-    def of_blocks(
-        self,
-        grad: Tensor,
-        mask: Tensor,
-        moment: Tensor | None = None,
-        largest: Tensor | None = None,
-    ) -> Tensor | float:
-        """The step size of blocks ``[B, M]``, given their part of ``moment`` and ``largest``."""
-        if self.epsilon is None:
-            return self.scale
-        square = grad.square()
-        second = (1 - self.keep) * square
-        if moment is not None:
-            second = self.keep * moment + second
-        if largest is not None:
-            second = torch.maximum(largest, second)
-        second /= self.correction
-        mean = torch.where(mask, second, 0).sum(1, keepdim=True) / mask.sum(1, keepdim=True)
-        second = torch.where(mask, second, torch.maximum(mean, square))
-        return self.scale / (second.sqrt_() + self.epsilon)
-
-
-def step_size(optimizer: Optimizer, parameter: Tensor) -> StepSize:
-    r"""Read the effective step size for an optimizer's parameter that holds its complete gradient.
-
-    SGD: :math:`lr (1 - d) / (1 - \mu)` with dampening d, what a gradient adds up to in the end. The Adam family: the
-    learning rate over the root of the second moment. Weight decay is no part of it.
-    """
-    group = group_of(optimizer, parameter)
-    state = {
-        key: gather(value) if isinstance(value, Tensor) else value
-        for key, value in optimizer.state.get(parameter, {}).items()
-    }
+    group = group_of(layer, optimizer)
+    state = optimizer.state.get(layer.param, {})
     rate = float(group["lr"])
-    maximize = bool(group.get("maximize"))
     if not is_adam_like(optimizer, group, state):
         momentum = float(group.get("momentum") or 0)
         if momentum < 1:
             rate *= (1 - float(group.get("dampening") or 0)) / (1 - momentum)
-        return StepSize(rate, maximize=maximize)
+        return rate
     beta = float(group["betas"][1])
-    done = float(state.get("step", 0))
+    coming = float(state.get("step", 0)) + 1
     if isinstance(optimizer, torch.optim.RAdam):
-        rectified = _rectification(beta, done + 1)
+        rectified = _rectification(beta, coming)
         if rectified is None:
-            return StepSize(rate, maximize=maximize)
+            return rate
         rate *= rectified
-    return StepSize(
-        rate,
-        moment=state.get("exp_avg_sq"),
-        largest=state.get("max_exp_avg_sq"),  # AMSGrad's, which the coming gradient may still raise
-        keep=beta,
-        correction=1 - beta ** (done + 1),
-        epsilon=group["eps"],
-        maximize=maximize,
-    )
+    square = grad_bm.square()
+    second = (1 - beta) * square
+    if "exp_avg_sq" in state:
+        second = beta * blocks_of(layer, gather(state["exp_avg_sq"])).to(second.dtype) + second
+    if "max_exp_avg_sq" in state:
+        # AMSGrad's, which the coming gradient may still raise.
+        largest = blocks_of(layer, gather(state["max_exp_avg_sq"])).to(second.dtype)
+        second = torch.maximum(largest, second)
+    second /= 1 - beta**coming
+    mean = torch.where(mask_bm, second, 0).sum(1, keepdim=True) / mask_bm.sum(1, keepdim=True)
+    second = torch.where(mask_bm, second, torch.maximum(mean, square))
+    return rate / (second.sqrt_() + group["eps"])
 
 
-def group_of(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
-    """The optimizer's group of a parameter; a ``RuntimeError`` if there is none."""
+def group_of(layer: NMLayer, optimizer: Optimizer) -> dict[str, Any]:
+    """The optimizer's group of a layer's weight; a ``RuntimeError`` if there is none."""
+    parameter = layer.view.optimizer_param
     for group in optimizer.param_groups:
         for held in group["params"]:
             if held is parameter:
@@ -149,8 +117,9 @@ def _rectification(beta: float, step: float) -> float | None:
     return ((length - 4) * (length - 2) * limit / ((limit - 4) * (limit - 2) * length)) ** 0.5
 
 
-def entry_states(optimizer: Optimizer, weight: Tensor, layer: str) -> dict[str, Tensor]:
+def entry_states(layer: NMLayer, optimizer: Optimizer) -> dict[str, Tensor]:
     """The tensors with one number for each entry of the weight, by name; a ValueError names any other state."""
+    weight = layer.param
     found = {}
     for key, value in optimizer.state.get(weight, {}).items():
         if isinstance(value, Tensor):
@@ -163,27 +132,13 @@ def entry_states(optimizer: Optimizer, weight: Tensor, layer: str) -> dict[str, 
             is_unknown = isinstance(value, (list, tuple, dict)) and bool(value)
             kept = f"a {type(value).__name__}"
         if is_unknown:
-            raise ValueError(_unsupported(optimizer, layer, f"keeps '{key}' as {kept}"))
+            raise unsupported(layer, optimizer, f"keeps '{key}' as {kept}")
     return found
 
 
-def check_optimizer(optimizer: Optimizer, weight: Tensor, layer: str) -> None:
-    """Refuse, by a ``ValueError``, an optimizer that is neither SGD nor like Adam or keeps state of other shapes."""
-    state = optimizer.state.get(weight, {})
-    known = (is_adam_like(optimizer, group, state) for group in optimizer.param_groups)
-    if not isinstance(optimizer, torch.optim.SGD) and not all(known):
-        raise ValueError(_unsupported(optimizer, layer, "is neither SGD nor of the Adam family"))
-    entry_states(optimizer, weight, layer)
-
-
-def _unsupported(optimizer: Optimizer, layer: str, why: str) -> str:
-    return (
-        f"{type(optimizer).__name__} {why} (layer '{layer}'), so the state of pruned and regrown entries cannot be "
-        "set: use SGD, Adam, AdamW, NAdam or RAdam, or another method"
+def unsupported(layer: NMLayer, optimizer: Optimizer, why: str) -> ValueError:
+    """The error of an optimizer for a method that exchanges entries."""
+    return ValueError(
+        f"{type(optimizer).__name__} {why} (layer '{layer.name}'), so the state of pruned and regrown entries cannot "
+        "be set: use SGD, Adam, AdamW, NAdam or RAdam, or another method"
     )
-
-
-def clear_entries(optimizer: Optimizer, weight: Tensor, pruned: Tensor, layer: str) -> None:
-    """Zero the state of the entries under a bool mask."""
-    for state in entry_states(optimizer, weight, layer).values():
-        mask_(local_values(state), ~local_shard(pruned, state))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
@@ -197,40 +198,41 @@ def prune(
     patterns = _check_options(
         pattern, score, budget, max_error, candidates, counted, blocks, has_data=data is not None
     )
-    found = _select(model, patterns, include, exclude, skip_first_last, conv_layout)
-    for layer in found.layers:
+    layers, skipped, sizes = _select(
+        model, patterns, include, exclude, skip_first_last, conv_layout
+    )
+    for layer in layers:
         _refuse_layer(layer, calibrated=data is not None)
     if len(patterns) == 1:
-        _warn_of_pruned(found.layers, patterns[0])
-    result = Pruned(skipped=found.skipped)
-    costs: Mapping[str, int] = found.sizes
+        _warn_of_pruned(list(layers), patterns[0])
+    result = Pruned(skipped=skipped)
+    costs: Mapping[str, int] = sizes
     measure = partial(_try, score=score, damping=damping)
 
     # Without data there are no moments, and all groups are pruned by magnitude.
     calibrated: Callable[[], Iterable[tuple[NMLayer, Moments]]]
-    calibrated = partial(zip, found.layers, repeat(tuple))
+    calibrated = partial(zip, layers, repeat(tuple))
     with uncached_evaluation(model) if data is not None else nullcontext():
         if data is not None:
             # The pass that finds the order of the layers also counts what they multiply.
             with closing(MacsCounter(model)) as counter:
                 calibrated = Calibration(
-                    model, found.layers, data, call or call_model, blocks, progress
+                    model, list(layers), data, call or call_model, blocks, progress
                 ).moments
             costs = counter.macs if counted == "flops" else costs
             if score == "sparsegpt":
-                _warn_of_few_tokens(found.layers, counter.macs)
+                _warn_of_few_tokens(list(layers), counter.macs)
         if budget is not None:
             # All layers are measured before the first one is pruned: they share the budget.
             values = {}
             for layer, moments in calibrated():
-                candidates_of = found.patterns[layer.name]
-                errors = measure(layer, moments(), candidates_of).errors
-                values[layer.name] = errors or _lost(layer, candidates_of, squared=data is not None)
+                errors = measure(layer, moments(), layers[layer]).errors
+                values[layer.name] = errors or _lost(layer, layers[layer], squared=data is not None)
             result.choices = _choose(values, costs, budget, 1 if data is None else 2, counted)
         for layer, moments in calibrated():
             if max_error is not None:
                 # With the inputs that the layers pruned before give it.
-                errors = measure(layer, moments(), found.patterns[layer.name]).errors
+                errors = measure(layer, moments(), layers[layer]).errors
                 result.choices[layer.name] = _sparsest_within(errors, max_error)
             own = _pattern_of(layer, patterns, result)
             if own is None:
@@ -310,22 +312,6 @@ def _check_options(
 # ------------------------------------------------------------------------------------------------------------ selection
 
 
-class _Selected(NamedTuple):
-    """The layers that a set of candidate patterns fits, and what is left.
-
-    Attributes:
-        layers: In the model's order.
-        patterns: By name, the candidates that fit the layer, the sparsest one first.
-        skipped: Why each other weight is dense.
-        sizes: The entries of all weights of known kinds.
-    """
-
-    layers: list[NMLayer]
-    patterns: dict[str, list[NMPattern]]
-    skipped: dict[str, str]
-    sizes: dict[str, int]
-
-
 def _select(
     model: nn.Module,
     patterns: list[NMPattern],
@@ -333,8 +319,12 @@ def _select(
     exclude: str | Sequence[str] | None,
     skip_first_last: SkipFirstLast,
     conv_layout: ConvLayout,
-) -> _Selected:
+) -> tuple[dict[NMLayer, list[NMPattern]], dict[str, str], dict[str, int]]:
     """Select the layers that at least one of the patterns fits.
+
+    Returns:
+        The layers in the model's order, each with the patterns that fit it, the sparsest one first; why each other
+        weight is dense; and the entries of all weights of known kinds.
 
     Raises:
         ValueError: If the selection fails for one of the block lengths.
@@ -342,25 +332,24 @@ def _select(
     first, last = parse_skip_first_last(skip_first_last)
     globs = as_globs(include, "include")
     excluded = as_globs(exclude, "exclude") or ()
-    found = _Selected([], {}, {}, {})
+    skipped: dict[str, str] = {}
+    sizes: dict[str, int] = {}
     layers: dict[str, NMLayer] = {}
+    fitting: dict[str, list[NMPattern]] = defaultdict(list)
     # Whether a weight can be masked depends on the length of the blocks, not on N.
     for m in dict.fromkeys(pattern.m for pattern in patterns):
         # Any method that keeps N of M will do: it is only asked which layers it can mask.
         rule = Rule(globs, NMPattern(1, m), STE(), None, conv_layout)
         selection = select(model, [rule], excluded, skip_first=first, skip_last=last)
-        found.sizes.update(selection.sizes)
-        found.skipped.update(selection.skipped)
+        sizes.update(selection.sizes)
+        skipped.update(selection.skipped)
         for layer in selection.layers:
             layers.setdefault(layer.name, layer)
-            fitting = found.patterns.setdefault(layer.name, [])
-            fitting += [pattern for pattern in patterns if pattern.m == m]
-    for name in found.sizes:
-        if name in layers:
-            found.layers.append(layers[name])
-            found.skipped.pop(name, None)
-            found.patterns[name].sort(key=patterns.index)
-    return found
+            fitting[layer.name] += [pattern for pattern in patterns if pattern.m == m]
+    in_order = [name for name in sizes if name in layers]
+    chosen = {layers[name]: sorted(fitting[name], key=patterns.index) for name in in_order}
+    dense = {name: why for name, why in skipped.items() if name not in layers}
+    return chosen, dense, sizes
 
 
 def _refuse_layer(layer: NMLayer, *, calibrated: bool) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import warnings
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -15,7 +14,6 @@ from lightning_nm.methods.bame.exchange import (
     Exchange,
     ExchangingMethod,
     dense_gradient_was_used,
-    exchange_of,
     forgotten_call,
     make_exchange,
 )
@@ -140,5 +138,5 @@ class RigL(ExchangingMethod):
         # Both are in the order of the blocks, each of which loses as many entries as it grows: they are pairs.
         blocks, pruned = (mask_bm & ~moved_bm).nonzero(as_tuple=True)
         _, grown = (moved_bm & ~mask_bm).nonzero(as_tuple=True)
-        held = torch.zeros((), dtype=torch.int64, device=mask.device)
-        return exchange_of(layer, blocks, pruned, grown, held=held)
+        grid = layer.view.blocks(layer.pattern.m)
+        return Exchange(blocks, grid.places(blocks, pruned), grid.places(blocks, grown))

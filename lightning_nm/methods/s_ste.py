@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from lightning_nm.functional import soft_threshold_nm
-from lightning_nm.functional.soft import least_squares_scale
+from lightning_nm.functional.masks import wide_dtype
 from lightning_nm.methods.ste import STE
 from lightning_nm.nn.layer import NMLayer
 
@@ -18,9 +19,10 @@ class SSTE(STE):
 
     :math:`W_F = \beta S(W)` with :math:`S(w)_i = \mathrm{sign}(w_i) \max(|w_i| - t, 0)`, where t is the (M-N)-th
     smallest magnitude of the block: an entry is 0 when it enters or leaves the mask. The factor
-    :math:`\beta = \langle W, S(W) \rangle / \langle S(W), S(W) \rangle` is computed once for each weight, from its
-    values when the masks first come, and is frozen from then on. :math:`dL/dW = dL/dW_F` for every entry, and there is
-    no decay. dgrad uses the same :math:`W_F`, which is not N:M along `out`.
+    :math:`\beta = \langle W, S(W) \rangle / \langle S(W), S(W) \rangle`, by which S(W) comes closest to W, is computed
+    once for each weight, from its values when the masks first come, and is frozen from then on.
+    :math:`dL/dW = dL/dW_F` for every entry, and there is no decay. dgrad uses the same :math:`W_F`, which is not N:M
+    along `out`.
 
     The paper's training also replaces dY in wgrad by an unbiased 2:4 estimate: ``grad_estimator="approx-mvue"``, as
     ``preset="paper"`` sets it. Forward and wgrad are then N:M, and dgrad is masked.
@@ -55,8 +57,13 @@ class SSTE(STE):
         if mask is None or SCALE in layer.buffers:
             return
         weight = layer.weight.detach()
-        scale = least_squares_scale(weight, self._shrunk(layer, weight, mask))
-        layer.buffers[SCALE] = scale.reshape(1)
+        shrunk = self._shrunk(layer, weight, mask)
+        # Not every device has float64.
+        dtype = torch.float32 if weight.device.type == "mps" else torch.float64
+        product = (weight.to(dtype) * shrunk.to(dtype)).sum()
+        square = shrunk.to(dtype).square().sum()
+        scale = torch.where(square > 0, product / square, 1)
+        layer.buffers[SCALE] = scale.to(wide_dtype(weight)).reshape(1)
 
     def forward_weight(self, layer: NMLayer, weight: Tensor) -> Tensor:
         """The scaled soft threshold of the weight; the weight itself in a dense phase."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from lightning_nm.functional import backward_mask
 from lightning_nm.methods.asp import ASP, Init
+from lightning_nm.methods.base import backward_entries
 from lightning_nm.methods.checks import check_count
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.schedule import Moment
@@ -75,15 +75,8 @@ class SLoPe(ASP):
         """Select the backward mask from the weight as it is now; the forward mask stays."""
         if layer.spec.dgrad_reason:
             return
-        rows = layer.view.rows
         forward = layer.masks.forward
-        backward_rows = backward_mask(
-            rows(layer.weight),
-            None if forward is None else rows(forward),
-            layer.pattern,
-            groups=layer.spec.groups,
-        )
-        backward = layer.view.unrows(backward_rows)
+        backward = backward_entries(layer, forward)
         if forward is None:
             # The forward product cannot be N:M in this layer, and is dense.
             layer.set_masks(None, backward)

@@ -6,7 +6,7 @@ from typing import Literal
 
 from torch.optim import Optimizer
 
-from lightning_nm.functional.evolution import BlockGrid
+from lightning_nm.functional.evolution import LONGEST_BLOCK, BlockGrid
 from lightning_nm.functional.select import masked
 from lightning_nm.kernels.cpu import evolution
 from lightning_nm.methods.base import MaskMethod, largest_entries
@@ -97,9 +97,10 @@ def grid_to_move(layer: NMLayer, *, backward: bool) -> BlockGrid | None:
     masks = layer.masks
     has_these = masks.has_forward and masks.has_backward == backward
     weight = layer.param.detach()
-    if not has_these or masks.bits is None or not evolution.runs(weight, masks.bits):
+    m = layer.pattern.m
+    if not has_these or masks.bits is None or m > LONGEST_BLOCK:
         return None
-    return layer.view.blocks(layer.pattern.m)
+    return layer.view.blocks(m) if evolution.runs(weight, masks.bits) else None
 
 
 DecayAt = Literal["before-clipping", "after-clipping"]

@@ -41,17 +41,6 @@ betas: a large gradient also enlarges its second moment. A frozen one stays smal
 """
 
 
-def window_length(beta2: float) -> int:
-    """Steps over which the second moment averages: the floor of ``1 / (1 - beta2)``.
-
-    Example:
-        >>> window_length(0.999), window_length(0.95), window_length(0.0)
-        (1000, 20, 1)
-    """
-    # In floating point 1 / (1 - 0.999) is just below 1000.
-    return math.floor(1 / (1 - beta2) * (1 + 1e-9))
-
-
 @dataclass
 class _Group:
     """The layers of one step of one optimizer, which switch together."""
@@ -229,7 +218,7 @@ class STEP(STE):
         if not isinstance(optimizer, (Adam, AdamW)):
             why = "is neither Adam nor AdamW of torch.optim"
         else:
-            group = group_of(optimizer, layer.view.optimizer_param)
+            group = group_of(layer, optimizer)
             if group.get("amsgrad"):
                 why = "has amsgrad=True, whose maximum would grow although the second moment is frozen"
             elif float(group["betas"][0]) == 0:
@@ -270,13 +259,13 @@ class STEP(STE):
     def _measure(self, layer: NMLayer, optimizer: Optimizer) -> Tensor:
         """The change of one layer's second moment in the coming step, averaged over its entries."""
         parameter = layer.view.optimizer_param
-        beta2 = float(group_of(optimizer, parameter)["betas"][1])
+        beta2 = float(group_of(layer, optimizer)["betas"][1])
         values = local_values(parameter)
         dtype = wide_dtype(values)
         if parameter.grad is None:
             change = torch.zeros_like(values, dtype=dtype)
         else:
-            change = _adams_gradient(optimizer, parameter).to(dtype).square()
+            change = _adams_gradient(layer, optimizer).to(dtype).square()
             second = optimizer.state.get(parameter, {}).get("exp_avg_sq")
             if second is not None:
                 change -= local_values(second)
@@ -296,7 +285,7 @@ class STEP(STE):
         """
         parameter = layer.view.optimizer_param
         assert parameter.grad is not None
-        group = group_of(optimizer, parameter)
+        group = group_of(layer, optimizer)
         beta1, beta2 = (float(beta) for beta in group["betas"])
         state = optimizer.state.get(parameter, {})
         second = state.get("exp_avg_sq")
@@ -310,7 +299,7 @@ class STEP(STE):
         gradient = local_values(parameter.grad)
         pending = _Pending(second=second.clone(), grad=gradient.clone())
         first = local_values(state["exp_avg"])
-        first.add_(_adams_gradient(optimizer, parameter), alpha=(1 - beta1) / beta1)
+        first.add_(_adams_gradient(layer, optimizer), alpha=(1 - beta1) / beta1)
 
         # As tensors: reading numbers of a GPU would wait for it.
         precise = torch.float32 if second.device.type == "mps" else torch.float64
@@ -346,11 +335,12 @@ class STEP(STE):
             pending.grad = None
         if pending.change is None:
             return
-        settings = group_of(optimizer, parameter)
+        settings = group_of(layer, optimizer)
         newest = pending.change.float().reshape(1)
         pending.change = None
         changes = torch.cat([layer.buffers.get(CHANGES, newest[:0]), newest])
-        length = window_length(float(settings["betas"][1]))
+        # The steps over which the second moment averages. In floating point 1 / (1 - 0.999) is just below 1000.
+        length = math.floor(1 / (1 - float(settings["betas"][1])) * (1 + 1e-9))
         layer.buffers[CHANGES] = changes[-length:].clone()
         # Join the layers of the same step of the same optimizer.
         group = self._groups.get(id(optimizer))
@@ -362,10 +352,11 @@ class STEP(STE):
         pending.group = group
 
 
-def _adams_gradient(optimizer: Optimizer, parameter: Tensor) -> Tensor:
+def _adams_gradient(layer: NMLayer, optimizer: Optimizer) -> Tensor:
     """The gradient that enters both moments: with Adam's weight decay, and of the sign of its descent."""
+    parameter = layer.view.optimizer_param
     assert parameter.grad is not None
-    group = group_of(optimizer, parameter)
+    group = group_of(layer, optimizer)
     gradient = local_values(parameter.grad)
     if group.get("maximize"):
         gradient = -gradient

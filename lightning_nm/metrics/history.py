@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_nm.functional import pack_mask
-from lightning_nm.functional.mask_storage import count_bits
+from lightning_nm.functional import pack_mask, unpack_mask
 from lightning_nm.functional.statistics import FLIP_RATE, OSCILLATION, check_tensors
 from lightning_nm.metrics.base import Layers, RatioMetric, by_name
 
@@ -141,7 +140,8 @@ class MaskFlipRate(MaskHistory):
     def compare(self, packed: Tensor, rows: Tensor | None, entries: int) -> Tensor:
         """Count the flips."""
         if rows is not None:
-            self.add([(count_bits(packed ^ rows[0]), entries)])
+            flips = unpack_mask(packed ^ rows[0], [entries])
+            self.add([(flips.count_nonzero(), entries)])
         return packed.unsqueeze(0)
 
 
@@ -174,5 +174,6 @@ class MaskOscillation(MaskHistory):
         before, flipped = rows
         # Eight entries a byte: a bit of `flips` is 1 where the entry changed.
         flips = packed ^ before
-        self.add([(count_bits(flips & flipped), entries)])
+        flips_back = unpack_mask(flips & flipped, [entries])
+        self.add([(flips_back.count_nonzero(), entries)])
         return torch.stack([packed, flipped | flips])

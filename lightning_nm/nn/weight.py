@@ -129,20 +129,6 @@ class Layout(str, Enum):
             rows = rows.unflatten(0, (-1, shape[2 if self.is_transposed else 1]))
         return rows.transpose(-2, -1) if self.is_transposed else rows
 
-    def locate(self, index: tuple[Tensor, ...], shape: Sequence[int]) -> tuple[Tensor, ...]:
-        """Turn an index into the :meth:`rows` of a tensor of this shape into one of the tensor itself."""
-        if self is Layout.PLAIN:
-            return index  # with further dimensions for the taps of a convolution
-        row, column = index
-        if self is Layout.FLAT:
-            return row, *torch.unravel_index(column, tuple(shape[1:]))
-        expert: tuple[Tensor, ...] = ()
-        if self.has_experts:
-            rows_of_expert = shape[2 if self.is_transposed else 1]
-            expert = (row // rows_of_expert,)
-            row = row % rows_of_expert
-        return (*expert, column, row) if self.is_transposed else (*expert, row, column)
-
 
 def is_sharded(tensor: Tensor) -> bool:
     """Whether processes hold this tensor together, as ``fully_shard`` and ``parallelize_module`` leave parameters."""
@@ -323,13 +309,9 @@ class PlainWeight:
         """Undo :meth:`rows`."""
         return self.layout.from_rows(tensor, self.shape)
 
-    def locate(self, index: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Turn an index into :meth:`rows` of a weight-shaped tensor into one of the tensor itself, to write through."""
-        return self.layout.locate(index, self.shape)
-
-    def blocks(self, m: int) -> BlockGrid | None:
-        """Where the blocks of a row-major weight lie in memory; ``None`` where that cannot be said."""
-        weight = self.param.detach()
+    def blocks(self, m: int) -> BlockGrid:
+        """Where the blocks lie in a row-major tensor of the weight's shape."""
+        weight = torch.empty(self.shape, dtype=torch.float32, device="meta")
         # [experts, in, out] is numbered as the weight of a convolution whose taps are the outputs of an expert.
         if self.layout is not Layout.EXPERTS_TRANSPOSED:
             weight = self.rows(weight)

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from lightning_nm.functional import magnitude_mask
 from lightning_nm.functional.evolution import (
+    BlockGrid,
     as_blocks,
     best_swaps,
-    block_index,
     drop_and_grow,
     evidence_scores,
     expected_loss_change,
@@ -46,15 +46,17 @@ def blocks_of(pattern, seed, blocks=12, step="number"):
     st.integers(0, 10),
     st.booleans(),
 )
-def test_an_entry_of_a_block_is_found_again(out, count, taps, pattern, seed, channels_last):
+def test_an_entry_of_a_block_is_found_again(out, count, taps, pattern, seed, transposed):
     m = pattern[1]
     rows = torch.randn(out, count * m, *taps, generator=torch.Generator().manual_seed(seed))
-    if channels_last and len(taps) == 2:
-        rows = rows.contiguous(memory_format=torch.channels_last)
+    in_memory = rows.flatten()
+    if transposed and not taps:
+        in_memory = rows.t().flatten()
+        rows = rows.t().contiguous().t()
     blocks = as_blocks(rows, m)
     assert blocks.shape == (rows.numel() // m, m)
     number, entry = torch.meshgrid(torch.arange(len(blocks)), torch.arange(m), indexing="ij")
-    assert torch.equal(rows[block_index(rows.shape, m, number, entry)], blocks)
+    assert torch.equal(in_memory[BlockGrid.of(rows, m).places(number, entry)], blocks)
     for tap in itertools.product(
         *(range(size) for size in taps)
     ):  # blocks lie along `in`, at one tap

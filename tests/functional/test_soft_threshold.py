@@ -6,7 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_nm import functional as nmf
-from lightning_nm.functional.soft import least_squares_scale
 
 PATTERNS = ["2:4", "1:2", "1:4", "3:4", "2:8", "1:16"]
 # Few values, so that blocks have ties, zeros and both signs.
@@ -103,21 +102,3 @@ def test_bad_arguments():
         nmf.soft_threshold_nm(torch.ones(4, 4), "2:4", dim=2)
     with pytest.raises(ValueError, match=r"mask of shape \(4,\) for a tensor of shape \(8,\)"):
         nmf.soft_threshold_nm(torch.ones(8), "2:4", mask=torch.ones(4, dtype=torch.bool))
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.integers(0, 2**31), st.floats(-2.0, 2.0))
-def test_no_other_factor_is_closer(seed, other):
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(32, generator=generator, dtype=torch.float64)
-    y = nmf.soft_threshold_nm(x, "2:4")
-    best = float(least_squares_scale(x, y))
-    assert (x - best * y).square().sum() <= (x - other * y).square().sum() + 1e-12
-    assert best >= 1, "what is shrunk must be enlarged"
-
-
-def test_the_factor_of_zeros_is_one():
-    assert float(least_squares_scale(torch.ones(4), torch.zeros(4))) == 1
-    assert least_squares_scale(torch.ones(4), torch.ones(4, dtype=torch.bfloat16)).dtype == (
-        torch.float32
-    )

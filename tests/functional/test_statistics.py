@@ -14,7 +14,6 @@ from lightning_nm.functional import (
     mask_oscillation,
     mask_overlap,
 )
-from lightning_nm.functional.mask_storage import count_bits, pack_mask
 from tests.support import metric_oracles as oracle
 
 SEEDS = st.integers(0, 2**16)
@@ -39,18 +38,9 @@ def test_counts_of_masks(seed, shape, share):
     one, two = masks(seed, shape, 2, share)
     if len(shape) > 1:
         one, two = one.transpose(0, 1), two.transpose(0, 1).contiguous()
-    assert int(count_bits(pack_mask(one))) == int(one.sum())
     close(mask_density(one), oracle.density([one.numpy()]))
     close(mask_flip_rate(one, two), oracle.flip_rate([[one.numpy(), two.numpy()]]))
     close(mask_overlap(one, two), oracle.overlap([one.numpy()], [two.numpy()]))
-
-
-def test_every_byte_is_counted():
-    every = torch.arange(256, dtype=torch.uint8)
-    assert [int(count_bits(byte)) for byte in every] == [
-        bin(byte).count("1") for byte in range(256)
-    ]
-    assert int(count_bits(torch.full((1000, 3), 255, dtype=torch.uint8))) == 24000
 
 
 @settings(max_examples=40, deadline=None)
@@ -150,5 +140,3 @@ def test_errors_name_the_values():
         gradient_snr(torch.ones(1), torch.ones(2))
     with pytest.raises(TypeError, match=r"estimate is torch.int64"):
         gradient_snr(torch.ones(1), torch.ones(1, dtype=torch.int64))
-    with pytest.raises(TypeError, match=r"uint8 tensor, not torch.bool"):
-        count_bits(mask)

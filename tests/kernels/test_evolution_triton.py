@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_nm.functional.evolution import BlockGrid
+from lightning_nm.functional.evolution import SCALE, BlockGrid
 from lightning_nm.kernels.cpu import evolution as cpu_passes
 from lightning_nm.kernels.gpu import triton_use
 from lightning_nm.methods.bame.exchange import passes_for
@@ -57,12 +57,10 @@ def cases(draw):
     )
 
 
-def gather_a_step(bits, grad, value, square, unit, own_ratio):
+def gather_a_step(bits, grad, value, square, own_ratio):
     one = torch.tensor(1.0)
-    numbers = {"limit": one, "correction": one, "size": one, "decay": 0.999, "epsilon": 1e-12}
-    return kernels.gather_evidence(
-        bits, grad, value, square, unit=unit, own_ratio=own_ratio, **numbers
-    )
+    numbers = {"limit": one, "correction": one, "size": one}
+    return kernels.gather_evidence(bits, grad, value, square, own_ratio=own_ratio, **numbers)
 
 
 @needs_interpreter
@@ -91,12 +89,13 @@ def test_every_operation_is_rounded_on_its_own(dtype, own_ratio, correction, see
     numbers = {"own_ratio": own_ratio, "correction": correction, "size": 0.3, "limit": 2.0}
     numbers = {name: torch.tensor(number) for name, number in numbers.items()}
     decay, epsilon = 0.999, 1e-12
-    step = {"unit": 2.0, "decay": decay, "epsilon": epsilon, **numbers, "own_ratio": own_ratio}
-    value, square = kernels.gather_evidence(c.bits, c.grad.clone(), c.value, c.square, **step)
+    step = {**numbers, "own_ratio": own_ratio}
+    old_value = c.value / (SCALE / 2)
+    value, square = kernels.gather_evidence(c.bits, c.grad.clone(), old_value, c.square, **step)
 
     own_ratio, correction, size, limit = (number.double() for number in numbers.values())
     g, v = c.grad.double(), c.square.double()
-    u = torch.where(c.mask, 0, 2 * c.value.double())
+    u = torch.where(c.mask, 0, SCALE * old_value.double())
     u = torch.where(u.abs() > limit, 0, u)
     v = torch.where(c.mask, rounded(v * own_ratio), v)
     taken = rounded(rounded(g * g) * torch.tensor(1 - decay).double())
@@ -137,7 +136,7 @@ def test_torch_notices_what_kernels_wrote():
     versions = [tensor._version for tensor in tensors]
     bits, states = c.bits, [c.square.clone()]
     one = torch.tensor(1.0)
-    gather_a_step(bits, c.grad, c.value, c.square, unit=1.0, own_ratio=1.0)
+    gather_a_step(bits, c.grad, c.value, c.square, own_ratio=1.0)
     changed, _ = kernels.exchange(
         BlockGrid.of(c.weight, 4),
         bits,
@@ -278,7 +277,7 @@ def assert_rounded(ptx):
 @pytest.mark.parametrize("taps", [(), (3, 3)], ids=str)
 def test_passes_compile(dtype, m, taps, compiled):  # noqa: F811
     c = case(32, 4, m, taps, dtype=dtype)
-    gather_a_step(c.bits, c.grad, c.value, c.square, unit=2.0, own_ratio=0.5)
+    gather_a_step(c.bits, c.grad, c.value, c.square, own_ratio=0.5)
     kernels.best(BlockGrid.of(c.rows, m), c.bits, c.weight, c.value)
     kernels.keep_evidence(
         c.bits,
@@ -286,7 +285,6 @@ def test_passes_compile(dtype, m, taps, compiled):  # noqa: F811
         c.square,
         c.value,
         c.square,
-        2.0,
         whole_value=False,
         whole_square=True,
     )

@@ -10,7 +10,8 @@ from torch import nn
 
 from lightning_nm import BAME, NMSparsifier
 from lightning_nm import functional as nmf
-from lightning_nm.methods.bame.exchange import SCALE, Exchange
+from lightning_nm.functional.evolution import SCALE
+from lightning_nm.methods.bame.exchange import Exchange
 from tests.support.bame import OPTIMIZERS, backward, batch, linear, run
 
 PLAIN = {
@@ -362,8 +363,8 @@ def test_an_exchange_that_was_undone_does_not_stand_though_its_entry_came_back()
     nothing = torch.zeros(())
     kept = 0
     for regrown in (1, 3, 1):
-        indices = [(torch.tensor([0]), torch.tensor([entry])) for entry in (kept, regrown)]
-        exchange = Exchange(torch.tensor([0]), *indices, nothing)
+        numbers = [torch.tensor([entry]) for entry in (kept, regrown)]  # in the first row
+        exchange = Exchange(torch.tensor([0]), *numbers, nothing)
         layer.spec.method._exchange(layer, optimizer, layer.forward_mask, exchange, None)
         kept = regrown
     assert layer.forward_mask[0, :4].tolist() == [False, True, False, False]

@@ -112,7 +112,7 @@ def test_the_predicted_loss_change_is_achieved_for_small_steps(name):
     optimizer.step()
     predicted = float(layer.pending.exchange.loss_change)
     assert predicted < 0
-    regrown = layer.pending.exchange.regrown
+    regrown = torch.unravel_index(layer.pending.exchange.regrown, layer.weight.shape)
     with torch.no_grad():
         assert not layer.weight[regrown].any()
         layer.weight[regrown] = ahead[regrown]  # the step that the regrown entries would have made

@@ -13,7 +13,7 @@ from lightning_nm import MaskLogits, NMSparsifier, NMSparsityCallback, prune
 from lightning_nm import functional as nmf
 from lightning_nm.callbacks.tables import owned_parameters
 from lightning_nm.functional.evolution import as_blocks
-from lightning_nm.functional.soft import block_patterns, gumbel_noise, soft_choice
+from lightning_nm.functional.soft import block_patterns, gumbel_noise
 from tests.support.features import ends_sparse, masked
 from tests.support.kinds import make
 from tests.support.lightning_models import Data, make_trainer, new_model
@@ -122,7 +122,8 @@ def test_logits_get_the_gradient_of_the_soft_mask(kind, pattern, clock):
     noise = gumbel_noise(twin.numel(), nmf.fold_seed(0, layer.name, "mask-logits", 0))
     scale = torch.tensor(100 + 400 * clock / 5, dtype=torch.float64)
     temperature = torch.tensor(4 - 3.95 * clock / 5, dtype=torch.float64)
-    choice = soft_choice(twin, noise, scale, temperature).flatten(0, 1)
+    noise = noise.double().view(twin.shape)
+    choice = torch.softmax((scale * twin + noise) / temperature, -1).flatten(0, 1)
     blocks = choice @ block_patterns(pattern).double()
     rows = layer.view.rows(layer.weight.detach())
     channels_last = rows.movedim(1, -1)

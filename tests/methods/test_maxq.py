@@ -13,9 +13,8 @@ from torch import nn
 
 from lightning_nm import LBC, MaxQ, NMSparsifier
 from lightning_nm import functional as nmf
-from lightning_nm.functional import soft
 from lightning_nm.functional.evolution import as_blocks
-from lightning_nm.functional.soft import axis_thresholds, share_left, soft_factor
+from lightning_nm.methods import maxq
 from lightning_nm.methods.maxq import Ramp
 from lightning_nm.nn.state import fits, layer_state
 from tests.support.kinds import make
@@ -47,8 +46,8 @@ def test_a_selection_finds_what_sorting_finds(size, data):
     numbers = st.sampled_from([0.0, 0.5, 1.0, 2.0, math.inf, math.nan])
     row = st.lists(numbers, min_size=size, max_size=size)
     magnitudes = torch.tensor(data.draw(st.lists(row, min_size=1, max_size=3)))
-    selected = soft._by_selection(magnitudes, below)
-    sorted_ = soft._by_sorting(magnitudes, below)
+    selected = maxq._by_selection(magnitudes, below)
+    sorted_ = maxq._by_sorting(magnitudes, below)
     torch.testing.assert_close(selected, sorted_, rtol=0, atol=0, equal_nan=True)
 
 
@@ -59,15 +58,37 @@ def threshold(magnitudes, n, m):
     return (ranked[below - 1] + ranked[below]) / 2
 
 
+def factor_of(weight):
+    """What MaxQ multiplies each entry of a weight ``[out, in, *taps]`` by at 2:4."""
+
+    def soft(rows):
+        bounds = torch.tensor([threshold(row, 2, 4) for row in rows.tolist()], dtype=rows.dtype)
+        above = rows - bounds[:, None]
+        return torch.where(above > 0, torch.sigmoid(above / 0.01), 0)
+
+    magnitudes = weight.abs()
+    factor = 1 + soft(magnitudes.flatten(1)).view(weight.shape)
+    if weight[0, 0].numel() > 1:
+        by_tap = soft(magnitudes.flatten(2).flatten(0, 1).t())
+        factor += by_tap.t().reshape(weight.shape)
+    return factor
+
+
 @settings(deadline=None, max_examples=30)
 @given(st.integers(0, 10**6), st.sampled_from([(2, 4), (1, 4), (3, 8)]), st.integers(1, 3))
 def test_thresholds_and_factors_entry_by_entry(seed, pattern, taps):
     n, m = pattern
     generator = torch.Generator().manual_seed(seed)
-    weight = torch.randn(3, 2 * m, taps, generator=generator, dtype=torch.float64)
-    thresholds = axis_thresholds(weight, f"{n}:{m}")
-    factor = soft_factor(weight, thresholds, 0.3)
-    assert len(thresholds) == 1 + (taps > 1)
+    module = nn.Conv1d(2 * m, 3, taps, dtype=torch.float64)
+    with torch.no_grad():
+        module.weight.copy_(torch.randn(3, 2 * m, taps, generator=generator, dtype=torch.float64))
+    # At first all blocks are dense, so that the forward weight shows the factor of every entry.
+    method = MaxQ(stop=10, temperature=0.3)
+    sparsifier = NMSparsifier(module, f"{n}:{m}", method, skip_first_last=False).attach()
+    (layer,) = sparsifier.layers.values()
+    weight = layer.weight.detach()
+    factor = layer.forward_weight() / weight
+    assert len(layer.buffers) == 1 + (taps > 1)
     magnitudes = weight.abs().tolist()
     of_filter = [threshold([v for row in block for v in row], n, m) for block in magnitudes]
     of_tap = [threshold([row[t] for b in magnitudes for row in b], n, m) for t in range(taps)]
@@ -86,14 +107,16 @@ def test_thresholds_and_factors_entry_by_entry(seed, pattern, taps):
 
 @pytest.mark.parametrize("ramp", get_args(Ramp))
 def test_ramps_fall_from_one_to_zero(ramp):
-    shares = [share_left(ramp, k / 50) for k in range(-5, 56)]
+    shares = [maxq._share_left(ramp, k / 50) for k in range(-5, 56)]
     assert shares[:6] == [1] * 6
     assert shares[-6:] == [0] * 6
     assert shares == sorted(shares, reverse=True)
     if ramp == "exp":  # the code's table of 30 epochs, whose last epoch has nothing left
         table = [1 - math.exp(-0.05 * epoch) for epoch in range(31)]
         for epoch, value in enumerate(table):
-            assert share_left(ramp, epoch / 30) == pytest.approx(1 - value / table[-1], abs=1e-12)
+            assert maxq._share_left(ramp, epoch / 30) == pytest.approx(
+                1 - value / table[-1], abs=1e-12
+            )
 
 
 @pytest.mark.parametrize("kind", ["linear", "conv2d", "conv2d-groups", "hugging-face-conv1d"])
@@ -107,7 +130,7 @@ def test_the_smallest_blocks_stay_dense_longest(kind, ramp):
         kept = as_blocks(layer.view.rows(layer.forward_mask), 4)
         dense = kept.all(1)
         progress = (step - 1) / 4
-        assert dense.sum() == int(share_left(ramp, progress) * len(kept))
+        assert dense.sum() == int(maxq._share_left(ramp, progress) * len(kept))
         if 0 < dense.sum() < len(kept):
             sums = magnitudes.sum(1)
             assert sums[dense].max() <= sums[~dense].min()
@@ -136,7 +159,7 @@ def test_forward_weights_are_the_product(kind, layout):
     (layer,) = sparsifier.layers.values()
     weight = layer.weight.detach()
     filters = weight if layout == "flat" else layer.view.rows(weight)
-    factor = soft_factor(filters, axis_thresholds(filters, "2:4"), 0.01)
+    factor = factor_of(filters)
     if kind == "hugging-face-conv1d":
         factor = factor.t()
     expected = torch.where(layer.forward_mask, weight * factor, 0)

@@ -4,17 +4,17 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_nm import BAME
 from lightning_nm.functional import magnitude_mask
-from lightning_nm.functional.evolution import as_blocks, block_index
+from lightning_nm.functional.evolution import as_blocks
 from lightning_nm.methods.bame.exchange import Exchange, make_exchange
 from lightning_nm.methods.optimizer_state import (
-    check_optimizer,
-    clear_entries,
     entry_states,
     step_size,
 )
 from lightning_nm.nn.layer import LayerSpec, NMLayer
 from lightning_nm.pattern import NMPattern
+from lightning_nm.training.phases import zero_pruned_state
 
 ENTRYWISE = {
     "sgd": lambda p: torch.optim.SGD(p, 0.1),
@@ -49,10 +49,15 @@ def stepped(make, steps, seed=0, dtype=torch.float64):
     return weight, mask, optimizer
 
 
-def step_of_blocks(size, grad, mask):
+def layer_of(weight, name="l"):
+    module = nn.Linear(32, 16)
+    module.weight = weight
+    return NMLayer(LayerSpec(name, module, "weight", NMPattern(2, 4), method=None))
+
+
+def size_of(optimizer, weight, mask):
     """The step size of the blocks of a weight ``[out, in]``."""
-    moments = [as_blocks(tensor, 4) for tensor in size.tensors]
-    return size.of_blocks(as_blocks(grad, 4), as_blocks(mask, 4), *moments)
+    return step_size(layer_of(weight), optimizer, as_blocks(weight.grad, 4), as_blocks(mask, 4))
 
 
 @pytest.mark.parametrize(
@@ -67,11 +72,9 @@ def step_of_blocks(size, grad, mask):
 )
 def test_the_effective_step_is_what_the_optimizer_does(name, steps):
     weight, mask, optimizer = stepped(ENTRYWISE[name], steps)
-    size = step_size(optimizer, weight)
-    assert size.maximize == (name == "adam-maximize")
     grad = as_blocks(weight.grad, 4)
-    eta = step_of_blocks(size, weight.grad, mask)
-    expected = -(eta * grad).view_as(weight) * (-1 if size.maximize else 1)
+    eta = size_of(optimizer, weight, mask)
+    expected = -(eta * grad).view_as(weight) * (-1 if name == "adam-maximize" else 1)
     before = weight.detach().clone()
     weight.grad = torch.where(mask, weight.grad, 0)
     optimizer.step()
@@ -88,7 +91,7 @@ def test_the_preconditioner_is_that_of_the_coming_step(amsgrad, factor, steps):
     rate, beta = 1e-2, 0.9
     weight, mask, optimizer = stepped(lambda p: torch.optim.Adam(p, rate, amsgrad=amsgrad), steps)
     weight.grad *= factor
-    eta = step_of_blocks(step_size(optimizer, weight), weight.grad, mask).view_as(weight)
+    eta = size_of(optimizer, weight, mask).view_as(weight)
     before = weight.detach().clone()
     weight.grad = torch.where(mask, weight.grad, 0)
     optimizer.step()
@@ -99,17 +102,16 @@ def test_the_preconditioner_is_that_of_the_coming_step(amsgrad, factor, steps):
 
 
 def test_momentum_of_one_has_no_end_and_counts_as_none():
-    weight, _, optimizer = stepped(lambda p: torch.optim.SGD(p, 0.1, momentum=1.0), 3)
-    assert step_size(optimizer, weight).scale == 0.1
+    weight, mask, optimizer = stepped(lambda p: torch.optim.SGD(p, 0.1, momentum=1.0), 3)
+    assert size_of(optimizer, weight, mask) == 0.1
 
 
 @pytest.mark.parametrize("steps", [0, 3, 100])
 @pytest.mark.parametrize("name", CLOSE)
 def test_the_size_of_the_step_is_close_where_the_formula_is_another(name, steps):
     weight, mask, optimizer = stepped(CLOSE[name], steps, dtype=torch.float32)
-    size = step_size(optimizer, weight)
     grad = as_blocks(weight.grad, 4)
-    eta = torch.as_tensor(step_of_blocks(size, weight.grad, mask)).expand_as(grad)
+    eta = torch.as_tensor(size_of(optimizer, weight, mask)).expand_as(grad)
     predicted = (eta * grad).view_as(weight)[mask].square().mean().sqrt()
     before = weight.detach().clone()
     weight.grad = torch.where(mask, weight.grad, 0)
@@ -121,9 +123,9 @@ def test_the_size_of_the_step_is_close_where_the_formula_is_another(name, steps)
 def test_a_pruned_entry_takes_its_blocks_mean_and_never_moves_further_than_the_rate():
     weight, mask, optimizer = stepped(ENTRYWISE["adam"], 5)
     weight.grad[0, 0:4] *= 1000
-    size = step_size(optimizer, weight)
-    grad, keep, moment = as_blocks(weight.grad, 4), as_blocks(mask, 4), as_blocks(size.moment, 4)
-    eta = size.of_blocks(grad, keep, moment)
+    grad, keep = as_blocks(weight.grad, 4), as_blocks(mask, 4)
+    moment = as_blocks(optimizer.state[weight]["exp_avg_sq"], 4)
+    eta = size_of(optimizer, weight, mask)
     second = (0.999 * moment + 0.001 * grad.square()) / (1 - 0.999**6)
     for b in range(len(grad)):
         mean = second[b][keep[b]].mean()
@@ -136,15 +138,15 @@ def test_a_pruned_entry_takes_its_blocks_mean_and_never_moves_further_than_the_r
 @pytest.mark.parametrize("name", STATEFUL)
 def test_state_of_pruned_entries_is_zeroed_and_that_of_regrown_ones_started(name):
     weight, mask, optimizer = stepped(STATEFUL[name], 4, dtype=torch.float32)
-    check_optimizer(optimizer, weight, "l")
+    BAME().check_optimizer(layer_of(weight), optimizer)
     sizes = {"exp_avg_sq", "max_exp_avg_sq"}
-    states = entry_states(optimizer, weight, "l")
+    states = entry_states(layer_of(weight), optimizer)
     assert set(states) == {
         key
         for key, value in optimizer.state[weight].items()
         if isinstance(value, torch.Tensor) and value.dim() == 2
     }
-    clear_entries(optimizer, weight, ~mask, "l")
+    zero_pruned_state(layer_of(weight), mask, [optimizer])
     assert all(not state[~mask].any() for state in states.values())
 
     before = {key: state.clone() for key, state in states.items()}
@@ -155,10 +157,8 @@ def test_state_of_pruned_entries_is_zeroed_and_that_of_regrown_ones_started(name
     turn = [0, 0, 1, 1]  # block 5 exchanges both of its entries
     pruned = torch.stack([k[t] for k, t in zip(kept, turn, strict=True)])
     regrown = torch.stack([g[t] for g, t in zip(gone, turn, strict=True)])
-    at_pruned, at_regrown = (block_index(weight.shape, 4, blocks, e) for e in (pruned, regrown))
-    module = nn.Linear(32, 16)
-    module.weight = weight
-    layer = NMLayer(LayerSpec("l", module, "weight", NMPattern(2, 4), method=None))
+    at_pruned, at_regrown = (4 * blocks + entries for entries in (pruned, regrown))
+    layer = layer_of(weight)
     nothing = torch.zeros(())
     make_exchange(layer, optimizer, mask, Exchange(blocks, at_pruned, at_regrown, nothing))
     for key, state in states.items():
@@ -202,15 +202,15 @@ def test_state_that_belongs_to_no_entry_is_refused(kept, message):
     Blockwise.kept = kept
     weight, _, optimizer = stepped(lambda p: Blockwise(p, 0.1), 1)
     with pytest.raises(ValueError, match=message + r".*layer 'blocks\.3'.*use SGD"):
-        check_optimizer(optimizer, weight, "blocks.3")
+        BAME().check_optimizer(layer_of(weight, "blocks.3"), optimizer)
 
 
 @pytest.mark.parametrize("kept", [None, 3, "text", torch.zeros(()), []])
 def test_numbers_are_left_alone(kept):
     Blockwise.kept = kept
     weight, _, optimizer = stepped(lambda p: Blockwise(p, 0.1), 1)
-    check_optimizer(optimizer, weight, "l")
-    assert entry_states(optimizer, weight, "l") == {}
+    BAME().check_optimizer(layer_of(weight), optimizer)
+    assert entry_states(layer_of(weight), optimizer) == {}
 
 
 OTHERS = {
@@ -230,4 +230,4 @@ def test_other_optimizers_are_refused_by_name_before_any_step(name):
     with pytest.raises(
         ValueError, match=rf"{name} is neither SGD nor of the Adam family.*layer 'l'.*use SGD, Adam"
     ):
-        check_optimizer(OTHERS[name]([weight]), weight, "l")
+        BAME().check_optimizer(layer_of(weight), OTHERS[name]([weight]))

@@ -4,11 +4,12 @@ import copy
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from lightning_nm import SSTE, NMSparsifier
 from lightning_nm import functional as nmf
-from lightning_nm.functional.soft import least_squares_scale
 from tests.methods.plain_loop import sgd_steps
 
 
@@ -22,6 +23,12 @@ def attach(model, method=None, **options):
     return NMSparsifier(model, "2:4", method or SSTE(), **options).attach()
 
 
+def scale_of(weight):
+    """The factor by which the soft threshold of a weight comes closest to it, of sums in float64."""
+    weight, shrunk = weight.double(), nmf.soft_threshold_nm(weight, "2:4").double()
+    return ((weight * shrunk).sum() / shrunk.square().sum()).float()
+
+
 def expected(layer, scale):
     return scale * nmf.soft_threshold_nm(layer.weight.detach(), "2:4")
 
@@ -29,7 +36,7 @@ def expected(layer, scale):
 def test_the_forward_weight_follows_and_its_factor_stays():
     model = network()
     weight = model[0].weight.detach()
-    scale = least_squares_scale(weight, nmf.soft_threshold_nm(weight, "2:4"))
+    scale = scale_of(weight)
     sparsifier = attach(model)
     layer = sparsifier.layers["0"]
     torch.testing.assert_close(layer.forward_weight(), expected(layer, scale))
@@ -39,8 +46,27 @@ def test_the_forward_weight_follows_and_its_factor_stays():
         assert torch.equal(model.state_dict()["0.weight"], layer.forward_weight())
         assert sparsifier.violations() == 0
     trained = layer.weight.detach()
-    now = least_squares_scale(trained, nmf.soft_threshold_nm(trained, "2:4"))
+    now = scale_of(trained)
     assert not torch.isclose(now, scale), "the test would pass with a factor that follows"
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 2**31), st.floats(-2.0, 2.0))
+def test_no_other_factor_is_closer(seed, other):
+    module = nn.Linear(32, 1, bias=False, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        module.weight.copy_(torch.randn(1, 32, generator=generator, dtype=torch.float64))
+    (layer,) = attach(module).layers.values()
+    weight, closest = layer.weight.detach(), layer.forward_weight()
+    shrunk = nmf.soft_threshold_nm(weight, "2:4")
+    assert (weight - closest).square().sum() <= (weight - other * shrunk).square().sum() + 1e-12
+    assert float(layer.buffers["scale"]) >= 1, "what is shrunk must be enlarged"
+
+
+def test_the_factor_of_a_half_is_single():
+    (layer,) = attach(nn.Linear(16, 4, dtype=torch.bfloat16)).layers.values()
+    assert layer.buffers["scale"].dtype == torch.float32
 
 
 def test_after_a_dense_start_the_factor_is_that_of_the_first_masks():
@@ -52,7 +78,7 @@ def test_after_a_dense_start_the_factor_is_that_of_the_first_masks():
     for step in sgd_steps(model, sparsifier, 18, (16, 16)):
         weight = layer.weight.detach()
         if step == 2:
-            scale = least_squares_scale(weight, nmf.soft_threshold_nm(weight, "2:4"))
+            scale = scale_of(weight)
         sparse = 2 <= step < 14
         found = layer.forward_weight()
         torch.testing.assert_close(found, expected(layer, scale) if sparse else weight)
@@ -65,7 +91,7 @@ def test_other_weights_get_another_factor():
     state = {key: value**3 for key, value in network().state_dict().items()}
     model.load_state_dict(state)
     layer = sparsifier.layers["0"]
-    scale = least_squares_scale(state["0.weight"], nmf.soft_threshold_nm(state["0.weight"], "2:4"))
+    scale = scale_of(state["0.weight"])
     assert not torch.isclose(scale, first)
     torch.testing.assert_close(layer.forward_weight(), expected(layer, scale))
 

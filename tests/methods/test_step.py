@@ -11,7 +11,7 @@ from torch import nn
 from lightning_nm import SRSTE, STEP, NMSparsifier
 from lightning_nm import functional as nmf
 from lightning_nm.callbacks.tables import phases
-from lightning_nm.methods.step import LARGEST_STEP, window_length
+from lightning_nm.methods.step import CHANGES, LARGEST_STEP
 from lightning_nm.training.phases import finished_phases
 from tests.support.kinds import held_tensors
 
@@ -500,7 +500,15 @@ def test_tables_and_warnings_know_the_phases():
     assert finished_phases(layers) == ["STEP is in the dense phase that began at training step 5"]
 
 
-def test_the_length_of_the_window():
-    assert [window_length(beta) for beta in (0.999, 0.95, 0.98, 0.9, 0.5, 0.0)] == (
-        [1000, 20, 50, 10, 2, 1]
-    )
+@pytest.mark.parametrize(
+    ("beta", "length"), [(0.999, 1000), (0.95, 20), (0.98, 50), (0.9, 10), (0.5, 2), (0.0, 1)]
+)
+def test_the_length_of_the_window(beta, length):
+    model = network()
+    sparsifier = attach(model, STEP())
+    optimizer = torch.optim.Adam(model.parameters(), betas=(0.9, beta))
+    sparsifier.register(optimizer)
+    for layer in sparsifier.layers.values():
+        layer.buffers[CHANGES] = torch.ones(2000)
+    train(model, sparsifier, optimizer, range(1))
+    assert [len(layer.buffers[CHANGES]) for layer in sparsifier.layers.values()] == [length] * 2

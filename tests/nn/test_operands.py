@@ -91,18 +91,22 @@ def test_one_pass_draws_the_same_estimate(pattern, tokens, monkeypatch):
     assert found.t().stride()[-1] == 1, "the product takes it without a copy"
 
 
-def test_a_subclass_is_drawn_by_the_kernel_only_if_it_says_so(monkeypatch):
+def test_a_subclass_is_drawn_by_the_kernel_only_if_it_draws_the_same(monkeypatch):
     class Doubled(MVUE):
         def prune(self, grad, pattern, uniform):
             return 2 * super().prune(grad, pattern, uniform)
 
     class Named(MVUE):
-        one_pass = True
-
-    class Below(Named):
         pass
 
-    assert [cls.one_pass for cls in (MVUE, Doubled, Named, Below)] == [True, False, True, False]
+    class Halved(MVUE):
+        def estimate(self, layer, grad, seed):
+            return super().estimate(layer, grad, seed) / 2
+
+    sparsifier = NMSparsifier(nn.Linear(8, 12), "2:4", skip_first_last=False).attach()
+    (layer,) = sparsifier.layers.values()
+    kinds = (MVUE, Doubled, Named, Halved)
+    assert [kind()._has_kernel(layer) for kind in kinds] == [True, False, True, False]
     monkeypatch.setattr("lightning_nm.estimators.mvue.in_one_pass", lambda grad: True)
     grad, found = torch.randn(16, 12, generator=torch.Generator().manual_seed(0)), []
     for estimator in (MVUE(), Doubled()):

@@ -8,15 +8,15 @@ from torch import Tensor
 
 from lightning_nm import functional as nmf
 from lightning_nm.functional.evolution import (
+    SCALE,
     BlockGrid,
     as_blocks,
     best_swaps,
-    block_index,
     evidence_scores,
     select_blocks,
 )
 from lightning_nm.kernels.cpu import evolution
-from lightning_nm.methods.bame.exchange import DECAY, EPSILON, SCALE, Evidence
+from lightning_nm.methods.bame.exchange import Evidence
 
 DTYPES = list(evolution.DTYPES)
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -137,8 +137,8 @@ def _compare_best(c, passes):
     swaps = best_swaps(scores, kept)
     assert torch.equal(gain, swaps.gain)
     better = gain > 0
-    assert torch.equal(pruned[better].short(), swaps.pruned[better])
-    assert torch.equal(regrown[better].short(), swaps.regrown[better])
+    assert torch.equal(pruned[better].long(), swaps.pruned[better])
+    assert torch.equal(regrown[better].long(), swaps.regrown[better])
 
 
 def _compare_decay(c):
@@ -211,13 +211,10 @@ def _compare_evidence(c, passes):
             found_grad,
             old_value,
             c.square,
-            unit=SCALE,
             own_ratio=own_ratio,
             limit=torch.tensor(limit),
             correction=evidence.correction(),
             size=torch.tensor(size),
-            decay=DECAY,
-            epsilon=EPSILON,
         )
         if grad is not None:
             assert same(found_grad, torch.where(c.mask, grad, 0))
@@ -232,7 +229,6 @@ def _compare_evidence(c, passes):
             square,
             kept_value,
             kept_square,
-            SCALE,
             whole_value=whole,
             whole_square=whole,
         )
@@ -252,9 +248,11 @@ def _compare_exchange(c, passes, cast):
     swaps = best_swaps(evidence_scores(blocks_of(c.weight).float(), blocks_of(value), keep), keep)
     chosen = select_blocks(swaps.gain, c.oscillation, c.budget)
 
+    numbers = torch.arange(c.weight.numel()).view(c.weight.shape)
+    block_numbers = blocks_of(numbers)
+
     def index_of(entry):
-        index = block_index(c.rows.shape, c.m, chosen, entry[chosen].long())
-        return tuple(reversed(index)) if transposed else index
+        return torch.unravel_index(block_numbers[chosen, entry[chosen]], c.weight.shape)
 
     pruned, regrown = index_of(swaps.pruned), index_of(swaps.regrown)
     weight = torch.where(c.mask, c.weight, 0)

@@ -15,7 +15,13 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from lightning_nm.functional import masks
-from lightning_nm.functional.evolution import LONGEST_BLOCK, BlockGrid
+from lightning_nm.functional.evolution import (
+    DECAY,
+    EPSILON,
+    LONGEST_BLOCK,
+    SCALE,
+    BlockGrid,
+)
 from lightning_nm.functional.mask_storage import BACKWARD_BIT, FORWARD_BIT
 from lightning_nm.kernels.cpu import library
 
@@ -187,13 +193,10 @@ def gather_evidence(
     old_value: Tensor,
     old_square: Tensor,
     *,
-    unit: float,
     own_ratio: float,
     limit: Tensor,
     correction: Tensor,
     size: Tensor,
-    decay: float,
-    epsilon: float,
 ) -> tuple[Tensor, Tensor]:
     r"""Return U, which is 0 at kept entries, and V after one more gradient; without one, as they were.
 
@@ -202,13 +205,10 @@ def gather_evidence(
         grad: The dense gradient G of the weight, whose pruned entries become +0.0 afterwards.
         old_value: What :func:`keep_evidence` kept of U, float32.
         old_square: The same of V.
-        unit: A power of two; the old values are U divided by it.
         own_ratio: What the old V of kept entries is multiplied by.
         limit: Old values beyond it in magnitude are set to 0; float32 without axes, as the next two.
         correction: :math:`1 - \beta^t`, of the gradients so far including this one.
         size: r, see :class:`lightning_nm.methods.bame.exchange.Evidence`.
-        decay: :math:`\beta`.
-        epsilon: :math:`\epsilon`.
     """
     value = torch.empty_like(old_value)
     square = torch.empty_like(old_square)
@@ -221,12 +221,12 @@ def gather_evidence(
         old_square=old_square,
         value=value,
         square=square,
-        unit=unit,
+        unit=SCALE,
         own_ratio=own_ratio,
         limit=float(limit),
-        decay=decay,
+        decay=DECAY,
         correction=float(correction),
-        epsilon=epsilon,
+        epsilon=EPSILON,
         size=float(size),
     )
     return value, square
@@ -238,12 +238,11 @@ def keep_evidence(
     square: Tensor,
     kept_value: Tensor,
     kept_square: Tensor,
-    unit: float,
     *,
     whole_value: bool,
     whole_square: bool,
 ) -> None:
-    """Write U divided by ``unit``, and V: all entries, or only those whose forward bit is not set."""
+    """Write U divided by :data:`SCALE`, and V: all entries, or only those whose forward bit is not set."""
     _run(
         "KEEP",
         bits,
@@ -252,7 +251,7 @@ def keep_evidence(
         square=square,
         old_value=kept_value,
         old_square=kept_square,
-        unit=unit,
+        unit=SCALE,
         whole_value=whole_value,
         whole_square=whole_square,
     )

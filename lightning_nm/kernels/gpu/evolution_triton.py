@@ -22,7 +22,14 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from lightning_nm.functional.evolution import BlockGrid, count_oscillations, select_blocks
+from lightning_nm.functional.evolution import (
+    DECAY,
+    EPSILON,
+    SCALE,
+    BlockGrid,
+    count_oscillations,
+    select_blocks,
+)
 
 TILE = 1024
 """Entries of a program."""
@@ -44,13 +51,10 @@ def gather_evidence(
     old_value: Tensor,
     old_square: Tensor,
     *,
-    unit: float,
     own_ratio: float,
     limit: Tensor,
     correction: Tensor,
     size: Tensor,
-    decay: float,
-    epsilon: float,
 ) -> tuple[Tensor, Tensor]:
     """Do what :func:`lightning_nm.kernels.cpu.evolution.gather_evidence` does."""
     new = torch.empty_like(old_value), torch.empty_like(old_square)
@@ -60,10 +64,10 @@ def gather_evidence(
         bits.numel(),
         *tensors,
         own_ratio,
-        unit=unit,
-        decay=decay,
-        take=1 - decay,
-        epsilon=epsilon,
+        unit=SCALE,
+        decay=DECAY,
+        take=1 - DECAY,
+        epsilon=EPSILON,
     )
     if grad is not None:
         increment_version(grad)
@@ -77,7 +81,6 @@ def keep_evidence(
     square: Tensor,
     kept_value: Tensor,
     kept_square: Tensor,
-    unit: float,
     *,
     whole_value: bool,
     whole_square: bool,
@@ -88,7 +91,7 @@ def keep_evidence(
         _keep,
         bits.numel(),
         *tensors,
-        fraction=1 / unit,
+        fraction=1 / SCALE,
         whole_value=whole_value,
         whole_square=whole_square,
     )

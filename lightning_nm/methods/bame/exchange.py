@@ -18,10 +18,11 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer, RAdam
 
 from lightning_nm.functional.evolution import (
-    Swaps,
-    as_blocks,
+    DECAY,
+    EPSILON,
+    LONGEST_BLOCK,
+    SCALE,
     best_swaps,
-    block_index,
     evidence_scores,
     expected_loss_change,
     look_ahead_scores,
@@ -34,23 +35,19 @@ from lightning_nm.kernels.gpu import triton_use
 from lightning_nm.methods.base import SparseToSparse
 from lightning_nm.methods.optimizer_state import (
     SECOND_MOMENTS,
-    check_optimizer,
-    clear_entries,
     entry_states,
     group_of,
+    is_adam_like,
     moment_correction,
     step_size,
+    unsupported,
 )
 from lightning_nm.nn.layer import NMLayer, blocks_of
 from lightning_nm.nn.weight import gather, is_sharded, local_shard, local_values
 from lightning_nm.schedule import Phases
+from lightning_nm.training.phases import zero_pruned_state
 
-DECAY = 0.999  # of the second moment
 LOG_DECAY = math.log(DECAY)
-EPSILON = 1e-12
-SCALE = 2.0**64
-"""U is kept divided by this power of two, which loses no bit. Otherwise a step with other masks, or after ``detach()``,
-would take U for momentum."""
 _PLAUSIBLE = 1024
 """Times the size of kept weights. What is larger is no evidence: the state holds momentum, of other masks."""
 
@@ -159,8 +156,6 @@ def gather_evidence(
     group: Mapping[str, Any],
     mask: Tensor,
     rate: float,
-    *,
-    fresh: bool,
 ) -> Evidence:
     """The evidence so far, with the gradient of the coming step if that is dense; this gradient is masked then.
 
@@ -170,7 +165,6 @@ def gather_evidence(
         group: The optimizer's group of the weight.
         mask: The forward mask.
         rate: The largest r relative to the size of kept weights.
-        fresh: Whether the masks are new: there is no evidence yet.
     """
     weight = layer.weight.detach()
     grad = layer.weight.grad if layer.progress.dense_gradient else None
@@ -183,7 +177,7 @@ def gather_evidence(
     count = buffers.get(COUNT)
     # The value is U / SCALE, and of kept entries perhaps momentum; V of kept entries may be the optimizer's own.
     own_ratio = 1.0
-    if fresh or count is None or value is None or square is None:
+    if count is None or value is None or square is None:
         evidence = Evidence.none(weight, places)
         if grad is None:
             return evidence
@@ -201,7 +195,14 @@ def gather_evidence(
     if bits is not None and is_single and not layer.view.is_sharded:
         # Sharded parameters are left to torch.
         passes = passes_for(weight, bits, evidence.value, evidence.square, row_major)
-    size_of_kept = _size_of_kept(weight, bits, mask, checked=passes is evolution)
+    # The root mean square of kept weights.
+    if bits is not None and evolution.runs(weight, bits):
+        size_of_kept = torch.tensor(evolution.size_of_kept(weight, bits), dtype=torch.float32)
+    else:
+        # In float64, so that the order of summation hardly ever changes the result.
+        norm = torch.linalg.vector_norm(masked(weight, mask), dtype=torch.float64)
+        mean_square = norm.square() / mask.sum().clamp(min=1)
+        size_of_kept = mean_square.sqrt().float()
     # In the shape of the learning-rate schedule, negative for an optimizer that climbs: the learning rate over the
     # largest one known, which schedulers keep in the group. A group may have these keys with the value None.
     now = float(group["lr"])
@@ -219,13 +220,10 @@ def gather_evidence(
             row_major,
             evidence.value,
             evidence.square,
-            unit=SCALE,
             own_ratio=own_ratio,
             limit=limit,
             correction=evidence.correction(),
             size=size,
-            decay=DECAY,
-            epsilon=EPSILON,
         )
     else:
         # Into new tensors: the optimizer's step still reads its state.
@@ -239,16 +237,6 @@ def gather_evidence(
         assert local_grad is not None
         layer.zero_pruned(local_grad)
     return evidence
-
-
-def _size_of_kept(weight: Tensor, bits: Tensor | None, mask: Tensor, *, checked: bool) -> Tensor:
-    """The root mean square of kept weights, float32 without axes; ``checked``: the library takes these tensors."""
-    if bits is not None and (checked or evolution.runs(weight, bits)):
-        return torch.tensor(evolution.size_of_kept(weight, bits), dtype=torch.float32)
-    # In float64, so that the order of summation hardly ever changes the result.
-    norm = torch.linalg.vector_norm(masked(weight, mask), dtype=torch.float64)
-    mean_square = norm.square() / mask.sum().clamp(min=1)
-    return mean_square.sqrt().float()
 
 
 # Between two steps U / SCALE and V are in the optimizer's state of pruned entries, or else in buffers of the layer.
@@ -268,13 +256,8 @@ def _places(optimizer: Optimizer, group: Mapping[str, Any], weight: Tensor) -> P
     return None, None
 
 
-def write_evidence(
-    layer: NMLayer, optimizer: Optimizer, evidence: Evidence, *, checked: bool = False
-) -> None:
-    """Keep the evidence until the next step, for the layer's masks as they are now.
-
-    ``checked``: the passes have taken all of the optimizer's state in this step.
-    """
+def write_evidence(layer: NMLayer, optimizer: Optimizer, evidence: Evidence) -> None:
+    """Keep the evidence until the next step, for the layer's masks as they are now."""
     state = optimizer.state.get(layer.param, {})
     layer.buffers[COUNT] = evidence.count
     tensors = (evidence.value, evidence.square)
@@ -289,13 +272,12 @@ def write_evidence(
     passes = evidence.passes
     has_places = value is not None and square is not None
     is_single = has_places and value.dtype == square.dtype == torch.float32
-    if passes is not None and is_single and (checked or passes_for(value, square) is passes):
+    if passes is not None and is_single and passes_for(value, square) is passes:
         passes.keep_evidence(
             layer.masks.bits,
             *tensors,
             value,
             square,
-            SCALE,
             whole_value=evidence.places[0] is None,
             whole_square=evidence.places[1] is None,
         )
@@ -318,7 +300,7 @@ def unpack_evidence(layer: NMLayer, optimizer: Optimizer) -> None:
         return
     state = optimizer.state.get(layer.param, {})
     mask = layer.masks.forward_view
-    places = _places(optimizer, group_of(optimizer, layer.param), layer.param)
+    places = _places(optimizer, group_of(layer, optimizer), layer.param)
     for key, name in zip(places, (VALUE, SQUARE), strict=True):
         if mask is not None and key in state and name in layer.buffers:
             state[key].copy_(merged(mask, state[key], layer.buffers[name]))
@@ -330,51 +312,29 @@ def drop_evidence(layer: NMLayer, optimizer: Optimizer) -> None:
         layer.buffers.pop(name, None)
     mask = layer.masks.forward_view
     assert mask is not None
-    clear_entries(optimizer, layer.param, ~mask, layer.name)
+    zero_pruned_state(layer, mask, [optimizer])
 
 
 # ------------------------------------------------------------------------------------------- exchanges
 
-Index = tuple[Tensor, ...]
-
-_CHUNK = 1 << 20
-"""Weights that an adaptation handles at a time, which bounds the memory for temporaries."""
-
 
 @dataclass
 class Exchange:
-    """The entries to exchange.
+    """The entries to exchange, each for another one of its block.
 
     Args:
         blocks: Block of each exchange, as :func:`~lightning_nm.functional.evolution.as_blocks` counts, int64 ``[K]``.
-        pruned: Index of the pruned entries into the weight.
-        regrown: Index of the regrown entries.
+        pruned: The number of each pruned entry in the weight, in row-major order, int64 ``[K]``.
+        regrown: That of each regrown entry.
         held: Number of blocks that do not change, though an exchange would raise their score.
         loss_change: The expected change of the loss; 0 where nothing was expected of a certain batch.
     """
 
     blocks: Tensor
-    pruned: Index
-    regrown: Index
-    held: Tensor
+    pruned: Tensor
+    regrown: Tensor
+    held: Tensor | int = 0
     loss_change: Tensor | float = 0.0
-
-
-def exchange_of(
-    layer: NMLayer,
-    blocks: Tensor,
-    pruned: Tensor,
-    regrown: Tensor,
-    held: Tensor,
-    loss_change: Tensor | float = 0.0,
-) -> Exchange:
-    """The exchange of one entry of each of some blocks for another one of it, int64 ``[K]`` each."""
-    shape = layer.view.rows(layer.weight).shape  # [out, in, *taps]
-    pruned_at, regrown_at = (
-        layer.view.locate(block_index(shape, layer.pattern.m, blocks, entries))
-        for entries in (pruned, regrown)
-    )
-    return Exchange(blocks, pruned_at, regrown_at, held, loss_change)
 
 
 class ExchangingMethod(SparseToSparse):
@@ -387,8 +347,13 @@ class ExchangingMethod(SparseToSparse):
         return Phases(moves_until=layer.progress.schedule[-1])
 
     def check_optimizer(self, layer: NMLayer, optimizer: Optimizer) -> None:
-        """Refuse an optimizer whose state cannot be matched to entries of the weight."""
-        check_optimizer(optimizer, layer.param, layer.name)
+        """Refuse an optimizer that is neither SGD nor like Adam, or keeps state of other shapes than the weight's."""
+        state = optimizer.state.get(layer.param, {})
+        known = (is_adam_like(optimizer, group, state) for group in optimizer.param_groups)
+        if not isinstance(optimizer, SGD) and not all(known):
+            why = "is neither SGD nor of the Adam family"
+            raise unsupported(layer, optimizer, why)
+        entry_states(layer, optimizer)
 
     def lost_without_before_step(self, layer: NMLayer) -> str:
         """An empty text: where a mask cannot move without that call, :meth:`after_step` raises an error."""
@@ -423,44 +388,31 @@ def find_exchange(
 
     Without evidence, those that one dense gradient speaks for, before it. At most ``budget`` blocks change.
     """
-    size = None
+    # In blocks [B, M], and at least float32: half precision would make ties of scores that differ.
+    keep = blocks_of(layer, mask)
+    dtype = wide_dtype(layer.weight)
+    weight = blocks_of(layer, layer.weight.detach()).to(dtype)
+    expected = None
     if evidence is None:
         assert layer.weight.grad is not None
-        size = step_size(optimizer, layer.param)
-        tensors = [mask, layer.weight.detach(), layer.weight.grad, *size.tensors]
+        grad = blocks_of(layer, layer.weight.grad).to(dtype)
+        if group_of(layer, optimizer).get("maximize"):
+            grad = -grad
+        # One step ahead of the optimizer.
+        step = step_size(layer, optimizer, grad, keep)
+        swaps = best_swaps(look_ahead_scores(weight, grad, keep, step), keep)
+        expected = expected_loss_change(weight, grad, keep, step, swaps)
     else:
-        tensors = [mask, layer.weight.detach(), evidence.value]
-    m = layer.pattern.m
-    # [out, in] each, convolutions with their taps
-    rows = [layer.view.rows(tensor) for tensor in tensors]
-    # A few rows of the weight at a time.
-    rows_of_chunk = max(1, _CHUNK * len(rows[0]) // rows[0].numel())
-    found: list[Swaps] = []
-    loss_changes: list[Tensor] = []
-    for chunk in zip(*(tensor.split(rows_of_chunk) for tensor in rows), strict=True):
-        keep, *values = (as_blocks(tensor, m) for tensor in chunk)
-        # At least float32: half precision would make ties of scores that differ.
-        weight, *others = (x.to(wide_dtype(x)) for x in values)
-        if size is None:
-            swaps = best_swaps(evidence_scores(weight, others[0], keep), keep)
-        else:
-            # One step ahead of the optimizer.
-            grad, *moments = others
-            if size.maximize:
-                grad = -grad
-            step = size.of_blocks(grad, keep, *moments)
-            swaps = best_swaps(look_ahead_scores(weight, grad, keep, step), keep)
-            loss_changes.append(expected_loss_change(weight, grad, keep, step, swaps))
-        found.append(swaps)
-    swaps = Swaps(*(torch.cat(column) for column in zip(*found, strict=True)))
+        scores = evidence_scores(weight, blocks_of(layer, evidence.value), keep)
+        swaps = best_swaps(scores, keep)
     chosen = select_blocks(swaps.gain, layer.buffers["oscillation"], budget)
-    return exchange_of(
-        layer,
+    grid = layer.view.blocks(layer.pattern.m)
+    return Exchange(
         chosen,
-        swaps.pruned[chosen].long(),
-        swaps.regrown[chosen].long(),
+        grid.places(chosen, swaps.pruned[chosen]),
+        grid.places(chosen, swaps.regrown[chosen]),
         held=(swaps.gain > 0).sum() - len(chosen),
-        loss_change=torch.cat(loss_changes)[chosen].sum() if loss_changes else 0.0,
+        loss_change=0.0 if expected is None else expected[chosen].sum(),
     )
 
 
@@ -478,32 +430,34 @@ def make_exchange(
     of the block that ``mask`` kept before the exchange.
     """
     param = layer.param
-    for key, kept_state in entry_states(optimizer, param, layer.name).items():
+    pruned = torch.unravel_index(exchange.pruned, mask.shape)
+    regrown = torch.unravel_index(exchange.regrown, mask.shape)
+    for key, kept_state in entry_states(layer, optimizer).items():
         state = gather(kept_state)
         start: Tensor | float = 0.0
         if key in SECOND_MOMENTS and evidence is not None:
-            scale = moment_correction(group_of(optimizer, param), optimizer.state[param])
-            start = (evidence.mean_square()[exchange.regrown] * scale).to(state.dtype)
+            scale = moment_correction(group_of(layer, optimizer), optimizer.state[param])
+            start = (evidence.mean_square()[regrown] * scale).to(state.dtype)
         elif key in SECOND_MOMENTS:
             kept = blocks_of(layer, mask)[exchange.blocks]  # [K, M]
             state_of_blocks = blocks_of(layer, state)[exchange.blocks]
             start = torch.where(kept, state_of_blocks, 0).sum(1) / kept.sum(1)
-        state[exchange.pruned] = 0
-        state[exchange.regrown] = start
+        state[pruned] = 0
+        state[regrown] = start
         if is_sharded(kept_state):
             local_values(kept_state).copy_(local_shard(state, kept_state))
 
     weight = layer.weight.detach()
-    weight[exchange.pruned] = 0
+    weight[pruned] = 0
     if evidence is not None:
-        weight[exchange.regrown] = evidence.value[exchange.regrown].to(weight.dtype)
-        evidence.value[exchange.regrown] = 0
+        weight[regrown] = evidence.value[regrown].to(weight.dtype)
+        evidence.value[regrown] = 0
     if layer.weight.grad is not None:
         # A loop may go on adding to gradients that it does not zero.
-        layer.weight.grad[exchange.pruned] = 0
+        layer.weight.grad[pruned] = 0
     forward = mask.clone()
-    forward[exchange.pruned] = False
-    forward[exchange.regrown] = True
+    forward[pruned] = False
+    forward[regrown] = True
     return forward
 
 
@@ -525,17 +479,17 @@ def exchange_in_one_pass(
         return None
     param = layer.param
     weight = param.detach()
-    states = entry_states(optimizer, param, layer.name)
-    grid = layer.view.blocks(layer.pattern.m)
+    states = entry_states(layer, optimizer)
+    m = layer.pattern.m
     grad = param.grad
     if grad is not None and not (grad.is_contiguous() and grad.dtype == weight.dtype):
         grad = None  # it is masked apart
-    fits = grid is not None and len(states) <= evolution.MOST_STATES
+    fits = m <= LONGEST_BLOCK and len(states) <= evolution.MOST_STATES
     if not fits or passes_for(weight, grad, *states.values()) is not passes:
         return None
     state = optimizer.state.get(param, {})
     blocks, held = passes.exchange(
-        grid,
+        layer.view.blocks(m),
         masks.bits,
         weight,
         grad,
@@ -547,7 +501,7 @@ def exchange_in_one_pass(
         [name in SECOND_MOMENTS for name in states],
         budget,
         evidence.correction(),
-        moment_correction(group_of(optimizer, param), state),
+        moment_correction(group_of(layer, optimizer), state),
     )
     masks.count_moved(2 * blocks)
     if grad is None and param.grad is not None:

@@ -37,9 +37,10 @@ from lightning_nm.methods.checks import (
     check_span,
     resolve_span,
 )
-from lightning_nm.methods.optimizer_state import clear_entries, group_of
+from lightning_nm.methods.optimizer_state import group_of
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.schedule import Moment
+from lightning_nm.training.phases import zero_pruned_state
 
 Source = Literal["accumulated", "batch"]
 """What speaks for an exchange, see :class:`BAME`."""
@@ -230,10 +231,7 @@ class BAME(ExchangingMethod):
         """The backward mask for a forward mask; ``None`` where dgrad has none."""
         if self._bi_mask is None or layer.spec.dgrad_reason:
             return None
-        weight_rows = layer.view.rows(layer.weight.detach())
-        mask_rows = None if forward is None else layer.view.rows(forward)
-        backward = self._bi_mask.select_backward(layer, weight_rows, mask_rows, search=search)
-        return layer.view.unrows(backward)
+        return self._bi_mask.select_backward(layer, forward, search=search)
 
     # A window begins: will its gradient be dense?
 
@@ -270,11 +268,9 @@ class BAME(ExchangingMethod):
         if self.evidence == "accumulated" and self._adapting(layer):
             rate = self.evidence_rate * self.gradient_every**0.5
             param = layer.param
-            group = group_of(optimizer, param)
+            group = group_of(layer, optimizer)
             # It masks the gradient, too.
-            pending.evidence = gather_evidence(
-                layer, optimizer, group, mask, rate, fresh=pending.fresh
-            )
+            pending.evidence = gather_evidence(layer, optimizer, group, mask, rate)
             trains = param.grad is not None and bool(group["lr"])
             pending.due = trains and (progress.step - progress.schedule[0]) % self.every == 0
         elif progress.dense_gradient:
@@ -295,9 +291,10 @@ class BAME(ExchangingMethod):
         progress = layer.progress
         # A layer that was loaded keeps nothing yet.
         pending: PendingStep = layer.pending or PendingStep(fresh=True)
-        if pending.fresh if pending.ready else _is_fresh(layer):
+        if _is_fresh(layer):
             # Not earlier: a fit that fails before its first step has cost the user no weight.
-            clear_entries(optimizer, param, ~mask, layer.name)
+            self.check_optimizer(layer, optimizer)
+            zero_pruned_state(layer, mask, [optimizer])
         has_evidence = COUNT in layer.buffers
         holds_evidence = self.evidence == "accumulated" and has_evidence and self._adapting(layer)
         evidence = pending.evidence
@@ -320,7 +317,7 @@ class BAME(ExchangingMethod):
         if exchange is not None:
             self._exchange(layer, optimizer, mask, exchange, evidence)
         if evidence is not None:
-            write_evidence(layer, optimizer, evidence, checked=done is not None)
+            write_evidence(layer, optimizer, evidence)
         layer.pending = PendingStep(exchange=exchange)
 
         if has_evidence and not holds_evidence:
@@ -349,15 +346,10 @@ class BAME(ExchangingMethod):
         """Make the exchanges by torch operations: all tensors, the masks, and the counts of oscillations."""
         forward = make_exchange(layer, optimizer, mask, exchange, evidence)
         layer.set_masks(forward, self._select_backward(layer, forward, search=False))
-        numbers = []  # of the entries in row-major order
-        for index in (exchange.pruned, exchange.regrown):
-            number = torch.zeros_like(exchange.blocks)
-            for size, position in zip(mask.shape, index, strict=True):
-                number = number * size + position
-            numbers.append(number)
-        buffers = layer.buffers
-        count_oscillations(buffers["oscillation"], buffers["exchanged"], exchange.blocks, *numbers)
-        self._count(layer, len(exchange.blocks), exchange.held, exchange.loss_change)
+        blocks = exchange.blocks
+        counts, exchanged = layer.buffers["oscillation"], layer.buffers["exchanged"]
+        count_oscillations(counts, exchanged, blocks, exchange.pruned, exchange.regrown)
+        self._count(layer, len(blocks), exchange.held, exchange.loss_change)
 
     @staticmethod
     def _count(
