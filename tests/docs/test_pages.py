@@ -43,7 +43,13 @@ def test_the_study_is_valid(tmp_path):
 
 READMES = [
     ROOT / folder / "README.md"
-    for folder in ("benchmarks/results/tables", "benchmarks/gpu", "configs/imagenet", "tests/golden")
+    for folder in (
+        "benchmarks/results/tables",
+        "benchmarks/gpu",
+        "benchmarks/peers",
+        "configs/imagenet",
+        "tests/golden",
+    )
 ]
 OPTIONS = [
     ("studies.md", 1, "study"),
