@@ -1,4 +1,4 @@
-"""The output of the command in docs/flops.md, and of configs/imagenet/README.md the papers' table and the two configs."""
+"""The output of the command in docs/flops.md; of configs/imagenet/README.md the papers' table and the two configs."""
 
 import json
 import math
