@@ -186,7 +186,7 @@ def preset_method(method: MethodName, preset: PresetName = "paper", **changes: A
 
     Args:
         method: The short name.
-        preset: Whose settings, see docs/papers.md.
+        preset: Whose settings, see docs/recipes.md.
         changes: Arguments of the method's class that are to be others.
 
     Raises:
@@ -354,11 +354,11 @@ class SparsityConfig:
         exclude: Globs over names of modules to keep dense.
         rules: Exceptions for some layers: mappings with ``include`` and any of ``pattern``, ``method``,
             ``grad_estimator``, ``conv_layout``, ``dgrad``, ``schedule``; the first match wins.
-        preset: ``paper``: settings of the code of the method's paper, for the methods that docs/papers.md lists, also
+        preset: ``paper``: settings of the code of the method's paper, for the methods that docs/recipes.md lists, also
             those of ``rules``. ``fst``: those of FST (arXiv 2404.01847), for ``transposable``.
             They fill in what is not given: ``conv_layout``, ``skip_first_last`` and ``grad_estimator``, and all
             arguments of a method that is given by its short name. A method that is an object is taken as it is, see
-            :func:`~lightning_nm.preset_method`. docs/papers.md has the settings.
+            :func:`~lightning_nm.preset_method`. docs/recipes.md has the settings.
         skip_first_last: Which of the first convolution and the last linear layer stay dense: ``True`` both, ``first``
             or ``last`` one of them, ``False`` none; by default as the preset says, else both. They are the first and
             the last one of the trained layers that the model registers, whatever the order in which ``forward`` calls

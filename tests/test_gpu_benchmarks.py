@@ -393,7 +393,7 @@ def test_examples(module):
 
 
 def test_the_page_lists_every_question():
-    page = (Path(__file__).parent.parent / "docs" / "gpu.md").read_text()
+    page = (Path(__file__).parent.parent / "benchmarks" / "gpu" / "README.md").read_text()
     # V11 was of plans that are kept, and V18 of the doctor's predictions: they are asked no more.
     numbers = [number for number in range(1, 18) if number != 11]
     listed = re.findall(r"^\| (V\d+) \|", page, re.MULTILINE)

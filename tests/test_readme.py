@@ -66,7 +66,9 @@ def test_hugging_face(tmp_path, monkeypatch, capsys):
 def test_mixtures_of_experts(monkeypatch, capsys):
     monkeypatch.setattr(adapters, "_ADAPTERS", list(adapters._ADAPTERS))
     monkeypatch.setattr(adapters, "_CLASSES", {})
-    hugging_face, own_forward, own = blocks("python", read("moe.md"))
+    hugging_face, own_forward, own = blocks(
+        "python", section(read("models.md"), "Mixtures of experts")
+    )
     exec(own, {})
     pytest.importorskip("transformers")
     names = {}

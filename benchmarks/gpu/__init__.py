@@ -1,1 +1,1 @@
-"""What only a GPU can say; ``python -m benchmarks.gpu`` asks all of it, see docs/gpu.md."""
+"""What only a GPU can say; ``python -m benchmarks.gpu`` asks all of it, see benchmarks/gpu/README.md."""

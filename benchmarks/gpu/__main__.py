@@ -1,4 +1,4 @@
-"""All that this project wants to know of a GPU, in one run and one JSON; see docs/gpu.md.
+"""All that this project wants to know of a GPU, in one run and one JSON; see benchmarks/gpu/README.md.
 
     python -m benchmarks.gpu [PART ...] [--only QUESTION ...] [--out FOLDER] [--seconds 470] [--dry-run]
 

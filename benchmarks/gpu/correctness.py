@@ -1,6 +1,6 @@
 """Questions whose answer is right or wrong: what torch's cuSPARSELt operators do with each kind of operand.
 
-Each function answers one question of docs/gpu.md. Errors are Frobenius norms relative to the dense product.
+Each function answers one question of README.md. Errors are Frobenius norms relative to the dense product.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Questions whose answer is a time or a size: what 2:4 products and their packing cost, on the device and on the host.
 
-Each function answers one question of docs/gpu.md. Times are medians in milliseconds of random operands that rotate past
+Each function answers one question of README.md. Times are medians in milliseconds of random operands that rotate past
 the L2 cache. In a graph a kernel's time stands alone; without one it is the longer of device and host.
 """
 

@@ -1,4 +1,4 @@
-"""docs/coreml.md runs as it stands, and its table of sizes is that of the format."""
+"""The section of docs/devices.md on Core ML runs as it stands, and its table of sizes is that of the format."""
 
 import re
 
@@ -9,9 +9,9 @@ from torch import nn
 from lightning_nm.export import export_coreml
 from lightning_nm.functional import nm_prune
 from lightning_nm.pattern import NMPattern
-from tests.docs.blocks import blocks, execute, read, run_commands
+from tests.docs.blocks import blocks, execute, read, run_commands, section
 
-PAGE = read("coreml.md")
+PAGE = section(read("devices.md"), "Core ML")
 ROW = re.compile(r"^\| (float32|float16) \| (.*) \|$", re.MULTILINE)
 
 

@@ -1,4 +1,4 @@
-"""The page on CPUs: its training runs on the kernels that it names, and its figures are those of the benchmarks."""
+"""The section on CPUs: its training runs on the kernels that it names, and its figures are those of the benchmarks."""
 
 import importlib
 import re
@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_nm import functional as nmf
 from lightning_nm.kernels.cpu import library
-from tests.docs.blocks import QuietTrainer, benchmarks, blocks, execute, read
+from tests.docs.blocks import QuietTrainer, benchmarks, blocks, execute, read, section
 
-PAGE = read("cpu.md")
+PAGE = section(read("flops.md"), "Very sparse on CPUs")
 
 
 class Regressor(pl.LightningModule):

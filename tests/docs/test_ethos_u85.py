@@ -1,4 +1,4 @@
-"""The page on Ethos-U85: its commands are understood, and where ExecuTorch is installed it prints what it says."""
+"""The section on Ethos-U85: its commands are understood, and where ExecuTorch is installed it prints what it says."""
 
 import shlex
 from importlib.metadata import version
@@ -8,9 +8,9 @@ import pytest
 
 from lightning_nm.cli import main
 from lightning_nm.export.executorch import targets
-from tests.docs.blocks import ROOT, blocks, execute, read
+from tests.docs.blocks import ROOT, blocks, execute, read, section
 
-PAGE = read("ethos-u85.md")
+PAGE = section(read("devices.md"), "Ethos-U85")
 INSTALL, BEFORE, EXPORT = blocks("", PAGE)
 (EXAMPLE_PRINTS,) = blocks("text", PAGE)
 

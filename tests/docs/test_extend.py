@@ -10,13 +10,19 @@ from lightning_nm import NMSparsifier
 from lightning_nm.methods import Method
 from lightning_nm.nn.adapters import base
 from tests import test_contract
-from tests.docs.blocks import ROOT, blocks, execute, read
+from tests.docs.blocks import ROOT, blocks, execute, read, section
 from tests.estimators import test_gradient_estimators
 from tests.nn import test_routing
 from tests.support import contract, kinds
 from tools import hooks
 
-PAGES = {page: read(f"extend/{page}.md") for page in ("method", "estimator", "kernel", "adapter")}
+OTHER = read("extend/other.md")
+PAGES = {
+    "method": read("extend/method.md"),
+    "estimator": section(OTHER, "A gradient estimator"),
+    "kernel": section(OTHER, "A kernel"),
+    "adapter": section(OTHER, "An adapter"),
+}
 TABLES = (contract.METHODS, contract.ESTIMATORS, kinds.KINDS)
 
 

@@ -1,4 +1,4 @@
-"""docs/flops.md: the output of the command, the table of the papers, and the two configs on random images."""
+"""The output of the command in docs/flops.md; of configs/imagenet/README.md the papers' table and the two configs."""
 
 import json
 import math
@@ -14,9 +14,10 @@ from tests.docs.blocks import section
 
 ROOT = Path(__file__).parent.parent.parent
 PAGE = section((ROOT / "docs" / "flops.md").read_text(encoding="utf-8"), "Counting FLOPs")
+README = (ROOT / "configs" / "imagenet" / "README.md").read_text(encoding="utf-8")
 CONFIGS = sorted((ROOT / "configs" / "imagenet").glob("*.yaml"))
 PUBLISHED = re.findall(
-    r"^\| (SR-STE|Bi-Mask|BAME) (\d+:\d+) \| ([\d.]+)x, recalled \| (.*) \|$", PAGE, re.MULTILINE
+    r"^\| (SR-STE|Bi-Mask|BAME) (\d+:\d+) \| ([\d.]+)x, recalled \| (.*) \|$", README, re.MULTILINE
 )
 
 
@@ -93,15 +94,15 @@ def test_bame_against_sr_ste(capsys, tmp_path):
     with_masked_stem = whole[0] - (1 - 1 / 16) / 3 * stem_macs / ste["macs"]
     alone = [report["masked_ratios"]["paper"] for report in (ste, evolved)]
     for there, here in (whole, (with_masked_stem, whole[1]), alone):
-        assert f"{there / here:.2f}" in PAGE
-        assert f"({there:.4f} / {here:.4f}" in PAGE
+        assert f"{there / here:.2f}" in README
+        assert f"({there:.4f} / {here:.4f}" in README
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
 def test_the_configs_run_on_random_images(capsys, monkeypatch, config, tmp_path):
-    (command,) = re.findall(r"^```\n(lightning-nm fit .*?)^```$", PAGE, re.M | re.S)
+    (command,) = re.findall(r"^```\n(lightning-nm fit .*?)^```$", README, re.M | re.S)
     program, fit, flag, shown, *words = shlex.split(command.replace("\\\n", ""))
     assert (program, fit, flag, ROOT / shown in CONFIGS) == ("lightning-nm", "fit", "-c", True)
     small = [

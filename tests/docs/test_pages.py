@@ -41,6 +41,16 @@ def test_the_study_is_valid(tmp_path):
     assert read_study(file).search.keys() == {"model.init_args.lr", "model.init_args.dropout"}
 
 
+READMES = [
+    ROOT / folder / "README.md"
+    for folder in (
+        "benchmarks/results/tables",
+        "benchmarks/gpu",
+        "benchmarks/peers",
+        "configs/imagenet",
+        "tests/golden",
+    )
+]
 OPTIONS = [
     ("studies.md", 1, "study"),
 ]
@@ -66,8 +76,8 @@ def test_commands_have_these_options(page, count, command, tmp_path, monkeypatch
 
 @pytest.mark.parametrize(
     "page",
-    [*sorted(DOCS.rglob("*.md")), ROOT / "benchmarks/results/tables/README.md"],
-    ids=lambda path: path.name,
+    [*sorted(DOCS.rglob("*.md")), *READMES],
+    ids=lambda path: path.relative_to(ROOT).as_posix(),
 )
 def test_modules_and_files_that_are_named_exist(page):
     text = page.read_text(encoding="utf-8")

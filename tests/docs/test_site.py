@@ -125,13 +125,13 @@ def test_every_public_name_is_in_the_reference():
 
 
 def test_links_of_staged_pages(tmp_path):
-    text = "[a](docs/cpu.md#building) [b](studies/__init__.py) [c](https://a.b) [d](#e)\n```\n[x](docs/y.md)\n```\n"
+    text = "[a](docs/gpu.md#commands) [b](studies/__init__.py) [c](https://a.b) [d](#e)\n```\n[x](docs/y.md)\n```\n"
     assert relinked(text, "CHANGELOG.md", tmp_path) == (
-        "[a](cpu.md#building) [b](source/studies/__init__.py) [c](https://a.b) [d](#e)\n```\n[x](docs/y.md)\n```\n"
+        "[a](gpu.md#commands) [b](source/studies/__init__.py) [c](https://a.b) [d](#e)\n```\n[x](docs/y.md)\n```\n"
     )
     assert (tmp_path / "source/studies/__init__.py").is_file()
-    assert relinked("[a](../../README.md) [b](../cpu.md)", "docs/api/index.md", tmp_path) == (
-        "[a](../index.md) [b](../cpu.md)"
+    assert relinked("[a](../../README.md) [b](../gpu.md)", "docs/api/index.md", tmp_path) == (
+        "[a](../index.md) [b](../gpu.md)"
     )
 
 

@@ -41,8 +41,8 @@ def place(name: str) -> str:
     """Where a file of the project is in the site.
 
     Example:
-        >>> place("docs/cpu.md"), place("CHANGELOG.md"), place("studies/a.yaml")
-        ('cpu.md', 'changelog.md', 'source/studies/a.yaml')
+        >>> place("docs/gpu.md"), place("CHANGELOG.md"), place("studies/a.yaml")
+        ('gpu.md', 'changelog.md', 'source/studies/a.yaml')
     """
     if name.startswith("docs/"):
         return name.removeprefix("docs/")

@@ -1,8 +1,7 @@
-"""What docs/papers.md shows runs, and its table is that of the presets."""
+"""What docs/recipes.md shows of presets runs, and its table is that of the presets."""
 
 import re
 import sys
-from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
@@ -13,10 +12,10 @@ from torch import nn
 from lightning_nm import BiMask
 from lightning_nm.cli import main
 from lightning_nm.config import _PRESETS
+from tests.docs.blocks import ShortTrainer, blocks, read, section
 from tests.support.lightning_models import Data, Net
-from tests.test_readme import ShortTrainer, blocks
 
-PAGE = (Path(__file__).parents[2] / "docs" / "papers.md").read_text(encoding="utf-8")
+PAGE = section(read("recipes.md"), "Presets of the papers")
 
 
 def test_python(monkeypatch, capsys):
