@@ -116,6 +116,14 @@ class SimulatedSparseKernel(TwoFourKernel):
     name = "simulated"
     dtypes = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
+    def probe(self, device: torch.device) -> str:
+        """It works everywhere."""
+        return ""
+
+    def multiple(self, device: torch.device) -> int:
+        """Return that of the hardware for 16-bit types."""
+        return 16
+
     def compress(self, matrix: Tensor) -> Tensor:
         """Pack with :func:`compress`.
 

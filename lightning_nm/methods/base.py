@@ -32,19 +32,6 @@ _STEP_HOOKS = (
     "training_weight",
 )
 
-_REPLACED = {
-    "refused_schedule": "define follow()",
-    "plans_dense_phases": "define follow()",
-    "sparse_window": "define phases()",
-    "may_start_early": "define phases()",
-    "check_stages": "define phases()",
-    "end_masks": "leave it out, the package ends the masks",
-    "restores_masks": "leave it out, init_masks() runs again on resume",
-    "has_own_backward_weight": "leave it out, it follows from an override of backward_weight()",
-    "changes_pattern": "leave it out, it follows from an override of current_pattern()",
-}
-"""What a method of 0.3 has to do in place of defining these."""
-
 _WEIGHT_HOOKS = ("forward_weight", "backward_weight", "training_weight")
 
 
@@ -158,10 +145,6 @@ class Method:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Derive what follows from the hooks that a class overrides, as plain attributes: compiled graphs read them."""
         super().__init_subclass__(**kwargs)
-        for name in vars(cls).keys() & _REPLACED:
-            raise TypeError(
-                f"{cls.__name__} has {name}, which methods had in lightning_nm 0.3: {_REPLACED[name]}"
-            )
         cls.has_training_weight = cls.training_weight is not Method.training_weight
         # A class selects entries if all of its weights are made by the hooks of one that does.
         bases = [base for base in cls.__mro__[1:] if issubclass(base, Method)]

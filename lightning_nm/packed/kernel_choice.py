@@ -219,7 +219,8 @@ class KernelChoice:
         if self.kernels != "auto":
             return True, True
         key = coarse(key)
-        tuner = _tuner(name, torch.get_num_threads())
+        with _MAKING:
+            tuner = _tuner(name, torch.get_num_threads())
         decision = tuner.recall(key)
         to_measure = decision is None and self.left_s > 0
         if to_measure and _MEASURING.acquire(blocking=math.isinf(self.left_s)):
@@ -236,14 +237,9 @@ class KernelChoice:
         return decision is None or decision.kernel == name, not to_measure
 
 
+@functools.cache
 def _tuner(name: str, threads: int) -> Tuner:
     """One for each kernel and number of threads, on which the environment of decisions depends."""
-    with _MAKING:
-        return _tuner_of(name, threads)
-
-
-@functools.cache
-def _tuner_of(name: str, threads: int) -> Tuner:
     decisions = Decisions.load(_file_of(name), environment_of(torch.device("cpu")))
     # A pack is never made again, and a kernel is taken if it is as fast: its weight is smaller.
     return Tuner("auto", registry_of(name), decisions, DeviceTimer(), reuse=1 << 30, hysteresis=0.0)

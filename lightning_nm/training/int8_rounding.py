@@ -63,8 +63,10 @@ class Int8Rounding:
         for layer, values in rounded:
             self._kept.append((layer.param, layer.param.detach().clone()))
             layer.param.copy_(values)
-            if self.activations:
-                self._round_inputs(layer)
+            # The projections of attention and the taps of convolutions read no tokens of the module's input.
+            reads_tokens = layer.param.dim() == 2 and layer.spec.parameter == "weight"
+            if self.activations and reads_tokens:
+                self._hooks.append(layer.spec.module.register_forward_pre_hook(_round_tokens))
 
     @torch.no_grad()
     def end(self) -> None:
@@ -84,11 +86,6 @@ class Int8Rounding:
             yield
         finally:
             self.end()
-
-    def _round_inputs(self, layer: NMLayer) -> None:
-        # The projections of attention and the taps of convolutions read no tokens of the module's input.
-        if layer.param.dim() == 2 and layer.spec.parameter == "weight":
-            self._hooks.append(layer.spec.module.register_forward_pre_hook(_round_tokens))
 
 
 def rounding_fault(layer: NMLayer) -> str:

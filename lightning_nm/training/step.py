@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_nm.nn.layer import NMLayer
@@ -520,15 +520,14 @@ def _parameter_count(optimizer: Optimizer) -> int:
 
 @contextmanager
 def _unscaled(layer: NMLayer, loss_scale: float) -> Iterator[None]:
-    _for_gradients(layer, lambda grad: grad.div_(loss_scale))
-    yield
-    _for_gradients(layer, lambda grad: grad.mul_(loss_scale))
-
-
-def _for_gradients(layer: NMLayer, change: Callable[[Tensor], Tensor]) -> None:
-    for parameter in (layer.view.optimizer_param, *layer.parameters.values()):
+    parameters = layer.view.optimizer_param, *layer.parameters.values()
+    for parameter in parameters:
         if parameter.grad is not None:
-            change(parameter.grad)
+            parameter.grad.div_(loss_scale)
+    yield
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.mul_(loss_scale)
 
 
 def _add_penalty(layer: NMLayer) -> None:

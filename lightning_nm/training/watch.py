@@ -9,7 +9,7 @@ from functools import partial
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_nm.nn.layer import NMLayer
@@ -125,13 +125,9 @@ class DirectReads:
             parameter = layer.view.optimizer_param
             if not parameter.requires_grad:
                 continue  # it may be trained later
-            hook = partial(self._note, layer)
-            self._watched[layer] = parameter.register_post_accumulate_grad_hook(hook)
+            note = partial(lambda layer, _: self.with_gradient.add(layer), layer)
+            self._watched[layer] = parameter.register_post_accumulate_grad_hook(note)
         self.pending = not self._settled.issuperset(layers)
-
-    def _note(self, layer: NMLayer, parameter: Tensor) -> None:
-        """A local backward pass made a gradient of a layer's weight."""
-        self.with_gradient.add(layer)
 
     def check(self, layers: Sequence[NMLayer]) -> None:
         """Look at layers whose optimizer is about to step.
@@ -145,8 +141,11 @@ class DirectReads:
                 continue
             if layer.progress.trained_by_layer:
                 self._settle(layer)
-            elif layer in self.with_gradient and _trains(layer):
-                found.append(layer)
+            elif layer in self.with_gradient:
+                # DDP is told of unused layers by a gradient of zeros, as that of ``0 * weight.sum()``.
+                grad = layer.view.optimizer_param.grad
+                if grad is not None and bool(local_values(grad).any()):
+                    found.append(layer)
         if found:
             self._report(found)
 
@@ -177,12 +176,6 @@ class DirectReads:
         if names:
             doubt = "" if is_certain else "; unless compiled functions call them, which is not seen"
             warnings.warn(f"{_message(names)}{doubt}", stacklevel=2)
-
-
-def _trains(layer: NMLayer) -> bool:
-    """Whether the gradient is not all zero, as that of ``0 * weight.sum()``, by which DDP is told of unused layers."""
-    grad = layer.view.optimizer_param.grad
-    return grad is not None and bool(local_values(grad).any())
 
 
 def _compiled_graphs() -> int:

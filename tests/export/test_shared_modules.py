@@ -18,7 +18,7 @@ WIDTH = 64
 @pytest.fixture(autouse=True)
 def _decisions(tmp_path, monkeypatch):
     monkeypatch.setattr(kernel_choice, "DECISIONS", str(tmp_path / "packed.json"))
-    kernel_choice._tuner_of.cache_clear()
+    kernel_choice._tuner.cache_clear()
 
 
 class TwoNames(nn.Module):

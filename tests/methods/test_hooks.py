@@ -143,25 +143,6 @@ def test_a_class_that_overrides_the_gradient_gets_it_at_pruned_entries():
     assert type("Untouched", (ASP,), {}).gradient_at_pruned is ASP.gradient_at_pruned
 
 
-@pytest.mark.parametrize(
-    ("name", "instead"),
-    [
-        ("refused_schedule", "define follow"),
-        ("plans_dense_phases", "define follow"),
-        ("sparse_window", "define phases"),
-        ("may_start_early", "define phases"),
-        ("check_stages", "define phases"),
-        ("end_masks", "leave it out"),
-        ("restores_masks", "leave it out"),
-        ("has_own_backward_weight", "leave it out"),
-        ("changes_pattern", "leave it out"),
-    ],
-)
-def test_what_has_no_effect_any_more_is_refused_with_what_to_do(name, instead):
-    with pytest.raises(TypeError, match=rf"Own has {name}, .* 0.3: {instead}"):
-        type("Own", (STE,), {name: None})
-
-
 @pytest.mark.filterwarnings("ignore:the trained weights of these layers will be dense")
 def test_a_forward_mask_of_a_layer_that_cannot_have_one_is_ignored():
     sparsifier = NMSparsifier(nn.Linear(6, 16), "2:4", "bi-mask", skip_first_last=False).attach()

@@ -35,7 +35,7 @@ from tests.support.packed_models import assert_equal_states, clones, copied, hel
 @pytest.fixture(autouse=True)
 def _decisions(tmp_path, monkeypatch):
     monkeypatch.setattr(kernel_choice, "DECISIONS", str(tmp_path / "packed.json"))
-    kernel_choice._tuner_of.cache_clear()
+    kernel_choice._tuner.cache_clear()
 
 
 def close(found, expected):

@@ -30,7 +30,7 @@ needs_kernel = pytest.mark.skipif(
 @pytest.fixture(autouse=True)
 def _decisions(tmp_path, monkeypatch):
     monkeypatch.setattr(kernel_choice, "DECISIONS", str(tmp_path / "packed.json"))
-    kernel_choice._tuner_of.cache_clear()
+    kernel_choice._tuner.cache_clear()
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_the_faster_of_kernel_and_dense_product(clock, tmp_path, dense_ms, form)
         assert model.weight.form == form
         # before and after the kernel, twice if dense seems faster; in the second run the file has it
         assert len(clock["asked"]) == (4 if form == "dense" else 2), run
-        kernel_choice._tuner_of.cache_clear()
+        kernel_choice._tuner.cache_clear()
     kept = json.loads((tmp_path / "packed.json").read_text())["environments"]
     ((name, decision),) = next(iter(kept.values())).items()
     key = json.loads(name)

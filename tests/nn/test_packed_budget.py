@@ -46,9 +46,9 @@ def clock(tmp_path, monkeypatch):
     monkeypatch.setattr(tuner, "dense_ms", made.dense_ms)
     monkeypatch.setattr(tuner, "sparse_ms", lambda *_: (3.0, 0.0))
     monkeypatch.setattr(kernel_choice, "perf_counter", lambda: made.now)
-    kernel_choice._tuner_of.cache_clear()
+    kernel_choice._tuner.cache_clear()
     yield made
-    kernel_choice._tuner_of.cache_clear()
+    kernel_choice._tuner.cache_clear()
 
 
 def linear(out=96):
@@ -97,7 +97,7 @@ def test_the_budget_is_that_of_the_model(clock):
 def test_known_products_take_no_budget(clock):
     dense = linear()
     run(pack(copy.deepcopy(dense), budget_s=3), 1, 2, 4)
-    kernel_choice._tuner_of.cache_clear()  # as a new process, which reads the file
+    kernel_choice._tuner.cache_clear()  # as a new process, which reads the file
     model = pack(dense, budget_s=1)
     run(model, 1, 2, 4, 8)
     assert clock.measured == [(96, 1), (96, 2), (96, 4), (96, 8)]
@@ -156,7 +156,7 @@ def test_packing_is_not_timed(monkeypatch, tmp_path):
 
     monkeypatch.undo()
     monkeypatch.setattr(kernel_choice, "DECISIONS", str(tmp_path / "packed.json"))
-    kernel_choice._tuner_of.cache_clear()
+    kernel_choice._tuner.cache_clear()
     monkeypatch.setattr(tuner.DeviceTimer, "time", time)
     run(pack(linear()), 4)
     assert len(timed) == 3, "the dense product, that of the kernel, and the dense one again"
@@ -265,7 +265,7 @@ def test_no_dense_copy_is_made_while_a_product_is_measured(tmp_path, monkeypatch
     monkeypatch.undo()
     monkeypatch.setattr(kernel_choice, "DECISIONS", str(tmp_path / "packed.json"))
     monkeypatch.setattr(tuner, "PANEL_BYTES", 1)
-    kernel_choice._tuner_of.cache_clear()
+    kernel_choice._tuner.cache_clear()
     monkeypatch.setattr(
         kernel_choice.DeviceTimer, "time", lambda self, function, device: function() is None or 1e-3
     )
@@ -282,7 +282,7 @@ def test_no_dense_copy_is_made_while_a_product_is_measured(tmp_path, monkeypatch
         model(x)
     assert len(measured) == 1
     assert largest.bytes < dense_bytes / 4
-    kernel_choice._tuner_of.cache_clear()
+    kernel_choice._tuner.cache_clear()
 
 
 @given(st.integers(1, 9000), st.integers(1, 9000), st.sampled_from([torch.float32, torch.bfloat16]))

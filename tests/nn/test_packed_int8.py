@@ -40,7 +40,7 @@ from tests.support.packed_models import assert_equal_states, clones, copied, hel
 @pytest.fixture(autouse=True)
 def _decisions(tmp_path, monkeypatch):
     monkeypatch.setattr(kernel_choice, "DECISIONS", str(tmp_path / "packed.json"))
-    kernel_choice._tuner_of.cache_clear()
+    kernel_choice._tuner.cache_clear()
 
 
 @pytest.fixture
@@ -153,7 +153,7 @@ def test_the_faster_of_kernel_and_dense_product(clock, tmp_path, dense_ms, form)
         assert model.weight.form == "cpu-int8", "nothing is measured before the first product"
         model(torch.randn(5, 64).bfloat16())
         assert model.weight.form == form
-        kernel_choice._tuner_of.cache_clear()  # the second time the choice is that of the file
+        kernel_choice._tuner.cache_clear()  # the second time the choice is that of the file
     # The dense product is that of the weight in the dtype of the inputs, and is measured once; again if it wins.
     assert set(clock["asked"]) == {(torch.bfloat16, 8)}
     assert len(clock["asked"]) == (4 if form.startswith("dense") else 2)
@@ -166,7 +166,7 @@ def test_choices_of_other_kernels_stay(clock, tmp_path):
     for _ in range(2):
         for dtype in (None, "int8"):
             pack(linear(), dtype=dtype)(torch.randn(8, 64))
-        kernel_choice._tuner_of.cache_clear()
+        kernel_choice._tuner.cache_clear()
     assert len(clock["asked"]) <= 4  # two of each, none of the second time
     assert {file.name for file in tmp_path.iterdir()} >= {"packed-int8.json"}
 

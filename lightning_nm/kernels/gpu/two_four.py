@@ -18,9 +18,6 @@ if TYPE_CHECKING:
 DENSE_MULTIPLE = 8
 """Divides the sizes of the dense matrix, for 16-bit types (torch.sparse, SparseSemiStructuredTensorCUSPARSELT)."""
 
-SPARSE_MULTIPLE = 16
-"""Divides rows and depth of the sparse matrix, for 16-bit types."""
-
 ALIGNMENT = 16
 """Divides the addresses of operands: torch tells cuSPARSELt so, and checks nothing."""
 
@@ -90,12 +87,12 @@ class TwoFourKernel(GemmKernel):
     the library would read them wrongly without an error.
 
     A subclass defines ``dtypes``, ``compress``, ``sparse_linear`` and ``sparse_matmul``, which get padded and checked
-    operands. A subclass for hardware also defines ``device_probe`` and :meth:`machine_reason`.
+    operands, and ``device_probe`` or :meth:`probe` and :meth:`multiple`.
     """
 
     dtypes: tuple[torch.dtype, ...] = ()
-    device_probe: DeviceProbe | None = None
-    """Checks a device before the first product on it; None for software that works everywhere."""
+    device_probe: DeviceProbe
+    """Checks a device before the first product on it."""
     one_pass: Callable[[Tensor], Tensor] | None = None
     """Does what `compress` does, faster; used on devices where the probe found equal bits."""
 
@@ -105,8 +102,6 @@ class TwoFourKernel(GemmKernel):
 
     def probe(self, device: torch.device) -> str:
         """Return the reason that :class:`~lightning_nm.kernels.gpu.probe.DeviceProbe` found against a device."""
-        if self.device_probe is None:
-            return ""
         return self.device_probe.reason(device)
 
     def multiple(self, device: torch.device) -> int:
@@ -115,8 +110,6 @@ class TwoFourKernel(GemmKernel):
         Raises:
             RuntimeError: If the kernel did not pass its probe there.
         """
-        if self.device_probe is None:
-            return SPARSE_MULTIPLE
         return self.device_probe.multiple(device)
 
     def compress(self, matrix: Tensor) -> Tensor:
@@ -176,9 +169,8 @@ class TwoFourKernel(GemmKernel):
             matrix = pad(matrix, (0, missing))
         rows, depth = matrix.shape
         width = packed_width(depth, matrix.dtype)
-        probe = self.device_probe
         # Not the other way round: a device that has no such form is not asked for it.
-        if self.one_pass is not None and probe is not None and probe.packs_alike(matrix.device):
+        if self.one_pass is not None and self.device_probe.packs_alike(matrix.device):
             packed = self.one_pass(matrix)
         else:
             packed = self.compress(matrix)
