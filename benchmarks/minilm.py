@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import itertools
 import json
 import re
 import time
@@ -154,25 +153,28 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"{len(training)} sentences for training, {len(held_out)} held out\n")
     print("| pattern | trained by | seed | cosine | Spearman | CPU seconds |")
     print("|---|---|---|---|---|---|")
-    for seed, pattern in itertools.product(range(args.seeds), args.patterns):
+    for seed in range(args.seeds):
         order = torch.randperm(len(training), generator=torch.Generator().manual_seed(seed))
         chosen = [training[i] for i in order.tolist()]
         calibration, taught = (
             [chosen[i : i + BATCH] for i in range(0, min(size, len(chosen)), BATCH)]
             for size in (CALIBRATION, args.steps * BATCH)
         )
-        pruned, layers = sparse(dense, pattern, calibration)
         batches = [(texts, embed(dense, texts)) for texts in taught]
-        for method in ("", "asp", "bame") if pattern in args.bame else ("", "asp"):
-            start = time.process_time()
-            model = pruned
-            if method:
-                model = distilled(pruned, layers, pattern, method, batches, args.lr)
-            run: dict[str, Any] = {"pattern": pattern, "method": method, "seed": seed}
-            run["seconds"] = time.process_time() - start
-            runs.append(run | compare(embed(model, held_out), expected))
-            cells = "{pattern} | {method} | {seed} | {cosine:.4f} | {spearman:.4f} | {seconds:.0f}"
-            print(f"| {cells.format(**runs[-1])} |", flush=True)
+        for pattern in args.patterns:
+            pruned, layers = sparse(dense, pattern, calibration)
+            for method in ("", "asp", "bame") if pattern in args.bame else ("", "asp"):
+                start = time.process_time()
+                model = pruned
+                if method:
+                    model = distilled(pruned, layers, pattern, method, batches, args.lr)
+                run: dict[str, Any] = {"pattern": pattern, "method": method, "seed": seed}
+                run["seconds"] = time.process_time() - start
+                runs.append(run | compare(embed(model, held_out), expected))
+                cells = (
+                    "{pattern} | {method} | {seed} | {cosine:.4f} | {spearman:.4f} | {seconds:.0f}"
+                )
+                print(f"| {cells.format(**runs[-1])} |", flush=True)
     if args.json:
         setting = {key: value for key, value in vars(args).items() if key not in ("json", "text")}
         result = {"cpu": cpu_name(), "torch": torch.__version__, "setting": setting, "runs": runs}
