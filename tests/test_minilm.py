@@ -90,5 +90,5 @@ def test_the_benchmark_writes_what_it_measured(folder, tmp_path, monkeypatch, ca
     runs = {(run["pattern"], run["method"]): run for run in found["runs"]}
     assert list(runs) == [("6:8", ""), ("6:8", "asp"), ("1:8", ""), ("1:8", "asp"), ("1:8", "bame")]
     assert runs["6:8", ""]["cosine"] > runs["1:8", ""]["cosine"]
-    assert found["setting"]["lr"] == 2e-4
+    assert found["setting"]["lr"] == 6e-4
     assert "32 sentences for training, 4 held out" in capsys.readouterr().out
