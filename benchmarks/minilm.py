@@ -139,17 +139,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--lr", type=float, default=6e-4)
     parser.add_argument("--held-out", type=int, default=256, help="held-out sentences")
-    parser.add_argument("--tuning", action="store_true", help="hold out training files instead")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
-    training, held_out = Sentences(args.text, tokenizer="", tuning=args.tuning).parts()
+    training, held_out = Sentences(args.text, tokenizer="").parts()
     held_out = held_out[:: max(1, len(held_out) // args.held_out)][: args.held_out]
     dense = Embedder(minilm_folder()).eval()
     expected = embed(dense, held_out)
-    runs = []
+    runs: list[dict[str, Any]] = []
+    setting = {key: value for key, value in vars(args).items() if key not in ("json", "text")}
+    result = {"cpu": cpu_name(), "torch": torch.__version__, "setting": setting, "runs": runs}
     print(f"{len(training)} sentences for training, {len(held_out)} held out\n")
     print("| pattern | trained by | seed | cosine | Spearman | CPU seconds of training |")
     print("|---|---|---|---|---|---|")
@@ -175,10 +176,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                     "{pattern} | {method} | {seed} | {cosine:.4f} | {spearman:.4f} | {seconds:.0f}"
                 )
                 print(f"| {cells.format(**runs[-1])} |", flush=True)
-    if args.json:
-        setting = {key: value for key, value in vars(args).items() if key not in ("json", "text")}
-        result = {"cpu": cpu_name(), "torch": torch.__version__, "setting": setting, "runs": runs}
-        args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+                if args.json:  # after each, as all take long
+                    args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
