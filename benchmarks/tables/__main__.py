@@ -21,6 +21,7 @@ from benchmarks.tables import (
     inference,
     matrices,
     methods,
+    minilm,
     overhead,
     peers,
     recipes,
@@ -47,6 +48,7 @@ TABLES: Tables = {
         methods,
         cycles,
         depth,
+        minilm,
     )
     for name, make in module.TABLES.items()
 }

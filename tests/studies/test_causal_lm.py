@@ -1,11 +1,13 @@
 """The pretrained language model of studies, and text for it, on a tiny decoder."""
 
 import hashlib
+import re
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from lightning_nm import prune
 from studies.data import TextFiles
 from studies.models import CausalLM
 from tests.docs.blocks import QuietTrainer
@@ -191,3 +193,26 @@ def test_a_tokenizer_of_another_model_is_refused(folders, text, tmp_path):
     trainer = QuietTrainer(max_steps=1, logger=False, enable_checkpointing=False)
     with pytest.raises(ValueError, match=r"32 tokens.*the model has 8"):
         trainer.fit(CausalLM(smaller), data)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # read by peft
+@pytest.mark.parametrize("way", ["lora", "asp"])
+def test_a_pruned_decoder_stays_so_by_adapters_and_by_asp(folders, text, tmp_path, capsys, way):
+    pytest.importorskip("peft")
+    from benchmarks import lora
+
+    sparse = transformers.AutoModelForCausalLM.from_pretrained(folders[0])
+    prune(sparse, "2:4")
+    sparse.save_pretrained(tmp_path / "sparse")
+    for path in text.glob("*.txt"):  # so that what is learned holds for the held-out file
+        path.write_text(" ".join(WORDS))
+    options = ["--folder", tmp_path / "sparse", "--text", text, "--tokenizer", folders[0]]
+    options += ["--context", "8", "--seconds", "0.5", "--lr", "0.01", "--way", way]
+    lora.main([str(each) for each in options])
+    printed = capsys.readouterr().out
+    steps, before, after = re.search(
+        rf"{way}, (\d+) steps: perplexity ([\d.]+), then ([\d.]+)\n", printed
+    ).groups()
+    assert int(steps) > 1
+    assert float(after) < float(before)
+    assert "all matrices of the layers are 2:4: True" in printed
