@@ -262,8 +262,19 @@ _QUANTISED = (
 )
 # ONNX operators whose inputs behind the first one are scales and zero points.
 _WITH_SCALES = ("QuantizeLinear", "DequantizeLinear")
-# ONNX operators that only move what they read.
-_MOVING = ("Identity", "Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Gather")
+# ONNX operators that only move what they read: their first input, the others are places; Concat reads all.
+_MOVING = (
+    "Identity",
+    "Transpose",
+    "Reshape",
+    "Flatten",
+    "Squeeze",
+    "Unsqueeze",
+    "Gather",
+    "Slice",
+    "Split",
+    "Concat",
+)
 
 
 def program_weights(path: Path) -> Weights:
@@ -373,6 +384,9 @@ def _matrices(root: Any, folder: str) -> Iterator[tuple[str, Tensor]]:
     nodes = [node for graph in graphs for node in graph.node]
     dequantised = _dequantised(nodes, by_name)
     scales = {name for node in nodes if node.op_type in _WITH_SCALES for name in node.input[1:]}
+    # A scale that is also a weight is judged as one.
+    for node in nodes:
+        scales -= {*(node.input[:1] if node.op_type in _WITH_SCALES else node.input)}
 
     def values(name: str, constant: Any) -> Any:
         try:
@@ -440,21 +454,20 @@ def _dequantised(
 ) -> dict[str, list[tuple[Any, bool]]]:
     """By constant, the ``DequantizeLinear`` operators that read it, each with whether it was moved before."""
     sources = {
-        output: node.input[0]
+        output: node.input if node.op_type == "Concat" else node.input[:1]
         for node in nodes
         for output in node.output
-        if node.op_type in _MOVING and node.input
+        if node.op_type in _MOVING
     }
     found: dict[str, list[tuple[Any, bool]]] = {}
     for node in nodes:
         if node.op_type == "DequantizeLinear":
-            name = node.input[0]
-            seen = set()  # a damaged file may hold a circle
-            while name in sources and name not in seen:
-                seen.add(name)
-                name = sources[name]
-            if name in constants:
-                found.setdefault(name, []).append((node, name != node.input[0]))
+            names = [node.input[0]]  # grows while it is read
+            for name in names:
+                # A damaged file may hold a circle.
+                names += [each for each in sources.get(name, ()) if each not in names]
+                if name in constants:
+                    found.setdefault(name, []).append((node, name != node.input[0]))
     return found
 
 

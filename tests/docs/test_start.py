@@ -3,10 +3,12 @@
 import re
 
 import lightning.pytorch as pl
+import pytest
 
 from tests.docs.blocks import QuietTrainer, blocks, execute, read, run_commands
 
 
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 def test_from_nothing_to_answers(tmp_path, monkeypatch, capsys):
     page, _, _ = read("start.md").partition("\n## Without Lightning\n")
     monkeypatch.chdir(tmp_path)
@@ -24,8 +26,16 @@ def test_from_nothing_to_answers(tmp_path, monkeypatch, capsys):
 
     run_commands("".join(block for block in blocks("", serving)))
     assert re.search(r"^OK", capsys.readouterr().out, re.MULTILINE)
+    serving, _, resuming = serving.partition("## Resume")
     execute(serving, **names)
     (share,) = re.findall(
         r"^(\d+)% of the held-out examples are right$", capsys.readouterr().out, re.MULTILINE
     )
     assert int(share) > 60
+
+    begun = []
+    names["Classifier"].on_train_start = lambda self: begun.append(self.trainer.global_step)
+    with pytest.warns(UserWarning, match="there is no last checkpoint available"):
+        execute(resuming.replace("max_epochs=2", "max_epochs=1"), **names)
+    execute(resuming, **names)
+    assert begun == [0, 56]  # steps of an epoch

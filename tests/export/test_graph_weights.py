@@ -294,6 +294,7 @@ def test_where_a_quantised_weight_is_read(tmp_path, initializer, node):
     zero = initializer(np.uint8(128), "z")
     zeros = initializer(np.full(16, 128, np.uint8), "z")
     shifted = initializer(quantised(*ZERO_POINTS["uint8"]), "w")
+    other = initializer(quantised(*ZERO_POINTS["uint8"]), "u")
     plain = initializer(quantised(*ZERO_POINTS["symmetric"]), "w")
     floats = initializer(pruned(8, 16).numpy(), "w")
     read = node("DequantizeLinear", ["m", "s", "z"], ["y"])
@@ -303,6 +304,9 @@ def test_where_a_quantised_weight_is_read(tmp_path, initializer, node):
         ([node("DequantizeLinear", ["w", "s", ""], ["y"])], [plain, scale]),
         ([node("Transpose", ["w"], ["m"]), read], [shifted, scale, zero]),
         ([node("Gather", ["w", "rows"], ["m"]), read], [shifted, scale, zero]),
+        ([node("Slice", ["w", "first", "last"], ["m"]), read], [shifted, scale, zero]),
+        ([node("Split", ["w"], ["n", "m"]), read], [shifted, scale, zero]),
+        ([node("Concat", ["u", "w"], ["m"], axis=0), read], [shifted, other, scale, zero]),
         ([quantise, read], [floats, scale, zero]),
     ]
     for nodes, tensors in cases:
@@ -319,6 +323,20 @@ def test_where_a_quantised_weight_is_read(tmp_path, initializer, node):
             verify(saved(tmp_path / "a.onnx", nodes, [shifted, scale, zeros]), "2:4")
     circle = [node("Identity", ["m"], ["n"]), node("Identity", ["n"], ["m"]), read]
     assert not verify(saved(tmp_path / "a.onnx", circle, [shifted, scale, zero]), "2:4").ok
+
+
+def test_a_scale_that_is_also_a_weight_is_judged(tmp_path, initializer, node):
+    """Only what is read as a scale alone is no weight."""
+    right, dense = initializer(pruned(8, 16).numpy(), "u"), np.ones((8, 16), np.float32)
+    quantise = node("QuantizeLinear", ["x", "w"], ["q"])
+    for nodes, keys in (
+        ([quantise], ["u"]),
+        ([quantise, node("MatMul", ["y", "w"], ["z"])], ["u", "w"]),
+        ([node("QuantizeLinear", ["w", "w"], ["q"])], ["u", "w"]),
+    ):
+        result = verify(saved(tmp_path / "a.onnx", nodes, [right, initializer(dense, "w")]), "2:4")
+        assert list(result.matrices) == keys
+        assert result.ok == (keys == ["u"])
 
 
 def test_a_zero_point_of_two_branches_is_refused(tmp_path, initializer, node):
