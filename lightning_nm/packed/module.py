@@ -215,7 +215,7 @@ class PackedWeight(nn.Module, HasHandle):
         chosen = slice(None) if rows is None else slice(*rows)
         if bias is not None:
             bias = bias[chosen]
-        if self._multiplies_rows(x, bias):
+        if rows is None and self._multiplies_rows(x, bias):
             assert self.values is not None
             assert self.scales is not None
             values, x_ti = self.values.squeeze(-1), plain(x.reshape(-1, x.shape[-1]))

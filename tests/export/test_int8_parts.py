@@ -165,6 +165,36 @@ def test_a_tied_head_multiplies_by_the_rows(exported, kernels):
     assert loaded.head(torch.full((1, 32), math.nan).to(dtype)).isnan().all()
 
 
+@needs_library
+def test_some_rows_of_a_tied_head(exported):
+    """Products with some rows have their columns alone, with their part of the bias."""
+    _, path = exported
+    weight = load_packed(on_meta(), path).tied.weight
+    x, bias = torch.randn(2, 32).to(weight.dtype), torch.randn(24).to(weight.dtype)
+    wanted = F.linear(x, weight.unpack()[4:10], bias[4:10])
+    assert torch.equal(weight.linear(x, bias, rows=(4, 10)), wanted)
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", ["int8", None])
+def test_tensors_may_move_into_shared_memory(dtype):
+    """A product after it reads them where they are, not where they were."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 128))
+    model[0].weight.data = nm_prune(model[0].weight.data, "2:8")
+    pack(model, dtype=dtype, kernels="sparse")
+    operand = model[0].weight.operand
+    assert operand is not None
+    x = torch.randn(2, 256)
+    wanted = model(x)
+    former = operand.packed.operand
+    for tensor in model.buffers():
+        tensor.share_memory_()
+    # The former memory is free: what it holds is not known, but its address is none of the operand's any more.
+    assert operand.packed.operand != former
+    assert torch.equal(model(x), wanted)
+
+
 def test_heads_that_are_no_linear_layers_keep_the_dense_weight():
     class Head(nn.Linear):
         def forward(self, input):

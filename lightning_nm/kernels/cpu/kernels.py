@@ -41,10 +41,17 @@ class Packed:
     layout: Any  # of the kernel that made it
     values: Tensor | None  # None where the product needs the layout alone
 
-    @cached_property
+    @property
     def operand(self) -> Any:
-        """The matrix as the library takes it; made once, as it takes longer than to multiply one token."""
-        return self.layout.operand(self.values)
+        """The matrix as the library takes it; kept, as to make it takes longer than to multiply one token."""
+        scale = getattr(self.layout, "scale", None)  # of int8 values
+        tensors = self.values, scale, *self.layout.tensors
+        # share_memory_(), for one, moves the memory of a tensor.
+        addresses = [tensor.data_ptr() for tensor in tensors if tensor is not None]
+        kept = self.__dict__.get("_kept")
+        if kept is None or kept[0] != addresses:
+            kept = self.__dict__["_kept"] = addresses, self.layout.operand(self.values)
+        return kept[1]
 
     def __reduce__(self) -> Any:
         # Addresses are those of this process and of these tensors.
