@@ -89,15 +89,12 @@ class ASP(SparseToSparse):
         The weight keeps its pruned entries until the next step ends: a fit that fails before changes no weight, and
         loaded weights may be those of the dense phase, whose saved state is loaded next.
         """
-        if within(layer.progress.schedule, layer.progress.clock):
-            # A mask that is there moves, so that what changes is counted.
-            self._choose_mask(layer)
-        else:
+        if not within(layer.progress.schedule, layer.progress.clock):
             layer.set_masks(None)
-
-    def _choose_mask(self, layer: NMLayer) -> None:
+            return
         if layer.spec.forward_reason:
             return
+        # A mask that is there moves, so that what changes is counted.
         if self.init == "zeros":
             weight = layer.weight
             rows = layer.view.rows(weight)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -17,8 +17,6 @@ from lightning_nm.spelling import with_settings
 
 Gradients = tuple[Tensor | None, ...]
 """The gradients of a weight and of the parameters that the method owns, ``None`` for none."""
-
-AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 
 _STEP_HOOKS = (
     "penalty",
@@ -53,7 +51,7 @@ def backward_entries(layer: NMLayer, forward: Tensor | None) -> Tensor:
     return layer.view.unrows(backward_rows)
 
 
-def set_tensor(tensors: dict[str, AnyTensor], name: str, values: AnyTensor) -> None:
+def set_tensor(tensors: dict[str, Any], name: str, values: Tensor) -> None:
     """Add a tensor to a layer's buffers or parameters, or set the values of the one that is there.
 
     An optimizer may hold a parameter, and compiled graphs read a buffer.
@@ -226,9 +224,10 @@ class Method:
 
         ``layer.step`` counts the layer's optimizer steps, ``layer.progress.updated_at`` is the last update's, and
         ``layer.progress.clock`` counts training steps, this one included. A method that does not
-        override it is asked at the steps of the schedule alone, and chooses its masks by :meth:`init_masks` there.
+        override it is asked at the steps of the schedule alone, and has its first masks of :meth:`init_masks` there.
         """
-        self.init_masks(layer)
+        if layer.masks.bits is None:
+            self.init_masks(layer)
 
     def finish(self, layer: NMLayer) -> None:
         """Do what was scheduled for the end of the training: the planned training has ended.

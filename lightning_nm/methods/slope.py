@@ -6,7 +6,7 @@ from lightning_nm.methods.asp import ASP, Init
 from lightning_nm.methods.base import backward_entries
 from lightning_nm.methods.checks import check_count
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.schedule import Moment
+from lightning_nm.schedule import Moment, within
 
 
 class SLoPe(ASP):
@@ -59,16 +59,18 @@ class SLoPe(ASP):
         self.refresh_every = refresh_every
         self.first_refresh = first_refresh
 
-    def _choose_mask(self, layer: NMLayer) -> None:
-        super()._choose_mask(layer)
-        self._choose_backward(layer)
+    def init_masks(self, layer: NMLayer) -> None:
+        """Choose both masks if training has begun to prune."""
+        super().init_masks(layer)
+        if within(layer.progress.schedule, layer.progress.clock):
+            self._choose_backward(layer)
 
     def update(self, layer: NMLayer) -> None:
         """Prune when the clock reaches ``start``; select the backward mask again when it is time."""
-        first = self.first_refresh or self.refresh_every
-        if layer.masks.bits is None:
-            self.init_masks(layer)
-        elif layer.progress.crossed(self.refresh_every, first):
+        was_pruned = layer.masks.bits is not None
+        super().update(layer)
+        every = self.refresh_every
+        if was_pruned and layer.progress.crossed(every, self.first_refresh or every):
             self._choose_backward(layer)
 
     def _choose_backward(self, layer: NMLayer) -> None:

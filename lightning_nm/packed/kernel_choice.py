@@ -9,7 +9,6 @@ import sys
 import threading
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 from time import perf_counter
 from typing import Literal, TypeAlias, get_args
@@ -86,12 +85,12 @@ class Operand:
     tag: Tensor | None = None
     _parts: dict[tuple[int, int], Operand] = field(default_factory=dict)
 
-    @cached_property  # asked for each product, as the next
+    @property
     def kernel(self) -> str:
         """The kernel that takes the layout."""
         return _KERNELS[type(self.layout)].name
 
-    @cached_property
+    @property
     def packed(self) -> Packed:
         """The matrix as the kernel takes it."""
         return Packed(self.layout, self.values)

@@ -834,11 +834,8 @@ def embeddings_of(model: nn.Module) -> dict[str, list[Place]]:
     heads: dict[int, list[Place]] = {}
     for module in model.modules():
         weight = module._parameters.get("weight")
-        if (
-            weight is not None
-            and packed_adapter(type(module)) is NMLinear
-            and not _is_masked(module)
-        ):
+        is_linear = packed_adapter(type(module)) is NMLinear and "forward" not in vars(module)
+        if is_linear and not _is_masked(module):
             heads.setdefault(id(weight), []).append(Place(module, "weight", Layout.PLAIN))
     for name, module in model.named_modules():
         if not holds_embedding(type(module)) or module.max_norm is not None or _is_masked(module):

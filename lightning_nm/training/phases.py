@@ -152,14 +152,13 @@ def begin_stage(layer: NMLayer, optimizers: Iterable[Optimizer] = ()) -> None:
     else:
         end_masks(layer)
     # A weight that never made a step keeps its entries until its first one: a fit that fails before has cost nothing.
-    if method.latent or kept is None or not layer.step:
-        return
-    layer.zero_pruned()
-    zero_pruned_state(layer, kept, optimizers)
+    if layer.step and not method.latent:
+        layer.zero_pruned()
+        zero_pruned_state(layer, kept, optimizers)
 
 
-def zero_pruned_state(layer: NMLayer, kept: Tensor, optimizers: Iterable[Optimizer]) -> None:
-    """Zero the state that optimizers have for pruned entries: they have no values, and get no gradient.
+def zero_pruned_state(layer: NMLayer, kept: Tensor | None, optimizers: Iterable[Optimizer]) -> None:
+    """Zero the state that optimizers have for pruned entries, where these have no values and get no gradient.
 
     Weight decay that is coupled to the gradient, as SGD's and Adam's, and steps before the masks have left momentum.
 
@@ -168,6 +167,8 @@ def zero_pruned_state(layer: NMLayer, kept: Tensor, optimizers: Iterable[Optimiz
         kept: The forward mask.
         optimizers: All that may own its weight.
     """
+    if kept is None or layer.spec.method.latent:
+        return
     parameter = layer.view.optimizer_param
     for optimizer in optimizers:
         for state in optimizer.state.get(parameter, {}).values():

@@ -190,7 +190,7 @@ class TrainingStep:
             layer.progress.shaped = False
             # The first step has found pruned entries in the weight; Adamax adds its epsilon to every entry's state.
             if layer.progress.step == 1 or isinstance(known.optimizer, torch.optim.Adamax):
-                self._zero_pruned_state(layer)
+                zero_pruned_state(layer, layer.forward_mask, self.optimizers)
             if "after_step" in self._hooks[layer]:
                 with layer.view.full(gradient=True):
                     layer.spec.method.after_step(layer, known.optimizer)
@@ -246,7 +246,7 @@ class TrainingStep:
                 method.update(layer)
         if layer.step and not had_mask and not method.latent:
             layer.zero_pruned()
-            self._zero_pruned_state(layer)
+            zero_pruned_state(layer, layer.forward_mask, self.optimizers)
         if begins_stage:
             with layer.view.full():
                 begin_stage(layer, self.optimizers)
@@ -257,12 +257,6 @@ class TrainingStep:
         layer.progress.updated_at = layer.progress.step
         # Weights that come back by a later load find no state of before these masks.
         layer.replaced_state = None
-
-    def _zero_pruned_state(self, layer: NMLayer) -> None:
-        """Leave optimizers nothing of the entries that are pruned from now on, where they have no latent values."""
-        kept = layer.forward_mask
-        if kept is not None and not layer.spec.method.latent:
-            zero_pruned_state(layer, kept, self.optimizers)
 
     def begin_window(self, *, loaded: bool = False) -> None:
         """Decide what the layers do until the next step, before its first forward pass: all micro-batches do the same.

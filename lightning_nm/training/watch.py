@@ -166,7 +166,9 @@ class DirectReads:
         """Raise or warn, unless compiled code may have run the layers themselves."""
         compiled = compiled_parts(self._model)
         names = [layer.name for layer in layers if layer.spec.module not in compiled]
-        is_certain = not _compiled_graphs()
+        # Calls in the graphs that TorchDynamo has compiled in this process are not seen. Whoever compiles imports it.
+        dynamo = sys.modules.get("torch._dynamo.utils")
+        is_certain = dynamo is None or not dynamo.counters["stats"]["unique_graphs"]
         if not is_certain and not any(layer.progress.trained_by_layer for layer in self._settled):
             names = []  # the whole model may be compiled
         if names and is_certain and self._is_error:
@@ -176,12 +178,6 @@ class DirectReads:
         if names:
             doubt = "" if is_certain else "; unless compiled functions call them, which is not seen"
             warnings.warn(f"{_message(names)}{doubt}", stacklevel=2)
-
-
-def _compiled_graphs() -> int:
-    """How many graphs TorchDynamo has compiled in this process: calls in them are not seen."""
-    dynamo = sys.modules.get("torch._dynamo.utils")  # imported by whoever compiles
-    return 0 if dynamo is None else dynamo.counters["stats"]["unique_graphs"]
 
 
 def _message(names: Sequence[str]) -> str:

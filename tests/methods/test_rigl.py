@@ -217,3 +217,21 @@ def test_bad_settings_are_named(options, message):
 def test_a_share_needs_the_planned_steps():
     with pytest.raises(ValueError, match=r"RigL's stop=0\.75 is a share"):
         NMSparsifier(nn.Linear(8, 8), "2:4", "rigl", skip_first_last=False).attach()
+
+
+def test_the_masks_of_the_last_exchange_stay_when_the_schedule_ends():
+    """Regrown entries are zero then, and would not be among the largest."""
+    torch.manual_seed(0)
+    model = nn.Linear(32, 32)
+    sparsifier = NMSparsifier(model, "2:4", RigL(every=1, stop=4), skip_first_last=False).attach()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sparsifier.register(optimizer)
+    (layer,) = sparsifier.layers.values()
+    for _ in range(6):
+        model(torch.randn(16, 32)).square().mean().backward()
+        sparsifier.before_step(optimizer)
+        optimizer.step()
+        exchanged = layer.masks.forward.clone()
+        sparsifier.step()
+        assert torch.equal(layer.masks.forward, exchanged)
+        optimizer.zero_grad()

@@ -287,7 +287,7 @@ class CpuInt8Kernel(CpuKernel):
 
 def _checked(packed: Packed, conv: Convolution) -> tuple[Int8Layout, Tensor]:
     """Refuse another layout than that of the convolution's weight, and a convolution without outputs."""
-    layout, values = packed.layout, packed.values
+    layout, values = packed
     out, inputs, height, width = conv.weight_shape
     taps = height * width
     if not isinstance(layout, Int8Layout) or values is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -34,28 +34,11 @@ _CHUNK = 1 << 20
 """Entries that are unpacked at a time."""
 
 
-@dataclass(frozen=True, eq=False)
-class Packed:
+class Packed(NamedTuple):
     """A sparse matrix: where its entries are, and their values."""
 
     layout: Any  # of the kernel that made it
     values: Tensor | None  # None where the product needs the layout alone
-
-    @property
-    def operand(self) -> Any:
-        """The matrix as the library takes it; kept, as to make it takes longer than to multiply one token."""
-        scale = getattr(self.layout, "scale", None)  # of int8 values
-        tensors = self.values, scale, *self.layout.tensors
-        # share_memory_(), for one, moves the memory of a tensor.
-        addresses = [tensor.data_ptr() for tensor in tensors if tensor is not None]
-        kept = self.__dict__.get("_kept")
-        if kept is None or kept[0] != addresses:
-            kept = self.__dict__["_kept"] = addresses, self.layout.operand(self.values)
-        return kept[1]
-
-    def __reduce__(self) -> Any:
-        # Addresses are those of this process and of these tensors.
-        return Packed, (self.layout, self.values)
 
 
 @dataclass(frozen=True, eq=False)
@@ -444,8 +427,8 @@ class CpuKernel(GemmKernel):
             depth, tokens = x.shape[0], x.shape[-1]
             shape = depth, tokens
         inputs = (x, shape), (bias, (rows,)), (grad, (tokens, rows))
-        sizes = rows, depth, tokens
-        run(self.function, product, "nm_operands *", sizes, inputs, y, packed.operand)
+        sizes, sparse = (rows, depth, tokens), layout.operand(packed.values)
+        run(self.function, product, "nm_operands *", sizes, inputs, y, sparse)
         return y
 
     def _self_check(self) -> str:
@@ -598,5 +581,6 @@ def _convolve(
     result = given.new_empty(shapes[product])
     sizes = images, *conv, positions
     operands = (x, of_x), (bias, (out,)), (grad, of_y)
-    run("nm_conv_product", product, "nm_conv *", sizes, operands, result, packed.operand)
+    sparse = layout.operand(packed.values)
+    run("nm_conv_product", product, "nm_conv *", sizes, operands, result, sparse)
     return result
