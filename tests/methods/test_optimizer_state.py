@@ -52,7 +52,7 @@ def stepped(make, steps, seed=0, dtype=torch.float64):
 def layer_of(weight, name="l"):
     module = nn.Linear(32, 16)
     module.weight = weight
-    return NMLayer(LayerSpec(name, module, "weight", NMPattern(2, 4), method=None))
+    return NMLayer(LayerSpec(name, module, "weight", NMPattern(2, 4), method=BAME()))
 
 
 def size_of(optimizer, weight, mask):
