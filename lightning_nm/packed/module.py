@@ -292,14 +292,17 @@ class PackedWeight(nn.Module, HasHandle):
 
     def _multiplies_rows(self, x: Tensor, bias: Tensor | None) -> bool:
         """Whether the library multiplies `x` by the rows of an embedding in int8, which a head shares with it."""
+        # First: torch 2.6 compiles no comparison of patterns.
+        if torch.compiler.is_compiling():
+            return False
         if self.pattern != EVERY_ENTRY or self.choice.kernels == "reference":
             return False
         depth = self.shape[1]
         fits = x.dim() > 0 and x.shape[-1] == depth <= MOST_DEPTH
         if not fits or not 0 < x.numel() <= _MOST_ROW_TOKENS * depth:
             return False
-        is_eager = not torch.compiler.is_compiling() and is_plain(x, bias, self.values)
-        return is_eager and self._is_for_kernel(x, bias) and not unavailable()
+        is_here = is_plain(x, bias, self.values) and not unavailable()
+        return is_here and self._is_for_kernel(x, bias)
 
     def _keep_dense(self, x: Tensor) -> None:
         """In ``"auto"``, hold the dense weight after a product that the kernel cannot make, unless it was traced."""
