@@ -335,8 +335,6 @@ static void int8_linear(nm_operands *o, const nm_int8 *a) {
     nm_run(o->parallel, o->threads, items * job.parts, int8_task, &job);
 }
 
-const nm_int8_linear LEVEL(nm_int8) = int8_linear;
-
 /* ------------------------------------------------------------------------------------------- of a dense matrix */
 
 typedef struct {
@@ -428,4 +426,4 @@ static void rows_linear(nm_operands *o, const nm_rows *a) {
     free(scales);
 }
 
-const nm_rows_linear LEVEL(nm_rows) = rows_linear;
+const nm_int8_kernels LEVEL(nm_int8) = {int8_linear, rows_linear};

@@ -22,12 +22,10 @@ static int has_bf16(void) { return 0; }
 
 #ifdef NM_INT8 /* and VBMI and VNNI, which CPUs have with or without AVX512_BF16 */
 static int has_int8(void) { return __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni"); }
-#define WIDE_INT8 nm_int8_avx512
-#define WIDE_ROWS nm_rows_avx512
+#define WIDE_INT8 &nm_int8_avx512
 #else
 static int has_int8(void) { return 0; }
 #define WIDE_INT8 NULL
-#define WIDE_ROWS NULL
 #endif
 
 /* 0 baseline, 1 AVX2 with FMA, 2 AVX-512, 3 with AVX512_BF16: the best level that CPU, operating system and this library
@@ -87,31 +85,27 @@ int32_t nm_int8_level(int32_t level) {
     return 0;
 }
 
-int32_t nm_int8_product(int32_t level, int32_t product, nm_operands *o, const nm_int8 *a) {
-    nm_int8_linear linear = nm_int8_baseline;
+static const nm_int8_kernels *int8_kernels_of(int32_t level) {
 #if defined(__x86_64__)
     int32_t own = nm_int8_level(level);
-    linear = own == NM_AVX512 ? WIDE_INT8 : own == 1 ? nm_int8_avx2 : linear;
+    return own == NM_AVX512 ? WIDE_INT8 : own == 1 ? &nm_int8_avx2 : &nm_int8_baseline;
 #else
     (void)level;
+    return &nm_int8_baseline;
 #endif
+}
+
+int32_t nm_int8_product(int32_t level, int32_t product, nm_operands *o, const nm_int8 *a) {
     if (product != NM_LINEAR) return NM_NO_KERNEL;
     o->failed = 0;
-    linear(o, a);
+    int8_kernels_of(level)->linear(o, a);
     return o->failed;
 }
 
 int32_t nm_rows_product(int32_t level, int32_t product, nm_operands *o, const nm_rows *a) {
-    nm_rows_linear linear = nm_rows_baseline;
-#if defined(__x86_64__)
-    int32_t own = nm_int8_level(level);
-    linear = own == NM_AVX512 ? WIDE_ROWS : own == 1 ? nm_rows_avx2 : linear;
-#else
-    (void)level;
-#endif
     if (product != NM_LINEAR) return NM_NO_KERNEL;
     o->failed = 0;
-    linear(o, a);
+    int8_kernels_of(level)->rows_linear(o, a);
     return o->failed;
 }
 

@@ -22,14 +22,14 @@ typedef struct {
     void (*sampled)(nm_conv *, const nm_csr *); /* y = the gradient of W at the entries, zero elsewhere */
 } nm_conv_kernels;
 
-/* y [tokens, rows] = x [tokens, depth] A^T + bias, of each row of x its nearest int8 values */
-typedef void (*nm_int8_linear)(nm_operands *, const nm_int8 *);
+/* y [tokens, rows] = x [tokens, depth] A^T + bias, of each row of x its nearest int8 values; with a dense matrix its
+ * nearest 16-bit values */
+typedef struct {
+    void (*linear)(nm_operands *, const nm_int8 *);
+    void (*rows_linear)(nm_operands *, const nm_rows *);
+} nm_int8_kernels;
 
-/* The same with a dense matrix, of each row of x its nearest 16-bit values */
-typedef void (*nm_rows_linear)(nm_operands *, const nm_rows *);
-
-extern const nm_rows_linear nm_rows_baseline, nm_rows_avx2, nm_rows_avx512;
-extern const nm_int8_linear nm_int8_baseline, nm_int8_avx2, nm_int8_avx512; /* the last with VBMI and VNNI */
+extern const nm_int8_kernels nm_int8_baseline, nm_int8_avx2, nm_int8_avx512; /* the last with VBMI and VNNI */
 extern const nm_kernels nm_baseline, nm_avx2, nm_avx512, nm_avx512_bf16; /* the last for bfloat16 alone */
 extern const nm_conv_kernels nm_conv_baseline, nm_conv_avx2, nm_conv_avx512;
 
