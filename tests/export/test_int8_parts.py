@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from benchmarks import int8_head
 from lightning_nm import (
     load_packed,
     pack,
@@ -496,3 +497,9 @@ def test_the_table_of_parts(tmp_path, capsys):
         assert "of the file are N:M weights of three axes (of experts: --int8-experts" in in_float
     small, large = sorted(sizes.values())
     assert small < 0.7 * large
+
+
+def test_the_benchmark_of_a_head(capsys):
+    int8_head.main(["--words", "64", "--width", "64", "--tokens", "1", "2", "--repeats", "1"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["tokens", "1", "2"]
