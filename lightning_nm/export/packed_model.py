@@ -76,7 +76,8 @@ def pack(
             exact, and multiplied by both scales. By default weights keep their values.
         int8_embeddings: With `dtype`, globs over module names and keys of ``nn.Embedding`` that are rounded to int8,
             too, with a scale for each row; rows are dequantised when they are looked up. They need not be N:M. A linear
-            head that shares the weight multiplies by the same int8 rows, with tokens that are rounded to 16 bits.
+            head that shares the weight multiplies by the same int8 rows, with tokens that are rounded to 16 bits. This
+            is not measured, and slower than a dense head of many tokens.
         exclude: Globs over module names and keys that stay dense.
         kernels: ``"auto"``: as fast as the dense model or faster, as measured. A layer keeps its kernel's layout while
             the kernel is no slower than the dense product, and holds the dense weight from the first product on for
