@@ -1,6 +1,6 @@
 """Print the comparison of docs/comparison.md.
 
-``python -m benchmarks.peers`` prints the table from benchmarks/results/peers.json, ``--short`` that of docs/index.md.
+``python -m benchmarks.peers`` prints the table from benchmarks/results/peers.json.
 ``--run`` asks the installed tools again, and writes their answers into that file first.
 """
 
@@ -40,7 +40,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--run", action="store_true")
-    parser.add_argument("--short", action="store_true")
     options = parser.parse_args(argv)
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"versions": {}, "ran": {}}
     if options.run:
@@ -51,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         }
         results["ran"] |= found
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-    print(table(results["ran"], options.short))
+    print(table(results["ran"]))
 
 
 if __name__ == "__main__":

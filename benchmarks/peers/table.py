@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 TOOLS = (
     "lightning_nm",
     "ModelPruning",
     "torch.nn.utils.prune",
-    "torch.ao.pruning",
-    "modelopt",
-    "apex ASP",
-    "torchao PAT",
-)
-SHORT_TOOLS = (
-    "lightning_nm",
-    "ModelPruning",
     "torch.ao.pruning",
     "modelopt",
     "apex ASP",
@@ -30,48 +22,43 @@ class Fact(NamedTuple):
     Args:
         name: The key in the JSON file; a probe of that name finds it, if there is one.
         text: The first cell.
-        short: Whether the short table has it.
         read: Answers from a tool's documentation or source, by tool; of this package, from its tests.
     """
 
     name: str
     text: str
-    short: bool
     read: Mapping[str, str]
 
 
 NO = "-"  # the tool has no such option
 UNKNOWN = "not run"
 FACTS = (
-    Fact("two-of-four", "prunes to 2:4", False, {"apex ASP": "yes"}),
-    Fact("other-patterns", "prunes to other N:M, such as 1:8", True, {"apex ASP": "own function"}),
-    Fact("convolutions", "N:M along a convolution's input channels", False, {"apex ASP": "yes"}),
+    Fact("two-of-four", "prunes to 2:4", {"apex ASP": "yes"}),
+    Fact("other-patterns", "prunes to other N:M, such as 1:8", {"apex ASP": "own function"}),
+    Fact("convolutions", "N:M along a convolution's input channels", {"apex ASP": "yes"}),
     Fact(
-        "masks-move", "pruned weights can come back during training", True, {"apex ASP": "by hand"}
+        "masks-move", "pruned weights can come back during training", {"apex ASP": "by hand"}
     ),
-    Fact("optimizer-before", "an optimizer made before works", False, {"apex ASP": "yes"}),
+    Fact("optimizer-before", "an optimizer made before works", {"apex ASP": "yes"}),
     Fact(
         "loads-without",
         "a checkpoint loads into the dense model, already pruned",
-        True,
         {"apex ASP": "no"},
     ),
-    Fact("resumes", "a resumed run ends with the same bits", True, {"apex ASP": UNKNOWN}),
-    Fact("both-directions", "N:M for the input gradient, too", True, {"apex ASP": "by option"}),
-    Fact("gradients", "N:M for the weight gradient, too", False, {"lightning_nm": "yes"}),
-    Fact("sparse-products", "sparse kernels in training, CPU", True, {"apex ASP": "no"}),
+    Fact("resumes", "a resumed run ends with the same bits", {"apex ASP": UNKNOWN}),
+    Fact("both-directions", "N:M for the input gradient, too", {"apex ASP": "by option"}),
+    Fact("gradients", "N:M for the weight gradient, too", {"lightning_nm": "yes"}),
+    Fact("sparse-products", "sparse kernels in training, CPU", {"apex ASP": "no"}),
     Fact(
         "tensor-cores",
         "sparse kernels in training, GPU",
-        False,
         {"lightning_nm": "one H200: [figures](gpu.md)"},
     ),
-    Fact("calibrated", "one-shot pruning with calibration data", True, {"apex ASP": NO}),
-    Fact("permutation", "permutes channels before it prunes", False, {"apex ASP": "yes"}),
+    Fact("calibrated", "one-shot pruning with calibration data", {"apex ASP": NO}),
+    Fact("permutation", "permutes channels before it prunes", {"apex ASP": "yes"}),
     Fact(
         "unstructured",
         "unstructured or channel pruning",
-        True,
         {
             "ModelPruning": "yes",
             "torch.nn.utils.prune": "yes",
@@ -83,7 +70,6 @@ FACTS = (
     Fact(
         "quantisation",
         "quantises the pruned model",
-        True,
         {"lightning_nm": "yes", "modelopt": "yes", "torchao PAT": "yes"},
     ),
 )
@@ -97,13 +83,8 @@ def cell(fact: Fact, tool: str, ran: Mapping[str, Mapping[str, bool]]) -> str:
     return answer if answer in (NO, UNKNOWN) or tool == "lightning_nm" else f"{answer}°"
 
 
-def table(ran: Mapping[str, Mapping[str, bool]], short: bool = False) -> str:
+def table(ran: Mapping[str, Mapping[str, bool]]) -> str:
     """The facts as a Markdown table."""
-    tools: Sequence[str] = SHORT_TOOLS if short else TOOLS
-    rows = [
-        [fact.text, *(cell(fact, tool, ran) for tool in tools)]
-        for fact in FACTS
-        if fact.short or not short
-    ]
-    head = f"| | {' | '.join(tools)} |\n|{'---|' * (len(tools) + 1)}"
+    rows = [[fact.text, *(cell(fact, tool, ran) for tool in TOOLS)] for fact in FACTS]
+    head = f"| | {' | '.join(TOOLS)} |\n|{'---|' * (len(TOOLS) + 1)}"
     return "\n".join([head, *(f"| {' | '.join(row)} |" for row in rows)])

@@ -1,4 +1,10 @@
-"""The router: which kernel runs each product of a training, and the report of what ran."""
+"""The router: which kernel runs each GEMM of a training, and the report of what ran.
+
+Packs for 2:4 hardware are kept where micro-batches share a step. CPU kernels keep layouts, not values: torch does not
+count writes through ``.data``, and gathering values costs no more than checking them. A layout takes 1 byte per kept
+weight and direction (``cpu-permute``) or 12 (``cpu-csr``), while masks stand still. CUDA graphs of
+``mode="reduce-overhead"`` leave the operators out, because these depend on the phase and on packs.
+"""
 
 from __future__ import annotations
 

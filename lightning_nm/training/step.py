@@ -3,6 +3,9 @@
 :class:`TrainingStep` is read from top to bottom: :meth:`~TrainingStep.before_optimizer`, with complete gradients;
 :meth:`~TrainingStep.after_clipping`, when the optimizer's step begins; :meth:`~TrainingStep.after_optimizer`, right
 after each real step; :meth:`~TrainingStep.end_batch`. What follows are the optimizers and their hooks.
+
+Whether the next accumulation window needs dL/dW_F at pruned entries is decided when a batch ends, so that micro-batches
+and ranks agree. A compiled model has two graphs for it.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from benchmarks.peers.probes import (
     optimizer_before,
     returns,
 )
-from benchmarks.peers.table import FACTS, SHORT_TOOLS, TOOLS, cell, table
+from benchmarks.peers.table import FACTS, TOOLS, table
 from benchmarks.peers.tools import (
     PAT,
     ModelOpt,
@@ -182,15 +182,6 @@ def test_the_table_of_the_page():
         r"<!-- begin: python -m benchmarks.peers -->\n(.*?)<!-- end -->", text, re.DOTALL
     ).group(1)
     assert shown.strip() == table(RAN)
-
-
-def test_the_short_table_has_the_same_answers():
-    lines = table(RAN, short=True).splitlines()
-    assert len(lines) <= 2 + 12
-    full = {fact.text: [cell(fact, tool, RAN) for tool in SHORT_TOOLS] for fact in FACTS}
-    for line in lines[2:]:
-        text, *found = (part.strip() for part in line.strip("|").split("|"))
-        assert found == full[text]
 
 
 def test_every_answer_is_there_once():

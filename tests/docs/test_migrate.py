@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.utils import prune
 
-from lightning_nm import ASP, NMSparsifier
+from lightning_nm import NMSparsifier
 from lightning_nm import functional as nmf
 from lightning_nm.cli import main
 from tests.docs.blocks import ROOT, blocks, section
@@ -49,9 +49,15 @@ def a_loop():
         names[name] = torch.optim.AdamW(trained.parameters(), 1e-2, weight_decay=0.1)
     names["batches"] = [(torch.randn(16, 32), torch.randint(0, 4, (16,))) for _ in range(6)]
     names["calibration"] = [x for x, _ in names["batches"]]
-    (code,) = blocks("python", section(PAGE, "The loop"))
-    exec(code, names)
+    for title in ("The loop", "A checkpoint of another tool"):
+        (code,) = blocks("python", section(PAGE, title))
+        exec(code, names)
     return names
+
+
+def before_training(code):
+    """A block up to its training."""
+    return re.split(r"^for x, y|^train\(", code, maxsplit=1, flags=re.MULTILINE)[0]
 
 
 def run(name, names, upto=None):
@@ -85,7 +91,9 @@ def is_sparse(model, *names):
 @pytest.mark.usefixtures("_in_folder", "_quiet_trainer")
 @pytest.mark.filterwarnings("ignore:.*`weights_only` was not set")
 def test_model_pruning():
-    names = run("lightning-model-pruning", {"model": Net(), "other": Net(), "data": Data()})
+    names = run(
+        "lightning-model-pruning", {**a_loop(), "model": Net(), "other": Net(), "data": Data()}
+    )
     assert is_sparse(names["model"], "net.3", "net.6")
     assert is_sparse(names["other"], "net.3", "net.6")
     pruned = torch.load("pruned.ckpt", weights_only=True)["state_dict"]
@@ -137,12 +145,9 @@ def test_model_pruning_without_permanent_zeros():
     trainer.save_checkpoint("masks.ckpt")
     with pytest.raises(RuntimeError, match="weight_orig"):
         pl.Trainer(max_epochs=2, callbacks=[again]).fit(Net(), Data(), ckpt_path="masks.ckpt")
-    *_, code, _ = blocks("python", page("torch-prune"))
-    names = {"torch": torch}
-    exec(code.partition("fresh =")[0], names)
     model = Net()
     model.load_state_dict(
-        names["without_prune"](torch.load("masks.ckpt", weights_only=True)["state_dict"])
+        a_loop()["without_masks"](torch.load("masks.ckpt", weights_only=True)["state_dict"])
     )
     assert (model.net[6].weight == 0).float().mean() > 0.3
 
@@ -213,7 +218,7 @@ def test_modelopt():
     names = a_loop()
     before = names["model"][2].weight.detach().clone()
     code, *_ = blocks("python", page("modelopt"))
-    exec(code.partition("for x, y")[0], names)
+    exec(before_training(code), names)
     kept = names["model"][2].weight.detach()
     assert torch.equal(kept, torch.where(kept != 0, before, 0)), "SparseGPT changed kept weights"
     assert list(names["model"][2].state_dict()) == ["weight", "bias", "_weight_mask"]
@@ -238,13 +243,17 @@ def test_a_checkpoint_with_the_keys_of_modelopt():
     }
     state = {**model.state_dict(), **{f"{name}._weight_mask": mask for name, mask in masks.items()}}
     torch.save({"model_state_dict": state, "modelopt_state": {}}, "modelopt.pt")
-    names = {"torch": torch, "new_model": new_model, "NMSparsifier": NMSparsifier, "ASP": ASP}
-    names["result"] = type("Pruned", (), {"layers": ["0", "2"]})
+    names = {**a_loop(), "result": type("Pruned", (), {"layers": ["0", "2"]})}
     exec(code, names)
     assert all(
         torch.equal(names["sparsifier"].layers[name].forward_mask, mask)
         for name, mask in masks.items()
     )
+
+
+def test_buffers_whose_names_end_like_masks_stay():
+    state = {"weight": torch.ones(4), "attention_mask": torch.zeros(4), "cached_mask": torch.ones(2)}
+    assert a_loop()["without_masks"](state).keys() == state.keys()
 
 
 @pytest.mark.usefixtures("_in_folder")
@@ -290,12 +299,11 @@ def test_the_order_of_parameters(name):
     before = [tuple(parameter.shape) for parameter in names["model"].parameters()]
     optimized = names["optimizer"].param_groups[0]["params"]
     theirs, ours, *_ = blocks("python", page(name))
-    exec(theirs.partition("for x, y")[0], names)
+    exec(before_training(theirs), names)
     assert [tuple(parameter.shape) for parameter in names["model"].parameters()] != before
     assert [tuple(parameter.shape) for parameter in optimized] == before
-    before_training, found, _ = ours.partition("train(")
-    assert found
-    exec(before_training, names)
+    assert before_training(ours) != ours
+    exec(before_training(ours), names)
     names["sparsifier"].register(names["other_optimizer"])
     assert [tuple(parameter.shape) for parameter in names["other"].parameters()] == before
 

@@ -63,7 +63,8 @@ def test_the_table():
     assert len(rows) == sum(name != "dense" for known in _PRESETS.values() for name in known)
     for method, preset, source, layout, first, last, settings in rows:
         known = _PRESETS[preset.strip("`")][method.strip("`")]
-        assert source[1:].split("]")[0] in known.source
+        assert re.fullmatch(r"\d{4}\.\d{5}", source)
+        assert source in known.source
         assert layout == f"`{known.conv_layout}`" or preset == "`fst`"
         assert (first, last) == tuple(
             "dense" if skips else "sparse" for skips in (known.skip_first, known.skip_last)

@@ -53,8 +53,8 @@ def test_its_commands_name_what_is_there():
 
 
 def test_the_table_has_the_settings_of_the_configs():
-    rows = [row for row in PAGE.splitlines() if row.startswith("| [")]
-    names = [re.match(r"\| \[([\w-]+)\]", row).group(1) for row in rows]
+    rows = [row for row in PAGE.splitlines() if row.startswith("| `")]
+    names = [re.match(r"\| `([\w-]+)`", row).group(1) for row in rows]
     assert sorted(names) == sorted(
         path.stem for path in (ROOT / "configs" / "recipes").glob("*.yaml")
     )

@@ -41,7 +41,7 @@ def test_the_page_on_benchmarks_is_short():
     assert (DOCS / "benchmarks.md").stat().st_size <= 25_000
 
 
-@pytest.mark.parametrize("name", ["peers-short", "scale-learning-rates", "xeon-few"])
+@pytest.mark.parametrize("name", ["method-costs", "scale-learning-rates", "xeon-few"])
 def test_a_file_has_the_cells_of_its_table(name):
     text = program.TABLES[name]()
     with (files.FOLDER / f"{name}.csv").open(newline="", encoding="utf-8") as file:

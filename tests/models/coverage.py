@@ -44,8 +44,8 @@ def selection(family):
 
 
 def template(name):
-    """A layer's name without its place in the stack."""
-    return re.sub(r"\.\d+(?=\.|$)", ".#", name)
+    """A layer's name without its place in the stack, and without the number of the stack."""
+    return re.sub(r"\d+(?=\.)|(?<=\.)\d+$", "#", name)
 
 
 def _names(names):
@@ -73,21 +73,22 @@ def share(family, masked):
 
 
 def table():
-    """The table as lines of Markdown."""
-    lines = ["| family | masked | dense | share |", "| --- | --- | --- | --- |"]
+    """The table as lines of Markdown, and one line with the reasons that it numbers."""
+    lines = ["| family | masked | dense | fraction |", "| --- | --- | --- | --- |"]
+    numbers: dict[str, int] = {}
     for family in FAMILIES:
         masked, skipped = selection(family)
         part, size = share(family, masked)
-        others: dict[str, list[str]] = {}
+        others: dict[int, list[str]] = {}
         for name, reason in skipped.items():
-            # That lookups are masked by their exact name is told once, below the table.
-            short, _, _ = reason.partition(": it is masked only if `include` has its exact name")
-            others.setdefault(short, []).append(name)
-        dense = "; ".join(f"{_names(names)} ({reason})" for reason, names in others.items())
+            # What follows differs from layer to layer: the class, the weight that shares it.
+            short = re.split(r": it is masked only if|, and shares its weight| for \w+$", reason)[0]
+            others.setdefault(numbers.setdefault(short, len(numbers) + 1), []).append(name)
+        dense = "; ".join(f"{_names(names)} ({number})" for number, names in others.items())
         lines.append(
             f"| {family} | {_names(masked)} | {dense} | {part:.1%} of {size / 1e6:,.0f} M |"
         )
-    return lines
+    return [*lines, "; ".join(f"({number}) {reason}" for reason, number in numbers.items())]
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """The base class of adapters, and the registry of adapters.
 
 A module is adapted by swapping its ``__class__`` for a subclass that mixes an adapter in. The module object, its
-parameters and its state-dict keys stay the same.
+parameters and its state-dict keys stay the same: an optimizer made earlier still trains the parameters. At the end of a
+fit the class is swapped back, with W_F in the parameter.
 """
 
 from __future__ import annotations
