@@ -6,7 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_nm import NMSparsifier
+from lightning_nm import NMPattern, NMSparsifier, prune
+from lightning_nm import functional as nmf
+from lightning_nm.kernels import GemmKey
+from lightning_nm.kernels.tuner import check
 from lightning_nm.methods import Method
 from lightning_nm.nn.adapters import base
 from tests import test_contract
@@ -40,8 +43,65 @@ def _tables_as_they_were(monkeypatch):
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_examples_and_their_tests(page):
+def test_examples_run(page):
     execute(PAGES[page])
+
+
+def test_the_estimator_is_unbiased_and_n_m_along_the_tokens():
+    names = execute(PAGES["estimator"])
+    pattern, grad = NMPattern(2, 5), torch.randn(20, 8)
+    uniform = torch.rand(1000, 1, 4, 8, generator=torch.Generator().manual_seed(0))
+    estimates = torch.stack([names["RandomN"]().prune(grad, pattern, each) for each in uniform])
+    assert all(nmf.is_nm(estimate, pattern, dim=0) for estimate in estimates[:100])
+    error = (estimates.mean(0) - grad).abs() / (estimates.std(0) / len(estimates) ** 0.5)
+    assert error.max() < 5  # standard errors, the largest of 160
+
+    x, layer = torch.randn(12, 16), names["layer"]
+    layer(x).square().sum().backward()
+    exact = 2 * layer(x).T @ x
+    assert not torch.allclose(layer.weight.grad, exact)  # an estimate
+    assert torch.allclose(layer.bias.grad, 2 * layer(x).sum(0), atol=1e-4)  # and the exact dY
+
+
+def test_the_kernel_computes_what_dense_gemms_do():
+    names = execute(PAGES["kernel"])
+    kernel, model = names["CooKernel"](), names["model"]
+    for dtype in (torch.float32, torch.float64):
+        for gemm in ("forward", "dgrad", "wgrad"):
+            assert check(kernel, GemmKey(gemm, 48, 64, 24, dtype, NMPattern(1, 8), "cpu")) == ""
+    used = {(each.product.key.gemm, each.kernel) for each in names["router"].used()}
+    assert used == {("forward", "coo"), ("dgrad", "coo"), ("wgrad", "coo")}
+    found = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    for layer in names["sparsifier"].layers.values():
+        layer.draw_noise(layer.noise.draws)
+    model(names["x"]).square().mean().backward()
+    for sparse, parameter in zip(found, model.parameters(), strict=True):
+        torch.testing.assert_close(sparse, parameter.grad)
+
+
+def test_the_adapter_computes_with_the_masked_weight():
+    """It trains as the ordinary layer with the masked weight, and is the ordinary one at the end."""
+    gated = execute(PAGES["adapter"].partition("The contract of methods")[0])["Gated"]
+    model = nn.Sequential(gated(16, 32), nn.Tanh(), nn.Linear(32, 4))
+    sparsifier = NMSparsifier(model, "2:4", "sr-ste").attach()
+    assert list(sparsifier.layers) == ["0"]
+
+    x = torch.randn(8, 16)
+    weight = model.state_dict()["0.weight"].clone().requires_grad_()
+    gate = model[0].gate.detach().clone().requires_grad_()
+    plain = nn.functional.linear(x, weight) * gate
+    torch.testing.assert_close(model[0](x), plain)
+    plain.square().sum().backward()
+    model[0](x).square().sum().backward()
+    torch.testing.assert_close(model[0].weight.grad, weight.grad)  # straight through
+    torch.testing.assert_close(model[0].gate.grad, gate.grad)
+
+    sparsifier.bake()
+    sparsifier.detach()
+    assert type(model[0]) is gated
+    assert nmf.is_nm(model[0].weight, "2:4")
+    assert prune(model, "1:4", "wanda", [x], include="0").layers == ["0"]
 
 
 CONTRACTS = {
