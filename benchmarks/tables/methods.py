@@ -208,9 +208,9 @@ def _difference(one: Trained, other: Trained) -> Interval:
 
 
 def _text(difference: Interval, task: Task, is_best: bool) -> str:
-    values = (difference.mean, difference.low, difference.high)
-    mean, low, high = (f"{value:+.{task.digits}f}" for value in values)
-    return f"**{mean}** [{low}, {high}]" if is_best else f"{mean} [{low}, {high}]"
+    mean = f"{difference.mean:+.{task.digits}f}"
+    half = f"{difference.high - difference.mean:.{task.digits}f}"  # Student's t is symmetric
+    return f"**{mean}** ± {half}" if is_best else f"{mean} ± {half}"
 
 
 def _tables(task: Task) -> dict[str, Any]:
