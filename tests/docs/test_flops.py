@@ -36,14 +36,14 @@ def counted(capsys, config, *words):
 @pytest.mark.slow
 def test_the_output_is_as_shown(capsys):
     command, shown = re.search(
-        r"^```\n(lightning-nm flops .*)\n```\n\n```text\n(.*?)^```$", PAGE, re.M | re.S
+        r"^```\n(lightning-nm flops .*)\n```\n\n.*?\n\n```text\n(.*?)^```$", PAGE, re.M | re.S
     ).groups()
     program, *words = shlex.split(command)
     assert program == "lightning-nm"
     assert main(words) == 0
     printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
-    lines = [line for line in shown.splitlines() if "[...]" not in line]
-    assert len(lines) > 20
+    lines = shown.splitlines()
+    assert len(lines) > 10
     for line in lines:
         assert line in printed
 
