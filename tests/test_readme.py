@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_nm import NMSparsifier
 from lightning_nm import functional as nmf
 from lightning_nm.cli import main
 from lightning_nm.nn.adapters import base as adapters
@@ -73,7 +74,17 @@ def test_mixtures_of_experts(monkeypatch, capsys):
     pytest.importorskip("transformers")
     names = {}
     exec(hugging_face, names)
-    exec(own_forward, names)
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    transformers = sys.modules["transformers"]
+    config = transformers.Llama4TextConfig(
+        **names["sizes"], **special, intermediate_size_mlp=48, head_dim=8
+    )
+    llama, tokens = transformers.Llama4ForCausalLM(config), names["tokens"]
+    expected = llama(tokens).logits
+    exec(own_forward, names | {"model": llama})
+    torch.testing.assert_close(llama(tokens).logits, expected)
+    masked = NMSparsifier(llama, "2:4", "bi-mask").attach().layers
+    assert "model.layers.0.feed_forward.experts.down_proj" in masked
     assert re.search(
         r"^\d\d% of the weight FLOPs are masked, 0 blocks are not 2:4$", capsys.readouterr().out
     )
