@@ -1,4 +1,22 @@
-"""The GEMMs of masked layers: dense products of masked operands, or those of the kernels that a router chose."""
+"""The GEMMs of masked layers: dense matmuls of masked operands, or those of the kernels that a router chose.
+
+The path of one call::
+
+    adapter.forward -> nm_linear, nm_conv -> autograd function -> gemm(layer, "forward", operands) -> Y
+                                                               -> gemm(layer, "dgrad", operands) -> dX
+                                                               -> gemm(layer, "wgrad", operands) -> dW
+                                                                    -> method.weight_gradient -> W.grad
+
+The operands are X, W, dY, the bias and the noise of this call. :mod:`lightning_nm.nn.costs` says what a GEMM is now:
+N:M along the summed axis, masked, needed only at kept entries, or dense. Without a router, or if dense, it is torch's
+matmul on ``method.forward_weight(W)``, ``method.backward_weight(W)`` or ``estimator.estimate(dY)``. With a router,
+``router.choose`` picks a kernel, which packs the masked operand (:mod:`lightning_nm.kernels.operands`); if it fails,
+the dense matmul follows.
+
+Backward keeps X, the parameter and the mask bytes. Where a router is active, forward and backward each become one
+``torch.library`` operator, which calls the same ``gemm``. An embedding looks its rows up (:func:`nm_embedding`), and
+experts multiply group by group (:mod:`lightning_nm.nn.adapters.experts`).
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """The state of a sparsifier in a checkpoint: read it, check it, apply it, in this order.
 
-Nothing is changed before all checks have passed. What one layer saves is in :mod:`lightning_nm.nn.state`. The keys of a
-state are those of schema 1, plain tensors and primitives:
+Nothing is changed before all checks have passed: :func:`check_schema` and :func:`check_scale`, then
+:func:`check_state`, for which ``differences`` in :mod:`lightning_nm.nn.state` words each refusal. What one layer saves
+is in that module. The keys of a state are those of schema 1, plain tensors and primitives:
 
 - ``layers``: the state of each masked layer, by its name.
 - ``seed``: the base of all random numbers.
