@@ -1,4 +1,4 @@
-"""NMSparsifier: a model, a method and an estimator, without Lightning."""
+"""NMSparsifier: N:M training of a model in any loop, without Lightning."""
 
 from __future__ import annotations
 

@@ -36,9 +36,7 @@ FACTS = (
     Fact("two-of-four", "prunes to 2:4", {"apex ASP": "yes"}),
     Fact("other-patterns", "prunes to other N:M, such as 1:8", {"apex ASP": "own function"}),
     Fact("convolutions", "N:M along a convolution's input channels", {"apex ASP": "yes"}),
-    Fact(
-        "masks-move", "pruned weights can come back during training", {"apex ASP": "by hand"}
-    ),
+    Fact("masks-move", "pruned weights can come back during training", {"apex ASP": "by hand"}),
     Fact("optimizer-before", "an optimizer made before works", {"apex ASP": "yes"}),
     Fact(
         "loads-without",

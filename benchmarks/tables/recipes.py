@@ -111,7 +111,9 @@ def settings(task: str) -> str:
             )
             written = ", ".join(f"`{key}={value:g}`" for key, value in chosen.items())
             ends = "dense" if name.endswith("-ends-dense") else "2:4"
-            lines.append([f"`{path.stem}`", ends, written, f"{gain_text(task, name)} {unit}", flops])
+            lines.append(
+                [f"`{path.stem}`", ends, written, f"{gain_text(task, name)} {unit}", flops]
+            )
     model = "transformer, AdamW" if task == "help-topics" else "CNN, SGD"
     return table([model, "ends", "settings", "minus dense", "FLOPs"], lines)
 

@@ -1,4 +1,4 @@
-"""What NMSparsityCallback continues from an earlier fit or a checkpoint, and masks in the averages of others."""
+"""What NMSparsityCallback keeps between fits and checkpoints, and masks for weight averages of other callbacks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Origin(Enum):
 
 @dataclass
 class Lifecycle:
-    """What one fit of :class:`~lightning_nm.NMSparsityCallback` leaves to the next, and how far the fit is.
+    """State of :class:`~lightning_nm.NMSparsityCallback` across fits: what the next one continues, and the phase.
 
     A state arrives by :meth:`receive`, from a checkpoint, or by :meth:`end`, from the fit before. :meth:`begin_fit`
     starts a fit; its masks then come from the state, which is :meth:`restored`, or are new.

@@ -148,7 +148,7 @@ def log_hyperparameters(trainer: Trainer, sparsifier: NMSparsifier, name: str | 
 
 @dataclass
 class KernelRow:
-    """A product of the masked layers, with its kernel and the measured times, None where they are unknown.
+    """One GEMM of the masked layers, with its kernel and measured times; None where a time is unknown.
 
     Attributes:
         product: The GEMM and its sizes, as rows x depth x columns.

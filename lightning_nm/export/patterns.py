@@ -27,7 +27,7 @@ LARGEST = 0.75
 
 
 class Found(NamedTuple):
-    """What is known of one weight.
+    """The pattern that was found for one weight, and where its blocks lie.
 
     Args:
         pattern: The pattern to pack it in; ``None`` leaves it dense.

@@ -1,4 +1,4 @@
-"""The kernel protocol: one GEMM with an N:M operand, described by a key, and its run by a kernel."""
+"""The kernel interface: a GEMM with an N:M operand is described by a key and computed by a kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operands of GEMMs with a sparse side: masked, permuted or estimated, contiguous, in one pass over the input.
+"""Prepares the operands of sparse GEMMs, masked, permuted or estimated, in one pass over the input.
 
 Each function has two implementations: torch operations, which run everywhere and define the result, and a Triton
 kernel for CUDA tensors, used if Triton is installed. Both round the same in the same order, so the results have the

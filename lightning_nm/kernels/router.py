@@ -63,7 +63,7 @@ class Choice(NamedTuple):
 
 @dataclass
 class GemmUse:
-    """How often a product ran on a kernel, its tokens bucketed, and why there; None if nothing had to be decided."""
+    """Call count of a GEMM (tokens bucketed) on one kernel, and the decision; None if there was nothing to decide."""
 
     product: Product
     kernel: str
@@ -131,7 +131,7 @@ class Router(HasHandle):
         self.reset()
 
     def reset(self, reuse: int | None = None) -> None:
-        """Forget what ran and every pack, for a new training and perhaps `reuse`; decisions stay in their file."""
+        """Clear usage statistics and packs for a new training, perhaps with another `reuse`; saved decisions stay."""
         self.reuse = reuse or self.reuse
         # The tuner needs a device, which is known when the first product runs, see `initialize`.
         self.tuner: Tuner | None = None

@@ -1,4 +1,4 @@
-"""The choice of a kernel for each product: check it against the dense product, time it, decide."""
+"""Chooses a kernel for each GEMM: compares it with the dense matmul, times both, and remembers the decision."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ NO_KERNEL = "there is no sparse kernel"
 
 @dataclass(frozen=True)
 class Decision:
-    """The kernel of a product and why, with measured times, None where they are unknown."""
+    """The kernel chosen for a GEMM, the reason, and measured times; None where a time is unknown."""
 
     kernel: str
     dense_ms: float | None = None
@@ -940,7 +940,7 @@ class Tuner:
             self.decide(key)
 
     def take_over(self, decisions: Decisions) -> None:
-        """Continue with other decisions; those for products that they lack stay."""
+        """Merge in other decisions, which replace those for the same GEMMs."""
         for key, decision in self.decisions.items():
             decisions._decisions.setdefault(key, decision)  # nothing that is to be saved
         self.decisions = decisions

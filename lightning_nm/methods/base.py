@@ -230,7 +230,7 @@ class Method:
             self.init_masks(layer)
 
     def finish(self, layer: NMLayer) -> None:
-        """Do what was scheduled for the end of the training: the planned training has ended.
+        """Called when the planned training has ended: do what was scheduled for its end.
 
         The clock may lie before the planned end: it does not count the steps that a gradient scaler skipped.
         """

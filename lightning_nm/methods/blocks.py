@@ -1,4 +1,4 @@
-"""Blocks of a model that answer from memory: calibration then runs each of them a few times, whatever the depth."""
+"""Caches the outputs of finished blocks during calibration, so that each block runs a few times, whatever the depth."""
 
 from __future__ import annotations
 
@@ -234,7 +234,7 @@ class _Remembered:
 
 
 class Memory:
-    """What the finished parts of a model return for each batch.
+    """Cached outputs of a model's finished parts, by batch.
 
     A part is finished when all layers that its output depends on are. It runs once more for each batch, and then
     answers from memory. Of a list of blocks only the last finished one is remembered: the blocks before it return the
@@ -365,7 +365,7 @@ class Memory:
 
 
 class Reached(Exception):
-    """The model ran as far as is needed."""
+    """Raised to stop a forward pass once the needed layer has run."""
 
 
 class _Different(Exception):

@@ -1,4 +1,4 @@
-"""What SGD and the Adam family keep for one weight: the effective step, and the state of exchanged entries."""
+"""Reads and moves the optimizer state of one weight, for SGD and the Adam family."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the three GEMMs of a layer do, and what they cost relative to the dense ones."""
+"""Which of a layer's three GEMMs are sparse, and their multiply-adds relative to dense ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One masked weight: what was decided on it, its masks, and all else that it owns."""
+"""One masked weight: its settings, masks, counters, random seeds and costs."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def tensor_fingerprint(tensor: Tensor) -> Hashable:
 
 @dataclass(frozen=True, eq=False)
 class LayerSpec:
-    """The selection's decisions on a weight."""
+    """The settings of one masked weight: its name, pattern, method, estimator and schedule."""
 
     name: str  # in the model: the module's name, with the parameter's appended when that is not "weight"
     module: nn.Module  # owns the parameter
@@ -327,7 +327,7 @@ class LayerNoise:
         return torch.Generator().manual_seed(seed >> 1)  # a generator takes 63 bits
 
     def draw(self, device: torch.device, number: int | None = None) -> None:
-        """Make the words of a draw, the next one by default, in a new tensor: graphs made with the old one keep it."""
+        """Make the seed of a draw, by default the next one, in a new tensor: graphs made with the old one keep it."""
         if number is None:
             number = self.draws + 1
         self.draws = number
@@ -344,14 +344,14 @@ class LayerNoise:
         return 0
 
     def for_call(self, words: Tensor, row: int) -> Tensor:
-        """The words of one estimate of dY, which differ for each part of a joint projection, by its first output row.
+        """Seed for one estimate of dY; parts of a joint projection have seeds of their own, by their first output row.
 
         In eager code they also differ for each call of a module in a micro-batch; a graph would be compiled for each.
         """
         return self._next(words, "dY", row)
 
     def for_weight(self, words: Tensor, row: int) -> Tensor:
-        """The words of one draw of the backward weight; they are not those of an estimate of dY."""
+        """Seed for one draw of the backward weight, independent of the estimator's seeds."""
         # In the other order they are another key and another counter of the generator.
         return self._next(words.flip(0), "W_B", row)
 
@@ -507,7 +507,9 @@ class LayerCosts:
 
 
 class NMLayer(HasHandle):
-    """Sparsity state of one weight. Each part is modified only by the class that defines it.
+    """One masked weight: everything that its masks, GEMMs and updates need.
+
+    Each part is modified only by the class that defines it.
 
     Methods read ``spec`` (what was decided on the weight), ``masks``, ``progress`` (counters and schedules) and
     ``view`` (the weight as rows of outputs), and call :meth:`set_masks`.
@@ -646,7 +648,7 @@ class NMLayer(HasHandle):
             return self.spec.method.backward_weight(self, self.weight.detach())
 
     def values_of(self, which: GemmName, weight: Tensor) -> Tensor:
-        """What a GEMM uses of the parameter as products get it, of its shape.
+        """W_F or W_B for a parameter as a matmul receives it, in the parameter's shape.
 
         W_F for ``"forward"``, W_B for ``"dgrad"``; for both the method's training weight where it has one.
         """
@@ -738,7 +740,7 @@ def from_blocks_of(layer: NMLayer, blocks: Tensor) -> Tensor:
 
 
 def gemms_key(layer: NMLayer) -> tuple[Hashable, ...]:
-    """All that the GEMMs of a layer depend on: as long as this stays equal, :meth:`NMLayer.gemms` is the same.
+    """Cache key of :meth:`NMLayer.gemms`: everything that its result depends on.
 
     It is asked for every pass and every step. Hooks of methods and estimators may answer by anything, so they are asked
     again; masks that only moved keep it, unless their density is measured.

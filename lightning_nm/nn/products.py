@@ -79,7 +79,7 @@ class Route(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """What the three GEMMs of one call of a module are made of, besides masks and method."""
+    """The tensors of one call of a module that its three GEMMs read."""
 
     x: Tensor  # [tokens, in], or [batch, in, *positions] of a convolution
     weight: Tensor  # the latent parameter, in the layout of the layer
@@ -498,7 +498,7 @@ def plain(tensor: Tensor) -> Tensor:
 def choose(
     layer: NMLayer, gemms: tuple[GemmName, ...], operands: Operands
 ) -> Sequence[Choice | None]:
-    """Ask the active router for the kernels of GEMMs, which counts the calls; ``None`` is the dense product.
+    """Ask the active router for the kernels of GEMMs, and count the calls; ``None`` stands for the dense matmul.
 
     Compiled graphs do not ask: they call operators that do. With a reason in the route the GEMMs are dense whatever the
     router has.
@@ -588,7 +588,7 @@ def _product(layer: NMLayer, which: GemmName, operands: Operands) -> Product:
 
 
 def is_estimating(layer: NMLayer) -> bool:
-    """Whether wgrad is of an estimate of dY now."""
+    """Whether wgrad now uses an estimate of dY instead of dY itself."""
     return layer.spec.estimator is not None and layer.progress.estimating
 
 

@@ -1,4 +1,4 @@
-"""What one layer saves besides its weight in the state dict, to go on exactly: plain tensors and primitives.
+"""The state of one layer in a checkpoint, besides its weight: plain tensors and primitives for an exact resume.
 
 The model's state dict holds W_F, the weight that the model uses. A layer's state holds the rest: masks, the values of
 pruned entries where a method keeps them, counters, and the settings by which another training is told apart.
@@ -116,7 +116,7 @@ def _checksum(weight: Tensor) -> list[float]:
 
 
 def dropped(weight: Tensor, forward_weight: Tensor, mask: Tensor | None) -> Tensor | None:
-    """What W_F does not tell about W, on the CPU.
+    """The values of W that W_F lacks, on the CPU: those of pruned entries, or all.
 
     Args:
         weight: W.
@@ -166,7 +166,7 @@ def keep_replaced(layer: NMLayer) -> None:
 
 
 def take_loaded(layer: NMLayer) -> None:
-    """Give a layer whose module just got other weights what belongs to them; see :func:`keep_replaced`."""
+    """Restore the state that belongs to weights which a layer's module has just loaded; see :func:`keep_replaced`."""
     before = layer.replaced_state
     assert before is not None
     with layer.full():
@@ -273,9 +273,9 @@ def saved_stages(state: State) -> Stages:
 
 
 def differences(here: State, saved: State) -> dict[str, tuple[Any, Any]]:
-    """What a flat state has saved, and what is here, by key: where both have it, and it is not equal.
+    """The entries that differ between two flat states, by key, as ``(saved, present)``.
 
-    A checkpoint of another version may lack entries.
+    Keys of one state alone do not count: a checkpoint of another version may lack entries.
     """
     return {
         key: (saved[key], value)

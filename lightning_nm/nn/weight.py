@@ -1,4 +1,4 @@
-"""A weight as rows of outputs, whatever its layout, and the part of it that this process holds."""
+"""A weight viewed as ``[out, in]`` rows, whatever its layout, and this process's shard of it."""
 
 from __future__ import annotations
 
@@ -319,7 +319,7 @@ class PlainWeight:
 
     @torch.no_grad()
     def by_rows(self, mask_of: Callable[[Tensor], Tensor]) -> Tensor:
-        """A bool mask of the weight's shape, each row of which ``mask_of`` makes of the same row of the weight alone.
+        """A bool mask of the weight's shape, computed row by row: ``mask_of`` reads the same row of the weight alone.
 
         ``mask_of`` gets and returns what :meth:`rows` views. Where processes shard the weight by rows, each masks its
         own, and they gather the mask instead of the weight.

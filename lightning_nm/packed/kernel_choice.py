@@ -187,7 +187,7 @@ def lay_out_int8(packed: PackedTensor) -> Operand | None:
 
 
 class KernelChoice:
-    """How the products of one model are made: on which kernels, and how long they may still be measured.
+    """Kernel settings of one packed model: the mode, and the time that is left for measuring.
 
     Args:
         kernels: ``"auto"``, ``"sparse"`` or ``"reference"``, see :func:`lightning_nm.pack`.
@@ -206,12 +206,11 @@ class KernelChoice:
         self.left_s = budget_s
 
     def takes(self, name: str, key: GemmKey, packed: Packed) -> tuple[bool, bool]:
-        """Whether a kernel makes a product with a packed operand, and whether that stands; if not, ask again.
+        """Whether a kernel runs a matmul with a packed operand, and whether this decision is final.
 
-        A kernel that can make it does, in ``"auto"`` if it is no slower than the dense product. For that
-        :func:`coarse` products are measured once, while the budget lasts, and kept in :data:`DECISIONS`. After that,
-        and while another thread measures, the nearest measured product decides; without one, the kernel makes the
-        product.
+        A kernel that can run it does, in ``"auto"`` if it is no slower than the dense matmul. For that :func:`coarse`
+        GEMMs are timed once, while the budget lasts, and kept in :data:`DECISIONS`. After that, and while another
+        thread measures, the nearest timed one decides; without one, the kernel runs.
         """
         if registry_of(name).reason_against(name, key):
             return False, True
@@ -257,7 +256,7 @@ _MEASURING = threading.Lock()  # two measurements at a time would slow each othe
 
 
 def coarse(key: GemmKey) -> GemmKey:
-    """The product that is measured for a product: its tokens rounded up to a power of two, at most 4096.
+    """The GEMM that is timed in place of this one: its tokens rounded up to a power of two, at most 4096.
 
     Of convolutions the images are rounded up, and limited to those of 4096 positions, but for one image.
 

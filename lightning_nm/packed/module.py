@@ -180,7 +180,7 @@ class PackedWeight(nn.Module, HasHandle):
             self.hold_dense()
 
     def forget(self) -> None:
-        """Ask again which products the kernel makes; those that were measured are not measured again."""
+        """Re-evaluate the kernel choices; cached timings are kept."""
         self._choices.clear()
 
     def _takes(
@@ -270,7 +270,7 @@ class PackedWeight(nn.Module, HasHandle):
             raise self.training_error()
 
     def training_error(self) -> RuntimeError:
-        """What a training that meets this weight ends with."""
+        """The error that a training raises at this weight."""
         return RuntimeError(
             f"'{self.name}' is packed and cannot be trained: call model.eval() to run the model; to train it, load "
             "lightning_nm.unpacked_state_dict(model) into a model that is not packed"
@@ -364,7 +364,7 @@ class PackedWeight(nn.Module, HasHandle):
 
     @property
     def data(self) -> Tensor:
-        """What code that changes weights in place asks for, such as the merging of adapters.
+        """Not available: raises an error for code that changes weights in place, such as the merging of adapters.
 
         Raises:
             RuntimeError: Always.

@@ -40,7 +40,7 @@ EVERY_ENTRY = _EveryEntry(1, 1)
 
 
 class PackedKind(NamedTuple):
-    """What is known of a packed weight without its tensors, as the header of a file tells it.
+    """Metadata of a packed weight, as in the header of a file: pattern, layout, shape and dtypes.
 
     Args:
         pattern: The pattern of the blocks, or :data:`EVERY_ENTRY`.

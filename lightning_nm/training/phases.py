@@ -1,4 +1,4 @@
-"""When methods and estimators begin and end something: planned once for the whole training, and begun in all layers.
+"""The phases of methods and estimators: planned once for the whole training, then begun in all layers.
 
 Read from top to bottom: the plan of a training, and the first masks; what happens when a stage of the user's schedule
 begins; the costs of a training that is only planned.

@@ -120,7 +120,7 @@ def violations(layers: Iterable[NMLayer]) -> int:
 
 
 def violations_of(layer: NMLayer, weight: Tensor) -> int:
-    """The same of other values of a layer's weight; 0 where the forward weight is never masked."""
+    """Count the violating blocks of given values of a layer's weight; 0 where the forward weight is never masked."""
     spec = layer.spec
     if not spec.method.sparse_forward or spec.forward_reason:
         return 0

@@ -1,4 +1,4 @@
-"""Everything that advances when an optimizer steps, in order.
+"""One optimizer step of the sparse training: gradients, counters, mask updates, in order.
 
 :class:`TrainingStep` is read from top to bottom: :meth:`~TrainingStep.before_optimizer`, with complete gradients;
 :meth:`~TrainingStep.after_clipping`, when the optimizer's step begins; :meth:`~TrainingStep.after_optimizer`, right

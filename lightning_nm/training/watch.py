@@ -1,4 +1,4 @@
-"""What a training loop may do wrong: calls that it leaves out, and weights that it reads past their layer."""
+"""Checks for mistakes of a training loop: forgotten calls, and masked weights that are read without their layer."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ OnDirectRead = Literal["error", "warn"]
 
 
 class DirectReads:
-    """Compares, before the first step of each weight, where its gradient came from.
+    """Finds masked weights whose gradient did not come from their own layer, before their first optimizer step.
 
     A weight with a gradient, whose layer has run no backward pass, was read by other code: ``F.linear(x,
     layer.weight)``. A layer that is not used has no gradient. Both are facts of this process: under

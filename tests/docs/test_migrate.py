@@ -252,7 +252,11 @@ def test_a_checkpoint_with_the_keys_of_modelopt():
 
 
 def test_buffers_whose_names_end_like_masks_stay():
-    state = {"weight": torch.ones(4), "attention_mask": torch.zeros(4), "cached_mask": torch.ones(2)}
+    state = {
+        "weight": torch.ones(4),
+        "attention_mask": torch.zeros(4),
+        "cached_mask": torch.ones(2),
+    }
     assert a_loop()["without_masks"](state).keys() == state.keys()
 
 

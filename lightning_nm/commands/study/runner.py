@@ -80,7 +80,7 @@ class Store:
 
     @contextmanager
     def storage(self) -> Iterator[None]:
-        """One process at a time, whose errors name the file."""
+        """Open the storage under a lock; errors name the file."""
         try:
             with self.lock("storage"):
                 yield

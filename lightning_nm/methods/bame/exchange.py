@@ -361,7 +361,7 @@ class ExchangingMethod(SparseToSparse):
 
 
 def dense_gradient_was_used(layer: NMLayer, mask: Tensor) -> bool:
-    """Whether an earlier call before the same step used this dense gradient: it left zeros at pruned entries.
+    """Whether an earlier call before the same optimizer step has used this dense gradient: it zeroes pruned entries.
 
     An optimizer that computes the gradient several times in a step, as with a closure, brings a new one.
     """

@@ -66,7 +66,7 @@ class PendingStep:
 
 @dataclass
 class PhaseTotals:
-    """What the layers of one method did in their adaptation phase, to tell a phase in which masks hardly moved."""
+    """Totals of one method's adaptation phase over all layers, to warn if masks hardly moved."""
 
     blocks: int = 0
     exchanges: int = 0

@@ -131,7 +131,7 @@ class _ExpertWeight(PlainWeight):
 
 
 class ExpertLayer(NMLayer):
-    """One expert of a layer, as the layer that its products run through: everything but this is that of all experts.
+    """One expert as a layer of its own: a view of its part of the masks and values of the layer of all experts.
 
     It has a handle of its own, so that kernels keep packed operands for each expert.
 
