@@ -48,18 +48,27 @@ def template(name):
     return re.sub(r"\d+(?=\.)|(?<=\.)\d+$", "#", name)
 
 
+def _joined(names):
+    """Dotted names, each a list of its parts, with those of one beginning in braces."""
+    groups: dict[str, list[list[str]]] = {}
+    for head, *rest in names:
+        groups.setdefault(head, []).append(rest)
+    joined = []
+    for head, rests in groups.items():
+        if [] in rests:
+            joined.append(head)
+        inner = _joined([rest for rest in rests if rest])
+        if len(inner) > 1:
+            joined.append(f"{head}.{{{', '.join(inner)}}}")
+        elif inner:
+            joined.append(f"{head}.{inner[0]}")
+    return joined
+
+
 def _names(names):
     """The names of layers, those within one stack joined."""
-    stacks: dict[str, list[str]] = {}
-    for name in dict.fromkeys(map(template, names)):
-        stack, within, rest = name.rpartition("#.")
-        stacks.setdefault(stack + within, []).append(rest)
-    return ", ".join(
-        f"`{stack}{{{', '.join(rests)}}}`"
-        if stack and len(rests) > 1
-        else ", ".join(f"`{stack}{rest}`" for rest in rests)
-        for stack, rests in stacks.items()
-    )
+    templates = dict.fromkeys(map(template, names))
+    return ", ".join(f"`{name}`" for name in _joined([name.split(".") for name in templates]))
 
 
 def share(family, masked):
