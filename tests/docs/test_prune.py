@@ -1,4 +1,4 @@
-"""The section of docs/fine-tune.md on pruning runs as it stands: a model is pruned, fine-tuned, packed and loaded."""
+"""docs/prune.md runs as it stands: a model is pruned, fine-tuned, packed and loaded."""
 
 import shlex
 
@@ -10,14 +10,14 @@ from lightning_nm import functional as nmf
 from lightning_nm import packed_summary
 from lightning_nm.cli import main
 from lightning_nm.export import PackedFile
-from tests.docs.blocks import ShortTrainer, blocks, read, section
+from tests.docs.blocks import ShortTrainer, blocks, read
 from tests.support.lightning_models import Data, Net
 from tests.support.packed_models import copied
 
 # The small network's data are few.
 pytestmark = pytest.mark.filterwarnings("ignore:score='sparsegpt' has fewer")
 
-PAGE = section(read("fine-tune.md"), "Start from a trained model")
+PAGE = read("prune.md")
 
 
 def test_the_page(monkeypatch, capsys, tmp_path):
