@@ -14,7 +14,7 @@ from tests.test_readme import ROOT
 
 PAGE = ROOT / "docs" / "which-method.md"
 TEXT = PAGE.read_text(encoding="utf-8")
-SOURCES = [read("benchmarks.md"), read("fine-tune.md")]
+SOURCES = [read("benchmarks.md"), read("prune.md")]
 TABLES = [path.read_text(encoding="utf-8") for path in benchmark_tables()]
 SETTINGS = re.findall(r"`((?:NMSparsityCallback|NMPrecision)\(.*?\))`", TEXT)
 
