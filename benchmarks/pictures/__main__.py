@@ -19,6 +19,7 @@ from benchmarks.pictures import (
     permutation,
     scale,
     shares,
+    smollm2,
     speed,
     speed_up,
 )
@@ -35,6 +36,7 @@ PICTURES: dict[str, Picture] = {
     "scale": scale.PICTURE,
     "fronts": fronts.PICTURE,
     "step-shares": shares.PICTURE,
+    "smollm2": smollm2.PICTURE,
     **cycles.pictures(),
     **inference.pictures(),
 }

@@ -112,7 +112,8 @@ class Row:
     def measure(self, ids: list[int], *, keep: bool) -> None:
         """One round; the first one, which compiles and measures kernels, is not kept."""
         short = ids[:SHORT]
-        new = NEW if keep else 2
+        # A compiled row compiles for one length of the cache: the first round, too, needs as many tokens.
+        new = NEW if keep or self.name.endswith("compiled") else 2
         start = time.perf_counter()
         stamps = self.ask(do="generate", ids=[short], new=new)
         self._keep("first 64", stamps and stamps[0], keep=keep)

@@ -12,7 +12,7 @@
                           newest optimum-intel that installs beside transformers 5 is 1.15, too old for it
 ``llama.cpp ...``         llama-cpp-python's interface to the library; files by its own ``llama_model_quantize`` from
                           the dense model in float32
-``packed ...``            ``load_packed`` under ``generate()``, in bfloat16
+``packed ...``            ``load_packed`` under ``generate()``; int8 in a float32 model, bf16 in a bfloat16 one
 ========================  ==================================================================================
 """
 
@@ -149,9 +149,10 @@ def by_packed(settings: Settings, form: str, compiled: bool) -> Engine:
     if pattern not in settings.sparse:
         raise ValueError(f"no sparse model of {pattern} was given")
     file = files.packed_file(settings.sparse[pattern], pattern, dtype, settings.folder)
-    model = load_packed(
-        files.empty_model(settings.sparse[pattern], torch.bfloat16), file, kernels=KERNELS
-    )
+    # With int8 weights little is computed in the dtype of the rest, and attention to one token is faster in float32.
+    rest = torch.float32 if dtype == "int8" else torch.bfloat16
+    model = files.empty_model(settings.sparse[pattern], rest)
+    model = load_packed(model, file, kernels=KERNELS)
     return TorchEngine(model, file.stat().st_size, compiled)
 
 

@@ -25,6 +25,7 @@ from benchmarks.tables import (
     overhead,
     recipes,
     scale,
+    smollm2,
     studies,
 )
 from benchmarks.tables.files import FOLDER, contents
@@ -47,6 +48,7 @@ TABLES: Tables = {
         cycles,
         depth,
         minilm,
+        smollm2,
     )
     for name, make in module.TABLES.items()
 }

@@ -116,7 +116,7 @@ def cold(file: str) -> str:
     return table(["variant, kernels", "24 requests, s", "largest resident, MB"], rows)
 
 
-def front_door(file: str) -> str:
+def fastest(file: str) -> str:
     """The fastest way to run the model of each precision and pattern: its file, its latencies, its gain over int8."""
     measured = read_json(file)
     shapes: dict[str, dict[str, float]] = measured["ms"]
@@ -148,9 +148,9 @@ _DECODER = MODELS["decoder"]
 _HAS_INT8 = any(rivals.fastest(ms) for ms in read_json(_DECODER)["ms"].values())
 
 TABLES: Tables = {
-    **({"front-door": partial(front_door, _DECODER)} if _HAS_INT8 else {}),
-    "front-door-amx": partial(front_door, "inference-decoder-amx.json"),
-    "front-door-minilm": partial(front_door, MODELS["minilm"]),
+    **({"decoder-fastest": partial(fastest, _DECODER)} if _HAS_INT8 else {}),
+    "decoder-amx-fastest": partial(fastest, "inference-decoder-amx.json"),
+    "minilm-fastest": partial(fastest, MODELS["minilm"]),
     **{f"inference-{model}-latency": partial(latency, file) for model, file in MODELS.items()},
     **{f"inference-{model}-gains": partial(summary, file) for model, file in MODELS.items()},
     **{f"inference-{model}-sizes": partial(sizes, file) for model, file in MODELS.items()},

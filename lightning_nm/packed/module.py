@@ -1,6 +1,6 @@
 """Layers for inference: a packed weight in the place of each dense parameter, and the classes of their modules.
 
-Graphs that are compiled call two operators, which look up a weight by handle when a graph runs. Graphs that are
+Graphs that are compiled call operators, of which two look up a weight by handle when a graph runs. Graphs that are
 exported unpack the weight by torch's own operators, so that they run without this package.
 """
 
@@ -123,6 +123,7 @@ class PackedWeight(nn.Module, HasHandle):
         self.pattern, self.layout, shape, self.dtype, self.is_int8 = packed.kind
         self.shape = torch.Size(shape)
         self.operand: Operand | None = None
+        self._has_rows_kernel = False
         self._choices: dict[Any, tuple[GemmKey, bool]] = {}
         self._hold(**packed.parts)
         self.lay_out()
@@ -139,6 +140,8 @@ class PackedWeight(nn.Module, HasHandle):
         if self.values is None or self.device.type == "meta" or kernels == "reference":
             return
         if self.pattern == EVERY_ENTRY:  # of an embedding, whose rows are looked up as they are
+            # Asked here: graphs can compare no patterns in torch 2.6, and cannot load the library.
+            self._has_rows_kernel = self.shape[1] <= MOST_DEPTH and not unavailable()
             return
         # Where blocks lie along the depth of the product.
         along = (Layout.FLAT,) if self.convolves else (Layout.PLAIN, Layout.FLAT)
@@ -216,11 +219,9 @@ class PackedWeight(nn.Module, HasHandle):
         if bias is not None:
             bias = bias[chosen]
         if rows is None and self._multiplies_rows(x, bias):
-            assert self.values is not None
-            assert self.scales is not None
-            values, x_ti = self.values.squeeze(-1), plain(x.reshape(-1, x.shape[-1]))
-            bias = None if bias is None else plain(bias)
-            return rows_linear(values, self.scales, x_ti, bias).view(*x.shape[:-1], -1)
+            x_ti = x.reshape(-1, x.shape[-1])
+            y_to = torch.ops.lightning_nm.packed_rows(x_ti, bias, self.values, self.scales)
+            return y_to.view(*x.shape[:-1], -1)
         operand = self._operand_for(x, bias)
         if operand is None or x.dim() == 0 or x.shape[-1] != operand.layout.depth:
             # torch's own error tells of an input of another size.
@@ -292,17 +293,12 @@ class PackedWeight(nn.Module, HasHandle):
 
     def _multiplies_rows(self, x: Tensor, bias: Tensor | None) -> bool:
         """Whether the library multiplies `x` by the rows of an embedding in int8, which a head shares with it."""
-        # First: torch 2.6 compiles no comparison of patterns.
-        if torch.compiler.is_compiling():
-            return False
-        if self.pattern != EVERY_ENTRY or self.choice.kernels == "reference":
+        # First the kernel and exports: an exported graph is to hold no condition on the number of tokens.
+        if not self._has_rows_kernel or not self._is_for_kernel(x, bias) or x.dim() == 0:
             return False
         depth = self.shape[1]
-        fits = x.dim() > 0 and x.shape[-1] == depth <= MOST_DEPTH
-        if not fits or not 0 < x.numel() <= _MOST_ROW_TOKENS * depth:
-            return False
-        is_here = is_plain(x, bias, self.values) and not unavailable()
-        return is_here and self._is_for_kernel(x, bias)
+        fits = x.shape[-1] == depth and 0 < x.numel() <= _MOST_ROW_TOKENS * depth
+        return fits and (torch.compiler.is_compiling() or is_plain(x, bias, self.values))
 
     def _keep_dense(self, x: Tensor) -> None:
         """In ``"auto"``, hold the dense weight after a product that the kernel cannot make, unless it was traced."""
@@ -593,6 +589,17 @@ def _packed_linear(x: Tensor, bias: Tensor | None, first: int, out: int, tag: Te
 @_packed_linear.register_fake
 def _(x: Tensor, bias: Tensor | None, first: int, out: int, tag: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], out)
+
+
+@torch.library.custom_op("lightning_nm::packed_rows", **OPTIONS)
+def _packed_rows(x: Tensor, bias: Tensor | None, values: Tensor, scales: Tensor) -> Tensor:
+    bias = None if bias is None else plain(bias)
+    return rows_linear(values.squeeze(-1), scales, plain(x), bias)
+
+
+@_packed_rows.register_fake
+def _(x: Tensor, bias: Tensor | None, values: Tensor, scales: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], values.shape[0])
 
 
 @torch.library.custom_op("lightning_nm::packed_conv", **OPTIONS)
