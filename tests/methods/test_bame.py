@@ -157,8 +157,7 @@ def test_pruned_entries_are_zero_and_their_state_is_evidence_of_the_phase(name, 
         run.layer.param.data.mul_(0.01)  # so that a step of the optimizer is worth an exchange
     for step in range(16):
         run.backward()
-        run.sparsifier.before_step(run.optimizer)
-        run.optimizer.step()
+        run.optimize()
         layer, pruned = run.layer, ~run.layer.forward_mask
         values = layer.param[pruned]
         assert not values.any()
@@ -178,6 +177,7 @@ def test_evidence_follows_the_shape_of_the_learning_rate():
         run = loop(BAME(stop=9), make=lambda p: torch.optim.SGD(p, 0.1, momentum=0.5))
         schedule(run.optimizer)
         run.train(1)
+        assert not run.layer.param.grad[~run.layer.forward_mask].any(), "as the optimizer saw it"
         return run.state["momentum_buffer"][~run.layer.forward_mask] * SCALE
 
     schedulers = torch.optim.lr_scheduler

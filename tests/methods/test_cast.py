@@ -151,7 +151,7 @@ def test_a_plain_loop_that_stops_early_can_finish():
     assert run.sparsifier.violations()
     run.sparsifier.finish()
     weight = run.layer.forward_weight()
-    assert nmf.is_nm(weight, "2:4")
+    assert nmf.is_nm(run.layer.param, "2:4")
     run.sparsifier.finish()
     assert torch.equal(run.layer.forward_weight(), weight)
     assert run.train(2).sparsifier.violations() == 0

@@ -322,25 +322,15 @@ def test_what_no_token_reaches_is_pruned_by_magnitude_and_named(case, score):
 
 @pytest.mark.parametrize("score", ["wanda", "sparsegpt"])
 def test_fewer_tokens_than_input_features_are_warned_of(score):
-    """Before a layer is pruned, by name; the error on others is larger. Convolutions have a token for each position."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(8, 16, 3), nn.Flatten(), nn.Linear(64, 32)).double()
-    trained = copy.deepcopy(model)
-    mixing = torch.randn(8, 8).double()
-    few, many = (
-        torch.einsum("nchw,cd->ndhw", torch.randn(n, 8, 4, 4).double(), mixing) for n in (40, 4000)
-    )
+    """Before a layer is pruned, by name. Convolutions have a token for each position."""
+    model = nn.Sequential(nn.Conv2d(8, 16, 3), nn.Flatten(), nn.Linear(64, 32))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        result = prune(model, "2:4", score, [few], include=["0", "2"])
+        prune(model, "2:4", score, [torch.randn(40, 8, 4, 4)], include=["0", "2"])
     assert len(caught) == (score == "sparsegpt")  # 160 tokens for 72 features of the convolution
     for warning in caught:
         assert "in 1 layers, such as '2' (40 for 64)" in str(warning.message)
         assert warning.filename == __file__
-    x = trained[:2](many)
-    change = (trained[2].weight - model[2].weight).t()
-    error = (x @ change).norm() / (x @ trained[2].weight.t()).norm()
-    assert (error > 2 * result.errors["2"]) == (score == "sparsegpt")
 
 
 def test_layers_that_are_sparse_already_are_warned_of():

@@ -19,8 +19,7 @@ def test_the_state_of_exchanged_entries_starts_again(name):
     for _ in range(8):
         before = run.layer.forward_mask
         run.backward()
-        run.sparsifier.before_step(run.optimizer)
-        run.optimizer.step()
+        run.optimize()
         after = run.layer.forward_mask
         grown, exchanged = after & ~before, exchanged + int((after & ~before).sum())
         assert not run.layer.param[grown | ~after].any()
@@ -56,8 +55,7 @@ def test_the_masks_of_the_last_exchange_stay_when_the_schedule_ends():
     for step in range(6):
         before = run.layer.forward_mask
         run.backward()
-        run.sparsifier.before_step(run.optimizer)
-        run.optimizer.step()
+        run.optimize()
         exchanged = run.layer.forward_mask
         assert torch.equal(exchanged, before) == (step not in (1, 2, 3))
         run.sparsifier.step()

@@ -74,10 +74,13 @@ class Loop:
             loss = (self.model(x) - 1).square().mean()
             (factor / windows * loss).backward()
 
-    def step(self):
-        """The rest of a training step."""
+    def optimize(self):
         self.sparsifier.before_step(self.optimizer)
         self.optimizer.step()
+
+    def step(self):
+        """The rest of a training step."""
+        self.optimize()
         self.sparsifier.step()
 
     def steps(self, count, windows=1):
