@@ -26,7 +26,6 @@ from lightning_nm.functional import counter_uniform, fold_seed
 from lightning_nm.training.comm_hook import CommHookState, kept_entries_hook
 from tests.support.contract import METHODS
 from tests.support.lightning_models import make_trainer
-from tests.support.loops import mlp
 from tests.support.processes import in_processes
 
 
@@ -174,7 +173,8 @@ def gradients(method, estimator, strategy="ddp", seeds=SEEDS):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(64, 16, generator=generator, dtype=torch.float64).chunk(world)[rank]
     y = torch.randint(0, 4, (64,), generator=generator).chunk(world)[rank]
-    model = mlp(16, 16, 4, dtype=torch.float64)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4)).double()
     sparsifier = NMSparsifier(model, "2:4", method(), estimator(), skip_first_last=False).attach()
     layers = sparsifier.layers.values()
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
