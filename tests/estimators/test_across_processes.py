@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_nm import (
     ASP,
-    BAME,
     MVUE,
     SRSTE,
     ApproxMVUE,
@@ -25,6 +24,8 @@ from lightning_nm import (
 )
 from lightning_nm.functional import counter_uniform, fold_seed
 from lightning_nm.training.comm_hook import CommHookState, kept_entries_hook
+from tests.support.contract import METHODS
+from tests.support.lightning_models import make_trainer
 from tests.support.processes import in_processes
 
 
@@ -61,13 +62,6 @@ class SharedApproxMVUE(ByGlobalSample, ApproxMVUE):
     pass
 
 
-METHODS = {
-    "transposable": lambda: TransposableMask(update_every=2, decay=1e-2),
-    "sr-ste": lambda: SRSTE(1e-2),
-    "bi-mask": lambda: BiMask(permute_every=3),
-    "asp": lambda: ASP(start=2),
-    "bame": lambda: BAME(stop=9, every=3, budget=1.0, evidence_rate=0.5),
-}
 ESTIMATORS = {
     "shared 1:2": lambda: SharedMVUE("1:2"),
     "shared 2:4": lambda: SharedMVUE("2:4"),
@@ -81,14 +75,8 @@ class Net(pl.LightningModule):
 
     def __init__(self):
         super().__init__()
-        self.net = nn.Sequential(
-            nn.Conv2d(4, 8, 3, padding=1),
-            nn.Tanh(),
-            nn.Flatten(),
-            nn.Linear(128, 32),
-            nn.Tanh(),
-            nn.Linear(32, 4),
-        )
+        hidden = (nn.Linear(128, 32), nn.Tanh(), nn.Linear(32, 4))
+        self.net = nn.Sequential(nn.Conv2d(4, 8, 3, padding=1), nn.Tanh(), nn.Flatten(), *hidden)
 
     def training_step(self, batch, batch_idx):
         x, y = (part.chunk(self.trainer.world_size)[self.trainer.global_rank] for part in batch)
@@ -108,33 +96,24 @@ def fit(method, estimator, strategy, accumulate, devices=1):
     nm = NMSparsityCallback(
         "2:4", METHODS[method](), ESTIMATORS[estimator](), skip_first_last=False, show_tables=False
     )
-    pl.Trainer(
-        accelerator="cpu",
-        devices=devices,
-        strategy=strategy,
-        max_epochs=1,
-        accumulate_grad_batches=accumulate,
-        use_distributed_sampler=False,
-        callbacks=[nm],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    ).fit(model, DataLoader(data, batch_size=16))
+    options = {
+        "devices": devices,
+        "strategy": strategy,
+        "max_epochs": 1,
+        "accumulate_grad_batches": accumulate,
+        "use_distributed_sampler": False,
+    }
+    make_trainer(".", [nm], **options).fit(model, DataLoader(data, batch_size=16))
     layers = nm.state_dict()["layers"].values()
-    masks = [
-        layer[key] for layer in layers for key in ("forward_mask", "backward_mask", "permutation")
-    ]
+    masks = [layer[f"{key}_mask"] for layer in layers for key in ("forward", "backward")]
+    masks += [layer["permutation"] for layer in layers]
     weights = [*model.state_dict().values(), *(layer["latent"] for layer in layers)]
     moved = sum(int(layer["total_flips"]) for layer in layers)
-    return (
-        [part for part in weights if part is not None],
-        [part for part in masks if part is not None],
-        moved,
-    )
+    return *([part for part in parts if part is not None] for parts in (weights, masks)), moved
 
 
-RUNS = [(method, "shared 2:4", strategy, 1) for method in METHODS for strategy in ("ddp", "nm_ddp")]
+NAMES = ("transposable", "sr-ste", "bi-mask", "asp-late", "bame-late")
+RUNS = [(method, "shared 2:4", strategy, 1) for method in NAMES for strategy in ("ddp", "nm_ddp")]
 RUNS += [("transposable", "shared 1:2", "nm_ddp", 2), ("transposable", "shared approx", "ddp", 2)]
 OWN = ("transposable", "own", "ddp", 1)
 
@@ -144,12 +123,9 @@ def fits():
 
 
 def same(found, expected, tolerance):
-    masks = all(torch.equal(a, b) for a, b in zip(found[1], expected[1], strict=True))
-    close = (
-        torch.allclose(a, b, rtol=0, atol=tolerance)
-        for a, b in zip(found[0], expected[0], strict=True)
-    )
-    return masks and all(close)
+    pairs = zip(found[0], expected[0], strict=True)
+    close = all(torch.allclose(a, b, rtol=0, atol=tolerance) for a, b in pairs)
+    return close and all(map(torch.equal, found[1], expected[1]))
 
 
 @pytest.mark.slow
@@ -160,7 +136,7 @@ def test_processes_with_the_same_noise_equal_one(tmp_path):
         assert same(one, other, 0), run
         alone = in_one(*run[:2], run[3])
         assert same(one, alone, 1e-10) == (run != OWN), run  # noise of its own must be seen
-        assert alone[2] or run[0] == "asp", "the masks stood still"
+        assert alone[2] or run[0] == "asp-late", "the masks stood still"
 
 
 # ------------------------------------------------------------------------------------------------- in the mean

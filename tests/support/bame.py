@@ -1,9 +1,10 @@
-"""A small layer under BAME, under any optimizer, and its training."""
+"""Small layers under BAME, under any optimizer, and their training."""
 
 import torch
 from torch import nn
 
 from lightning_nm import BAME, NMSparsifier
+from tests.support.loops import Loop, one_layer
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, weight_decay=1e-2, nesterov=True),
@@ -14,14 +15,10 @@ OPTIMIZERS = {
 }
 
 
-def linear(method, pattern="2:4", make=OPTIMIZERS["sgd"], dtype=torch.float64, seed=0, **options):
-    """A linear layer [8, 16] under BAME, its optimizer and its layer."""
-    torch.manual_seed(seed)
-    module = nn.Sequential(nn.Linear(16, 8, bias=False, dtype=dtype))
-    sparsifier = NMSparsifier(module, pattern, method, skip_first_last=False, **options).attach()
-    optimizer = make(module.parameters())
-    sparsifier.register(optimizer)
-    return module, sparsifier, optimizer, sparsifier.layers["0"]
+def loop(method, pattern="2:4", make=OPTIMIZERS["sgd"], dtype=torch.float64, **options):
+    """The training of a linear layer [8, 16] under BAME."""
+    options = {"planned_steps": None, **options}
+    return Loop(method, pattern, make, one_layer(dtype), **options)
 
 
 def trained(name, dtype, make, steps=8):
@@ -48,28 +45,3 @@ def trained(name, dtype, make, steps=8):
         **layer.buffers,
         **state,
     }
-
-
-def batch(step, dtype=torch.float64):
-    generator = torch.Generator().manual_seed(1000 + step)
-    return torch.randn(12, 16, generator=generator, dtype=dtype), torch.randn(
-        12, 8, generator=generator, dtype=dtype
-    )
-
-
-def backward(module, step, windows=1):
-    """A training step up to its gradients."""
-    dtype = next(module.parameters()).dtype
-    module.zero_grad()
-    x, y = batch(step, dtype)
-    for part_x, part_y in zip(x.chunk(windows), y.chunk(windows), strict=True):
-        ((module(part_x) - part_y).square().mean() / windows).backward()
-
-
-def run(module, sparsifier, optimizer, steps, start=0, look=lambda step: None, windows=1):
-    for step in range(start, start + steps):
-        backward(module, step, windows)
-        sparsifier.before_step(optimizer)
-        optimizer.step()
-        look(step)
-        sparsifier.step()

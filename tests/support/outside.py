@@ -3,7 +3,8 @@
 import torch
 from torch import nn
 
-from lightning_nm.functional import nm_mask
+from lightning_nm import NMPattern
+from lightning_nm.functional import magnitude_mask, nm_mask
 from lightning_nm.methods import MaskMethod, Method
 
 
@@ -59,3 +60,17 @@ class ScaledMask(MaskMethod):
 
     def penalty(self, layer):
         return self.strength * (layer.parameters["scale"] - 1).square()
+
+
+class DecayingN(MaskMethod):
+    """3:4 for the first two steps, then the layer's pattern."""
+
+    def current_pattern(self, layer):
+        return NMPattern(3, 4) if layer.step < 2 else layer.pattern
+
+    def init_masks(self, layer):
+        pattern = self.current_pattern(layer)
+        layer.set_masks(layer.view.by_rows(lambda rows: magnitude_mask(rows, pattern, dim=1)))
+
+    def update(self, layer):
+        self.init_masks(layer)

@@ -24,8 +24,8 @@ from lightning_nm import (
 from lightning_nm.demo.exact_resume import ExactResume
 from lightning_nm.functional import is_nm, nm_prune
 from lightning_nm.training.scale import ScaledLearningRates, rescale_initial
-from tests.methods.test_current_pattern import DecayingN
 from tests.support.lightning_models import Data, callback, make_trainer, new_model
+from tests.support.outside import DecayingN
 
 OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p, 1e-3),
