@@ -1,4 +1,4 @@
-"""What Lightning offers and what users do by habit, with every method: training stays N:M, and ends with an ordinary model."""
+"""What Lightning offers and users do by habit, with every method: training stays N:M, and ends with a plain model."""
 
 from itertools import product
 
@@ -156,7 +156,7 @@ def test_training_ends_sparse(method, feature, tmp_path):
     if method == "bame" and feature in WITHOUT_A_PLAN:  # its moments are fractions of it
         part = callback(BAME(stop=9, every=2))
     trainer, _ = fit_with(tmp_path, [part, other()], model, **options)
-    assert 0 < trainer.global_step
+    assert trainer.global_step > 0
     if feature == "stochastic weight averaging":
         assert is_plain(model)
     else:

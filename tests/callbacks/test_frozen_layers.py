@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from itertools import pairwise
 
 import lightning.pytorch as pl
 import pytest
@@ -119,8 +120,7 @@ def steps_of(masks):
 
 def linears(*widths):
     torch.manual_seed(0)
-    pairs = zip(widths[:-1], widths[1:], strict=True)
-    return nn.Sequential(*(nn.Linear(*pair) for pair in pairs))
+    return nn.Sequential(*(nn.Linear(*pair) for pair in pairwise(widths)))
 
 
 def train(sparsifier, optimizer, steps=1, width=16):

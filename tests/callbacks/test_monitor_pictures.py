@@ -1,4 +1,4 @@
-"""What the monitor draws and writes, against numpy: columns of heat maps, their pictures, histograms, the table of layers."""
+"""What the monitor draws and writes, against numpy: heat maps, their columns, histograms, the table of layers."""
 
 import numpy as np
 import pytest

@@ -55,7 +55,8 @@ def test_fabric(cls, args, dtype):
 
 def test_fabric_without_masked_layers():
     fabric = fabric_of(plugin(fabric_plugins.NMPrecision))
-    loss = fabric.setup(nn.Linear(32, 64))(torch.randn(8, 32)).sum()
+    model = fabric.setup(nn.Linear(32, 64))
+    loss = model(torch.randn(8, 32)).sum()
     with pytest.raises(RuntimeError, match="Linear has none"):
         fabric.backward(loss)
 

@@ -34,7 +34,7 @@ class Mlp(pl.LightningModule):
         self.log("val_loss", self.training_step(batch, batch_idx))
 
     def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.05, momentum=0.9)
+        return torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
 
 
 class Blobs(pl.LightningDataModule):
@@ -45,12 +45,13 @@ class Blobs(pl.LightningDataModule):
         y = torch.randint(0, classes, (size,), generator=generator)
         centers = torch.randn(classes, width, generator=generator)
         noise = torch.randn(size, width, generator=generator)
-        self.data = TensorDataset(noise + 0.5 * centers[y], y)
+        self.data = TensorDataset(noise + centers[y], y)
 
     def train_dataloader(self):
         return DataLoader(self.data, batch_size=self.batch_size)
 
-    val_dataloader = train_dataloader
+    def val_dataloader(self):
+        return DataLoader(self.data, batch_size=2 * self.batch_size)
 
 
 def mlp(of=Mlp, **options):
