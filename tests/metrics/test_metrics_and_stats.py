@@ -12,7 +12,9 @@ from lightning_nm.training.statistics import mean_flip_rate
 @pytest.mark.parametrize("method", ["ste", "bi-mask"])
 def test_flip_rates_of_steps_and_of_a_training(method):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 24), nn.Linear(24, 8))
+    model = nn.Sequential(
+        nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 24), nn.ReLU(), nn.Linear(24, 8)
+    )
     sparsifier = NMSparsifier(model, "2:4", method, skip_first_last=False).attach()
     optimizer, layers = torch.optim.SGD(model.parameters(), 0.3), sparsifier.layers
     sparsifier.register(optimizer)

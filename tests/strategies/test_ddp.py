@@ -55,6 +55,7 @@ def test_registered_by_name(tmp_path):
 def test_by_class_path(tmp_path, monkeypatch):
     config = tmp_path / "config.yaml"
     config.write_text("""
+        seed_everything: 0
         trainer:
           accelerator: cpu
           devices: 2

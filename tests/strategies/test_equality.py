@@ -7,13 +7,14 @@ import torch
 from lightning.pytorch.plugins import MixedPrecision
 
 from lightning_nm import NMDDPStrategy
-from tests.support.parallel import ADAM, FIRST_MASKS_STAY, METHODS, STEPS, Net, assert_equal, train
+from tests.support.parallel import ADAM, FIRST_MASKS_STAY, METHODS, Net, assert_equal, data, train
 from tests.support.processes import in_processes
 
 STRATEGIES = {
     "static": lambda: NMDDPStrategy(static_graph=True, gradient_as_bucket_view=True),
 }
 OVERFLOWS = (0, 4, 5)
+STEPS = 12
 NAMES = [
     name for name in METHODS if name not in ("bame-bi-mask", "cast", "step", "s-ste-scheduled")
 ]
@@ -39,6 +40,7 @@ def run(world, method, strategy, accumulate, scaled):
         freezes=method == "mask-logits",
     )
     options = {"accumulate_grad_batches": accumulate, "dense_end": 2}
+    options["loader"] = data(batch_size=8, steps=STEPS)
     if scaled:
         scaler = torch.amp.GradScaler("cpu")
         options["plugins"] = [MixedPrecision("16-mixed", "cpu", scaler)]

@@ -135,10 +135,10 @@ class Net(pl.LightningModule):
 STEPS = 8
 
 
-def data(*shape, dtype=torch.float64, batch_size=12):
-    """Eight batches."""
+def data(*shape, dtype=torch.float64, batch_size=12, steps=STEPS):
+    """Batches of inputs of a shape."""
     generator = torch.Generator().manual_seed(0)
-    shape = (STEPS * batch_size, *(shape or (4, 4, 4)))
+    shape = (steps * batch_size, *(shape or (4, 4, 4)))
     x = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
     y = torch.randint(0, 4, shape[:1], generator=generator)
     return DataLoader(TensorDataset(x, y), batch_size=batch_size)
