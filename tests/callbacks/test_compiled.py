@@ -189,7 +189,7 @@ def test_compiled_training_is_eager_training(method, how, later, backend, eager,
     before, again = copy.deepcopy(model.state_dict()), Watch("not at all", counter)
     fit(tmp_path, method, given, again, ckpt_path=path)
     assert all(map(torch.equal, before.values(), model.state_dict().values()))
-    # A whole module is compiled again for another Trainer, as a dense one is.
+    # What is compiled as a whole may be compiled again for another Trainer.
     assert how in ("whole", "in place") or again.graphs == watch.graphs[-4:]
     assert verify([str(path)]) == 0
     saved = torch.load(path)
