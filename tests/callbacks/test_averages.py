@@ -5,22 +5,25 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, OnExceptionCheckpoint
 
-from lightning_nm import NMSparsifier, NMSparsityCallback
+from lightning_nm import NMSparsifier
 from lightning_nm import functional as nmf
 from lightning_nm.callbacks.state import mask_average
 from lightning_nm.commands.verify import main as verify
 from lightning_nm.demo import ExactResume
 from tests.support.lightning_models import (
-    Data,
+    MASKED,
+    FailsAt,
+    Inspect,
     SaveAt,
     assert_equal_models,
     callback,
-    make_trainer,
+    fit,
+    is_sparse,
     new_model,
+    whole_and_resumed,
 )
 from tests.support.outside import ScaledMask, SoftThreshold
 
-MASKED = ["net.3.weight", "net.6.weight"]
 SLOW = [
     pytest.param(name, marks=pytest.mark.slow)
     for name in ("asp-late", "transposable", "bame-bi-mask")
@@ -28,54 +31,57 @@ SLOW = [
 SPARSE_IN_THE_END = ["sr-ste", "bi-mask", "bame", *SLOW]
 METHODS = [*SPARSE_IN_THE_END, "three-gemms"]
 OUTSIDE = {"scaled-mask": ScaledMask, "soft-threshold": SoftThreshold}
-
-
-def sparse(method):
-    if method in OUTSIDE:
-        return NMSparsityCallback("2:4", OUTSIDE[method](), show_tables=False)
-    return callback(method)
+LONGER = pytest.mark.filterwarnings(
+    "ignore:this training began with .* scheduled at steps", "ignore:.* is over since"
+)
 
 
 class Average(EMAWeightAveraging):
-    """Shows the average as it was last updated."""
+    """Keeps the average as it was when training ended."""
 
     def __init__(self):
         super().__init__(decay=0.7)
 
     @property
     def weights(self):
-        return {
-            name: tensor.detach().clone()
-            for name, tensor in self._average_model.module.named_parameters()
-        }
+        named = self._average_model.module.named_parameters()
+        return {name: tensor.detach().clone() for name, tensor in named}
 
     def on_train_end(self, trainer, pl_module):
         self.last = self.weights
         super().on_train_end(trainer, pl_module)
 
 
-def run(tmp_path, method, *callbacks, model=None, **options):
-    model, average = new_model() if model is None else model, Average()
-    ckpt_path = options.pop("ckpt_path", None)
-    trainer = make_trainer(
-        tmp_path, [average, sparse(method), ExactResume(), *callbacks], **options
+class Validated(pl.Callback):
+    """What is validated is sparse."""
+
+    def on_validation_epoch_end(self, trainer, pl_module):
+        assert trainer.sanity_checking or is_sparse(pl_module)
+
+
+def run(tmp_path, method, *callbacks, **options):
+    """The Trainer, the model, and the average."""
+    average = Average()
+    trainer, model = fit(
+        tmp_path, [average, callback(method), ExactResume(), *callbacks], **options
     )
-    trainer.fit(model, Data(), ckpt_path=ckpt_path)
     return trainer, model, average.last
 
 
 @pytest.mark.parametrize("batch", [8, pytest.param(6, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("method", METHODS + list(OUTSIDE))
 def test_a_resumed_average_is_the_uninterrupted_one(tmp_path, method, batch):
-    path = tmp_path / "mid.ckpt"
-    _, straight, expected = run(tmp_path, method, SaveAt(path, batch), max_epochs=3)
-    _, resumed, average = run(tmp_path, method, model=new_model(7), max_epochs=3, ckpt_path=path)
-    assert_equal_models(straight, resumed)
+    averages = []
+
+    def callbacks():
+        averages.append(Average())
+        return [averages[-1], callback(OUTSIDE.get(method, lambda: method)())]
+
+    assert_equal_models(*whole_and_resumed(tmp_path, callbacks, batch, max_epochs=3))
+    expected, found = (average.last for average in averages)
     for name, weight in expected.items():
-        assert torch.equal(average[name], weight), name
-    assert not nmf.is_nm(average["net.6.weight"], "2:4"), (
-        "the average must hold more than the mask keeps"
-    )
+        assert torch.equal(found[name], weight), name
+    assert not is_sparse(found), "the average must hold more than the mask keeps"
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -87,7 +93,7 @@ def test_what_the_checkpoint_holds_beside_the_masked_average(tmp_path, method):
             seen.update(trainer.callbacks[0].weights)
 
     run(tmp_path, method, See(), SaveAt(path, 8))
-    checkpoint = torch.load(path, weights_only=True)
+    checkpoint = torch.load(path)
     state = checkpoint["callbacks"]["NMSparsityCallback"]
     for key in MASKED:
         weight, layer = checkpoint["state_dict"][key], state["layers"][key.removesuffix(".weight")]
@@ -98,30 +104,28 @@ def test_what_the_checkpoint_holds_beside_the_masked_average(tmp_path, method):
         assert nmf.is_nm(weight, "2:4", dim=1)
         mask = nmf.unpack_mask(layer["forward_mask"], tuple(weight.shape))
         assert torch.equal(weight, torch.where(mask, seen[key], 0))
-        assert torch.equal(
-            state["averages"][key]["dropped"], seen[key][~mask]
-        )  # half of the weight
+        dropped = state["averages"][key]["dropped"]
+        assert torch.equal(dropped, seen[key][~mask])  # half of the weight
     assert set(state["averages"]) == set(MASKED)
     if layer["masked"]:
         assert verify([str(path)]) == 0
 
 
-LONGER = pytest.mark.filterwarnings(
-    "ignore:this training began with .* scheduled at steps", "ignore:.* is over since"
-)
-
-
 @LONGER
 @pytest.mark.parametrize("method", SPARSE_IN_THE_END)
 def test_saved_after_the_fit(tmp_path, method):
-    trainer, model, average = run(tmp_path, method)
-    trainer.save_checkpoint(tmp_path / "after.ckpt")
-    assert verify([str(tmp_path / "after.ckpt")]) == 0
-    weights = torch.load(tmp_path / "after.ckpt", weights_only=True)["state_dict"]
+    path = tmp_path / "after.ckpt"
+    trainer, model, average = run(tmp_path, method, Validated())
+    trainer.save_checkpoint(path)
+    assert verify([str(path)]) == 0
+    checkpoint = torch.load(path)
     for name, parameter in model.named_parameters():
-        assert torch.equal(weights[name], parameter)
-        assert torch.equal(weights[name][parameter != 0], average[name][parameter != 0])
-    run(tmp_path, method, model=new_model(3), max_epochs=3, ckpt_path=tmp_path / "after.ckpt")
+        weight, kept = checkpoint["state_dict"][name], parameter != 0
+        assert torch.equal(weight, parameter)
+        assert torch.equal(weight[kept], average[name][kept])
+    layer = checkpoint["callbacks"]["NMSparsityCallback"]["layers"]["net.6"]
+    assert method not in ("bame", "bame-bi-mask") or layer["latent"] is None
+    run(tmp_path, method, model=new_model(3), max_epochs=3, ckpt_path=path)
 
 
 @LONGER
@@ -131,49 +135,44 @@ def test_saved_after_the_fit(tmp_path, method):
 )
 @pytest.mark.parametrize("method", SPARSE_IN_THE_END)
 def test_saved_when_a_fit_fails(tmp_path, method):
-    class Fails(pl.Callback):
-        def on_train_batch_end(self, trainer, *args):
-            if trainer.global_step == 7:
-                raise RuntimeError("out of luck")
-
-    path = tmp_path / "failed.ckpt"
+    path, fails = tmp_path / "failed.ckpt", FailsAt("on_train_batch_end", 7)
     with pytest.raises(RuntimeError, match="out of luck"):
-        run(tmp_path, method, Fails(), OnExceptionCheckpoint(tmp_path, "failed"))
+        run(tmp_path, method, fails, OnExceptionCheckpoint(tmp_path, "failed"))
     assert verify([str(path)]) == 0
     _, model, _ = run(tmp_path, method, model=new_model(3), max_epochs=3, ckpt_path=path)
-    assert all(nmf.is_nm(model.state_dict()[key], "2:4", dim=1) for key in MASKED)
+    assert is_sparse(model)
 
 
 def test_averages_begin_anew_where_the_checkpoint_has_none(tmp_path):
     path = tmp_path / "plain.ckpt"
-    make_trainer(tmp_path, [callback(), ExactResume(), SaveAt(path, 8)]).fit(new_model(), Data())
+    fit(tmp_path, [callback(), ExactResume(), SaveAt(path, 8)])
     with pytest.warns(UserWarning, match="was not created with WeightAveraging"):
         run(tmp_path, "bi-mask", max_epochs=3, ckpt_path=path)
 
 
+def test_the_average_must_come_first(tmp_path):
+    with pytest.raises(ValueError, match="EMAWeightAveraging comes after NMSparsityCallback"):
+        fit(tmp_path, [callback(), EMAWeightAveraging()])
+
+
 def test_weights_alone_are_those_of_the_model_not_its_average(tmp_path):
     """Lightning asks no callback then."""
-    seen = {}
-
-    class See(pl.Callback):
-        def on_train_batch_end(self, trainer, pl_module, *args):
-            seen.update({key: value.clone() for key, value in pl_module.state_dict().items()})
-
+    see = Inspect(
+        lambda _, model: {key: value.clone() for key, value in model.state_dict().items()}
+    )
     save = ModelCheckpoint(tmp_path, "weights", save_weights_only=True, every_n_train_steps=8)
-    run(tmp_path, "bi-mask", See(), save, max_steps=8)
-    weights = torch.load(save.best_model_path, weights_only=True)["state_dict"]
-    assert all(torch.equal(weights[key], seen[key]) for key in weights)
-    assert all(nmf.is_nm(weights[key], "2:4", dim=1) for key in MASKED)
+    run(tmp_path, "bi-mask", see, save, max_steps=8)
+    weights = torch.load(save.best_model_path)["state_dict"]
+    assert all(torch.equal(weights[key], see.seen[-1][key]) for key in weights)
+    assert is_sparse(weights)
 
 
 def test_a_module_that_the_model_holds_twice_is_masked_under_both_keys():
     model = torch.nn.ModuleDict({"one": torch.nn.Sequential(torch.nn.Linear(16, 16))})
     model["two"] = torch.compile(model["one"], backend="eager")
     layers = NMSparsifier(model, "2:4", skip_first_last=False).attach().layers
-    average = {
-        key: torch.randn(16, 16)
-        for key in ("one.0.weight", "two._orig_mod.0.weight", "three.0.weight")
-    }
+    names = ("one.0.weight", "two._orig_mod.0.weight", "three.0.weight")
+    average = {key: torch.randn(16, 16) for key in names}
     weights = dict(average)
     dropped = mask_average(weights, model, layers)
     assert set(dropped) == {"one.0.weight", "two._orig_mod.0.weight"}

@@ -1,242 +1,48 @@
-"""What Lightning offers, each with every method: training stays N:M, and the model is an ordinary one afterwards."""
+"""What Lightning offers and users do by habit, with every method: training stays N:M, and ends with a plain model."""
 
-import copy
+from itertools import product
 
 import lightning.pytorch as pl
 import pytest
 import torch
-import torch.nn.functional as F
 from lightning.pytorch.callbacks import (
-    BaseFinetuning,
+    BatchSizeFinder,
+    DeviceStatsMonitor,
     EarlyStopping,
-    EMAWeightAveraging,
     GradientAccumulationScheduler,
     LearningRateFinder,
+    LearningRateMonitor,
     ModelCheckpoint,
-    ModelSummary,
+    OnExceptionCheckpoint,
+    RichProgressBar,
     StochasticWeightAveraging,
+    Timer,
 )
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.tuner import Tuner
-from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_nm import NMSparsifier, NMSparsityCallback
-from lightning_nm import functional as nmf
+from lightning_nm import BAME, NMSparsifier
 from lightning_nm.commands.verify import main as verify
-from lightning_nm.nn.adapters import Adapter
-from tests.support.features import ends_sparse, fit, methods, sparse
+from lightning_nm.demo import ExactResume
+from tests.support.features import NAMES, ends_sparse, fit, methods, sparse
 from tests.support.lightning_models import (
     Data,
+    FailsAt,
     Inspect,
     Net,
+    TwoOptimizers,
     assert_equal_models,
+    callback,
+    is_plain,
+    is_sparse,
     make_trainer,
     new_model,
 )
+from tests.support.lightning_models import fit as fit_with
+from tests.support.pairs import mostly_slow
 
-pytestmark = [
-    pytest.mark.parametrize("method", methods("sr-ste", "bame", "three-gemms")),
-    pytest.mark.filterwarnings(
-        "ignore:You requested to overfit but enabled train dataloader shuffling"
-    ),
-]
-
-
-OPTIONS = {
-    "accumulation": {"accumulate_grad_batches": 2},
-    "accumulation that leaves a rest": {"accumulate_grad_batches": 4},
-    "clipping by norm": {"gradient_clip_val": 0.1},
-    "clipping by value": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
-    "overfit batches": {"overfit_batches": 2},
-    "limited batches": {"limit_train_batches": 0.5, "limit_val_batches": 1},
-    "validation within an epoch": {"val_check_interval": 2},
-    "no validation": {"limit_val_batches": 0, "num_sanity_val_steps": 0},
-    "float64": {"precision": "64-true"},
-    "bfloat16": {"precision": "bf16-true"},
-    "mixed precision": {"precision": "bf16-mixed"},
-    "inference mode off": {"inference_mode": False},
-    "anomaly detection": {"detect_anomaly": True},
-    "deterministic": {"deterministic": True},
-    "fast dev run": {"fast_dev_run": 3},
-}
-
-
-@pytest.fixture
-def settings_of_torch():
-    yield
-    torch.use_deterministic_algorithms(False)  # a Trainer leaves it on
-
-
-@pytest.mark.usefixtures("settings_of_torch")
-@pytest.mark.parametrize("name", OPTIONS)
-def test_trainer_options(method, name, tmp_path):
-    options = OPTIONS[name]
-    trainer, model = fit(tmp_path, method, **options)
-    ends_sparse(model)
-    assert trainer.global_step > 0
-
-
-def test_accumulation_that_changes(method, tmp_path):
-    if method == "bame":
-        with pytest.raises(ValueError, match=r"stop=0\.9 is a share of the planned training steps"):
-            fit(tmp_path, method, GradientAccumulationScheduler({0: 1, 1: 3}))
-        return
-    _, model = fit(tmp_path, method, GradientAccumulationScheduler({0: 1, 1: 3}))
-    ends_sparse(model)
-
-
-class Manual(Net):
-    """Two optimizers, each for a part of the model, of which one steps every second batch."""
-
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
-
-    def configure_optimizers(self):
-        return [
-            torch.optim.SGD(self.net[:4].parameters(), 0.05),
-            torch.optim.AdamW(self.net[4:].parameters(), 1e-3),
-        ]
-
-    def training_step(self, batch, batch_idx):
-        loss = self.step(batch, "train")
-        for k, optimizer in enumerate(self.optimizers()):
-            if (batch_idx + k) % 2 == 0:
-                continue
-            optimizer.zero_grad()
-            self.manual_backward(loss, retain_graph=True)
-            optimizer.step()
-
-
-def test_manual_optimization_with_two_optimizers(method, tmp_path):
-    pl.seed_everything(0, verbose=False)
-    if method == "bame":
-        with pytest.raises(ValueError, match="share of the planned training steps"):
-            fit(tmp_path, method, model=Manual())
-        return
-    _, model = fit(tmp_path, method, model=Manual())
-    ends_sparse(model)
-
-
-class Tuned(Net):
-    def __init__(self):
-        super().__init__()
-        self.lr, self.batch_size = 0.05, 16
-
-
-@pytest.mark.parametrize("how", ["tuner", "callback"])
-def test_learning_rate_finder(method, how, tmp_path):
-    pl.seed_everything(0, verbose=False)
-    model, data = Tuned(), Data()
-    finder = [LearningRateFinder(num_training_steps=3)] if how == "callback" else []
-    trainer = make_trainer(tmp_path, [sparse(method), *finder])
-    if how == "tuner":
-        Tuner(trainer).lr_find(model, data, num_training=3)
-    trainer.fit(model, data)
-    ends_sparse(model)
-
-
-def test_batch_size_finder(method, tmp_path):
-    pl.seed_everything(0, verbose=False)
-    model, data = Tuned(), Data()
-    trainer = make_trainer(tmp_path, [sparse(method)])
-    Tuner(trainer).scale_batch_size(model, datamodule=data, steps_per_trial=1, max_trials=1)
-    data.batch_size = 16
-    trainer.fit(model, data)
-    ends_sparse(model)
-
-
-def test_averaged_weights_are_masked_where_they_are_used_and_saved(method, tmp_path):
-    found = []
-
-    class Validated(pl.Callback):
-        def on_validation_epoch_end(self, trainer, pl_module):
-            if not trainer.sanity_checking:
-                weights = pl_module.state_dict()
-                found.append(
-                    all(
-                        nmf.is_nm(weights[key], "2:4", dim=1)
-                        for key in ("net.3.weight", "net.6.weight")
-                    )
-                )
-
-    checkpoint = ModelCheckpoint(tmp_path / "kept", save_last=True)
-    _, model = fit(tmp_path, method, Validated(), checkpoint, first=[EMAWeightAveraging(decay=0.9)])
-    assert found
-    assert all(found)
-    ends_sparse(model)
-    include = ["--include", "net.3", "--include", "net.6"]
-    assert (
-        verify(
-            [str(tmp_path / "kept" / "last.ckpt"), "--pattern", "2:4", "--allow-dense", *include]
-        )
-        == 0
-    )
-
-
-def test_stochastic_weight_averaging(method, tmp_path):
-    _, model = fit(
-        tmp_path, method, StochasticWeightAveraging(1e-3, swa_epoch_start=1), max_epochs=3
-    )
-    assert not any(isinstance(module, Adapter) for module in model.modules())
-
-
-@pytest.mark.parametrize("weights_only", [False, True])
-def test_checkpoints_hold_the_model_that_was_validated(method, weights_only, tmp_path):
-    checkpoint = ModelCheckpoint(tmp_path / "kept", save_weights_only=weights_only)
-    trainer, model = fit(tmp_path, method, checkpoint)
-    fresh = Net()
-    saved = torch.load(checkpoint.best_model_path, weights_only=True)
-    fresh.load_state_dict(saved["state_dict"])
-    assert_equal_models(fresh, model)
-    expected = float(trainer.callback_metrics["val_loss"])
-    (result,) = make_trainer(tmp_path).validate(fresh, Data(), verbose=False)
-    assert result["val_loss"] == pytest.approx(expected, rel=1e-6)
-    assert ("callbacks" in saved) != weights_only
-
-
-def test_early_stopping(method, tmp_path):
-    stopping = EarlyStopping("val_loss", patience=1, min_delta=100.0)
-    trainer, model = fit(tmp_path, method, stopping, max_epochs=9)
-    assert trainer.current_epoch < 9
-    ends_sparse(model)
-
-
-def test_evaluation_without_a_fit(method, tmp_path):
-    model = new_model()
-    before = copy.deepcopy(model)
-    trainer = make_trainer(tmp_path, [sparse(method)])
-    trainer.validate(model, Data(), verbose=False)
-    trainer.test(model, Data(), verbose=False)
-    trainer.predict(model, DataLoader(Data().val_set.tensors[0], batch_size=16))
-    assert_equal_models(model, before)
-
-
-@pytest.mark.filterwarnings("ignore:this training began with BAME scheduled")
-def test_a_second_fit_goes_on(method, tmp_path):
-    trainer, model = fit(tmp_path, method, max_epochs=1)
-    (nm,) = (callback for callback in trainer.callbacks if isinstance(callback, NMSparsityCallback))
-    first = nm.state_dict()
-    trainer.fit_loop.max_epochs = 2
-    trainer.fit(model, Data())
-    ends_sparse(model)
-    second = nm.state_dict()
-    assert (first["clock"], second["clock"], trainer.global_step) == (6, 12, 12)
-    for name, layer in second["layers"].items():
-        assert (first["layers"][name]["step"], layer["step"]) == (6, 12)
-
-
-@pytest.mark.parametrize("error", [RuntimeError("out of luck"), KeyboardInterrupt()])
-def test_interrupted_in_the_middle(method, error, tmp_path):
-    class Fails(pl.Callback):
-        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            if trainer.global_step == 5:
-                raise error
-
-    model = new_model()
-    with pytest.raises(RuntimeError if isinstance(error, RuntimeError) else SystemExit):
-        fit(tmp_path, method, Fails(), model=model)
-    ends_sparse(model)
+every_method = pytest.mark.parametrize("method", methods("bame"))
 
 
 class Lazy(Net):
@@ -251,124 +57,195 @@ class Lazy(Net):
             self.net = Net().net
 
 
-def test_layers_that_are_made_late(method, tmp_path):
-    pl.seed_everything(0, verbose=False)
-    _, model = fit(tmp_path, method, model=Lazy())
-    ends_sparse(model)
-
-
-class Thaw(BaseFinetuning):
-    def freeze_before_training(self, pl_module):
-        self.freeze(pl_module.net[:4])
-
-    def finetune_function(self, pl_module, epoch, optimizer):
-        if epoch == 1:
-            self.unfreeze_and_add_param_group(pl_module.net[:4], optimizer, lr=0.01)
-
-
-class Trainable(Net):
-    def configure_optimizers(self):
-        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], 0.05)
-
-
-@pytest.mark.filterwarnings("ignore:no optimizer trains these masked layers")
-@pytest.mark.filterwarnings("ignore:The provided params to be frozen already exist")
-def test_layers_that_are_frozen_at_first(method, tmp_path):
-    pl.seed_everything(0, verbose=False)
-    model = Trainable()
-    frozen = model.net[3].weight.detach().clone()
-    during = []
-    look = Inspect(
-        lambda trainer, module: during.append(
-            (trainer.current_epoch, module.net[3].weight.detach().clone())
-        )
-    )
-    fit(tmp_path, method, look, model=model, first=[Thaw()])
-    ends_sparse(model)
-    kept = [weight for epoch, weight in during if epoch == 0]
-    nonzero = kept[0] != 0
-    assert all(torch.equal(weight[nonzero], frozen[nonzero]) for weight in kept)
-    assert not torch.equal(during[-1][1], during[0][1])
-
-
-def test_frozen_layers_stay_as_they_are(method, tmp_path):
-    pl.seed_everything(0, verbose=False)
-    model = Trainable()
-    model.net[3].weight.requires_grad_(False)
-    frozen = model.net[3].weight.detach().clone()
-    with pytest.warns(UserWarning, match="no optimizer trains these masked layers"):
-        make_trainer(tmp_path, [sparse(method, frozen="mask")]).fit(model, Data())
-    weight = model.net[3].weight.detach()
-    assert nmf.is_nm(weight, "2:4", dim=1)
-    assert torch.equal(weight[weight != 0], frozen[weight != 0])
-
-
-def test_model_summary_and_sizes(method, tmp_path, capsys):
-    counts = []
-
-    class Counts(ModelSummary):
-        def summarize(self, *args, **kwargs):
-            counts.append(kwargs.get("total_parameters", args[1] if len(args) > 1 else None))
-
-    _, model = fit(tmp_path, method, Counts(), max_epochs=1)
-    assert counts == [sum(p.numel() for p in model.parameters())]
-
-
 class Scheduled(Net):
     def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.parameters(), 1e-2)
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(
-            optimizer, 1e-2, self.trainer.estimated_stepping_batches
-        )
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
-        }
+        steps = self.trainer.estimated_stepping_batches
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, steps)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
 
-def test_learning_rate_schedules(method, tmp_path):
-    pl.seed_everything(0, verbose=False)
-    _, model = fit(tmp_path, method, model=Scheduled())
-    ends_sparse(model)
+class Clips(Net):
+    def configure_gradient_clipping(self, optimizer, *args, **kwargs):
+        self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
 
 
-class Exotic(pl.LightningModule):
-    """Tied weights, weight norm, hooks, and a layer that is called with keywords."""
+class Hooked(Net):
+    """Has hooks, and calls a masked layer with keywords."""
 
     def __init__(self):
         super().__init__()
-        self.first, self.tied, self.other = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)
-        self.tied.weight = self.other.weight
-        self.norm = nn.utils.parametrizations.weight_norm(nn.Linear(16, 16))
-        self.masked = nn.Linear(16, 16)
-        self.seen = []
-        self.masked.register_forward_pre_hook(lambda *args: self.seen.append("before"))
-        self.masked.register_forward_hook(lambda *args: self.seen.append("after"))
+        self.ran = set()
+        self.net[6].register_forward_pre_hook(lambda *_: self.ran.add("before"))
+        self.net[6].register_forward_hook(lambda *_: self.ran.add("after"))
 
-    def training_step(self, batch, batch_idx):
-        x = batch[0].flatten(1)[:, :16]
-        x = self.norm(self.other(self.tied(self.first(x))))
-        return F.mse_loss(self.masked(input=x), x)
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.05)
+    def forward(self, x):
+        hidden = self.net[6](input=self.net[:6](x))
+        assert self.ran == {"before", "after"}
+        return self.net[7:](hidden)
 
 
-@pytest.mark.filterwarnings("ignore:You passed in a `val_dataloader`")
-def test_what_cannot_be_masked_is_left_with_its_reason(method, tmp_path):
-    pl.seed_everything(0, verbose=False)
-    model, part = Exotic(), sparse(method, include=["first", "m*", "*"], skip_first_last=False)
-    reasons = {}
+class Late(Timer):
+    """Has no time left after the seventh step."""
 
-    class Skipped(pl.Callback):
-        def on_train_start(self, trainer, pl_module):
-            reasons.update(part.sparsifier.skipped)
+    def on_train_batch_start(self, trainer, *args):
+        if trainer.global_step == 7:
+            self._duration = 0.0
 
-    make_trainer(tmp_path, [part, Skipped()], limit_val_batches=0).fit(model, Data())
-    assert "shared with" in reasons["tied"] + reasons["other"]
-    assert "computed, not stored" in reasons["norm"]
-    assert nmf.is_nm(model.masked.weight, "2:4", dim=1)
-    assert set(model.seen) == {"before", "after"}
+
+FEATURES = {
+    "accumulation": {"accumulate_grad_batches": 2},
+    "accumulation that leaves a rest": {"accumulate_grad_batches": 4},
+    "accumulation that changes": {
+        "callback": lambda: GradientAccumulationScheduler({0: 1, 1: 3}),
+    },
+    "clipping by norm": {"gradient_clip_val": 0.1},
+    "clipping by value": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+    "clipping of its own": {"model": Clips},
+    "overfit batches": {"overfit_batches": 2},
+    "limited batches": {"limit_train_batches": 0.5, "limit_val_batches": 1},
+    "loaders made again": {"reload_dataloaders_every_n_epochs": 1},
+    "validation within an epoch": {"val_check_interval": 2},
+    "no validation": {"limit_val_batches": 0, "num_sanity_val_steps": 0},
+    "float64": {"precision": "64-true"},
+    "bfloat16": {"precision": "bf16-true"},
+    "mixed precision": {"precision": "bf16-mixed"},
+    "inference mode off": {"inference_mode": False},
+    "anomaly detection": {"detect_anomaly": True},
+    "deterministic": {"deterministic": True},
+    "fast dev run": {"fast_dev_run": 3},
+    "model summary": {"enable_model_summary": True},
+    "two optimizers": {"model": TwoOptimizers},
+    "learning rate schedule": {"model": Scheduled},
+    "layers made late": {"model": Lazy},
+    "hooks and keywords": {"model": Hooked},
+    "batch-size finder": {
+        "callback": lambda: BatchSizeFinder(steps_per_trial=1, init_val=16, max_trials=1),
+    },
+    "early stopping": {
+        "callback": lambda: EarlyStopping("val_loss", patience=1, min_delta=100.0),
+        "max_epochs": 9,
+    },
+    "timer": {
+        "callback": lambda: Late(duration={"seconds": 3600}, interval="step"),
+        "max_epochs": 9,
+    },
+    "stochastic weight averaging": {
+        "callback": lambda: StochasticWeightAveraging(1e-3, swa_epoch_start=1),
+        "max_epochs": 3,
+    },
+}
+WITHOUT_A_PLAN = ("accumulation that changes", "two optimizers")
+
+
+@pytest.fixture
+def settings_of_torch():
+    yield
+    torch.use_deterministic_algorithms(False)  # a Trainer leaves it on
+
+
+@pytest.mark.usefixtures("settings_of_torch")
+@pytest.mark.filterwarnings("ignore:You requested to overfit but enabled train dataloader shuf")
+@pytest.mark.parametrize(
+    ("method", "feature"), mostly_slow(list(product(NAMES, FEATURES)), every=4)
+)
+def test_training_ends_sparse(method, feature, tmp_path):
+    options = dict(FEATURES[feature])
+    model, other = new_model(of=options.pop("model", Net)), options.pop("callback", pl.Callback)
+    part = sparse(method)
+    if method == "bame" and feature in WITHOUT_A_PLAN:  # its moments are fractions of it
+        part = callback(BAME(stop=9, every=2))
+    trainer, _ = fit_with(tmp_path, [part, other()], model, **options)
+    assert trainer.global_step > 0
+    if feature == "stochastic weight averaging":
+        assert is_plain(model)
+    else:
+        assert trainer.global_step <= 18, "it stops"
+        ends_sparse(model)
+
+
+class Tuned(Net):
+    def __init__(self):
+        super().__init__()
+        self.lr, self.batch_size = 0.05, 16
+
+
+@every_method
+@pytest.mark.parametrize("how", ["tuner", "callback before", "callback after"])
+def test_searches_before_the_training_leave_no_trace(method, how, tmp_path):
+    model, data, nm = new_model(of=Tuned), Data(), sparse(method)
+    latent = model.net[6].weight.detach().clone()
+    finder = LearningRateFinder(num_training_steps=3)
+    callbacks = {"callback before": [finder, nm], "callback after": [nm, finder]}.get(how, [nm])
+    look = Inspect(lambda *_: (nm.sparsifier.planned_steps, nm.sparsifier.layers["net.6"].step))
+    trainer = make_trainer(tmp_path, [*callbacks, look])
+    if how == "tuner":
+        tuner = Tuner(trainer)
+        tuner.lr_find(model, data, num_training=3)
+        tuner.scale_batch_size(model, datamodule=data, steps_per_trial=1, max_trials=1)
+        data.batch_size = 16
+        assert torch.equal(model.net[6].weight, latent)
+        assert is_plain(model)
+    trainer.fit(model, data)
+    planned = 12 if method == "bame" else None
+    assert look.seen[-12:] == [(planned, step) for step in range(1, 13)]
+    ends_sparse(model)
+
+
+@every_method
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_checkpoints_hold_the_model_that_was_validated(method, weights_only, tmp_path):
+    save = ModelCheckpoint(tmp_path / "kept", monitor="val_loss", save_weights_only=weights_only)
+    trainer, model = fit(tmp_path, method, save)
+    best = float(save.best_model_score)
+    loaded = Net.load_from_checkpoint(save.best_model_path, weights_only=True)
+    ends_sparse(loaded)
+    assert ("callbacks" in torch.load(save.best_model_path)) != weights_only
+    (fresh,) = make_trainer(tmp_path).validate(loaded, Data(), verbose=False)
+    assert fresh["val_loss"] == pytest.approx(best, rel=1e-6)
+    if not weights_only:
+        assert verify([save.best_model_path]) == 0
+        (tested,) = trainer.test(model, Data(), ckpt_path="best", verbose=False)
+        assert tested["val_loss"] == pytest.approx(best, rel=1e-6)
+        images = DataLoader(Data().val_set.tensors[0], batch_size=16)
+        trainer.predict(model, images, ckpt_path="best")
+        ends_sparse(model)
+    # It starts another training: of another callback, and of none.
+    fit_with(tmp_path, [callback("ste", pattern="1:4")], loaded)
+    assert is_sparse(loaded, "1:4")
+    fit_with(tmp_path, model=loaded)
+    assert not is_sparse(loaded)
+
+
+@every_method
+@pytest.mark.filterwarnings(
+    "ignore:`.fit.ckpt_path=None.` was called without a model",  # it looks for the checkpoint of the last failure
+    "ignore:.fit.ckpt_path=.last.. is set, but there is no last checkpoint",
+)
+@pytest.mark.parametrize("error", [RuntimeError("out of luck"), KeyboardInterrupt()])
+def test_a_fit_that_is_interrupted_resumes_exactly(method, error, tmp_path):
+    _, straight = fit(tmp_path, method, ExactResume(), max_epochs=3)
+    model, save = new_model(), OnExceptionCheckpoint(tmp_path, "failed")
+    fails = FailsAt("on_validation_end", 12, error)
+    with pytest.raises(RuntimeError if isinstance(error, RuntimeError) else SystemExit):
+        fit(tmp_path, method, ExactResume(), fails, save, model=model, max_epochs=3)
+    ends_sparse(model)
+    file = tmp_path / "failed.ckpt"
+    assert verify([str(file)]) == 0
+    resumed = new_model(5)
+    fit(tmp_path, method, ExactResume(), model=resumed, ckpt_path=file, max_epochs=3)
+    assert_equal_models(straight, resumed)
+
+
+@every_method
+def test_observers_change_nothing(method, tmp_path):
+    pytest.importorskip("psutil", reason="DeviceStatsMonitor asks it for a CPU's figures")
+    _, alone = fit(tmp_path, method)
+    observers = [LearningRateMonitor("step"), DeviceStatsMonitor(cpu_stats=True)]
+    observers += [Timer(), RichProgressBar()]
+    options = {"logger": CSVLogger(tmp_path), "profiler": "simple", "enable_progress_bar": True}
+    _, model = fit(tmp_path, method, *observers, **options)
+    assert_equal_models(alone, model)
 
 
 @pytest.mark.filterwarnings(  # torch 2.6 says so of the masks, and keeps them
@@ -376,10 +253,9 @@ def test_what_cannot_be_masked_is_left_with_its_reason(method, tmp_path):
     "ignore:.* does not reference an nn.Module:UserWarning",
     "ignore:Additional .* warnings suppressed about get_attr:UserWarning",
 )
+@every_method
 def test_export_while_installed(method):
-    model = new_model().eval()
-    x = torch.randn(2, 1, 8, 8)
-    part = sparse(method)
-    NMSparsifier(model, config=part.config, planned_steps=10).attach()
+    model, x = new_model().eval(), torch.randn(2, 1, 8, 8)
+    NMSparsifier(model, config=sparse(method).config, planned_steps=10).attach()
     program = torch.export.export(model, (x,))
     torch.testing.assert_close(program.module()(x), model(x))

@@ -9,29 +9,27 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from lightning_nm import BAME, BiMask, NMSparsifier, NMSparsityCallback, TransposableMask
-from lightning_nm.callbacks.tables import layer_rows, print_layers
-from lightning_nm.demo import ExactResume, ResumableDataModule
+from lightning_nm import NMSparsifier, TransposableMask
+from lightning_nm.callbacks.tables import layer_rows
+from lightning_nm.demo import ResumableDataModule
 from lightning_nm.export import verify
 from lightning_nm.training.macs import OTHERS, can_watch
 from tests.support.experts import EXPERTS, HIDDEN, WIDTH, Experts, TransposedExperts
-from tests.support.lightning_models import SaveAt, assert_equal_models, make_trainer
+from tests.support.lightning_models import (
+    assert_equal_models,
+    callback,
+    is_plain,
+    new_model,
+    whole_and_resumed,
+)
 from tests.support.tiny import VOCABULARY, tiny
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:The '.*_dataloader' does not have many workers",
     "ignore:You passed in a `val_dataloader` but have no `validation_step`",
     "ignore:You're resuming from a checkpoint that ended before the epoch ended",
 )
-
-METHODS = {
-    "sr-ste": lambda: "sr-ste",
-    "asp": lambda: "asp",
-    "transposable": lambda: TransposableMask(update_every=2),
-    "bi-mask": lambda: BiMask(permute_every=3),
-    "bame": lambda: BAME(stop=0.9, every=3, budget=1.0, evidence_rate=0.5),
-}
-
+METHODS = ("sr-ste", "asp", "transposable", "bi-mask", "bame")
+MODELS = ("own", "mixtral", "qwen3-moe")
 TOKENS = 8
 
 
@@ -43,10 +41,8 @@ class Whole(TensorDataset):
 class Tokens(ResumableDataModule):
     def __init__(self):
         super().__init__(batch_size=8)
-        tokens = torch.randint(
-            0, VOCABULARY, (64, TOKENS), generator=torch.Generator().manual_seed(0)
-        )
-        self.train_set = Whole(tokens)
+        generator = torch.Generator().manual_seed(0)
+        self.train_set = Whole(torch.randint(0, VOCABULARY, (64, TOKENS), generator=generator))
 
 
 class Own(nn.Module):
@@ -65,13 +61,9 @@ class Own(nn.Module):
         return self.head(x + self.second(x, experts)).view(*tokens.shape, VOCABULARY)
 
 
-MODELS = ("own", "mixtral", "qwen3-moe")
-
-
 class LanguageModel(pl.LightningModule):
-    def __init__(self, kind, seed=0):
+    def __init__(self, kind):
         super().__init__()
-        pl.seed_everything(seed, verbose=False)
         self.model = Own() if kind == "own" else tiny(kind)
 
     def training_step(self, batch, batch_idx):
@@ -88,56 +80,54 @@ def experts_of(model):
     return {name: p for name, p in model.named_parameters() if p.dim() == 3}
 
 
-CASES = [  # all pairs of a model and a method
-    pytest.param(
-        kind,
-        method,
-        (None, "mvue")[(row + column) % 2],
-        marks=() if row == column else pytest.mark.slow,
-    )
-    for row, kind in enumerate(MODELS)
-    for column, method in enumerate(METHODS)
-]
+def sparse(model, method="sr-ste", *estimator, **options):
+    return NMSparsifier(model, "2:4", method, *estimator, **options).attach()
 
 
-@pytest.mark.parametrize(("kind", "method", "estimator"), CASES)
+def dense_again(sparsifier):
+    sparsifier.bake()
+    sparsifier.detach()
+
+
+@pytest.mark.parametrize(
+    ("kind", "method", "estimator"),
+    [  # all pairs of a model and a method
+        pytest.param(
+            kind,
+            method,
+            (None, "mvue")[(row + column) % 2],
+            marks=() if row == column else pytest.mark.slow,
+        )
+        for row, kind in enumerate(MODELS)
+        for column, method in enumerate(METHODS)
+    ],
+)
 def test_a_resume_is_bit_exact_and_verified(tmp_path, kind, method, estimator):
     def callbacks():
-        nm = NMSparsityCallback(
-            "2:4", METHODS[method](), grad_estimator=estimator, show_tables=False
-        )
-        return [nm, ExactResume()]
+        made = TransposableMask(update_every=2) if method == "transposable" else method
+        return [callback(made, grad_estimator=estimator)]
 
-    straight = LanguageModel(kind)
-    save = SaveAt(tmp_path / "mid.ckpt", 5)
-    trainer = make_trainer(tmp_path, [*callbacks(), save], max_epochs=1)
-    trainer.fit(straight, Tokens())
-    trainer.save_checkpoint(tmp_path / "end.ckpt")
+    def new(seed):
+        return new_model(seed, LanguageModel, kind=kind)
 
-    resumed = LanguageModel(kind, seed=7)
-    make_trainer(tmp_path, callbacks(), max_epochs=1).fit(
-        resumed, Tokens(), ckpt_path=tmp_path / "mid.ckpt"
+    straight, resumed = whole_and_resumed(
+        tmp_path, callbacks, 5, new=new, data=Tokens, max_epochs=1
     )
     assert_equal_models(straight, resumed)
-    for checkpoint in ("mid.ckpt", "end.ckpt"):
-        result = verify(tmp_path / checkpoint)
-        assert result.ok
-        keys = {verdict.key for verdict in result.verdicts if verdict.verdict == "N:M"}
-        assert keys >= set(experts_of(straight))
-    assert (
-        type(next(m for m in straight.modules() if "Experts" in type(m).__name__)).__name__[:2]
-        != "NM"
-    )
+    assert is_plain(straight)
+    result = verify(tmp_path / "mid.ckpt")
+    assert result.ok
+    keys = {verdict.key for verdict in result.verdicts if verdict.verdict == "N:M"}
+    assert keys >= set(experts_of(straight))
 
 
 @pytest.mark.parametrize("implementation", [None, "eager", "batched_mm"])
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3-moe", "gpt-oss"])
 def test_masked_experts_of_transformers_are_its_own_with_sparse_weights(kind, implementation):
-    model = LanguageModel(kind)
+    model, (tokens,) = new_model(of=LanguageModel, kind=kind), Tokens().train_set[:4]
     if implementation is not None:
         model.model.set_experts_implementation(implementation)
-    (tokens,) = Tokens().train_set[:4]
-    sparsifier = NMSparsifier(model, "2:4", "sr-ste").attach()
+    sparsifier = sparse(model)
     masked = {name: layer for name, layer in sparsifier.layers.items() if layer.param.dim() == 3}
     layout = "experts-transposed" if kind == "gpt-oss" else "experts"
     assert {layer.spec.layout for layer in masked.values()} == {layout}
@@ -149,8 +139,7 @@ def test_masked_experts_of_transformers_are_its_own_with_sparse_weights(kind, im
         assert sparsifier.macs[OTHERS] == 2 * tokens.numel() * 4 * 16  # the routers alone
     for name, layer in masked.items():
         assert sparsifier.macs[name] == 2 * tokens.numel() * layer.param[0].numel()
-    sparsifier.bake()
-    sparsifier.detach()
+    dense_again(sparsifier)
     model.zero_grad()
     other = model.training_step((tokens,), 0)
     other.backward()
@@ -159,48 +148,38 @@ def test_masked_experts_of_transformers_are_its_own_with_sparse_weights(kind, im
         torch.testing.assert_close(grad, experts_of(model)[name].grad, rtol=1e-4, atol=1e-6)
 
 
-def of_kind(path, **config):
-    """Experts of a class of transformers."""
-    module, name = path.split(".")
-    modeling = pytest.importorskip(f"transformers.models.{module}.modeling_{module}")
-    sizes = {"num_local_experts": 4, "n_routed_experts": 4, "hidden_size": WIDTH}
-    sizes |= {"moe_intermediate_size": HIDDEN, "hidden_act": "silu"}
-    made = getattr(modeling, name)(
-        SimpleNamespace(_experts_implementation="eager", **sizes, **config)
-    )
-    for parameter in made.parameters():
-        nn.init.normal_(parameter, std=0.2)
-    return made
-
-
 @pytest.mark.parametrize(
-    ("path", "config"),
+    ("family", "name", "config"),
     [
-        ("nemotron_h.NemotronHExperts", {"moe_latent_size": None, "mlp_hidden_act": "relu2"}),
-        ("muse_spark.MuseSparkExperts", {"moe_hidden_size": WIDTH, "post_norm_eps": 1e-5}),
+        ("nemotron_h", "NemotronHExperts", {"moe_latent_size": None, "mlp_hidden_act": "relu2"}),
+        ("muse_spark", "MuseSparkExperts", {"moe_hidden_size": WIDTH, "post_norm_eps": 1e-5}),
     ],
 )
-def test_experts_without_a_gate_and_with_a_norm(path, config):
+def test_experts_without_a_gate_and_with_a_norm(family, name, config):
+    modeling = pytest.importorskip(f"transformers.models.{family}.modeling_{family}")
+    config |= {"num_local_experts": 4, "n_routed_experts": 4, "hidden_size": WIDTH}
+    config |= {"moe_intermediate_size": HIDDEN, "hidden_act": "silu"}
     torch.manual_seed(0)
-    model = nn.ModuleDict({"experts": of_kind(path, **config)})
+    made = getattr(modeling, name)(SimpleNamespace(_experts_implementation="eager", **config))
+    for parameter in made.parameters():
+        nn.init.normal_(parameter, std=0.2)
     chosen = torch.tensor([[0, 1], [3, 1], [1, 0], [3, 0], [4, 1]])  # 4: an expert elsewhere
     x, weights = torch.randn(5, WIDTH), torch.rand(5, 2) * (chosen < 4)
-    sparsifier = NMSparsifier(model, "2:4", "sr-ste").attach()
+    sparsifier = sparse(nn.ModuleDict({"experts": made}))
     assert len(sparsifier.layers) == 2
-    found = model.experts(x, chosen, weights)
-    sparsifier.bake()
-    sparsifier.detach()
-    torch.testing.assert_close(found, model.experts(x, chosen.clamp(max=3), weights))
+    found = made(x, chosen, weights)
+    dense_again(sparsifier)
+    torch.testing.assert_close(found, made(x, chosen.clamp(max=3), weights))
 
 
 def test_experts_that_do_not_run_by_the_interface_are_named_with_the_way_out():
     model = tiny("llama4")
-    sparsifier = NMSparsifier(model, "2:4", "sr-ste").attach()
+    sparsifier = sparse(model)
     name = "model.layers.0.feed_forward.experts"
     assert sparsifier.skipped[name].startswith("no adapter for Llama4TextExperts; if it holds ")
     sparsifier.detach()
     with pytest.raises(ValueError, match="cannot be masked: no adapter for Llama4TextExperts"):
-        NMSparsifier(model, "2:4", "sr-ste", include=[f"{name}.down_proj"]).attach()
+        sparse(model, include=[f"{name}.down_proj"])
 
 
 @pytest.mark.slow
@@ -212,74 +191,54 @@ def test_compiled_models_run_their_experts_eagerly(kind):
     found = []
     for compiled in (False, True):
         torch.compiler.reset()
-        model = LanguageModel(kind)
-        sparsifier = NMSparsifier(model, "2:4", "bi-mask", "mvue").attach()
+        model = new_model(of=LanguageModel, kind=kind)
+        sparsifier = sparse(model, "bi-mask", "mvue")
         if compiled:
             model.model.compile(backend="aot_eager")
-        loss = model.training_step((Tokens().train_set[:4][0],), 0)
+        loss = model.training_step(Tokens().train_set[:4], 0)
         loss.backward()
         assert not sparsifier.training.unseen()
         found.append([loss.detach(), *(p.grad for p in model.parameters())])
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.skipif(not can_watch(nn.Identity()), reason="this torch has no such modes")
+@pytest.mark.skipif(
+    not can_watch(nn.Identity()), reason="this torch counts no products of experts that stay dense"
+)
 @pytest.mark.parametrize("exclude", [None, "first*", "router"])
 def test_products_are_counted_by_tokens_and_once(exclude):
-    torch.manual_seed(0)
-    model = nn.Sequential()
-    model.own = Own()
-    sparsifier = NMSparsifier(model.own, "2:4", "sr-ste", exclude=exclude and [exclude]).attach()
+    model = Own()
+    sparsifier = sparse(model, exclude=exclude)
     tokens = torch.zeros(3, TOKENS, dtype=torch.int64)  # all of one kind, so all at one expert
-    model.own(tokens).sum().backward()
+    model(tokens).sum().backward()
     each = 3 * TOKENS * WIDTH
     expected = {"embed": 0, "router": each * EXPERTS, "head": each * VOCABULARY}
-    expected |= {
-        f"{name}.{weight}": each * HIDDEN
-        for name in ("first", "second")
-        for weight in ("up", "down")
-    }
+    names = [f"{name}.{weight}" for name in ("first", "second") for weight in ("up", "down")]
+    expected |= dict.fromkeys(names, each * HIDDEN)
     assert sparsifier.macs == expected
-    assert OTHERS not in sparsifier.macs
     masked = sum(expected[name] for name in sparsifier.layers)
     assert sparsifier.shares()["flops"] == pytest.approx(masked / sum(expected.values()))
 
 
-@pytest.mark.skipif(
-    not can_watch(nn.Identity()), reason="this torch counts no products of experts that stay dense"
-)
-def test_the_table_shows_experts_and_warns_of_a_small_share(capsys):
-    model = Own()
-    sparsifier = NMSparsifier(
-        model, "2:4", "bi-mask", exclude=["first.*", "second.*"], skip_first_last=False
-    ).attach()
-    model(torch.zeros(2, TOKENS, dtype=torch.int64))
-    print_layers(sparsifier)
-    assert "less than half of the model's weight FLOPs is masked" in capsys.readouterr().out
-    sparsifier.detach()
-    sparsifier = NMSparsifier(model, "2:4", "bi-mask").attach()
-    model(torch.zeros(2, TOKENS, dtype=torch.int64))
-    rows = {row[0]: row[1:-1] for row in layer_rows(sparsifier)}
-    assert rows["first.up"] == ("4x32x16", "2:4", "bi-mask", "2:4", "2:4", "dense")
-    assert rows["second.up"] == ("4x16x32", "2:4", "bi-mask", "2:4", "2:4", "dense")
-    print_layers(sparsifier)
-    assert "less than half" not in capsys.readouterr().out
+def test_the_table_shows_experts():
+    rows = {row[0]: row[1:-1] for row in layer_rows(sparse(Own(), "bi-mask"))}
+    for name, shape in (("first.up", "4x32x16"), ("second.up", "4x16x32")):
+        assert rows[name] == (shape, "2:4", "bi-mask", "2:4", "2:4", "dense")
 
 
 def test_frozen_experts_wait_and_wake():
-    torch.manual_seed(0)
-    model = Own()
+    model, names = Own(), {"first.up", "first.down"}
     model.first.requires_grad_(False)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     sparsifier = NMSparsifier(model, "2:4", "sr-ste").attach(optimizers=[optimizer])
     sparsifier.register(optimizer)
-    assert {"first.up", "first.down"} <= set(sparsifier.skipped)
+    assert names <= set(sparsifier.skipped)
     model.first.requires_grad_(True)
     for _ in range(2):
         model(torch.arange(2 * TOKENS).view(2, -1)).square().mean().backward()
         sparsifier.before_step(optimizer)
         optimizer.step()
         sparsifier.step()
-    assert {"first.up", "first.down"} <= set(sparsifier.layers)
+    assert names <= set(sparsifier.layers)
     assert sparsifier.violations() == 0
     assert not sparsifier.training.unseen()

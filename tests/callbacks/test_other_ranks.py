@@ -4,21 +4,25 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
-from lightning_nm import BAME, MVUE, BiMask, NMSparsityCallback, RNGState
+from lightning_nm import BAME, BiMask, RNGState
 from lightning_nm.nn.state import layer_state
-from tests.support.lightning_models import Data
+from tests.support.lightning_models import Data, callback, fit, new_model
 from tests.support.processes import in_processes
 
-GLOBAL_BATCH = 16
+METHODS = {
+    "bi-mask": lambda: {"method": BiMask(permute_every=3, decay=0.1)},
+    "bame": lambda: {"method": BAME(stop=24, every=2, budget=1.0)},
+    "three-gemms": lambda: {"method": "transposable", "grad_estimator": "mvue"},
+}
 
 
 class Plain(pl.LightningModule):
     """No batch norm and no dropout: a batch's gradient is the mean over its halves."""
 
-    def __init__(self, seed=0):
+    def __init__(self):
         super().__init__()
-        pl.seed_everything(seed, verbose=False)
         self.net = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 4))
         self.double()  # else Lightning restores the weights in float32, before its plugin converts the model
 
@@ -30,11 +34,11 @@ class Plain(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.05, momentum=0.9)
 
 
-class Write(pl.Callback):
-    """Saves a checkpoint after the second epoch; writes the layers as training begins and ends, on every rank."""
+class Look(pl.Callback):
+    """The layers as training begins and ends; saves a checkpoint after the second epoch."""
 
-    def __init__(self, folder, name, nm):
-        self.folder, self.name, self.nm, self.started = folder, name, nm, None
+    def __init__(self, nm, path):
+        self.nm, self.path = nm, path
 
     def look(self):
         return {name: layer_state(layer) for name, layer in self.nm.sparsifier.layers.items()}
@@ -43,50 +47,27 @@ class Write(pl.Callback):
         self.started = self.look()
 
     def on_train_epoch_end(self, trainer, pl_module):
-        if trainer.current_epoch == 1:
-            trainer.save_checkpoint(f"{self.folder}/{self.name}.ckpt")
+        if trainer.current_epoch == 1 and self.path is not None:
+            trainer.save_checkpoint(self.path)
 
     def on_train_end(self, trainer, pl_module):
-        written = {"started": self.started, "ended": self.look(), "weights": pl_module.state_dict()}
-        torch.save(written, f"{self.folder}/{self.name}-{trainer.global_rank}.pt")
+        self.ended = self.look()
 
 
-def method(name):
-    return {
-        "bi-mask": (BiMask(permute_every=3, decay=0.1), None),
-        "bame": (BAME(stop=24, every=2, budget=1.0), None),
-        "three-gemms": ("transposable", MVUE("1:2")),
-    }[name]
+def train(path, kind, ranks, resumes):
+    nm = callback(**METHODS[kind](), skip_first_last=False)
+    look, model = Look(nm, None if resumes else path), new_model(5 if resumes else 0, Plain)
+    options = {"devices": ranks, "strategy": "ddp" if ranks > 1 else "auto", "max_epochs": 4}
+    options |= {"precision": "64-true", "limit_val_batches": 0, "log_every_n_steps": 1}
+    data, ckpt_path = Data(batch_size=16 // ranks), path if resumes else None
+    fit(".", [nm, RNGState(), look], model, data, ckpt_path, **options)
+    return look.started, look.ended, model.state_dict()
 
 
-def train(folder, name, kind, ranks, ckpt_path):
-    nm = NMSparsityCallback("2:4", *method(kind), skip_first_last=False, show_tables=False)
-    pl.Trainer(
-        max_epochs=4,
-        precision="64-true",
-        accelerator="cpu",
-        devices=ranks,
-        strategy="ddp" if ranks > 1 else "auto",
-        callbacks=[nm, RNGState(), Write(str(folder), name, nm)],
-        limit_val_batches=0,
-        log_every_n_steps=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    ).fit(
-        Plain(0 if ckpt_path is None else 5),
-        Data(batch_size=GLOBAL_BATCH // ranks),
-        ckpt_path=ckpt_path,
-    )
-
-
-def run(folder, name, kind, ranks, ckpt_path=None):
+def run(folder, ranks, *args):
     if ranks == 1:
-        train(folder, name, kind, 1, ckpt_path)
-    else:
-        in_processes(ranks, folder / name, train, folder, name, kind, ranks, ckpt_path)
-    return [torch.load(folder / f"{name}-{rank}.pt", weights_only=True) for rank in range(ranks)]
+        return [train(folder / "saved.ckpt", *args)]
+    return in_processes(ranks, folder / "run", train, folder / "saved.ckpt", *args)
 
 
 @pytest.mark.slow
@@ -94,42 +75,32 @@ def run(folder, name, kind, ranks, ckpt_path=None):
     "ignore:You passed in a `val_dataloader`",
     "ignore:the checkpoint is of . processes",
 )
-@pytest.mark.parametrize("kind", ["bi-mask", "bame", "three-gemms"])
+@pytest.mark.parametrize("kind", METHODS)
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
 def test_resume_on_another_number_of_processes(tmp_path, kind, before, after):
-    straight = run(tmp_path, "straight", kind, before)
-    saved = torch.load(tmp_path / "straight.ckpt", weights_only=True)
+    straight = run(tmp_path, before, kind, before, False)
+    resumed = run(tmp_path, after, kind, after, True)
+    saved = torch.load(tmp_path / "saved.ckpt")
     assert len(saved["nm_rng_states"]) == before
-    resumed = run(tmp_path, "resumed", kind, after, tmp_path / "straight.ckpt")
-
     layers = saved["callbacks"]["NMSparsityCallback"]["layers"]
-    for rank in resumed:
+    _, expected, weights = straight[0]
+    for started, ended, _ in resumed:
         for name, state in layers.items():
-            for key in state:
-                same(rank["started"][name][key], state[key], key)
-            assert rank["ended"][name]["step"] == 24
-            assert rank["ended"][name]["draws"] == straight[0]["ended"][name]["draws"]
-    for rank in (*straight[1:], *resumed[1:]):
-        first = straight[0] if rank in straight[1:] else resumed[0]
-        assert all(
-            torch.equal(value, first["weights"][key]) for key, value in rank["weights"].items()
-        )
+            here = {key: started[name][key] for key in state}
+            for a, b in zip(tree_leaves(here), tree_leaves(state), strict=True):
+                assert torch.equal(a, b) if isinstance(b, torch.Tensor) else a == b
+            assert ended[name]["step"] == 24
+            assert ended[name]["draws"] == expected[name]["draws"]
+    for ranks in (straight, resumed):
+        for *_, other in ranks:
+            assert all(torch.equal(value, ranks[0][2][key]) for key, value in other.items())
     if kind == "three-gemms":  # the noise of its gradients depends on the ranks
         return
-    moved = 0
-    for name, state in straight[0]["ended"].items():
-        assert torch.equal(resumed[0]["ended"][name]["forward_mask"], state["forward_mask"])
-        moved += int((state["forward_mask"] != layers[name]["forward_mask"]).any())
-    assert moved, "the masks stood still after the checkpoint"
-    for key, value in straight[0]["weights"].items():
-        torch.testing.assert_close(resumed[0]["weights"][key], value, rtol=0, atol=1e-10)
-
-
-def same(here, saved, key):
-    if isinstance(saved, torch.Tensor):
-        assert torch.equal(here, saved), key
-    elif isinstance(saved, dict):
-        for name, value in saved.items():
-            same(here[name], value, key)
-    else:
-        assert here == saved, key
+    masks = [state["forward_mask"] for state in expected.values()]
+    assert all(
+        torch.equal(resumed[0][1][name]["forward_mask"], mask)
+        for name, mask in zip(expected, masks, strict=True)
+    )
+    then = [state["forward_mask"] for state in layers.values()]
+    assert not all(map(torch.equal, then, masks)), "the masks stood still after the checkpoint"
+    torch.testing.assert_close(resumed[0][2], weights, rtol=0, atol=1e-10)

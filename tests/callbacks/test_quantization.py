@@ -2,19 +2,11 @@
 
 import copy
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
 
-from lightning_nm import (
-    SSTE,
-    NMSparsifier,
-    NMSparsityCallback,
-    QuantizationAwareTraining,
-    pack,
-)
-from lightning_nm.demo import ExactResume
+from lightning_nm import SSTE, NMSparsifier, QuantizationAwareTraining, pack
 from lightning_nm.functional import (
     dequantise_weight,
     fake_quantise_tokens,
@@ -26,31 +18,35 @@ from tests.support.cpu_products import needs_library
 from tests.support.experts import Experts, TransposedExperts
 from tests.support.kinds import make
 from tests.support.lightning_models import (
-    Data,
+    FailsAt,
     Inspect,
-    SaveAt,
+    Net,
     assert_equal_models,
     callback,
-    make_trainer,
+    fit,
     new_model,
+    whole_and_resumed,
 )
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:The '.*_dataloader' does not have many workers",
     "ignore:You're resuming from a checkpoint that ended before the epoch ended",
 )
 
 
-def sparse(model, pattern="2:4", method="sr-ste"):
-    return NMSparsifier(model, pattern, method, skip_first_last=False).attach()
+def sparse(model, method="sr-ste"):
+    return NMSparsifier(model, "2:4", method, skip_first_last=False).attach()
 
 
-def exported(sparsifier):
-    """A copy of the sparse model without masks."""
+def packed(sparsifier, **options):
+    """The export of a copy of the sparse model."""
     twin = copy.deepcopy(sparsifier)
     twin.bake()
     twin.detach()
-    return twin.model.eval()
+    return pack(twin.model.eval(), "2:4", dtype="int8", **options)
+
+
+def rounded(weight):
+    return dequantise_weight(*quantise_weight(weight), torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -61,21 +57,19 @@ def exported(sparsifier):
 def test_the_forward_pass_is_that_of_the_export(kind, dtype):
     model, x = make(kind, dtype)
     sparsifier = sparse(model)
-    before = {key: value.clone() for key, value in model.named_parameters()}
+    before = {layer: layer.param.detach().clone() for layer in sparsifier.layers.values()}
     with Int8Rounding().within(sparsifier.layers.values()), torch.no_grad():
         found = model(x)
-        for layer in sparsifier.layers.values():
+        for layer, weight in before.items():
             assert torch.equal(layer.forward_weight() != 0, layer.forward_mask)
-            latent = torch.where(layer.forward_mask, 0, layer.param)
-            key = next(name for name, p in model.named_parameters() if p is layer.param)
-            assert torch.equal(latent, torch.where(layer.forward_mask, 0, before[key]))
-    for key, value in model.named_parameters():
-        assert torch.equal(value, before[key])
+            pruned = ~layer.forward_mask
+            assert torch.equal(layer.param[pruned], weight[pruned])
+    for layer, weight in before.items():
+        assert torch.equal(layer.param, weight)
     if kind == "two-weights":  # its adapter is none of packed layers in a copy
         return
-    packed = pack(exported(sparsifier), "2:4", dtype="int8", kernels="reference")
     tolerance = {"rtol": 2.0**-6, "atol": 2.0**-6} if dtype == torch.bfloat16 else {}
-    torch.testing.assert_close(packed(x), found, **tolerance)
+    torch.testing.assert_close(packed(sparsifier, kernels="reference")(x), found, **tolerance)
 
 
 @pytest.mark.parametrize("kind", [Experts, TransposedExperts])
@@ -86,8 +80,7 @@ def test_each_expert_has_scales_of_its_own(kind):
     x, experts = torch.randn(7, 16), torch.arange(7) % 4
     with Int8Rounding().within(sparsifier.layers.values()), torch.no_grad():
         found = model(x, experts)
-    packed = pack(exported(sparsifier), "2:4", dtype="int8", kernels="reference")
-    torch.testing.assert_close(packed(x, experts), found)
+    torch.testing.assert_close(packed(sparsifier, kernels="reference")(x, experts), found)
 
 
 @needs_library
@@ -99,20 +92,19 @@ def test_activations_are_rounded_as_the_kernel_rounds_them():
     rounding = Int8Rounding(activations=True)
     with rounding.within(sparsifier.layers.values()), torch.no_grad():
         first = model[0](x)
-    packed = pack(exported(sparsifier), dtype="int8", kernels="sparse")
-    assert packed[0].weight.form == "cpu-int8"
-    torch.testing.assert_close(packed[0](x), first)
+    exported = packed(sparsifier, kernels="sparse")
+    assert exported[0].weight.form == "cpu-int8"
+    torch.testing.assert_close(exported[0](x), first)
     with torch.no_grad():
         assert not torch.equal(model[0](x), first), "the hooks are gone"
 
 
 def test_the_gradient_of_rounding_is_that_of_its_input():
-    x = torch.randn(3, 8, requires_grad=True)
-    grad = torch.randn(3, 8)
+    x, grad = torch.randn(3, 8, requires_grad=True), torch.randn(3, 8)
     (found,) = torch.autograd.grad(fake_quantise_tokens(x), x, grad)
     assert torch.equal(found, grad)
     model = nn.Linear(8, 8, bias=False)
-    sparsifier, data = sparse(model, method="ste"), torch.randn(4, 8)
+    sparsifier, data = sparse(model, "ste"), torch.randn(4, 8)
     with Int8Rounding().within(sparsifier.layers.values()):
         y = model(data)
         y.square().sum().backward()
@@ -125,17 +117,15 @@ def test_the_gradient_of_rounding_is_that_of_its_input():
 )
 def test_resume_is_bit_exact(tmp_path, method, batch, accumulate):
     """Before and after the 9th of 18 batches, at which rounding begins, also within a window of accumulation."""
-    options = {"max_epochs": 3, "accumulate_grad_batches": accumulate}
+    made = []
 
     def callbacks():
-        return [QuantizationAwareTraining(0.5), callback(method), ExactResume()]
+        made.append(QuantizationAwareTraining(0.5))
+        return [made[-1], callback(method)]
 
-    straight, save = new_model(), SaveAt(tmp_path / "mid.ckpt", batch)
-    make_trainer(tmp_path, [*callbacks(), save], **options).fit(straight, Data())
-    resumed, own = new_model(7), callbacks()
-    trainer = make_trainer(tmp_path, own, **options)
-    trainer.fit(resumed, Data(), ckpt_path=tmp_path / "mid.ckpt")
-    assert own[0].start == {1: 9, 2: 5}[accumulate]
+    options = {"max_epochs": 3, "accumulate_grad_batches": accumulate}
+    straight, resumed = whole_and_resumed(tmp_path, callbacks, batch, **options)
+    assert {each.start for each in made} == {{1: 9, 2: 5}[accumulate]}
     assert_equal_models(straight, resumed)
     assert is_nm(straight.net[6].weight, "2:4")
 
@@ -143,95 +133,91 @@ def test_resume_is_bit_exact(tmp_path, method, batch, accumulate):
 def test_weights_are_rounded_in_the_last_steps_and_in_validation(tmp_path):
     seen = {"train": [], "val": []}
 
-    class Watched(type(new_model())):
+    class Watched(Net):
         def step(self, batch, stage):
-            layer = self.net[6].nm_layers["weight"]
-            weight = layer.forward_weight()
-            rounded = dequantise_weight(*quantise_weight(weight), torch.float32)
-            seen[stage].append(bool((weight - rounded).abs().max() < 1e-7))
+            weight = self.net[6].nm_layers["weight"].forward_weight()
+            seen[stage].append(bool((weight - rounded(weight)).abs().max() < 1e-7))
             return super().step(batch, stage)
 
-    pl.seed_everything(0, verbose=False)
-    values = []
-    look = Inspect(lambda trainer, module: values.append(module.net[6].weight.detach().clone()))
+    look = Inspect(lambda trainer, module: module.net[6].weight.detach().clone())
     callbacks = [QuantizationAwareTraining(4), callback("sr-ste"), look]
-    make_trainer(tmp_path, callbacks, max_epochs=2, num_sanity_val_steps=0).fit(Watched(), Data())
+    fit(tmp_path, callbacks, new_model(of=Watched), num_sanity_val_steps=0)
     assert seen["train"] == [False] * 8 + [True] * 4
     assert seen["val"] == [False, False, True, True]
-    kept = torch.where(values[-1] == 0, 0, values[-1])
-    assert not torch.equal(kept, dequantise_weight(*quantise_weight(kept), torch.float32))
+    assert not torch.equal(look.seen[-1], rounded(look.seen[-1])), "the latent weight is not"
 
 
 def test_a_fit_that_fails_leaves_the_weights_as_they_were(tmp_path):
-    class Fails(type(new_model())):
-        def training_step(self, batch, batch_idx):
-            if self.global_step == 3:
-                raise RuntimeError("no")
-            return super().training_step(batch, batch_idx)
+    def callbacks():
+        return [QuantizationAwareTraining(1.0), callback("ste")]
 
-    def trained(kind, **options):
-        pl.seed_everything(0, verbose=False)
-        model = kind()
-        trainer = make_trainer(
-            tmp_path, [QuantizationAwareTraining(1.0), callback("ste")], **options
-        )
-        return model, trainer
-
-    complete, trainer = trained(type(new_model()), max_steps=3)
-    trainer.fit(complete, Data())
-    broken, trainer = trained(Fails, max_steps=6)
-    with pytest.raises(RuntimeError, match="no"):
-        trainer.fit(broken, Data())
-    for (key, x), y in zip(
-        complete.named_parameters(), dict(broken.named_parameters()).values(), strict=True
-    ):
+    _, complete = fit(tmp_path, callbacks(), max_steps=3)
+    broken, fails = new_model(), FailsAt("on_before_zero_grad", 3)
+    with pytest.raises(RuntimeError, match="out of luck"):
+        fit(tmp_path, [*callbacks(), fails], broken, max_steps=6)
+    for (key, x), y in zip(complete.named_parameters(), broken.parameters(), strict=True):
         assert torch.equal(x, y), key
 
 
-def test_what_is_refused(tmp_path):
-    def refused(message, callbacks, model=None, **options):
-        model = model or new_model()
-        before = copy.deepcopy(model.state_dict())
-        with pytest.raises(ValueError, match=message):
-            make_trainer(tmp_path, callbacks, **options).fit(model, Data())
-        for key, value in model.state_dict().items():
-            assert torch.equal(value, before[key])
+def manual():
+    model = new_model()
+    model.automatic_optimization = False
+    return model
 
-    qat = QuantizationAwareTraining
-    no_validation = {"num_sanity_val_steps": 0}
-    refused("masks: callbacks=", [callback(), qat()])
-    refused("masks: callbacks=", [qat()])
-    refused(
-        "length is not known|whose length",
-        [qat(), callback("sr-ste")],
-        max_epochs=-1,
-        **no_validation,
-    )
-    refused(
-        "cannot round layer 'net.3': SSTE changes the values",
-        [qat(), NMSparsityCallback("2:4", SSTE(), show_tables=False)],
-        **no_validation,
-    )
-    refused(
-        "cannot round layer 'net.3': it is torch.float64",
-        [qat(), callback("sr-ste")],
-        precision="64-true",
-        **no_validation,
-    )
-    manual = new_model()
-    manual.automatic_optimization = False
-    refused("manual optimization", [qat(), callback("sr-ste")], manual)
-    compiled = new_model()
-    compiled.net.compile(backend="eager")
-    refused("compiled modules", [qat(activations=True), callback("sr-ste")], compiled)
-    for last in (-0.1, 1.5, -3):
-        with pytest.raises(ValueError, match="last"):
-            qat(last)
-    diverged = nn.Linear(8, 8)
-    sparsifier = sparse(diverged)
-    with torch.no_grad():
-        diverged.weight[0, :] = torch.nan
-    weight = diverged.weight.detach().clone()
+
+def compiled():
+    model = new_model()
+    model.net.compile(backend="eager")
+    return model
+
+
+NO_VALIDATION = {"num_sanity_val_steps": 0}
+
+
+@pytest.mark.parametrize(
+    ("message", "others", "activations", "model", "options"),
+    [
+        ("masks: callbacks=", lambda qat: [callback(), qat], False, new_model, {}),
+        ("masks: callbacks=", lambda qat: [qat], False, new_model, {}),
+        ("length is not known|whose length", None, False, new_model, {"max_epochs": -1}),
+        (
+            "cannot round layer 'net.3': SSTE changes the values",
+            lambda qat: [qat, callback(SSTE())],
+            False,
+            new_model,
+            {},
+        ),
+        (
+            "cannot round layer 'net.3': it is torch.float64",
+            None,
+            False,
+            new_model,
+            {"precision": "64-true"},
+        ),
+        ("manual optimization", None, False, manual, {}),
+        ("compiled modules", None, True, compiled, {}),
+    ],
+)
+def test_what_cannot_be_rounded_is_refused(tmp_path, message, others, activations, model, options):
+    model, qat = model(), QuantizationAwareTraining(activations=activations)
+    before = copy.deepcopy(model.state_dict())
+    callbacks = [qat, callback("sr-ste")] if others is None else others(qat)
+    with pytest.raises(ValueError, match=message):
+        fit(tmp_path, callbacks, model, **NO_VALIDATION, **options)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("last", [-0.1, 1.5, -3])
+def test_a_bad_share_of_the_training_is_refused(last):
+    with pytest.raises(ValueError, match="last"):
+        QuantizationAwareTraining(last)
+
+
+def test_a_weight_with_nan_is_refused_and_left_alone():
+    model = nn.Linear(8, 8)
+    sparsifier = sparse(model)
+    model.weight.data[0, :] = torch.nan
+    before = model.weight.detach().clone()
     with pytest.raises(ValueError, match=r"layer '.*': a weight with NaN"):
         Int8Rounding().begin(sparsifier.layers.values())
-    torch.testing.assert_close(diverged.weight.detach(), weight, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(model.weight.detach(), before, rtol=0, atol=0, equal_nan=True)

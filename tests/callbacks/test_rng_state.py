@@ -1,6 +1,8 @@
 """The random states of every process are in the checkpoint, and come back."""
 
 import random
+import re
+import warnings
 
 import lightning.pytorch as pl
 import numpy as np
@@ -13,7 +15,15 @@ from torch import nn
 
 from lightning_nm import RNGState
 from lightning_nm.callbacks.rng_state import rng_state, set_rng_state
-from tests.support.lightning_models import Data, Inspect, SaveAt, make_trainer, new_model
+from tests.support.lightning_models import (
+    Data,
+    FailsAt,
+    Inspect,
+    SaveAt,
+    fit,
+    make_trainer,
+    new_model,
+)
 from tests.support.processes import in_processes
 
 pytestmark = pytest.mark.filterwarnings(
@@ -22,13 +32,8 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 def draw():
-    return [
-        torch.rand(1).item(),
-        np.random.randn(),
-        np.random.rand(),
-        random.random(),
-        random.gauss(0, 1),
-    ]
+    own = [np.random.randn(), np.random.rand(), random.random(), random.gauss(0, 1)]
+    return [torch.rand(1).item(), *own]
 
 
 @settings(max_examples=30, deadline=None)
@@ -47,91 +52,83 @@ def test_states_go_round_at_any_point_of_the_streams(seed, drawn, odd):
     assert [draw() for _ in range(3)] == expected
 
 
-def run(tmp_path, *callbacks, seed=0, ckpt_path=None, **options):
-    drawn = []
-    trainer = make_trainer(
-        tmp_path, [*callbacks, Inspect(lambda *_: drawn.append(draw()))], **options
-    )
-    trainer.fit(new_model(seed), Data(), ckpt_path=ckpt_path)
-    return drawn
+@pytest.fixture
+def run(tmp_path):
+    """Fits, and returns what was drawn after each batch, before the callbacks that come later."""
+
+    def run(*callbacks, seed=0, later=(), ckpt_path=None, **options):
+        look = Inspect(lambda *_: draw())
+        fit(tmp_path, [*callbacks, look, *later], new_model(seed), None, ckpt_path, **options)
+        return look.seen
+
+    return run
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "a.ckpt"
 
 
 @pytest.mark.parametrize("batch", [3, 6])
-def test_streams_continue_after_a_resume(tmp_path, batch):
-    # saved before the draw of the same batch
-    straight = run(tmp_path, RNGState(), SaveAt(tmp_path / "a.ckpt", batch))
-    checkpoint = torch.load(tmp_path / "a.ckpt", weights_only=True)
-    assert len(checkpoint["nm_rng_states"]) == 1
-    resumed = run(tmp_path, RNGState(), seed=5, ckpt_path=tmp_path / "a.ckpt")
-    assert len(resumed) == 12 - batch
-    # The straight run drew once more for the batch at which it saved.
-    pl.seed_everything(9, verbose=False)
-    set_rng_state(checkpoint["nm_rng_states"][0])
-    assert draw() == straight[batch - 1]
-    assert not set(map(tuple, straight)) & set(map(tuple, run(tmp_path, seed=5, max_epochs=1)))
+def test_streams_continue_after_a_resume(run, path, batch):
+    straight = run(RNGState(), later=[SaveAt(path, batch)])
+    (state,) = torch.load(path)["nm_rng_states"]
+    assert run(RNGState(), seed=5, ckpt_path=path) == straight[batch:]
+    set_rng_state(state)
+    # Without the callback they are others.
+    assert not set(map(tuple, straight)) & set(map(tuple, run(seed=5, max_epochs=1)))
 
 
-def test_the_checkpoint_of_the_last_callback_continues_bit_for_bit(tmp_path):
-    def fit(ckpt_path=None):
-        drawn = []
-        look, save = Inspect(lambda *_: drawn.append(draw())), SaveAt(tmp_path / "a.ckpt", 4)
-        trainer = make_trainer(tmp_path, [RNGState(), look, *([] if ckpt_path else [save])])
-        trainer.fit(new_model(5 if ckpt_path else 0), Data(), ckpt_path=ckpt_path)
-        return drawn
-
-    assert fit()[4:] == fit(tmp_path / "a.ckpt")
-
-
-def test_a_second_fit_without_a_checkpoint_is_left_alone(tmp_path):
+@pytest.mark.parametrize("uses", ["fit", "test"])
+def test_a_second_fit_without_a_checkpoint_is_left_alone(run, path, tmp_path, uses):
+    """After one that resumed, and after a checkpoint was tested."""
     keep = RNGState()
-    run(tmp_path, keep, SaveAt(tmp_path / "a.ckpt", 3), max_epochs=1)
-    run(tmp_path, keep, ckpt_path=tmp_path / "a.ckpt", max_epochs=1)
-    assert run(tmp_path, keep, seed=3, max_epochs=1) == run(tmp_path, seed=3, max_epochs=1)
+    run(keep, SaveAt(path, 3), max_epochs=1)
+    if uses == "fit":
+        run(keep, ckpt_path=path, max_epochs=1)
+    else:
+        trainer = make_trainer(tmp_path, [keep])
+        trainer.test(new_model(3), Data(), ckpt_path=path, verbose=False)
+    assert run(keep, seed=3, max_epochs=1) == run(seed=3, max_epochs=1)
 
 
-def test_a_checkpoint_that_is_only_tested_is_left_alone(tmp_path):
-    run(tmp_path, RNGState(), SaveAt(tmp_path / "a.ckpt", 3), max_epochs=1)
-    keep = RNGState()
-    make_trainer(tmp_path, [keep]).test(
-        new_model(3), Data(), ckpt_path=tmp_path / "a.ckpt", verbose=False
-    )
-    assert run(tmp_path, keep, seed=3, max_epochs=1) == run(tmp_path, seed=3, max_epochs=1)
-
-
-def test_a_checkpoint_without_states_is_said(tmp_path):
-    run(tmp_path, SaveAt(tmp_path / "a.ckpt", 3), max_epochs=1)
+def test_a_checkpoint_without_states_is_said(run, path):
+    run(SaveAt(path, 3), max_epochs=1)
     with pytest.warns(UserWarning, match="saved without RNGState"):
-        run(tmp_path, RNGState(), ckpt_path=tmp_path / "a.ckpt", max_epochs=1)
+        run(RNGState(), ckpt_path=path, max_epochs=1)
 
 
-def test_a_checkpoint_of_more_processes_gives_this_one_its_state(tmp_path):
-    straight = run(tmp_path, RNGState(), SaveAt(tmp_path / "a.ckpt", 6), max_epochs=2)
-    checkpoint = torch.load(tmp_path / "a.ckpt", weights_only=True)
-    checkpoint["nm_rng_states"] += [rng_state(), rng_state()]
-    torch.save(checkpoint, tmp_path / "three.ckpt")
-    with pytest.warns(
-        UserWarning, match=r"of 3 processes, this run has 1: .* ranks \[1, 2\] are not used"
-    ):
-        resumed = run(tmp_path, RNGState(), seed=5, ckpt_path=tmp_path / "three.ckpt")
-    assert resumed == run(tmp_path, RNGState(), seed=6, ckpt_path=tmp_path / "a.ckpt")
-    assert len(straight) == 12
-
-    checkpoint["nm_rng_states"][0] = None
-    torch.save(checkpoint, tmp_path / "none.ckpt")
-    with (
-        pytest.warns(UserWarning, match="of 3 processes"),
-        pytest.warns(UserWarning, match="without the random states of rank 0"),
-    ):
-        run(tmp_path, RNGState(), ckpt_path=tmp_path / "none.ckpt")
+def more_processes(states):
+    states += [rng_state(), rng_state()]
 
 
-def test_devices_that_are_missing_are_said(tmp_path):
-    run(tmp_path, RNGState(), SaveAt(tmp_path / "a.ckpt", 6), max_epochs=2)
-    checkpoint = torch.load(tmp_path / "a.ckpt", weights_only=True)
-    checkpoint["nm_rng_states"][0]["cuda"] = [torch.zeros(16, dtype=torch.uint8)]
-    torch.save(checkpoint, tmp_path / "cuda.ckpt")
-    with pytest.warns(UserWarning, match="1 CUDA devices in the checkpoint and 0 devices here"):
-        run(tmp_path, RNGState(), ckpt_path=tmp_path / "cuda.ckpt")
+def rank_0_missing(states):
+    states[:] = [None, rng_state(), rng_state()]
+
+
+def a_device(states):
+    states[0]["cuda"] = [torch.zeros(16, dtype=torch.uint8)]
+
+
+@pytest.mark.parametrize(
+    ("change", "texts"),
+    [
+        (more_processes, [r"of 3 processes, this run has 1: .* ranks \[1, 2\] are not used"]),
+        (rank_0_missing, ["of 3 processes", "without the random states of rank 0"]),
+        (a_device, ["1 CUDA devices in the checkpoint and 0 devices here"]),
+    ],
+)
+def test_states_that_do_not_fit_are_said_and_the_others_used(run, path, change, texts):
+    straight = run(RNGState(), later=[SaveAt(path, 6)])
+    checkpoint = torch.load(path)
+    change(checkpoint["nm_rng_states"])
+    torch.save(checkpoint, path)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        resumed = run(RNGState(), seed=5, ckpt_path=path)
+    said = " ".join(str(one.message) for one in caught)
+    assert all(re.search(text, said) for text in texts), said
+    assert (resumed == straight[6:]) == (change is not rank_0_missing)
 
 
 def test_states_of_devices_are_kept_in_their_order(monkeypatch):
@@ -162,6 +159,17 @@ def test_an_impossible_timeout_is_refused():
         RNGState(timeout=0)
 
 
+@pytest.mark.filterwarnings("ignore:.*fit.ckpt_path=")  # Lightning looks for a checkpoint
+def test_a_checkpoint_made_by_an_exception_holds_the_state(tmp_path):
+    save = OnExceptionCheckpoint(str(tmp_path), "crash")
+    with pytest.raises(RuntimeError, match="out of luck"):
+        fit(tmp_path, [RNGState(), save, FailsAt("on_train_batch_end", 3)])
+    assert torch.load(tmp_path / "crash.ckpt")["nm_rng_states"][0] is not None
+
+
+# ---------------------------------------------------------------------------------------------------------- processes
+
+
 class Small(pl.LightningModule):
     def __init__(self):
         super().__init__()
@@ -180,76 +188,46 @@ class Small(pl.LightningModule):
 
 
 class Draws(pl.Callback):
-    """Draws in each batch, each rank from a stream of its own; saves after an epoch and writes what was drawn."""
+    """Draws after each epoch, each rank from a stream of its own, and saves after the second one."""
 
-    def __init__(self, folder, name, save_at=None, seed=0):
-        self.folder, self.name, self.save_at, self.seed, self.drawn = (
-            folder,
-            name,
-            save_at,
-            seed,
-            [],
-        )
+    def __init__(self, path, seed):
+        self.path, self.seed, self.drawn = path, seed, []
 
     def on_fit_start(self, trainer, pl_module):
         pl.seed_everything(self.seed + trainer.global_rank, verbose=False)
 
     def on_train_epoch_end(self, trainer, pl_module):
         self.drawn.append(draw())
-        if trainer.current_epoch == self.save_at:
-            trainer.save_checkpoint(f"{self.folder}/{self.name}.ckpt")
-
-    def on_fit_end(self, trainer, pl_module):
-        torch.save(self.drawn, f"{self.folder}/{self.name}-{trainer.global_rank}.pt")
+        if trainer.current_epoch == 1 and self.path:
+            trainer.save_checkpoint(self.path)
 
 
-def fit_small(devices, callbacks, ckpt_path=None, **options):
-    pl.Trainer(
-        accelerator="cpu",
-        devices=devices,
-        strategy="ddp" if devices > 1 else "auto",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=callbacks,
-        **{"max_epochs": 4, "log_every_n_steps": 1, **options},
-    ).fit(Small(), ckpt_path=ckpt_path)
-
-
-def drawn(folder, name, ranks):
-    return [torch.load(folder / f"{name}-{rank}.pt", weights_only=True) for rank in range(ranks)]
+def drawn(devices, path, resumes=False):
+    """What this rank draws in four epochs, or after the second one."""
+    draws = Draws(None if resumes else path, seed=7 if resumes else 0)
+    strategy = "ddp" if devices > 1 else "auto"
+    options = {"devices": devices, "strategy": strategy, "max_epochs": 4, "log_every_n_steps": 1}
+    make_trainer(".", [RNGState(), draws], **options).fit(
+        Small(), ckpt_path=path if resumes else None
+    )
+    return draws.drawn
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings(
-    "ignore"
-)  # of Lightning about samplers, and of this run's other number of processes
+@pytest.mark.filterwarnings("ignore")  # of this run's other number of processes
 def test_each_process_gets_its_own_state_back(tmp_path):
-    saved = tmp_path / "straight.ckpt"
-    in_processes(
-        2, tmp_path / "a", fit_small, 2, [RNGState(), Draws(tmp_path, "straight", save_at=1)]
-    )
-    straight = drawn(tmp_path, "straight", 2)
+    path = tmp_path / "straight.ckpt"
+    straight = in_processes(2, tmp_path / "a", drawn, 2, path)
     assert straight[0] != straight[1]
-    assert len(torch.load(saved, weights_only=True)["nm_rng_states"]) == 2
-    in_processes(
-        2, tmp_path / "b", fit_small, 2, [RNGState(), Draws(tmp_path, "two", seed=7)], saved
-    )
-    assert drawn(tmp_path, "two", 2) == [steps[2:] for steps in straight]
-    fit_small(1, [RNGState(), Draws(tmp_path, "one", seed=7)], saved)
-    (one,) = drawn(tmp_path, "one", 1)
-    assert [draws[1:] for draws in one] == [
-        draws[1:] for draws in straight[0][2:]
-    ]  # dropout of more batches
+    assert len(torch.load(path)["nm_rng_states"]) == 2
+    rest = [steps[2:] for steps in straight]
+    assert in_processes(2, tmp_path / "b", drawn, 2, path, True) == rest
+    # On another number of processes dropout draws for other batches: torch's numbers are others.
+    without_torch = [[draws[1:] for draws in steps] for steps in rest]
+    assert [draws[1:] for draws in drawn(1, path, True)] == without_torch[0]
     # With one rank more than were saved, the new one goes on as it was seeded.
-    in_processes(
-        3, tmp_path / "c", fit_small, 3, [RNGState(), Draws(tmp_path, "three", seed=7)], saved
-    )
-    three = drawn(tmp_path, "three", 3)
-    assert [[draws[1:] for draws in steps] for steps in three[:2]] == [
-        [draws[1:] for draws in steps[2:]] for steps in straight
-    ]
+    three = in_processes(3, tmp_path / "c", drawn, 3, path, True)
+    assert [[draws[1:] for draws in steps] for steps in three[:2]] == without_torch
     pl.seed_everything(9, verbose=False)
     assert three[2][0][1:] == draw()[1:]
 
@@ -261,41 +239,25 @@ class OnlySome(pl.Callback):
         self.folder = folder
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        connector = trainer._checkpoint_connector
-        if trainer.global_rank in ((0, 1), (1,), (0,), (0, 1))[batch_idx]:
-            torch.save(
-                connector.dump_checkpoint(), f"{self.folder}/{batch_idx}-{trainer.global_rank}.ckpt"
-            )
+        rank = trainer.global_rank
+        if rank in ((0, 1), (1,), (0,), (0, 1))[batch_idx]:
+            checkpoint = trainer._checkpoint_connector.dump_checkpoint()
+            torch.save(checkpoint["nm_rng_states"], f"{self.folder}/{batch_idx}-{rank}.pt")
 
 
 def alone_at_times(folder):
-    fit_small(2, [RNGState(timeout=2.0), OnlySome(folder)], max_epochs=1)
+    callbacks = [RNGState(timeout=2.0), OnlySome(folder)]
+    make_trainer(".", callbacks, devices=2, strategy="ddp", max_epochs=1).fit(Small())
 
 
 @pytest.mark.slow
 def test_ranks_that_save_alone_wait_for_nobody_for_ever(tmp_path):
     in_processes(2, tmp_path / "run", alone_at_times, tmp_path)
     all_ranks, _, rank_0, later = (
-        torch.load(path, weights_only=True)["nm_rng_states"]
-        for path in (tmp_path / name for name in ("0-0.ckpt", "1-1.ckpt", "2-0.ckpt", "3-0.ckpt"))
+        torch.load(tmp_path / name) for name in ("0-0.pt", "1-1.pt", "2-0.pt", "3-0.pt")
     )
     assert None not in all_ranks
     for states in (rank_0, later):  # the process group cannot be used after a timeout
         assert states[0] is not None
         assert states[1] is None
     assert not torch.equal(rank_0[0]["torch"], all_ranks[0]["torch"])
-
-
-@pytest.mark.filterwarnings(
-    "ignore:.*fit.ckpt_path="
-)  # Lightning looks for a checkpoint of its own accord
-def test_a_checkpoint_made_by_an_exception_holds_the_state(tmp_path):
-    def stop(trainer, module):
-        if trainer.global_step == 3:
-            raise RuntimeError("out of luck")
-
-    save = OnExceptionCheckpoint(str(tmp_path), "crash")
-    trainer = make_trainer(tmp_path, [RNGState(), save, Inspect(stop)], enable_checkpointing=True)
-    with pytest.raises(RuntimeError, match="out of luck"):
-        trainer.fit(new_model(), Data())
-    assert torch.load(tmp_path / "crash.ckpt", weights_only=True)["nm_rng_states"][0] is not None

@@ -11,11 +11,12 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from lightning_nm import LBC
-from tests.support.lightning_models import Data, callback, make_trainer, new_model
+from tests.support.lightning_models import Data, callback, fit, new_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
 
 METHODS = ["sr-ste", "asp", "asp-late", "bi-mask", "bame", "rigl", "cast", "lbc", "three-gemms"]
+OPTIONS = {"max_epochs": 3, "limit_val_batches": 0, "enable_checkpointing": False}
 
 
 class Plain(pl.LightningDataModule):
@@ -30,6 +31,8 @@ class Plain(pl.LightningDataModule):
 class Search:
     """Searches when the second epoch starts, and keeps what there was before and after it."""
 
+    fails = False
+
     def on_fit_start(self, trainer, pl_module):
         pass
 
@@ -37,15 +40,22 @@ class Search:
         if trainer.current_epoch != 1:
             return
         (optimizer,) = trainer.optimizers
-        steps = []
-        handle = optimizer.register_step_post_hook(lambda *_: steps.append(1))
-        before = self.moment(pl_module, optimizer)
+        self.steps = 0
+        handle = optimizer.register_step_post_hook(self.count)
+        self.before = self.moment(pl_module, optimizer)
         try:
             self.search(trainer, pl_module)
         finally:
             handle.remove()
-            self.moments = (before, self.moment(pl_module, optimizer))
-            self.steps = len(steps)
+            after = self.moment(pl_module, optimizer)
+            for then, now in zip(tree_leaves(self.before), tree_leaves(after), strict=True):
+                same = torch.equal if isinstance(then, torch.Tensor) else type(then).__eq__
+                assert same(then, now)
+
+    def count(self, *_):
+        self.steps += 1
+        if self.fails:
+            raise RuntimeError("out of memory")
 
     def moment(self, model, optimizer):
         parameters = {name: p.detach() for name, p in model.named_parameters()}
@@ -69,35 +79,31 @@ class FindBatchSize(Search, BatchSizeFinder):
         self.scale_batch_size(trainer, pl_module)
 
 
-def unchanged(before, after):
-    for then, now in zip(tree_leaves(before), tree_leaves(after), strict=True):
-        assert torch.equal(then, now) if isinstance(then, torch.Tensor) else then == now
-
-
-CASES = [
-    *[(method, FindRate, "before-ours") for method in METHODS],
-    ("sr-ste", FindRate, "after-ours"),
-    ("bame", FindRate, "after-ours"),
-    ("bame", FindBatchSize, "before-ours"),
-]
-
-
-@pytest.mark.parametrize(("method", "kind", "place"), CASES)
-def test_a_search_in_mid_fit_changes_nothing(tmp_path, caplog, method, kind, place):
+def prepared(method, kind):
+    """A model, a search, and the callback that it watches."""
     model = new_model(dropout=0.0, optimizer="adamw" if method == "cast" else "sgd")
     search = kind()
-    search.nm = nm = callback(LBC(stop=9) if method == "lbc" else method)
-    callbacks = [search, nm] if place == "before-ours" else [nm, search]
-    trainer = make_trainer(
-        tmp_path, callbacks, max_epochs=3, limit_val_batches=0, enable_checkpointing=False
-    )
+    search.nm = callback(LBC(stop=9) if method == "lbc" else method)
+    return model, search, search.nm
+
+
+@pytest.mark.parametrize(
+    ("method", "kind", "is_first"),
+    [
+        *[(method, FindRate, True) for method in METHODS],
+        ("sr-ste", FindRate, False),
+        ("bame", FindRate, False),
+        ("bame", FindBatchSize, True),
+    ],
+)
+def test_a_search_in_mid_fit_changes_nothing(tmp_path, caplog, method, kind, is_first):
+    model, search, nm = prepared(method, kind)
     with caplog.at_level(logging.INFO):
-        trainer.fit(model, Plain())
+        callbacks = [search, nm] if is_first else [nm, search]
+        trainer, _ = fit(tmp_path, callbacks, model, Plain(), **OPTIONS)
     said = [r for r in caplog.records if "a search trains without the callbacks" in r.message]
-    assert len(said) == (search.steps > 0)
     # Lightning's finder of batch sizes makes no step in mid-fit: it counts up to its own number from the first one on.
-    assert (search.steps > 0) == (kind is FindRate)
-    unchanged(*search.moments)
+    assert len(said) == (search.steps > 0) == (kind is FindRate)
     assert nm.state_dict()["clock"] == trainer.global_step
 
 
@@ -105,28 +111,11 @@ def test_a_search_in_mid_fit_changes_nothing(tmp_path, caplog, method, kind, pla
 @pytest.mark.parametrize("method", ["sr-ste", "asp", "bame", "lbc"])
 def test_a_fit_after_a_search_that_failed_goes_on(tmp_path, method):
     """Lightning gives the callbacks back only if the search ends well, and tells none of the exception."""
-
-    class Fails(FindRate):
-        def search(self, trainer, pl_module):
-            def fail(*_):
-                raise RuntimeError("out of memory")
-
-            (optimizer,) = trainer.optimizers
-            handle = optimizer.register_step_post_hook(fail)
-            try:
-                super().search(trainer, pl_module)
-            finally:
-                handle.remove()
-
-    model = new_model(dropout=0.0)
-    search = Fails()
-    search.nm = nm = callback(LBC(stop=9) if method == "lbc" else method)
-    options = {"limit_val_batches": 0, "enable_checkpointing": False}
+    model, search, nm = prepared(method, FindRate)
+    search.fails = True
     with pytest.raises(RuntimeError, match="out of memory"):
-        make_trainer(tmp_path, [search, nm], max_epochs=3, **options).fit(model, Plain())
+        fit(tmp_path, [search, nm], model, Plain(), **OPTIONS)
     assert search.steps == 1
-    unchanged(*search.moments)
-    trainer = make_trainer(tmp_path, [nm], max_epochs=3, **options)
-    trainer.fit(model, Plain())
+    trainer, _ = fit(tmp_path, [nm], model, Plain(), **OPTIONS)
     assert nm.state_dict()["clock"] == 6 + trainer.global_step == 24
     assert {layer["step"] for layer in nm.state_dict()["layers"].values()} == {24}

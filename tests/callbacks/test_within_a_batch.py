@@ -9,17 +9,18 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_nm import BAME, MVUE, NMSparsityCallback
+from lightning_nm import BAME, MVUE
 from lightning_nm.demo import ExactResume
 from lightning_nm.training.statistics import mean_flip_rate
 from tests.support.lightning_models import (
     Data,
+    FailsAt,
     Inspect,
     Net,
     SaveAt,
     assert_equal_models,
     callback,
-    make_trainer,
+    fit,
     new_model,
 )
 
@@ -34,78 +35,54 @@ class Swap(pl.Callback):
 
     def on_validation_start(self, trainer, pl_module):
         self.kept = {key: value.clone() for key, value in pl_module.state_dict().items()}
-        other = {
-            key: 0.9 * value if value.is_floating_point() else value
-            for key, value in self.kept.items()
-        }
+        other = {key: (0.9 * value).to(value.dtype) for key, value in self.kept.items()}
         pl_module.load_state_dict(other)
 
     def on_validation_end(self, trainer, pl_module):
         pl_module.load_state_dict(self.kept)
 
 
-def test_weights_that_are_swapped_within_a_window_do_not_rewind_the_noise(tmp_path):
-    def draws(*others):
-        seen = []
-        look = Inspect(
-            lambda trainer, module: seen.append(module.net[6].nm_layers["weight"].noise.draws)
-        )
-        options = {
-            "accumulate_grad_batches": 6,
-            "val_check_interval": 1,
-            "limit_val_batches": 1,
-            "num_sanity_val_steps": 0,
-        }
-        make_trainer(tmp_path, [callback("mvue"), *others, look], **options).fit(
-            new_model(), Data()
-        )
-        return seen
-
-    assert draws(Swap()) == draws() == sorted(set(draws()))
+def draws_of(trainer, module):
+    """How often the noise of a layer was drawn."""
+    return module.net[6].nm_layers["weight"].noise.draws
 
 
-@pytest.mark.parametrize("method", ["bi-mask", "transposable", "bame"])
-def test_weights_that_are_swapped_leave_the_figures_alone(tmp_path, method):
+@pytest.mark.parametrize(
+    ("method", "accumulate", "every"),
+    [("mvue", 6, 1), ("bi-mask", 1, 2), ("transposable", 1, 2), ("bame", 1, 2)],
+)
+def test_weights_that_are_swapped_for_a_validation_leave_noise_and_figures_alone(
+    tmp_path, method, accumulate, every
+):
     def figures(*others):
-        seen = []
+        nm = callback(method)
 
         def look(trainer, module):
-            (nm,) = [c for c in trainer.callbacks if isinstance(c, NMSparsityCallback)]
             s = nm.sparsifier
-            seen.append(
-                (
-                    s.stats(),
-                    mean_flip_rate(s.layers.values()),
-                    s.flops_ratios(mean=True),
-                    s.layer_stats(),
-                )
-            )
+            means = mean_flip_rate(s.layers.values()), s.flops_ratios(mean=True)
+            return draws_of(trainer, module), s.stats(), s.layer_stats(), means
 
-        options = {"val_check_interval": 2, "limit_val_batches": 1, "num_sanity_val_steps": 0}
-        make_trainer(tmp_path, [callback(method), *others, Inspect(look)], **options).fit(
-            new_model(), Data()
-        )
-        return seen
+        inspect = Inspect(look)
+        options = {"val_check_interval": every, "accumulate_grad_batches": accumulate}
+        options |= {"limit_val_batches": 1, "num_sanity_val_steps": 0}
+        fit(tmp_path, [nm, *others, inspect], **options)
+        return inspect.seen
 
-    assert figures(Swap()) == figures()
+    alone = figures()
+    assert figures(Swap()) == alone
+    draws = [draw for draw, *_ in alone]
+    assert method != "mvue" or draws == sorted(set(draws)), "each micro-batch has noise of its own"
 
 
 def test_a_fit_that_dies_within_a_batch_leaves_none_open(tmp_path):
-    class Dies(pl.Callback):
-        def on_after_backward(self, trainer, pl_module):
-            raise RuntimeError("out of luck")
-
     def draws(nm):
-        seen = []
-        look = Inspect(
-            lambda trainer, module: seen.append(module.net[6].nm_layers["weight"].noise.draws)
-        )
-        make_trainer(tmp_path, [nm, look], max_epochs=1).fit(new_model(), Data())
-        return seen
+        look = Inspect(draws_of)
+        fit(tmp_path, [nm, look], max_epochs=1)
+        return look.seen
 
     nm = callback("mvue")
     with pytest.raises(RuntimeError, match="out of luck"):
-        make_trainer(tmp_path, [nm, Dies()], max_epochs=1).fit(new_model(), Data())
+        fit(tmp_path, [nm, FailsAt("on_after_backward")], max_epochs=1)
     assert draws(nm) == draws(callback("mvue"))
 
 
@@ -114,98 +91,75 @@ def test_batches_that_are_skipped_leave_none_open(tmp_path):
         def on_train_batch_start(self, batch, batch_idx):
             return -1 if batch_idx == 4 else None
 
-    def run(seed, **options):
-        pl.seed_everything(seed, verbose=False)
-        model = Skips()
-        save = ModelCheckpoint(
-            tmp_path / "saved", filename="{epoch}", save_top_k=-1, every_n_epochs=1
-        )
-        trainer = make_trainer(tmp_path, [callback("mvue"), ExactResume(), save], max_epochs=3)
-        trainer.fit(model, Data(), **options)
+    def run(seed, ckpt_path=None):
+        save = ModelCheckpoint(tmp_path / "saved", filename="{epoch}", save_top_k=-1)
+        callbacks, model = [callback("mvue"), ExactResume(), save], new_model(seed, Skips)
+        fit(tmp_path, callbacks, model, ckpt_path=ckpt_path, max_epochs=3)
         return model
 
-    straight = run(0)
-    assert_equal_models(straight, run(7, ckpt_path=tmp_path / "saved" / "epoch=0.ckpt"))
+    assert_equal_models(run(0), run(7, tmp_path / "saved" / "epoch=0.ckpt"))
 
 
 def test_phases_of_a_callback_that_joins_a_dense_run_are_shares_of_what_is_left(tmp_path):
-    save = SaveAt(tmp_path / "dense.ckpt", 12)
-    make_trainer(tmp_path, [save], max_epochs=2).fit(new_model(), Data())
-    nm = NMSparsityCallback("2:4", "sr-ste", MVUE("1:2", dense_end=0.5), show_tables=False)
-    seen = []
+    path = tmp_path / "dense.ckpt"
+    fit(tmp_path, [SaveAt(path, 12)])
 
     def look(trainer, module):
-        layer = module.net[6].nm_layers["weight"]
-        seen.append((layer.progress.estimator_schedule, layer.progress.estimating))
+        progress = module.net[6].nm_layers["weight"].progress
+        return progress.estimator_schedule, progress.estimating
 
-    trainer = make_trainer(tmp_path, [nm, Inspect(look)], max_epochs=3)
+    nm, inspect = callback("sr-ste", grad_estimator=MVUE("1:2", dense_end=0.5)), Inspect(look)
     with pytest.warns(UserWarning, match="has no state of NMSparsityCallback"):
-        trainer.fit(new_model(1), Data(), ckpt_path=tmp_path / "dense.ckpt")
-    assert seen == [((0, 3), working) for working in (True, True, False, False, False, False)]
+        fit(tmp_path, [nm, inspect], new_model(1), ckpt_path=path, max_epochs=3)
+    assert inspect.seen == [((0, 3), working) for working in [True] * 2 + [False] * 4]
 
 
-class StepsAfterwards(Net):
-    """Steps in its own on_train_batch_end, which follows that of the callbacks."""
+class Steps(Net):
+    """Steps in its training step, or in its own on_train_batch_end, which follows that of the callbacks."""
 
     automatic_optimization = False
 
-    def __init__(self):
+    def __init__(self, afterwards):
         super().__init__(dropout=0.0)
+        self.afterwards = afterwards
 
     def training_step(self, batch, batch_idx):
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
+        self.optimizers().zero_grad()
         self.manual_backward(self.step(batch, "train"))
         if not self.afterwards:
-            optimizer.step()
+            self.optimizers().step()
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
         if self.afterwards:
             self.optimizers().step()
 
 
+class Looks(pl.Callback):
+    """The models that are validated and saved."""
+
+    def __init__(self):
+        self.states = []
+
+    def look(self, trainer, pl_module):
+        if not trainer.sanity_checking:
+            self.states.append(copy.deepcopy(pl_module.state_dict()))
+
+    on_validation_epoch_start = on_train_epoch_end = on_train_end = look
+
+
 @pytest.mark.parametrize("method", ["sr-ste", "asp-late", "bi-mask", "bame"])
 def test_a_step_after_the_batch_moves_the_masks_before_they_are_used(tmp_path, method):
     """What trains, validates and is saved is what the same steps within their batches give."""
-    seen = {}
+    runs = []
     for afterwards in (False, True):
-
-        class Looks(pl.Callback):
-            def __init__(self, states):
-                self.states = states
-
-            def look(self, trainer, pl_module):
-                if not trainer.sanity_checking:
-                    self.states.append(copy.deepcopy(pl_module.state_dict()))
-
-            on_validation_epoch_start = on_train_epoch_end = on_train_end = look
-
-        pl.seed_everything(0, verbose=False)
-        model = StepsAfterwards()
-        model.afterwards = afterwards
-        nm, states = callback(BAME(stop=9, every=2) if method == "bame" else method), []
-        trainer = make_trainer(tmp_path, [nm, Looks(states)], val_check_interval=3)
-        trainer.fit(model, Data())
-        seen[afterwards] = (states, model.state_dict(), nm.state_dict()["clock"])
-    (before, end, clock), (after, other_end, other_clock) = seen.values()
-    assert len(before) == len(after) > 4
-    assert clock == other_clock == 12
-    for straight, late in zip([*before, end], [*after, other_end], strict=True):
+        nm = callback(BAME(stop=9, every=2) if method == "bame" else method)
+        looks, model = Looks(), new_model(of=Steps, afterwards=afterwards)
+        fit(tmp_path, [nm, looks], model, val_check_interval=3)
+        assert nm.state_dict()["clock"] == 12
+        runs.append([*looks.states, model.state_dict()])
+    assert len(runs[0]) > 5
+    for straight, late in zip(*runs, strict=True):
         assert all(map(torch.equal, straight.values(), late.values()))
-
-
-class Stock(pl.LightningDataModule):
-    """Stock DataLoaders, which know nothing of where they were."""
-
-    def __init__(self, shuffle):
-        super().__init__()
-        self.shuffle = shuffle
-
-    def train_dataloader(self):
-        return DataLoader(Data().val_dataloader().dataset, 16, shuffle=self.shuffle)
-
-    def val_dataloader(self):
-        return Data().val_dataloader()
 
 
 class Endless(IterableDataset):
@@ -215,43 +169,41 @@ class Endless(IterableDataset):
         return iter(Data().val_dataloader().dataset)
 
 
-class Stream(Stock):
-    def __init__(self):
-        super().__init__(shuffle=False)
+class Stock(pl.LightningDataModule):
+    """Stock DataLoaders, which know nothing of where they were."""
+
+    def __init__(self, shuffle=False, endless=False):
+        super().__init__()
+        self.shuffle, self.endless = shuffle, endless
 
     def train_dataloader(self):
-        return DataLoader(Endless(), 16)
+        data = Endless() if self.endless else Data().val_dataloader().dataset
+        return DataLoader(data, 16, shuffle=self.shuffle)
+
+    def val_dataloader(self):
+        return Data().val_dataloader()
 
 
 @pytest.mark.parametrize(
     ("data", "batch", "told"),
     [
-        (lambda: Stock(shuffle=False), 4, True),
+        (Stock, 4, True),
         (lambda: Stock(shuffle=True), 6, True),  # all batches of the epoch, which has not ended
-        (lambda: Stock(shuffle=False), 6, False),
+        (Stock, 6, False),
         (Data, 4, False),
-        (lambda: Stream(), 4, True),
-        (lambda: Stream(), 6, False),
+        (lambda: Stock(endless=True), 4, True),
+        (lambda: Stock(endless=True), 6, False),
+        (lambda: Stock(shuffle=True), None, False),  # a checkpoint of the epoch's end
+        (lambda: Stock(endless=True), None, False),
     ],
-    ids=["within", "last-shuffled", "last", "resumable", "stream", "stream-last"],
 )
 def test_a_resume_with_other_batches_is_told_once(tmp_path, data, batch, told):
-    path = tmp_path / "saved.ckpt"
-    make_trainer(tmp_path, [callback("sr-ste"), SaveAt(path, batch)]).fit(new_model(), data())
+    path, save = tmp_path / "saved.ckpt", SaveAt(tmp_path / "saved.ckpt", batch)
+    if batch is None:
+        save = ModelCheckpoint(tmp_path, "saved", save_on_train_epoch_end=True)
+    fit(tmp_path, [callback("sr-ste"), save], data=data(), max_epochs=1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        make_trainer(tmp_path, [callback("sr-ste")], max_epochs=3).fit(
-            new_model(1), data(), ckpt_path=path
-        )
-    # A checkpoint of the epoch's end has nothing to tell.
-    folder = tmp_path / "ends"
-    saving = ModelCheckpoint(folder, save_on_train_epoch_end=True, filename="end")
-    make_trainer(tmp_path, [callback("sr-ste"), saving], max_epochs=1).fit(new_model(), data())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        warnings.filterwarnings("ignore", "Be aware that when using|.*LeafSpec.*")
-        make_trainer(tmp_path, [callback("sr-ste")], max_epochs=2).fit(
-            new_model(1), data(), ckpt_path=folder / "end.ckpt"
-        )
+        fit(tmp_path, [callback("sr-ste")], new_model(1), data(), path)
     text = "the checkpoint was saved within an epoch, and this DataLoader cannot resume there"
     assert sum(text in str(warning.message) for warning in caught) == told

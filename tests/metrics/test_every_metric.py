@@ -21,15 +21,12 @@ def close(value, expected):
     assert value.item() == pytest.approx(expected, rel=1e-6, nan_ok=True)
 
 
-def updated(name, updates=slice(None), **options):
-    metric = CASES[name].make(**options)
+def updated(name, updates=slice(None), metric=None):
+    """The metric after some updates."""
+    metric = CASES[name].make() if metric is None else metric
     for update in CASES[name].updates[updates]:
         metric.update(**update)
     return metric
-
-
-def test_its_value_is_the_oracles(name):
-    close(updated(name).compute(), CASES[name].expected)
 
 
 def test_layers_by_name_may_come_in_several_updates(name):
@@ -98,9 +95,7 @@ def test_reset_then_the_same_again(name):
     metric.compute()
     metric.forget() if hasattr(metric, "forget") else metric.reset()
     assert metric.update_count == 0
-    for update in CASES[name].updates:
-        metric.update(**update)
-    close(metric.compute(), CASES[name].expected)
+    close(updated(name, metric=metric).compute(), CASES[name].expected)
 
 
 def test_nothing_was_updated(name):
@@ -112,17 +107,13 @@ def test_nothing_was_updated(name):
     "copied", [copy.deepcopy, lambda metric: pickle.loads(pickle.dumps(metric)), Metric.clone]
 )
 def test_copies_go_on_alone(name, copied):
-    case = CASES[name]
     first = updated(name, slice(2))
-    second = copied(first)
-    for update in case.updates[2:]:
-        second.update(**update)
-    close(second.compute(), case.expected)
+    second = updated(name, slice(2, None), copied(first))
+    close(second.compute(), CASES[name].expected)
     close(first.compute(), updated(name, slice(2)).compute().item())
 
 
 def test_a_persistent_state_is_loaded(name, tmp_path):
-    case = CASES[name]
     holder = torch.nn.ModuleDict({"metric": updated(name, slice(2))})
     assert holder.state_dict() == {}
     holder["metric"].persistent(True)
@@ -130,9 +121,7 @@ def test_a_persistent_state_is_loaded(name, tmp_path):
     other = torch.nn.ModuleDict({"metric": updated(name, slice(3, None))})
     other["metric"].persistent(True)
     other.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
-    for update in case.updates[2:]:
-        other["metric"].update(**update)
-    close(other["metric"].compute(), case.expected)
+    close(updated(name, slice(2, None), other["metric"]).compute(), CASES[name].expected)
 
 
 def test_updates_read_no_values(name):
@@ -196,45 +185,26 @@ def test_it_plots(name):
 def test_bad_arguments(name):
     metric = CASES[name].make()
     arguments = lone(CASES[name].updates[0])
-    for argument in arguments:
-        with pytest.raises(TypeError, match="list given: pass the tensor of one layer, or a dict"):
-            metric.update(**{**arguments, argument: [1]})
-        with pytest.raises(
-            TypeError, match="layer 'x' has None in place of a tensor: leave out layers"
-        ):
-            metric.update(
-                **{
-                    key: {"x": None if key == argument else value}
-                    for key, value in arguments.items()
-                }
-            )
+
+    def refused(error, message, change):
+        with pytest.raises(error, match=message):
+            metric.update(**{key: {"x": value} for key, value in arguments.items()} | change)
+
+    for argument, value in arguments.items():
+        refused(TypeError, "list given: pass the tensor of one layer, or a dict", {argument: [1]})
+        none = {argument: {"x": None}}
+        refused(TypeError, "layer 'x' has None in place of a tensor: leave out layers", none)
         if len(arguments) > 1:
-            with pytest.raises(
-                ValueError, match=r"name the same layers.*only one of them has.*'other'"
-            ):
-                metric.update(
-                    **{**CASES[name].updates[0], argument: {"other": arguments[argument]}}
-                )
-            with pytest.raises(
-                ValueError, match=r"of layer 'x' has shape \(.*\) and .* has shape \(.*\)"
-            ):
-                metric.update(
-                    **{k: {"x": v[:1] if k == argument else v} for k, v in arguments.items()}
-                )
-        if argument.endswith("masks") and name not in ("MaskDensity", "MaskViolations"):
-            with pytest.raises(
-                TypeError, match=r"of layer 'x' is torch.float32, and a mask is a bool tensor"
-            ):
-                metric.update(
-                    **{k: {"x": v.float() if k == argument else v} for k, v in arguments.items()}
-                )
-        elif not argument.endswith("masks"):
-            with pytest.raises(
-                TypeError, match=r"of layer 'x' is torch.int64: pass a tensor of a floating dtype"
-            ):
-                metric.update(
-                    **{k: {"x": v.long() if k == argument else v} for k, v in arguments.items()}
-                )
+            other, short = {argument: {"other": value}}, {argument: {"x": value[:1]}}
+            refused(ValueError, "name the same layers.*only one of them has.*'", other)
+            shapes = r"of layer 'x' has shape \(.*\) and .* has shape \(.*\)"
+            refused(ValueError, shapes, short)
+        if not argument.endswith("masks"):
+            integers = {argument: {"x": value.long()}}
+            refused(TypeError, "'x' is torch.int64: pass a tensor of a floating dtype", integers)
+        elif name not in ("MaskDensity", "MaskViolations"):
+            floating = {argument: {"x": value.float()}}
+            refused(TypeError, "'x' is torch.float32, and a mask is a bool tensor", floating)
     fresh = CASES[name].make().metric_state
     assert all(torch.equal(state, fresh[key]) for key, state in metric.metric_state.items())
 

@@ -1,16 +1,13 @@
 """What metrics remember of the masks of the update before."""
 
 import pickle
-from itertools import pairwise
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchmetrics import MetricCollection
 
-from lightning_nm.functional import mask_flip_rate
 from lightning_nm.metrics import MaskFlipRate, MaskOscillation, MaskViolations
 from tests.support import metric_oracles as oracle
 from tests.support.metric_cases import MASKS
@@ -127,15 +124,6 @@ def test_a_layer_that_comes_later_or_not_each_time():
     for update in ({"a": one}, {"b": one}, {"a": two, "b": one}, {"b": two}):
         metric.update(update)
     assert metric.compute() == pytest.approx((2 + 0 + 2) / 12)
-
-
-def test_it_is_the_mean_of_the_flip_rates_of_layers_of_one_size():
-    masks = [update["head"] for update in MASKS]
-    metric = MaskFlipRate()
-    rates = [metric(mask).item() for mask in masks]
-    assert rates[0] == 0.0
-    assert rates[1:] == [mask_flip_rate(*pair).item() for pair in pairwise(masks)]
-    assert metric.compute() == pytest.approx(np.mean(rates[1:]))
 
 
 def test_one_update_call_of_a_collection_serves_metrics_of_other_patterns():

@@ -7,16 +7,12 @@ import gc
 import json
 import weakref
 
-import lightning.pytorch as pl
 import pytest
-import torch
-import torch.nn.functional as F
 from lightning.pytorch.plugins import HalfPrecision, MixedPrecision
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_nm import NMHalfPrecision, NMMixedPrecision, NMSparsityCallback
+from lightning_nm import NMHalfPrecision, NMMixedPrecision
 from tests.support.lightning_models import Inspect, make_trainer
+from tests.support.mlp import Blobs, mlp, sparse_callback
 from tests.support.places import PLACES, layers_of, make_place
 
 SPARSE = {
@@ -31,62 +27,20 @@ def place(request):
     return make_place(request.param)
 
 
-class Mlp(pl.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Sequential(
-            nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128), nn.GELU(), nn.Linear(128, 8)
-        )
-
-    def training_step(self, batch, batch_idx):
-        x, y = batch
-        return F.cross_entropy(self.net(x.to(self.dtype)), y)
-
-    def validation_step(self, batch, batch_idx):
-        self.log("val_loss", self.training_step(batch, batch_idx))
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
-
-
-class Blobs(pl.LightningDataModule):
-    """Batches of 64, and the last of an epoch of 8."""
-
-    def __init__(self):
-        super().__init__()
-        generator = torch.Generator().manual_seed(0)
-        y = torch.randint(0, 8, (200,), generator=generator)
-        centers = torch.randn(8, 128, generator=generator)
-        self.data = TensorDataset(torch.randn(200, 128, generator=generator) + centers[y], y)
-
-    def train_dataloader(self):
-        return DataLoader(self.data, batch_size=64)
-
-    val_dataloader = train_dataloader
-
-
 def model():
-    pl.seed_everything(0, verbose=False)
-    return Mlp()
+    return mlp(sizes=(128, 256, 128, 8))
 
 
 def prepare(place, tmp_path, plugin, *more, method="transposable", estimator="mvue", **options):
-    masks = NMSparsityCallback(
-        "2:4",
-        method,
-        estimator,
-        show_tables=False,
-        skip_first_last=False,
-        include="net.[02]",
-        grad_snr_every=0,
-    )
+    masks = sparse_callback(method, grad_estimator=estimator, grad_snr_every=0)
     options = {"accelerator": place.accelerator, "max_epochs": 3, **options}
     return make_trainer(tmp_path, [masks, *more], plugins=[plugin], **options)
 
 
 def fit(place, tmp_path, plugin, *more, **options):
+    """Batches of 64, and the last of an epoch of 8."""
     trainer = prepare(place, tmp_path, plugin, *more, **options)
-    trainer.fit(model(), Blobs())
+    trainer.fit(model(), Blobs(200, 128, 8, 64))
     return trainer
 
 

@@ -8,8 +8,8 @@ from lightning_nm import NMPrecision
 from lightning_nm.kernels import Router
 from lightning_nm.kernels import router as router_module
 from lightning_nm.nn.products import GEMMS
-from tests.plugins.test_precision_plugins import fit
 from tests.support.fake_kernels import FakeKernel, FakeTimer, gemm_key
+from tests.support.mlp import fit
 from tests.support.processes import in_processes
 
 

@@ -9,20 +9,13 @@ from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from torch import nn
 from torch.utils.data import DataLoader
 
-import lightning_nm
-from lightning_nm import BAME, NMDDPStrategy, NMSparsifier, NMSparsityCallback
+from lightning_nm import BAME, NMDDPStrategy, NMSparsifier
 from lightning_nm.callbacks.checks import ProcessConsistency
 from lightning_nm.training.ranks import reduce_gradients
+from tests.support.lightning_models import callback, make_trainer
 from tests.support.outside import ScaledMask
+from tests.support.parallel import fit
 from tests.support.processes import in_processes
-
-OPTIONS = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
 
 
 class Net(pl.LightningModule):
@@ -35,13 +28,15 @@ class Net(pl.LightningModule):
         self.automatic_optimization = not manual
 
     def training_step(self, batch, batch_idx):
-        loss = self.net(torch.randn(4, 32)).square().mean()
+        def loss():
+            return self.net(torch.randn(4, 32)).square().mean()
+
         if self.automatic_optimization:
-            return loss
+            return loss()
         optimizer = self.optimizers()
         for _ in range(2):
             optimizer.zero_grad()
-            self.manual_backward(self.net(torch.randn(4, 32)).square().mean())
+            self.manual_backward(loss())
             optimizer.step()
         return None
 
@@ -49,13 +44,12 @@ class Net(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
-def test_registered_by_name():
-    assert isinstance(StrategyRegistry.get("nm_ddp"), NMDDPStrategy)
+def test_registered_by_name(tmp_path):
     before = StrategyRegistry.available_strategies()
     NMDDPStrategy.register_strategies(StrategyRegistry)
     assert StrategyRegistry.available_strategies() == before
     assert type(StrategyRegistry.get("ddp")) is DDPStrategy
-    assert type(pl.Trainer(strategy="nm_ddp", devices=2, **OPTIONS).strategy) is NMDDPStrategy
+    assert type(make_trainer(tmp_path, strategy="nm_ddp", devices=2).strategy) is NMDDPStrategy
 
 
 def test_by_class_path(tmp_path, monkeypatch):
@@ -72,9 +66,10 @@ def test_by_class_path(tmp_path, monkeypatch):
     """)
     monkeypatch.setattr("sys.argv", ["any"])  # pytest's own otherwise
     cli = LightningCLI(Net, run=False, args=["--config", str(config)], save_config_callback=None)
-    assert cli.trainer.strategy.comm_hook.dtype is torch.bfloat16
-    assert cli.trainer.strategy._ddp_kwargs["find_unused_parameters"] is True
-    assert lightning_nm.NMDDPStrategy is type(cli.trainer.strategy)
+    strategy = cli.trainer.strategy
+    assert type(strategy) is NMDDPStrategy
+    assert strategy.comm_hook.dtype is torch.bfloat16
+    assert strategy._ddp_kwargs["find_unused_parameters"] is True
 
 
 @pytest.mark.parametrize(
@@ -90,17 +85,21 @@ def test_refusals(options, match):
         NMDDPStrategy(**options)
 
 
-@pytest.mark.parametrize("every", [-1, 0.5])
-def test_bad_interval(every):
-    with pytest.raises(ValueError, match=f"compare_ranks_every={every}"):
-        NMSparsityCallback(compare_ranks_every=every)
+EVERY_STEP = [0, 1, 2, 3, 4, 5, "end"]
 
 
 @pytest.mark.parametrize(
-    ("every", "expected"), [(0, []), (1, [0, 1, 2, 3, 4, 5, "end"]), (3, [0, 3, "end"])]
+    ("strategy", "every", "expected"),
+    [
+        (DDPStrategy, 0, []),
+        (DDPStrategy, 1, EVERY_STEP),
+        (DDPStrategy, 3, [0, 3, "end"]),
+        (NMDDPStrategy, 0, EVERY_STEP),
+        (NMDDPStrategy, 3, EVERY_STEP),
+        (lambda: make_trainer(".").strategy, 1, []),  # one process
+    ],
 )
-@pytest.mark.parametrize("strategy", [DDPStrategy, NMDDPStrategy])
-def test_when_masks_are_compared(monkeypatch, every, expected, strategy):
+def test_when_masks_are_compared(monkeypatch, strategy, every, expected):
     sparsifier = NMSparsifier(Net(), "2:4", "asp", skip_first_last=False).attach()
     ranks, compared, now = ProcessConsistency(strategy(), sparsifier, every), [], 0
     name = "lightning_nm.callbacks.checks.compare_ranks"
@@ -111,13 +110,7 @@ def test_when_masks_are_compared(monkeypatch, every, expected, strategy):
         ranks.before_step()
     now = "end"
     ranks.at_end()
-    assert compared == (expected if strategy is DDPStrategy else [0, 1, 2, 3, 4, 5, "end"])
-
-
-def test_nothing_to_keep_together_in_one_process():
-    ranks = ProcessConsistency(pl.Trainer(devices=1, **OPTIONS).strategy, NMSparsifier(Net()), 1)
-    assert not ranks.is_parallel
-    assert ranks.every == 0
+    assert compared == expected
 
 
 class Flip(pl.Callback):
@@ -130,7 +123,7 @@ class Flip(pl.Callback):
 
 
 class Logged(pl.Callback):
-    """The share of bytes that each step sent, and whether gradients at pruned entries are zero."""
+    """The share of bytes that each step sent."""
 
     def __init__(self):
         self.ratios = []
@@ -139,91 +132,69 @@ class Logged(pl.Callback):
         self.ratios.append(float(trainer.callback_metrics.get("nm/grad_bytes_ratio", -1)))
 
 
-def fit(strategy, method, manual=False, callbacks=(), pattern="1:16", **options):
-    callback = NMSparsityCallback(
-        pattern, method, show_tables=False, skip_first_last=False, log_layers=True
-    )
-    trainer = pl.Trainer(
-        devices=2, strategy=strategy, max_epochs=1, log_every_n_steps=1, callbacks=[callback, *callbacks], **OPTIONS,
-        use_distributed_sampler=False, **options,
-    )  # fmt: skip
-    model = Net(manual)
+def run(strategy, method, manual=False, pattern="1:16", other=None, **options):
+    """What was logged, the weights, the layers' states."""
+    nm = callback(method, pattern, skip_first_last=False, log_layers=True)
+    log, model = other or Logged(), Net(manual)
     torch.manual_seed(dist.get_rank())
-    trainer.fit(model, DataLoader(range(6)))
-    return model, callback.state_dict()["layers"]
+    fit([nm, log], model, 2, strategy, DataLoader(range(6)), log_every_n_steps=1, **options)
+    layers = nm.state_dict()["layers"].values()
+    masks = [layer["forward_mask"] for layer in layers]
+    own = [layer["parameters"] for layer in layers]
+    return getattr(log, "ratios", None), model.state_dict(), masks, own
 
 
 def disagrees(strategy):
-    try:
-        fit(strategy, "asp", callbacks=[Flip()])
-    except RuntimeError as error:
-        return str(error)
-    return ""
+    with pytest.raises(RuntimeError) as raised:
+        run(strategy, "asp", other=Flip())
+    return str(raised.value)
+
+
+weights, biases = 32 * 64 + 64 * 16, 64 + 16
+SPARSE = (weights / 16 + biases) / (weights + biases)
+ACCUMULATES = {"accumulate_grad_batches": 3}
+SCALED = {"method": ScaledMask(), "pattern": "2:4", "strategy": "ddp"}
+RUNS = {
+    "asp": ({}, [SPARSE] * 6),
+    "bf16": ({"strategy": NMDDPStrategy(wire_dtype="bf16")}, [SPARSE / 2] * 6),
+    "bame": (
+        {"method": BAME(stop=4, every=2, gradient_every=2)},
+        [1, SPARSE, 1, SPARSE, SPARSE, SPARSE],
+    ),
+    "dense": ({"method": "sr-ste"}, [1] * 6),
+    "plain": ({"strategy": "ddp"}, [-1] * 6),
+    "accumulating": (ACCUMULATES, [-1] * 2 + [SPARSE] * 4),
+    "manual": ({"manual": True}, [SPARSE] * 6),
+    "autocast": ({"precision": "bf16-mixed"}, [SPARSE] * 6),
+    "scaled": (SCALED | ACCUMULATES, [-1] * 6),
+    "scaled-manual": (SCALED | {"manual": True}, [-1] * 6),
+}
 
 
 def many():
     """Everything that takes two processes, at the cost of one start."""
-    errors = [disagrees(strategy) for strategy in ("ddp", "nm_ddp")]
-    logged = {}
-    for name, strategy, method, options in (
-        ("asp", "nm_ddp", "asp", {}),
-        ("bf16", NMDDPStrategy(wire_dtype="bf16"), "asp", {}),
-        ("bame", "nm_ddp", BAME(stop=4, every=2, gradient_every=2), {}),
-        ("dense", "nm_ddp", "sr-ste", {}),
-        ("plain", "ddp", "asp", {}),
-        ("accumulating", "nm_ddp", "asp", {"accumulate_grad_batches": 3}),
-        ("manual", "nm_ddp", "asp", {"manual": True}),
-        ("autocast", "nm_ddp", "asp", {"precision": "bf16-mixed"}),
-    ):
-        log = Logged()
-        model, layers = fit(strategy, method, callbacks=[log], **options)
-        logged[name] = (
-            log.ratios,
-            model.state_dict(),
-            [layer["forward_mask"] for layer in layers.values()],
-        )
+    reduced, found = [], {}
     with pytest.MonkeyPatch.context() as patch:
-        reduced = []
         patch.setattr(
             "lightning_nm.callbacks.checks.reduce_gradients",
             lambda layers: (reduced.append(1), reduce_gradients(layers)),
         )
-        _, scaled = fit("ddp", ScaledMask(), pattern="2:4", accumulate_grad_batches=3)
-        assert len(reduced) == 2, "once for each real step"
-    _, manual = fit("ddp", ScaledMask(), manual=True, pattern="2:4")
-    scales = [layer["parameters"]["scale"] for layer in [*scaled.values(), *manual.values()]]
-    return errors, logged, scales
+        for name, (options, _) in RUNS.items():
+            reduced.clear()
+            found[name] = run(**{"strategy": "nm_ddp", "method": "asp"} | options)
+            assert name != "scaled" or len(reduced) == 2, "once for each real step"
+    return [disagrees(strategy) for strategy in ("ddp", "nm_ddp")], found
 
 
 @pytest.mark.slow
 def test_two_processes(tmp_path):
-    (errors, logged, scales), (other_errors, other_logged, other_scales) = in_processes(
-        2, tmp_path / "run", many
-    )
+    (errors, found), (other_errors, others) = in_processes(2, tmp_path / "run", many)
     assert errors == other_errors
     for error in errors:
         assert "layer 'net.2': ranks [1] differ from rank 0 in masks" in error
         assert "net.0" not in error
-    weights, biases = 32 * 64 + 64 * 16, 64 + 16
-    sparse = pytest.approx((weights / 16 + biases) / (weights + biases))
-    half = pytest.approx((weights / 16 + biases) / (weights + biases) / 2)
-    expected = {
-        "asp": [sparse] * 6,
-        "bf16": [half] * 6,
-        "bame": [1, sparse, 1, sparse, sparse, sparse],
-        "dense": [1] * 6,
-        "plain": [-1] * 6,
-        "accumulating": [-1, -1, sparse, sparse, sparse, sparse],
-        "manual": [sparse] * 6,
-        "autocast": [sparse] * 6,
-    }
-    for name, (ratios, weights, masks) in logged.items():
-        assert ratios == expected[name], name
-        _, other_weights, other_masks = other_logged[name]
-        assert all(torch.equal(weights[key], other_weights[key]) for key in weights), name
-        assert all(
-            torch.equal(mask, other) for mask, other in zip(masks, other_masks, strict=True)
-        ), name
-    assert all(
-        scale != 1.5 and scale == other for scale, other in zip(scales, other_scales, strict=True)
-    )
+    for name, (_, expected) in RUNS.items():
+        assert found[name][0] == pytest.approx(expected), name
+        torch.testing.assert_close(found[name], others[name], rtol=0, atol=0)
+    for name in ("scaled", "scaled-manual"):
+        assert all(own["scale"] != 1.5 for own in found[name][3]), "it is trained"

@@ -9,8 +9,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from lightning_nm import SRSTE, NMSparsifier
-from tests.strategies.test_fsdp import whole
+from tests.support.parallel import whole
 from tests.support.processes import in_processes
+
+
+def sparse(model, method="sr-ste", optimizer=torch.optim.SGD, rate=0.1):
+    sparsifier = NMSparsifier(model, "2:4", method, skip_first_last=False).attach()
+    made = optimizer(model.parameters(), rate)
+    sparsifier.register(made)
+    return sparsifier, made
 
 
 def plain_loop(settings, evaluate_first):
@@ -19,27 +26,26 @@ def plain_loop(settings, evaluate_first):
     model = nn.Sequential(
         nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)
     ).double()
+    x = torch.randn(8, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    here = x
     if settings is not None:
         mesh = init_device_mesh("cpu", (2,))
         fully_shard(model[0], mesh=mesh, **settings)
         fully_shard(model, mesh=mesh, **settings)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    x = torch.randn(8, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    here = x if settings is None else x.chunk(2)[dist.get_rank()]
+        here = x.chunk(2)[dist.get_rank()]
 
-    def evaluate(mode=torch.no_grad):
-        with mode():
-            return model(x)
+    @torch.no_grad()
+    def evaluate():
+        return model(x)
 
     if evaluate_first:
         evaluate()
     # nothing is clipped, so the place does not matter
     method = SRSTE(0.5, decay_at="after-clipping" if evaluate_first else "before-clipping")
-    sparsifier = NMSparsifier(model, "2:4", method, skip_first_last=False).attach()
-    evaluate()
-    sparsifier.register(optimizer)
+    sparsifier, optimizer = sparse(model, method)
     assert not sparsifier.training.unowned()
     for _ in range(3):
+        evaluate()
         optimizer.zero_grad()
         model(here).square().mean().backward()
         sparsifier.before_step(optimizer)
@@ -49,7 +55,6 @@ def plain_loop(settings, evaluate_first):
         with torch.inference_mode():
             sparsifier.stats()
             assert not sparsifier.violations()
-    evaluate()
     sparsifier.bake()
     baked = evaluate()
     sparsifier.detach()
@@ -57,20 +62,18 @@ def plain_loop(settings, evaluate_first):
     return whole(model)
 
 
-def warm_up():
-    """Steps that are counted where the learning rate is 0 and one process holds no row, so no gradient, at all."""
+def steps_that_are_none():
+    """Steps are counted where the rate is 0 and one process holds no row, so no gradient; others are no steps."""
     model = nn.Linear(8, 1)
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-    sparsifier = NMSparsifier(model, "2:4", "asp", skip_first_last=False).attach()
-    optimizer = torch.optim.SGD(model.parameters(), 0.0)
-    sparsifier.register(optimizer)
+    sparsifier, optimizer = sparse(model, "asp", rate=0.0)
     model(torch.ones(2, 8)).sum().backward()
     sparsifier.before_step(optimizer)
     optimizer.step()
     sparsifier.step()
     model.zero_grad()
     get_optimizer_state_dict(model, optimizer)  # makes a step that is none, to allocate the state
-    return sparsifier.clock
+    assert sparsifier.clock == 1
 
 
 def not_ready():
@@ -84,24 +87,20 @@ def not_ready():
     with torch.device("meta"):
         model = fully_shard(nn.Linear(8, 8), mesh=mesh)
     with pytest.raises(ValueError, match="on the meta device"):
-        NMSparsifier(model, "2:4", "sr-ste", skip_first_last=False).attach()
+        sparse(model)
 
 
 def plain_loops():
-    forms = [{}, {"reshard_after_forward": False}]
     not_ready()
-    return [
-        plain_loop(settings, evaluate_first)
-        for settings in forms
-        for evaluate_first in (False, True)
-    ], warm_up()
+    steps_that_are_none()
+    forms = [{}, {"reshard_after_forward": False}]
+    return [plain_loop(form, evaluate_first) for form in forms for evaluate_first in (False, True)]
 
 
 @pytest.mark.slow
 def test_loops_without_lightning(tmp_path):
     """What an evaluation leaves gathered is sharded again."""
     expected = plain_loop(None, False)
-    for found, clock in in_processes(2, tmp_path / "run", plain_loops):
-        for weights in found:
+    for rank in in_processes(2, tmp_path / "run", plain_loops):
+        for weights in rank:
             torch.testing.assert_close(weights, expected)
-        assert clock == 1

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_nm import RNGState
-from tests.support.lightning_models import Data, callback, make_trainer, new_model
+from tests.support.lightning_models import callback, fit, new_model
 
 METHODS = ("sr-ste", "bi-mask", "bame", "three-gemms")
 REGIONS = {
@@ -64,24 +64,18 @@ class Profile(pl.Callback):
         sys.setprofile(self.moments)
 
 
-def train(folder, method, accumulate, kill_in=None, kill_at=0, across_devices=False):
+def train(folder, method, accumulate, kill_in=None, kill_at=0):
     """Train from the last checkpoint in the folder, or from the beginning; write the result and the counts."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    if across_devices:  # as if the temporary folder lay on another file system
-        os.rename = _refuse
     folder = Path(folder)
     last = folder / "last.ckpt"
     moments = Moments(kill_in, kill_at)
     save = ModelCheckpoint(folder, "{step}-{epoch}", every_n_train_steps=1, save_last=True)
     model = new_model(0 if not last.exists() else 7)
-    trainer = make_trainer(
-        folder,
-        [callback(method), RNGState(), save, Profile(moments)],
-        max_epochs=3,
-        accumulate_grad_batches=accumulate,
-    )
-    trainer.fit(model, Data(), ckpt_path=last if last.exists() else None)
+    callbacks = [callback(method), RNGState(), save, Profile(moments)]
+    options = {"max_epochs": 3, "accumulate_grad_batches": accumulate}
+    trainer, _ = fit(folder, callbacks, model, None, last if last.exists() else None, **options)
     sys.setprofile(None)
     optimizer = trainer.optimizers[0].state_dict()
     torch.save(
@@ -89,7 +83,3 @@ def train(folder, method, accumulate, kill_in=None, kill_at=0, across_devices=Fa
         folder / "result.pt",
     )
     torch.save(moments.events, folder / "events.pt")
-
-
-def _refuse(*args, **kwargs):
-    raise OSError(18, "Invalid cross-device link")

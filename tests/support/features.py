@@ -5,8 +5,8 @@ import torch
 
 from lightning_nm import MVUE, NMSparsityCallback, TransposableMask
 from lightning_nm import functional as nmf
-from lightning_nm.nn.adapters import Adapter
-from tests.support.lightning_models import Data, callback, make_trainer, new_model
+from tests.support import lightning_models
+from tests.support.lightning_models import callback, is_plain, is_sparse
 
 NAMES = [
     *("ste", "sr-ste", "asp", "transposable", "bi-mask", "slope", "rigl"),
@@ -33,15 +33,11 @@ def masked(model):
 
 def ends_sparse(model):
     """Ordinary modules, whose weights are N:M."""
-    assert not any(isinstance(module, Adapter) for module in model.modules())
-    for module in masked(model):
-        assert nmf.is_nm(module.weight, "2:4", dim=1)
-        assert torch.isfinite(module.weight).all()
+    assert is_plain(model)
+    assert is_sparse(model)
+    assert all(torch.isfinite(module.weight).all() for module in masked(model))
     assert not nmf.is_nm(model.net[8].weight, "2:4", dim=1)
 
 
-def fit(tmp_path, method, *callbacks, model=None, data=None, first=(), **options):
-    model = model or new_model()
-    trainer = make_trainer(tmp_path, [*first, sparse(method), *callbacks], **options)
-    trainer.fit(model, data or Data())
-    return trainer, model
+def fit(tmp_path, method, *callbacks, first=(), **options):
+    return lightning_models.fit(tmp_path, [*first, sparse(method), *callbacks], **options)

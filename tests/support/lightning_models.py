@@ -17,7 +17,12 @@ from lightning_nm import (
     SLoPe,
     TransposableMask,
 )
-from lightning_nm.demo import ResumableDataModule
+from lightning_nm import functional as nmf
+from lightning_nm.demo import ExactResume, ResumableDataModule
+from lightning_nm.nn.adapters import Adapter
+
+MASKED = ("net.3.weight", "net.6.weight")
+"""The weights of Net that are masked by default: not those of the first convolution and the last linear layer."""
 
 
 class Net(pl.LightningModule):
@@ -62,6 +67,22 @@ class Net(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.05, momentum=0.9, weight_decay=1e-3)
 
 
+class TwoOptimizers(Net):
+    """Each of two optimizers has a part of the model; the second one steps in every second batch."""
+
+    automatic_optimization = False
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(part.parameters(), 0.05) for part in (self.net[:6], self.net[6:])]
+
+    def training_step(self, batch, batch_idx):
+        first, second = self.optimizers()
+        for optimizer in (first, second) if batch_idx % 2 == 0 else (first,):
+            optimizer.zero_grad()
+            self.manual_backward(self.step(batch, "train"))
+            optimizer.step()
+
+
 class _Whole(TensorDataset):
     def __getitems__(self, indices):
         return [tensor[indices] for tensor in self.tensors]
@@ -99,12 +120,43 @@ def make_trainer(path, callbacks=(), **options):
     return pl.Trainer(**{**defaults, **options}, callbacks=list(callbacks))
 
 
-def new_model(seed=0, **options):
+def fit(path, callbacks=(), model=None, data=None, ckpt_path=None, **options):
+    """A Trainer after a fit, and its model."""
+    model = new_model() if model is None else model
+    trainer = make_trainer(path, callbacks, **options)
+    trainer.fit(model, Data() if data is None else data, ckpt_path=ckpt_path)
+    return trainer, model
+
+
+def new_model(seed=0, of=Net, **options):
     pl.seed_everything(seed, verbose=False)
-    return Net(**options)
+    return of(**options)
 
 
-def callback(method="bi-mask", **options):
+def whole_and_resumed(
+    path, callbacks, batch, *, new=new_model, data=Data, saves_first=False, **options
+):
+    """Two models: of a fit, and of one that goes on from its checkpoint after so many micro-batches.
+
+    Args:
+        path: A folder.
+        callbacks: Makes those of a fit.
+        batch: The number of the micro-batch.
+        new: Makes a model of a seed.
+        data: Makes the data.
+        saves_first: Whether the checkpoint is saved before these callbacks end the batch.
+        options: Those of the Trainer.
+    """
+    file = path / "mid.ckpt"
+    whole, resumed = new(0), None
+    own, save = [*callbacks(), ExactResume()], SaveAt(file, batch)
+    fit(path, [save, *own] if saves_first else [*own, save], whole, data(), **options)
+    resumed = new(7)
+    fit(path, [*callbacks(), ExactResume()], resumed, data(), file, **options)
+    return whole, resumed
+
+
+def callback(method="bi-mask", pattern="2:4", **options):
     if method == "bi-mask":
         method = BiMask(permute_every=3)
     if method == "asp-late":
@@ -128,7 +180,18 @@ def callback(method="bi-mask", **options):
             BiMask(permute_every=3, dense_start=2, dense_end=0.5),
             "approx-mvue",
         )
-    return NMSparsityCallback("2:4", method, show_tables=False, **options)
+    return NMSparsityCallback(pattern, method, show_tables=False, **options)
+
+
+def is_plain(model):
+    """Whether no module is masked any more."""
+    return not any(isinstance(module, Adapter) for module in model.modules())
+
+
+def is_sparse(model, pattern="2:4"):
+    """Whether the weights that are masked by default are N:M, in a Net or in a state dict of one."""
+    weights = model if isinstance(model, dict) else model.state_dict()
+    return all(nmf.is_nm(weights[key], pattern, dim=1) for key in MASKED)
 
 
 def assert_equal_models(a, b):
@@ -149,12 +212,23 @@ class SaveAt(pl.Callback):
 
 
 class Inspect(pl.Callback):
-    """Looks at the model while it trains."""
+    """Looks at the model after each batch, and keeps what it saw."""
 
     def __init__(self, look):
         self.look = look
-        self.calls = 0
+        self.seen = []
 
     def on_train_batch_end(self, trainer, pl_module, *args):
-        self.calls += 1
-        self.look(trainer, pl_module)
+        self.seen.append(self.look(trainer, pl_module))
+
+
+class FailsAt(pl.Callback):
+    """Raises an error in a hook when the Trainer has made so many steps."""
+
+    def __init__(self, hook, step=0, error=None):
+        self.step, self.error = step, error or RuntimeError("out of luck")
+        setattr(self, hook, self.fail)
+
+    def fail(self, trainer, *args, **kwargs):
+        if trainer.global_step == self.step:
+            raise self.error
