@@ -2,13 +2,13 @@
 
 import json
 import re
-import sys
 
 import pytest
 from torch import nn
 
 from lightning_nm.cli import main
 from lightning_nm.training.macs import can_watch
+from tests.support.command import refused
 
 SMALL = """
 seed_everything: 0
@@ -35,22 +35,6 @@ trainer:
 """
 
 
-@pytest.fixture(autouse=True)
-def _own_process(monkeypatch, tmp_path):
-    monkeypatch.setattr(sys, "argv", ["lightning-nm", "flops"])
-    monkeypatch.setenv("COLUMNS", "120")
-    monkeypatch.chdir(tmp_path)
-
-
-@pytest.fixture
-def write(tmp_path):
-    def write(text, name="config.yaml"):
-        (tmp_path / name).write_text(text)
-        return str(tmp_path / name)
-
-    return write
-
-
 def report_of(capsys, path, *words):
     assert main(["flops", "--json", "-c", path, *words]) == 0
     content = json.loads(capsys.readouterr().out)
@@ -58,15 +42,9 @@ def report_of(capsys, path, *words):
     return content
 
 
-def refused(capsys, *words):
-    try:
-        status = main(["flops", *words])
-    except SystemExit as stop:
-        status = stop.code
-    captured = capsys.readouterr()
-    assert status == 2
-    assert not captured.out
-    return captured.err
+def said(capsys, path):
+    assert main(["flops", "-c", path]) == 0
+    return capsys.readouterr().out
 
 
 def test_the_first_batch_and_the_whole_schedule(capsys, write):
@@ -82,8 +60,7 @@ def test_the_first_batch_and_the_whole_schedule(capsys, write):
         assert report["masked_ratios"][kind] == pytest.approx(expected)
         assert report["ratios"][kind] == pytest.approx(share * expected + 1 - share)
 
-    assert main(["flops", "-c", write(SMALL)]) == 0
-    out = capsys.readouterr().out
+    out = said(capsys, write(SMALL))
     assert "FLOPs of GPT\n" in out
     assert re.search(r"blocks\.\{0,1\}\.fc1 x2 +128x32 +2:4 +transposable +2:4 +2:4 +", out)
     assert "MVUE: from training step 0 to 40, then wgrad is dense" in out
@@ -103,10 +80,9 @@ def test_a_config_without_masks(capsys, write):
     report = report_of(capsys, path)
     assert report["ratios"] == dict.fromkeys(KINDS, 1.0)
     assert report["masked_ratios"] is None
-    assert main(["flops", "-c", path]) == 0
-    said = capsys.readouterr().out
-    assert "no NMSparsityCallback is in the config, so every GEMM is dense" in said
-    error = refused(capsys, "-c", path, "--pattern", "1:4")
+    words = "no NMSparsityCallback is in the config, so every GEMM is dense"
+    assert words in said(capsys, path)
+    error = refused(capsys, "flops", "-c", path, "--pattern", "1:4")
     assert "--pattern 1:4: the config has no NMSparsityCallback" in error
 
 
@@ -135,7 +111,7 @@ def test_data_are_not_read_for_a_model_with_an_example(capsys, write):
         "method: bi-mask", "method: {class_path: lightning_nm.ASP, init_args: {start: 0.5}}"
     )
     assert report_of(capsys, write(MIXTURE))["planned_steps"] is None
-    error = refused(capsys, "-c", write(late))
+    error = refused(capsys, "flops", "-c", write(late))
     assert "a schedule of the config depends on the number of training steps" in error
     assert "give it by --steps N" in error
     half = report_of(capsys, write(late), "--steps", "100", "--input", "3x16")
@@ -148,27 +124,36 @@ def test_data_are_not_read_for_a_model_with_an_example(capsys, write):
 
 
 @pytest.mark.parametrize(
-    ("change", "words", "message"),
+    ("old", "new", "message"),
     [
-        (("dim: 32", "dimm: 32"), (), "did you mean 'dim'"),
-        (("method: transposable", "method: transposible"), (), "did you mean 'transposable'"),
+        ("dim: 32", "dimm: 32", "did you mean 'dim'"),
+        ("method: transposable", "method: transposible", "did you mean 'transposable'"),
         (
-            ("pattern: 2:4", "include: [blocks.0.fc3]"),
-            (),
+            "pattern: 2:4",
+            "include: [blocks.0.fc3]",
             "'blocks.0.fc3' matches no layer; layers are",
         ),
-        (("", ""), ("--pattern", "4:2"), "4:2"),
-        (("", ""), ("--steps", "0"), "--steps 0 must be at least 1"),
-        (("", ""), ("--input", "1xtwo"), "--input 1xtwo: a shape is written 2x3x32x32"),
-        (("", ""), ("--input", "1x2x3"), "GPT does not take --input 1x2x3"),
-        (("max_steps: 50", "max_steps: 0"), (), "the training ended before its first batch"),
-        (("max_steps: 50", "max_epochs: -1"), (), "the Trainer does not know"),
+        ("max_steps: 50", "max_steps: 0", "the training ended before its first batch"),
+        ("max_steps: 50", "max_epochs: -1", "the Trainer does not know"),
     ],
 )
-def test_errors(capsys, write, change, words, message):
-    assert message in refused(capsys, "-c", write(SMALL.replace(*change)), *words)
+def test_bad_configs(capsys, write, old, new, message):
+    assert message in refused(capsys, "flops", "-c", write(SMALL.replace(old, new)))
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--pattern", "4:2", "4:2"),
+        ("--steps", "0", "--steps 0 must be at least 1"),
+        ("--input", "1xtwo", "--input 1xtwo: a shape is written 2x3x32x32"),
+        ("--input", "1x2x3", "GPT does not take --input 1x2x3"),
+        ("-c", "nowhere.yaml", "nowhere.yaml"),
+    ],
+)
+def test_bad_options(capsys, write, option, value, message):
+    assert message in refused(capsys, "flops", "-c", write(SMALL), option, value)
 
 
 def test_a_config_is_needed(capsys):
-    assert "required: -c/--config" in refused(capsys)
-    assert "nowhere.yaml" in refused(capsys, "-c", "nowhere.yaml")
+    assert "required: -c/--config" in refused(capsys, "flops")
