@@ -1,14 +1,11 @@
 """Images in folders, with a stand-in for torchvision, and random images that take their place."""
 
-import ast
 import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 
-import lightning_nm.demo
 from lightning_nm.demo.data import keyed_generator
 from studies.data import ImageNet
 from studies.data.imagenet import STD, ImageFiles, random_light
@@ -133,11 +130,3 @@ def test_light_has_the_colours_of_imagenet():
     deviations, colours = torch.linalg.eigh(lights.T.cov())
     assert deviations.sqrt().tolist() == pytest.approx([0.0045, 0.0188, 0.2175], rel=0.05)
     assert colours[:, 2].abs().tolist() == pytest.approx([0.5675, 0.5808, 0.5836], abs=0.01)
-
-
-def test_torchvision_is_imported_for_image_files_alone():
-    """Nowhere at the top of a module of the demo, so that nothing else needs it."""
-    for path in Path(lightning_nm.demo.__file__).parent.glob("*.py"):
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, (ast.Import, ast.ImportFrom)):
-                assert "torchvision" not in ast.unparse(node), path
