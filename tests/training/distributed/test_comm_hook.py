@@ -1,7 +1,8 @@
 """What a communication hook sends: counted, and put back where it belongs."""
 
 import copy
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from lightning_nm.training.comm_hook import (
     kept_entries_hook,
 )
 from tests.support.kinds import KINDS, make
+from tests.support.loop import Loop
 from tests.support.processes import in_processes
 
 
@@ -60,25 +62,17 @@ def test_kept_entries_arrive_and_others_are_zero(kind, pattern, layout):
 @settings(max_examples=25)
 def test_blocks_that_keep_fewer_are_filled_up_with_zeros(m, data):
     n = data.draw(st.integers(1, m - 1))
-    layer = next(
-        iter(
-            NMSparsifier(nn.Linear(2 * m, 3), NMPattern(n, m), ASP(), skip_first_last=False)
-            .attach()
-            .layers.values()
-        )
-    )
+    module = nn.Linear(2 * m, 3)
+    sparsifier = NMSparsifier(module, NMPattern(n, m), ASP(), skip_first_last=False).attach()
+    (layer,) = sparsifier.layers.values()
     kept = torch.rand(3, 2 * m).lt(0.5) & layer.forward_mask
     layer.set_masks(kept)
-    places = kept_entries(layer).long()
+    places = kept_entries(layer)
     assert places.shape == (6, n)
     assert all(len(set(row.tolist())) == n for row in places)
     grad = torch.randn(3, 2 * m)
-    wire = CommHookState()
-    wire.add([layer])
-    assert torch.equal(
-        _unpack(_pack(grad, layer, wire.entries(layer)), layer, wire.entries(layer)),
-        torch.where(kept, grad, 0),
-    )
+    received = _unpack(_pack(grad, layer, places), layer, places)
+    assert torch.equal(received, torch.where(kept, grad, 0))
 
 
 def test_entries_follow_the_masks():
@@ -93,43 +87,30 @@ def test_entries_follow_the_masks():
 
 
 def test_what_methods_need():
-    model = nn.Sequential(
-        nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)
-    )
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
     rules = [
         {"include": "0", "method": ASP(start=1)},
         {"include": "1", "method": BAME(start=1, stop=2, every=1)},
         {"include": "2", "method": SRSTE()},
     ]
-    sparsifier = NMSparsifier(model, "2:4", ASP(), rules=rules, skip_first_last=False).attach()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    sparsifier.register(optimizer)
+    loop = Loop(model, ASP(), rules=rules)
+    layers = list(loop.layers.values())
     wire = CommHookState()
-    wire.add(sparsifier.layers.values())
+    wire.add(layers)
     seen = []
-    for _ in range(3):
-        seen.append([wire.sparse(layer.weight) is not None for layer in sparsifier.layers.values()])
-        model(torch.randn(4, 16)).sum().backward()
-        sparsifier.before_step(optimizer)
-        optimizer.step()
-        sparsifier.step()
+    for number in range(3):
+        seen.append([wire.sparse(layer.weight) is not None for layer in layers])
+        loop.train([number])
     # ASP prunes at step 1; BAME adapts in the second window; SR-STE always needs all; ASP from the start.
     assert seen == [
         [False, True, False, True],
         [True, False, False, True],
         [True, True, False, True],
     ]
-    wire.remove(list(sparsifier.layers.values())[:1])
+    wire.remove(layers[:1])
     assert wire.sparse(model[0].weight) is None
     assert wire.sparse(model[3].weight) is not None
     assert wire.sparse(model[3].bias) is None
-
-
-@contextmanager
-def monkeypatched(module, name, value):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, name, value)
-        yield
 
 
 def counted(pattern, dtype):
@@ -162,7 +143,7 @@ def counted(pattern, dtype):
         for k, micro in enumerate(x.split(2)):  # the first without a collective
             with (
                 parallel.no_sync() if k == 0 else nullcontext(),
-                monkeypatched(dist, "all_reduce", spy),
+                patch.object(dist, "all_reduce", spy),
             ):
                 parallel(micro).square().sum().backward()
             with other.no_sync() if k == 0 else nullcontext():
@@ -227,13 +208,10 @@ def test_elements_on_the_wire(tmp_path):
                 assert sent == expected * (4 if dtype is None else 2)
                 assert ratio == sent / (4 * (weights + biases))
                 assert nonzero == [False] * 3
-                tolerance = (
-                    {"rtol": 1e-2, "atol": 1e-2 * max(float(g.abs().max()) for g in dense)}
-                    if dtype
-                    else {}
-                )
-                for one, other in zip(grads, dense, strict=True):
-                    torch.testing.assert_close(one, other, **tolerance)
+                tolerance = {}
+                if dtype:
+                    largest = max(float(each.abs().max()) for each in dense)
+                    tolerance = {"rtol": 1e-2, "atol": 1e-2 * largest}
+                torch.testing.assert_close(grads, dense, **tolerance)
         for dense, kept in strides:
-            for one, other in zip(dense, kept, strict=True):
-                torch.testing.assert_close(one, other)
+            torch.testing.assert_close(dense, kept)
