@@ -19,10 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_nm import (
-    NMFSDPPrecision,
-    NMHalfPrecision,
     NMMixedPrecision,
-    NMPrecision,
     NMSparsityCallback,
 )
 from lightning_nm import functional as nmf
@@ -250,37 +247,6 @@ def test_the_same_in_yaml(tmp_path, monkeypatch, run):
 
 
 # ------------------------------------------------------------------------------------------------ precision plugins
-
-PLUGINS = [
-    (NMPrecision, "32-true"),
-    (NMMixedPrecision, "bf16-mixed"),
-    (NMHalfPrecision, "bf16-true"),
-]
-
-
-@pytest.mark.parametrize(("plugin", "precision"), PLUGINS)
-def test_precision_plugins(tmp_path, monkeypatch, plugin, precision):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    nm = NMSparsityCallback("2:4", "transposable", "mvue", show_tables=False)
-    options = {"kernels": "sparse"} | ({} if plugin is NMPrecision else {"precision": precision})
-    checkpoint, val_loss = fit(tmp_path, nm, plugins=[plugin(**options)])
-    check_log(log_of(tmp_path), "transposable", "mvue")
-    tolerance = 1e-6 if precision == "32-true" else 1e-2
-    check_checkpoint(checkpoint, val_loss, precision, tolerance)
-
-
-@pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="Lightning's FSDPStrategy, its place, needs a CUDA device"
-)
-def test_fsdp_precision(tmp_path):
-    nm = NMSparsityCallback("2:4", "bi-mask", "mvue", show_tables=False)
-    options = {
-        "accelerator": "cuda",
-        "strategy": "fsdp",
-        "plugins": [NMFSDPPrecision("bf16-mixed")],
-    }
-    checkpoint, val_loss = fit(tmp_path, nm, **options)
-    check_checkpoint(checkpoint, val_loss, tolerance=1e-2)
 
 
 # ------------------------------------------------------------------------------------- processes, and none of ours

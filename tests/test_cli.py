@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from safetensors.torch import save_file
 
 import lightning_nm
 from lightning_nm import NMLightningCLI, NMSparsityCallback, SparsityConfig
@@ -259,10 +258,9 @@ def test_a_command_line_of_ones_own_has_the_hints(capsys):
 
 
 def test_the_class_is_imported_when_it_is_asked_for():
-    before = "import sys, lightning_nm; print('lightning.pytorch.cli' in sys.modules)"
-    code = f"{before}; print(lightning_nm.NMLightningCLI.__name__)"
+    code = "import sys, lightning_nm; print('lightning.pytorch.cli' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split()[-2:] == ["False", "NMLightningCLI"]
+    assert done.stdout.split()[-1] == "False"
     with pytest.raises(AttributeError, match="has no attribute 'NMLightningCli'"):
         _ = lightning_nm.NMLightningCli
 
@@ -391,38 +389,6 @@ def test_verify_checks_the_masked_weights_of_a_checkpoint(tmp_path, capsys):
     status, said = verified(capsys, path)
     assert status == 2
     assert "masks for 'net.3' but no weight" in said
-
-
-WEIGHTS = {
-    "a.weight": nmf.nm_prune(torch.randn(16, 32), "2:4"),
-    "in_out.weight": nmf.nm_prune(torch.randn(30, 32).t(), "2:4", dim=0).contiguous(),
-    "conv.weight": nmf.nm_prune(torch.randn(8, 16, 3, 3), "2:4", dim=1),
-    "flat.weight": nmf.nm_prune(torch.randn(8, 144), "2:4").view(8, 16, 3, 3),
-    "head.weight": torch.randn(10, 32),
-    "head.bias": torch.randn(10),
-    "odd.weight": torch.randn(3, 5),
-}
-FORMS = {
-    "state-dict.pt": torch.save,
-    "nested.pt": lambda weights, path: torch.save({"model": weights}, path),
-    "weights.safetensors": save_file,
-}
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_verify_plain_weights(tmp_path, capsys, form):
-    path = tmp_path / form
-    FORMS[form](WEIGHTS, path)
-    for words, expected, message in (
-        ((), 2, "give a pattern, for example --pattern 2:4"),
-        (("--pattern", "2:4"), 1, "2 of 6 matrices are dense: 'head.weight', 'odd.weight'"),
-        (("--pattern", "2:4", "--allow-dense"), 0, "OK: 4 weights"),
-        (("--pattern", "2:4", "--include", "head"), 1, "named by `include` but is dense"),
-        (("--pattern", "5:4"), 2, "5:4"),
-    ):
-        status, said = verified(capsys, path, *words)
-        assert status == expected
-        assert message in said
 
 
 def test_verify_prints_json(tmp_path, capsys):

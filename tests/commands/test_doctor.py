@@ -221,17 +221,6 @@ def test_a_transformer_without_kernels(write, capsys):
     assert words in said(capsys, "-c", path)
 
 
-@pytest.mark.usefixtures("kernels")
-def test_a_plugin_keeps_what_the_doctor_measured(tmp_path, write, capsys):
-    plugin = "  plugins: [{class_path: lightning_nm.NMPrecision}]\n"
-    training = document(capsys, "-c", write(SMALL + plugin))["training"]
-    kept = json.loads((tmp_path / "home/.cache/lightning_nm/kernels.json").read_text())
-    ((environment, entries),) = kept["environments"].items()
-    assert library.cpu_name() in environment
-    used = {row["kernel"] for row in training["products"]}
-    assert {entry["kernel"] for entry in entries.values()} == used
-
-
 @pytest.mark.usefixtures("no_library")
 @pytest.mark.parametrize(
     "more",

@@ -29,31 +29,33 @@ def test_random_images():
     assert torch.equal(first, again)
 
 
-def test_a_missing_folder_and_a_missing_torchvision_are_named(tmp_path, monkeypatch):
-    with pytest.raises(
-        FileNotFoundError, match=r"there is no folder .*train: pass the folder .* or synthetic=N"
-    ):
-        ImageNet(str(tmp_path)).setup("fit")
-    for part in ("train", "val"):
-        (tmp_path / part).mkdir()
-    monkeypatch.setitem(sys.modules, "torchvision", None)
-    with pytest.raises(
-        ImportError, match=r"reads the images of .*train with torchvision, .* or pass synthetic=N"
-    ):
-        ImageNet(str(tmp_path)).setup("fit")
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"synthetic": 0}, "synthetic must be at least 1, got 0"),
-        ({"image_size": 0}, "image_size must be at least 1"),
         ({"lighting": -0.1}, "lighting must not be negative, got -0.1"),
     ],
 )
 def test_bad_arguments(options, message):
     with pytest.raises(ValueError, match=message):
         ImageNet(**options)
+
+
+def test_a_missing_folder_and_a_missing_torchvision_are_named(folders, tmp_path, monkeypatch):
+    words = r"there is no folder .*train: pass the folder .* or synthetic=N"
+    with pytest.raises(FileNotFoundError, match=words):
+        ImageNet(str(tmp_path / "none")).setup("fit")
+    monkeypatch.setitem(sys.modules, "torchvision", None)
+    words = r"reads the images of .*train with torchvision, .* or pass synthetic=N"
+    with pytest.raises(ImportError, match=words):
+        ImageNet(folders).setup("fit")
+
+
+@pytest.fixture
+def folders(tmp_path):
+    for part in ("train", "val"):
+        (tmp_path / part).mkdir()
+    return str(tmp_path)
 
 
 @pytest.fixture
@@ -91,10 +93,8 @@ class Noise:
 
 
 @pytest.mark.usefixtures("torchvision")
-def test_files(tmp_path):
-    for part in ("train", "val"):
-        (tmp_path / part).mkdir()
-    data = ImageNet(str(tmp_path), batch_size=4, lighting=0.1)
+def test_files(folders):
+    data = ImageNet(folders, batch_size=4, lighting=0.1)
     data.setup("fit")
     names = [step[0] for step in data.train_set.transform.steps]
     assert names == ["RandomResizedCrop", "RandomHorizontalFlip", "ToTensor", "Normalize"]

@@ -119,12 +119,6 @@ def test_sides_take_turns_for_equal_seconds():
     assert sparse.val_loss == dense.val_loss == 1.5
 
 
-def test_each_side_makes_twenty_steps_however_long_they_take():
-    pair = [side("sparse", Scripted(5.0)), side("dense", Scripted(9.0))]
-    race(pair, 1.0, lambda what: None)
-    assert [len(one.curve.seconds) for one in pair] == [20, 20]
-
-
 @pytest.mark.parametrize("low", [0.5, 0.9])
 def test_noise_takes_the_place_of_a_speed(low):
     """Dense steps of 1 s; sparse ones of which every other takes longer."""
