@@ -76,7 +76,15 @@ def default_dtype(dtype):
     assert not operations.found, "\n".join(sorted(operations.found))
 
 
-defaults = pytest.mark.parametrize("default", OTHERS, ids=str)
+def assert_alike(function, prepare=tuple, defaults=OTHERS):
+    """It returns the same of what is prepared, whatever the default dtype."""
+    found = []
+    for default in (torch.float32, *defaults):
+        arguments = prepare()
+        with default_dtype(default):
+            found.append(function(*arguments))
+        assert same(found[0], found[-1]), default
+
 
 FACTORIES = {
     *("arange", "as_tensor", "asarray", "empty", "empty_permuted", "empty_strided", "eye"),
@@ -127,84 +135,58 @@ def network(dtype=torch.float32):
     return nn.Sequential(*layers).to(dtype)
 
 
-def trained(default, method, dtype=torch.float32, **options):
+def trained(model, method, **options):
     """All that a training leaves behind: weights, our state and the optimizer's, statistics."""
     optimizer = {"sgd": sgd, "adamw": adamw}[accepted(method, "sgd", "adamw")]
     options = {"shape": (4, 8, 4, 4), "optimizer": optimizer, **OPTIONS.get(method, {}), **options}
-    model = network(dtype)
-    with default_dtype(default):
-        loop = Loop(model, METHODS[method](), **options)
-        loop.train(range(6))
-        weights, state, moments = loop.save()
-        stats = loop.sparsifier.stats()
-        loop.end()
-    for each in moments["state"].values():
-        if (
-            "step" in each
-        ):  # torch's own Adam counts its steps in float64 under a default of float64
+    loop = Loop(model, METHODS[method](), **options)
+    loop.train(range(6))
+    states, stats = loop.save(), loop.sparsifier.stats()
+    loop.end()
+    for each in states[2]["state"].values():
+        if "step" in each:
+            # torch's own Adam counts its steps in float64 under a default of float64.
             each["step"] = float(each["step"])
-    return model.state_dict(), weights, state, moments, stats
-
-
-WHOLE = (torch.bfloat16, torch.float64)
-"""Of the plugins that also convert the model."""
+    return model.state_dict(), states, stats
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(
-    ("dtype", "default"),
-    [*((torch.float32, other) for other in OTHERS), *((each, each) for each in WHOLE)],
-    ids=str,
-)
-def test_every_method_trains_alike(method, dtype, default):
-    assert same(trained(default, method, dtype), trained(torch.float32, method, dtype))
+def test_every_method_trains_alike(method):
+    """Also a model that is converted, as by some precision plugins."""
+    assert_alike(lambda model: trained(model, method), lambda: [network()])
+    for dtype in (torch.bfloat16, torch.float64):
+        assert_alike(lambda model: trained(model, method), lambda d=dtype: [network(d)], [dtype])
 
 
-@defaults
 @pytest.mark.parametrize(
-    ("method", "options"),
+    ("method", "option", "make"),
     [
-        *(("bi-mask", {"grad_estimator": make}) for make in ESTIMATORS.values()),
-        ("bi-mask", {"scale": lambda: "supar"}),
-        ("slope", {"scale": lambda: "supar-lr"}),
+        *(("bi-mask", "grad_estimator", make) for make in ESTIMATORS.values()),
+        ("bi-mask", "scale", lambda: "supar"),
+        ("slope", "scale", lambda: "supar-lr"),
     ],
-    ids=[*ESTIMATORS, "supar", "supar-lr"],
 )
-def test_estimators_and_scales_train_alike(method, options, default):
-    def run(default):
-        return trained(default, method, **{name: make() for name, make in options.items()})
-
-    assert same(run(default), run(torch.float32))
+def test_estimators_and_scales_train_alike(method, option, make):
+    assert_alike(lambda model: trained(model, method, **{option: make()}), lambda: [network()])
 
 
-@defaults
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_layer_kind_computes_alike(kind, default):
-    def run(default):
-        module, x = make(kind, torch.float32)
-        with default_dtype(default):
-            attach(module, "2:4", "bi-mask", MVUE("2:4"))
-            plain = gradients(module, x, None)
-            # The router draws the operands of its checks.
-            return plain, gradients(module, x, simulated())
+def test_every_layer_kind_computes_alike(kind):
+    def run(module, x):
+        attach(module, "2:4", "bi-mask", MVUE("2:4"))
+        # The router draws the operands of its checks.
+        return gradients(module, x, None), gradients(module, x, simulated())
 
-    assert same(run(default), run(torch.float32))
+    assert_alike(run, lambda: make(kind, torch.float32))
 
 
-@defaults
 @pytest.mark.parametrize("search", get_args(Search))
 @pytest.mark.parametrize("criterion", get_args(Criterion))
-def test_permutations_are_found_alike(search, criterion, default):
+def test_permutations_are_found_alike(search, criterion):
+    options = {"search": search, "criterion": criterion}
     weight = torch.randn(32, 24, generator=seeded())
     mask = nmf.magnitude_mask(weight, "2:4")
-
-    def run(default):
-        with default_dtype(default):
-            return nmf.search_permutation(
-                weight, mask, "2:4", search=search, criterion=criterion, generator=seeded()
-            )
-
-    assert same(run(default), run(torch.float32))
+    assert_alike(lambda: nmf.search_permutation(weight, mask, "2:4", generator=seeded(), **options))
 
 
 def seeded():
@@ -254,51 +236,40 @@ FUNCTIONS = {
 }
 
 
-@defaults
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_functions_return_the_same(name, default):
+def test_functions_return_the_same(name):
     x = torch.randn(32, 48, generator=seeded())
-
-    def run(default):
-        with default_dtype(default):
-            return FUNCTIONS[name](x)
-
-    assert same(run(default), run(torch.float32))
+    assert_alike(lambda: FUNCTIONS[name](x))
 
 
-@defaults
 @pytest.mark.parametrize("name", METRICS)
-def test_metrics_have_the_same_value(name, default):
-    def run(default):
-        with default_dtype(default):
-            metric = METRICS[name].make()
-            for update in METRICS[name].updates:
-                metric.update(**update)
-            return metric.compute()
+def test_metrics_have_the_same_value(name):
+    def run():
+        metric = METRICS[name].make()
+        for update in METRICS[name].updates:
+            metric.update(**update)
+        return metric.compute()
 
-    assert same(run(default), run(torch.float32))
+    assert_alike(run)
 
 
 @pytest.mark.filterwarnings("ignore:score='sparsegpt' has fewer")
-@defaults
 @pytest.mark.parametrize("score", ["magnitude", "wanda", "sparsegpt"])
-def test_a_model_is_pruned_packed_and_loaded_alike(score, default, tmp_path):
+def test_a_model_is_pruned_packed_and_loaded_alike(score, tmp_path):
     data = [torch.randn(4, 8, 4, 4, generator=seeded())]
-    by_budget = {"budget": 0.6, "candidates": ["1:4", "2:4"]}
-
     path = tmp_path / "packed.safetensors"
 
-    def run(default):
-        found, models = [], [network(), network()]
-        with default_dtype(default):
-            for model, options in zip(models, ({"pattern": "2:4"}, by_budget), strict=True):
-                prune(model, score=score, data=data, skip_first_last=False, **options)
-                found.append(copy.deepcopy(model.state_dict()))
-                for dtype in (None, "int8"):
-                    packed = pack(copy.deepcopy(model), dtype=dtype, kernels="reference")
-                    save_packed(packed, path)
-                    loaded = load_packed(copy.deepcopy(model), path, kernels="reference")
-                    found.append((packed.state_dict(), loaded(data[0])))
+    def run(*models):
+        found = []
+        by_budget = {"budget": 0.6, "candidates": ["1:4", "2:4"]}
+        for model, options in zip(models, ({"pattern": "2:4"}, by_budget), strict=True):
+            prune(model, score=score, data=data, skip_first_last=False, **options)
+            found.append(copy.deepcopy(model.state_dict()))
+            for dtype in (None, "int8"):
+                packed = pack(copy.deepcopy(model), dtype=dtype, kernels="reference")
+                save_packed(packed, path)
+                loaded = load_packed(copy.deepcopy(model), path, kernels="reference")
+                found.append((packed.state_dict(), loaded(data[0])))
         return found
 
-    assert same(run(default), run(torch.float32))
+    assert_alike(run, lambda: [network(), network()])

@@ -250,6 +250,22 @@ def test_hooks_of_a_step_read_the_scaled_rate_and_nobody_else_does(way):
     assert set(outside) == {0.01}
 
 
+def one_cycle(optimizer):
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, total_steps=20)
+
+
+def test_schedulers_and_checkpoints_see_the_users_groups():
+    seen = []
+    for scale in (None, "supar"):
+        loop = start(scale=scale)
+        schedule = one_cycle(loop.optimizer)
+        for number in range(4):
+            loop.train([number])
+            schedule.step()
+        seen.append((schedule.get_last_lr(), loop.optimizer.state_dict()["param_groups"]))
+    assert seen[0] == seen[1]
+
+
 class Lent(torch.optim.SGD):
     """Keeps something, counts in a group, and gives something back when it is deleted, as DeepSpeed's does."""
 
@@ -408,7 +424,7 @@ def fabric_run(with_fabric, states=None):
     if with_fabric:
         loop.model, loop.optimizer = Fabric(accelerator="cpu", devices=1).setup(model, optimizer)
         loop.sparsifier.register(loop.optimizer)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, total_steps=20)
+    schedule = one_cycle(optimizer)
     if states:
         loop.sparsifier.load_state_dict(states[1])
         optimizer.load_state_dict(states[2])
