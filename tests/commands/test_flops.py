@@ -3,12 +3,13 @@
 import json
 import re
 
+import lightning.pytorch as pl
 import pytest
-from torch import nn
+import torch
 
 from lightning_nm.cli import main
-from lightning_nm.training.macs import can_watch
 from tests.support.command import refused
+from tests.support.loop import mlp, sgd
 
 SMALL = """
 seed_everything: 0
@@ -25,9 +26,9 @@ trainer:
     - class_path: lightning.pytorch.callbacks.ModelCheckpoint
 """
 KINDS = ("arithmetic", "paper", "eligible")
-MIXTURE = """
+WITH_EXAMPLE = """
 seed_everything: 0
-model: {class_path: tests.commands.mixture.Mixture}
+model: {class_path: tests.commands.test_flops.Example}
 data: {class_path: FashionMNIST, init_args: {data_dir: nowhere}}
 trainer:
   max_epochs: 1
@@ -86,31 +87,31 @@ def test_a_config_without_masks(capsys, write):
     assert "--pattern 1:4: the config has no NMSparsityCallback" in error
 
 
-@pytest.mark.skipif(not can_watch(nn.Identity()), reason="modes prevent compilation in this torch")
-def test_experts(capsys, write):
-    """Each token counts for the expert that it reaches, and experts are masked."""
-    report = report_of(capsys, write(MIXTURE))
-    experts = 12 * 16 * 32
-    assert report["masked_macs"] in (experts, experts + 12 * 16 * 4)  # and the router
-    assert report["inputs"] == ["float32 [12, 16]"]
+class Example(pl.LightningModule):
+    """A model that has an input itself."""
 
+    def __init__(self):
+        super().__init__()
+        self.layers, self.example_input_array = mlp(16, 32, 32, 8), torch.randn(12, 16)
 
-@pytest.mark.skipif(not can_watch(nn.Identity()), reason="this torch has no such modes")
-def test_a_weight_that_other_code_reads_is_dense_there(capsys, write):
-    """Masks do not reach products outside of the layer's calls."""
-    text = SMALL.replace("GPT", "tests.commands.mixture.Reads")
-    text = text.replace("init_args: {dim: 32, heads: 4, depth: 2, context: 16}", "init_args: {}")
-    text = re.sub(r"data: .*\n", "", text).replace("method: transposable", "method: sr-ste")
-    report = report_of(capsys, write(text))
-    assert (report["masked_macs"], report["macs"]) == (4 * 64, 4 * 64 + 2 * (64 + 32))
+    def forward(self, x):
+        return self.layers(x)
+
+    def training_step(self, batch, batch_idx):
+        return self(batch[0]).mean()
+
+    def configure_optimizers(self):
+        return sgd(self.parameters())
 
 
 def test_data_are_not_read_for_a_model_with_an_example(capsys, write):
     """The data of the config are not there."""
-    late = MIXTURE.replace(
+    late = WITH_EXAMPLE.replace(
         "method: bi-mask", "method: {class_path: lightning_nm.ASP, init_args: {start: 0.5}}"
     )
-    assert report_of(capsys, write(MIXTURE))["planned_steps"] is None
+    report = report_of(capsys, write(WITH_EXAMPLE))
+    assert (report["inputs"], report["planned_steps"]) == (["float32 [12, 16]"], None)
+    assert report["masked_macs"] == 12 * (16 * 32 + 32 * 32)
     error = refused(capsys, "flops", "-c", write(late))
     assert "a schedule of the config depends on the number of training steps" in error
     assert "give it by --steps N" in error

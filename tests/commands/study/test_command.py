@@ -252,17 +252,16 @@ def test_a_missing_extra_is_named(study, capsys, monkeypatch, missing, importer)
 def test_a_trial_is_the_plain_training_of_its_seed(study):
     """One without LightningCLI."""
     variants = {"it": {"method": FIXED["method"]}}
-    trainer = {"trainer": CONFIG["trainer"] | {"limit_test_batches": 3}}
-    config = {"model": {"class_path": "GPT"}, "data": {"class_path": "HelpTopics"}} | trainer
-    spec = read(study(config, variants=variants, baselines=[]))
+    spec = read(study(variants=variants, baselines=[]))
     trial = spec.trial_config(Cell("it", {"pattern": "1:16"}), {})
     found = train(trial, 3, spec.metric, (None, None))
 
     pl.seed_everything(3, verbose=False)
     method = BAME(start=1.0, stop=1.0)
     masks = NMSparsityCallback("1:16", method, show_tables=False, grad_snr_every=0)
-    plain = pl.Trainer(callbacks=[masks], **trainer["trainer"], **QUIET)
-    model, data = GPT(), HelpTopics(seed=3)
+    plain = pl.Trainer(callbacks=[masks], **CONFIG["trainer"], **QUIET)
+    model, data = (CONFIG[name]["init_args"] for name in ("model", "data"))
+    model, data = GPT(**model), HelpTopics(**data, seed=3)
     plain.fit(model, data)
     (expected,) = plain.test(model, data, verbose=False)
     assert {key: found[key] for key in expected} == expected
