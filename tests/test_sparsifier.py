@@ -9,6 +9,7 @@ from torch._dynamo.testing import CompileCounter
 
 from lightning_nm import ASP, SRSTE, BiMask, NMSparsifier
 from lightning_nm import functional as nmf
+from lightning_nm.methods import bi_mask
 from lightning_nm.training.watch import STEPS_WITHOUT_END
 from tests.support.loop import Loop, adamw, mlp, sgd
 from tests.support.outside import ScaledMask
@@ -165,6 +166,48 @@ def test_asp_takes_the_mask_of_a_sparse_model():
 def test_bad_method_options(method, options, message):
     with pytest.raises(ValueError, match=message):
         method(**options)
+
+
+@pytest.fixture
+def searches(monkeypatch):
+    """Of each search of a permutation, whether it started from another one."""
+    calls = []
+    search = bi_mask.search_permutation
+
+    def spy(*args, **options):
+        calls.append(options["initial"] is not None)
+        return search(*args, **options)
+
+    monkeypatch.setattr(bi_mask, "search_permutation", spy)
+    return calls
+
+
+def test_bi_mask_searches_its_permutation_every_so_often(searches):
+    """Each search starts from the permutation before it."""
+    loop = Loop(network(), BiMask(permute_every=3), include="2")
+    counts = []
+    for number in range(7):
+        loop.train([number])
+        counts.append(len(searches))
+    assert counts == [1, 1, 2, 2, 2, 3, 3]
+    assert searches == [False, True, True]
+    loop.optimizer.zero_grad()
+    for _ in range(4):  # the multiple of 3 is not missed by the masks, which move later
+        loop.optimizer.step()
+    loop.sparsifier.step()
+    assert len(searches) == 4
+
+
+def test_a_state_given_to_attach_spares_the_searches(searches):
+    first = Loop(network(), "bi-mask", skip_first_last=True)
+    assert len(searches) == 2
+    states = first.save()
+    second = Loop(network(), "bi-mask", skip_first_last=True, state=states[1])
+    second.load(states)
+    assert len(searches) == 2
+    for name, layer in second.layers.items():
+        assert torch.equal(layer.masks.bits, first.layers[name].masks.bits)
+        assert torch.equal(layer.masks.permutation, first.layers[name].masks.permutation)
 
 
 # -------------------------------------------------------------------------------------------------------- statistics

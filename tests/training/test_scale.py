@@ -155,6 +155,46 @@ def test_a_step_is_that_of_the_scaled_learning_rate(optimizer):
     torch.testing.assert_close(loop.weights(), expected.weights(), rtol=1e-5, atol=1e-7)
 
 
+BAMES = {
+    "accumulated": lambda: BAME(stop=100, budget=1.0, evidence_rate=0.5),
+    "accumulated-late": lambda: BAME(
+        start=2, stop=100, every=2, gradient_every=2, budget=1.0, evidence_rate=0.5
+    ),
+    "batch": lambda: BAME(stop=100, every=1, budget=1.0, evidence="batch"),
+}
+LARGE_RATES = {
+    "sgd": lambda p: torch.optim.SGD(p, 5.0, momentum=0.9),
+    "adamw": lambda p: torch.optim.AdamW(p, 2e-2),
+    "adam-amsgrad": lambda p: torch.optim.Adam(p, 2e-2, amsgrad=True),
+}
+
+
+@pytest.mark.parametrize(("name", "optimizer"), zip(BAMES, LARGE_RATES, strict=True))
+def test_bame_sees_the_learning_rates_of_the_step(name, optimizer):
+    """Against groups of its own: exchanges, regrown values and the optimizer's state of regrown entries.
+
+    A schedule changes the rates, of which accumulated evidence reads the ratio, and that of a batch the value.
+    """
+    make, runs = LARGE_RATES[optimizer], []
+    for scale, optimizer_of in (("supar-lr", make), (None, by_groups(make, 8))):
+        model = network().double()
+        with torch.no_grad():
+            model[2].weight.mul_(0.01)  # small next to a step, so that masks move
+        loop = start("1:8", BAMES[name](), model, scale=scale, optimizer=optimizer_of)
+        schedule = torch.optim.lr_scheduler.LambdaLR(loop.optimizer, lambda step: 1 / (1 + step))
+        for number in range(6):
+            loop.train([number])
+            schedule.step()
+        runs.append(loop)
+    layer, other = (loop.layers["2"] for loop in runs)
+    assert int(layer.masks.total_flips) > 0
+    assert torch.equal(layer.masks.bits, other.masks.bits)
+    states = [loop.optimizer.state[weight_of(loop)] for loop in runs]
+    torch.testing.assert_close(*states)
+    torch.testing.assert_close(dict(layer.buffers), dict(other.buffers))
+    torch.testing.assert_close(runs[0].weights(), runs[1].weights())
+
+
 @pytest.mark.parametrize("groups", ["one", "two", "named"])
 def test_each_layer_has_the_factor_of_its_own_density(groups):
     """Rules give the layers of one group other densities: it is split, and whole again after the step."""
