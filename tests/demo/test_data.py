@@ -127,19 +127,19 @@ def text_of(part):
 @pytest.mark.parametrize("tuning", [False, True])
 def test_help_topics(tuning):
     """Training and held-out text are apart, also where the latter is a part of the training text."""
-    data = HelpTopics(context=16, batch_size=8, val_fraction=0.2, tuning=tuning)
+    data = HelpTopics(context=16, batch_size=8, tuning=tuning)
     inputs, targets = next(iter(data.train_dataloader()))
     assert inputs.shape == targets.shape == (8, 16)
     assert torch.equal(inputs[:, 1:], targets[:, :-1])
     train, held_out = text_of(data.train_set), text_of(data.test_set if tuning else data.val_set)
     assert b"statement" in train
     assert held_out[:400] not in train
-    whole = HelpTopics(context=16, val_fraction=0.2)
+    whole = HelpTopics(context=16)
     whole.setup("fit")
     assert text_of(whole.train_set).startswith(train)
     assert (held_out[:400] in text_of(whole.train_set)) == tuning
     if tuning:
-        assert len(held_out) == pytest.approx(0.2 * len(text_of(whole.train_set)), abs=32)
+        assert len(held_out) == pytest.approx(0.1 * len(text_of(whole.train_set)), abs=32)
     limited = HelpTopics(context=16, batch_size=8, train_size=24)
     assert len(limited.train_dataloader()) == 3
 
