@@ -243,7 +243,9 @@ def test_a_side_sends_its_error():
     *_, (kind, message) = trained(TINY._replace(pattern="1:7"), True)
     assert kind == "error"
     failed = side("sparse", Scripted(1.0, last=("error", message)))
-    with pytest.raises(SideError, match=r"the sparse side \(32-true\) failed: ValueError: no layer can be masked"):
+    with pytest.raises(
+        SideError, match=r"the sparse side \(32-true\) failed: ValueError: no layer can be masked"
+    ):
         failed.finish()
 
 
