@@ -169,7 +169,7 @@ LARGE_RATES = {
 }
 
 
-@pytest.mark.parametrize(("name", "optimizer"), zip(BAMES, LARGE_RATES, strict=True))
+@pytest.mark.parametrize(("name", "optimizer"), list(zip(BAMES, LARGE_RATES, strict=True)))
 def test_bame_sees_the_learning_rates_of_the_step(name, optimizer):
     """Against groups of its own: exchanges, regrown values and the optimizer's state of regrown entries.
 
