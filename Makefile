@@ -13,7 +13,7 @@ PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist works
 OTHER_ARITHMETIC = ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 ONEDNN_MAX_CPU_ISA=SSE41
 
 # Tests that compute nothing, or with fixed numbers.
-NO_ARITHMETIC = test_architecture.py test_readme.py test_cli.py functional/test_pattern.py test_version.py test_repository.py test_build_hook.py commands/test_doctor.py studies
+NO_ARITHMETIC = test_architecture.py test_readme.py test_cli.py functional/test_pattern.py test_repository.py test_build_hook.py commands/test_doctor.py studies
 
 # Needs packages that cannot share .venv: `make ethos` executes it.
 ETHOS_NOTEBOOK := notebooks/05_ethos_u85.ipynb

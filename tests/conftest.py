@@ -20,6 +20,14 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _no_words_of_pytest():
+    """LightningCLI warns of words on the command line that it is not given."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["lightning-nm"])
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _one_thread():
     """Small tensors: threads cost more than they give, and sums do not depend on their number."""

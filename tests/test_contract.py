@@ -7,8 +7,8 @@ from itertools import product
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves
 
 from lightning_nm import NMSparsifier, TransposableMask
 from lightning_nm import functional as nmf
@@ -27,6 +27,7 @@ from tests.support.contract import (
     refusal,
 )
 from tests.support.kinds import KINDS, held_tensors, make
+from tests.support.loop import Loop, same
 from tests.support.muon import muon
 from tests.support.outside import SoftThreshold
 from tests.support.pairs import mostly_slow, pairwise_cases
@@ -53,17 +54,27 @@ def attach(module, method, pattern="2:4", **options):
     ).attach()
 
 
-def train(module, sparsifier, optimizer, x, steps, seed=0):
-    for step in range(steps):
-        generator = torch.Generator().manual_seed(seed + step)
-        optimizer.zero_grad()
-        noise = torch.randn(x.shape, generator=generator, dtype=x.dtype)
-        module(x + 0.1 * noise).square().mean().backward()
-        sparsifier.before_step(optimizer)
-        optimizer.step()
-        for layer in sparsifier.layers.values():  # between a step and the move of the masks, too
+class Run(Loop):
+    """One module under a method; its batches are noisy copies of an input."""
+
+    def __init__(self, method, kind="linear", optimizer=None, seed=0, module=None, **options):
+        made, self.x = make(kind, torch.float32, seed=seed)
+        optimizer = optimizer or OPTIMIZERS[accepted(method, "sgd", "adamw")]
+        options = {**OPTIONS.get(method, {}), **options}
+        super().__init__(
+            module or made, METHODS[method](), optimizer=optimizer, seed=seed, **options
+        )
+
+    def batch(self, number=0):
+        generator = torch.Generator().manual_seed(number)
+        return self.x + 0.1 * torch.randn(self.x.shape, generator=generator)
+
+    def step(self):
+        self.sparsifier.before_step(self.optimizer)
+        self.optimizer.step()
+        for layer in self.layers.values():  # between a step and the move of the masks, too
             check_nm(layer)
-        sparsifier.step()
+        self.sparsifier.step()
 
 
 def check_nm(layer):
@@ -94,71 +105,53 @@ def check_nm(layer):
     ("method", "kind", "pattern"), mostly_slow(pairwise_cases(METHODS, KINDS, PATTERNS), every=4)
 )
 def test_trains_sparse_and_leaves_no_trace(method, kind, pattern):
-    module, x = make(kind, torch.float32)
-    keys, kinds, parameters = (
-        list(module.state_dict()),
-        [type(m) for m in module.modules()],
-        list(module.parameters()),
-    )
+    module, _ = make(kind, torch.float32)
+    keys, kinds = list(module.state_dict()), [type(m) for m in module.modules()]
+    parameters = list(module.parameters())
     # Made before attach, as LightningCLI does.
     optimizer = OPTIMIZERS[accepted(method, "sgd", "adamw")](module.parameters())
-    sparsifier = attach(module, method, pattern)
-    sparsifier.register(optimizer)
-    own = [p for layer in sparsifier.layers.values() for p in layer.parameters.values()]
+    run = Run(method, kind, pattern=pattern, module=module, optimizer=lambda _: optimizer)
+    sparsifier = run.sparsifier
+    own = [p for layer in run.layers.values() for p in layer.parameters.values()]
     trained = [*parameters, *own]
     before = [p.detach().clone() for p in trained]
-    train(module, sparsifier, optimizer, x, 4)
-
-    assert any(not torch.equal(a, b) for a, b in zip(before, trained, strict=True)), (
-        "nothing was trained"
-    )
+    run.train(range(4))
+    assert not all(map(torch.equal, before, trained)), "nothing was trained"
     assert all(p is q for p, q in zip(parameters, module.parameters(), strict=True)), (
         "a parameter was replaced"
     )
     state = module.state_dict()
     assert list(state) == keys
-    module.eval()
-    with torch.no_grad():
-        y = module(x)
-    for name, layer in sparsifier.layers.items():
+    for name, layer in run.layers.items():
         assert torch.equal(state[key_of_layer(name, layer.spec.parameter)], layer.forward_weight())
     assert sparsifier.violations() == 0
 
     fresh, _ = make(kind, torch.float32, seed=1)
     fresh.load_state_dict(state)
-    fresh.eval()
     with torch.no_grad():
         # The stock encoder layer takes a fused path in evaluation, which rounds differently.
-        torch.testing.assert_close(fresh(x), y, rtol=1e-5, atol=1e-5)
-
-    sparsifier.bake()
-    sparsifier.detach()
+        torch.testing.assert_close(fresh.eval()(run.x), module.eval()(run.x), rtol=1e-5, atol=1e-5)
+    run.end()
     assert [type(m) for m in module.modules()] == kinds
     assert not any(key.startswith(("nm", "_nm")) for m in module.modules() for key in vars(m))
-    assert all(torch.equal(module.state_dict()[key], state[key]) for key in keys)
+    assert same(module.state_dict(), state)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("method", METHODS)
 def test_every_optimizer_keeps_nm(method, optimizer):
-    module, x = make("linear", torch.float32)
-    made = OPTIMIZERS[optimizer](list(module.parameters()))
-    sparsifier = attach(module, method)
-    if method in OWNERS and optimizer == "muon":
-        with pytest.raises(
-            ValueError, match=r"Muon trains matrices only.* owns .*shape \(.*\) at layer 'weight'"
-        ):
-            sparsifier.register(made)
-        return
+    make_optimizer = OPTIMIZERS[optimizer]
     error = refusal(method, optimizer)
+    if method in OWNERS and optimizer == "muon":
+        error = r"Muon trains matrices only.* owns .*shape \(.*\) at"
     if error is not None:
         with pytest.raises(ValueError, match=rf"{error}.*layer 'weight'"):
-            sparsifier.register(made)
+            Run(method, optimizer=make_optimizer)
         return
-    sparsifier.register(made)
-    train(module, sparsifier, made, x, 6)
-    assert sparsifier.violations() == 0
-    (layer,) = sparsifier.layers.values()
+    run = Run(method, optimizer=make_optimizer)
+    run.train(range(6))
+    assert run.sparsifier.violations() == 0
+    (layer,) = run.layers.values()
     if method.startswith(WITHOUT_LATENT_WEIGHTS):
         assert nmf.is_nm(layer.weight, "2:4"), "a method without latent weights keeps none"
 
@@ -245,25 +238,17 @@ def test_gradients_that_are_not_needed_may_be_left_out(method):
     """Data parallelism sends nothing of them."""
     weights, left_out = [], 0
     for cut in (False, True):
-        module, x = make("linear")
-        sparsifier = attach(module, method)
-        optimizer = OPTIMIZERS["adamw"](module.parameters())
-        sparsifier.register(optimizer)
-        for step in range(6):
-            optimizer.zero_grad()
-            module(x + step).square().mean().backward()
-            for layer in sparsifier.layers.values() if cut else ():
-                if (
-                    layer.masks.forward_view is not None
-                    and not layer.spec.method.gradient_at_pruned(layer)
-                ):
-                    layer.weight.grad.masked_fill_(~layer.masks.forward_view, 0)
+        run = Run(method, optimizer=OPTIMIZERS["adamw"])
+        for number in range(6):
+            run.backward(number)
+            for layer in run.layers.values() if cut else ():
+                mask = layer.masks.forward_view
+                if mask is not None and not layer.spec.method.gradient_at_pruned(layer):
+                    layer.weight.grad.masked_fill_(~mask, 0)
                     left_out += 1
-            sparsifier.before_step(optimizer)
-            optimizer.step()
-            sparsifier.step()
-        weights.append([layer.weight.detach().clone() for layer in sparsifier.layers.values()])
-    assert all(torch.equal(whole, part) for whole, part in zip(*weights, strict=True))
+            run.step()
+        weights.append(run.weights())
+    assert same(*weights)
     assert (left_out > 0) == method.startswith(LEAVES_GRADIENTS_OUT)
 
 
@@ -277,39 +262,25 @@ ROUND_TRIPS = ["linear", "conv2d-groups", "hugging-face-conv1d", "attention", "e
     ),  # the latter looks at norms, not at entries
 )
 def test_state_round_trip_is_exact(method, kind, name):
-    name = accepted(method, name, "sgd", "adamw")
-
-    def start(seed):
-        module, x = make(kind, torch.float32, seed=seed)
-        sparsifier = attach(module, method, seed=seed)
-        optimizer = OPTIMIZERS[name](module.parameters())
-        sparsifier.register(optimizer)
-        return module, sparsifier, optimizer, x
-
-    straight, straight_sparsifier, straight_optimizer, x = start(0)
-    train(straight, straight_sparsifier, straight_optimizer, x, 2)
+    optimizer = OPTIMIZERS[accepted(method, name, "sgd", "adamw")]
+    straight = Run(method, kind, optimizer)
+    straight.train(range(2))
     buffer = io.BytesIO()
-    torch.save(
-        [o.state_dict() for o in (straight, straight_sparsifier, straight_optimizer)], buffer
-    )
-    train(straight, straight_sparsifier, straight_optimizer, x, 4, seed=2)
+    torch.save(straight.save(), buffer)
+    straight.train(range(2, 6))
 
-    resumed, resumed_sparsifier, resumed_optimizer, _ = start(1)
+    resumed = Run(method, kind, optimizer, seed=1)
+    resumed.x = straight.x
     buffer.seek(0)
-    states = torch.load(buffer, weights_only=True)
-    for o, state in zip((resumed, resumed_sparsifier, resumed_optimizer), states, strict=True):
-        o.load_state_dict(state)
-    resumed_sparsifier.stats()  # looking changes nothing
-    train(resumed, resumed_sparsifier, resumed_optimizer, x, 4, seed=2)
-    assert straight_sparsifier.flops_ratios(mean=True) == resumed_sparsifier.flops_ratios(mean=True)
-
-    for a, b in zip(straight.parameters(), resumed.parameters(), strict=True):
-        assert torch.equal(a, b)
-    for name, layer in straight_sparsifier.layers.items():
-        other = resumed_sparsifier.layers[name]
-        assert layer.step == other.step == 6
-        for a, b in zip(held_tensors(layer), held_tensors(other), strict=True):
-            assert torch.equal(a, b)
+    resumed.load(torch.load(buffer, weights_only=True))
+    resumed.sparsifier.stats()  # looking changes nothing
+    resumed.train(range(2, 6))
+    ratios = [run.sparsifier.flops_ratios(mean=True) for run in (straight, resumed)]
+    assert ratios[0] == ratios[1]
+    assert same(straight.weights(), resumed.weights())
+    for one, other in zip(straight.layers.values(), resumed.layers.values(), strict=True):
+        assert one.step == other.step == 6
+        assert same(held_tensors(one), held_tensors(other))
 
 
 SCHEDULES = {
@@ -326,33 +297,27 @@ def test_training_returns_to_any_earlier_moment(method, schedule):
     """Masks are on and may be sparser than at that moment; nothing that is loaded is changed, or shared."""
     if (method, schedule) == ("scaled-mask", "dense-start"):
         pytest.skip("it has no scale before its first masks")
-    module, x = make("linear", torch.float32)
     try:
-        sparsifier = attach(module, method, planned_steps=8, schedule=SCHEDULES[schedule])
+        run = Run(method, planned_steps=8, schedule=SCHEDULES[schedule])
     except (TypeError, ValueError):
         if schedule == "no-schedule":
             raise
         pytest.skip("the method refuses this schedule")
-    optimizer = OPTIMIZERS[accepted(method, "sgd", "adamw")](module.parameters())
-    sparsifier.register(optimizer)
     moments = []
     for step in range(8):
-        states = [part.state_dict() for part in (module, sparsifier, optimizer)]
-        weights = [parameter.detach().clone() for parameter in module.parameters()]
-        moments.append((copy.deepcopy(states), copy.deepcopy(states), weights))
-        train(module, sparsifier, optimizer, x, 1, seed=step)
-    ends = [parameter.detach().clone() for parameter in module.parameters()]
+        moments.append((run.save(), run.weights()))
+        run.train([step])
+    ends = run.weights()
     for step in (3, 0, 7, 5, 1, 3):
-        states, untouched, weights = moments[step]
-        module.load_state_dict(states[0])
-        sparsifier.load_state_dict(states[1])
-        optimizer.load_state_dict(copy.deepcopy(states[2]))  # torch's own shares tensors
-        assert all(map(torch.equal, weights, module.parameters())), step
-        train(module, sparsifier, optimizer, x, 8 - step, seed=step)
-        assert all(map(torch.equal, ends, module.parameters())), step
-        loaded, before = tree_leaves(states), tree_leaves(untouched)
-        for a, b in zip(loaded, before, strict=True):
-            assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+        states, weights = moments[step]
+        given = copy.deepcopy(states)
+        run.model.load_state_dict(given[0])
+        run.sparsifier.load_state_dict(given[1])
+        run.optimizer.load_state_dict(copy.deepcopy(given[2]))  # torch's own shares tensors
+        assert same(run.weights(), weights), step
+        run.train(range(step, 8))
+        assert same(run.weights(), ends), step
+        assert same(given, states)
 
 
 @pytest.mark.parametrize(("method", "kind"), EVERY_KIND)
@@ -362,35 +327,20 @@ def test_memory(method, kind):
     saved = []
     with saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         y = module(x.requires_grad_())
-    weights = {layer.weight.data_ptr(): layer for layer in sparsifier.layers.values()}
-    marks = {
-        layer.masks.bits.data_ptr()
-        for layer in sparsifier.layers.values()
-        if layer.masks.bits is not None
-    }
-    shapes = {
-        shape
-        for layer in weights.values()
-        for shape in (
-            layer.weight.shape,
-            layer.weight.t().shape if layer.weight.dim() == 2 else None,
-        )
-    }
+    layers = sparsifier.layers.values()
+    weights = {layer.weight.data_ptr(): layer for layer in layers}
+    marks = {layer.masks.bits.data_ptr() for layer in layers if layer.masks.bits is not None}
+    shapes = {layer.weight.shape for layer in layers}
+    shapes |= {shape[::-1] for shape in shapes if len(shape) == 2}
     shaped = [t for t in saved if t.shape in shapes and t.numel() > 64]
     assert shaped, "the weight must be saved: it is needed for dX"
-    for (
-        tensor
-    ) in shaped:  # no copy: the parameter itself, or the byte of masks that the layer holds anyway
-        assert (
-            tensor.data_ptr() in weights
-            or tensor.data_ptr() in marks
-            or "attention" in kind
-            or "encoder" in kind
-        )
+    if "attention" not in kind and "encoder" not in kind:
+        # No copy: the parameter itself, or the byte of masks that the layer holds anyway.
+        assert {tensor.data_ptr() for tensor in shaped} <= weights.keys() | marks
     floating = {t.data_ptr() for t in shaped if t.is_floating_point()}
     assert set(weights) <= floating
     y.sum().backward()
-    for layer in sparsifier.layers.values():
+    for layer in layers:
         trained = {id(parameter) for parameter in layer.parameters.values()}
         kept = [tensor for tensor in held_tensors(layer) if id(tensor) not in trained]
         assert sum(t.numel() * t.element_size() for t in kept) <= 2 * layer.weight.numel()
@@ -434,35 +384,23 @@ def test_autocast(method, kind):
             assert grad.isfinite().all()
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "linear",
-        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("conv2d", "hugging-face-conv1d")),
-    ],
-)
+COMPILED = [
+    "linear",
+    *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("conv2d", "hugging-face-conv1d")),
+]
+
+
+@pytest.mark.parametrize("kind", COMPILED)
 @pytest.mark.parametrize("method", METHODS)
 def test_compiles_without_breaks(method, kind):
-    from torch._dynamo.testing import CompileCounterWithBackend
-
     torch._dynamo.reset()
-    module, x = make(kind, torch.float32)
-    sparsifier = attach(module, method)
+    run = Run(method, kind)
     counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(module, fullgraph=True, backend=counter)
-    optimizer = OPTIMIZERS[accepted(method, "sgd", "adamw")](module.parameters())
-    sparsifier.register(optimizer)
-    frames = []
-    for _ in range(4):
-        optimizer.zero_grad()
-        y = compiled(x)
-        torch.testing.assert_close(y, module(x))
-        y.square().mean().backward()
-        sparsifier.before_step(optimizer)
-        optimizer.step()
-        sparsifier.step()
-        frames.append(counter.frame_count)
-    assert frames[-1] == 1 + method.startswith(TWO_GRAPHS)
+    module, run.model = run.model, torch.compile(run.model, fullgraph=True, backend=counter)
+    for number in range(4):
+        torch.testing.assert_close(run.model(run.x), module(run.x))
+        run.train([number])
+    assert counter.frame_count == 1 + method.startswith(TWO_GRAPHS)
     torch._dynamo.reset()
 
 

@@ -1,26 +1,19 @@
 """torch's default dtype, which precision plugins set around training steps, changes no number of the package."""
 
 import ast
+import contextlib
 import copy
-import math
+import sys
 from pathlib import Path
 from typing import get_args
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from lightning_nm import (
-    MVUE,
-    NMSparsifier,
-    NMSparsityCallback,
-    load_packed,
-    pack,
-    prune,
-    save_packed,
-)
+from lightning_nm import MVUE, load_packed, pack, prune, save_packed
 from lightning_nm import functional as nmf
 from lightning_nm.functional.calibrated import sparsegpt, wanda_mask
 from lightning_nm.functional.permutation import Criterion, Search
@@ -28,13 +21,70 @@ from lightning_nm.functional.soft import gumbel_noise, normal_noise
 from lightning_nm.kernels.cpu.int8 import CpuInt8Kernel
 from tests.support.contract import ESTIMATORS, METHODS, OPTIONS, accepted
 from tests.support.cpu_products import KERNELS
-from tests.support.default_dtype import OTHERS, default_dtype, same
 from tests.support.kinds import KINDS, make
+from tests.support.loop import Loop, adamw, same, sgd
 from tests.support.metric_cases import CASES as METRICS
 from tests.support.routed import attach, gradients, simulated
 
 PACKAGE = Path(__file__).parent.parent / "lightning_nm"
-defaults = pytest.mark.parametrize("default", OTHERS, ids=str)
+TORCH = str(Path(torch.__file__).parent)
+
+OTHERS = (torch.bfloat16, torch.float16, torch.float64)
+"""What a precision plugin may make of the default dtype."""
+
+
+class _Operations(TorchDispatchMode):
+    """Notes the operations whose result has the default dtype, though no argument has or names it."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = set()
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        result = operation(*args, **kwargs or {})
+        default = torch.get_default_dtype()
+        if any(_dtype(each) == default for each in tree_leaves(result)):
+            given = tree_leaves((args, kwargs))
+            if default not in given and default not in map(_dtype, given):
+                self._note(operation)
+        return result
+
+    def _note(self, operation):
+        """Keep the line of the package that called it, unless others did: an optimizer's own tensors are torch's."""
+        frame = sys._getframe(2)
+        while frame is not None and frame.f_code.co_filename.startswith(TORCH):
+            frame = frame.f_back
+        if frame is not None and frame.f_code.co_filename.startswith(str(PACKAGE)):
+            self.found.add(f"{frame.f_code.co_filename}:{frame.f_lineno}: {operation}")
+
+
+def _dtype(value):
+    return value.dtype if isinstance(value, torch.Tensor) else None
+
+
+@contextlib.contextmanager
+def default_dtype(dtype):
+    """Set the default dtype; no operation that the package calls may take it, unless it is float32."""
+    operations = _Operations()
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with contextlib.nullcontext() if dtype == torch.float32 else operations:
+            yield
+    finally:
+        torch.set_default_dtype(before)
+    assert not operations.found, "\n".join(sorted(operations.found))
+
+
+def assert_alike(function, prepare=tuple, defaults=OTHERS):
+    """It returns the same of what is prepared, whatever the default dtype."""
+    found = []
+    for default in (torch.float32, *defaults):
+        arguments = prepare()
+        with default_dtype(default):
+            found.append(function(*arguments))
+        assert same(found[0], found[-1]), default
+
 
 FACTORIES = {
     *("arange", "as_tensor", "asarray", "empty", "empty_permuted", "empty_strided", "eye"),
@@ -63,23 +113,6 @@ def faults(source):
             yield node.lineno, ast.unparse(node)
 
 
-@pytest.mark.parametrize(
-    ("source", "is_fault"),
-    [
-        ("torch.zeros(3)", True),
-        ("torch.zeros(3, dtype=torch.int64)", False),
-        ("torch.tensor([0.5], device=device)", True),
-        ("torch.where(mask, 1.0, 0.0)", True),
-        ("torch.where(mask, values, 0.0)", False),
-        ("weight.new_zeros(3)", False),
-        ("torch.finfo().eps", True),
-        ("torch.get_default_dtype()", True),
-    ],
-)
-def test_what_leaves_a_dtype_to_torch_is_found(source, is_fault):
-    assert bool(list(faults(source))) == is_fault
-
-
 def test_every_tensor_is_made_with_a_dtype():
     found = [
         f"{path}:{line}: {call}"
@@ -102,91 +135,58 @@ def network(dtype=torch.float32):
     return nn.Sequential(*layers).to(dtype)
 
 
-def trained(default, method, dtype=torch.float32, **options):
+def trained(model, method, **options):
     """All that a training leaves behind: weights, our state and the optimizer's, statistics."""
-    model = network(dtype)
-    batches = torch.randn(6, 4, 8, 4, 4).to(dtype)
-    with default_dtype(default):
-        sparsifier = NMSparsifier(
-            model, "2:4", METHODS[method](), **OPTIONS.get(method, {}), **options
-        ).attach()
-        if accepted(method, "sgd", "adamw") == "sgd":
-            optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
-        else:
-            optimizer = torch.optim.AdamW(model.parameters(), 0.01)
-        sparsifier.register(optimizer)
-        for x in batches:
-            optimizer.zero_grad()
-            model(x).square().mean().backward()
-            sparsifier.before_step(optimizer)
-            optimizer.step()
-            sparsifier.step()
-        stats = sparsifier.stats()
-        state = copy.deepcopy(sparsifier.state_dict())
-        sparsifier.bake()
-    moments = [
-        # torch's own Adam counts its steps in float64 under a default of float64.
-        {key: value.float() if key == "step" else value for key, value in each.items()}
-        for each in optimizer.state.values()
-    ]
-    return model.state_dict(), state, moments, stats
+    optimizer = {"sgd": sgd, "adamw": adamw}[accepted(method, "sgd", "adamw")]
+    options = {"shape": (4, 8, 4, 4), "optimizer": optimizer, **OPTIONS.get(method, {}), **options}
+    loop = Loop(model, METHODS[method](), **options)
+    loop.train(range(6))
+    states, stats = loop.save(), loop.sparsifier.stats()
+    loop.end()
+    for each in states[2]["state"].values():
+        if "step" in each:
+            # torch's own Adam counts its steps in float64 under a default of float64.
+            each["step"] = float(each["step"])
+    return model.state_dict(), states, stats
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(
-    ("dtype", "default"),
-    [*((torch.float32, other) for other in OTHERS), (torch.bfloat16, torch.bfloat16)],
-    ids=str,
-)
-def test_every_method_trains_alike(method, dtype, default):
-    assert same(trained(default, method, dtype), trained(torch.float32, method, dtype))
+def test_every_method_trains_alike(method):
+    """Also a model that is converted, as by some precision plugins."""
+    assert_alike(lambda model: trained(model, method), lambda: [network()])
+    for dtype in (torch.bfloat16, torch.float64):
+        assert_alike(lambda model: trained(model, method), lambda d=dtype: [network(d)], [dtype])
 
 
-@defaults
 @pytest.mark.parametrize(
-    ("method", "options"),
+    ("method", "option", "make"),
     [
-        *(("bi-mask", {"grad_estimator": make}) for make in ESTIMATORS.values()),
-        ("bi-mask", {"scale": lambda: "supar"}),
-        ("slope", {"scale": lambda: "supar-lr"}),
+        *(("bi-mask", "grad_estimator", make) for make in ESTIMATORS.values()),
+        ("bi-mask", "scale", lambda: "supar"),
+        ("slope", "scale", lambda: "supar-lr"),
     ],
-    ids=[*ESTIMATORS, "supar", "supar-lr"],
 )
-def test_estimators_and_scales_train_alike(method, options, default):
-    def run(default):
-        return trained(default, method, **{name: make() for name, make in options.items()})
-
-    assert same(run(default), run(torch.float32))
+def test_estimators_and_scales_train_alike(method, option, make):
+    assert_alike(lambda model: trained(model, method, **{option: make()}), lambda: [network()])
 
 
-@defaults
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_layer_kind_computes_alike(kind, default):
-    def run(default):
-        module, x = make(kind, torch.float32)
-        with default_dtype(default):
-            attach(module, "2:4", "bi-mask", MVUE("2:4"))
-            plain = gradients(module, x, None)
-            # The router draws the operands of its checks.
-            return plain, gradients(module, x, simulated())
+def test_every_layer_kind_computes_alike(kind):
+    def run(module, x):
+        attach(module, "2:4", "bi-mask", MVUE("2:4"))
+        # The router draws the operands of its checks.
+        return gradients(module, x, None), gradients(module, x, simulated())
 
-    assert same(run(default), run(torch.float32))
+    assert_alike(run, lambda: make(kind, torch.float32))
 
 
-@defaults
 @pytest.mark.parametrize("search", get_args(Search))
 @pytest.mark.parametrize("criterion", get_args(Criterion))
-def test_permutations_are_found_alike(search, criterion, default):
+def test_permutations_are_found_alike(search, criterion):
+    options = {"search": search, "criterion": criterion}
     weight = torch.randn(32, 24, generator=seeded())
     mask = nmf.magnitude_mask(weight, "2:4")
-
-    def run(default):
-        with default_dtype(default):
-            return nmf.search_permutation(
-                weight, mask, "2:4", search=search, criterion=criterion, generator=seeded()
-            )
-
-    assert same(run(default), run(torch.float32))
+    assert_alike(lambda: nmf.search_permutation(weight, mask, "2:4", generator=seeded(), **options))
 
 
 def seeded():
@@ -236,98 +236,40 @@ FUNCTIONS = {
 }
 
 
-@defaults
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_functions_return_the_same(name, default):
+def test_functions_return_the_same(name):
     x = torch.randn(32, 48, generator=seeded())
-
-    def run(default):
-        with default_dtype(default):
-            return FUNCTIONS[name](x)
-
-    assert same(run(default), run(torch.float32))
+    assert_alike(lambda: FUNCTIONS[name](x))
 
 
-@defaults
 @pytest.mark.parametrize("name", METRICS)
-def test_metrics_have_the_same_value(name, default):
-    def run(default):
-        with default_dtype(default):
-            metric = METRICS[name].make()
-            for update in METRICS[name].updates:
-                metric.update(**update)
-            return metric.compute()
+def test_metrics_have_the_same_value(name):
+    def run():
+        metric = METRICS[name].make()
+        for update in METRICS[name].updates:
+            metric.update(**update)
+        return metric.compute()
 
-    assert same(run(default), run(torch.float32))
+    assert_alike(run)
 
 
 @pytest.mark.filterwarnings("ignore:score='sparsegpt' has fewer")
-@defaults
 @pytest.mark.parametrize("score", ["magnitude", "wanda", "sparsegpt"])
-def test_a_model_is_pruned_packed_and_loaded_alike(score, default, tmp_path):
+def test_a_model_is_pruned_packed_and_loaded_alike(score, tmp_path):
     data = [torch.randn(4, 8, 4, 4, generator=seeded())]
-    by_budget = {"budget": 0.6, "candidates": ["1:4", "2:4"]}
-
     path = tmp_path / "packed.safetensors"
 
-    def run(default):
-        found, models = [], [network(), network()]
-        with default_dtype(default):
-            for model, options in zip(models, ({"pattern": "2:4"}, by_budget), strict=True):
-                prune(model, score=score, data=data, skip_first_last=False, **options)
-                found.append(copy.deepcopy(model.state_dict()))
-                for dtype in (None, "int8"):
-                    packed = pack(copy.deepcopy(model), dtype=dtype, kernels="reference")
-                    save_packed(packed, path)
-                    loaded = load_packed(copy.deepcopy(model), path, kernels="reference")
-                    found.append((packed.state_dict(), loaded(data[0])))
+    def run(*models):
+        found = []
+        by_budget = {"budget": 0.6, "candidates": ["1:4", "2:4"]}
+        for model, options in zip(models, ({"pattern": "2:4"}, by_budget), strict=True):
+            prune(model, score=score, data=data, skip_first_last=False, **options)
+            found.append(copy.deepcopy(model.state_dict()))
+            for dtype in (None, "int8"):
+                packed = pack(copy.deepcopy(model), dtype=dtype, kernels="reference")
+                save_packed(packed, path)
+                loaded = load_packed(copy.deepcopy(model), path, kernels="reference")
+                found.append((packed.state_dict(), loaded(data[0])))
         return found
 
-    assert same(run(default), run(torch.float32))
-
-
-class Net(pl.LightningModule):
-    """Knows the loss of each training step."""
-
-    def __init__(self, method):
-        super().__init__()
-        self.method = method
-        self.net = network()
-        self.losses = []
-
-    def training_step(self, batch, batch_idx):
-        loss = self.net(batch[0]).square().mean()
-        self.losses.append(loss.item())
-        return loss
-
-    def configure_optimizers(self):
-        if accepted(self.method, "sgd", "adamw") == "sgd":
-            return torch.optim.SGD(self.parameters(), 0.01, momentum=0.9)
-        return torch.optim.AdamW(self.parameters(), 0.01)
-
-
-@pytest.mark.parametrize("precision", ["bf16-true", "64-true"])
-@pytest.mark.parametrize("method", METHODS)
-def test_every_method_trains_under_a_precision_plugin(method, precision):
-    model = Net(method)
-    callback = NMSparsityCallback(
-        "2:4",
-        METHODS[method](),
-        grad_estimator=MVUE("2:4"),
-        show_tables=False,
-        **OPTIONS.get(method, {}),
-    )
-    trainer = pl.Trainer(
-        max_steps=6,
-        precision=precision,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[callback],
-    )
-    trainer.fit(model, DataLoader(TensorDataset(torch.randn(24, 8, 4, 4, generator=seeded())), 4))
-    assert len(model.losses) == 6
-    assert all(map(math.isfinite, model.losses))
-    assert all(weight.isfinite().all() for weight in model.state_dict().values())
+    assert_alike(run, lambda: [network(), network()])

@@ -16,16 +16,10 @@ FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture
-def _own_process(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["lightning-nm"])
-
-
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
-@pytest.mark.usefixtures("_own_process")
 @pytest.mark.filterwarnings("ignore")
-def test_every_config_runs(config, capsys):
+def test_every_config_runs(config, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
     content = yaml.safe_load(config.read_text())
     if "FashionMNIST" in content["data"]["class_path"] and not FASHION_MNIST.is_dir():
         pytest.skip("Fashion-MNIST is not installed")
@@ -38,9 +32,9 @@ def test_every_config_runs(config, capsys):
     assert "N:M summary" in capsys.readouterr().out
 
 
-@pytest.mark.usefixtures("_own_process")
 @pytest.mark.filterwarnings("ignore")
-def test_the_demo_learns_and_its_checkpoint_is_sparse_and_resumes(tmp_path, capsys):
+def test_the_demo_learns_and_its_checkpoint_is_sparse_and_resumes(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
     fit = ["fit", "-c", str(ROOT / "configs" / "digits-bi-mask.yaml")]
     command = [sys.executable, "-W", "ignore", "-m", "lightning_nm", *fit, "--trainer.max_epochs=4"]
     result = subprocess.run(

@@ -142,10 +142,6 @@ def test_commands_name_what_is_there():
                 assert (ROOT / word).is_file(), word
 
 
-def test_a_visitor_reads_it_in_a_minute():
-    assert len(README.splitlines()) <= 120
-
-
 def test_the_export_is_the_one_that_another_test_runs():
     """Of docs/export.md, by tests/export/test_documented.py."""
     page = read("export.md")

@@ -1,13 +1,12 @@
 """Dense int8 models of other runtimes: they compute the model, and the benchmark does without what is missing."""
 
 import importlib.util
-import json
 
 import pytest
 import torch
 from torch import nn
 
-from benchmarks import inference, rivals
+from benchmarks import rivals
 
 
 class Tokens(nn.Module):
@@ -61,54 +60,6 @@ def test_a_variant_that_computes_something_else_is_left_out(tmp_path, monkeypatc
     said = capsys.readouterr().err
     assert "wrong is left out: its output differs by 1.00 of dense fp32's" in said
     assert "none is left out: its output differs by nan" in said
-
-
-def test_names_sizes_and_the_fastest(tmp_path):
-    names = ["dense fp32", "openvino bf16", "packed 2:4 int8", "torchao int8, compiled"]
-    assert [name for name in names if rivals.is_rival(name)] == names[-1:]
-    assert rivals.fastest(dict.fromkeys(names[:3], 1.0)) is None
-    assert rivals.fastest({"dense fp32": 1.0, "torchao int8": 3.0, "openvino int8": 2.0}) == 2.0
-    (tmp_path / "a.bin").write_bytes(bytes(7))
-    files = dict.fromkeys([*names, "openvino int8 weights"], tmp_path / "a.bin")
-    assert rivals.sizes(files) == {"openvino int8 weights": (7, None)}
-    runs = {"dense fp32": lambda x: x.double(), "openvino int8": lambda x: 0.5 * x, "other": None}
-    assert rivals.differences(runs, IDS) == {"openvino int8": 0.5}
-
-
-def test_the_benchmark_times_them_in_turn(tmp_path, monkeypatch, capsys):
-    """Beside the other variants; they are no fastest dense ones in floating point, and their sizes are written."""
-    model = Tokens()
-
-    def own(model, folder, ids):
-        yield "dense fp32", model, folder / "dense-fp32.safetensors"
-        yield "packed 1:16 fp32", model, folder / "packed.safetensors"
-
-    def others(model, folder, ids):
-        (folder / "a.bin").write_bytes(bytes(9))
-        yield "openvino int8", lambda x: 1.25 * model(x), folder / "a.bin"
-
-    milliseconds = {"dense fp32": 4.0, "packed 1:16 fp32": 2.0, "openvino int8": 1.0}
-    timed = []
-    monkeypatch.setattr(inference, "build", lambda args: model)
-    monkeypatch.setattr(inference, "variants", own)
-    monkeypatch.setattr(rivals, "variants", others)
-    monkeypatch.setattr(
-        inference, "measure", lambda runs, *_: timed.append(list(runs)) or milliseconds
-    )
-    monkeypatch.setattr(inference, "weigh", lambda files, args: {"dense fp32": (5, None)})
-    monkeypatch.setattr(inference, "answer_cold", lambda files, args: {})
-    monkeypatch.setattr(inference.torch, "randint", lambda *_: IDS)
-    output = tmp_path / "a.json"
-    inference.main(["--rivals", "--shapes", "1x8", "--json", str(output)])
-    found = json.loads(output.read_text())
-    assert timed == [list(milliseconds)]
-    assert found["bytes"] == {"dense fp32": [5, None], "openvino int8": [9, None]}
-    assert found["differences"]["1x8"]["openvino int8"] == pytest.approx(0.25)
-    printed = capsys.readouterr().out
-    assert "| packed 1:16 fp32 | 2.00 | 2.00x | 2.00x |" in printed
-    assert "openvino int8 differs by 0.250 from dense fp32" in printed
-    inference.main(["--shapes", "1x8"])
-    assert timed[1] == ["dense fp32", "packed 1:16 fp32"]
 
 
 @pytest.mark.slow

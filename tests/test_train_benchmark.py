@@ -1,9 +1,7 @@
 """benchmarks/train.py on tiny models; its speeds mean nothing here."""
 
-import builtins
 import doctest
 import json
-from itertools import pairwise
 
 import pytest
 import torch
@@ -76,38 +74,6 @@ def test_runs_are_compared_within_what_all_have(found):
         assert compared[name]["loss at equal steps"] == run.loss_at(min(map(len, found)))
     shortest = min(runs.values(), key=lambda run: sum(run.seconds))
     assert shortest.loss_after(compared["at"]["seconds"]) == shortest.loss_at(len(shortest.seconds))
-
-
-def test_batches_are_windows_of_the_text_and_the_same_in_each_run():
-    text = torch.arange(200, dtype=torch.uint8)
-    first, second = (train_model.Batches(text, TINY, CPU) for _ in range(2))
-    for index in (0, 1, 5000):
-        inputs, targets = first[index]
-        assert inputs.shape == targets.shape == (TINY.batch, TINY.context)
-        assert torch.equal(inputs + 1, targets)
-        assert torch.equal(inputs[:, 1:], inputs[:, :-1] + 1)
-        assert torch.equal(inputs, second[index][0])
-    assert not torch.equal(first[0][0], first[1][0])
-
-
-def test_without_help_topics_there_is_a_text_with_a_structure(monkeypatch):
-    wanted = builtins.__import__
-
-    def missing(name, *args, **kwargs):
-        if name.startswith("pydoc_data"):
-            raise ModuleNotFoundError(name)
-        return wanted(name, *args, **kwargs)
-
-    assert train_model.help_topics()[1] == "help topics"
-    monkeypatch.setattr(builtins, "__import__", missing)
-    text, source = train_model.help_topics()
-    assert source == "random text"
-    chains = text.view(512, 1024).tolist()
-    successors = {byte: set() for byte in range(256)}
-    for chain in chains:
-        for byte, follower in pairwise(chain):
-            successors[byte].add(follower)
-    assert 2 <= max(map(len, successors.values())) <= 4
 
 
 def test_the_command_writes_what_it_measured(tmp_path, capsys, monkeypatch):

@@ -2,13 +2,14 @@
 
 import json
 import re
-import sys
 
+import lightning.pytorch as pl
 import pytest
-from torch import nn
+import torch
 
 from lightning_nm.cli import main
-from lightning_nm.training.macs import can_watch
+from tests.support.command import refused
+from tests.support.loop import mlp, sgd
 
 SMALL = """
 seed_everything: 0
@@ -25,30 +26,14 @@ trainer:
     - class_path: lightning.pytorch.callbacks.ModelCheckpoint
 """
 KINDS = ("arithmetic", "paper", "eligible")
-MIXTURE = """
+WITH_EXAMPLE = """
 seed_everything: 0
-model: {class_path: tests.commands.mixture.Mixture}
+model: {class_path: tests.commands.test_flops.Example}
 data: {class_path: FashionMNIST, init_args: {data_dir: nowhere}}
 trainer:
   max_epochs: 1
   callbacks: {class_path: lightning_nm.NMSparsityCallback, init_args: {method: bi-mask, pattern: 2:4}}
 """
-
-
-@pytest.fixture(autouse=True)
-def _own_process(monkeypatch, tmp_path):
-    monkeypatch.setattr(sys, "argv", ["lightning-nm", "flops"])
-    monkeypatch.setenv("COLUMNS", "120")
-    monkeypatch.chdir(tmp_path)
-
-
-@pytest.fixture
-def write(tmp_path):
-    def write(text, name="config.yaml"):
-        (tmp_path / name).write_text(text)
-        return str(tmp_path / name)
-
-    return write
 
 
 def report_of(capsys, path, *words):
@@ -58,15 +43,9 @@ def report_of(capsys, path, *words):
     return content
 
 
-def refused(capsys, *words):
-    try:
-        status = main(["flops", *words])
-    except SystemExit as stop:
-        status = stop.code
-    captured = capsys.readouterr()
-    assert status == 2
-    assert not captured.out
-    return captured.err
+def said(capsys, path):
+    assert main(["flops", "-c", path]) == 0
+    return capsys.readouterr().out
 
 
 def test_the_first_batch_and_the_whole_schedule(capsys, write):
@@ -82,8 +61,7 @@ def test_the_first_batch_and_the_whole_schedule(capsys, write):
         assert report["masked_ratios"][kind] == pytest.approx(expected)
         assert report["ratios"][kind] == pytest.approx(share * expected + 1 - share)
 
-    assert main(["flops", "-c", write(SMALL)]) == 0
-    out = capsys.readouterr().out
+    out = said(capsys, write(SMALL))
     assert "FLOPs of GPT\n" in out
     assert re.search(r"blocks\.\{0,1\}\.fc1 x2 +128x32 +2:4 +transposable +2:4 +2:4 +", out)
     assert "MVUE: from training step 0 to 40, then wgrad is dense" in out
@@ -103,39 +81,38 @@ def test_a_config_without_masks(capsys, write):
     report = report_of(capsys, path)
     assert report["ratios"] == dict.fromkeys(KINDS, 1.0)
     assert report["masked_ratios"] is None
-    assert main(["flops", "-c", path]) == 0
-    said = capsys.readouterr().out
-    assert "no NMSparsityCallback is in the config, so every GEMM is dense" in said
-    error = refused(capsys, "-c", path, "--pattern", "1:4")
+    words = "no NMSparsityCallback is in the config, so every GEMM is dense"
+    assert words in said(capsys, path)
+    error = refused(capsys, "flops", "-c", path, "--pattern", "1:4")
     assert "--pattern 1:4: the config has no NMSparsityCallback" in error
 
 
-@pytest.mark.skipif(not can_watch(nn.Identity()), reason="modes prevent compilation in this torch")
-def test_experts(capsys, write):
-    """Each token counts for the expert that it reaches, and experts are masked."""
-    report = report_of(capsys, write(MIXTURE))
-    experts = 12 * 16 * 32
-    assert report["masked_macs"] in (experts, experts + 12 * 16 * 4)  # and the router
-    assert report["inputs"] == ["float32 [12, 16]"]
+class Example(pl.LightningModule):
+    """A model that has an input itself."""
 
+    def __init__(self):
+        super().__init__()
+        self.layers, self.example_input_array = mlp(16, 32, 32, 8), torch.randn(12, 16)
 
-@pytest.mark.skipif(not can_watch(nn.Identity()), reason="this torch has no such modes")
-def test_a_weight_that_other_code_reads_is_dense_there(capsys, write):
-    """Masks do not reach products outside of the layer's calls."""
-    text = SMALL.replace("GPT", "tests.commands.mixture.Reads")
-    text = text.replace("init_args: {dim: 32, heads: 4, depth: 2, context: 16}", "init_args: {}")
-    text = re.sub(r"data: .*\n", "", text).replace("method: transposable", "method: sr-ste")
-    report = report_of(capsys, write(text))
-    assert (report["masked_macs"], report["macs"]) == (4 * 64, 4 * 64 + 2 * (64 + 32))
+    def forward(self, x):
+        return self.layers(x)
+
+    def training_step(self, batch, batch_idx):
+        return self(batch[0]).mean()
+
+    def configure_optimizers(self):
+        return sgd(self.parameters())
 
 
 def test_data_are_not_read_for_a_model_with_an_example(capsys, write):
     """The data of the config are not there."""
-    late = MIXTURE.replace(
+    late = WITH_EXAMPLE.replace(
         "method: bi-mask", "method: {class_path: lightning_nm.ASP, init_args: {start: 0.5}}"
     )
-    assert report_of(capsys, write(MIXTURE))["planned_steps"] is None
-    error = refused(capsys, "-c", write(late))
+    report = report_of(capsys, write(WITH_EXAMPLE))
+    assert (report["inputs"], report["planned_steps"]) == (["float32 [12, 16]"], None)
+    assert report["masked_macs"] == 12 * (16 * 32 + 32 * 32)
+    error = refused(capsys, "flops", "-c", write(late))
     assert "a schedule of the config depends on the number of training steps" in error
     assert "give it by --steps N" in error
     half = report_of(capsys, write(late), "--steps", "100", "--input", "3x16")
@@ -148,27 +125,36 @@ def test_data_are_not_read_for_a_model_with_an_example(capsys, write):
 
 
 @pytest.mark.parametrize(
-    ("change", "words", "message"),
+    ("old", "new", "message"),
     [
-        (("dim: 32", "dimm: 32"), (), "did you mean 'dim'"),
-        (("method: transposable", "method: transposible"), (), "did you mean 'transposable'"),
+        ("dim: 32", "dimm: 32", "did you mean 'dim'"),
+        ("method: transposable", "method: transposible", "did you mean 'transposable'"),
         (
-            ("pattern: 2:4", "include: [blocks.0.fc3]"),
-            (),
+            "pattern: 2:4",
+            "include: [blocks.0.fc3]",
             "'blocks.0.fc3' matches no layer; layers are",
         ),
-        (("", ""), ("--pattern", "4:2"), "4:2"),
-        (("", ""), ("--steps", "0"), "--steps 0 must be at least 1"),
-        (("", ""), ("--input", "1xtwo"), "--input 1xtwo: a shape is written 2x3x32x32"),
-        (("", ""), ("--input", "1x2x3"), "GPT does not take --input 1x2x3"),
-        (("max_steps: 50", "max_steps: 0"), (), "the training ended before its first batch"),
-        (("max_steps: 50", "max_epochs: -1"), (), "the Trainer does not know"),
+        ("max_steps: 50", "max_steps: 0", "the training ended before its first batch"),
+        ("max_steps: 50", "max_epochs: -1", "the Trainer does not know"),
     ],
 )
-def test_errors(capsys, write, change, words, message):
-    assert message in refused(capsys, "-c", write(SMALL.replace(*change)), *words)
+def test_bad_configs(capsys, write, old, new, message):
+    assert message in refused(capsys, "flops", "-c", write(SMALL.replace(old, new)))
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--pattern", "4:2", "4:2"),
+        ("--steps", "0", "--steps 0 must be at least 1"),
+        ("--input", "1xtwo", "--input 1xtwo: a shape is written 2x3x32x32"),
+        ("--input", "1x2x3", "GPT does not take --input 1x2x3"),
+        ("-c", "nowhere.yaml", "nowhere.yaml"),
+    ],
+)
+def test_bad_options(capsys, write, option, value, message):
+    assert message in refused(capsys, "flops", "-c", write(SMALL), option, value)
 
 
 def test_a_config_is_needed(capsys):
-    assert "required: -c/--config" in refused(capsys)
-    assert "nowhere.yaml" in refused(capsys, "-c", "nowhere.yaml")
+    assert "required: -c/--config" in refused(capsys, "flops")

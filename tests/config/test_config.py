@@ -140,13 +140,6 @@ def test_the_dictionary_is_json_and_comes_back(config):
     assert SparsityConfig.from_dict(settings) == config
 
 
-@pytest.mark.parametrize("pattern", ["2:4", 124, {"n": 2, "m": 4}, NMPattern(2, 4)])
-def test_every_notation_of_the_default_pattern_is_the_default(pattern):
-    config = SparsityConfig(method="ste")
-    assert SparsityConfig(pattern).to_dict() == {}
-    assert NMSparsityCallback(pattern, config=config).config is config
-
-
 @pytest.mark.parametrize(
     "written", ["{exclude: head, skip_first_last: last}", "{config: {exclude: head, pattern: 1:4}}"]
 )
@@ -197,13 +190,6 @@ def test_a_class_in_the_place_of_an_object_tells_how_to_make_one(options):
     }
     with pytest.raises((TypeError, ValueError), match=rf"the class {name}.*: write {name}\("):
         NMSparsityCallback(**options)
-
-
-def test_an_unknown_key_is_refused():
-    with pytest.raises(
-        TypeError, match=r"SparsityConfig has no argument 'patern'; did you mean 'pattern'\?"
-    ):
-        SparsityConfig.from_dict({"patern": "2:4"})
 
 
 def test_a_class_whose_module_lacks_a_package_is_refused_with_that_package(tmp_path, monkeypatch):

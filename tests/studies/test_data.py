@@ -35,53 +35,40 @@ def test_shift_and_flip_against_a_loop():
         assert torch.equal(result, expected.flip(-1) if flip else expected)
 
 
-@pytest.fixture(scope="session")
-def python_source():
+def text_of(part):
+    return bytes(part.windows[:, :-1].flatten().tolist())
+
+
+def python_source(**options):
     """Another package than the default one, which is an extra."""
-    data = PythonSource(["lightning-utilities"], context=16, val_fraction=0.1, val_size=50)
+    data = PythonSource(["lightning-utilities"], context=16, val_fraction=0.1, **options)
     data.setup("fit")
     return data
 
 
-def test_python_source(python_source):
-    inputs, targets = next(iter(python_source.train_dataloader()))
+def test_python_source():
+    data, again = python_source(val_size=50), python_source(val_size=10**9)
+    inputs, targets = next(iter(data.train_dataloader()))
     assert inputs.shape == targets.shape == (8, 16)
     assert torch.equal(inputs[:, 1:], targets[:, :-1])
-    text = bytes(python_source.train_set.windows[:, :-1].flatten().tolist())
+    text = text_of(data.train_set)
     assert b"import" in text
-    assert len(python_source.val_set) == 50
-    held_out = [bytes(window) for window in python_source.val_set.windows.tolist()]
+    assert text_of(again.train_set) == text
+    assert len(data.val_set) == 50
+    held_out = [bytes(window) for window in data.val_set.windows.tolist()]
     assert sum(window in text for window in held_out) < 10, "more than what all files begin with"
-
-
-def test_python_source_is_the_same_each_time(python_source):
-    again = PythonSource(("lightning-utilities",), context=16, val_fraction=0.1, val_size=10**9)
-    again.setup("fit")
-    assert torch.equal(again.train_set.windows, python_source.train_set.windows)
-    held_out = len(again.val_set)
-    assert held_out / (held_out + len(again.train_set)) == pytest.approx(
-        0.1, abs=0.08
-    )  # a file is a large part here
-
-
-def test_python_source_tunes_on_training_files(python_source):
-    tuning = PythonSource(
-        ["lightning-utilities"], context=16, val_fraction=0.1, val_size=10**9, tuning=True
-    )
-    tuning.setup("fit")
-    whole, train, held_out = (
-        bytes(part.windows[:, :-1].flatten().tolist())
-        for part in (python_source.train_set, tuning.train_set, tuning.val_set)
-    )
-    assert whole.startswith(train)
-    assert held_out[:400] in whole[len(train) - 16 :]
+    share = len(again.val_set) / (len(again.val_set) + len(again.train_set))
+    assert share == pytest.approx(0.1, abs=0.08)  # a file is a large part here
+    tuning = python_source(val_size=10**9, tuning=True)
+    train = text_of(tuning.train_set)
+    assert text.startswith(train)
+    assert text_of(tuning.val_set)[:400] in text[len(train) - 16 :]
 
 
 def test_python_source_of_one_text_alone():
     with pytest.raises(ValueError, match=r"has the SHA-256 [0-9a-f]{64}, not digest='0'") as error:
-        PythonSource(["lightning-utilities"], digest="0").setup("fit")
-    digest = str(error.value).split("SHA-256 ")[1][:64]
-    PythonSource(["lightning-utilities"], digest=digest).setup("fit")
+        python_source(digest="0")
+    python_source(digest=str(error.value).split("SHA-256 ")[1][:64])
 
 
 @pytest.mark.parametrize(

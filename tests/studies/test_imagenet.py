@@ -1,14 +1,11 @@
 """Images in folders, with a stand-in for torchvision, and random images that take their place."""
 
-import ast
 import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 
-import lightning_nm.demo
 from lightning_nm.demo.data import keyed_generator
 from studies.data import ImageNet
 from studies.data.imagenet import STD, ImageFiles, random_light
@@ -32,31 +29,33 @@ def test_random_images():
     assert torch.equal(first, again)
 
 
-def test_a_missing_folder_and_a_missing_torchvision_are_named(tmp_path, monkeypatch):
-    with pytest.raises(
-        FileNotFoundError, match=r"there is no folder .*train: pass the folder .* or synthetic=N"
-    ):
-        ImageNet(str(tmp_path)).setup("fit")
-    for part in ("train", "val"):
-        (tmp_path / part).mkdir()
-    monkeypatch.setitem(sys.modules, "torchvision", None)
-    with pytest.raises(
-        ImportError, match=r"reads the images of .*train with torchvision, .* or pass synthetic=N"
-    ):
-        ImageNet(str(tmp_path)).setup("fit")
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"synthetic": 0}, "synthetic must be at least 1, got 0"),
-        ({"image_size": 0}, "image_size must be at least 1"),
         ({"lighting": -0.1}, "lighting must not be negative, got -0.1"),
     ],
 )
 def test_bad_arguments(options, message):
     with pytest.raises(ValueError, match=message):
         ImageNet(**options)
+
+
+def test_a_missing_folder_and_a_missing_torchvision_are_named(folders, tmp_path, monkeypatch):
+    words = r"there is no folder .*train: pass the folder .* or synthetic=N"
+    with pytest.raises(FileNotFoundError, match=words):
+        ImageNet(str(tmp_path / "none")).setup("fit")
+    monkeypatch.setitem(sys.modules, "torchvision", None)
+    words = r"reads the images of .*train with torchvision, .* or pass synthetic=N"
+    with pytest.raises(ImportError, match=words):
+        ImageNet(folders).setup("fit")
+
+
+@pytest.fixture
+def folders(tmp_path):
+    for part in ("train", "val"):
+        (tmp_path / part).mkdir()
+    return str(tmp_path)
 
 
 @pytest.fixture
@@ -94,10 +93,8 @@ class Noise:
 
 
 @pytest.mark.usefixtures("torchvision")
-def test_files(tmp_path):
-    for part in ("train", "val"):
-        (tmp_path / part).mkdir()
-    data = ImageNet(str(tmp_path), batch_size=4, lighting=0.1)
+def test_files(folders):
+    data = ImageNet(folders, batch_size=4, lighting=0.1)
     data.setup("fit")
     names = [step[0] for step in data.train_set.transform.steps]
     assert names == ["RandomResizedCrop", "RandomHorizontalFlip", "ToTensor", "Normalize"]
@@ -133,11 +130,3 @@ def test_light_has_the_colours_of_imagenet():
     deviations, colours = torch.linalg.eigh(lights.T.cov())
     assert deviations.sqrt().tolist() == pytest.approx([0.0045, 0.0188, 0.2175], rel=0.05)
     assert colours[:, 2].abs().tolist() == pytest.approx([0.5675, 0.5808, 0.5836], abs=0.01)
-
-
-def test_torchvision_is_imported_for_image_files_alone():
-    """Nowhere at the top of a module of the demo, so that nothing else needs it."""
-    for path in Path(lightning_nm.demo.__file__).parent.glob("*.py"):
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, (ast.Import, ast.ImportFrom)):
-                assert "torchvision" not in ast.unparse(node), path

@@ -57,16 +57,6 @@ def test_the_verdict_is_that_of_the_paired_t_test():
     assert seen == {"better", "worse", "undecided"}
 
 
-@pytest.mark.parametrize("count", [2, 3, 6, 20])
-@pytest.mark.parametrize("sd", [0.3, 2.0])
-def test_the_smallest_detectable_difference_is_seen_in_80_per_cent(count, sd):
-    generator = np.random.default_rng(count)
-    detectable = Interval(count, 0.0, sd, 0.0, 0.0).detectable
-    differences = detectable + sd * generator.standard_normal((100_000, count))
-    seen = stats.ttest_1samp(differences, 0, axis=1).pvalue < 0.05
-    assert seen.mean() == pytest.approx(0.8, abs=0.006)  # 5 standard errors
-
-
 def test_pairs_are_the_seeds_that_both_completed():
     own = [row("a", seed, float(seed**2)) for seed in (3, 1, 2, 0)]
     other = [row("b", 0, 9.0, "failed"), *(row("b", seed, 1.0) for seed in (1, 2, 4))]

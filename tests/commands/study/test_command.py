@@ -1,10 +1,8 @@
 """lightning-nm study, with trainings of a few steps."""
 
 import csv
-import subprocess
+import re
 import sys
-import time
-from dataclasses import replace
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -13,12 +11,12 @@ import torch
 import yaml
 
 from lightning_nm import BAME, NMSparsityCallback
-from lightning_nm.cli import main
 from lightning_nm.commands.build import QUIET
 from lightning_nm.commands.study import runner
 from lightning_nm.commands.study.runner import fit, train
 from lightning_nm.commands.study.spec import Cell, read
-from lightning_nm.demo import GPT, Digits, HelpTopics, ResidualCNN
+from lightning_nm.demo import GPT, HelpTopics
+from tests.support.command import status_of
 
 FIXED = {"method": {"class_path": "lightning_nm.BAME", "init_args": {"start": 1.0, "stop": 1.0}}}
 CONFIG = {
@@ -46,9 +44,7 @@ STUDY = {
 
 
 @pytest.fixture
-def study(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["lightning-nm"])
-
+def study(tmp_path):
     def write(config=CONFIG, **changes):
         (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
         (tmp_path / "study.yaml").write_text(yaml.safe_dump(STUDY | changes))
@@ -57,10 +53,8 @@ def study(tmp_path, monkeypatch):
     return write
 
 
-def start(path, *arguments):
-    return main(
-        ["study", str(path), "--output", str(path.parent / "out"), "--threads", "1", *arguments]
-    )
+def start(path, *words):
+    return status_of("study", path, "--output", path.parent / "out", "--threads", 1, *words)
 
 
 def results(path):
@@ -187,20 +181,18 @@ def test_ctrl_c_leaves_a_state_that_goes_on(study, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"variants": {"dense": {"metod": "a"}}}, ["variant dense, pattern 1:16", "metod"]),
-        ({"variants": {"dense": {"method.init_args.every": 2}}}, ["every"]),
-        ({"overrides": {"trainer.max_steps.a": 2}}, ["max_steps", "{'a': 2}"]),
-        ({"grid": {"data.init_args.batch_size": [0]}}, ["batch_size 0", "at least 1"]),
-        ({"sampler": "random", "trials": 1, "search": {"model.init_args.lrr": [1, 2]}}, ["lrr"]),
-        ({"baselines": ["a"]}, ["baselines: 'a' is no variant"]),
+        ({"variants": {"dense": {"metod": "a"}}}, "variant dense, pattern 1:16.*metod"),
+        ({"variants": {"dense": {"method.init_args.every": 2}}}, "every"),
+        ({"overrides": {"trainer.max_steps.a": 2}}, "max_steps.*{'a': 2}"),
+        ({"grid": {"data.init_args.batch_size": [0]}}, "batch_size 0.*at least 1"),
+        ({"sampler": "random", "trials": 1, "search": {"model.init_args.lrr": [1, 2]}}, "lrr"),
+        ({"baselines": ["a"]}, "baselines: 'a' is no variant"),
     ],
 )
 def test_mistakes_are_named_before_any_training(study, capsys, changes, words):
     path = study(**changes)
     assert start(path) == 2
-    message = capsys.readouterr().err
-    for word in words:
-        assert word in message
+    assert re.search(words, capsys.readouterr().err, re.DOTALL)
     assert not (path.parent / "out").exists()
 
 
@@ -237,9 +229,7 @@ def test_equal_seconds_are_measured_once_and_give_each_variant_its_steps(
 
 def test_options_are_checked(study, capsys):
     path = study()
-    with pytest.raises(SystemExit) as stop:
-        start(path, "--workers", "0")
-    assert stop.value.code == 2
+    assert start(path, "--workers", "0") == 2
     assert "--workers" in capsys.readouterr().err
     (path.parent / "out").mkdir()
     (path.parent / "out" / "journal.log").write_text("{}")
@@ -258,64 +248,23 @@ def test_a_missing_extra_is_named(study, capsys, monkeypatch, missing, importer)
     assert "pip install -e '.[study]'" in capsys.readouterr().err
 
 
-def plain(model, data, method, pattern):
-    """A training and its test without LightningCLI."""
-    masks = NMSparsityCallback(pattern, method, show_tables=False, grad_snr_every=0)
-    trainer = pl.Trainer(
-        max_steps=3,
-        accelerator="cpu",
-        callbacks=[masks],
-        limit_val_batches=0,
-        limit_test_batches=3,
-        **QUIET,
-    )
-    trainer.fit(model, data)
-    return trainer.test(model, data, verbose=False)[0]
-
-
-@pytest.mark.parametrize(
-    ("data", "model", "method"),
-    [(HelpTopics, GPT, FIXED["method"]), (Digits, ResidualCNN, "sr-ste")],
-)
 @pytest.mark.filterwarnings("ignore:BAME never adapts")
-def test_a_trial_is_the_plain_training_of_its_seed(study, data, model, method):
-    names = [{"class_path": cls.__name__} for cls in (data, model)]
-    trainer = {
-        "accelerator": "cpu",
-        "max_steps": 3,
-        "limit_val_batches": 0,
-        "limit_test_batches": 3,
-    }
-    config = {"data": names[0], "model": names[1], "trainer": trainer, "seed_everything": 0}
-    metric = {GPT: "test_bits_per_byte", ResidualCNN: "test_loss"}[model]
-    spec = read(study(config, variants={"it": {"method": method}}, baselines=[], metric=metric))
-    found = train(spec.trial_config(Cell("it", {"pattern": "1:16"}), {}), 3, metric, (None, None))
+def test_a_trial_is_the_plain_training_of_its_seed(study):
+    """One without LightningCLI."""
+    variants = {"it": {"method": FIXED["method"]}}
+    spec = read(study(variants=variants, baselines=[]))
+    trial = spec.trial_config(Cell("it", {"pattern": "1:16"}), {})
+    found = train(trial, 3, spec.metric, (None, None))
+
     pl.seed_everything(3, verbose=False)
-    made = method if method == "sr-ste" else BAME(start=1.0, stop=1.0)
-    expected = plain(model(), data(seed=3), made, "1:16")
+    method = BAME(start=1.0, stop=1.0)
+    masks = NMSparsityCallback("1:16", method, show_tables=False, grad_snr_every=0)
+    plain = pl.Trainer(callbacks=[masks], **CONFIG["trainer"], **QUIET)
+    model, data = (CONFIG[name]["init_args"] for name in ("model", "data"))
+    model, data = GPT(**model), HelpTopics(**data, seed=3)
+    plain.fit(model, data)
+    (expected,) = plain.test(model, data, verbose=False)
     assert {key: found[key] for key in expected} == expected
-
-
-@pytest.mark.slow
-def test_a_killed_study_with_two_workers_gives_the_rows_of_an_undisturbed_one(study):
-    path = study(seeds=4)
-    assert start(path) == 0
-    expected = {(row["variant"], row["seed"]): row["test_bits_per_byte"] for row in results(path)}
-    output = path.parent / "killed"
-    words = ["study", str(path), "--output", str(output), "--threads", "1"]
-    command = [sys.executable, "-m", "lightning_nm", *words]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[3])
-    process.stdout.readline()  # the first trial is complete
-    time.sleep(0.2)
-    process.kill()
-    process.wait()
-    process.stdout.close()
-    assert main([*words, "--workers", "2"]) == 0
-    with (output / "results.csv").open() as file:
-        found = {
-            (row["variant"], row["seed"]): row["test_bits_per_byte"] for row in csv.DictReader(file)
-        }
-    assert found == expected
 
 
 STUDIES = Path(__file__).parents[3] / "studies"
@@ -327,16 +276,3 @@ def test_shipped_studies_can_be_built(path):
     if path.stem.startswith("smollm2"):
         pytest.skip("tests/docs/test_fine_tune.py builds it, with the models that its page makes")
     runner.check(read(path))
-
-
-@pytest.mark.slow
-def test_a_shipped_study_runs(study, capsys, monkeypatch):
-    """Its own file, of which every training ends after two steps."""
-    spec = read(STUDIES / "bame-help-topics-denser.yaml")
-    short = {"trainer.max_steps": 2, "trainer.limit_test_batches": 1}
-    spec = replace(spec, overrides=spec.overrides | short, seeds=[0])
-    monkeypatch.setattr("lightning_nm.commands.study.spec.read", lambda path: spec)
-    path = study()
-    assert start(path) == 0
-    assert len(results(path)) == len(list(spec.cells()))
-    assert "bame - sr-ste" in capsys.readouterr().out

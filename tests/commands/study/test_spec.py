@@ -67,36 +67,33 @@ def test_ranges(study):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("sead: 3", ["'sead' is not accepted", "docs/studies.md lists the keys"]),
-        ("metric: 3", ["metric", "Got value: 3", "str"]),
-        ("direction: down", ["direction", "down", "minimize", "maximize"]),
-        ("sampler: bayes", ["sampler", "bayes", "grid", "tpe", "random"]),
-        ("baselines: [dens]", ["baselines: 'dens'", "variants: dense, masked"]),
-        ("seeds: 0", ["seeds: []"]),
-        ("seeds: [a]", ["seeds", "Got value: a"]),
-        ("variants: [a]", ["variants", "Got value: ['a']", "dict"]),
-        ("variants: {}", ["'dense' is no variant"]),
-        ("grid: {pattern: 1:16}", ["grid", "Got value: 76", "list"]),
-        ("grid: {pattern: [5:4]}", ["5:4"]),
-        ("grid: {a: [{b: 1}]}", ["grid", "{'b': 1}"]),
-        ("grid: {method: [sr-ste]}", ["masked: method", "give it once"]),
-        ("trials: 3", ["`trials`", "sampler: tpe"]),
-        ("sampler: tpe", ["`search`", "sampler: tpe"]),
-        ("sampler: tpe\nsearch: {a: [1]}\ntrials: 0", ["`trials`", "sampler: tpe"]),
-        ("sampler: tpe\nsearch: {method: [a]}\ntrials: 1", ["masked: method", "give it once"]),
-        ("seconds: 0", ["seconds: 0", "positive"]),
-        ("seconds: fast", ["seconds", "fast", "float"]),
-        ("seconds: 9\nsampler: random\ntrials: 3\nsearch: {lr: [1, 2]}", ["goes with a grid"]),
+        ("sead: 3", "'sead' is not accepted.*docs/studies.md lists the keys"),
+        ("metric: 3", "metric.*str.*Got value: 3"),
+        ("direction: down", "direction.*down"),
+        ("sampler: bayes", "sampler.*bayes"),
+        ("baselines: [dens]", "baselines: 'dens'.*variants: dense, masked"),
+        ("seeds: 0", r"seeds: \[\]"),
+        ("seeds: [a]", "seeds.*Got value: a"),
+        ("variants: [a]", r"variants.*dict.*Got value: \['a'\]"),
+        ("variants: {}", "'dense' is no variant"),
+        ("grid: {pattern: 1:16}", "grid.*list.*Got value: 76"),
+        ("grid: {pattern: [5:4]}", "5:4"),
+        ("grid: {a: [{b: 1}]}", "grid.*{'b': 1}"),
+        ("grid: {method: [sr-ste]}", "masked: method.*give it once"),
+        ("trials: 3", "`trials`.*sampler: tpe"),
+        ("sampler: tpe", "`search`.*sampler: tpe"),
+        ("sampler: tpe\nsearch: {a: [1]}\ntrials: 0", "`trials`.*sampler: tpe"),
+        ("sampler: tpe\nsearch: {method: [a]}\ntrials: 1", "masked: method.*give it once"),
+        ("seconds: 0", "seconds: 0.*positive"),
+        ("seconds: fast", "seconds.*float.*fast"),
+        ("seconds: 9\nsampler: random\ntrials: 3\nsearch: {lr: [1, 2]}", "goes with a grid"),
     ],
 )
 def test_bad_values_are_named(study, line, words):
     key = line.split(":")[0]
     lines = [each for each in STUDY.splitlines() if not each.startswith(f"{key}:")]
-    path = study("\n".join([*lines, line]))
-    with pytest.raises(ValueError, match=r"mine\.yaml") as error:
-        read(path)
-    for word in words:
-        assert word in str(error.value)
+    with pytest.raises(ValueError, match=rf"(?s)mine\.yaml.*{words}"):
+        read(study("\n".join([*lines, line])))
 
 
 @pytest.mark.parametrize(
@@ -149,27 +146,19 @@ def test_dotted_keys_nested_mappings_and_class_paths(changes, trainer):
     assert config == {"trainer": trainer}
 
 
-def test_short_keys_reach_the_callback():
+def test_short_keys_reach_the_callback_which_is_added_if_missing():
+    def masks(changes, trainer):
+        config = changed(changes, trainer=trainer) if trainer is not False else changed(changes)
+        return config["trainer"]["callbacks"][-1]["init_args"]
+
     other = {"class_path": "lightning.pytorch.callbacks.EarlyStopping"}
-    config = changed(
-        {"method": "sr-ste", "pattern": "1:16"}, trainer={"callbacks": [other, {**MASKS}]}
-    )
-    assert config["trainer"]["callbacks"][1]["init_args"] == {"pattern": "1:16", "method": "sr-ste"}
-    config = changed(
-        {"method.init_args.every": 5}, trainer={"callbacks": {"class_path": "NMSparsityCallback"}}
-    )
-    assert config["trainer"]["callbacks"][0]["init_args"]["method"] == {"init_args": {"every": 5}}
-
-
-@pytest.mark.parametrize("trainer", [None, {}, {"callbacks": None}, {"callbacks": []}])
-def test_a_missing_callback_is_added(trainer):
-    config = {} if trainer is None else {"trainer": trainer}
-    (entry,) = changed({"pattern": "1:4"}, **config)["trainer"]["callbacks"]
-    assert entry["class_path"] == "lightning_nm.NMSparsityCallback"
-    assert entry["init_args"]["pattern"] == "1:4"
-
-
-def test_several_callbacks_cannot_be_short():
+    short = {"pattern": "1:16", "method": "sr-ste"}
+    assert masks(short, {"callbacks": [other, {**MASKS}]}) == short
+    alone = {"callbacks": {"class_path": "NMSparsityCallback"}}
+    found = masks({"method.init_args.every": 5}, alone)
+    assert found["method"] == {"init_args": {"every": 5}}
+    for trainer in (False, {}, {"callbacks": None}, {"callbacks": []}):
+        assert masks({"pattern": "1:4"}, trainer)["pattern"] == "1:4"
     with pytest.raises(ValueError, match="several NMSparsityCallbacks"):
         changed({"pattern": "1:4"}, trainer={"callbacks": [MASKS, MASKS]})
 

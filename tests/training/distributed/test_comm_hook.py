@@ -1,7 +1,7 @@
 """What a communication hook sends: counted, and put back where it belongs."""
 
 import copy
-from contextlib import contextmanager, nullcontext
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,6 +22,7 @@ from lightning_nm.training.comm_hook import (
     kept_entries_hook,
 )
 from tests.support.kinds import KINDS, make
+from tests.support.loop import Loop, mlp
 from tests.support.processes import in_processes
 
 
@@ -60,25 +61,17 @@ def test_kept_entries_arrive_and_others_are_zero(kind, pattern, layout):
 @settings(max_examples=25)
 def test_blocks_that_keep_fewer_are_filled_up_with_zeros(m, data):
     n = data.draw(st.integers(1, m - 1))
-    layer = next(
-        iter(
-            NMSparsifier(nn.Linear(2 * m, 3), NMPattern(n, m), ASP(), skip_first_last=False)
-            .attach()
-            .layers.values()
-        )
-    )
+    module = nn.Linear(2 * m, 3)
+    sparsifier = NMSparsifier(module, NMPattern(n, m), ASP(), skip_first_last=False).attach()
+    (layer,) = sparsifier.layers.values()
     kept = torch.rand(3, 2 * m).lt(0.5) & layer.forward_mask
     layer.set_masks(kept)
-    places = kept_entries(layer).long()
+    places = kept_entries(layer)
     assert places.shape == (6, n)
     assert all(len(set(row.tolist())) == n for row in places)
     grad = torch.randn(3, 2 * m)
-    wire = CommHookState()
-    wire.add([layer])
-    assert torch.equal(
-        _unpack(_pack(grad, layer, wire.entries(layer)), layer, wire.entries(layer)),
-        torch.where(kept, grad, 0),
-    )
+    received = _unpack(_pack(grad, layer, places), layer, places)
+    assert torch.equal(received, torch.where(kept, grad, 0))
 
 
 def test_entries_follow_the_masks():
@@ -93,147 +86,102 @@ def test_entries_follow_the_masks():
 
 
 def test_what_methods_need():
-    model = nn.Sequential(
-        nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)
-    )
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
     rules = [
         {"include": "0", "method": ASP(start=1)},
         {"include": "1", "method": BAME(start=1, stop=2, every=1)},
         {"include": "2", "method": SRSTE()},
     ]
-    sparsifier = NMSparsifier(model, "2:4", ASP(), rules=rules, skip_first_last=False).attach()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    sparsifier.register(optimizer)
+    loop = Loop(model, ASP(), rules=rules)
+    layers = list(loop.layers.values())
     wire = CommHookState()
-    wire.add(sparsifier.layers.values())
+    wire.add(layers)
     seen = []
-    for _ in range(3):
-        seen.append([wire.sparse(layer.weight) is not None for layer in sparsifier.layers.values()])
-        model(torch.randn(4, 16)).sum().backward()
-        sparsifier.before_step(optimizer)
-        optimizer.step()
-        sparsifier.step()
+    for number in range(3):
+        seen.append([wire.sparse(layer.weight) is not None for layer in layers])
+        loop.train([number])
     # ASP prunes at step 1; BAME adapts in the second window; SR-STE always needs all; ASP from the start.
     assert seen == [
         [False, True, False, True],
         [True, False, False, True],
         [True, True, False, True],
     ]
-    wire.remove(list(sparsifier.layers.values())[:1])
+    wire.remove(layers[:1])
     assert wire.sparse(model[0].weight) is None
     assert wire.sparse(model[3].weight) is not None
     assert wire.sparse(model[3].bias) is None
 
 
-@contextmanager
-def monkeypatched(module, name, value):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, name, value)
-        yield
+def transposed():
+    """Weights that are not row-major, one of them with gaps."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8))
+    model[0].weight = nn.Parameter(torch.randn(8, 16).t())
+    model[1].weight = nn.Parameter(torch.randn(16, 24)[:, ::3].t())
+    return model
 
 
-def counted(pattern, dtype):
-    """Elements on the wire, and gradients beside those of a dense hook, of a step before and one after the rebuild."""
+def channels_last():
+    model = nn.Sequential(nn.Conv2d(8, 16, 3), nn.Conv2d(16, 16, 2))
+    return model.to(memory_format=torch.channels_last)
+
+
+CASES = [
+    (lambda: mlp(64, 32, 64, 8), (2, 64), "1:16", None),
+    (lambda: mlp(64, 32, 64, 8), (2, 64), "1:16", torch.bfloat16),
+    (lambda: mlp(64, 32, 64, 8), (2, 64), "2:4", None),
+    (transposed, (2, 8), "2:4", None),
+    (channels_last, (2, 8, 5, 5), "2:4", None),
+]
+
+
+def compare_with_a_dense_hook(make_model, shape, pattern, dtype):
+    """Steps of two micro-batches, the first without a collective; DDP rebuilds its buckets after the first step."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 64), nn.Linear(64, 8))
+    model, wire, sent, all_reduce = make_model(), CommHookState(dtype), [], dist.all_reduce
     twin = copy.deepcopy(model)
-    sparsifiers = [
-        NMSparsifier(m, pattern, ASP(), skip_first_last=False).attach() for m in (model, twin)
-    ]
-    wire = CommHookState(dtype)
-    wire.add(sparsifiers[0].layers.values())
-    size = {"bucket_cap_mb": 0.01, "gradient_as_bucket_view": True}
-    parallel, other = DistributedDataParallel(model, **size), DistributedDataParallel(twin, **size)
-    parallel.register_comm_hook(wire, kept_entries_hook)
-    other.register_comm_hook(None, allreduce_hook)
-    optimizer = torch.optim.SGD(model.parameters(), 0.0)
-    sparsifiers[0].register(optimizer)
-    sent, all_reduce = [], dist.all_reduce
+    parts = []
+    for module, state, hook in ((model, wire, kept_entries_hook), (twin, None, allreduce_hook)):
+        sparsifier = NMSparsifier(module, pattern, ASP(), skip_first_last=False).attach()
+        parts.append(
+            DistributedDataParallel(module, bucket_cap_mb=0.01, gradient_as_bucket_view=True)
+        )
+        parts[-1].register_comm_hook(state, hook)
+        if state is not None:
+            layers = sparsifier.layers.values()
+            state.add(layers)
 
-    def spy(tensor, *args, **kwargs):
-        sent.append((tensor.numel(), tensor.element_size()))
-        return all_reduce(tensor, *args, **kwargs)
+    def spy(tensor, *args, **options):
+        sent.append((tensor.numel(), tensor.nbytes))
+        return all_reduce(tensor, *args, **options)
 
-    results = []
+    share = NMPattern.parse(pattern).density
+    expected = sum(p.numel() * (share if p.dim() > 1 else 1) for p in model.parameters())
+    size = 4 if dtype is None else 2
     for step in range(3):
-        x = torch.randn(4, 64, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
-        optimizer.zero_grad()
-        twin.zero_grad()
-        for k, micro in enumerate(x.split(2)):  # the first without a collective
-            with (
-                parallel.no_sync() if k == 0 else nullcontext(),
-                monkeypatched(dist, "all_reduce", spy),
-            ):
-                parallel(micro).square().sum().backward()
-            with other.no_sync() if k == 0 else nullcontext():
-                other(micro).square().sum().backward()
-        grads = [[p.grad.clone() for p in m.parameters()] for m in (model, twin)]
-        zeros = [
-            bool(layer.weight.grad[~layer.masks.forward_view].any())
-            for layer in sparsifiers[0].layers.values()
-        ]
-        results.append(
-            (sum(n for n, _ in sent), sum(n * b for n, b in sent), *grads, zeros, wire.end_step())
-        )
+        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        batches = torch.randn(2, *shape, generator=generator)
+        for parallel, patched in zip(parts, (spy, all_reduce), strict=True):
+            parallel.zero_grad()
+            with patch.object(dist, "all_reduce", patched):
+                with parallel.no_sync():
+                    parallel(batches[0]).square().sum().backward()
+                parallel(batches[1]).square().sum().backward()
+        assert [sum(each) for each in zip(*sent, strict=True)] == [expected, size * expected]
         sent.clear()
-    return results
+        assert wire.end_step() == size * expected / (4 * sum(p.numel() for p in model.parameters()))
+        assert not any(layer.weight.grad[~layer.masks.forward_view].any() for layer in layers)
+        for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+            tolerance = (
+                {"rtol": 1e-2, "atol": 1e-2 * float(other.grad.abs().max())} if dtype else {}
+            )
+            torch.testing.assert_close(one.grad, other.grad, **tolerance)
 
 
-def strided(kind):
-    """Gradients of weights that are not row-major, beside those of a dense hook."""
-    torch.manual_seed(0)
-    if kind == "channels-last":
-        model = nn.Sequential(nn.Conv2d(8, 16, 3), nn.Conv2d(16, 16, 2)).to(
-            memory_format=torch.channels_last
-        )
-        shape = (4, 8, 5, 5)
-    else:
-        model, shape = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8)), (4, 8)
-        model[0].weight = nn.Parameter(torch.randn(8, 16).t())
-        model[1].weight = nn.Parameter(torch.randn(16, 24)[:, ::3].t())  # with gaps
-    sparsifier = NMSparsifier(model, "2:4", ASP(), skip_first_last=False).attach()
-    grads = []
-    for hook, wire in ((allreduce_hook, None), (kept_entries_hook, CommHookState())):
-        parallel = DistributedDataParallel(model)
-        parallel.register_comm_hook(wire, hook)
-        if wire is not None:
-            wire.add(sparsifier.layers.values())
-        for step in range(2):
-            model.zero_grad()
-            parallel(
-                torch.randn(shape, generator=torch.Generator().manual_seed(step))
-            ).square().sum().backward()
-        grads.append([p.grad.clone() for p in model.parameters()])
-    assert wire.end_step() < 0.7
-    return grads
-
-
-CASES = [("1:16", None), ("1:16", torch.bfloat16), ("2:4", None)]
-
-
-def counted_in_all_cases():
-    kinds = ("channels-last", "transposed")
-    return [counted(pattern, dtype) for pattern, dtype in CASES], [strided(kind) for kind in kinds]
+def compare_all():
+    for case in CASES:
+        compare_with_a_dense_hook(*case)
 
 
 @pytest.mark.slow
 def test_elements_on_the_wire(tmp_path):
-    weights, biases = 64 * 32 + 32 * 64 + 64 * 8, 32 + 64 + 8
-    for cases, strides in in_processes(2, tmp_path / "run", counted_in_all_cases):
-        for (pattern, dtype), results in zip(CASES, cases, strict=True):
-            expected = int(weights * NMPattern.parse(pattern).density) + biases
-            for elements, sent, grads, dense, nonzero, ratio in results:
-                assert elements == expected
-                assert sent == expected * (4 if dtype is None else 2)
-                assert ratio == sent / (4 * (weights + biases))
-                assert nonzero == [False] * 3
-                tolerance = (
-                    {"rtol": 1e-2, "atol": 1e-2 * max(float(g.abs().max()) for g in dense)}
-                    if dtype
-                    else {}
-                )
-                for one, other in zip(grads, dense, strict=True):
-                    torch.testing.assert_close(one, other, **tolerance)
-        for dense, kept in strides:
-            for one, other in zip(dense, kept, strict=True):
-                torch.testing.assert_close(one, other)
+    in_processes(2, tmp_path / "run", compare_all)

@@ -62,19 +62,23 @@ def test_every_bit_of_the_masks_counts(row, column, bit):
     assert torch.equal(checksum(layer), before)
 
 
+def assign(field, value):
+    return lambda layer: setattr(layer.progress, field, value)
+
+
 CHANGES = {
     "seed": lambda layer: layer.noise.reseed(1),
-    "schedule": lambda layer: setattr(layer.progress, "schedule", (3, 9)),
-    "estimator_schedule": lambda layer: setattr(layer.progress, "estimator_schedule", (3, 9)),
-    "estimating": lambda layer: setattr(layer.progress, "estimating", True),
-    "dense_gradient": lambda layer: setattr(
-        layer.progress, "dense_gradient", not layer.progress.dense_gradient
+    "schedule": assign("schedule", (3, 9)),
+    "estimator_schedule": assign("estimator_schedule", (3, 9)),
+    "estimating": assign("estimating", True),
+    "dense_gradient": lambda layer: assign("dense_gradient", not layer.progress.dense_gradient)(
+        layer
     ),
     "gradient_at_pruned": lambda layer: setattr(
         layer, "spec", replace(layer.spec, method=_Other())
     ),
-    "clock": lambda layer: setattr(layer.progress, "clock", 7),
-    "step": lambda layer: setattr(layer.progress, "step", 7),
+    "clock": assign("clock", 7),
+    "step": assign("step", 7),
     "masks": lambda layer: layer.masks.bits[0].fill_(0),
     "permutation": lambda layer: layer.masks.permutation.copy_(layer.masks.permutation.flip(0)),
     "parameters": lambda layer: layer.parameters["scale"].data.fill_(1.25),
@@ -89,11 +93,15 @@ class _Other(ScaledMask):
 _Other.__name__ = "ScaledMask"
 
 
+def attached_for(aspect):
+    """Layers that the change of this aspect can be made to."""
+    own = aspect in ("parameters", "gradient_at_pruned")
+    return attached(ScaledMask() if own else "bi-mask")
+
+
 @pytest.mark.parametrize("aspect", CHANGES)
 def test_each_aspect_counts(aspect):
-    layer = attached(
-        ScaledMask() if aspect in ("parameters", "gradient_at_pruned") else "bi-mask"
-    ).layers["0"]
+    layer = attached_for(aspect).layers["0"]
     before = _fingerprint(layer), checksum(layer).tolist()
     with torch.no_grad():
         CHANGES[aspect](layer)
@@ -124,9 +132,7 @@ def disagreements():
 
     dist.all_reduce = spy
     for aspect, change in CHANGES.items():
-        sparsifier = attached(
-            ScaledMask() if aspect in ("parameters", "gradient_at_pruned") else "bi-mask"
-        )
+        sparsifier = attached_for(aspect)
         compare_ranks(sparsifier.layers.values())
         compare_ranks(sparsifier.layers.values())
         with torch.no_grad():
