@@ -30,28 +30,25 @@ def place(request):
 
 
 def masked(place, method="bi-mask", mvue=False, sizes=(256, 384), dtype=BF16):
-    """A masked linear layer and its sparsifier."""
+    """A masked linear layer, its sparsifier, an input and an output gradient."""
     module = nn.Linear(*sizes)
     with torch.no_grad():
-        module.weight.copy_(
-            torch.randn(sizes[::-1], generator=torch.Generator().manual_seed(1)) * sizes[0] ** -0.5
-        )
+        values = torch.randn(sizes[::-1], generator=torch.Generator().manual_seed(1))
+        module.weight.copy_(values * sizes[0] ** -0.5)
         module.bias.copy_(torch.linspace(-1, 1, sizes[1]))
     module.to(place.device, dtype)
+    options = {"skip_first_last": False, "grad_snr_every": 0}
     estimator = MVUE("2:4") if mvue else None
-    sparsifier = NMSparsifier(
-        module, "2:4", method, estimator, skip_first_last=False, grad_snr_every=0
-    ).attach()
-    return module, sparsifier
+    sparsifier = NMSparsifier(module, "2:4", method, estimator, **options).attach()
+    return module, sparsifier, *batch(place, module)
 
 
 def batch(place, module, tokens=200, seed=0):
     """Input and output gradient."""
     out, width = module.weight.shape
     dtype = module.weight.dtype
-    return place.random(tokens, width, dtype=dtype, seed=seed), place.random(
-        tokens, out, dtype=dtype, seed=seed + 1
-    )
+    x = place.random(tokens, width, dtype=dtype, seed=seed)
+    return x, place.random(tokens, out, dtype=dtype, seed=seed + 1)
 
 
 def change(module):
@@ -70,13 +67,13 @@ def move_masks(sparsifier, by=4):
         )
 
 
-@pytest.mark.parametrize("tokens", [16, 50, 128, 200])
+@pytest.mark.parametrize("tokens", [1, 50, 128])
 @pytest.mark.parametrize("sizes", [(256, 384), (144, 176)], ids=["128", "16"])
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("mvue", [False, True], ids=["dense-grad", "mvue"])
 @pytest.mark.parametrize("method", GEMMS)
 def test_a_layer(place, method, mvue, dtype, sizes, tokens):
-    module, _ = masked(place, method, mvue, sizes, dtype)
+    module, *_ = masked(place, method, mvue, sizes, dtype)
     x, grad = batch(place, module, tokens)
     router = place.router()
     found, expected = results(module, x, grad, router), exact(module, x, grad)
@@ -87,19 +84,9 @@ def test_a_layer(place, method, mvue, dtype, sizes, tokens):
     assert sparse == gemms or sizes == (144, 176)
 
 
-@pytest.mark.parametrize("tokens", [1, 8, 129])
-def test_products_of_another_shape_take_a_decision_of_their_own(place, tokens):
-    module, _ = masked(place, "transposable", True)
-    router = place.router()
-    for count in (200, tokens, 200):
-        x, grad = batch(place, module, count)
-        assert_right(results(module, x, grad, router), exact(module, x, grad), BF16)
-
-
 def test_in_auto_each_product_has_a_reason_and_is_right_on_whatever_it_ran(place):
-    module, _ = masked(place, "bi-mask", True)
+    module, _, x, grad = masked(place, mvue=True)
     router = place.router("auto", budget_s=300)
-    x, grad = batch(place, module)
     for _ in range(3):
         assert_right(results(module, x, grad, router), exact(module, x, grad), BF16)
     decisions = {used.product.key.gemm: used.decision for used in router.used() if used.decision}
@@ -112,12 +99,17 @@ def test_in_auto_each_product_has_a_reason_and_is_right_on_whatever_it_ran(place
 @pytest.mark.filterwarnings(  # Inductor's own; a kernel that fails is a RuntimeWarning
     "ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"
 )
-@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-@pytest.mark.parametrize("mvue", [False, True], ids=["dense-grad", "mvue"])
-@pytest.mark.parametrize("method", ["bi-mask", "transposable"])
+@pytest.mark.parametrize(
+    ("method", "mvue", "mode"),
+    [
+        ("bi-mask", True, "default"),
+        ("bi-mask", False, "reduce-overhead"),
+        ("transposable", True, "reduce-overhead"),
+    ],
+)
 def test_compiled(place, method, mvue, mode):
     """Weights and masks change between the calls, of which CUDA graphs replay all but the first."""
-    module, sparsifier = masked(place, method, mvue)
+    module, sparsifier, *_ = masked(place, method, mvue)
     router = place.router(reuse=2)
     call = place.compiled(module, mode)
     for k in range(5):
@@ -134,9 +126,8 @@ def test_compiled(place, method, mvue, mode):
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
 @pytest.mark.parametrize("reuse", [1, 2])
 def test_on_a_side_stream_that_is_behind(place, reuse):
-    module, _ = masked(place, "bi-mask", True)
+    module, _, x, grad = masked(place, mvue=True)
     router = place.router(reuse=reuse)
-    x, grad = batch(place, module)
     before = exact(module, x, grad)
     assert_right(results(module, x, grad, router), before, BF16)
     with place.side_stream():
@@ -150,7 +141,7 @@ def test_on_a_side_stream_that_is_behind(place, reuse):
 
 @pytest.mark.parametrize("method", GEMMS)
 def test_micro_batches_of_a_step_share_packs_and_later_steps_have_their_own(place, method):
-    module, sparsifier = masked(place, method, True)
+    module, sparsifier, *_ = masked(place, method, True)
     optimizer = torch.optim.SGD(module.parameters(), 0.02)
     sparsifier.register(optimizer)
     router = place.router(reuse=2)
@@ -169,9 +160,8 @@ def test_micro_batches_of_a_step_share_packs_and_later_steps_have_their_own(plac
 
 
 def test_checkpointed(place):
-    module, _ = masked(place, "bi-mask", True)
+    module, _, x, grad = masked(place, mvue=True)
     router = place.router(reuse=2)
-    x, grad = batch(place, module)
     for _ in range(2):
         with set_checkpoint_early_stop(False):  # which spares a last layer its second forward
             found = results(
@@ -187,7 +177,7 @@ def test_the_same_bits_again_where_deterministic_algorithms_are_asked_for(
     place, deterministic, monkeypatch
 ):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    module, _ = masked(place, "bi-mask", True)
+    module, *_ = masked(place, mvue=True)
     router = place.router()
     x, grad = batch(place, module, 4096 if place.on_gpu else 200)
     first = results(module, x, grad, router)
@@ -208,9 +198,8 @@ def test_the_same_bits_again_where_deterministic_algorithms_are_asked_for(
 @pytest.mark.parametrize("method", ["bi-mask", "transposable"])
 def test_captured_by_hand(place, method):
     """A replay reads weights and masks as they are then: sizes that ran before are sparse, and no pack is kept."""
-    module, sparsifier = masked(place, method)
+    module, sparsifier, x, grad = masked(place, method)
     router = place.router(reuse=2)
-    x, grad = batch(place, module)
     x.requires_grad_()
 
     def step():
@@ -237,9 +226,8 @@ def test_captured_by_hand(place, method):
 
 
 def test_memory_of_packs_is_let_go(place, monkeypatch):
-    module, _ = masked(place, "bi-mask", True, (1024, 512))
+    module, _, x, grad = masked(place, mvue=True, sizes=(1024, 512))
     router = place.router(reuse=2)
-    x, grad = batch(place, module)
     results(module, x, grad, router)
     packs = []
     pack = type(place.kernel).pack
