@@ -30,7 +30,7 @@ def convolutions():
 
 @pytest.mark.parametrize(
     ("make", "shape", "masked", "known"),
-    [(linears, (8, 12), ["2"], "16x12"), (convolutions, (2, 3, 16, 16), ["2"], "8x3x3x3")],
+    [(linears, (8, 12), ["2"], "16x12"), (convolutions, (2, 3, 16, 16), ["1", "2"], "8x3x3x3")],
 )
 def test_a_lazy_layer_stays_dense_in_a_plain_loop(make, shape, masked, known):
     model = make()

@@ -10,7 +10,6 @@ import weakref
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from lightning_nm import MVUE, NMSparsifier
 from lightning_nm.kernels import routing
@@ -137,40 +136,6 @@ def test_on_a_side_stream_that_is_behind(place, reuse):
     assert_right(there, before, BF16)
     assert_right(changed, exact(module, x, grad), BF16)
     assert_right(results(module, x, grad, router), exact(module, x, grad), BF16)
-
-
-@pytest.mark.parametrize("method", GEMMS)
-def test_micro_batches_of_a_step_share_packs_and_later_steps_have_their_own(place, method):
-    module, sparsifier, *_ = masked(place, method, True)
-    optimizer = torch.optim.SGD(module.parameters(), 0.02)
-    sparsifier.register(optimizer)
-    router = place.router(reuse=2)
-    for step in range(3):
-        for micro_batch in range(2):
-            x, grad = batch(place, module, seed=2 * step + micro_batch)
-            found = results(module, x, grad, router)
-            assert_right(found, exact(module, x, grad), BF16)
-        before = module.weight.detach().clone()
-        module.weight.grad = found.gradients["weight"]
-        sparsifier.before_step(optimizer)
-        optimizer.step()
-        sparsifier.step()
-        moved = (module.weight - before).float().norm() / before.float().norm()
-        assert moved > 0.2, "an older pack would not show"
-
-
-def test_checkpointed(place):
-    module, _, x, grad = masked(place, mvue=True)
-    router = place.router(reuse=2)
-    for _ in range(2):
-        with set_checkpoint_early_stop(False):  # which spares a last layer its second forward
-            found = results(
-                module, x, grad, router, lambda x: checkpoint(module, x, use_reentrant=False)
-            )
-        assert_right(found, exact(module, x, grad), BF16)
-        change(module)
-    forward = sum(used.calls for used in router.used() if used.product.key.gemm == "forward")
-    assert forward == 4
 
 
 def test_the_same_bits_again_where_deterministic_algorithms_are_asked_for(
