@@ -1,15 +1,11 @@
 """Masked experts against a twin whose experts are masked linear layers."""
 
-import copy
-import io
-
 import pytest
 import torch
 from torch import nn
 
 from benchmarks.gpu.simulated import SimulatedSparseKernel
 from lightning_nm import BAME, LBC, MVUE, MaxQ, NMSparsifier, TransposableMask
-from lightning_nm import functional as nmf
 from lightning_nm.kernels import Router, routing
 from lightning_nm.kernels.cpu import CpuCsrKernel, CpuPermuteKernel
 from lightning_nm.nn import nm_grouped_linear, register_experts
@@ -206,28 +202,6 @@ def test_packs_are_kept_for_each_expert():
         moved = model(x, experts)
     torch.testing.assert_close(moved, model(x, experts))
     assert not torch.allclose(moved, first)
-
-
-def test_the_module_stays_what_it_was():
-    model = Experts()
-    parameters, keys = dict(model.named_parameters()), list(model.state_dict())
-    sparsifier = NMSparsifier(model, "2:4", "sr-ste").attach()
-    assert all(getattr(model, name) is parameter for name, parameter in parameters.items())
-    assert isinstance(model, Experts)
-    x, experts = torch.randn(16, WIDTH), torch.arange(16) % EXPERTS
-    y, state = model(x, experts), model.state_dict()
-    assert list(state) == keys
-    assert all(nmf.is_nm(value, "2:4") for value in state.values())
-    buffer, plain = io.BytesIO(), Experts()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    plain.load_state_dict(state)
-    for other in (copy.deepcopy(model), torch.load(buffer, weights_only=False), plain):
-        torch.testing.assert_close(other(x, experts), y)
-    sparsifier.bake()
-    sparsifier.detach()
-    assert type(model) is Experts
-    torch.testing.assert_close(model(x, experts), y)
 
 
 class Loop(nn.Module):

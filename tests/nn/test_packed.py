@@ -1,6 +1,5 @@
 """Packed layers compute what the dense ones do, hold less, and go through compile, export, copies and pickles."""
 
-import io
 import pickle
 
 import lightning.pytorch as pl
@@ -345,13 +344,6 @@ def test_a_dtype_that_is_not_packed_is_refused(kernels):
     assert model.weight.dtype == torch.float32
     close(model(x), dense(x))
     close(model.type(torch.float64)(x.double()), dense.double()(x.double()))
-
-
-def test_torch_save_and_load():
-    model, x, file = pack(small("1:16")), images(), io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    assert torch.equal(torch.load(file, weights_only=False)(x), model(x))
 
 
 @pytest.mark.parametrize("layout", ["plain", "flat", "transposed"])

@@ -29,7 +29,6 @@ from lightning_nm.kernels.cpu import CpuPermuteKernel, library
 from lightning_nm.kernels.cpu.kernels import dense_matrix
 from lightning_nm.packed import kernel_choice
 from tests.support.cpu_products import REASON
-from tests.support.fake_kernels import without_home
 from tests.support.kinds import make
 from tests.support.packed_models import held, prune
 
@@ -222,24 +221,6 @@ def test_the_summary():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["linear", "hugging-face-conv1d", "conv1d", "cross-attention"])
-def test_a_compiled_model_becomes_dense(clock, kind):
-    """A graph that was compiled on the kernel runs on when the layer becomes dense."""
-    torch._dynamo.reset()
-    module, x = make(kind, torch.float32)
-    model = pack(prune(module, "1:16"))
-    expected = model(x)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    weights = [part for part in model.modules() if type(part).__name__ == "PackedWeight"]
-    assert {weight.form for weight in weights} <= {"cpu-permute", "cpu-csr"}
-    torch.testing.assert_close(compiled(x), expected)
-    for weight in weights:
-        weight.hold_dense()
-    torch.testing.assert_close(compiled(x), expected)
-    assert {weight.form for weight in weights} == {"dense"}
-
-
-@pytest.mark.slow
 def test_a_compiled_graph_in_which_the_layer_becomes_dense(clock):
     torch._dynamo.reset()
     clock.dense[8] = 1.0
@@ -249,17 +230,6 @@ def test_a_compiled_graph_in_which_the_layer_becomes_dense(clock):
     for _ in range(2):
         torch.testing.assert_close(compiled(x), dense(x))
         assert model.weight.form == "dense"
-
-
-def test_without_a_home_directory_choices_are_not_kept(clock, monkeypatch, tmp_path):
-    clock.dense[8] = 1.0
-    with monkeypatch.context() as patch:
-        patch.setattr(kernel_choice, "DECISIONS", "~/.cache/lightning_nm/packed.json")
-        without_home(patch)
-        model = pack(linear())
-        run(model, 5)
-        assert model.weight.form == "dense"
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_layer_that_becomes_dense_while_its_weight_is_read(monkeypatch):
@@ -492,13 +462,3 @@ def test_a_time_of_few_rows_is_scaled(clock, monkeypatch):
     run(pack(linear(640), budget_s=1000), 4)
     (decision,) = kernel_choice._tuner("cpu-permute", torch.get_num_threads()).decisions.values()
     assert decision.dense_ms == pytest.approx(10)
-
-
-def test_a_file_that_cannot_be_written_is_told_once(clock, tmp_path):
-    (tmp_path / "packed.json").write_text("{ cut")
-    model = pack(linear(), budget_s=1000)
-    message = r"not kept and will be measured again.*packed\.json does not hold decisions"
-    with pytest.warns(RuntimeWarning, match=message):
-        run(model, 4)
-    run(model, 4, 8, 16)
-    assert len(clock.measured) == 3

@@ -29,7 +29,7 @@ from tests.support.cpu_int8 import int8_conv2d, int8_linear
 from tests.support.cpu_products import LEVELS, REASON, at_level, needs_library
 from tests.support.experts import WIDTH, Experts, LinearExperts, TransposedExperts
 from tests.support.kinds import make
-from tests.support.packed_models import assert_equal_states, clones, copied, held, prune, small
+from tests.support.packed_models import assert_equal_states, clones, copied, prune, small
 
 
 def linear(pattern="2:4", dtype=torch.float32, seed=0):
@@ -278,14 +278,6 @@ def test_scales_of_experts_and_of_layers_do_not_pass_for_each_other(tmp_path):
         model.load_state_dict(state)
 
 
-@pytest.mark.parametrize(("pattern", "most"), [("2:4", 0.32), ("1:16", 0.055)])
-@pytest.mark.parametrize("kernels", ["sparse", "reference"])
-def test_memory_of_int8_over_that_of_dense_bfloat16(pattern, most, kernels):
-    dense = prune(nn.Linear(1024, 64, bias=False).bfloat16(), pattern)
-    model = packed_int8(dense, kernels)
-    assert packed_summary(model).bytes == held(model) <= most * held(dense)
-
-
 @needs_library
 @pytest.mark.parametrize(
     ("kernels", "form"), [("sparse", "packed int8"), ("auto", "dense, of int8")]
@@ -295,20 +287,6 @@ def test_a_pattern_without_a_kernel(kernels, form):
     model = packed_int8(dense, kernels, "1:3")
     assert model.weight.form == form
     near(model(torch.ones(2, 48)), dense(torch.ones(2, 48)), steps=2)
-
-
-@needs_library
-def test_a_kernel_that_fails_gives_way_to_the_dense_product(monkeypatch):
-    def fail(self, packed, x, bias=None):
-        raise RuntimeError("no")
-
-    model, x = packed_int8(linear()), torch.randn(3, 64)
-    expected = packed_int8(linear(), "reference")(x)
-    model(x)
-    monkeypatch.setattr(CpuInt8Kernel, "linear", fail)
-    with pytest.warns(RuntimeWarning, match="kernel 'cpu-int8' is switched off"):
-        assert torch.equal(model(x), expected)
-    kernel_choice.registry_of.cache_clear()
 
 
 def test_gradients_of_inputs_are_those_of_the_dense_product():
