@@ -95,10 +95,10 @@ def test_negative_zeros_are_stored_where_there_is_room():
 
 @pytest.mark.parametrize(
     ("pattern", "most"),
-    [("2:4", 0.57), ("1:4", 0.30), ("1:16", 0.10), ("1:8", 0.16), ("4:8", 0.57)],
+    [("2:4", 0.57), ("1:4", 0.30), ("1:16", 0.10), ("1:8", 0.16), ("1:256", 0.006)],
 )
 def test_sizes(pattern, most):
-    matrix = nm_prune(torch.randn(64, 128), pattern).bfloat16()
+    matrix = nm_prune(torch.randn(32, 256), pattern).bfloat16()
     assert sum(tensor.nbytes for tensor in pack_nm(matrix, pattern)) <= most * matrix.nbytes
 
 
