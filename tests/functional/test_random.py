@@ -1,3 +1,6 @@
+"""Counter-based numbers: the words of Philox4x32-10, and the normal and Gumbel numbers made of them."""
+
+import math
 import shutil
 
 import pytest
@@ -5,9 +8,10 @@ import torch
 
 from lightning_nm.functional import random
 from lightning_nm.functional.random import counter_uniform, fold_seed
+from lightning_nm.functional.soft import gumbel_noise, normal_noise
 
 MASK = 2**32 - 1
-COUNT = 10**6
+SEED = fold_seed(0, "layer", 1)
 
 
 def philox(counter, key):
@@ -18,15 +22,6 @@ def philox(counter, key):
         c = [(q >> 32) ^ c[1] ^ k[0], q & MASK, (p >> 32) ^ c[3] ^ k[1], p & MASK]
         k = [(k[0] + 0x9E3779B9) & MASK, (k[1] + 0xBB67AE85) & MASK]
     return c
-
-
-def correlation(u, v):
-    return float(((u - u.mean()) * (v - v.mean())).mean() / (u.std() * v.std()))
-
-
-@pytest.fixture(scope="module")
-def numbers():
-    return counter_uniform(COUNT, fold_seed(0, "layer", 1))
 
 
 @pytest.mark.parametrize(
@@ -42,119 +37,65 @@ def numbers():
     ],
 )
 def test_known_answers(counter, key, expected):
-    """The vectors that Random123 publishes."""
+    """The vectors that Random123 publishes: the statistics of these numbers are known."""
     answer = random._philox(torch.tensor(counter).unbind(), torch.tensor(key).unbind())
     assert " ".join(f"{int(word):08x}" for word in answer) == expected
     assert " ".join(f"{word:08x}" for word in philox(counter, key)) == expected
 
 
 def test_numbers_are_the_words_of_their_counter():
+    """In [0, 1), a multiple of 2**-24, each from a word of its own; also of counters beyond 32 bits."""
     seed = torch.tensor([MASK, 1, 2, MASK - 3])
-    words = [word for index in range(3) for word in philox((index, 0, 2, MASK - 3), (MASK, 1))]
-    assert counter_uniform(11, seed).tolist() == [(word >> 8) / 2**24 for word in words[:11]]
-    index = 5 * 2**32 + 7
-    words = philox((7, 5, 2, MASK - 3), (MASK, 1))
-    assert random._uniform(torch.tensor([index]), seed)[0].tolist() == [
-        (word >> 8) / 2**24 for word in words
-    ]
+
+    def numbers(low, high):
+        return [(word >> 8) / 2**24 for word in philox((low, high, 2, MASK - 3), (MASK, 1))]
+
+    found = counter_uniform(11, seed)
+    assert found.dtype == torch.float32
+    assert found.tolist() == [*numbers(0, 0), *numbers(1, 0), *numbers(2, 0)][:11]
+    index = torch.tensor([5 * 2**32 + 7])
+    assert random._uniform(index, seed)[0].tolist() == numbers(7, 5)
 
 
-def test_uniform(numbers):
-    assert numbers.dtype == torch.float32
-    assert float(numbers.min()) >= 0
-    assert float(numbers.max()) <= 1 - 2**-24
-    cells = torch.bincount((numbers * 1000).long(), minlength=1000).double()
-    chi_square = float(((cells - COUNT / 1000) ** 2 / (COUNT / 1000)).sum())
-    assert abs(chi_square - 999) < 4.5 * (2 * 999) ** 0.5
-    ordered = numbers.double().sort().values
-    distance = (ordered - (torch.arange(COUNT) + 0.5) / COUNT).abs().max()
-    assert 0.3 < float(distance) * COUNT**0.5 < 1.95  # Kolmogorov: both bounds hold with 99.9 %
-
-
-def test_every_bit_is_a_fair_coin(numbers):
-    bits = (numbers.double() * 2**24).long()
-    for bit in range(24):
-        assert abs(float((bits >> bit & 1).double().mean()) - 0.5) < 4.5 * 0.5 / COUNT**0.5, bit
-
-
-@pytest.mark.parametrize("lag", [1, 2, 3, 4, 5, 1024, 4096])
-def test_neighbours_are_independent(numbers, lag):
-    u = numbers.double()
-    assert abs(correlation(u[lag:], u[:-lag])) < 4.5 / COUNT**0.5
-    pairs = torch.bincount(
-        (u[lag:] * 16).long() * 16 + (u[:-lag] * 16).long(), minlength=256
-    ).double()
-    expected = (COUNT - lag) / 256
-    assert abs(float(((pairs - expected) ** 2 / expected).sum()) - 255) < 4.5 * (2 * 255) ** 0.5
-
-
-@pytest.mark.parametrize("word", range(4))
-def test_neighbouring_seeds_are_independent(word):
-    count = 10**5
-    seed = torch.zeros(4, dtype=torch.int64)
-    other = seed.clone()
-    other[word] = 1
-    u, v = counter_uniform(count, seed).double(), counter_uniform(count, other).double()
-    assert abs(correlation(u, v)) < 4.5 / count**0.5
-    assert float((u == v).double().mean()) < 1e-4
-
-
-def test_count_and_chunks_change_nothing(numbers, monkeypatch):
-    seed = fold_seed(0, "layer", 1)
+def test_count_and_chunks_change_nothing(monkeypatch):
+    numbers = counter_uniform(5000, SEED)
     for count in (0, 1, 2, 3, 4, 5, 4097):
-        assert torch.equal(counter_uniform(count, seed), numbers[:count])
+        assert torch.equal(counter_uniform(count, SEED), numbers[:count])
     monkeypatch.setattr(random, "_CHUNK", 7)
-    assert torch.equal(counter_uniform(1001, seed), numbers[:1001])
+    assert torch.equal(counter_uniform(1001, SEED), numbers[:1001])
+    assert counter_uniform(10, SEED, device="meta").shape == (10,)
 
 
-def test_compiled_is_eager(numbers):
-    torch._dynamo.reset()
-    compiled = torch.compile(
-        lambda seed: counter_uniform(COUNT, seed), fullgraph=True, backend="aot_eager"
-    )
-    assert torch.equal(compiled(fold_seed(0, "layer", 1)), numbers)
-    other = fold_seed(0, "layer", 2)
-    assert torch.equal(
-        compiled(other), counter_uniform(COUNT, other)
-    )  # the seed is an input, not a constant
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # raised inside torch
-def test_inductor_is_eager(numbers):
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "aot_eager",
+        pytest.param(
+            "inductor",
+            marks=[
+                pytest.mark.slow,
+                pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler"),
+            ],
+        ),
+    ],
+)
+def test_compiled_is_eager(backend):
     torch._dynamo.reset()
-    compiled = torch.compile(lambda seed: counter_uniform(COUNT, seed), fullgraph=True)
-    assert torch.equal(compiled(fold_seed(0, "layer", 1)), numbers)
+    compiled = torch.compile(counter_uniform, fullgraph=True, backend=backend)
+    for seed in (SEED, fold_seed(0, "layer", 2)):  # an input of the graph, not a constant
+        assert torch.equal(compiled(10**4, seed), counter_uniform(10**4, seed))
 
 
 @pytest.mark.gpu
-def test_a_gpu_gives_the_same_numbers(numbers):
-    assert torch.equal(
-        counter_uniform(COUNT, fold_seed(0, "layer", 1), device="cuda").cpu(), numbers
-    )
-
-
-def test_without_values():
-    assert counter_uniform(10, fold_seed(0), device="meta").shape == (10,)
+def test_a_gpu_gives_the_same_numbers():
+    there = counter_uniform(10**6, SEED, device="cuda")
+    assert torch.equal(there.cpu(), counter_uniform(10**6, SEED))
 
 
 def test_seeds_tell_words_apart():
-    seeds = [
-        (),
-        (0,),
-        (1,),
-        (-1,),
-        ("1",),
-        (1, 23),
-        (12, 3),
-        (123,),
-        (0, 0),
-        (2**40,),
-        ("a", 0),
-        ("a", "0"),
-        ("a, 0",),
-    ]
+    seeds = [(), (0,), (1,), (-1,), ("1",), (1, 23), (12, 3), (123,), (0, 0), (2**40,)]
+    seeds += [("a", 0), ("a", "0"), ("a, 0",)]
     folded = {tuple(fold_seed(*words).tolist()) for words in seeds}
     assert len(folded) == len(seeds)
     assert all(0 <= word <= MASK for words in folded for word in words)
@@ -166,10 +107,42 @@ def test_seeds_never_change():
     assert fold_seed(0, "encoder.fc1", 17).tolist() == [1796840563, 505822300, 241833861, 676724357]
 
 
-def test_errors():
-    with pytest.raises(ValueError, match="four words"):
-        counter_uniform(3, torch.zeros(3, dtype=torch.int64))
-    with pytest.raises(ValueError, match="float32"):
-        counter_uniform(3, torch.zeros(4))
-    with pytest.raises(ValueError, match="negative"):
-        counter_uniform(-1, fold_seed(0))
+@pytest.mark.parametrize(
+    ("count", "seed", "message"),
+    [
+        (3, torch.zeros(3, dtype=torch.int64), "four words"),
+        (3, torch.zeros(4), "float32"),
+        (-1, SEED, "negative"),
+    ],
+)
+def test_errors(count, seed, message):
+    with pytest.raises(ValueError, match=message):
+        counter_uniform(count, seed)
+
+
+@pytest.mark.parametrize(
+    ("noise", "probability"),
+    [
+        (gumbel_noise, lambda x: torch.exp(-torch.exp(-x))),
+        (normal_noise, torch.special.ndtr),
+    ],
+)
+def test_noise_has_its_distribution(noise, probability):
+    """The numbers' probabilities are uniform: Kolmogorov's bound holds with 99.9 %."""
+    count = 100_000
+    numbers = noise(count, SEED)
+    assert numbers.dtype == torch.float32
+    assert torch.equal(numbers, noise(count, SEED))
+    assert not torch.equal(numbers, noise(count, fold_seed(1)))
+    ordered = probability(numbers.double()).sort().values
+    distance = (ordered - (torch.arange(count) + 0.5) / count).abs().max()
+    assert distance < 1.95 / math.sqrt(count)
+
+
+def test_extreme_noise_stays_finite(monkeypatch):
+    ends = torch.tensor([0.0, 2.0**-24, 1 - 2.0**-24])
+    monkeypatch.setattr(
+        "lightning_nm.functional.soft.counter_uniform", lambda count, seed: ends.repeat(2)
+    )
+    assert gumbel_noise(6, SEED).isfinite().all()
+    assert normal_noise(3, SEED).isfinite().all()

@@ -1,3 +1,5 @@
+"""Unbiased estimators against the closed form: probabilities, expectation and variance without Monte Carlo."""
+
 import math
 import shutil
 
@@ -5,231 +7,106 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lightning_nm.functional import unbiased as module
+from lightning_nm.functional.masks import is_nm
 from lightning_nm.functional.unbiased import approx_mvue, mvue, mvue_probabilities
 from lightning_nm.pattern import NMPattern
 
 PATTERNS = ["1:2", "2:4", "1:4", "2:8", "4:8", "1:16", "3:4", "3:5", "7:9"]
 
 
-def reference(block, n):
-    """The probabilities by the closed form, after a sort: floats of Python, one block."""
-    order = sorted(range(len(block)), key=lambda i: -abs(block[i]))
-    a = [abs(block[i]) for i in order]
-    if sum(value > 0 for value in a) <= n:
-        return [float(value != 0) for value in block]
-    k = next(k for k in range(n) if (n - k) * a[k] <= math.fsum(a[k:]))
-    p = [0.0] * len(block)
-    for rank, i in enumerate(order):
-        p[i] = 1.0 if rank < k else (n - k) * a[rank] / math.fsum(a[k:])
-    return p
-
-
-def reference_sample(block, n, u):
-    """Entries with p = 1, and those whose part of the line the numbers u + j hit."""
-    p = reference(block, n)
-    sample, line = [], 0.0
-    for value, chance in zip(block, p, strict=True):
-        end = line + (chance if chance < 1 else 0)
-        hit = chance == 1 or any(line <= u + j < end for j in range(n))
-        sample.append(value / chance if hit else 0.0)
-        line = end
-    return sample
-
-
-def water_filling(a, n):
-    """The probabilities by bisection on c, without a sort or a closed form: a [blocks, M], all nonzero."""
-    low, high = torch.zeros(len(a), 1, dtype=a.dtype), n / a.amin(-1, keepdim=True)
+def least_variance(x, n):
+    """The probabilities of least variance, ``min(c |x|, 1)`` with the c at which they sum up to N, by bisection."""
+    a = x.abs()
+    low, high = torch.zeros(len(a), 1).double(), n / a.where(a > 0, torch.inf).amin(-1, True)
     for _ in range(200):
         middle = (low + high) / 2
         short = (middle * a).clamp(max=1).sum(-1, keepdim=True) < n
         low, high = torch.where(short, middle, low), torch.where(short, high, middle)
-    return (low * a).clamp(max=1)
+    few = (a > 0).sum(-1, keepdim=True) <= n
+    return torch.where(few, (a > 0).double(), (low * a).clamp(max=1))
 
 
 def variance(x, p):
     return torch.where(p > 0, x**2 * (1 / p - 1), 0).sum(-1)
 
 
+def seeded(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
 def spread(blocks, m, seed=0):
     """Blocks of float64 from nearly equal to very unequal entries, some with zeros, signs mixed."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     x = torch.randn(blocks, m, generator=generator, dtype=torch.float64)
     power = torch.rand(blocks, 1, generator=generator, dtype=torch.float64) * 6
     x = x.sign() * x.abs() ** power
     return torch.where(torch.rand(blocks, m, generator=generator) < 0.1, 0, x)
 
 
-def outcomes(x, n):
+def outcomes(x, p, pattern):
     """All samples of blocks [B, M] and their chances: a sample is constant between the breakpoints of its number."""
-    p = torch.tensor([reference(block, n) for block in x.tolist()], dtype=torch.float64)
+    ends = torch.zeros(len(x), 1).double()
     points = torch.where(p < 1, p, 0).cumsum(-1) % 1
-    edges = (
-        torch.cat([torch.zeros(len(x), 1), points, torch.ones(len(x), 1)], -1)
-        .double()
-        .sort(-1)
-        .values
-    )
-    chance = edges.diff(dim=-1)
+    edges = torch.cat([ends, points, ends + 1], -1).sort(-1).values
     uniform = (edges[:, 1:] + edges[:, :-1]) / 2
-    samples = mvue(
-        x.unsqueeze(1).expand(-1, uniform.shape[1], -1),
-        NMPattern(n, x.shape[1]),
-        uniform=uniform[..., None],
-    )
-    return samples, chance.unsqueeze(-1)
+    copies = x.unsqueeze(1).expand(-1, uniform.shape[1], -1)
+    samples = mvue(copies, pattern, uniform=uniform[..., None])
+    return samples, edges.diff(dim=-1).unsqueeze(-1)
 
 
 def pair_outcomes(x):
-    """All samples of approx_mvue of blocks [B, 4], their chances, by enumerating both draws."""
-    a = x.abs()
+    """All samples of approx_mvue of blocks [B, 4] and their chances, by enumerating both draws."""
     samples, chances = [], []
     for i in range(4):
-        for j in range(4):
-            if i != j:
-                others = a.clone()
-                others[:, i] = 0
-                uniforms, chance = [], 1.0
-                for weights, pick in ((a, i), (others, j)):
-                    share = weights / weights.sum(-1, keepdim=True)
-                    end = share.cumsum(-1)[:, pick]
-                    uniforms.append(end - share[:, pick] / 2)
-                    chance = chance * share[:, pick]
-                samples.append(approx_mvue(x, uniform=torch.stack(uniforms).unsqueeze(-1)))
-                chances.append(chance)
+        for j in set(range(4)) - {i}:
+            others = x.abs()
+            others[:, i] = 0
+            uniforms, chance = [], 1.0
+            for weights, pick in ((x.abs(), i), (others, j)):
+                share = weights / weights.sum(-1, keepdim=True)
+                uniforms.append(share.cumsum(-1)[:, pick] - share[:, pick] / 2)
+                chance = chance * share[:, pick]
+            samples.append(approx_mvue(x, uniform=torch.stack(uniforms).unsqueeze(-1)))
+            chances.append(chance)
     return torch.stack(samples, 1), torch.stack(chances, 1).unsqueeze(-1)
 
 
-def bits(x):
-    return x.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.itemsize])
-
-
-@pytest.mark.parametrize("text", PATTERNS)
-def test_probabilities_are_the_closed_form_and_the_optimum(text):
-    pattern = NMPattern.parse(text)
-    x = spread(200, pattern.m)
-    p = mvue_probabilities(x, pattern)
-    assert p.dtype == torch.float64
-    torch.testing.assert_close(
-        p, torch.tensor([reference(b, pattern.n) for b in x.tolist()], dtype=x.dtype)
-    )
-    torch.testing.assert_close(p.sum(-1), (x != 0).sum(-1).clamp(max=pattern.n).double())
-    full = x[(x != 0).all(-1)]
-    best = water_filling(full.abs(), pattern.n)
-    torch.testing.assert_close(mvue_probabilities(full, pattern), best, rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(
-        variance(full, mvue_probabilities(full, pattern)), variance(full, best)
-    )
-
-
-@pytest.mark.parametrize("text", ["1:2", "2:4", "3:5"])
-def test_no_other_probabilities_have_less_variance(text):
-    """Against moves of probability between any two entries that keep 0 < p <= 1 and the sum."""
-    pattern = NMPattern.parse(text)
-    x = spread(300, pattern.m, seed=1)
-    x = x[(x != 0).all(-1)]
-    p = mvue_probabilities(x, pattern)
-    least = variance(x, p)
-    for i in range(pattern.m):
-        for j in range(pattern.m):
-            if i != j:
-                step = torch.minimum(p[:, i], 1 - p[:, j]).clamp(min=0) * 0.1
-                moved = p.clone()
-                moved[:, i] -= step
-                moved[:, j] += step
-                assert (variance(x, moved) >= least - 1e-13 * x.abs().sum(-1) ** 2).all()
+def assert_unbiased(x, samples, chance):
+    """The expectation of each block is the block; returns the variance, both over the block's sum squared."""
+    scale = x.abs().sum(-1, keepdim=True).clamp(min=1e-100)
+    torch.testing.assert_close((samples * chance).sum(1) / scale, x / scale, rtol=0, atol=1e-13)
+    error = ((samples - x.unsqueeze(1)) ** 2 * chance).sum((1, 2))
+    return error / scale[:, 0] ** 2, scale[:, 0] ** 2
 
 
 @pytest.mark.parametrize("text", PATTERNS)
 def test_unbiased_with_least_variance(text):
-    """The expectation and the variance over the random number, exactly: no Monte Carlo."""
     pattern = NMPattern.parse(text)
-    x = spread(200, pattern.m, seed=2)
-    samples, chance = outcomes(x, pattern.n)
-    scale = x.abs().sum(-1, keepdim=True).clamp(min=1e-100)
-    torch.testing.assert_close((samples * chance).sum(1) / scale, x / scale, rtol=0, atol=1e-13)
-    error = ((samples - x.unsqueeze(1)) ** 2 * chance).sum((1, 2))
-    least = variance(x, mvue_probabilities(x, pattern))
-    torch.testing.assert_close(
-        error / scale[:, 0] ** 2, least / scale[:, 0] ** 2, rtol=1e-9, atol=1e-13
-    )
-    assert ((samples != 0).sum(-1) == (x != 0).sum(-1, keepdim=True).clamp(max=pattern.n)).all()
-
-
-@pytest.mark.parametrize("text", PATTERNS)
-def test_samples_are_the_reference(text):
-    pattern = NMPattern.parse(text)
-    x = spread(300, pattern.m, seed=3)
-    u = torch.rand(300, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    expected = [
-        reference_sample(b, pattern.n, v)
-        for b, v in zip(x.tolist(), u.flatten().tolist(), strict=True)
-    ]
-    expected = torch.tensor(expected, dtype=torch.float64)
-    torch.testing.assert_close(mvue(x, pattern, uniform=u), expected, rtol=1e-12, atol=0)
-    # In float32 a number close to a breakpoint may fall on its other side.
-    single = mvue(x.float(), pattern, uniform=u.float()).double()
-    same = ((single != 0) == (expected != 0)).all(-1)
-    assert same.double().mean() > 0.99
-    torch.testing.assert_close(single[same], expected[same], rtol=1e-6, atol=1e-30)
-
-
-@pytest.mark.parametrize("text", ["1:2", "2:4", "4:8", "3:5"])
-def test_float32_is_unbiased_to_its_resolution(text):
-    pattern = NMPattern.parse(text)
-    x = spread(50, pattern.m, seed=4).float()
-    grid = 4096
-    u = ((torch.arange(grid) + 0.5) / grid).expand(50, -1).unsqueeze(-1)
-    mean = mvue(x.unsqueeze(1).expand(-1, grid, -1), pattern, uniform=u).double().mean(1)
-    # The share of grid points in a part of the line is off by less than 1 / grid for each number u + j.
-    level = x.abs().sum(-1, keepdim=True).double()
-    assert ((mean - x).abs() <= 1.01 * pattern.n * level / grid).all()
-
-
-def test_closed_form_variances():
-    a = spread(500, 2, seed=5).abs()
-    torch.testing.assert_close(variance(a, mvue_probabilities(a, "1:2")), 2 * a[:, 0] * a[:, 1])
-    a = spread(500, 4, seed=6).abs().sort(-1).values
-    a1, a2, a3, a4 = a.unbind(-1)
-    spiked = a4 > a1 + a2 + a3
-    assert spiked.any()
-    assert not spiked.all()
-    expected = torch.where(
-        spiked, 2 * (a1 * a2 + a1 * a3 + a2 * a3), a.sum(-1) ** 2 / 2 - (a**2).sum(-1)
-    )
-    torch.testing.assert_close(
-        variance(a, mvue_probabilities(a, "2:4")), expected, rtol=1e-9, atol=1e-9
-    )
-
-
-@pytest.mark.parametrize(("text", "expected"), [("1:2", 0.637), ("2:4", 0.474), ("4:8", 0.394)])
-def test_gaussian_variance(text, expected):
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(2**18, generator=generator)
-    y = mvue(x, text, generator=generator)
-    assert abs(float((y - x).square().sum() / x.square().sum()) - expected) < 0.01
-    assert abs(float((y - x).mean())) < 5 * (expected / 2**18) ** 0.5
+    x = spread(200, pattern.m)
+    p = least_variance(x, pattern.n)
+    torch.testing.assert_close(mvue_probabilities(x, pattern), p, rtol=1e-9, atol=1e-12)
+    samples, chance = outcomes(x, p, pattern)
+    error, square = assert_unbiased(x, samples, chance)
+    torch.testing.assert_close(error, variance(x, p) / square, rtol=1e-7, atol=1e-12)
+    survivors = (x != 0).sum(-1, keepdim=True).clamp(max=pattern.n)
+    assert ((samples != 0).sum(-1) == survivors).all()
 
 
 def test_approx_is_unbiased_within_twice_the_least_variance():
     x = spread(400, 4, seed=7)
-    x = torch.cat(
-        [
-            x[(x != 0).all(-1)],
-            torch.tensor([[1.0, 1e-4, -1e-4, 1e-4], [1, 1, 1, 1]], dtype=torch.float64),
-        ]
-    )
+    ends = [[1.0, 1e-4, -1e-4, 1e-4], [1.0, 1.0, 1.0, 1.0]]
+    x = torch.cat([x[(x != 0).all(-1)], torch.tensor(ends, dtype=torch.float64)])
     samples, chance = pair_outcomes(x)
-    torch.testing.assert_close(chance.sum((1, 2)), torch.ones(len(x), dtype=torch.float64))
     assert ((samples != 0).sum(-1) == 2).all()
-    scale = x.abs().sum(-1, keepdim=True)
-    torch.testing.assert_close((samples * chance).sum(1) / scale, x / scale, rtol=0, atol=1e-13)
-    error = ((samples - x.unsqueeze(1)) ** 2 * chance).sum((1, 2))
-    ratio = error / variance(x, mvue_probabilities(x, "2:4"))
+    error, square = assert_unbiased(x, samples, chance)
+    ratio = error * square / variance(x, mvue_probabilities(x, "2:4"))
     assert (ratio >= 1 - 1e-9).all()
     assert (ratio < 2).all()
-    assert abs(float(ratio[-2]) - 1.9995) < 1e-3
-    assert abs(float(ratio[-1]) - 1) < 1e-12
+    assert ratio[-2].item() == pytest.approx(1.9995, abs=1e-3)
+    assert ratio[-1].item() == pytest.approx(1, abs=1e-12)
 
 
 def test_approx_in_float32_where_one_entry_is_nearly_all():
@@ -237,22 +114,10 @@ def test_approx_in_float32_where_one_entry_is_nearly_all():
     x = torch.tensor(
         [[1.0, 1e-6, 1e-6, 1e-6], [1e30, 1e-20, 3e-20, 2e-20], [1e4, 1e-40, 3e-40, 2e-40]]
     )
-    samples, chance = pair_outcomes(x.double())
-    exact = (samples * chance).sum(1)
     y = approx_mvue(x, uniform=torch.full((2, 3, 1), 0.5))
     torch.testing.assert_close(y[:, 0], x[:, 0], rtol=1e-6, atol=0)
-    torch.testing.assert_close(exact.float(), x, rtol=1e-6, atol=1e-45)
-    survivor = y[:, 1:].sum(
-        -1
-    )  # about the sum of the three small ones: each survives in proportion to its size
-    torch.testing.assert_close(survivor, x[:, 1:].sum(-1), rtol=1e-5, atol=0)
-
-
-def test_approx_gaussian_variance():
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(2**18, generator=generator)
-    y = approx_mvue(x, generator=generator)
-    assert abs(float((y - x).square().sum() / x.square().sum()) - 0.5026) < 0.005
+    # Each of the small ones survives in proportion to its size, as about the sum of the three.
+    torch.testing.assert_close(y[:, 1:].sum(-1), x[:, 1:].sum(-1), rtol=1e-5, atol=0)
 
 
 magnitudes = st.sampled_from(
@@ -272,32 +137,27 @@ def test_any_block(data, m):
     """Exactly N survivors, few nonzeros untouched, and values that belong to the probabilities."""
     n = data.draw(st.integers(1, m - 1))
     x = torch.tensor(data.draw(st.lists(entries, min_size=m, max_size=m)))
-    u = torch.tensor([data.draw(draws)])
-    y = mvue(x, NMPattern(n, m), uniform=u)
+    y = mvue(x, NMPattern(n, m), uniform=torch.tensor([data.draw(draws)]))
     p = mvue_probabilities(x, NMPattern(n, m))
-    nonzeros = int((x != 0).sum())
-    assert int((y != 0).sum()) == min(n, nonzeros)
+    survivors = min(n, int((x != 0).sum()))
+    assert int((y != 0).sum()) == survivors
     assert not y.isnan().any()
-    assert not (y[y == 0]).signbit().any()
-    if nonzeros <= n:
+    assert not y[y == 0].signbit().any()
+    if survivors < n or int((x != 0).sum()) == n:
         assert torch.equal(y, x)
     assert ((p >= 0) & (p <= 1)).all()
-    assert abs(float(p.double().sum()) - min(n, nonzeros)) < 1e-5
+    assert float(p.double().sum()) == pytest.approx(survivors, abs=1e-5)
     kept = (y != 0) & (p > 1e-30)
     assert torch.equal(y.sign()[kept], x.sign()[kept])
-    order = sorted(range(m), key=lambda i: -abs(float(x[i])))
-    for rank, i in enumerate(order[: n - 1]):
-        if (n - 1 - rank) * abs(float(x[i])) > (1 + 1e-5) * float(
-            x[order[rank + 1 :]].double().abs().sum()
-        ):
-            assert y[i] == x[i]  # p = 1 by more than rounding
+    sizes = x.double().abs().sort(descending=True).values.tolist()
+    for rank, size in enumerate(sizes[: n - 1]):
+        if (n - 1 - rank) * size > (1 + 1e-5) * sum(
+            sizes[rank + 1 :]
+        ):  # p = 1 by more than rounding
+            assert (y == x)[x.double().abs() == size].all()
     normal = kept & (x.abs() > 1e-35)
-    torch.testing.assert_close(
-        y[normal].double(),
-        (x.double() / p.double())[normal].float().double(),
-        rtol=2e-6,
-        atol=1e-44,
-    )
+    expected = (x.double() / p.double())[normal].float()
+    torch.testing.assert_close(y[normal], expected, rtol=2e-6, atol=0)
 
 
 @settings(max_examples=150, deadline=None)
@@ -316,28 +176,23 @@ def test_any_block_approx(block, u):
 
 @pytest.mark.parametrize("text", PATTERNS)
 def test_nearly_saturated_blocks_keep_n(text):
-    """Entries within rounding of p = 1, between zeros and tiny ones, at many random numbers."""
+    """Entries within rounding of p = 1, between zeros and tiny ones, at random numbers near 0 and 1."""
     pattern = NMPattern.parse(text)
-    generator = torch.Generator().manual_seed(0)
-    x = torch.ones(4000, pattern.m)
-    x += torch.randint(-2, 3, x.shape, generator=generator) * 2**-23
+    generator = seeded()
+    x = 1 + torch.randint(-2, 3, (4000, pattern.m), generator=generator) * 2**-23
     kind = torch.rand(x.shape, generator=generator)
     x = torch.where(kind < 0.3, 0, torch.where(kind < 0.5, 2**-23 * kind, x))
-    u = (
-        torch.rand(4000, 1, generator=generator)
-        * 2 ** -torch.randint(0, 25, (4000, 1), generator=generator).float()
-    )
-    u = torch.where(torch.rand(4000, 1, generator=generator) < 0.5, u, 1 - u).clamp(max=1 - 2**-24)
-    y = mvue(x, pattern, uniform=u)
+    u = 2 ** -(25 * torch.rand(4000, 1, generator=generator))
+    u[::2] = (1 - u[::2]).clamp(max=1 - 2**-24)
+    y = mvue(x, pattern, uniform=u.clamp(max=1 - 2**-24))
     assert ((y != 0).sum(-1) == (x != 0).sum(-1).clamp(max=pattern.n)).all()
 
 
 @pytest.mark.parametrize("estimate", [mvue, approx_mvue])
 def test_scaling_by_a_power_of_two_is_exact(estimate):
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded()
     x = torch.randn(64, 8, generator=generator).clamp(-3.9, 3.9)
-    rows = (64, 2) if estimate is mvue else (2, 64, 2)
-    u = torch.rand(rows, generator=generator)
+    u = torch.rand((64, 2) if estimate is mvue else (2, 64, 2), generator=generator)
     y = estimate(x, "2:4", uniform=u)
     for exponent in (-90, -10, 10, 100, 122, 123):
         assert torch.equal(estimate(x * 2.0**exponent, "2:4", uniform=u), y * 2.0**exponent)
@@ -347,7 +202,54 @@ def test_scaling_by_a_power_of_two_is_exact(estimate):
     assert ((tiny.double() * 2.0**149 - exact).abs() <= 0.5 + 1e-3).all()
 
 
+def test_huge_blocks_overflow_openly():
+    x = torch.full((1, 4), 3e38)
+    assert mvue(x, "2:4", uniform=torch.full((1, 1), 0.5)).tolist() == [[0, math.inf, 0, math.inf]]
+    spike = torch.tensor([[3e38, 1e38, -1e38, 1e-45]])
+    y = mvue(spike, "2:4", uniform=torch.full((1, 1), 0.7))
+    torch.testing.assert_close(y, torch.tensor([[3e38, 0, -2e38, 0]]))
+    least = torch.tensor(1e-45)
+    block = torch.tensor([3e38, least, least, least])
+    y = mvue(block.expand(3, 4), "2:4", uniform=torch.tensor([[0.1], [0.5], [0.9]]))
+    assert torch.equal(y[:, 0], block[:1].expand(3))
+    assert torch.equal(y[:, 1:], torch.diag((3 * least).expand(3)))
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("text", ["1:2", "2:4", "3:5"])
+def test_what_is_not_finite_stays_visible(text, bad):
+    pattern = NMPattern.parse(text)
+    clean = torch.randn(6, 3 * pattern.m, generator=seeded())
+    u = torch.rand(6, 3, generator=seeded(1))
+    x = clean.clone()
+    x[2, pattern.m] = bad
+    x[5] = bad
+    x[4, : pattern.m] = 0
+    x[4, 1] = bad
+
+    def blocks(y):
+        return y.unflatten(1, (-1, pattern.m))
+
+    broken = ~blocks(x).isfinite().all(-1)
+    y = mvue(x, pattern, uniform=u)
+    assert (blocks(y)[broken].isnan().sum(-1) == pattern.n).all()
+    assert is_nm(y, pattern)
+    assert torch.equal(blocks(y)[~broken], blocks(mvue(clean, pattern, uniform=u))[~broken])
+    p = blocks(mvue_probabilities(x, pattern))
+    assert p[broken].isnan().all()
+    assert p[~broken].isfinite().all()
+    if text == "2:4":
+        z = blocks(approx_mvue(x, uniform=torch.stack([u, u])))
+        assert (z[broken].isnan().sum(-1) == 2).all()
+        assert z[~broken].isfinite().all()
+
+
+def bits(x):
+    return x.contiguous().view({2: torch.int16, 4: torch.int32}[x.itemsize])
+
+
 def awkward_blocks(text):
+    """Two blocks in each of 64 rows, and the numbers of :func:`mvue`, followed by those of another draw."""
     m = NMPattern.parse(text).m
     x = spread(64, 2 * m, seed=8).float()
     x[0, 1] = math.nan
@@ -357,40 +259,119 @@ def awkward_blocks(text):
     x[4] = -0.0
     x[5, m:] = torch.tensor([3e38] + [1e-45] * (m - 1))
     x[6, :m] = torch.tensor([1.0, -1.0] + [0.0] * (m - 2))
-    return x
+    return x, torch.rand(2, 64, 2, generator=seeded())
+
+
+inductor = pytest.param(
+    "inductor",
+    marks=[
+        pytest.mark.slow,
+        pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler"),
+        pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning"),  # raised inside torch
+    ],
+)
+
+
+@pytest.mark.parametrize("backend", ["eager", inductor])
+@pytest.mark.parametrize(
+    ("estimate", "text"), [(mvue, "1:2"), (mvue, "2:4"), (mvue, "3:5"), (approx_mvue, "2:4")]
+)
+def test_every_path_gives_the_same_bits(estimate, text, backend, monkeypatch):
+    """With products in finite chunks, with selects elsewhere, of any chunks and strides, and in a compiled graph."""
+    torch._dynamo.reset()
+    x, u = awkward_blocks(text)
+    u = u[0] if estimate is mvue else u
+    rows = [estimate(row, text, uniform=u[..., i, :]) for i, row in enumerate(x)]
+    expected = bits(torch.stack(rows))
+    across = x.t(), text, 0
+    assert torch.equal(bits(estimate(x, text, uniform=u)), expected)
+    assert torch.equal(bits(estimate(*across, uniform=u.mT)), expected.t())
+    compiled = torch.compile(estimate, fullgraph=True, backend=backend)
+    assert torch.equal(bits(compiled(*across, uniform=u.mT)), expected.t())
+    for chunk in (1, 7 * 8, 1000):
+        monkeypatch.setattr(module, "_CHUNK", chunk)
+        assert torch.equal(bits(estimate(x, text, uniform=u)), expected)
+        assert torch.equal(bits(estimate(*across, uniform=u.mT)), expected.t())
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    data=st.data(),
+    case=st.sampled_from([(mvue, "1:2"), (mvue, "3:5"), (approx_mvue, "2:4")]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.half]),
+)
+def test_any_axis_strides_and_dtype(data, case, dtype):
+    """Half precision is computed in float32."""
+    estimate, text = case
+    m = NMPattern.parse(text).m
+    shape = data.draw(st.lists(st.integers(0, 3), max_size=2))
+    axis = data.draw(st.integers(0, len(shape)))
+    blocks = data.draw(st.integers(0, 3))
+    shape.insert(axis, m * blocks)
+    dim = axis - data.draw(st.sampled_from([0, len(shape)]))
+    memory = data.draw(st.permutations(range(len(shape))))
+    generator = seeded(data.draw(st.integers(0, 99)))
+    x = torch.randn([shape[i] for i in memory], generator=generator).to(dtype)
+    x = x.permute([memory.index(i) for i in range(len(shape))])
+    if data.draw(st.booleans()):
+        x = torch.stack([x, x], -1)[..., 0]
+    u = torch.rand(2, *shape[:axis], blocks, *shape[axis + 1 :], generator=generator)
+    u = u[0] if estimate is mvue else u
+    plain, numbers = x.float().movedim(dim, -1), u.movedim(axis - len(shape), -1)
+    expected = estimate(plain.contiguous(), text, uniform=numbers.contiguous())
+    assert torch.equal(estimate(x, text, dim, uniform=u), expected.movedim(-1, dim).to(dtype))
+    p = mvue_probabilities(x, text, dim)
+    assert p.dtype == torch.float32
+    assert torch.equal(p, mvue_probabilities(plain.contiguous(), text).movedim(-1, dim))
+
+
+def test_without_values():
+    def shapes(x):
+        return {mvue(x, "2:4").shape, approx_mvue(x).shape, mvue_probabilities(x, "2:4").shape}
+
+    assert shapes(torch.empty(4, 8, device="meta")) == {(4, 8)}
+    with FakeTensorMode():
+        assert shapes(torch.randn(4, 8)) == {(4, 8)}
+
+
+def test_a_generator_gives_the_numbers_and_x_stays():
+    x = torch.nn.Parameter(torch.randn(8, 8, generator=seeded()))
+    before = x.detach().clone()
+    u, v = torch.rand(2, 8, generator=seeded(1)), torch.rand(2, 8, 2, generator=seeded(1))
+    expected = mvue(x, "2:4", 0, uniform=u)
+    assert torch.equal(mvue(x, "2:4", 0, generator=seeded(1)), expected)
+    assert torch.equal(approx_mvue(x, generator=seeded(1)), approx_mvue(x, uniform=v))
+    torch.manual_seed(1)
+    assert torch.equal(mvue(x, "2:4", 0), expected)
+    assert torch.equal(x, before)
+    for y in (expected, approx_mvue(x), mvue_probabilities(x, "2:4")):
+        assert not y.requires_grad
+
+
+@pytest.mark.parametrize("function", [mvue, approx_mvue, mvue_probabilities])
+@pytest.mark.parametrize(
+    ("x", "dim", "error", "message"),
+    [
+        (torch.zeros(4, 6), -1, ValueError, r"\(4, 6\).*M=4"),
+        (torch.zeros(4, 4), 2, IndexError, "dim=2"),
+        (torch.tensor(1.0), -1, ValueError, "without axes"),
+        (torch.zeros(4, dtype=torch.int64), -1, TypeError, "int64"),
+    ],
+)
+def test_tensors_that_are_refused(function, x, dim, error, message):
+    with pytest.raises(error, match=message):
+        function(x, "2:4", dim)
 
 
 @pytest.mark.parametrize(
-    ("text", "backend"), [("1:2", "eager"), ("2:4", "aot_eager"), ("3:5", "eager")]
+    ("function", "pattern", "options", "message"),
+    [
+        (mvue, "2:4", {"uniform": torch.zeros(4, 2)}, r"\(4, 2\).*dim=1 need \(4, 1\)"),
+        (approx_mvue, "2:4", {"uniform": torch.zeros(4, 1)}, r"\(4, 1\).*need \(2, 4, 1\)"),
+        (mvue, "2:4", {"uniform": torch.zeros(4, 1), "generator": seeded()}, "pass one"),
+        (approx_mvue, "1:2", {}, "defined for 2:4, not for 1:2"),
+    ],
 )
-def test_every_path_gives_the_same_bits(text, backend):
-    """With products in finite chunks, with selects elsewhere, and in a compiled graph."""
-    torch._dynamo.reset()
-    x = awkward_blocks(text)
-    u = torch.rand(64, 2, generator=torch.Generator().manual_seed(0))
-    expected = torch.stack([mvue(row, text, uniform=v) for row, v in zip(x, u, strict=True)])
-    assert torch.equal(bits(mvue(x, text, uniform=u)), bits(expected))
-    assert torch.equal(bits(mvue(x.t(), text, 0, uniform=u.t())), bits(expected.t()))
-    compiled = torch.compile(mvue, fullgraph=True, backend=backend)
-    assert torch.equal(bits(compiled(x.t(), text, 0, uniform=u.t())), bits(expected.t()))
-
-
-def test_approx_gives_the_same_bits_on_every_path():
-    torch._dynamo.reset()
-    x, u = awkward_blocks("2:4"), torch.rand(2, 64, 2, generator=torch.Generator().manual_seed(0))
-    expected = torch.stack([approx_mvue(row, uniform=u[:, i]) for i, row in enumerate(x)])
-    assert torch.equal(bits(approx_mvue(x, uniform=u)), bits(expected))
-    compiled = torch.compile(approx_mvue, fullgraph=True, backend="aot_eager")
-    assert torch.equal(bits(compiled(x, uniform=u)), bits(expected))
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # raised inside torch
-@pytest.mark.parametrize(("text", "dim"), [("1:2", 1), ("2:4", 0), ("3:5", 1)])
-def test_inductor_gives_the_same_bits(text, dim):
-    torch._dynamo.reset()
-    x, u = awkward_blocks(text), torch.rand(64, 2, generator=torch.Generator().manual_seed(0))
-    x, u = (x, u) if dim == 1 else (x.t(), u.t())
-    compiled = torch.compile(mvue, fullgraph=True)
-    assert torch.equal(bits(compiled(x, text, dim, uniform=u)), bits(mvue(x, text, dim, uniform=u)))
+def test_options_that_are_refused(function, pattern, options, message):
+    with pytest.raises(ValueError, match=message):
+        function(torch.zeros(4, 4), pattern, **options)

@@ -1,7 +1,6 @@
 """nn.MultiheadAttention and the transformer layers: the same function, masked in training and in evaluation."""
 
 import copy
-import itertools
 
 import pytest
 import torch
@@ -23,52 +22,60 @@ OPTIONS = [
     {"kdim": 8, "vdim": 24},
     {"kdim": 8, "vdim": 24, "bias": False, "batch_first": True},
 ]
+BATCH, TARGETS = 3, 5
+
+
+def attention_masks(kind, sources):
+    """``attn_mask`` and ``key_padding_mask``."""
+    attention = {
+        "bool": torch.rand(TARGETS, sources) > 0.7,
+        "float": torch.randn(TARGETS, sources).double(),
+        "per-head": torch.randn(BATCH * 4, TARGETS, sources).double(),
+        "both": torch.randn(TARGETS, sources).double(),
+    }.get(kind)
+    if kind == "bool":
+        attention[:, 0] = False
+    padding = torch.zeros(BATCH, sources, dtype=torch.bool)
+    padding[0, -2:] = True
+    if kind == "both":
+        padding = torch.zeros(BATCH, sources).double().masked_fill(padding, float("-inf"))
+    return attention, padding if kind in ("padding", "both") else None
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("need_weights", [True, False])
 @pytest.mark.parametrize("masks", ["none", "bool", "float", "per-head", "padding", "both"])
 @pytest.mark.parametrize("self_attention", [True, False])
-def test_equals_the_stock_module(options, need_weights, masks, self_attention):
+def test_equals_the_stock_module(options, masks, self_attention):
     if self_attention and "kdim" in options:
         return
     torch.manual_seed(0)
     mha = nn.MultiheadAttention(16, 4, dtype=torch.float64, **options)
-    batch, targets, sources = 3, 5, 5 if self_attention else 7
-    shape = (
-        (lambda length, width: (batch, length, width))
-        if options.get("batch_first")
-        else (lambda length, width: (length, batch, width))
-    )
-    query = torch.randn(shape(targets, 16), dtype=torch.float64)
-    key = query if self_attention else torch.randn(shape(sources, mha.kdim), dtype=torch.float64)
-    value = query if self_attention else torch.randn(shape(sources, mha.vdim), dtype=torch.float64)
-    attn = {
-        "bool": torch.rand(targets, sources) > 0.7,
-        "float": torch.randn(targets, sources, dtype=torch.float64),
-        "per-head": torch.randn(batch * 4, targets, sources, dtype=torch.float64),
-        "both": torch.randn(targets, sources, dtype=torch.float64),
-    }.get(masks)
-    if attn is not None and attn.dtype == torch.bool:
-        attn[:, 0] = False
-    padding = None
-    if masks in ("padding", "both"):
-        padding = torch.zeros(batch, sources, dtype=torch.bool)
-        padding[0, -2:] = True
-    if masks == "both":
-        padding = torch.zeros(batch, sources, dtype=torch.float64).masked_fill(
-            padding, float("-inf")
-        )
-    arguments = {"key_padding_mask": padding, "attn_mask": attn, "need_weights": need_weights}
-    expected, expected_weights = mha(query, key, value, **arguments)
-    expected_heads = mha(query, key, value, **arguments, average_attn_weights=False)[1]
+    sources = TARGETS if self_attention else 7
+
+    def inputs(length, width):
+        shape = (BATCH, length) if mha.batch_first else (length, BATCH)
+        return torch.randn(*shape, width, dtype=torch.float64)
+
+    query = inputs(TARGETS, 16)
+    key, value = query, query
+    if not self_attention:
+        key, value = inputs(sources, mha.kdim), inputs(sources, mha.vdim)
+    attention, padding = attention_masks(masks, sources)
+    arguments = {"key_padding_mask": padding, "attn_mask": attention}
+
+    def call():
+        return [
+            mha(query, key, value, **arguments, **weights)
+            for weights in (
+                {"need_weights": False},
+                {"need_weights": True},
+                {"average_attn_weights": False},
+            )
+        ]
+
+    expected = call()
     sparse(mha)
-    output, weights = mha(query, key, value, **arguments)
-    torch.testing.assert_close(output, expected)
-    torch.testing.assert_close(weights, expected_weights)
-    torch.testing.assert_close(
-        mha(query, key, value, **arguments, average_attn_weights=False)[1], expected_heads
-    )
+    torch.testing.assert_close(call(), expected)
 
 
 def test_unbatched_and_causal():
@@ -77,32 +84,9 @@ def test_unbatched_and_causal():
     causal = nn.Transformer.generate_square_subsequent_mask(5, dtype=torch.float64)
     expected = mha(x, x, x, attn_mask=causal, is_causal=True)
     sparse(mha)
-    for a, b in zip(mha(x, x, x, attn_mask=causal, is_causal=True), expected, strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(mha(x, x, x, attn_mask=causal, is_causal=True), expected)
     with pytest.raises(RuntimeError, match="attn_mask"):
         mha(x, x, x, is_causal=True)
-
-
-@pytest.mark.parametrize("which", [["mha", "mha.out_proj"], ["mha"], ["mha.out_proj"]], ids=str)
-@pytest.mark.parametrize("training", [True, False])
-def test_masked_in_training_and_in_evaluation(which, training):
-    model = nn.ModuleDict({"mha": nn.MultiheadAttention(16, 4, batch_first=True)}).train(training)
-    x = torch.randn(2, 5, 16)
-    plain = copy.deepcopy(model)
-    sparsifier = sparse(model, "ste", include=which)
-    plain.load_state_dict(model.state_dict())
-    with torch.set_grad_enabled(training):
-        output, expected, dense = (
-            m["mha"](x, x, x)[0] for m in (model, plain, copy.deepcopy(plain))
-        )
-    torch.testing.assert_close(output, expected)
-    for layer in sparsifier.layers.values():
-        layer.set_masks(
-            torch.zeros_like(layer.weight, dtype=torch.bool)
-        )  # nothing kept: it must show
-    assert not torch.allclose(model["mha"](x, x, x)[0], dense)
-    sparsifier.detach()
-    assert type(model["mha"]) is nn.MultiheadAttention
 
 
 def test_gradients_of_separate_masks():
@@ -110,77 +94,88 @@ def test_gradients_of_separate_masks():
     torch.manual_seed(0)
     mha = nn.MultiheadAttention(16, 4, batch_first=True, dtype=torch.float64)
     x = torch.randn(2, 5, 16, dtype=torch.float64, requires_grad=True)
-    sparsifier = sparse(mha, "bi-mask")
-    projections, out = sparsifier.layers["in_proj_weight"], sparsifier.layers["out_proj"]
+    layers = sparse(mha, "bi-mask").layers
+    projections, out = layers["in_proj_weight"], layers["out_proj"]
     dy = torch.randn(2, 5, 16, dtype=torch.float64)
     mha(x, x, x, need_weights=False)[0].backward(dy)
 
     def linear(inputs, layer, bias, weight_f):
         """Forward with W_F, input gradient through W_B: their difference is held constant."""
-        weight_b = layer.backward_weight()
-        constant = nn.functional.linear(inputs.detach(), weight_b)
+        through_b = nn.functional.linear(inputs, layer.backward_weight())
         return (
-            nn.functional.linear(inputs, weight_b)
-            - constant
-            + nn.functional.linear(inputs.detach(), weight_f, bias)
+            through_b - through_b.detach() + nn.functional.linear(inputs.detach(), weight_f, bias)
         )
 
     x2 = x.detach().clone().requires_grad_()
     weights = [layer.forward_weight().requires_grad_() for layer in (projections, out)]
-    q, k, v = (
-        part.unflatten(-1, (4, 4)).transpose(1, 2)
-        for part in linear(x2, projections, mha.in_proj_bias, weights[0]).chunk(3, dim=-1)
-    )
-    heads = nn.functional.scaled_dot_product_attention(q, k, v)
-    linear(heads.transpose(1, 2).flatten(2), out, mha.out_proj.bias, weights[1]).backward(dy)
-    torch.testing.assert_close(x.grad, x2.grad)
-    torch.testing.assert_close(mha.in_proj_weight.grad, weights[0].grad)
-    torch.testing.assert_close(mha.out_proj.weight.grad, weights[1].grad)
+    parts = linear(x2, projections, mha.in_proj_bias, weights[0]).chunk(3, dim=-1)
+    heads = [part.unflatten(-1, (4, 4)).transpose(1, 2) for part in parts]
+    mixed = nn.functional.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2)
+    linear(mixed, out, mha.out_proj.bias, weights[1]).backward(dy)
+    found = [x.grad, mha.in_proj_weight.grad, mha.out_proj.weight.grad]
+    torch.testing.assert_close(found, [x2.grad, *(weight.grad for weight in weights)])
 
 
-@pytest.mark.filterwarnings(
-    "ignore:The PyTorch API of nested tensors"
-)  # the stock encoder's fused path
-@pytest.mark.parametrize(
-    ("kind", "training", "grad"),
-    list(itertools.product(["encoder", "decoder"], [True, False], [True, False])),
-)
-def test_transformer_layers_run_masked_everywhere(kind, training, grad):
+class Mha(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mha = nn.MultiheadAttention(16, 4, batch_first=True)
+
+    def forward(self, x):
+        return self.mha(x, x, x)[0]
+
+
+SIZES = {"dropout": 0.0, "batch_first": True}
+MODELS = {
+    "encoder": (
+        lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 32, **SIZES), 2),
+        {"include": None},
+        8,
+    ),
+    "decoder": (
+        lambda: nn.TransformerDecoder(nn.TransformerDecoderLayer(16, 4, 32, **SIZES), 2),
+        {"include": None},
+        12,
+    ),
+    "attention": (Mha, {"include": ["mha", "mha.out_proj"]}, 2),
+    "projections": (Mha, {"include": ["mha"]}, 1),
+    "output": (Mha, {"include": ["mha.out_proj"]}, 1),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")  # of the stock encoder
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("grad", [True, False])
+def test_all_layers_run_masked_everywhere(kind, training, grad):
     torch.manual_seed(0)
+    make, options, count = MODELS[kind]
+    model = make().train(training)
+    arguments, visible = [torch.randn(2, 5, 16)], slice(None)
+    if kind == "decoder":
+        arguments.append(torch.randn(2, 7, 16))
     if kind == "encoder":
-        layer = nn.TransformerEncoderLayer(16, 4, 32, 0.0, batch_first=True)
-        model = nn.TransformerEncoder(layer, 2)
-        arguments = (torch.randn(2, 5, 16),)
         padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
-        kwargs = {"src_key_padding_mask": padding}
-    else:
-        layer = nn.TransformerDecoderLayer(16, 4, 32, 0.0, batch_first=True)
-        model = nn.TransformerDecoder(layer, 2)
-        arguments = (torch.randn(2, 5, 16), torch.randn(2, 7, 16))
-        padding, kwargs = None, {}
-    model.train(training)
-    plain = copy.deepcopy(model)
-    options = {name: vars(module).copy() for name, module in model.named_modules()}
-    sparsifier = sparse(model, "ste")
-    assert len(sparsifier.layers) == 2 * (4 if kind == "encoder" else 6)
+        arguments += [None, padding]
+        visible = ~padding  # the fused path zeroes padded positions
+
+    def settings():
+        return {
+            name: {key: value for key, value in vars(module).items() if key[0] != "_"}
+            for name, module in model.named_modules()
+        }
+
+    plain, before = copy.deepcopy(model), settings()
+    sparsifier = sparse(model, "ste", **options)
+    assert len(sparsifier.layers) == count
     plain.load_state_dict(model.state_dict())
     with torch.set_grad_enabled(grad):
-        output, expected = model(*arguments, **kwargs), plain(*arguments, **kwargs)
-    visible = slice(None) if padding is None else ~padding  # the fused path zeroes padded positions
-    torch.testing.assert_close(output[visible], expected[visible], rtol=1e-5, atol=1e-5)
-
-    for (
-        name,
-        one,
-    ) in sparsifier.layers.items():  # each claimed layer really ran masked: emptying it shows
-        marks = one.masks.bits.clone()
-        one.set_masks(torch.zeros_like(marks, dtype=torch.bool))
-        with torch.set_grad_enabled(grad):
-            changed = model(*arguments, **kwargs)
-        assert not torch.allclose(changed[visible], output[visible]), name
-        one.masks.bits.copy_(marks)
+        output, expected = model(*arguments)[visible], plain(*arguments)[visible]
+        torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
+        for name, layer in sparsifier.layers.items():  # where nothing is kept, it shows
+            marks = layer.masks.bits.clone()
+            layer.set_masks(torch.zeros_like(marks, dtype=torch.bool))
+            assert not torch.allclose(model(*arguments)[visible], output), name
+            layer.masks.bits.copy_(marks)
     sparsifier.detach()
-    for name, module in model.named_modules():
-        assert {k: v for k, v in vars(module).items() if k[0] != "_"} == {
-            k: v for k, v in options[name].items() if k[0] != "_"
-        }
+    assert settings() == before

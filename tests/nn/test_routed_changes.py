@@ -10,14 +10,13 @@ from lightning_nm import BAME, NMPattern, NMSparsifier
 from lightning_nm.estimators import MVUE
 from lightning_nm.functional import backward_mask
 from lightning_nm.kernels import Router, routing
-from lightning_nm.kernels.cpu import library
 from lightning_nm.methods import STE
 from lightning_nm.nn import nm_linear
-from tests.support.fake_kernels import FakeKernel, FakeTimer
+from tests.support.cpu_products import needs_library
+from tests.support.fake_kernels import FakeKernel
+from tests.support.routed import masked, timed
 
-pytestmark = pytest.mark.skipif(
-    bool(library.unavailable()), reason=library.unavailable() or "a library"
-)
+pytestmark = needs_library
 
 
 class Told(STE):
@@ -60,145 +59,107 @@ class Run:
         torch.manual_seed(0)
         self.model = nn.Linear(32, 32)
         self.method = METHODS[method]()
-        self.sparsifier = NMSparsifier(
-            self.model, "2:8", self.method, estimator, skip_first_last=False, planned_steps=1000
-        ).attach()
-        (self.layer,) = self.sparsifier.layers.values()
         self.estimator = estimator
+        options = {"skip_first_last": False, "planned_steps": 1000}
+        sparsifier = NMSparsifier(self.model, "2:8", self.method, estimator, **options)
+        (self.layer,) = sparsifier.attach().layers.values()
+        self.layer.progress.estimating = estimator is not None
         self.router = Router("sparse")
         self.x = torch.randn(16, 32, requires_grad=True)
-        self.forward, self.backward = self.layer.masks.forward, self.layer.masks.backward
+        self.masks = self.layer.masks.forward, self.layer.masks.backward
 
     def batch(self, router):
         """The products that ran, by kernel, and the results."""
-        calls = {id(used): used.calls for used in router.used()} if router else {}
         self.x.grad = self.model.weight.grad = None
         self.layer.draw_noise(7)
+        before = {id(used): used.calls for used in router.used()} if router else {}
         with routing(router):
             y = self.model(self.x)
         y.square().sum().backward()
-        results = [y.detach(), self.x.grad, self.model.weight.grad]
-        if router is None:
-            return results
         ran = {
-            (used.product, used.kernel): used.calls - calls.get(id(used), 0)
-            for used in router.used()
-            if used.calls != calls.get(id(used), 0)
+            (used.product, used.kernel): used.calls - before.get(id(used), 0)
+            for used in (router.used() if router else ())
+            if used.calls != before.get(id(used), 0)
         }
-        return ran, results
+        return ran, [y.detach(), self.x.grad, self.model.weight.grad]
 
     def compare(self):
         kept, found = self.batch(self.router)
         fresh, again = self.batch(Router("sparse"))
         assert kept == fresh
-        for name, dense in enumerate(self.batch(None)):
-            for result in (found, again):
-                if dense is not None:
-                    torch.testing.assert_close(result[name], dense, rtol=1e-4, atol=1e-3)
-                else:
-                    assert result[name] is None
+        _, dense = self.batch(None)
+        for result in (found, again):
+            torch.testing.assert_close(result, dense, rtol=1e-4, atol=1e-3)
         return kept
 
-    # The changes.
 
-    def no_masks(self):
-        self.layer.set_masks(None)
-
-    def no_backward_mask(self):
-        self.layer.set_masks(self.forward)
-
-    def no_permutation(self):
-        """The backward mask is another one, and N:M in the order of memory."""
-        masks = self.layer.masks
-        masks.permutation = None
-        masks.set_backward(backward_mask(self.layer.weight, self.forward, NMPattern(2, 8)))
-
-    def stage(self):
-        self.layer.progress.set_stage("4:8")
-
-    def dense_stage(self):
-        self.layer.progress.set_stage("dense")
-        self.layer.set_masks(None)
-
-    def frozen(self):
-        self.model.weight.requires_grad_(False)
-
-    def dense_gradient(self):
-        self.layer.progress.dense_gradient = not self.layer.progress.dense_gradient
-
-    def not_estimating(self):
-        self.layer.progress.estimating = False
-
-    def pattern_of_the_method(self):
-        self.method.pattern = NMPattern(4, 16)
-
-    def gradient_of_the_method(self):
-        self.method.at_pruned = False
-
-    def pattern_of_the_estimator(self):
-        self.estimator.tokens = NMPattern(1, 4)
-
-    def tokens(self):
-        self.x = torch.randn(48, 32, requires_grad=True)
-
-    def no_gradient_of_the_input(self):
-        self.x = torch.randn(16, 32)
-
-    def dtype(self):
-        self.model.double()
-        self.x = self.x.detach().double().requires_grad_()
-
-    def another_router(self):
-        self.router = Router("reference")
-        self.compare_reference()
-        self.router = Router("sparse")
-
-    def compare_reference(self):
-        ran, _ = self.batch(self.router)
-        assert {kernel for _, kernel in ran} == {"reference"}
+def no_permutation(run):
+    """The backward mask is another one, and N:M in the order of memory."""
+    masks = run.layer.masks
+    masks.permutation = None
+    masks.set_backward(backward_mask(run.layer.weight, run.masks[0], NMPattern(2, 8)))
 
 
-CHANGES = {
-    "asp": (
-        "no_masks",
-        "stage",
-        "dense_stage",
-        "frozen",
-        "tokens",
-        "no_gradient_of_the_input",
-        "dtype",
-        "another_router",
-    ),
-    "bi-mask": ("no_masks", "no_backward_mask", "no_permutation", "dense_stage"),
-    "bame": ("dense_gradient", "no_masks"),
-    "told": ("pattern_of_the_method", "gradient_of_the_method"),
-}
+def dense_stage(run):
+    run.layer.progress.set_stage("dense")
+    run.layer.set_masks(None)
+
+
+def other_dtype(run):
+    run.model.double()
+    run.x = run.x.detach().double().requires_grad_()
+
+
+def dense_gradient(run):
+    run.layer.progress.dense_gradient = not run.layer.progress.dense_gradient
+
+
+def no_masks(run):
+    run.layer.set_masks(None)
+
+
+CHANGES = [
+    ("asp", "no masks", no_masks),
+    ("asp", "stage", lambda run: run.layer.progress.set_stage("4:8")),
+    ("asp", "dense stage", dense_stage),
+    ("asp", "frozen", lambda run: run.model.weight.requires_grad_(False)),
+    ("asp", "tokens", lambda run: setattr(run, "x", torch.randn(48, 32, requires_grad=True))),
+    ("asp", "no input gradient", lambda run: setattr(run, "x", torch.randn(16, 32))),
+    ("asp", "dtype", other_dtype),
+    ("bi-mask", "no masks", no_masks),
+    ("bi-mask", "no backward mask", lambda run: run.layer.set_masks(run.masks[0])),
+    ("bi-mask", "no permutation", no_permutation),
+    ("bi-mask", "dense stage", dense_stage),
+    ("bame", "dense gradient", dense_gradient),
+    ("bame", "no masks", no_masks),
+    ("told", "pattern", lambda run: setattr(run.method, "pattern", NMPattern(4, 16))),
+    ("told", "gradient", lambda run: setattr(run.method, "at_pruned", False)),
+    ("mvue", "not estimating", lambda run: setattr(run.layer.progress, "estimating", False)),
+    ("mvue", "pattern", lambda run: setattr(run.estimator, "tokens", NMPattern(1, 4))),
+]
 
 
 @pytest.mark.parametrize(
-    ("method", "change"), [(method, change) for method in CHANGES for change in CHANGES[method]]
+    ("method", "name", "change"), CHANGES, ids=[f"{method}-{name}" for method, name, _ in CHANGES]
 )
-def test_every_change_is_seen(method, change):
-    run = Run(method)
+def test_every_change_is_seen(method, name, change):
+    run = Run("asp", OfAnyPattern()) if method == "mvue" else Run(method)
     before = run.compare()
-    assert run.compare() == before
-    getattr(run, change)()
-    after = run.compare()
-    if change != "another_router":
-        assert after != before, "nothing was changed"
-    # And back, where that is possible.
-    if change in ("no_masks", "no_backward_mask"):
-        run.layer.set_masks(run.forward, run.backward)
+    if method != "mvue":
+        assert run.compare() == before
+    change(run)
+    assert run.compare() != before, "nothing was changed"
+    if name in ("no masks", "no backward mask"):
+        run.layer.set_masks(*run.masks)
         assert run.compare() == before
 
 
-@pytest.mark.parametrize("change", ["not_estimating", "pattern_of_the_estimator"])
-def test_every_change_of_an_estimator_is_seen(change):
-    run = Run("asp", OfAnyPattern())
-    run.layer.progress.estimating = True
+def test_another_router_has_choices_of_its_own():
+    run = Run("asp")
     before = run.compare()
-    getattr(run, change)()
-    assert run.compare() != before
+    ran, _ = run.batch(Router("reference"))
+    assert {kernel for _, kernel in ran} == {"reference"}
+    assert run.compare() == before
 
 
 def test_kept_choices_are_not_made_again(monkeypatch):
@@ -207,13 +168,12 @@ def test_kept_choices_are_not_made_again(monkeypatch):
     monkeypatch.setattr("lightning_nm.nn.products._product", None)
     run.batch(run.router)
     # Masks that move stay N:M: their layouts are made again, the choices are not.
-    run.layer.set_masks(run.forward.roll(8, 1))
+    run.layer.set_masks(run.masks[0].roll(8, 1))
     run.batch(run.router)
 
 
 def test_observed_passes_compare_also_where_choices_were_kept():
     run = Run("asp", MVUE())
-    run.layer.progress.estimating = True
     run.compare()
     run.layer.progress.observing = True
     run.batch(run.router)
@@ -225,10 +185,10 @@ def test_frozen_between_the_passes():
     run.compare()
     with routing(run.router):
         y = run.model(run.x)
-    run.frozen()
+    run.model.weight.requires_grad_(False)
     y.sum().backward()
     wgrads = [used for used in run.router.used() if used.product.key.gemm == "wgrad"]
-    assert [used.product.reason for used in wgrads][-1] == "none; frozen, so no weight gradient"
+    assert wgrads[-1].product.reason == "none; frozen, so no weight gradient"
 
 
 def test_second_derivatives_are_dense_after_first_ones_were_not():
@@ -240,24 +200,19 @@ def test_second_derivatives_are_dense_after_first_ones_were_not():
             y = run.model(run.x)
         (dx,) = torch.autograd.grad(y.square().sum(), run.x, create_graph=True)
         gradients.append(torch.autograd.grad(dx.square().sum(), [run.x, run.model.weight]))
-    for found, expected in zip(*gradients, strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-3)
     assert any("differentiated" in used.product.reason for used in run.router.used())
     run.compare()
 
 
 def test_products_that_were_postponed_are_measured_after_tune_again():
-    model = nn.Linear(32, 32)
-    NMSparsifier(model, "2:4", "asp", skip_first_last=False).attach()
-    fast = FakeKernel()
-    timer = FakeTimer([fast], dense=9.0, fast=(1.0, 0.0))
-    router = Router("auto", [fast], budget_s=0.0, timer=timer)
-    x = torch.randn(16, 32)
+    module, x = masked(dtype=torch.float32, method="asp")
+    router = timed(FakeKernel(), budget_s=0.0)
 
     def kernel():
         before = {id(used): used.calls for used in router.used()}
         with routing(router), torch.no_grad():
-            model(x)
+            module(x)
         (used,) = [use for use in router.used() if use.calls != before.get(id(use), 0)]
         return used.kernel
 
@@ -269,45 +224,43 @@ def test_products_that_were_postponed_are_measured_after_tune_again():
     router.tune_again()
     # Another layer has the same product, and this one does not run before `tune`.
     with routing(router), torch.no_grad():
-        model(x)
+        module(x)
     router.budget_s = 60.0
     router.tune()
     assert not recorded
     assert kernel() == "fast"
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compiled_passes_see_changes(backend):
+def test_compiled_passes_see_changes():
     run = Run("asp")
     torch._dynamo.reset()
-    eager, run.model = run.model, torch.compile(run.model, backend=backend)
+    eager, run.model = run.model, torch.compile(run.model, backend="eager")
     object.__setattr__(run.model, "weight", eager.weight)
     before = run.compare()
-    run.no_masks()
+    run.layer.set_masks(None)
     assert run.compare() != before
-    run.layer.set_masks(run.forward)
+    run.layer.set_masks(*run.masks)
     assert run.compare() == before
 
 
 def test_two_threads_with_routers_and_sizes_of_their_own():
     run = Run("asp")
-    expected = {}
-    for tokens in (16, 48):
-        x = torch.randn(tokens, 32)
-        expected[tokens] = x, run.model(x).detach()
+    inputs = [torch.randn(tokens, 32) for tokens in (16, 48)]
+    expected = [run.model(x).detach() for x in inputs]
     router, errors = Router("sparse"), []
 
-    def work(tokens):
-        x, y = expected[tokens]
+    def work(x, y):
         for _ in range(50):
             with torch.no_grad():
                 # Not by the module: its hooks count the products of one thread.
                 found = nm_linear(x, run.model.weight, run.model.bias, run.layer)
             if not torch.allclose(found, y, rtol=1e-4, atol=1e-4):
-                errors.append(tokens)
+                errors.append(len(x))
 
     with routing(router):
-        threads = [threading.Thread(target=work, args=(tokens,)) for tokens in expected]
+        threads = [
+            threading.Thread(target=work, args=pair) for pair in zip(inputs, expected, strict=True)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:

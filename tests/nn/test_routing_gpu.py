@@ -10,7 +10,6 @@ import weakref
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from lightning_nm import MVUE, NMSparsifier
 from lightning_nm.kernels import routing
@@ -30,28 +29,25 @@ def place(request):
 
 
 def masked(place, method="bi-mask", mvue=False, sizes=(256, 384), dtype=BF16):
-    """A masked linear layer and its sparsifier."""
+    """A masked linear layer, its sparsifier, an input and an output gradient."""
     module = nn.Linear(*sizes)
     with torch.no_grad():
-        module.weight.copy_(
-            torch.randn(sizes[::-1], generator=torch.Generator().manual_seed(1)) * sizes[0] ** -0.5
-        )
+        values = torch.randn(sizes[::-1], generator=torch.Generator().manual_seed(1))
+        module.weight.copy_(values * sizes[0] ** -0.5)
         module.bias.copy_(torch.linspace(-1, 1, sizes[1]))
     module.to(place.device, dtype)
+    options = {"skip_first_last": False, "grad_snr_every": 0}
     estimator = MVUE("2:4") if mvue else None
-    sparsifier = NMSparsifier(
-        module, "2:4", method, estimator, skip_first_last=False, grad_snr_every=0
-    ).attach()
-    return module, sparsifier
+    sparsifier = NMSparsifier(module, "2:4", method, estimator, **options).attach()
+    return module, sparsifier, *batch(place, module)
 
 
 def batch(place, module, tokens=200, seed=0):
     """Input and output gradient."""
     out, width = module.weight.shape
     dtype = module.weight.dtype
-    return place.random(tokens, width, dtype=dtype, seed=seed), place.random(
-        tokens, out, dtype=dtype, seed=seed + 1
-    )
+    x = place.random(tokens, width, dtype=dtype, seed=seed)
+    return x, place.random(tokens, out, dtype=dtype, seed=seed + 1)
 
 
 def change(module):
@@ -70,13 +66,13 @@ def move_masks(sparsifier, by=4):
         )
 
 
-@pytest.mark.parametrize("tokens", [16, 50, 128, 200])
+@pytest.mark.parametrize("tokens", [1, 50, 128])
 @pytest.mark.parametrize("sizes", [(256, 384), (144, 176)], ids=["128", "16"])
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("mvue", [False, True], ids=["dense-grad", "mvue"])
 @pytest.mark.parametrize("method", GEMMS)
 def test_a_layer(place, method, mvue, dtype, sizes, tokens):
-    module, _ = masked(place, method, mvue, sizes, dtype)
+    module, *_ = masked(place, method, mvue, sizes, dtype)
     x, grad = batch(place, module, tokens)
     router = place.router()
     found, expected = results(module, x, grad, router), exact(module, x, grad)
@@ -87,19 +83,9 @@ def test_a_layer(place, method, mvue, dtype, sizes, tokens):
     assert sparse == gemms or sizes == (144, 176)
 
 
-@pytest.mark.parametrize("tokens", [1, 8, 129])
-def test_products_of_another_shape_take_a_decision_of_their_own(place, tokens):
-    module, _ = masked(place, "transposable", True)
-    router = place.router()
-    for count in (200, tokens, 200):
-        x, grad = batch(place, module, count)
-        assert_right(results(module, x, grad, router), exact(module, x, grad), BF16)
-
-
 def test_in_auto_each_product_has_a_reason_and_is_right_on_whatever_it_ran(place):
-    module, _ = masked(place, "bi-mask", True)
+    module, _, x, grad = masked(place, mvue=True)
     router = place.router("auto", budget_s=300)
-    x, grad = batch(place, module)
     for _ in range(3):
         assert_right(results(module, x, grad, router), exact(module, x, grad), BF16)
     decisions = {used.product.key.gemm: used.decision for used in router.used() if used.decision}
@@ -112,12 +98,17 @@ def test_in_auto_each_product_has_a_reason_and_is_right_on_whatever_it_ran(place
 @pytest.mark.filterwarnings(  # Inductor's own; a kernel that fails is a RuntimeWarning
     "ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"
 )
-@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-@pytest.mark.parametrize("mvue", [False, True], ids=["dense-grad", "mvue"])
-@pytest.mark.parametrize("method", ["bi-mask", "transposable"])
+@pytest.mark.parametrize(
+    ("method", "mvue", "mode"),
+    [
+        ("bi-mask", True, "default"),
+        ("bi-mask", False, "reduce-overhead"),
+        ("transposable", True, "reduce-overhead"),
+    ],
+)
 def test_compiled(place, method, mvue, mode):
     """Weights and masks change between the calls, of which CUDA graphs replay all but the first."""
-    module, sparsifier = masked(place, method, mvue)
+    module, sparsifier, *_ = masked(place, method, mvue)
     router = place.router(reuse=2)
     call = place.compiled(module, mode)
     for k in range(5):
@@ -134,9 +125,8 @@ def test_compiled(place, method, mvue, mode):
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
 @pytest.mark.parametrize("reuse", [1, 2])
 def test_on_a_side_stream_that_is_behind(place, reuse):
-    module, _ = masked(place, "bi-mask", True)
+    module, _, x, grad = masked(place, mvue=True)
     router = place.router(reuse=reuse)
-    x, grad = batch(place, module)
     before = exact(module, x, grad)
     assert_right(results(module, x, grad, router), before, BF16)
     with place.side_stream():
@@ -148,46 +138,11 @@ def test_on_a_side_stream_that_is_behind(place, reuse):
     assert_right(results(module, x, grad, router), exact(module, x, grad), BF16)
 
 
-@pytest.mark.parametrize("method", GEMMS)
-def test_micro_batches_of_a_step_share_packs_and_later_steps_have_their_own(place, method):
-    module, sparsifier = masked(place, method, True)
-    optimizer = torch.optim.SGD(module.parameters(), 0.02)
-    sparsifier.register(optimizer)
-    router = place.router(reuse=2)
-    for step in range(3):
-        for micro_batch in range(2):
-            x, grad = batch(place, module, seed=2 * step + micro_batch)
-            found = results(module, x, grad, router)
-            assert_right(found, exact(module, x, grad), BF16)
-        before = module.weight.detach().clone()
-        module.weight.grad = found.gradients["weight"]
-        sparsifier.before_step(optimizer)
-        optimizer.step()
-        sparsifier.step()
-        moved = (module.weight - before).float().norm() / before.float().norm()
-        assert moved > 0.2, "an older pack would not show"
-
-
-def test_checkpointed(place):
-    module, _ = masked(place, "bi-mask", True)
-    router = place.router(reuse=2)
-    x, grad = batch(place, module)
-    for _ in range(2):
-        with set_checkpoint_early_stop(False):  # which spares a last layer its second forward
-            found = results(
-                module, x, grad, router, lambda x: checkpoint(module, x, use_reentrant=False)
-            )
-        assert_right(found, exact(module, x, grad), BF16)
-        change(module)
-    forward = sum(used.calls for used in router.used() if used.product.key.gemm == "forward")
-    assert forward == 4
-
-
 def test_the_same_bits_again_where_deterministic_algorithms_are_asked_for(
     place, deterministic, monkeypatch
 ):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    module, _ = masked(place, "bi-mask", True)
+    module, *_ = masked(place, mvue=True)
     router = place.router()
     x, grad = batch(place, module, 4096 if place.on_gpu else 200)
     first = results(module, x, grad, router)
@@ -208,9 +163,8 @@ def test_the_same_bits_again_where_deterministic_algorithms_are_asked_for(
 @pytest.mark.parametrize("method", ["bi-mask", "transposable"])
 def test_captured_by_hand(place, method):
     """A replay reads weights and masks as they are then: sizes that ran before are sparse, and no pack is kept."""
-    module, sparsifier = masked(place, method)
+    module, sparsifier, x, grad = masked(place, method)
     router = place.router(reuse=2)
-    x, grad = batch(place, module)
     x.requires_grad_()
 
     def step():
@@ -237,9 +191,8 @@ def test_captured_by_hand(place, method):
 
 
 def test_memory_of_packs_is_let_go(place, monkeypatch):
-    module, _ = masked(place, "bi-mask", True, (1024, 512))
+    module, _, x, grad = masked(place, mvue=True, sizes=(1024, 512))
     router = place.router(reuse=2)
-    x, grad = batch(place, module)
     results(module, x, grad, router)
     packs = []
     pack = type(place.kernel).pack

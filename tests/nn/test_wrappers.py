@@ -7,7 +7,6 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
-    CheckpointWrapper,
     apply_activation_checkpointing,
     checkpoint_wrapper,
 )
@@ -23,6 +22,7 @@ from lightning_nm import NMSparsifier
 from lightning_nm.nn.adapters import Adapter
 from tests.support.contract import METHODS, sgd_or_adam
 from tests.support.kinds import KINDS, Attention, make
+from tests.support.pairs import pairwise_cases
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Please specify CheckpointImpl:FutureWarning"
@@ -53,10 +53,13 @@ def wrapping(*kinds, **options):
 
 
 def in_forward(run):
-    def set_run(model):
-        model.run = run
+    return lambda model: setattr(model, "run", run)
 
-    return set_run
+
+def in_sequence(part, x):
+    if isinstance(part, nn.Sequential):
+        return checkpoint_sequential(part, 2, x, use_reentrant=False)
+    return part(x)
 
 
 HOW = {
@@ -64,27 +67,21 @@ HOW = {
     "reentrant wrappers": wrapping(checkpoint_impl=CheckpointImpl.REENTRANT),
     "in forward": in_forward(lambda part, x: checkpoint(part, x, use_reentrant=False)),
     "in forward, reentrant": in_forward(lambda part, x: checkpoint(part, x, use_reentrant=True)),
-    "in sequence": in_forward(
-        lambda part, x: (
-            checkpoint_sequential(part, 2, x, use_reentrant=False)
-            if isinstance(part, nn.Sequential)
-            else part(x)
-        )
-    ),
+    "in sequence": in_forward(in_sequence),
 }
 
 
-def steps(method, estimator, how=None, wrap_first=False):
+def steps(method, estimator, before=None, after=None):
     """Weights after three steps of two micro-batches, and the gradients on the way."""
     torch.manual_seed(0)
     model, found = Model().double(), []
-    if wrap_first and how is not None:
-        how(model)
-    sparsifier = NMSparsifier(
-        model, "2:4", METHODS[method](), estimator, skip_first_last=False, grad_snr_every=0
-    ).attach()
-    if how is not None and not wrap_first:
-        how(model)
+    if before is not None:
+        before(model)
+    options = {"skip_first_last": False, "grad_snr_every": 0}
+    sparsifier = NMSparsifier(model, "2:4", METHODS[method](), estimator, **options).attach()
+    if after is not None:
+        after(model)
+    assert len(sparsifier.layers) == 5
     optimizer = sgd_or_adam(method, model.parameters(), 0.05)
     sparsifier.register(optimizer)
     for step in range(3):
@@ -98,37 +95,24 @@ def steps(method, estimator, how=None, wrap_first=False):
                 optimizer.step()
                 optimizer.zero_grad()
             sparsifier.step()
-    assert len(sparsifier.layers) == 5
     return found + [p.detach() for p in model.parameters()]
 
 
-ESTIMATORS = [None, "approx-mvue", "top-n"]
-CELLS = [(method, "mvue") for method in METHODS] + [
-    ("bi-mask", estimator) for estimator in ESTIMATORS
-]
-
-
-QUICK = {
-    ("bi-mask", "wrappers"),
-    ("bame-bi-mask", "reentrant wrappers"),
-    ("transposable", "in forward"),
-}
+QUICK = ("bi-mask", "bame-bi-mask", "transposable")
 
 
 @pytest.mark.parametrize(
-    ("method", "estimator", "name"),
+    ("method", "name", "estimator"),
     [
-        pytest.param(*cell, name, marks=() if (cell[0], name) in QUICK else pytest.mark.slow)
-        for cell in CELLS
-        for name in HOW
+        pytest.param(*case, marks=() if case[0] in QUICK and k % 5 == 0 else pytest.mark.slow)
+        for k, case in enumerate(pairwise_cases(METHODS, HOW, ["mvue", None, "top-n"]))
     ],
 )
-def test_checkpointed_activations_give_the_same_gradients(method, estimator, name):
+def test_checkpointed_activations_give_the_same_gradients(method, name, estimator):
     """The forward that is computed again draws the noise of the first."""
-    plain = steps(method, estimator)
-    for wrap_first in (False, True):
-        for a, b in zip(plain, steps(method, estimator, HOW[name], wrap_first), strict=True):
-            torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+    plain, how = steps(method, estimator), HOW[name]
+    for found in (steps(method, estimator, before=how), steps(method, estimator, after=how)):
+        torch.testing.assert_close(found, plain, rtol=0, atol=1e-12)
 
 
 POLICIES = {
@@ -141,45 +125,24 @@ POLICIES = {
 
 def chosen(policy, model):
     """The modules that a policy would wrap."""
-    if callable(policy) and not hasattr(policy, "_run_policy"):
-        return [
-            m for m in model.modules() if policy(module=m, recurse=False, nonwrapped_numel=10**9)
-        ]
-    return list(policy._run_policy(model, ignored_modules=set(), root_kwargs={}))
+    if hasattr(policy, "_run_policy"):
+        return list(policy._run_policy(model, ignored_modules=set(), root_kwargs={}))
+    options = {"recurse": False, "nonwrapped_numel": 10**9}
+    return [module for module in model.modules() if policy(module=module, **options)]
 
 
-@pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_policies_that_wrap_by_class_find_masked_layers(kind, name):
-    plain, _ = make(kind)
-    model, policies = nn.Sequential(plain), []
-    handled = [
+def test_policies_that_wrap_by_class_find_masked_layers(kind):
+    model = nn.Sequential(make(kind)[0])
+    classes = [
         type(m) for m in model.modules() if any(p.dim() > 1 for p in m.parameters(recurse=False))
     ]
-    for cls in dict.fromkeys(handled):
-        policy = POLICIES[name](cls)
-        before = chosen(policy, model)
-        assert before
+    for cls in classes:
+        policies = [make_policy(cls) for make_policy in POLICIES.values()]
+        before = [chosen(policy, model) for policy in policies]
         sparsifier = NMSparsifier(model, "2:4", skip_first_last=False).attach()
-        assert any(isinstance(module, Adapter) for module in before)
-        assert chosen(policy, model) == before
+        for policy, modules in zip(policies, before, strict=True):
+            assert any(isinstance(module, Adapter) for module in modules)
+            assert chosen(policy, model) == modules
         sparsifier.detach()
-        policies.append(policy)
-    assert policies
-
-
-def test_a_policy_that_wraps_linear_layers_applies_to_masked_ones():
-    model = Model()
-    sparsifier = NMSparsifier(model, "2:4", skip_first_last=False).attach()
-    apply_activation_checkpointing(
-        model, checkpoint_wrapper, auto_wrap_policy=ModuleWrapPolicy({nn.Linear})
-    )
-    wrapped = {
-        name for name, module in model.named_modules() if isinstance(module, CheckpointWrapper)
-    }
-    assert wrapped == {"block.0", "block.3", "attention.mha.out_proj"}
-    for name in wrapped:
-        assert (
-            sparsifier.layers[name].spec.module
-            is model.get_submodule(name)._checkpoint_wrapped_module
-        )
+    assert classes

@@ -5,6 +5,8 @@ import torch
 from lightning_nm import NMSparsifier, TransposableMask
 from lightning_nm.kernels import Router, routing
 from tests.support import contract
+from tests.support.fake_kernels import FakeTimer
+from tests.support.kinds import make
 from tests.support.outside import ScaledMask, SoftThreshold
 
 METHODS = {
@@ -46,3 +48,22 @@ def gradients(module, x, router):
 def assert_equal(found, expected, **tolerance):
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, **tolerance)
+
+
+def masked(kind="linear", dtype=torch.float64, **options):
+    """A masked module of a kind, and an input; the options are those of :func:`attach`."""
+    module, x = make(kind, dtype)
+    attach(module, **options)
+    return module, x
+
+
+def compare(module, x, router, **tolerance):
+    """A batch on the kernels of a router equals that of the dense GEMMs."""
+    assert_equal(gradients(module, x, router), gradients(module, x, None), **tolerance)
+
+
+def timed(kernel, dense=9.0, fast=1.0, **options):
+    """A router that measures: milliseconds of the dense GEMM and of this kernel are given."""
+    return Router(
+        "auto", [kernel], timer=FakeTimer([kernel], dense=dense, fast=(fast, 0.0)), **options
+    )
