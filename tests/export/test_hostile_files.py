@@ -411,6 +411,7 @@ def test_mutated_files(kind, has_checksums, monkeypatch):
         if has_checksums:
             for key, value in expected.items():
                 assert torch.equal(bytes_of(found[key]), bytes_of(value))
-    assert min(loaded, refused) > 20
+    assert loaded > 0
+    assert refused > 200
     # What a header claims is not allocated.
     assert max(sizes) <= max(tensor.numel() * 4 for tensor in dense.state_dict().values())
