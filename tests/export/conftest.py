@@ -12,11 +12,11 @@ def _empty_folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def command(capsys):
-    """Run ``lightning-nm`` with these words: its exit status, and what it printed."""
+    """Run ``lightning-nm`` with these words, which must end with this status, and return what it printed."""
 
-    def run(words):
+    def run(words, status=0):
         capsys.readouterr()
-        status = main(words.split())
-        return status, "".join(capsys.readouterr())
+        assert main(words.split()) == status
+        return "".join(capsys.readouterr())
 
     return run

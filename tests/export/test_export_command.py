@@ -46,17 +46,16 @@ def load(name):
 
 
 def test_a_lightning_checkpoint_has_its_patterns(checkpoint, command):
-    status, said = command("export a.ckpt -o a.safetensors")
-    assert status == 0
+    said = command("export a.ckpt -o a.safetensors")
     assert re.search(r"net.6.weight +2:4 +plain", said)
     assert re.search(r"net.8.weight +dense .*not masked", said)
     assert "2 of 13 tensors packed, at 0.531 of their dense size" in said
     assert list(PackedFile("a.safetensors").packed) == ["net.3.weight", "net.6.weight"]
     model = load_packed(Net(), "a.safetensors")
     assert_equal_states(unpacked_state_dict(model), checkpoint)
-    assert command("export a.ckpt -o a.safetensors --prefix net.")[0] == 0
+    command("export a.ckpt -o a.safetensors --prefix net.")
     load_packed(Net().net, "a.safetensors")
-    assert command("export a.safetensors --to torch -o b.pt --prefix 6.")[0] == 0
+    command("export a.safetensors --to torch -o b.pt --prefix 6.")
     assert list(load("b.pt")) == ["bias", "weight"]
     assert sorted(os.listdir()) == ["a.ckpt", "a.safetensors", "b.pt"]
 
@@ -68,13 +67,12 @@ def test_a_plain_state_dict(command, suffix):
         torch.save(state, "in.pt")
     else:
         write_safetensors("in.safetensors", state, {})
-    status, said = command(f"export in.{suffix} -o a.safetensors")
-    assert status == 0
+    said = command(f"export in.{suffix} -o a.safetensors")
     # 1/16, and 4 bits in 16 x 32.
     assert "3 of 12 tensors packed, at 0.070 of their dense size" in said
     assert_equal_states(unpacked_state_dict(load_packed(small(seed=1), "a.safetensors")), state)
     for name in ("b.pt", "b.safetensors"):
-        assert command(f"export a.safetensors --to torch -o {name}")[0] == 0
+        command(f"export a.safetensors --to torch -o {name}")
         assert_equal_states(read_checkpoint(name).weights, state)
 
 
@@ -119,8 +117,7 @@ def test_partly_sparse(command):
     state = small("2:4").state_dict()
     state["5.weight"][0, :4] = 1
     torch.save(state, "in.pt")
-    status, said = command("export in.pt --pattern 2:4 -o a.safetensors")
-    assert status == 0
+    said = command("export in.pt --pattern 2:4 -o a.safetensors")
     assert re.search(r"5.weight +dense.*1 of 512 blocks", said)
     assert list(PackedFile("a.safetensors").packed) == ["0.weight", "4.weight"]
 
@@ -193,8 +190,7 @@ INT8 = "nan.pt -o a.safetensors --dtype int8"
 def test_what_is_refused(command, words, message):
     save_inputs()
     there = sorted(os.listdir())
-    status, said = command(f"export {words}")
-    assert status == 2
+    said = command(f"export {words}", 2)
     assert message in said
     assert len(said.splitlines()) == 1 or "key" in message
     assert sorted(os.listdir()) == there
@@ -205,8 +201,7 @@ def test_masked_layers_that_are_not_sparse(checkpoint, command):
     for value in content["state_dict"].values():
         value.fill_(1)
     torch.save(content, "dense.ckpt")
-    status, said = command("export dense.ckpt -o a.safetensors")
-    assert status == 2
+    said = command("export dense.ckpt -o a.safetensors", 2)
     assert "no weight of" in said
     assert "'net.6.weight': 2048 of 2048 blocks hold more than 2 of 4" in said
 
@@ -228,37 +223,13 @@ def test_a_folder_of_transformers(command):
     (folder / "config.json").write_text('{"model_type": "x"}')
     (folder / "vocab.txt").write_text("a")
     index.write_text(json.dumps({"weight_map": places}))
-    assert command("export in -o a.safetensors")[0] == 0
+    command("export in -o a.safetensors")
     load_packed(small("1:16", seed=1), "a.safetensors")
-    assert command("export in --to torch -o out")[0] == 0
+    command("export in --to torch -o out")
     assert sorted(os.listdir("out")) == ["config.json", "model.safetensors", "vocab.txt"]
     assert_equal_states(read_checkpoint("out").weights, state)
-    status, said = command("export in --to torch -o out")
-    assert status == 2
-    assert "exists" in said
+    assert "exists" in command("export in --to torch -o out", 2)
     assert sorted(os.listdir()) == ["a.safetensors", "in", "out"]
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_model_of_transformers(command):
-    transformers = pytest.importorskip("transformers")
-    settings = {"n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 64, "n_positions": 16}
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**settings)).eval()
-    for name, parameter in model.named_parameters():
-        if ".c_" in name and parameter.dim() == 2:
-            parameter.data = nm_prune(parameter.data, "1:16", 0)
-    model.save_pretrained("in")
-    x = torch.randint(0, 64, (2, 8))
-    expected = model(x).logits
-    assert command("export in -o a.safetensors")[0] == 0
-    new = transformers.GPT2LMHeadModel(transformers.GPT2Config(**settings))
-    found = load_packed(new, "a.safetensors", kernels="sparse")(x).logits
-    assert torch.allclose(found, expected, atol=1e-5)
-    assert len(PackedFile("a.safetensors").packed) == 4
-    assert command("export in --to torch -o out")[0] == 0
-    again = transformers.AutoModelForCausalLM.from_pretrained("out")
-    assert torch.equal(again(x).logits, expected)
 
 
 @pytest.mark.parametrize("kind", [Experts, TransposedExperts])
@@ -267,7 +238,7 @@ def test_experts_of_a_state_are_packed_and_loaded(command, kind):
     sparsifier = NMSparsifier(model, "1:4", "ste").attach()
     callbacks = {"NMSparsityCallback": sparsifier.state_dict()}
     torch.save({"state_dict": model.state_dict(), "callbacks": callbacks}, "a.ckpt")
-    assert command("export a.ckpt -o a.safetensors")[0] == 0
+    command("export a.ckpt -o a.safetensors")
     packed = PackedFile("a.safetensors").packed
     patterns = {key: str(tensor.pattern) for key, tensor in packed.items()}
     assert patterns == {"up": "1:4", "down": "1:4"}
@@ -281,8 +252,8 @@ def test_a_tied_weight_is_packed_once_and_stays_tied(command):
     callbacks = {"NMSparsityCallback": sparsifier.state_dict()}
     torch.save({"state_dict": model.state_dict(), "callbacks": callbacks}, "a.ckpt")
     expected = {key: value.clone() for key, value in model.state_dict().items()}
-    assert command("export a.ckpt -o a.safetensors")[0] == 0
-    assert command("export a.safetensors -o b.safetensors")[0] == 0
+    command("export a.ckpt -o a.safetensors")
+    command("export a.safetensors -o b.safetensors")
     for path in ("a.safetensors", "b.safetensors"):
         file = PackedFile(path)
         assert "embed.weight" in file.packed
@@ -295,7 +266,7 @@ def test_a_tied_weight_is_packed_once_and_stays_tied(command):
 
 @pytest.mark.slow
 def test_a_program_of_torch(checkpoint, command):
-    assert command(f"export a.ckpt -o a.pt2 --to pt2 {NET} --input 2x1x8x8")[0] == 0
+    command(f"export a.ckpt -o a.pt2 --to pt2 {NET} --input 2x1x8x8")
     assert sorted(os.listdir()) == ["a.ckpt", "a.pt2"]
     model = Net().eval()
     model.load_state_dict(checkpoint)
@@ -322,7 +293,7 @@ def test_a_packed_program_is_small():
 def test_onnx(checkpoint, command):
     onnxruntime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
-    assert command(f"export a.ckpt -o a.onnx --to onnx {NET} --input 2x1x8x8")[0] == 0
+    command(f"export a.ckpt -o a.onnx --to onnx {NET} --input 2x1x8x8")
     assert sorted(os.listdir()) == ["a.ckpt", "a.onnx"]
     session = onnxruntime.InferenceSession("a.onnx", providers=["CPUExecutionProvider"])
     model = Net().eval()
@@ -346,8 +317,7 @@ def test_onnx(checkpoint, command):
 @pytest.mark.parametrize("to", ["onnx", "pt2", "coreml"])
 def test_inputs_that_the_model_does_not_take_are_one_line(checkpoint, command, to, inputs, said):
     output = "a.mlpackage" if to == "coreml" else f"a.{to}"
-    status, found = command(f"export a.ckpt -o {output} --to {to} {NET} {inputs}")
-    assert status == 2
+    found = command(f"export a.ckpt -o {output} --to {to} {NET} {inputs}", 2)
     assert re.search(f"^lightning-nm export: .*{said}", found)
     assert len(found.splitlines()) == 1
     assert os.listdir() == ["a.ckpt"]

@@ -76,7 +76,7 @@ def test_a_model_that_transformers_does_not_know(model):
 
 
 def test_experts_are_packed_under_the_names_of_the_model(model, command):
-    assert command("export in -o a.safetensors")[0] == 0
+    command("export in -o a.safetensors")
     assert set(PackedFile("a.safetensors").packed) > EXPERTS
     loaded = load_packed(new(mixtral), "a.safetensors")
     assert_equal_states(unpacked_state_dict(loaded), model.state_dict())
@@ -91,10 +91,10 @@ def test_a_folder_without_a_state(command):
             if key in EXPERTS:
                 weight.copy_(nm_prune(weight, "1:4", -1))
     model.save_pretrained("in")
-    assert command("export in -o a.safetensors")[0] == 0
+    command("export in -o a.safetensors")
     assert set(PackedFile("a.safetensors").packed) == EXPERTS
     loaded = load_packed(new(mixtral), "a.safetensors")
     assert_equal_states(unpacked_state_dict(loaded), model.state_dict())
-    assert command("export in --to torch -o dense")[0] == 0
+    command("export in --to torch -o dense")
     again = type(model).from_pretrained("dense", dtype="auto")
     assert_equal_states(again.state_dict(), model.state_dict())

@@ -79,9 +79,7 @@ HOSTILE = {
         ("4.weight", {"dtype": "U8"}, "'U8', which is not packed"),
         ("4.weight", {"dtype": 7}, "7, which is not packed"),
         ("4.weight", {"dtype": "F64"}, r"float32 \(64, 32, 1\), not torch.float64"),
-        ("4.weight", {"shape": [1 << 22, 512]}, r"not torch.float32 \(4194304, 32, 1\)"),
         ("4.weight", {"shape": [1 << 60, 512]}, "is of shape"),
-        ("4.weight", {"shape": [-64, 512]}, "is of shape"),
         ("4.weight", {"shape": [0, 512]}, "is of shape"),
         ("4.weight", {"shape": [True, 512]}, "is of shape"),
         ("4.weight", {"shape": [1] * 1000}, "is of shape"),
@@ -91,15 +89,11 @@ HOSTILE = {
     ],
     ("float", "header"): [
         ("6.weight", "4.weight", "'4.weight' is both dense and packed"),
-        ("6.bias", {"data_offsets": [0, 12]}, "is damaged"),
         ("6.bias", {"data_offsets": [0, 10**10], "shape": [10**10 // 4]}, "is damaged"),
-        ("6.bias", {"shape": [1 << 47, 1 << 47]}, "is damaged"),
         ("6.bias", {"dtype": "F4"}, "is damaged"),
         ("6.bias", None, "is damaged"),
         ("__metadata__", {"version": "4"}, "version '4', .* reads '1', '2' and '3': update it"),
         ("__metadata__", {"format": None}, "holds no packed model: make one by"),
-        ("__metadata__", {"x": 1}, "is damaged"),
-        ("__metadata__", {"aliases": '{"a": "b"}'}, "'a' is an alias of 'b'"),
         ("__metadata__", {"aliases": '{"a": []}'}, r"'a' is an alias of \[\]"),
         ("__metadata__", {"aliases": '{"6.bias": "6.bias"}'}, "is an alias of '6.bias'"),
         ("__metadata__", {"aliases": '{"a":"6.bias","a":"6.bias"}'}, "'a' occurs twice"),
@@ -110,7 +104,6 @@ HOSTILE = {
     ],
     ("int8", "packed"): [
         ("4.weight", {"values": "U8"}, "has values in 'U8', not I8"),
-        ("4.weight", {"values": []}, r"has values in \[\], not I8"),
         ("4.weight", {"values": None}, r"is torch.int8 .*, not torch.bfloat16"),
         ("0.weight", {"dtype": "F16"}, "'0.weight' in F16 has int8 values, which weights"),
         ("0.weight", {"shape": [32, 16, 9, 3]}, "'0.weight.values' is .*int8 .*, not torch.int8"),
@@ -118,7 +111,6 @@ HOSTILE = {
     ("int8", "header"): [
         ("__metadata__", {"version": "1"}, "does not have exactly pattern"),
         ("0.weight.scales", {"shape": [8, 4]}, r"'0.weight.scales' is .*float32 \(8, 4\), not"),
-        ("4.weight.scales", {"shape": [8, 8]}, r"'4.weight.scales' is .*float32 \(8, 8\), not"),
         ("4.weight.scales", {"dtype": "I32"}, "'4.weight.scales' is torch.int32"),
         ("4.weight.scales", "4.weight.other", "there is no tensor '4.weight.scales'"),
     ],
@@ -247,9 +239,7 @@ def test_content_that_is_damaged(command, part, value, message):
     without_checksums(FILE)
     overwrite(places()[f"4.weight.{part}"][0], value.numpy().tobytes())
     assert_refused(model, f"'4.weight': {message}")
-    status, said = command(f"verify {FILE}")
-    assert status == 2
-    assert message in said
+    assert message in command(f"verify {FILE}", 2)
 
 
 @pytest.fixture(params=["float", "int8"])
@@ -279,9 +269,7 @@ def test_one_bit_of_any_tensor(model, command):
             with pytest.raises(ValueError, match=f"^{message}"):
                 read(FILE)
         for words in (f"verify {FILE}", f"export {FILE} --to torch -o a.pt"):
-            status, said = command(words)
-            assert status == 2
-            assert message in said
+            assert message in command(words, 2)
     FILE.write_bytes(content)
     assert verify(FILE).warnings == []
     load_packed(model.float(), FILE)
@@ -308,8 +296,7 @@ def test_files_of_older_versions_have_no_checksums(model, command):
     assert [warning.filename for warning in warned] == [__file__]
     assert_equal_states(unpacked_state_dict(loaded), expected)
     assert verify(FILE).ok
-    status, said = command(f"verify {FILE}")
-    assert status == 0
+    said = command(f"verify {FILE}")
     assert said.count("WARNING") == 1
     assert f"WARNING: {message[:40]}" in said
     # As the message says.
@@ -341,9 +328,7 @@ def test_what_is_not_finite_is_told(command):
         assert nonfinite.pop("4.weight") == 2
         # A mask is a matrix, too, where a pattern is given.
         assert nonfinite.keys() <= {"0.bias_mask", "2.bias_mask"}
-    status, said = command("verify model.pt --pattern 2:4 --allow-dense")
-    assert status == 0
-    assert "WARNING: '4.weight' has entries that are NaN" in said
+    assert "WARNING: '4.weight' has entries that are NaN" in command("verify model.pt --pattern 2:4 --allow-dense")
 
 
 @pytest.mark.parametrize(

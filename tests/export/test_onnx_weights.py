@@ -12,11 +12,9 @@ from onnx import helper  # noqa: E402
 from onnx.helper import make_node as node  # noqa: E402
 from onnx.numpy_helper import from_array  # noqa: E402
 
-from lightning_nm import NMSparsifier  # noqa: E402
+from lightning_nm.cli import main  # noqa: E402
 from lightning_nm.export import verify  # noqa: E402
 from lightning_nm.functional import nm_prune  # noqa: E402
-from lightning_nm.nn import NMLinear, nm_linear, register_adapter  # noqa: E402
-from lightning_nm.nn.adapters import base  # noqa: E402
 
 
 def pruned():
@@ -237,72 +235,6 @@ def test_a_scale_that_is_also_a_weight_is_judged(nodes, keys):
     assert result.ok == (keys == ["u"])
 
 
-@pytest.mark.filterwarnings("ignore:torch.ao.quantization:DeprecationWarning")
-@pytest.mark.parametrize("is_symmetric", [True, False])
-def test_fake_quantisation_next_to_moving_masks(monkeypatch, is_symmetric):
-    """Of torch.ao: mask and rounding see one weight, and the integers of the trained weights keep every zero."""
-    from torch.ao import quantization
-    from torch.ao.nn import qat
-
-    monkeypatch.setattr(base, "_ADAPTERS", list(base._ADAPTERS))
-
-    @register_adapter
-    class NMFakeQuantised(NMLinear):
-        handles = qat.Linear
-
-        def forward(self, x):
-            rounded = self.weight_fake_quant(self.weight)
-            return nm_linear(x, rounded, self.bias, self.nm_layers["weight"])
-
-    if is_symmetric:
-        dtype, low, observer = np.int8, -128, quantization.PerChannelMinMaxObserver
-        types = {"dtype": torch.qint8, "qscheme": torch.per_channel_symmetric}
-    else:
-        dtype, low, observer = np.uint8, 0, quantization.MinMaxObserver
-        types = {"dtype": torch.quint8, "qscheme": torch.per_tensor_affine}
-    rounding = quantization.FakeQuantize.with_args(
-        observer=observer, quant_min=low, quant_max=low + 255, **types
-    )
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8)).train()
-    model.qconfig = quantization.QConfig(activation=nn.Identity, weight=rounding)
-    model = quantization.prepare_qat(model)
-    sparsifier = NMSparsifier(model, "2:4", "sr-ste", skip_first_last=False).attach()
-    optimizer = torch.optim.SGD(model.parameters(), 0.5)
-    sparsifier.register(optimizer)
-    first = sparsifier.layers["0"].forward_mask.clone()
-    for _ in range(20):
-        x = torch.randn(32, 16)
-        optimizer.zero_grad()
-        (model(x) - x[:, :8].sin()).square().mean().backward()
-        sparsifier.before_step(optimizer)
-        optimizer.step()
-        sparsifier.step()
-    assert not torch.equal(first, sparsifier.layers["0"].forward_mask)
-    model.apply(quantization.disable_observer)
-    trained = model(x)
-    sparsifier.bake()
-    sparsifier.detach()
-    # Without masks, the same outputs: what was rounded in training is what is rounded now.
-    assert torch.equal(model(x), trained)
-
-    for place in (0, 2):
-        weight, rounding = model[place].weight.detach(), model[place].weight_fake_quant
-        scale, zero = (each.view(-1, 1) for each in rounding.calculate_qparams())
-        steps = ((weight / scale).round() + zero).clamp(low, low + 255)
-        assert torch.allclose((steps - zero) * scale, rounding(weight))
-        tensors = [
-            from_array(steps.numpy().astype(dtype), "w"),
-            from_array(scale.flatten().numpy(), "s"),
-            from_array(zero.flatten().numpy().astype(dtype), "z"),
-        ]
-        reader = node("DequantizeLinear", ["w", "s", "z"], ["y"], axis=0)
-        (verdict,) = verify_graph([reader], tensors).verdicts
-        assert (verdict.verdict, bool(zero.any())) == ("N:M", not is_symmetric)
-        # Rounding makes no zero another value, and some small values zeros.
-        assert 0.4 < verdict.density <= 0.5
-
-
 # -------------------------------------------------------------------------------------------------------------- hostile
 
 
@@ -345,13 +277,13 @@ def test_sparse_initialisers_are_refused():
         verify("a.onnx", "2:4")
 
 
-def test_truncated_files(command):
+def test_truncated_files():
     assert verify_graph([], [from_array(pruned(), "w")]).ok
     path = Path("a.onnx")
     whole = path.read_bytes()
     for length in range(1, len(whole), 7):
         path.write_bytes(whole[:length])
-        assert command("verify a.onnx --pattern 2:4 -q")[0] in (1, 2)
+        assert main("verify a.onnx --pattern 2:4 -q".split()) in (1, 2)
 
 
 @pytest.mark.slow

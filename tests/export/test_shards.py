@@ -33,8 +33,8 @@ def test_the_command_of_the_message_makes_one_file(command, monkeypatch, lightni
     dcp.save({"model": model.state_dict()}, checkpoint_id="saved")
     if lightning:
         torch.save({"epoch": 3}, "saved/meta.pt")
-    status, said = command("export saved -o a.safetensors")
-    assert (status, said) == (2, command("verify saved --pattern 2:4")[1].replace("verify", "export"))
+    said = command("export saved -o a.safetensors", 2)
+    assert command("verify saved --pattern 2:4", 2).replace("verify", "export") == said
     module, *words = re.search(r"`python -m (.*)`", said)[1].split()
     monkeypatch.setattr(sys, "argv", [module, *words])
     monkeypatch.delitem(sys.modules, module, raising=False)

@@ -77,8 +77,7 @@ def folder_of_transformers():
 )
 def test_an_export_to_a_full_disk_says_one_sentence(command, name, to):
     with full_disk():
-        status, said = command(f"export in --to {to} -o {name}")
-    assert status == 2
+        said = command(f"export in --to {to} -o {name}", 2)
     assert f"lightning-nm export: '{name}' was not written: " in said
     assert len(said.splitlines()) == 1
     assert os.listdir() == ["in"]
@@ -97,9 +96,7 @@ def ctrl_c():
 def test_an_interrupted_export_leaves_nothing(command, monkeypatch, interrupt):
     monkeypatch.setattr(Path, "replace", lambda self, target: signal.raise_signal(interrupt))
     before = signal.getsignal(signal.SIGTERM)
-    status, said = command("export in --to packed -o a.safetensors")
-    assert status == 130
-    assert "export: stopped, " in said
+    assert "export: stopped, " in command("export in --to packed -o a.safetensors", 130)
     assert os.listdir() == ["in"]
     assert signal.getsignal(signal.SIGTERM) is before
 
@@ -124,7 +121,6 @@ def test_a_study_that_cannot_write_says_one_sentence(command, monkeypatch):
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr("lightning_nm.commands.study.spec.read", denied)
-    status, said = command("study study.yaml")
-    assert status == 2
+    said = command("study study.yaml", 2)
     assert "lightning-nm study: [Errno 13] Permission denied" in said
     assert len(said.splitlines()) == 1

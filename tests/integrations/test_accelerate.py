@@ -64,8 +64,7 @@ def result(model, optimizer, sparsifier):
     ("method", "estimator", "options"),
     [
         ("sr-ste", MVUE(), {}),
-        pytest.param(BAME(every=1), None, {}, marks=pytest.mark.slow),
-        pytest.param("bi-mask", None, {"mixed_precision": "bf16"}, marks=pytest.mark.slow),
+        pytest.param(BAME(every=1), None, {"mixed_precision": "bf16"}, marks=pytest.mark.slow),
     ],
 )
 def test_a_loaded_state_continues_exactly(tmp_path, method, estimator, options):

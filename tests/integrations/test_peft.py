@@ -21,6 +21,7 @@ from tests.docs.blocks import ShortTrainer, blocks, read, section  # noqa: E402
 from tests.support.adapted import (  # noqa: E402
     INPUTS,
     QUIET,
+    TARGETS,
     Conv1D,
     Convs,
     Net,
@@ -35,8 +36,7 @@ from tests.support.lightning_models import Data  # noqa: E402
 pytestmark = QUIET
 
 
-@pytest.mark.parametrize("rslora", [False, True])
-@pytest.mark.parametrize("safe", [False, True])
+@pytest.mark.parametrize(("safe", "rslora"), [(False, False), (True, True)])
 @pytest.mark.parametrize("make", [Net, Convs, tiny_llama])
 def test_the_merged_weight_is_n_m_and_the_function_that_was_trained(make, safe, rslora):
     model, x = adapted(make, use_rslora=rslora), INPUTS[make]()
@@ -85,15 +85,14 @@ def test_output_and_gradients_are_those_of_the_formula(transposed, bias):
     )
 
 
-def test_numeric_gradients_and_second_derivatives():
+def test_second_derivatives():
     torch.manual_seed(0)
-    x, a, b = (
+    inputs = [
         torch.randn(shape, dtype=torch.float64, requires_grad=True)
         for shape in ((3, 8), (2, 8), (4, 2))
-    )
+    ]
     mask = nmf.nm_mask(torch.randn(4, 8), "2:4")
-    assert torch.autograd.gradcheck(lambda *t: masked_delta(*t, mask, 0.7), (x, a, b))
-    assert torch.autograd.gradgradcheck(lambda *t: masked_delta(*t, mask, 0.7), (x, a, b))
+    assert torch.autograd.gradgradcheck(lambda *t: masked_delta(*t, mask, 0.7), inputs)
 
 
 def test_no_tensor_of_the_weights_shape_is_kept_for_backward():
@@ -204,31 +203,6 @@ def test_autocast_and_half_precision(make):
     assert all(not w[before[n] == 0].any() for n, w in base_weights(model).items())
 
 
-def test_training_lowers_the_loss_and_the_adapter_resumes_alone(tmp_path):
-    model, x = adapted(init_lora_weights=True), INPUTS[Net]()
-    mask_adapters(model)
-    target = torch.sin(3 * torch.randn(6, 8, dtype=torch.float64))
-    before = {
-        name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad
-    }
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 0.02)
-    losses = []
-    for _ in range(40):
-        loss = F.mse_loss(model(x), target)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    assert losses[-1] < 0.5 * losses[0]
-    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters() if n in before)
-    model.save_pretrained(tmp_path)
-    torch.manual_seed(0)
-    again = peft.PeftModel.from_pretrained(Net().double(), tmp_path)
-    assert torch.equal(again.eval()(x), model.eval()(x))
-    unmask_adapters(again)
-    assert not torch.allclose(again(x), model(x))  # peft's own delta is not masked
-
-
 def test_copies_pickles_and_state_dicts():
     model, x = adapted(), INPUTS[Net]()
     keys, parameters = list(model.state_dict()), list(model.parameters())
@@ -272,35 +246,161 @@ def test_a_base_that_a_sparsifier_masks():
 
 
 @pytest.mark.parametrize("masks", [False, True])
-def test_verify_reads_adapted_and_merged_weights(tmp_path, masks):
+def test_verify_reads_adapted_and_merged_weights(masks):
     model = adapted(dtype=torch.float32)
     if masks:
         mask_adapters(model)
-    torch.save(model.state_dict(), tmp_path / "adapted.pt")
-    result = verify(tmp_path / "adapted.pt", "2:4", include="*.first.base_layer", allow_dense=True)
+    torch.save(model.state_dict(), "adapted.pt")
+    result = verify("adapted.pt", "2:4", include="*.first.base_layer", allow_dense=True)
     assert result.ok
     notes = {verdict.key: verdict.note for verdict in result.verdicts}
     assert "N:M only if mask_adapters() masked" in notes["base_model.model.first.base_layer.weight"]
-    torch.save(model.merge_and_unload().state_dict(), tmp_path / "merged.pt")
-    assert verify(tmp_path / "merged.pt", "2:4", include=["first", "gpt", "head"]).ok is masks
+    torch.save(model.merge_and_unload().state_dict(), "merged.pt")
+    assert verify("merged.pt", "2:4", include=["first", "gpt", "head"]).ok is masks
 
 
-def test_verify_tells_which_layers_a_merge_made_dense(tmp_path):
-    model = adapted(dtype=torch.float32)
-    mask_adapters(model, exclude="*.first")
-    base = {
-        f"{name.removeprefix('base_model.model.')}.weight": w
-        for name, w in base_weights(model).items()
-    }
-    torch.save(base, tmp_path / "base.pt")
-    torch.save(model.merge_and_unload().state_dict(), tmp_path / "merged.pt")
-    assert verify(tmp_path / "merged.pt", "2:4", min_share=0.5).ok
-    assert verify(
-        tmp_path / "merged.pt", "2:4", min_share=0.5, base=tmp_path / "base.pt"
-    ).problems == [
-        "only 2 of the base's 3 N:M matrices are N:M",
-        "'first.weight' is N:M in the base, but dense here",
-    ]
+# ----------------------------------------------------------------------------------------------------- what is refused
+
+
+def refused(model, message, *args):
+    kinds = [type(module) for module in model.modules()]
+    with pytest.raises(ValueError, match=message):
+        mask_adapters(model, *args)
+    assert [type(module) for module in model.modules()] == kinds
+
+
+def with_dense_layers():
+    torch.manual_seed(0)
+    net = Net()
+    net.first.weight.data[0, :4] = 1
+    nn.init.normal_(net.head.weight)
+    return peft.get_peft_model(net, peft.LoraConfig(r=2, target_modules=TARGETS[Net]))
+
+
+def trained_base():
+    model = adapted()
+    model.base_model.model.first.base_layer.weight.requires_grad_(True)
+    return model
+
+
+def merged():
+    model = adapted()
+    mask_adapters(model)
+    model.merge_adapter()
+    return model
+
+
+def grouped():
+    net = nn.Sequential(nn.Conv1d(8, 8, 3, groups=2), nn.Embedding(8, 8))
+    with pytest.warns(UserWarning, match="groups > 1"):
+        return peft.get_peft_model(net, peft.LoraConfig(r=2, target_modules=["0", "1"]))
+
+
+def packed():
+    return peft.get_peft_model(pack(Net()), peft.LoraConfig(r=2, target_modules=["first"]))
+
+
+class OwnConfig(peft.LoraConfig):
+    pass
+
+
+FIRST = "'base_model.model.first'"
+
+
+@pytest.mark.parametrize(
+    ("make", "args", "message"),
+    [
+        (Net, [], "no adapter of peft"),
+        (lambda: adapted(use_dora=True), [], f"{FIRST}.*DoraLinearVariant is not LoRA's plain sum"),
+        (
+            lambda: adapted(dtype=torch.float32, init_lora_weights="pissa"),
+            [],
+            rf"{FIRST}.*not 2:4: \d+ of 128 blocks hold more",
+        ),
+        (
+            with_dense_layers,
+            [],
+            "^2 of 3 [^']*'base_model.model.first': .*not 2:4: 1 of 128 [^']*'base_model.model.head'",
+        ),
+        (adapted, ["1:4"], "not 1:4"),
+        (adapted, ["3:5"], "has no blocks of 3:5"),
+        (trained_base, [], "its base weight is trained"),
+        (merged, [], r"merged into its base weight: call unmerge_adapter\(\)"),
+        (grouped, [], "grouped convolutions.*lora.layer.Embedding is no LoRA of a linear"),
+        (packed, [], f"{FIRST}: its base weight is packed, for inference"),
+        (
+            lambda: nn.Sequential(adapted().base_model.model.first),
+            [],
+            "a part of the one .*'0' is masked: pass all of it",
+        ),
+        (
+            lambda: peft.get_peft_model(Net(), OwnConfig(r=2, target_modules=["first"])),
+            [],
+            "adapter 'default' is a OwnConfig, .* use a LoraConfig",
+        ),
+    ],
+)
+def test_adapters_that_cannot_be_masked_are_named(make, args, message):
+    refused(make(), message, *args)
+
+
+def test_dense_layers_may_be_excluded():
+    model = with_dense_layers()
+    assert mask_adapters(model, exclude=["*.first", "*.head"]) == ["base_model.model.gpt"]
+    with pytest.raises(ValueError, match="leaves no adapted layer"):
+        mask_adapters(model, exclude="*")
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (peft.LoraConfig(r=2, target_modules=["first"], use_dora=True), "DoraLinearVariant"),
+        (OwnConfig(r=2, target_modules=["first"]), "adapter 'new' is a OwnConfig"),
+    ],
+)
+def test_an_adapter_of_another_kind_cannot_join_masked_ones(config, message):
+    model = adapted()
+    mask_adapters(model)
+    with pytest.raises(ValueError, match=message):
+        model.add_adapter("new", config)
+
+
+def test_weights_loaded_since_then_are_noticed():
+    model = adapted()
+    mask_adapters(model)
+    weight = model.base_model.model.first.base_layer.weight
+    weight.data = nmf.nm_prune(torch.randn_like(weight), "2:4")
+    with pytest.raises(ValueError, match="other nonzeros than when its adapters were masked"):
+        model.merge_and_unload()
+
+
+def in_a_model(masks):
+    """An adapted N:M layer in a model whose other layers a sparsifier masks."""
+    model = nn.Sequential(adapted(dtype=torch.float32), nn.Linear(8, 8), nn.Linear(8, 8))
+    if masks:
+        mask_adapters(model)
+    return model
+
+
+def test_a_sparsifier_warns_of_adapters_that_would_break_its_pattern():
+    message = r"base_model\.model\.first; .*gpt; .*head.*mask_adapters\(model\) before"
+    with pytest.warns(UserWarning, match=message):
+        sparsifier = NMSparsifier(in_a_model(False), "2:4", "ste").attach()
+    assert "mask_adapters keeps it so" in sparsifier.skipped["0.base_model.model.gpt.base_layer"]
+    sparsifier = NMSparsifier(in_a_model(True), "2:4", "ste").attach()
+    assert list(sparsifier.layers) == ["1"]
+    assert "keeps the zeros" in sparsifier.skipped["0.base_model.model.gpt.base_layer"]
+    NMSparsifier(in_a_model(False), "1:4", "ste").attach()  # dense for this pattern
+
+
+def test_merging_into_a_packed_base_is_refused():
+    message = "'first.weight' is packed, for inference, and cannot be changed in place, as merging"
+    for merge in ("merge_adapter", "merge_and_unload"):
+        with pytest.raises(RuntimeError, match=message):
+            getattr(packed(), merge)()
+
+
+# ------------------------------------------------------------------------------------------------------------ the page
 
 
 class Projections(nn.Module):
@@ -316,8 +416,7 @@ class Projections(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:You passed in a `val_dataloader` but have no `validation_step`")
 @pytest.mark.filterwarnings("ignore:Found .* module.* in eval mode at the start of training")
-def test_the_page(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_the_page(monkeypatch):
     monkeypatch.setattr(pl, "Trainer", ShortTrainer)
     train, load, _ = blocks("python", section(read("huggingface.md"), "LoRA on an N:M model"))
     torch.manual_seed(0)
@@ -349,8 +448,7 @@ class Pretraining(pl.LightningModule):
 
 @pytest.mark.filterwarnings("ignore:You passed in a `val_dataloader` but have no `validation_step`")
 @pytest.mark.filterwarnings("ignore:Found .* module.* in eval mode at the start of training")
-def test_the_last_per_cent_of_slope(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_the_last_per_cent_of_slope(monkeypatch):
     monkeypatch.setattr(pl, "Trainer", ShortTrainer)
     train, _, last = blocks("python", section(read("huggingface.md"), "LoRA on an N:M model"))
     torch.manual_seed(0)
