@@ -431,7 +431,9 @@ def test_damage_is_named(package, command):
         (lambda: (FILE / "Manifest.json").write_text("{"), ""),
     ):
         damage()
-        with pytest.raises(ValueError, match=f"cannot read '{FILE}' as a Core ML package.*{message}"):
+        with pytest.raises(
+            ValueError, match=f"cannot read '{FILE}' as a Core ML package.*{message}"
+        ):
             verify(FILE)
     command(f"verify {FILE}", 2)
 

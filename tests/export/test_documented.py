@@ -165,7 +165,9 @@ def test_what_layers_hold(form, numbers, int8, kernel):
         layer = torch.nn.Linear(256, 128, bias=False, dtype=dtype)
         layer.weight.data = nm_prune(layer.weight.data, pattern)
         dense = layer.weight.nbytes
-        weight = pack(layer, pattern, dtype=int8, kernels="sparse" if kernel else "reference").weight
+        weight = pack(
+            layer, pattern, dtype=int8, kernels="sparse" if kernel else "reference"
+        ).weight
         if kernel and (weight.operand is None or weight.operand.kernel != kernel):
             pytest.skip("this CPU has no such kernel")
         tensors = weight.operand.tensors if kernel else weight.packed()[:2]

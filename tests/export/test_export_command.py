@@ -208,7 +208,7 @@ def test_masked_layers_that_are_not_sparse(checkpoint, command):
 
 def test_a_folder_that_cannot_be_written_is_named(monkeypatch):
     monkeypatch.setattr("lightning_nm.export.atomic_write.os.access", lambda *_: False)
-    with pytest.raises(PermissionError, match="nothing can be written into the folder '.'"):
+    with pytest.raises(PermissionError, match=r"nothing can be written into the folder '\.'"):
         save_packed(pack(small()), "x.safetensors")
 
 

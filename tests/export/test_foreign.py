@@ -76,7 +76,9 @@ def test_an_ordinary_folder_is_made(command):
     dense = {"a.weight": pruned(8, 16), "head.weight": torch.randn(4, 8)}
     save_folder(dense)
     Path("in/tokenizer.json").write_text("{}")
-    assert "bitmasks became tensors with zeros: 1 of 2 matrices are 2:4" in command("export in --to torch -o out")
+    assert "bitmasks became tensors with zeros: 1 of 2 matrices are 2:4" in command(
+        "export in --to torch -o out"
+    )
     written = load_file("out/model.safetensors")
     assert written.keys() == dense.keys()
     assert all(torch.equal(written[key], weight) for key, weight in dense.items())
@@ -84,7 +86,9 @@ def test_an_ordinary_folder_is_made(command):
     assert Path("out/tokenizer.json").is_file()
     # transformers would not read the bitmasks, and leave the weights as they were drawn.
     model = "--model transformers.LlamaForCausalLM"
-    assert "make an ordinary folder of it by `lightning-nm export" in command(f"export in --to pt2 -o a.pt2 {model}", 2)
+    assert "make an ordinary folder of it by `lightning-nm export" in command(
+        f"export in --to pt2 -o a.pt2 {model}", 2
+    )
 
 
 def test_quantised_weights_under_bitmasks_keep_their_scales(command):

@@ -185,7 +185,7 @@ def test_duplicate_names_of_tensors():
     text = f'{json.dumps(header)[:-1]}, "6.bias": {json.dumps(header["6.bias"])}}}'
     FILE.write_bytes(with_length(text.encode()) + content)
     load_file(FILE)  # the library takes the last one
-    with pytest.raises(ValueError, match="'6.bias' occurs twice in its header"):
+    with pytest.raises(ValueError, match=r"'6\.bias' occurs twice in its header"):
         PackedFile(FILE)
 
 
@@ -211,8 +211,7 @@ def places():
     start = FILE.stat().st_size - len(content)
     del header["__metadata__"]
     return {
-        name: [start + offset for offset in entry["data_offsets"]]
-        for name, entry in header.items()
+        name: [start + offset for offset in entry["data_offsets"]] for name, entry in header.items()
     }
 
 
@@ -328,7 +327,9 @@ def test_what_is_not_finite_is_told(command):
         assert nonfinite.pop("4.weight") == 2
         # A mask is a matrix, too, where a pattern is given.
         assert nonfinite.keys() <= {"0.bias_mask", "2.bias_mask"}
-    assert "WARNING: '4.weight' has entries that are NaN" in command("verify model.pt --pattern 2:4 --allow-dense")
+    assert "WARNING: '4.weight' has entries that are NaN" in command(
+        "verify model.pt --pattern 2:4 --allow-dense"
+    )
 
 
 @pytest.mark.parametrize(
@@ -365,7 +366,7 @@ def test_mutated_files(kind, has_checksums, monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         expected = unpacked_state_dict(load_packed(copied(template), FILE, kernels="reference"))
-    rng, refused, loaded, sizes = random.Random(0), 0, 0, []
+    rng, refused, loaded, sizes = random.Random(0), [], 0, []
     empty = torch.empty
 
     def noted(*args, **kwargs):
@@ -385,8 +386,7 @@ def test_mutated_files(kind, has_checksums, monkeypatch):
                 )
                 load_packed(model, FILE, kernels="reference")
         except (ValueError, UserWarning) as fault:
-            assert str(FILE) in str(fault)
-            refused += 1
+            refused.append(str(fault))
             continue
         loaded += 1
         found = unpacked_state_dict(model)
@@ -397,6 +397,7 @@ def test_mutated_files(kind, has_checksums, monkeypatch):
             for key, value in expected.items():
                 assert torch.equal(bytes_of(found[key]), bytes_of(value))
     assert loaded > 0
-    assert refused > 200
+    assert len(refused) > 200
+    assert all(str(FILE) in message for message in refused)
     # What a header claims is not allocated.
     assert max(sizes) <= max(tensor.numel() * 4 for tensor in dense.state_dict().values())

@@ -78,7 +78,7 @@ def test_lookups_are_those_of_the_dequantised_matrix(command, dtype, kernels):
     assert loaded.head.weight is loaded.embed.weight
     assert state["embed.weight"] is state["head.weight"]
     loaded.train()
-    with pytest.raises(RuntimeError, match="'words.weight' is packed and cannot be trained"):
+    with pytest.raises(RuntimeError, match=r"'words\.weight' is packed and cannot be trained"):
         loaded.words(IDS)
 
 
@@ -128,14 +128,18 @@ def test_tensors_may_move_into_shared_memory(dtype):
     assert torch.equal(model(x), expected)
 
 
-def test_copies_graphs_and_conversions():
+@pytest.mark.slow
+def test_graphs():
     model = packed()
     expected = model(IDS)
-    for run in (
-        torch.export.export(model, (IDS,)).module(),
-        torch.compile(model, backend="eager", fullgraph=True),
-    ):
-        assert torch.equal(run(IDS), expected)
+    exported = torch.export.export(model, (IDS,)).module()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    for graph in (exported, compiled):
+        assert torch.equal(graph(IDS), expected)
+
+
+def test_copies_and_conversions():
+    model = packed()
     low = copy.deepcopy(model).bfloat16()
     assert low.words(IDS).dtype == torch.bfloat16
     assert torch.equal(low.words(IDS), model.words(IDS).bfloat16())
@@ -205,11 +209,13 @@ def test_experts_are_named(command):
         assert {key for key, weight in held.items() if weight.is_int8} == keys
         assert "conv.weight" in held
     command(f"{in_int8} --int8-experts *")
-    with pytest.raises(ValueError, match="'conv.weight' of .* does not fit the model: scales"):
+    with pytest.raises(ValueError, match=r"'conv\.weight' of .* does not fit the model: scales"):
         load_packed(mixture(), "a.safetensors")
     weight = nm_prune(torch.randn(8, 48), "1:16").view(8, 16, 3).contiguous()
     torch.save({"conv.weight": weight}, "a.pt")
-    assert "its blocks lie across rows, so that it is no weight of experts" in command(f"{in_int8} --int8-experts *", 2)
+    assert "its blocks lie across rows, so that it is no weight of experts" in command(
+        f"{in_int8} --int8-experts *", 2
+    )
 
 
 # --------------------------------------------------------------------------------------------------------------- sizes
@@ -235,7 +241,9 @@ def test_bytes_are_those_of_the_file(dtype, globs_of_embeddings, globs_of_expert
     """Of each key, and of all: a tied weight counts once."""
     weights = save_all()
     source = read_checkpoint("a.pt")
-    written = export_packed(source, "a.safetensors", None, dtype, globs_of_experts, globs_of_embeddings)
+    written = export_packed(
+        source, "a.safetensors", None, dtype, globs_of_experts, globs_of_embeddings
+    )
     file = PackedFile("a.safetensors")
     sizes = {name: file.read_stored(name).nbytes for name in file.entries}
     for each in written:
@@ -267,6 +275,6 @@ def test_the_table_of_parts(command):
 
 
 def test_the_benchmark_of_a_head(capsys):
-    int8_head.main("--words 64 --width 64 --tokens 1 2 --repeats 1".split())
+    int8_head.main(["--words", "64", "--width", "64", "--tokens", "1", "2", "--repeats", "1"])
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["tokens", "1", "2"]

@@ -43,7 +43,8 @@ def octets(tensor):
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-def packed(weight, pattern=NMPattern(1, 8), **options):
+def packed(weight, **options):
+    pattern = NMPattern(1, 8)
     return PackedTensor.of(nm_prune(weight, pattern), pattern, **options)
 
 
@@ -145,7 +146,9 @@ def test_the_command_writes_what_pack_and_save_do(command, make, dtype, options,
     assert sorted(ours.names()) == sorted(theirs.names())
     for key in theirs.entries:
         assert torch.equal(ours.read_stored(key), theirs.read_stored(key)), key
-    loaded = [unpacked_state_dict(load_packed(copied(model), name)) for name in ("a.safetensors", "b")]
+    loaded = [
+        unpacked_state_dict(load_packed(copied(model), name)) for name in ("a.safetensors", "b")
+    ]
     assert_equal_states(*loaded)
 
 
@@ -201,7 +204,9 @@ def assert_not_loaded(model, error, message):
         load_packed(model, "a")
     assert [type(layer) for layer in model.modules()] == kinds
     assert before.keys() == model.state_dict().keys()
-    assert all(each.is_meta or torch.equal(each, model.state_dict()[k]) for k, each in before.items())
+    assert all(
+        each.is_meta or torch.equal(each, model.state_dict()[k]) for k, each in before.items()
+    )
 
 
 def with_table():

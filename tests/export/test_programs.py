@@ -196,4 +196,6 @@ def test_graphs_are_told_from_damaged_files_where_a_checkpoint_is_needed():
 def test_onnx_is_asked_for_by_name(command, monkeypatch):
     monkeypatch.setitem(sys.modules, "onnx", None)
     save_onnx()
-    assert "needs the package `onnx`: pip install -e '.[onnx]' in a checkout" in command("verify a.onnx --pattern 2:4", 2)
+    assert "needs the package `onnx`: pip install -e '.[onnx]' in a checkout" in command(
+        "verify a.onnx --pattern 2:4", 2
+    )

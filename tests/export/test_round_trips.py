@@ -113,9 +113,7 @@ class Case(NamedTuple):
 FILE = "a.safetensors"
 INT8 = {"dtype": "int8"}
 ROWS = INT8 | {"int8_embeddings": ["words", "embed"]}
-layers = Case(
-    small, lambda: (torch.randn(2, 16, 4, 4),), "0.weight 4.weight 5.weight 6.weight"
-)
+layers = Case(small, lambda: (torch.randn(2, 16, 4, 4),), "0.weight 4.weight 5.weight 6.weight")
 experts = Case(Experts, tokens, "down up")
 two_weights = Case(TwoWeights, lambda: (torch.randn(3, 5, 32),), "down up")
 

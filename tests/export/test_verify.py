@@ -180,7 +180,8 @@ def test_the_pattern_that_weights_have_is_named(command):
     said = command("verify a.pt --pattern 1:4 --allow-dense -q", 1)
     assert "FAILED: 4 weights are 2:4, not 1:4: --pattern 2:4 checks that" in said
     assert said.count("checks that") == 1
-    assert "checks that" not in command("verify a.pt --pattern 2:4 --allow-dense -q")
+    del weights["random.weight"]
+    assert check(weights, allow_dense=True).ok
     linear = torch.nn.Linear(64, 32)
     linear.weight.data = weights["0.weight"]
     save_packed(pack(linear), "a.safetensors")

@@ -13,7 +13,6 @@ from lightning_nm.export import verify
 from lightning_nm.functional import nm_prune
 from tests.support.packed_models import Tied, copied, prune, small
 
-
 FILE = "a.safetensors"
 
 
@@ -110,5 +109,5 @@ def test_tied_weights(command):
 def test_a_truncated_file(model):
     path = Path(FILE)
     path.write_bytes(path.read_bytes()[:-9])
-    with pytest.raises(ValueError, match="damaged|truncated"):
+    with pytest.raises(ValueError, match="is damaged"):
         verify(path)

@@ -41,9 +41,7 @@ RAMP = {"dense_start": 1, "ramp": ["3:4"], "ramp_ends": [3]}
         (gpt2, "sr-ste", {"estimator": MVUE()}),
         (gpt2, BAME(every=1), {}),
         pytest.param(bert, ASP(start=0.5), {}, marks=pytest.mark.slow),
-        pytest.param(
-            mixtral, "bi-mask", {"estimator": MVUE()}, marks=pytest.mark.slow
-        ),
+        pytest.param(mixtral, "bi-mask", {"estimator": MVUE()}, marks=pytest.mark.slow),
         pytest.param(gpt2, "asp", {"schedule": RAMP}, marks=pytest.mark.slow),
     ],
 )

@@ -72,7 +72,10 @@ def test_each_factor_is_applied_once():
         torch.testing.assert_close(watch.start[name], before * factor)
     assert len(watch.rates) == 3
     assert watch.rates == [
-        {name: rate * (1 + (name.removesuffix(".weight") in factors)) for name, rate in rates.items()}
+        {
+            name: rate * (1 + (name.removesuffix(".weight") in factors))
+            for name, rate in rates.items()
+        }
         for rates in plain_watch.rates
     ]
     assert is_sparse(model)

@@ -119,9 +119,7 @@ def train_in(model, callbacks, n_gpu=1, kind="NO"):
     run.args._n_gpu = n_gpu
     optimizer = run.create_optimizer()
     optimizer.accelerator_state = type("State", (), {"distributed_type": kind})
-    callbacks[0].on_train_begin(
-        run.args, run.state, run.control, model=model, optimizer=optimizer
-    )
+    callbacks[0].on_train_begin(run.args, run.state, run.control, model=model, optimizer=optimizer)
 
 
 @pytest.mark.parametrize(
@@ -242,7 +240,7 @@ def test_the_best_experts_are_loaded():
     assert_equal(dict(model.state_dict()), dict(seen[best]))
 
 
-# ------------------------------------------------------------------------------------------- what is evaluated and logged
+# ----------------------------------------------------------------------------------------- what is evaluated and logged
 
 
 def test_evaluation_and_saving_use_the_sparse_weights(capsys):

@@ -189,7 +189,9 @@ def test_the_pattern_is_that_of_the_training():
     torch.testing.assert_close(output(load(four_eight())), output(model.eval()))
     other = four_eight()
     nn.init.normal_(other.head.weight)
-    with pytest.raises(ValueError, match="1 of 3 .*'head': its base weight is not 4:8: .*that one"):
+    with pytest.raises(
+        ValueError, match=r"1 of 3 .*'head': its base weight is not 4:8: .*that one"
+    ):
         load(other)
 
 

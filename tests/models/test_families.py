@@ -39,7 +39,7 @@ def _quiet():
 
 
 def fit(path, family, setting, *callbacks, steps, resume=None):
-    """Train a family with the masks of (method, estimator, pattern): the callback of masks, the Trainer and the model."""
+    """Train a family by (method, estimator, pattern), and return the callback of masks, the Trainer and the model."""
     method, estimator, pattern = setting
     options = {"exclude": EXCLUDE.get(family), "show_tables": False, "monitor": None}
     nm = NMSparsityCallback(pattern, method, estimator, **options)

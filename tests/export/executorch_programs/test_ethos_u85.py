@@ -115,9 +115,7 @@ def test_the_compiler_agrees_with_the_rules(seed):
     model.layers.append(nn.Conv2d(16, 16, 1))
     model.layers[-1].weight.data = nm_prune(model.layers[-1].weight.data, "2:4", dim=1)
     example = (torch.randn(1, depths[0], 8, 8, generator=generator),)
-    result = export_executorch(
-        model, "m.pte", example, calibration=[example], compare_dense=False
-    )
+    result = export_executorch(model, "m.pte", example, calibration=[example], compare_dense=False)
     found = [each for each in result.operators if each.has_weight]
     assert len(found) == 9
     for each in found:
@@ -183,9 +181,7 @@ def test_what_runs_on_the_host():
     model = nn.Sequential(nn.Embedding(32, 16), nn.Linear(16, 8))
     model[1].weight.data = nm_prune(model[1].weight.data, "2:4")
     tokens = torch.randint(32, (1, 4))
-    result = export_executorch(
-        model, "m.pte", (tokens,), calibration=[tokens], compare_dense=False
-    )
+    result = export_executorch(model, "m.pte", (tokens,), calibration=[tokens], compare_dense=False)
     (undelegated,) = result.on_cpu
     assert "copy" in undelegated.operator
 

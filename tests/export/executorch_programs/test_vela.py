@@ -43,7 +43,9 @@ def operators(perf=PERF, perf_debug=PERF_DEBUG):
 
 def test_operators_with_their_layers_and_formats():
     found = operators()
-    assert [(each.name, each.module, each.cycles, each.has_weight, each.sparse) for each in found] == [
+    assert [
+        (each.name, each.module, each.cycles, each.has_weight, each.sparse) for each in found
+    ] == [
         ("rescale_1", "stem.conv", 25234, True, False),
         ("rescale_2", "body", 50340, True, True),
         ("rescale_2_transpose", "", 819200, False, False),
