@@ -332,20 +332,12 @@ def test_what_is_not_finite_is_told(command):
     )
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2, torch.int8],
-)
-@pytest.mark.parametrize("special", [[], [math.nan], [math.inf], [math.nan, -math.inf]])
-def test_counts_of_what_is_not_finite(dtype, special):
-    if not dtype.is_floating_point:
-        special = []
-    values = torch.tensor([-2.0, 0.0, 3.0] * 5)
-    values[[3, 11][: len(special)]] = torch.tensor(special)
-    given = values.to(dtype)
-    assert count_nonfinite(given) == len(special)
-    assert count_nonfinite(given, infinite=False) == sum(map(math.isnan, special))
-    assert count_nonfinite(given[:0]) == 0
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.float8_e5m2])
+def test_counts_of_what_is_not_finite(dtype):
+    values = torch.tensor([-2.0, math.nan, 0.0, -math.inf, 3.0]).to(dtype)
+    assert count_nonfinite(values) == 2
+    assert count_nonfinite(values, infinite=False) == 1
+    assert count_nonfinite(values[::2]) == count_nonfinite(values[:0]) == 0
 
 
 # -------------------------------------------------------------------------------------------------------------- fuzzing

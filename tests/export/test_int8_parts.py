@@ -257,21 +257,19 @@ def test_bytes_are_those_of_the_file(dtype, globs_of_embeddings, globs_of_expert
     assert (tied is not None and tied.int8) == bool(globs_of_embeddings), "its other name was given"
 
 
-def test_the_table_of_parts(command):
+@pytest.mark.parametrize("options", ["", "--int8-embeddings * --int8-experts experts.*"])
+def test_the_table_of_parts(command, options):
     save_all()
-    for options in ("", "--int8-embeddings * --int8-experts experts.*"):
-        said = command(f"export a.pt -o a.safetensors --dtype int8 {options}")
-        table = said[said.index("parts") :].splitlines()
-        rows = [line.split() for line in table if line.startswith(" ") and "%" in line]
-        shares = [float(cell[:-1]) for row in rows for cell in row if cell.endswith("%")]
-        assert math.isclose(sum(shares), 100, abs_tol=0.1 * len(rows))
-        assert shares == sorted(shares, reverse=True)
-        in_int8 = {"N:M, int8, three axes 2", "dense, int8 3"}
-        joined = " ".join(" ".join(table).split())
-        assert {part for part in in_int8 if f"{part} " in joined} == (in_int8 if options else set())
-        (in_float,) = (line for line in table if line.startswith("not in int8: "))
-        assert ("dense matrices (embeddings: --int8-embeddings GLOB)" in in_float) != bool(options)
-        assert "of the file are N:M weights of three axes (of experts: --int8-experts" in in_float
+    said = command(f"export a.pt -o a.safetensors --dtype int8 {options}")
+    table, in_float = said[said.index("parts") :].split("not in int8: ")
+    shares = [float(cell[:-1]) for cell in table.split() if cell.endswith("%")]
+    assert math.isclose(sum(shares), 100, abs_tol=0.5)
+    assert shares == sorted(shares, reverse=True)
+    joined = " ".join(table.split())
+    for part in ("N:M, int8, three axes 2 ", "dense, int8 3 "):
+        assert (part in joined) == bool(options)
+    assert ("dense matrices (embeddings: --int8-embeddings GLOB)" in in_float) != bool(options)
+    assert "of the file are N:M weights of three axes (of experts: --int8-experts" in in_float
 
 
 def test_the_benchmark_of_a_head(capsys):
