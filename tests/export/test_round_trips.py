@@ -166,7 +166,7 @@ def test_round_trips(case, kernels):
         return prune(case.make().to(case.dtype), "1:16")
 
     def packed(model, kernels=kernels):
-        return pack(copied(model), kernels=kernels, budget_s=0, **case.options)
+        return pack(copied(model), kernels=kernels, **case.options)
 
     dense = new()
     inputs = [x.to(case.dtype) if x.is_floating_point() else x for x in case.inputs()]
@@ -188,8 +188,8 @@ def test_round_trips(case, kernels):
     limit = 0.03 if is_rounded else 10 * torch.finfo(case.dtype).eps
     by_state = packed(new())
     by_state.load_state_dict(model.state_dict())
-    by_file = load_packed(case.make(), FILE, kernels=kernels, budget_s=0)
-    from_meta = load_packed(on_meta(case.make), FILE, kernels=kernels, budget_s=0)
+    by_file = load_packed(case.make(), FILE, kernels=kernels)
+    from_meta = load_packed(on_meta(case.make), FILE, kernels=kernels)
     pickled = pickle.loads(pickle.dumps(model))
     for each in (model, copied(model), pickled, by_state, by_file, from_meta):
         assert packed_summary(each).weights == held
