@@ -158,7 +158,7 @@ def _with_other_values(draw, content, start):
 def _layers(pattern, dtype):
     """Convolutions and linear layers, a model to load into, and an input."""
     dense = small(pattern, dtype)
-    return dense, on_meta(dense), (torch.randn(3, 16, 4, 4, dtype=dtype),)
+    return dense, on_meta(), (torch.randn(3, 16, 4, 4, dtype=dtype),)
 
 
 def _experts(pattern, dtype):

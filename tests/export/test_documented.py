@@ -13,40 +13,39 @@ from jsonargparse import ArgumentParser
 from lightning.pytorch import Callback
 
 from lightning_nm import NMSparsityCallback, QuantizationAwareTraining
-from lightning_nm.cli import main
 from lightning_nm.export import PackedFile, pack, save_packed
 from lightning_nm.functional import nm_prune, pack_nm
 from lightning_nm.functional.nm_format import position_bits
 from lightning_nm.kernels.cpu import library
+from lightning_nm.packed.tensor import PackedTensor
 from lightning_nm.pattern import NMPattern
 from tests.docs.blocks import ROOT, blocks, read
 from tests.support.packed_models import small
 
 EXPORT = read("export.md")
 FORMAT = read("format.md")
-SHORT = ["--trainer.max_steps=1", "--trainer.limit_val_batches=0", "--data.init_args.batch_size=1"]
+SHORT = " --trainer.max_steps=1 --trainer.limit_val_batches=0 --data.init_args.batch_size=1"
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of a training without validation
-def test_from_a_checkpoint_to_a_packed_model(tmp_path, monkeypatch):
-    (tmp_path / "configs").symlink_to(ROOT / "configs")
-    monkeypatch.chdir(tmp_path)
+def test_from_a_checkpoint_to_a_packed_model(command):
+    Path("configs").symlink_to(ROOT / "configs")
     commands, code = blocks("", EXPORT)[0].splitlines(), blocks("python", EXPORT)[0]
     assert len(commands) + sum(map(bool, code.splitlines())) == 6
     for line in commands:
-        words = [
-            found
-            for word in shlex.split(line, comments=True)[1:]
-            for found in (glob.glob(word) if "*" in word else [word])
-        ]
-        assert main([*words, *(SHORT if words[0] == "fit" else [])]) == 0
+        # As a shell does.
+        words = [" ".join(glob.glob(word) or [word]) for word in shlex.split(line, comments=True)]
+        command(" ".join(words[1:]) + SHORT * (words[1] == "fit"))
     names = {}
     exec(code, names)
     assert names["logits"].shape == (1, 64, 256)
     packed = PackedFile("gpt.safetensors").packed
-    assert {str(entry.pattern) for entry in packed.values()} == {"1:16"}
-    assert len(packed) == 8
+    assert [str(entry.pattern) for entry in packed.values()] == ["1:16"] * 8
+
+
+def test_the_page_on_verifying_names_the_packed_file():
+    assert "lightning-nm verify gpt.safetensors" in EXPORT
 
 
 def test_the_summary(capsys):
@@ -69,71 +68,54 @@ def test_quantisation_aware_training():
     assert isinstance(second, NMSparsityCallback)
 
 
-def test_the_command_for_more_in_int8(tmp_path, monkeypatch, capsys):
+def test_the_command_for_more_in_int8(command):
     (line,) = blocks("", EXPORT)[1].splitlines()
-    monkeypatch.chdir(tmp_path)
     weights = {
         "embed.weight": torch.randn(8, 16),
         "mlp.experts.up": nm_prune(torch.randn(2, 8, 16), "2:4"),
         "fc.weight": nm_prune(torch.randn(8, 16), "2:4"),
     }
     torch.save(weights, "model.ckpt")
-    assert main(shlex.split(line)[1:]) == 0
-    assert "not in int8" not in capsys.readouterr().out
+    assert "not in int8" not in command(" ".join(shlex.split(line)[1:]))
     assert all(entry.int8 for entry in PackedFile("model.safetensors").packed.values())
 
 
-def test_other_commands_parse():
+def test_other_commands_parse(command):
     words = [shlex.split(line) for line in blocks("", EXPORT)[2].splitlines()]
     assert {word[word.index("--to") + 1] for word in words} == {"torch", "pt2", "packed"}
     for word in words:
-        assert (
-            main([*word[1:2], "none.ckpt", *word[3:]]) == 2
-        )  # a checkpoint that is not there, no other error
+        # A checkpoint that is not there, and no other error.
+        said = command(" ".join([word[1], "none.ckpt", *word[3:]]), 2)
+        assert "'none.ckpt' is neither a file nor a folder" in said
 
 
-def test_sizes_of_the_format():
-    rows = re.findall(
-        r"^\| (\d+:\d+) \| (\d+) \((\w+)\) \| ([\d.]+) \| ([\d.]+) \|$", FORMAT, re.MULTILINE
-    )
-    assert len(rows) == 5
-    for text, bits, _, half, single in rows:
-        pattern = NMPattern.parse(text)
-        assert position_bits(pattern) == int(bits)
-        for size, share in ((2, half), (4, single)):
-            exact = pattern.density + int(bits) / 8 / size / pattern.m
-            assert float(share) == pytest.approx(exact, abs=6e-4)
+NUMBERS = r"[^|]*\| ([\d.]+) \| ([\d.]+) \|$"
 
 
-def test_sizes_in_int8():
-    rows = re.findall(r"^\| (\d+:\d+) \| ([\d.]+) \| ([\d.]+) \|$", FORMAT, re.MULTILINE)
-    assert [text for text, *_ in rows] == ["2:4", "1:4", "1:8", "1:16"]
-    for text, half, single in rows:
-        pattern = NMPattern.parse(text)
-        bytes_of_entry = pattern.density + position_bits(pattern) / 8 / pattern.m
-        assert float(half) == pytest.approx(bytes_of_entry / 2, abs=6e-4)
-        assert float(single) == pytest.approx(bytes_of_entry / 4, abs=6e-4)
+@pytest.mark.parametrize(
+    ("row", "patterns", "int8"),
+    [
+        (rf"^\| (\d+:\d+) \| \d+ {NUMBERS}", "2:4 1:4 1:8 4:8 1:16", False),
+        (rf"^\| (\d+:\d+) {NUMBERS}", "2:4 1:4 1:8 1:16", True),
+    ],
+)
+def test_sizes_of_the_format(row, patterns, int8):
+    rows = re.findall(row, FORMAT, re.MULTILINE)
+    assert [text for text, *_ in rows] == patterns.split()
+    for text, *shown in rows:
+        for dtype, share in zip((torch.bfloat16, torch.float32), shown, strict=True):
+            pattern = NMPattern.parse(text)
+            weight = nm_prune(torch.randn(32, 64), pattern).to(dtype)
+            packed = PackedTensor.of(weight, pattern, int8=int8)
+            held = packed.values.nbytes + packed.positions.nbytes
+            assert float(share) == pytest.approx(held / weight.nbytes, abs=6e-4)
 
 
-def test_what_int8_layers_hold():
-    """The rows of int8 in the table of bytes for each dense byte, without scales and their offsets."""
-    numbers = r"[^|]*\| ([\d.]+) / ([\d.]+) " * 3
-    rows = re.findall(rf"^\| (packed int8|`cpu-int8`) of{numbers}\|$", EXPORT, re.MULTILINE)
-    assert [row[0] for row in rows] == ["packed int8", "`cpu-int8`"]
-    for (_, *shown), kernels in zip(rows, ("reference", "sparse"), strict=True):
-        for pattern, single, half in zip(
-            ("2:4", "1:4", "1:16"), shown[::2], shown[1::2], strict=True
-        ):
-            for dtype, share in ((torch.float32, single), (torch.bfloat16, half)):
-                layer = torch.nn.Linear(256, 128, bias=False, dtype=dtype)
-                layer.weight.data = nm_prune(layer.weight.data, pattern)
-                dense = layer.weight.nbytes
-                weight = pack(layer, pattern, dtype="int8", kernels=kernels).weight
-                tensors = weight.packed()[:2]
-                if weight.operand is not None:
-                    tensors = weight.operand.tensors[:2]
-                held = sum(tensor.nbytes for tensor in tensors)
-                assert float(share) == pytest.approx(held / dense, abs=6e-3)
+def test_bits_of_the_format():
+    rows = re.findall(r"^\| (\d+:\d+) \| (\d+) \(", FORMAT, re.MULTILINE)
+    assert rows
+    for text, bits in rows:
+        assert position_bits(NMPattern.parse(text)) == int(bits)
 
 
 def test_the_example_of_the_format():
@@ -143,40 +125,51 @@ def test_the_example_of_the_format():
     assert positions.tolist() == [int(shown[2], 2)] == [int(shown[3])]
 
 
-def test_fields_of_the_format(tmp_path):
-    save_packed(pack(small("1:16")), tmp_path / "a")
-    metadata = PackedFile(tmp_path / "a").metadata
+def test_fields_of_the_format():
     names = re.findall(r"^\| `(\w+)` \|", FORMAT, re.MULTILINE)
-    assert set(metadata) == set(names[:5])
-    assert set(json.loads(metadata["packed"])["4.weight"]) == set(names[5:9])
-    save_packed(pack(small("1:16"), dtype="int8"), tmp_path / "b")
-    in_int8 = json.loads(PackedFile(tmp_path / "b").metadata["packed"])["4.weight"]
-    assert set(in_int8) == set(names[5:10])
+    for dtype, last in ((None, 9), ("int8", 10)):
+        save_packed(pack(small("1:16"), dtype=dtype), "a")
+        metadata = PackedFile("a").metadata
+        assert set(metadata) == set(names[:5])
+        assert set(json.loads(metadata["packed"])["4.weight"]) == set(names[5:last])
     assert set(names[10:13]) == {"plain", "flat", "transposed"}
-    assert Path(tmp_path / "a").stat().st_size < 20_000
+    assert Path("a").stat().st_size < 20_000
 
 
-def test_what_packed_layers_hold():
-    """The table of bytes for each dense byte, in float32: packed, and in the layout of a kernel if this CPU has it."""
-    numbers = r"[^|]*\| ([\d.]+)[^|]*" * 3
-    forms = r"packed, float32|`cpu-permute`, float32 with AVX-512|`cpu-permute`, float32 with AVX2"
-    rows = re.findall(rf"^\| ({forms}){numbers}", EXPORT, re.MULTILINE)
-    packed, avx_512, avx_2 = rows
-    assert "|".join(row[0] for row in rows) == forms
+def avx():
+    """The instruction set by which the page tells layouts."""
     # A block of 1:16 is one register of AVX-512, and two of AVX2, of which one is empty.
     has_8_lanes = not library.unavailable() and library.load().nm_lanes(library.level()) == 8
-    cases = ((packed, "reference"), (avx_2 if has_8_lanes else avx_512, "sparse"))
-    for (form, *shown), kernels in cases:
-        for pattern, share in zip(("2:4", "1:4", "1:16"), shown, strict=True):
-            layer = torch.nn.Linear(256, 128, bias=False)
-            layer.weight.data = nm_prune(layer.weight.data, pattern)
-            dense = layer.weight.nbytes
-            weight = pack(layer, pattern, kernels=kernels).weight
-            if kernels == "sparse" and (
-                weight.operand is None or weight.operand.kernel != "cpu-permute"
-            ):
-                pytest.skip("this CPU has no such kernel")
-            tensors = weight.packed()[:2] if weight.operand is None else weight.operand.tensors
-            assert float(share) == pytest.approx(
-                sum(tensor.nbytes for tensor in tensors) / dense, abs=6e-3
-            ), form
+    return "AVX2" if has_8_lanes else "AVX-512"
+
+
+PAIRS = r"[^|]*\| ([\d.]+) / ([\d.]+) " * 3
+SINGLE = r"[^|]*\| ([\d.]+) " * 3
+
+
+@pytest.mark.parametrize(
+    ("form", "numbers", "int8", "kernel"),
+    [
+        ("packed, float32 / bfloat16", PAIRS, None, None),
+        (f"`cpu-permute`, float32 with {avx()}", SINGLE, None, "cpu-permute"),
+        ("packed int8 of float32 / bfloat16", PAIRS, "int8", None),
+        ("`cpu-int8` of float32 / bfloat16", PAIRS, "int8", "cpu-int8"),
+    ],
+)
+def test_what_layers_hold(form, numbers, int8, kernel):
+    """The table of bytes for each dense byte, without scales and their offsets."""
+    (shown,) = re.findall(rf"^\| {form}{numbers}\|$", EXPORT, re.MULTILINE)
+    dtypes = (torch.float32, torch.bfloat16)[: len(shown) // 3]
+    cases = [(pattern, dtype) for pattern in ("2:4", "1:4", "1:16") for dtype in dtypes]
+    for (pattern, dtype), share in zip(cases, shown, strict=True):
+        layer = torch.nn.Linear(256, 128, bias=False, dtype=dtype)
+        layer.weight.data = nm_prune(layer.weight.data, pattern)
+        dense = layer.weight.nbytes
+        weight = pack(
+            layer, pattern, dtype=int8, kernels="sparse" if kernel else "reference"
+        ).weight
+        if kernel and (weight.operand is None or weight.operand.kernel != kernel):
+            pytest.skip("this CPU has no such kernel")
+        tensors = weight.operand.tensors if kernel else weight.packed()[:2]
+        held = sum(tensor.nbytes for tensor in tensors[:2] if tensor is not None)
+        assert float(share) == pytest.approx(held / dense, abs=6e-3)

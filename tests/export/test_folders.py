@@ -1,119 +1,119 @@
-"""verify() on model folders and on files that cannot be read; several checkpoints in one call."""
+"""Folders of models, and files and folders that cannot be read: nothing in them is run."""
 
 import json
+import os
+import pickle
+import re
+import runpy
+import sys
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
+from torch import nn
 
-from lightning_nm.cli import main
-from lightning_nm.export import verify
+from lightning_nm.export import read_checkpoint, verify
 from lightning_nm.functional import nm_prune
+from tests.support.packed_models import assert_equal_states
+
+INDEX = Path("model/model.safetensors.index.json")
+PART = Path("model/model-2.safetensors")
 
 
-def weights(seed=0):
-    torch.manual_seed(seed)
-    names = [f"layers.{number}.weight" for number in range(3)]
-    return {name: nm_prune(torch.randn(16, 16), "2:4") for name in names} | {
-        "embed.weight": torch.randn(16, 16),
-        "norm.weight": torch.ones(16),
-    }
+def weights():
+    found = {f"layers.{n}.weight": nm_prune(torch.randn(16, 16), "2:4") for n in range(3)}
+    return {**found, "embed.weight": torch.randn(16, 16), "norm.weight": torch.ones(16)}
 
 
-def folder(path, parts=1, save=save_file, name="model.safetensors"):
-    path.mkdir()
-    (path / "config.json").write_text("{}")
-    found = weights()
-    if parts == 1:
-        save(found, path / name)
-        return path
+def save_folder(parts=1, name="model.safetensors", save=save_file):
+    """A folder of transformers: one file, or several and their index."""
+    folder = Path("model")
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
     stem, _, suffix = name.partition(".")
-    places = {
-        key: f"{stem}-0000{number % parts + 1}-of-0000{parts}.{suffix}"
-        for number, key in enumerate(found)
-    }
-    for part in set(places.values()):
-        save({key: found[key] for key, place in places.items() if place == part}, path / part)
-    (path / f"{name}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
-    return path
+    files = [name] if parts == 1 else [f"{stem}-{n + 1}.{suffix}" for n in range(parts)]
+    places = {key: files[number % parts] for number, key in enumerate(weights())}
+    for file in files:
+        found = {key: weight for key, weight in weights().items() if places[key] == file}
+        save(found, folder / file)
+    if parts > 1:
+        (folder / f"{name}.index.json").write_text(json.dumps({"weight_map": places}))
 
 
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize(
     ("name", "save"), [("model.safetensors", save_file), ("pytorch_model.bin", torch.save)]
 )
-def test_model_folders(tmp_path, parts, name, save):
-    result = verify(folder(tmp_path / "model", parts, save, name), "2:4", allow_dense=True)
+def test_model_folders(parts, name, save):
+    save_folder(parts, name, save)
+    result = verify("model", "2:4", allow_dense=True)
     assert result.ok
-    assert {v.key: v.verdict for v in result.verdicts} == {
-        "layers.0.weight": "N:M",
-        "layers.1.weight": "N:M",
-        "layers.2.weight": "N:M",
-        "embed.weight": "dense",
-    }
+    verdicts = {v.key: v.verdict for v in result.verdicts}
+    assert verdicts.pop("embed.weight") == "dense"
+    assert verdicts == dict.fromkeys([f"layers.{n}.weight" for n in range(3)], "N:M")
     assert result.share == 0.75
     assert (result.count("N:M"), result.count("dense"), result.count("broken")) == (3, 1, 0)
 
 
-def test_the_least_share(tmp_path, capsys):
-    path = str(folder(tmp_path / "model"))
-    assert main(["verify", path, "--pattern", "2:4", "--min-share", "0.75"]) == 0
-    assert (
-        "3 of 4 matrices are N:M, with 75.0% of all entries; 1 is dense" in capsys.readouterr().out
-    )
-    assert main(["verify", path, "--pattern", "2:4", "--min-share", "0.8"]) == 1
-    assert (
-        "only 75.0% of the matrices' entries are in N:M matrices, less than 80.0%"
-        in capsys.readouterr().out
-    )
-    assert main(["verify", path, "--pattern", "2:4", "--min-share", "75"]) == 2
-    assert "min_share=75.0 must be a share from 0 to 1" in capsys.readouterr().out
+def test_the_least_share(command):
+    save_folder()
+    for share, expected, words in (
+        ("0.75", 0, "3 of 4 matrices are N:M, with 75.0% of all entries; 1 is dense"),
+        ("0.8", 1, "only 75.0% of the matrices' entries are in N:M matrices, less than 80.0%"),
+        ("75", 2, "min_share=75.0 must be a share from 0 to 1"),
+    ):
+        assert words in command(f"verify model --pattern 2:4 --min-share {share}", expected)
 
 
-def test_what_a_folder_lacks(tmp_path):
-    path = folder(tmp_path / "model", parts=2)
-    part = path / "model-00002-of-00002.safetensors"
-    kept = load_file(part)
-    save_file({key: value for key, value in kept.items() if key != "layers.1.weight"}, part)
-    with pytest.raises(
-        ValueError, match=r"00002\.safetensors' lacks the weight 'layers.1.weight' that the index"
-    ):
-        verify(path, "2:4")
-    part.unlink()
-    with pytest.raises(
-        ValueError, match=r"is incomplete: 1 of 2 files are missing: \['model-00002-of-00002"
-    ):
-        verify(path, "2:4")
-    index = path / "model.safetensors.index.json"
-    for text in ("", "[]", "{}", '{"weight_map": 3}', "\x00"):
-        index.write_text(text)
-        with pytest.raises(ValueError, match=r"index\.json': it is no index with a `weight_map`"):
-            verify(path, "2:4")
-    index.write_text(json.dumps({"weight_map": {"a": "../model.safetensors"}}))
-    with pytest.raises(
-        ValueError, match=r"names '\.\./model\.safetensors', which is not a file in its folder"
-    ):
-        verify(path, "2:4")
+def drop_a_weight():
+    kept = load_file(PART)
+    del kept["layers.1.weight"]
+    save_file(kept, PART)
 
 
-def test_folders_without_a_model(tmp_path):
-    with pytest.raises(
-        ValueError,
-        match=r"expected one of model\.safetensors, model\.safetensors\.index\.json, pyto",
-    ):
-        verify(tmp_path, "2:4")
-    (tmp_path / "adapter_model.safetensors").write_bytes(b"x")
-    with pytest.raises(ValueError, match="holds an adapter"):
-        verify(tmp_path, "2:4")
+def name_another_folder():
+    INDEX.write_text(json.dumps({"weight_map": {"a": "../model.safetensors"}}))
+
+
+NO_INDEX = "cannot read 'model/model.safetensors.index.json': it is no index with a `weight_map`"
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (drop_a_weight, "lacks the weight 'layers.1.weight' that the index"),
+        (PART.unlink, r"'model' is incomplete: 1 of 2 files are missing: \['model-2.safetensors'"),
+        (name_another_folder, r"names '\.\./model\.safetensors', which is not a file in its fold"),
+        (INDEX.unlink, "holds no model: expected one of model.safetensors, model.safetensors.ind"),
+        *(
+            (lambda text=text: INDEX.write_text(text), NO_INDEX)
+            for text in ("", "[]", "{}", '{"weight_map": 3}', "\x00")
+        ),
+    ],
+)
+def test_what_a_folder_lacks(command, damage, message):
+    save_folder(parts=2)
+    damage()
+    with pytest.raises(ValueError, match=message):
+        verify("model", "2:4")
+    command("export model -o a.safetensors", 2)
+
+
+def test_folders_that_hold_other_folders_or_an_adapter():
+    save_folder()
     for step in (2, 4):
-        folder(tmp_path / f"checkpoint-{step}")
-    with pytest.raises(
-        ValueError, match="no model itself, but folders that may: checkpoint-2, checkpoint-4"
-    ):
-        verify(tmp_path, "2:4")
+        Path(f"checkpoint-{step}").symlink_to("model")
+    with pytest.raises(ValueError, match="but folders that may: checkpoint-2, checkpoint-4"):
+        verify(".", "2:4")
+    Path("adapter").mkdir()
+    Path("adapter/adapter_model.safetensors").write_bytes(b"x")
+    with pytest.raises(ValueError, match="holds an adapter"):
+        verify("adapter", "2:4")
 
 
-@pytest.mark.parametrize("suffix", [".ckpt", ".safetensors"])
+@pytest.mark.parametrize("path", ["file.ckpt", "file.safetensors"])
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
@@ -129,18 +129,17 @@ def test_folders_without_a_model(tmp_path):
         ),
     ],
 )
-def test_why_a_file_cannot_be_read(tmp_path, suffix, content, reason):
-    path = tmp_path / f"file{suffix}"
-    path.write_bytes(content)
-    with pytest.raises(ValueError, match=f"cannot read '.*file{suffix}': .*{reason}"):
+def test_why_a_file_cannot_be_read(path, content, reason):
+    Path(path).write_bytes(content)
+    with pytest.raises(ValueError, match=f"cannot read '{path}': .*{reason}"):
         verify(path)
 
 
-@pytest.mark.parametrize(("suffix", "save"), [(".pt", torch.save), (".safetensors", save_file)])
-def test_truncated_files(tmp_path, suffix, save):
+@pytest.mark.parametrize(("name", "save"), [("a.pt", torch.save), ("a.safetensors", save_file)])
+def test_truncated_files(name, save):
     """At every length between the format's first bytes and the last but one."""
-    path = tmp_path / f"file{suffix}"
-    save(weights(), path)
+    save(weights(), name)
+    path = Path(name)
     whole = path.read_bytes()
     for length in [3, 8, 9, 100, *range(200, len(whole), 97), len(whole) - 1]:
         path.write_bytes(whole[:length])
@@ -154,39 +153,45 @@ class Own:
     """An object that is no tensor."""
 
 
-def test_objects_of_a_program_are_named(tmp_path):
-    torch.save({"own": Own()}, tmp_path / "a.pt")
-    with pytest.raises(
-        ValueError, match=r"holds a [\w.]*test_folders.Own, .* save model.state_dict\(\)"
-    ):
-        verify(tmp_path / "a.pt")
+def test_objects_of_a_program_are_named():
+    torch.save({"own": Own()}, "a.pt")
+    message = r"holds a [\w.]*test_folders.Own, .* save model.state_dict\(\)"
+    with pytest.raises(ValueError, match=message):
+        verify("a.pt")
 
 
-def test_several_checkpoints(tmp_path, capsys):
-    """Of which each is listed, and the worst decides on the status."""
-    first, second = str(folder(tmp_path / "a")), str(tmp_path / "b.pt")
-    torch.save(weights(1), second)
-    assert main(["verify", first, second, "--pattern", "2:4", "--allow-dense"]) == 0
-    out = capsys.readouterr().out
-    assert out.index(f"{first}:") < out.index(f"{second}:") < out.index("2 of 2 checkpoints OK")
-    missing = str(tmp_path / "missing")
-    assert main(["verify", first, missing, second, "--pattern", "1:4"]) == 2
-    assert "0 of 3 checkpoints OK" in capsys.readouterr().out
-    assert main(["verify", first, second, "--pattern", "1:4"]) == 1
-    capsys.readouterr()
-    assert (
-        main(["verify", first, missing, second, "--pattern", "2:4", "--allow-dense", "--json"]) == 2
-    )
-    out, err = capsys.readouterr()
-    found = json.loads(out)
-    assert (found["schema"], found["ok"]) == (1, False)
-    assert [(c["checkpoint"], c["ok"]) for c in found["checkpoints"]] == [
-        (first, True),
-        (missing, False),
-        (second, True),
-    ]
-    assert "neither a file nor a folder" in found["checkpoints"][1]["error"]
-    assert "neither a file nor a folder" in err
-    assert found["checkpoints"][0]["matrices"] == {"N:M": 3, "dense": 1, "broken": 0}
-    assert found["checkpoints"][0]["share"] == 0.75
-    assert len(found["checkpoints"][2]["weights"]) == 4
+# ------------------------------------------------------------------------------------------------- sharded checkpoints
+
+
+class Runs:
+    """Creates a folder when it is unpickled."""
+
+    def __reduce__(self):
+        return os.mkdir, ("ran",)
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch's own writer and reader
+@pytest.mark.parametrize("lightning", [False, True])
+def test_the_command_of_the_message_makes_one_file(command, monkeypatch, lightning):
+    model = nn.Linear(8, 4, dtype=torch.bfloat16)
+    model.weight.data = nm_prune(model.weight.data, "2:4")
+    dcp.save({"model": model.state_dict()}, checkpoint_id="saved")
+    if lightning:
+        torch.save({"epoch": 3}, "saved/meta.pt")
+    said = command("export saved -o a.safetensors", 2)
+    assert command("verify saved --pattern 2:4", 2).replace("verify", "export") == said
+    module, *words = re.search(r"`python -m (.*)`", said)[1].split()
+    monkeypatch.setattr(sys, "argv", [module, *words])
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    runpy.run_module(module, run_name="__main__")
+    assert_equal_states(read_checkpoint(words[-1]).weights, model.state_dict())
+    assert verify(words[-1], "2:4").ok
+    assert ("epoch" in torch.load(words[-1])) == lightning
+
+
+def test_nothing_is_unpickled():
+    Path("saved").mkdir()
+    Path("saved/.metadata").write_bytes(pickle.dumps(Runs()))
+    with pytest.raises(ValueError, match="is a sharded checkpoint, whose index is a pickle"):
+        verify("saved", "2:4")
+    assert os.listdir() == ["saved"]

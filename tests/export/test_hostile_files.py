@@ -6,413 +6,390 @@ import os
 import random
 import warnings
 import zlib
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from lightning_nm import load_packed, pack, save_packed, unpacked_state_dict
-from lightning_nm.cli import main
 from lightning_nm.export import PackedFile, verify
+from lightning_nm.export.packed_file import bytes_of
 from lightning_nm.export.patterns import count_nonfinite
 from lightning_nm.export.sources import read_checkpoint
 from tests.support.packed_models import (
+    Embeddings,
     assert_equal_states,
     clones,
     copied,
+    edit_header,
     header_of,
     mutated,
     on_meta,
+    prune,
     small,
+    small_layers,
+    with_length,
     without_checksums,
 )
 
-
-@pytest.fixture
-def saved(tmp_path):
-    """A model, packed, and its file."""
-    dense = small("1:16")
-    save_packed(pack(copied(dense)), tmp_path / "model.safetensors")
-    return dense, tmp_path / "model.safetensors"
-
-
-def rewrite(path, header, content):
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + content)
-
-
-def changed(path, change):
-    """Change the header, or the part of it that describes packed weights."""
-    header, content = header_of(path)
-    packed = json.loads(header["__metadata__"]["packed"])
-    change(header, packed)
-    header["__metadata__"]["packed"] = json.dumps(packed)
-    rewrite(path, header, content)
+FILE = Path("model.safetensors")
+INT8 = {"dtype": "int8"}
+KINDS = {
+    "float": (lambda: small("1:16"), {}, small_layers),
+    "int8": (lambda: small("2:4", torch.bfloat16), INT8, small_layers),
+    "rows": (
+        lambda: prune(Embeddings(), "2:4"),
+        INT8 | {"int8_embeddings": ["words", "embed"]},
+        Embeddings,
+    ),
+}
+"""A model, the options of pack(), and the model without values."""
 
 
+def saved(kind):
+    """A model, packed into a file."""
+    torch.manual_seed(0)
+    make, options, _ = KINDS[kind]
+    model = make()
+    save_packed(pack(copied(model), kernels="reference", **options), FILE)
+    return model
+
+
+def assert_refused(model, message):
+    """The file is not loaded, and the model is as it was."""
+    before = clones(model)
+    with pytest.raises(ValueError, match=message) as raised:
+        load_packed(model, FILE)
+    assert str(FILE) in str(raised.value)
+    assert_equal_states(clones(model), before)
+
+
+# By kind of file, and by what is changed: an entry of the header, or of what it tells of packed weights. The key of an
+# entry, and its new fields (None: without the field), its new key, or None to take it away.
 HOSTILE = {
-    "pattern": (lambda h, p: p["4.weight"].update(pattern="5:4"), "prunes nothing"),
-    "pattern text": (lambda h, p: p["4.weight"].update(pattern=76), "is no text"),
-    "pattern long": (lambda h, p: p["4.weight"].update(pattern="1:512"), "more than 256"),
-    "other pattern": (
-        lambda h, p: p["4.weight"].update(pattern="1:8"),
-        r"is torch.float32 \(64, 32, 1\), not",
-    ),
-    "layout": (lambda h, p: p["4.weight"].update(layout="x"), "layout 'x', none of plain"),
-    "layout list": (lambda h, p: p["4.weight"].update(layout=[]), r"layout \[\]"),
-    "other layout": (
-        lambda h, p: p["0.weight"].update(layout="transposed"),
-        "has no layout 'transposed'",
-    ),
-    "dtype": (lambda h, p: p["4.weight"].update(dtype="U8"), "'U8', which is not packed"),
-    "dtype none": (lambda h, p: p["4.weight"].update(dtype=None), "None, which is not packed"),
-    "other dtype": (
-        lambda h, p: p["4.weight"].update(dtype="F64"),
-        r"torch.float32 \(64, 32, 1\), not torch.float64",
-    ),
-    "10 GB": (
-        lambda h, p: p["4.weight"].update(shape=[1 << 22, 512]),
-        r"not torch.float32 \(4194304, 32, 1\)",
-    ),
-    "huge": (lambda h, p: p["4.weight"].update(shape=[1 << 60, 512]), "is of shape"),
-    "negative": (lambda h, p: p["4.weight"].update(shape=[-64, 512]), "is of shape"),
-    "zero": (lambda h, p: p["4.weight"].update(shape=[0, 512]), "is of shape"),
-    "flag": (lambda h, p: p["4.weight"].update(shape=[True, 512]), "is of shape"),
-    "one axis": (lambda h, p: p["4.weight"].update(shape=[64 * 512]), "has no layout 'plain'"),
-    "field": (lambda h, p: p["4.weight"].pop("shape"), "does not have exactly pattern"),
-    "missing part": (lambda h, p: p.update({"x": p["4.weight"]}), "there is no tensor 'x.values'"),
-    "both": (
-        lambda h, p: h.update({"4.weight": h.pop("6.weight")}),
-        "'4.weight' is both dense and packed",
-    ),
-    "data offsets": (lambda h, p: h["6.bias"].update(data_offsets=[0, 12]), "is damaged"),
-    "claimed data": (
-        lambda h, p: h["6.bias"].update(data_offsets=[0, 10**10], shape=[10**10 // 4]),
-        "is damaged",
-    ),
-    "overflow": (
-        lambda h, p: h["6.bias"].update(shape=[1 << 47, 1 << 47]),
-        "is damaged",
-    ),
-    "axes": (lambda h, p: p["4.weight"].update(shape=[1] * 10**6), "is of shape"),
-    "tensor dtype": (lambda h, p: h["6.bias"].update(dtype="F4"), "is damaged"),
-    "gone": (lambda h, p: h.pop("6.bias"), "is damaged"),
-    "version": (
-        lambda h, p: h["__metadata__"].update(version="4"),
-        "is of version '4', and this lightning_nm reads '1', '2' and '3': update it",
-    ),
-    "format": (lambda h, p: h["__metadata__"].pop("format"), "holds no packed model: make one by"),
-    "metadata": (lambda h, p: h["__metadata__"].update(x=1), "is damaged"),
-    "aliases": (
-        lambda h, p: h["__metadata__"].update(aliases='{"a": "b"}'),
-        "'a' is an alias of 'b'",
-    ),
-    "alias list": (
-        lambda h, p: h["__metadata__"].update(aliases='{"a": []}'),
-        r"'a' is an alias of \[\]",
-    ),
-    "own alias": (
-        lambda h, p: h["__metadata__"].update(aliases='{"6.bias": "6.bias"}'),
-        "is an alias of '6.bias'",
-    ),
-    "checksums": (
-        lambda h, p: h["__metadata__"].update(crc32="[]"),
-        "`crc32` is no object of texts",
-    ),
-    "checksum number": (
-        lambda h, p: h["__metadata__"].update(
-            crc32=h["__metadata__"]["crc32"].replace('"6.bias": "', '"6.bias": 1, "x": "')
-        ),
-        "`crc32` is no object of texts",
-    ),
-    "checksum of another tensor": (
-        lambda h, p: h["__metadata__"].update(
-            crc32=h["__metadata__"]["crc32"].replace("6.bias", "7.bias")
-        ),
-        "'[67].bias' is not both a tensor and a name in `crc32`",
-    ),
-    "checksum": (
-        lambda h, p: h["__metadata__"].update(
-            crc32=h["__metadata__"]["crc32"].replace('"6.bias": "', '"6.bias": "0')
-        ),
-        "is damaged: the bytes of '6.bias' have the CRC-32 [0-9a-f]{8}, and were written with 0[0-9a-f]{8}: copy",
-    ),
-    "no aliases": (lambda h, p: h["__metadata__"].pop("aliases"), "are not objects"),
-    "aliases twice": (
-        lambda h, p: h["__metadata__"].update(aliases='{"a":"6.bias","a":"6.bias"}'),
-        "'a' occurs twice",
-    ),
+    ("float", "packed"): [
+        ("4.weight", {"pattern": "5:4"}, "prunes nothing"),
+        ("4.weight", {"pattern": 76}, "is no text"),
+        ("4.weight", {"pattern": "1:512"}, "more than 256"),
+        ("4.weight", {"pattern": "1:8"}, r"is torch.float32 \(64, 32, 1\), not"),
+        ("4.weight", {"layout": "x"}, "layout 'x', none of plain"),
+        ("4.weight", {"layout": []}, r"layout \[\]"),
+        ("0.weight", {"layout": "transposed"}, "has no layout 'transposed'"),
+        ("4.weight", {"dtype": "U8"}, "'U8', which is not packed"),
+        ("4.weight", {"dtype": 7}, "7, which is not packed"),
+        ("4.weight", {"dtype": "F64"}, r"float32 \(64, 32, 1\), not torch.float64"),
+        ("4.weight", {"shape": [1 << 60, 512]}, "is of shape"),
+        ("4.weight", {"shape": [0, 512]}, "is of shape"),
+        ("4.weight", {"shape": [True, 512]}, "is of shape"),
+        ("4.weight", {"shape": [1] * 1000}, "is of shape"),
+        ("4.weight", {"shape": [64 * 512]}, "has no layout 'plain'"),
+        ("4.weight", {"shape": None}, "does not have exactly pattern"),
+        ("4.weight", "x", "there is no tensor 'x.values'"),
+    ],
+    ("float", "header"): [
+        ("6.weight", "4.weight", "'4.weight' is both dense and packed"),
+        ("6.bias", {"data_offsets": [0, 10**10], "shape": [10**10 // 4]}, "is damaged"),
+        ("6.bias", {"dtype": "F4"}, "is damaged"),
+        ("6.bias", None, "is damaged"),
+        ("__metadata__", {"version": "4"}, "version '4', .* reads '1', '2' and '3': update it"),
+        ("__metadata__", {"format": None}, "holds no packed model: make one by"),
+        ("__metadata__", {"aliases": '{"a": []}'}, r"'a' is an alias of \[\]"),
+        ("__metadata__", {"aliases": '{"6.bias": "6.bias"}'}, "is an alias of '6.bias'"),
+        ("__metadata__", {"aliases": '{"a":"6.bias","a":"6.bias"}'}, "'a' occurs twice"),
+        ("__metadata__", {"aliases": None}, "are not objects"),
+        ("__metadata__", {"crc32": "[]"}, "`crc32` is no object of texts"),
+        ("__metadata__", {"crc32": '{"6.bias": 1}'}, "`crc32` is no object of texts"),
+        ("__metadata__", {"crc32": '{"6.bias": "0"}'}, "is not both a tensor and a name in"),
+    ],
+    ("int8", "packed"): [
+        ("4.weight", {"values": "U8"}, "has values in 'U8', not I8"),
+        ("4.weight", {"values": None}, r"is torch.int8 .*, not torch.bfloat16"),
+        ("0.weight", {"dtype": "F16"}, "'0.weight' in F16 has int8 values, which weights"),
+        ("0.weight", {"shape": [32, 16, 9, 3]}, "'0.weight.values' is .*int8 .*, not torch.int8"),
+    ],
+    ("int8", "header"): [
+        ("__metadata__", {"version": "1"}, "does not have exactly pattern"),
+        ("0.weight.scales", {"shape": [8, 4]}, r"'0.weight.scales' is .*float32 \(8, 4\), not"),
+        ("4.weight.scales", {"dtype": "I32"}, "'4.weight.scales' is torch.int32"),
+        ("4.weight.scales", "4.weight.other", "there is no tensor '4.weight.scales'"),
+    ],
+    ("rows", "packed"): [
+        ("words.weight", {"layout": "transposed"}, "a dense matrix is not"),
+        ("words.weight", {"shape": [40, 8, 4]}, "a dense matrix is not"),
+        ("words.weight", {"values": None}, "a dense matrix is not"),
+        ("words.weight", {"shape": [32, 40]}, r"int8 \(40, 32, 1\), not torch.int8 \(32, 40, 1\)"),
+        ("words.weight", {"pattern": "2:4"}, r"words.weight.values' is .*int8 \(40, 32, 1\), not"),
+        ("middle.weight", {"pattern": "dense"}, r"int8 \(32, 8, 2\), not torch.int8 \(32, 32, 1\)"),
+    ],
+    ("rows", "header"): [
+        ("__metadata__", {"version": "2"}, "'dense' as an N:M pattern"),
+        ("words.weight.scales", {"shape": [20, 2]}, r"scales' is .*float32 \(20, 2\), not"),
+    ],
 }
 
 
-@pytest.mark.parametrize("fault", HOSTILE)
-def test_hostile_headers(saved, fault):
-    _, path = saved
-    change, message = HOSTILE[fault]
-    changed(path, change)
-    model = small("1:16", seed=2)
-    before = clones(model)
-    with pytest.raises(ValueError, match=message) as raised:
-        load_packed(model, path)
-    assert str(path) in str(raised.value)
-    assert len(str(raised.value)) < 10**7
-    assert_equal_states(clones(model), before)
+@pytest.mark.parametrize(
+    ("kind", "part", "key", "change", "message"),
+    [(*place, *row) for place, rows in HOSTILE.items() for row in rows],
+)
+def test_hostile_headers(kind, part, key, change, message):
+    model = saved(kind)
+
+    def edit(header, packed):
+        entries = header if part == "header" else packed
+        entry = entries.pop(key)
+        if isinstance(change, str):
+            entries[change] = entry
+        elif change:
+            fields = entry | change
+            entries[key] = {name: value for name, value in fields.items() if value is not None}
+
+    edit_header(FILE, edit)
+    assert_refused(model, message)
+
+
+HEADERS = [
+    b"[]",
+    b"{]",
+    b"\xff\xff",
+    b"[" * 10**5,
+    b'{"a":' + b"9" * 10**4,
+    b'{"a": {}, "a":{}}',
+]
+NO_HEADERS = [
+    b"",
+    b"\xff" * 7,
+    b"\xff" * 64,
+    (1 << 40).to_bytes(8, "little") + b"{}" * 9,
+    with_length(b"{}") + b"more",
+]
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "damaged"),
-        (b"\xff" * 7, "damaged"),
-        (b"\xff" * 64, "damaged"),
-        ((1 << 40).to_bytes(8, "little") + b"{}" * 9, "damaged"),
-        ((2).to_bytes(8, "little") + b"[]", "damaged"),
-        ((2).to_bytes(8, "little") + b"{]", "damaged"),
-        ((2).to_bytes(8, "little") + b"\xff\xff", "damaged"),
-        ((10**5).to_bytes(8, "little") + b"[" * 10**5, "damaged"),
-        ((10**4 + 5).to_bytes(8, "little") + b'{"a":' + b"9" * 10**4, "damaged"),
-        ((17).to_bytes(8, "little") + b'{"a": {}, "a":{}}', "damaged"),
-        ((2).to_bytes(8, "little") + b"{}more", "damaged"),
-        ((2).to_bytes(8, "little") + b"{}", "holds no packed model"),
+        *((content, "damaged") for content in [*NO_HEADERS, *map(with_length, HEADERS)]),
+        (with_length(b"{}"), "holds no packed model"),
     ],
 )
-def test_what_is_no_file(tmp_path, content, message):
-    (tmp_path / "a").write_bytes(content)
+def test_what_is_no_packed_file(content, message):
+    FILE.write_bytes(content)
     with pytest.raises(ValueError, match=message):
-        PackedFile(tmp_path / "a")
+        PackedFile(FILE)
 
 
-def test_duplicate_names_of_tensors(saved):
-    _, path = saved
-    header, content = header_of(path)
-    text = json.dumps(header)
-    rewrite(
-        path, (text[:-1] + ', "6.bias": ' + json.dumps(header["6.bias"]) + "}").encode(), content
-    )
-    load_file(path)  # the library takes the last one
-    with pytest.raises(ValueError, match=r"'6.bias' occurs twice in its header"):
-        PackedFile(path)
+def test_duplicate_names_of_tensors():
+    saved("float")
+    header, content = header_of(FILE)
+    text = f'{json.dumps(header)[:-1]}, "6.bias": {json.dumps(header["6.bias"])}}}'
+    FILE.write_bytes(with_length(text.encode()) + content)
+    load_file(FILE)  # the library takes the last one
+    with pytest.raises(ValueError, match=r"'6\.bias' occurs twice in its header"):
+        PackedFile(FILE)
 
 
-def test_a_file_that_becomes_shorter(saved):
-    _, path = saved
-    file = PackedFile(path)
-    os.truncate(path, path.stat().st_size - 5)
+def test_a_file_that_becomes_shorter():
+    saved("float")
+    file = PackedFile(FILE)
+    os.truncate(FILE, FILE.stat().st_size - 5)
     with pytest.raises(ValueError, match="it ends within"):
         [file.read(name) for name in file.names()]
 
 
-# ------------------------------------------------------------------------------------------------------------ checksums
+def test_a_checkpoint_is_named():
+    torch.save({"weight": torch.ones(2, 2)}, FILE)
+    assert_refused(torch.nn.Linear(2, 2), "is a checkpoint of torch.*`lightning-nm export model.s")
 
 
-@pytest.fixture(params=[None, "int8"])
-def kind(request, tmp_path):
-    """A model, its packed file and the places of the file's tensors."""
-    dense = small("2:4")
-    path = tmp_path / "model.safetensors"
-    save_packed(pack(copied(dense), dtype=request.param, kernels="reference"), path)
-    header, content = header_of(path)
-    start = path.stat().st_size - len(content)
-    places = {}
-    for name, entry in header.items():
-        if name != "__metadata__":
-            begin, end = entry["data_offsets"]
-            places[name] = start + begin, start + end
-    return dense, path, places
+# ------------------------------------------------------------------------------------------------------------- content
 
 
-def test_checksums_are_those_of_the_bytes(kind):
-    _, path, places = kind
-    content = path.read_bytes()
-    expected = {
-        name: f"{zlib.crc32(content[begin:end]):08x}" for name, (begin, end) in places.items()
+def places():
+    """Where the bytes of each tensor of the file are."""
+    header, content = header_of(FILE)
+    start = FILE.stat().st_size - len(content)
+    del header["__metadata__"]
+    return {
+        name: [start + offset for offset in entry["data_offsets"]] for name, entry in header.items()
     }
-    assert json.loads(header_of(path)[0]["__metadata__"]["crc32"]) == expected
 
 
-def test_one_bit_of_any_tensor(kind, capsys):
+def overwrite(place, content):
+    with FILE.open("r+b") as file:
+        file.seek(place)
+        file.write(content)
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "message"),
+    [
+        ("values", torch.tensor([-128], dtype=torch.int8), "an int8 value is -128"),
+        ("scales", torch.tensor([torch.nan]), "a scale is not between"),
+        ("scales", torch.tensor([torch.inf]), "a scale is not between"),
+        ("scales", torch.tensor([-1.0]), "a scale is not between"),
+        ("scales", torch.tensor([1e-42]), "a scale is not between"),
+        ("positions", torch.zeros(1, dtype=torch.uint8), "block 0 does not have 2 different asc"),
+    ],
+)
+def test_content_that_is_damaged(command, part, value, message):
+    """Without checksums, which would tell it first."""
+    model = saved("int8")
+    without_checksums(FILE)
+    overwrite(places()[f"4.weight.{part}"][0], value.numpy().tobytes())
+    assert_refused(model, f"'4.weight': {message}")
+    assert message in command(f"verify {FILE}", 2)
+
+
+@pytest.fixture(params=["float", "int8"])
+def model(request):
+    """A model whose file is there."""
+    return saved(request.param)
+
+
+def test_checksums_are_those_of_the_bytes(model):
+    content = FILE.read_bytes()
+    expected = {
+        name: f"{zlib.crc32(content[begin:end]):08x}" for name, (begin, end) in places().items()
+    }
+    assert json.loads(header_of(FILE)[0]["__metadata__"]["crc32"]) == expected
+
+
+def test_one_bit_of_any_tensor(model, command):
     """Whatever reads the file refuses it, and names the file and the tensor; the model is unchanged."""
-    dense, path, places = kind
-    content, rng = path.read_bytes(), random.Random(0)
-    model = copied(dense)
-    before = clones(model)
-    for name, (begin, end) in places.items():
+    content, rng = FILE.read_bytes(), random.Random(0)
+    for name, (begin, end) in places().items():
         damaged = bytearray(content)
         damaged[rng.randrange(begin, end)] ^= 1 << rng.randrange(8)
-        path.write_bytes(damaged)
-        message = f"'{path}' is damaged: the bytes of '{name}' have the CRC-32 "
-        for read in (lambda: load_packed(model, path), lambda: read_checkpoint(path)):
-            with pytest.raises(ValueError, match="is damaged") as raised:
-                read()
-            assert str(raised.value).startswith(message)
-        for pattern in (None, "2:4"):
-            with pytest.raises(ValueError, match="is damaged") as raised:
-                verify(path, pattern)
-            assert str(raised.value).startswith(message)
-        assert main(["verify", str(path)]) == 2
-        assert message in capsys.readouterr().out
-    assert_equal_states(clones(model), before)
-    path.write_bytes(content)
-    assert verify(path).warnings == []
-    load_packed(model, path)
+        FILE.write_bytes(damaged)
+        message = f"'{FILE}' is damaged: the bytes of '{name}' have the CRC-32 "
+        assert_refused(model, f"^{message}[0-9a-f]{{8}}, and were written with [0-9a-f]{{8}}: copy")
+        for read in (read_checkpoint, verify, lambda path: verify(path, "2:4")):
+            with pytest.raises(ValueError, match=f"^{message}"):
+                read(FILE)
+        for words in (f"verify {FILE}", f"export {FILE} --to torch -o a.pt"):
+            assert message in command(words, 2)
+    FILE.write_bytes(content)
+    assert verify(FILE).warnings == []
+    load_packed(model.float(), FILE)
 
 
-def test_each_byte_is_summed_once(kind, monkeypatch):
+def test_each_byte_is_summed_once(model, monkeypatch):
     """A packed weight is read before the model is changed, and again to load it: the second time it is known."""
-    dense, path, places = kind
     summed = []
     crc32 = zlib.crc32
     monkeypatch.setattr(
         zlib, "crc32", lambda data, *start: summed.append(len(data)) or crc32(data, *start)
     )
-    load_packed(on_meta(dense), path)
-    assert sum(summed) == sum(end - begin for begin, end in places.values())
-    assert len(summed) == len(places)
+    load_packed(on_meta(), FILE)
+    assert sorted(summed) == sorted(end - begin for begin, end in places().values())
 
 
-def test_files_of_older_versions_have_none(kind, capsys):
-    dense, path, _ = kind
-    expected = unpacked_state_dict(load_packed(on_meta(dense), path, kernels="reference"))
-    content = path.read_bytes()
-    without_checksums(path)
-    message = r"model.safetensors' was written by lightning_nm 0.3 or older and has no checksums"
+def test_files_of_older_versions_have_no_checksums(model, command):
+    content = FILE.read_bytes()
+    expected = unpacked_state_dict(load_packed(on_meta(), FILE, kernels="reference"))
+    without_checksums(FILE)
+    message = f"'{FILE}' was written by lightning_nm 0.3 or older and has no checksums"
     with pytest.warns(UserWarning, match=message) as warned:
-        model = load_packed(on_meta(dense), path, kernels="reference")
+        loaded = load_packed(on_meta(), FILE, kernels="reference")
     assert [warning.filename for warning in warned] == [__file__]
-    assert_equal_states(unpacked_state_dict(model), expected)
-    result = verify(path)
-    assert result.ok
-    assert len(result.warnings) == 1
-    assert main(["verify", str(path)]) == 0
-    assert f"WARNING: '{path}' was written by lightning_nm 0.3" in capsys.readouterr().out
+    assert_equal_states(unpacked_state_dict(loaded), expected)
+    assert verify(FILE).ok
+    said = command(f"verify {FILE}")
+    assert said.count("WARNING") == 1
+    assert f"WARNING: {message[:40]}" in said
     # As the message says.
-    save_packed(model, path)
-    assert path.read_bytes() == content
+    save_packed(loaded, FILE)
+    assert FILE.read_bytes() == content
 
 
-def test_what_is_not_finite_is_told(tmp_path, capsys):
+def test_what_is_not_finite_is_told(command):
     """Of files with checksums, too: the model itself had such values. A buffer may be a mask of -inf."""
     dense = small("2:4")
-    dense[4].weight.data[3, 5:7] = dense[4].weight.data[3, 5:7].new_tensor([torch.nan, -torch.inf])
-    dense[4].weight.data[3, 4] = dense[4].weight.data[3, 7] = 0
+    dense[4].weight.data[3, 4:8] = torch.tensor([0, torch.nan, -torch.inf, 0])
     dense[6].bias.data[1] = torch.inf
     for layer in (dense[0], dense[2]):
         layer.register_buffer("bias_mask", torch.full((2, 2), -torch.inf))
     dense[2].bias_mask[0] = torch.nan
-    path = tmp_path / "model.safetensors"
-    save_packed(pack(copied(dense), "2:4", kernels="reference"), path)
-    model = copied(dense)
+    save_packed(pack(copied(dense), "2:4", kernels="reference"), FILE)
     message = (
-        r"tensors of '.*model.safetensors' have entries that are NaN or infinite, so outputs of the model may be NaN: "
+        rf"tensors of '{FILE}' have entries that are NaN or infinite, so outputs of the model may be NaN: "
         r"'2.bias_mask' \(2\), '4.weight' \(2\), '6.bias' \(1\)$"
     )
     with pytest.warns(UserWarning, match=message):
-        load_packed(model, path)
-    assert not model[4].weight.training
-    for pattern in (None, "2:4"):
+        load_packed(copied(dense), FILE)
+    torch.save(dense.state_dict(), "model.pt")
+    for path, pattern in ((FILE, None), (FILE, "2:4"), ("model.pt", "2:4")):
         result = verify(path, pattern, allow_dense=pattern is not None)
         assert result.ok
         assert "'4.weight' has entries that are NaN or infinite" in result.warnings
-        assert [v.nonfinite for v in result.verdicts if v.key == "4.weight"] == [2]
-    torch.save(dense.state_dict(), tmp_path / "model.pt")
-    assert main(["verify", str(tmp_path / "model.pt"), "--pattern", "2:4", "--allow-dense"]) == 0
-    assert "WARNING: '4.weight' has entries that are NaN" in capsys.readouterr().out
-    # Not of a matrix that is finite.
-    assert verify(tmp_path / "model.pt", "2:4", allow_dense=True).verdicts[0].nonfinite == 0
+        nonfinite = {v.key: v.nonfinite for v in result.verdicts if v.nonfinite}
+        assert nonfinite.pop("4.weight") == 2
+        # A mask is a matrix, too, where a pattern is given.
+        assert nonfinite.keys() <= {"0.bias_mask", "2.bias_mask"}
+    assert "WARNING: '4.weight' has entries that are NaN" in command(
+        "verify model.pt --pattern 2:4 --allow-dense"
+    )
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2, torch.int8],
-)
-@pytest.mark.parametrize(
-    "special", [[], [math.nan], [math.inf], [-math.inf], [math.nan, -math.inf]]
-)
-def test_counts_of_what_is_not_finite(dtype, special):
-    if not dtype.is_floating_point:
-        special = []
-    values = torch.tensor([-2.0, 0.0, 3.0] * 5)
-    values[[3, 11][: len(special)]] = torch.tensor(special)
-    given = values.to(dtype)
-    assert count_nonfinite(given) == len(special)
-    assert count_nonfinite(given, infinite=False) == sum(map(math.isnan, special))
-    assert count_nonfinite(given[:0]) == 0
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.float8_e5m2])
+def test_counts_of_what_is_not_finite(dtype):
+    values = torch.tensor([-2.0, math.nan, 0.0, -math.inf, 3.0]).to(dtype)
+    assert count_nonfinite(values) == 2
+    assert count_nonfinite(values, infinite=False) == 1
+    assert count_nonfinite(values[::2]) == count_nonfinite(values[:0]) == 0
 
 
 # -------------------------------------------------------------------------------------------------------------- fuzzing
 
 
-def content_of(state):
-    return {key: value.contiguous().view(-1).view(torch.uint8) for key, value in state.items()}
-
-
 @pytest.mark.slow
-def test_mutated_files_with_checksums(kind):
-    """A mutated file is refused by a ValueError, or has lost its checksums, or loads with the same bytes."""
-    dense, path, _ = kind
-    content = path.read_bytes()
+@pytest.mark.parametrize("has_checksums", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.filterwarnings("ignore:tensors of .* NaN or infinite")
+def test_mutated_files(kind, has_checksums, monkeypatch):
+    """They are refused by a ValueError, or load: with the same bytes if they have checksums, else with these shapes."""
+    dense = saved(kind)
+    if not has_checksums:
+        without_checksums(FILE)
+    content = FILE.read_bytes()
     start = 8 + int.from_bytes(content[:8], "little")
-    template = on_meta(dense)
-    expected = content_of(unpacked_state_dict(load_packed(copied(template), path)))
-    rng, faults, loaded = random.Random(0), [], 0
-    for _ in range(1500):
-        path.write_bytes(mutated(rng, content, start))
+    template = on_meta(KINDS[kind][2])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected = unpacked_state_dict(load_packed(copied(template), FILE, kernels="reference"))
+    rng, refused, loaded, sizes = random.Random(0), [], 0, []
+    empty = torch.empty
+
+    def noted(*args, **kwargs):
+        tensor = empty(*args, **kwargs)
+        sizes.append(tensor.nbytes)
+        return tensor
+
+    monkeypatch.setattr(torch, "empty", noted)
+    for _ in range(500):
+        FILE.write_bytes(mutated(rng, content, start))
         model = copied(template)
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("error")
-                load_packed(model, path, kernels="reference")
+                # A mutation may take the checksums away.
+                warnings.filterwarnings(
+                    "error" if has_checksums else "ignore", message=".*has no checksums"
+                )
+                load_packed(model, FILE, kernels="reference")
         except (ValueError, UserWarning) as fault:
-            faults.append(fault)
+            refused.append(str(fault))
             continue
         loaded += 1
-        found = content_of(unpacked_state_dict(model))
-        assert all(torch.equal(found[key], value) for key, value in expected.items())
-    for fault in faults:
-        assert str(path) in str(fault)
-        assert isinstance(fault, ValueError) or "has no checksums" in str(fault)
-    assert 0 < loaded < 500 < len(faults)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*has no checksums", "ignore:tensors of .* NaN or infinite")
-def test_mutated_files(saved, monkeypatch):
-    """Every mutated file is refused by a ValueError, or loads as a model of the same shapes; little is allocated."""
-    dense, path = saved
-    without_checksums(path)
-    content = path.read_bytes()
-    start = 8 + int.from_bytes(content[:8], "little")
-    rng, loaded, refused, most = random.Random(0), 0, [], []
-    empty = torch.empty
-
-    def counting(*args, **kwargs):
-        tensor = empty(*args, **kwargs)
-        most.append(tensor.nbytes)
-        return tensor
-
-    monkeypatch.setattr(torch, "empty", counting)
-    template = on_meta(dense)
-    for _ in range(2500):
-        path.write_bytes(mutated(rng, content, start))
-        model = copied(template)
-        try:
-            load_packed(model, path, kernels="reference")
-        except ValueError as error:
-            refused.append(str(error))
-            continue
-        loaded += 1
-        state = unpacked_state_dict(model)
-        assert {key: value.shape for key, value in state.items()} == {
-            k: v.shape for k, v in dense.state_dict().items()
+        found = unpacked_state_dict(model)
+        assert {key: value.shape for key, value in found.items()} == {
+            key: value.shape for key, value in expected.items()
         }
-    assert 0 < loaded < 1500
-    assert all(str(path) in message for message in refused)
-    assert max(most) <= math.prod(dense[4].weight.shape) * 4
-
-
-def test_a_checkpoint_is_named(tmp_path):
-    torch.save({"weight": torch.ones(2, 2)}, tmp_path / "a.ckpt")
-    with pytest.raises(
-        ValueError, match=r"a.ckpt' is a checkpoint of torch.*`lightning-nm export .*a.ckpt -o"
-    ):
-        load_packed(torch.nn.Linear(2, 2), tmp_path / "a.ckpt")
+        if has_checksums:
+            for key, value in expected.items():
+                assert torch.equal(bytes_of(found[key]), bytes_of(value))
+    assert loaded > 0
+    assert len(refused) > 200
+    assert all(str(FILE) in message for message in refused)
+    # What a header claims is not allocated.
+    assert max(sizes) <= max(tensor.numel() * 4 for tensor in dense.state_dict().values())

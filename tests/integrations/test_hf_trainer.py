@@ -2,6 +2,7 @@
 
 import copy
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -27,6 +28,10 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
+def without_dropout():
+    return gpt2(dropout=0.0)
+
+
 class Recorder(TrainerCallback):
     """Keeps what the model is called with."""
 
@@ -36,9 +41,7 @@ class Recorder(TrainerCallback):
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         def keep(module, args, kwargs):
             if module.training:
-                self.calls.append(
-                    {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()}
-                )
+                self.calls.append(copy.deepcopy(kwargs))
 
         self.handle = model.register_forward_pre_hook(keep, with_kwargs=True)
 
@@ -46,31 +49,23 @@ class Recorder(TrainerCallback):
         self.handle.remove()
 
 
-@pytest.mark.parametrize("estimator", [None, MVUE()])
-def test_it_trains_as_a_plain_loop(tmp_path, estimator):
+def test_it_trains_as_a_plain_loop():
     """With accumulation, and clipping before the decay of SR-STE."""
-    recorder, options = (
-        Recorder(),
-        {"max_grad_norm": 0.1, "lr_scheduler_type": "constant", "seed": 3},
-    )
-    model = new(lambda: gpt2(dropout=0.0))
-    callbacks = [recorder, sparse(SRSTE(decay=0.1), estimator, seed=5)]
-    there = trainer(model, tmp_path, callbacks, gradient_accumulation_steps=2, **options)
+    recorder, model = Recorder(), new(without_dropout)
+    options = {"max_grad_norm": 0.1, "lr_scheduler_type": "constant", "seed": 3}
+    callbacks = [recorder, sparse(SRSTE(decay=0.1), MVUE(), seed=5)]
+    there = trainer(model, ".", callbacks, gradient_accumulation_steps=2, **options)
     there.train()
 
-    twin = new(lambda: gpt2(dropout=0.0)).train()
-    sparsifier = NMSparsifier(twin, "2:4", SRSTE(decay=0.1), estimator, seed=5).attach()
+    twin = new(without_dropout).train()
+    sparsifier = NMSparsifier(twin, "2:4", SRSTE(decay=0.1), MVUE(), seed=5).attach()
     decayed = there.get_decay_parameter_names(twin)
     groups = [
-        {
-            "params": [p for n, p in twin.named_parameters() if (n in decayed) == wanted],
-            "weight_decay": 0.0,
-        }
+        {"params": [p for n, p in twin.named_parameters() if (n in decayed) == wanted]}
         for wanted in (True, False)
     ]
-    optimizer = type(there.optimizer.optimizer)(
-        groups, lr=1e-2, fused=there.optimizer.param_groups[0]["fused"]
-    )
+    fused = there.optimizer.param_groups[0]["fused"]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, fused=fused, weight_decay=0.0)
     sparsifier.register(optimizer)
     assert len(recorder.calls) == 8
     for number, call in enumerate(recorder.calls):
@@ -84,34 +79,11 @@ def test_it_trains_as_a_plain_loop(tmp_path, estimator):
             twin.zero_grad()
     sparsifier.bake()
     sparsifier.detach()
-    for name, value in twin.state_dict().items():
-        assert torch.equal(value, model.state_dict()[name]), name
+    assert_equal(twin.state_dict(), model.state_dict())
     assert is_sparse(model)
 
 
-def test_two_callbacks_are_refused(tmp_path):
-    model = new(gpt2)
-    before = copy.deepcopy(model.state_dict())
-    with pytest.raises(ValueError, match="two NMTrainerCallbacks: use one with `rules`"):
-        trainer(model, tmp_path, [sparse(), sparse("bi-mask")]).train()
-    assert is_ordinary(model)
-    assert_equal(before, model.state_dict())
-
-
-def test_a_masked_model_is_refused(tmp_path):
-    model = new(gpt2)
-    sparsifier = NMSparsifier(model, "2:4", "ste").attach()
-    with pytest.raises(ValueError, match=r"layer 'transformer.h.0.attn.c_attn' is masked already"):
-        trainer(model, tmp_path, [sparse()]).train()
-    sparsifier.detach()
-    trainer(model, tmp_path, [sparse()], max_steps=1).train()
-
-
-def test_bad_arguments_are_refused_at_once():
-    with pytest.raises(ValueError, match="method 'asb' does not exist"):
-        sparse("asb")
-    with pytest.raises(ValueError, match="conv_layout='rows'"):
-        sparse(conv_layout="rows")
+# ----------------------------------------------------------------------------------------------------- what is refused
 
 
 class Owner(MaskMethod):
@@ -119,159 +91,91 @@ class Owner(MaskMethod):
         layer.parameters["scale"] = nn.Parameter(torch.ones(1))
 
 
-def test_methods_that_own_parameters_are_refused(tmp_path):
-    model = new(gpt2)
-    with pytest.raises(
-        ValueError, match=r"Owner owns parameters at layer 'transformer.h.0.attn.c_attn'"
-    ):
-        trainer(model, tmp_path, [sparse(Owner())]).train()
-    assert is_ordinary(model)
+class Reads(nn.Module):
+    """Reads the weight of its first layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.read, self.called, self.head = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, x, labels=None):
+        hidden = self.called(nn.functional.linear(x, self.read.weight))
+        logits = self.head(hidden.relu())
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 
 
-def test_data_parallel_is_refused(tmp_path):
-    model = new(gpt2)
-    run = trainer(model, tmp_path, [callback := sparse()])
-    run.args._n_gpu = 2
-    with pytest.raises(
-        ValueError,
-        match=r"with 2 GPUs in one process the Trainer uses nn.DataParallel: .* torchrun",
-    ):
-        callback.on_train_begin(
-            run.args, run.state, run.control, model=model, optimizer=run.create_optimizer()
-        )
+def train_reading(model, callbacks):
+    rows = [{"x": torch.randn(16), "labels": torch.tensor(k % 4)} for k in range(16)]
+    Trainer(model, arguments(".", max_steps=2), train_dataset=rows, callbacks=callbacks).train()
 
 
-@pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED"])
-def test_sharded_trainings_are_refused(tmp_path, kind):
-    model = new(gpt2)
-    run = trainer(model, tmp_path, [callback := sparse()])
+def train(model, callbacks, **options):
+    trainer(model, ".", callbacks, **options).train()
+
+
+def train_in(model, callbacks, n_gpu=1, kind="NO"):
+    """The start of a training with so many GPUs, or in processes of this kind."""
+    run = trainer(model, ".", callbacks)
+    run.args._n_gpu = n_gpu
     optimizer = run.create_optimizer()
     optimizer.accelerator_state = type("State", (), {"distributed_type": kind})
-    with pytest.raises(ValueError, match=f"does not work under {kind}"):
-        callback.on_train_begin(run.args, run.state, run.control, model=model, optimizer=optimizer)
-
-
-BEST = {
-    "load_best_model_at_end": True,
-    "metric_for_best_model": "eval_accuracy",
-    "greater_is_better": True,
-}
-EACH_STEP = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
-
-
-def train_with_best(tmp_path, method, best):
-    """The model, and the files of the best checkpoint and of the last."""
-    model = new(bert)
-    run = trainer(model, tmp_path, [sparse(method)], **EACH_STEP, **BEST)
-    scores = iter([float(step == best) for step in range(1, 5)])
-    run.compute_metrics = lambda _: {"accuracy": next(scores)}
-    run.train()
-    assert run.state.best_model_checkpoint.endswith(f"checkpoint-{best}")
-    assert is_ordinary(model)
-    return model, *(
-        load_file(tmp_path / f"checkpoint-{step}" / "model.safetensors") for step in (best, 4)
-    )
+    callbacks[0].on_train_begin(run.args, run.state, run.control, model=model, optimizer=optimizer)
 
 
 @pytest.mark.parametrize(
-    "method", ["sr-ste", pytest.param(TransposableMask(update_every=1), marks=pytest.mark.slow)]
+    ("start", "make", "callbacks", "options", "message"),
+    [
+        (train, gpt2, ["sr-ste", "bi-mask"], {}, "two NMTrainerCallbacks: use one with `rules`"),
+        (train, gpt2, [Owner()], {}, "Owner owns parameters at layer 'transformer.h.0.attn.c_att"),
+        (
+            train_in,
+            gpt2,
+            ["ste"],
+            {"n_gpu": 2},
+            "with 2 GPUs in one process the Trainer uses nn.DataParallel: .* torchrun",
+        ),
+        (train_in, gpt2, ["ste"], {"kind": "FSDP"}, "does not work under FSDP"),
+        (train_in, gpt2, ["ste"], {"kind": "DEEPSPEED"}, "does not work under DEEPSPEED"),
+        # Before its first step.
+        (train_reading, Reads, ["ste"], {}, "have a gradient, but were not called: 'read'"),
+    ],
 )
-def test_the_best_model_is_sparse(tmp_path, method):
-    """Though it is loaded over the masks of the last step."""
-    model, best, last = train_with_best(tmp_path, method, 2)
-    assert_equal({name: model.state_dict()[name] for name in best}, best)
-    assert is_sparse(model)
-    assert any(not torch.equal(last[name], best[name]) for name in best)
+def test_what_is_refused_leaves_the_model(start, make, callbacks, options, message):
+    model = new(make)
+    before = copy.deepcopy(model.state_dict())
+    made = [sparse(method) for method in callbacks]
+    with pytest.raises(ValueError, match=message):
+        start(model, made, **options)
+    assert is_ordinary(model)
+    assert_equal(before, model.state_dict())
+    assert made[0].sparsifier is None
 
 
-@pytest.mark.slow
-def test_the_best_experts_are_loaded(tmp_path):
-    """The Trainer does not: their checkpoint has other names."""
-    model, seen = new(mixtral), {}
-
-    class Keep(TrainerCallback):
-        def on_save(self, args, state, control, **kwargs):
-            seen[state.global_step] = {
-                name: value.clone() for name, value in model.state_dict().items()
-            }
-
-    options = {**EACH_STEP, "load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
-    run = trainer(model, tmp_path, [sparse(), Keep()], **options, learning_rate=0.3)
-    run.train()
-    best = run.state.best_global_step
-    assert best < 4
-    assert_equal(dict(model.state_dict()), seen[best])
+def test_the_trainer_goes_on_with_what_the_message_names():
+    model = Reads()
+    train_reading(model, [sparse(exclude="read")])
+    assert is_ordinary(model)
 
 
-def test_a_best_model_of_a_dense_phase_is_reported(tmp_path):
-    with pytest.warns(
-        UserWarning, match="are not N:M sparse: they are those of .*checkpoint-1', in a dense phase"
-    ):
-        model, best, last = train_with_best(tmp_path, ASP(start=0.5), 1)
-    assert_equal({name: model.state_dict()[name] for name in best}, best)
-    assert not is_sparse(model)
-    assert nmf.is_nm(last["bert.pooler.dense.weight"], "2:4")
+def test_a_masked_model_is_refused():
+    model = new(gpt2)
+    sparsifier = NMSparsifier(model, "2:4", "ste").attach()
+    with pytest.raises(ValueError, match=r"layer 'transformer.h.0.attn.c_attn' is masked already"):
+        train(model, [sparse()])
+    sparsifier.detach()
+    train(model, [sparse()], max_steps=1)
 
 
-def test_evaluation_and_saving_use_the_sparse_weights(tmp_path):
-    model = new(llama)
-    options = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
-    run = trainer(model, tmp_path, [sparse(log_layers=True)], **options)
-    run.train()
-    losses = [log["eval_loss"] for log in run.state.log_history if "eval_loss" in log]
-    assert run.evaluate()["eval_loss"] == losses[1]
-    loaded = type(model).from_pretrained(tmp_path / "checkpoint-2")
-    assert is_sparse(loaded)
-    assert trainer(loaded, tmp_path, []).evaluate()["eval_loss"] == losses[0]
-    run.save_model(tmp_path / "final")
-    assert_equal(type(model).from_pretrained(tmp_path / "final").state_dict(), model.state_dict())
-    logs = [log for log in run.state.log_history if "loss" in log]
-    assert [log["step"] for log in logs] == [1, 2, 3, 4]
-    assert all(log["nm/density"] == 0.5 for log in logs)
-    assert logs[0]["nm/density/model.layers.1.mlp.up_proj"] == 0.5
-
-
-def test_later_callbacks_get_the_statistics(tmp_path):
-    class Log(TrainerCallback):
-        def on_log(self, args, state, control, logs=None, **kwargs):
-            found.append(set(logs))
-
-    found = []
-    trainer(new(gpt2), tmp_path, [sparse(), Log()], max_steps=2, logging_steps=2).train()
-    (train, end) = found
-    assert {"loss", "nm/density", "nm/flip_rate", "nm/train_flops_ratio"} <= train
-    assert not any(name.startswith("nm/") for name in end)
-
-
-@pytest.mark.slow
-def test_schedules_are_shares_of_max_steps(tmp_path):
-    run = trainer(new(gpt2), tmp_path, [sparse(ASP(start=0.5))], max_steps=4)
-    run.train()
-    densities = [log["nm/density"] for log in run.state.log_history if "loss" in log]
-    assert densities == [1.0, 0.5, 0.5, 0.5]
-
-
-def test_a_frozen_body_stays_dense(tmp_path):
-    model = new(bert)
-    model.bert.encoder.layer[0].requires_grad_(False)
-    before = copy.deepcopy(model.bert.encoder.layer[0].state_dict())
-    trainer(model, tmp_path, [sparse()], max_steps=1).train()
-    assert_equal(before, model.bert.encoder.layer[0].state_dict())
-    assert nmf.is_nm(model.bert.encoder.layer[1].output.dense.weight, "2:4")
-
-
-def test_mixed_precision(tmp_path):
-    model = new(llama)
-    trainer(
-        model, tmp_path, [sparse("bi-mask", MVUE())], bf16=True, gradient_accumulation_steps=2
-    ).train()
-    assert model.lm_head.weight.dtype == torch.float32
-    assert is_sparse(model)
-
-
-def test_the_table_of_layers(tmp_path, capsys):
-    trainer(new(bert), tmp_path, [sparse(show_tables=True)], max_steps=1).train()
-    assert "N:M layers" in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"method": "asb"}, "method 'asb' does not exist"),
+        ({"conv_layout": "rows"}, "conv_layout='rows'"),
+    ],
+)
+def test_bad_arguments_are_refused_at_once(options, message):
+    with pytest.raises(ValueError, match=message):
+        sparse(**options)
 
 
 def test_without_transformers_the_extra_is_named(monkeypatch):
@@ -280,29 +184,143 @@ def test_without_transformers_the_extra_is_named(monkeypatch):
         exec("from lightning_nm.integrations import NMTrainerCallback")
 
 
-@pytest.mark.parametrize("make", [gpt2, bert])
-def test_verify_reads_the_folders(tmp_path, make):
+# ------------------------------------------------------------------------------------------------------ the best model
+
+
+EACH_STEP = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
+
+
+def train_with_best(method, best):
+    """The model, and the files of the best checkpoint and of the last."""
+    model = new(bert)
+    options = {"load_best_model_at_end": True, "metric_for_best_model": "eval_accuracy"}
+    run = trainer(model, ".", [sparse(method)], **EACH_STEP, **options)
+    scores = iter([float(step == best) for step in range(1, 5)])
+    run.compute_metrics = lambda _: {"accuracy": next(scores)}
+    run.train()
+    assert run.state.best_model_checkpoint.endswith(f"checkpoint-{best}")
+    assert is_ordinary(model)
+    found, last = (load_file(f"checkpoint-{step}/model.safetensors") for step in (best, 4))
+    assert_equal({name: model.state_dict()[name] for name in found}, found)
+    assert any(not torch.equal(last[name], found[name]) for name in found)
+    return model, last
+
+
+@pytest.mark.parametrize(
+    "method", ["sr-ste", pytest.param(TransposableMask(update_every=1), marks=pytest.mark.slow)]
+)
+def test_the_best_model_is_sparse(method):
+    """Though it is loaded over the masks of the last step."""
+    model, _ = train_with_best(method, 2)
+    assert is_sparse(model)
+
+
+def test_a_best_model_of_a_dense_phase_is_reported():
+    message = "are not N:M sparse: they are those of .*checkpoint-1', in a dense phase"
+    with pytest.warns(UserWarning, match=message):
+        model, last = train_with_best(ASP(start=0.5), 1)
+    assert not is_sparse(model)
+    assert nmf.is_nm(last["bert.pooler.dense.weight"], "2:4")
+
+
+@pytest.mark.slow
+def test_the_best_experts_are_loaded():
+    """The Trainer does not: their checkpoint has other names."""
+    model, seen = new(mixtral), {}
+
+    class Keep(TrainerCallback):
+        def on_save(self, args, state, control, **kwargs):
+            seen[state.global_step] = copy.deepcopy(model.state_dict())
+
+    options = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
+    run = trainer(model, ".", [sparse(), Keep()], **EACH_STEP, **options, learning_rate=0.3)
+    run.train()
+    best = run.state.best_global_step
+    assert best < 4
+    assert_equal(dict(model.state_dict()), dict(seen[best]))
+
+
+# ----------------------------------------------------------------------------------------- what is evaluated and logged
+
+
+def test_evaluation_and_saving_use_the_sparse_weights(capsys):
+    model = new(llama)
+    options = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+    callback = sparse("bi-mask", log_layers=True, show_tables=True)
+    run = trainer(model, ".", [callback], **options)
+    run.train()
+    assert "N:M layers" in capsys.readouterr().out
+    losses = [log["eval_loss"] for log in run.state.log_history if "eval_loss" in log]
+    assert run.evaluate()["eval_loss"] == losses[1]
+    loaded = type(model).from_pretrained("checkpoint-2")
+    assert is_sparse(loaded)
+    assert trainer(loaded, ".", []).evaluate()["eval_loss"] == losses[0]
+    run.save_model("final")
+    assert_equal(type(model).from_pretrained("final").state_dict(), model.state_dict())
+    logs = [log for log in run.state.log_history if "loss" in log]
+    assert [log["step"] for log in logs] == [1, 2, 3, 4]
+    assert all(log["nm/density"] == 0.5 for log in logs)
+    assert logs[0]["nm/density/model.layers.1.mlp.up_proj"] == 0.5
+
+
+def test_later_callbacks_get_the_statistics():
+    class Log(TrainerCallback):
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            found.append(set(logs))
+
+    found = []
+    train(new(gpt2), [sparse(), Log()], max_steps=2, logging_steps=2)
+    (training, end) = found
+    assert {"loss", "nm/density", "nm/flip_rate", "nm/train_flops_ratio"} <= training
+    assert not any(name.startswith("nm/") for name in end)
+
+
+@pytest.mark.slow
+def test_schedules_are_shares_of_max_steps():
+    run = trainer(new(gpt2), ".", [sparse(ASP(start=0.5))], max_steps=4)
+    run.train()
+    densities = [log["nm/density"] for log in run.state.log_history if "loss" in log]
+    assert densities == [1.0, 0.5, 0.5, 0.5]
+
+
+def test_a_frozen_body_stays_dense():
+    model = new(bert)
+    frozen, trained = model.bert.encoder.layer
+    frozen.requires_grad_(False)
+    before = copy.deepcopy(frozen.state_dict())
+    train(model, [sparse()], max_steps=1)
+    assert_equal(before, frozen.state_dict())
+    assert nmf.is_nm(trained.output.dense.weight, "2:4")
+
+
+def test_mixed_precision():
+    model = new(llama)
+    train(model, [sparse("bi-mask", MVUE())], bf16=True, gradient_accumulation_steps=2)
+    assert model.lm_head.weight.dtype == torch.float32
+    assert is_sparse(model)
+
+
+def test_verify_reads_the_folders():
     """Those of checkpoints name the masked layers; a model in several files needs the pattern."""
-    model = new(make)
-    trainer(model, tmp_path, [sparse()], max_steps=1, save_strategy="steps", save_steps=1).train()
-    found = verify(tmp_path / "checkpoint-1")
+    model = new(gpt2)
+    train(model, [sparse()], max_steps=1, save_strategy="steps", save_steps=1)
+    found = verify("checkpoint-1")
     assert found.ok
     assert {verdict.verdict for verdict in found.verdicts} == {"N:M"}
-    model.save_pretrained(tmp_path / "parts", max_shard_size="8KB")
-    assert len(list((tmp_path / "parts").glob("model-0000?-of-*.safetensors"))) > 1
-    parts = verify(tmp_path / "parts", "2:4", min_share=0.5)
+    model.save_pretrained("parts", max_shard_size="8KB")
+    assert len(list(Path("parts").glob("model-0000?-of-*.safetensors"))) > 1
+    parts = verify("parts", "2:4", min_share=0.5)
     assert parts.ok
-    assert {verdict.key for verdict in parts.verdicts if verdict.verdict == "N:M"} == {
-        v.key for v in found.verdicts
-    }
+    keys = {verdict.key for verdict in parts.verdicts if verdict.verdict == "N:M"}
+    assert keys == {verdict.key for verdict in found.verdicts}
     assert parts.share == found.share
 
 
 @pytest.mark.parametrize("clipped", [False, True])
-def test_the_decay_is_not_scaled_in_float16(tmp_path, clipped):
+def test_the_decay_is_not_scaled_in_float16(clipped):
     """Clipping unscales the gradients; without it the callback does."""
-    model = new(lambda: gpt2(dropout=0.0))
-    run = trainer(model, tmp_path, [callback := sparse(SRSTE(decay=0.1))])
+    model = new(without_dropout)
+    run = trainer(model, ".", [callback := sparse(SRSTE(decay=0.1))])
     run.create_optimizer()
     run.state.max_steps = 1
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -322,39 +340,3 @@ def test_the_decay_is_not_scaled_in_float16(tmp_path, clipped):
         torch.testing.assert_close(layer.weight.grad, plain + decay)
         optimizer.step()
         assert layer.step == 1
-
-
-class Reads(nn.Module):
-    """Reads the weight of its first layer."""
-
-    def __init__(self):
-        super().__init__()
-        self.read, self.called, self.head = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 4)
-
-    def forward(self, x, labels=None):
-        hidden = self.called(nn.functional.linear(x, self.read.weight))
-        logits = self.head(hidden.relu())
-        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
-
-
-def test_a_weight_that_other_code_reads_ends_the_training_before_its_first_step(tmp_path):
-    torch.manual_seed(0)
-    model = Reads()
-    before = copy.deepcopy(model.state_dict())
-    rows = [{"x": torch.randn(16), "labels": torch.tensor(k % 4)} for k in range(16)]
-
-    def run(callback):
-        given = arguments(tmp_path, max_steps=2, save_strategy="no")
-        there = Trainer(model, given, train_dataset=rows, callbacks=[callback])
-        there.train()
-        return there
-
-    callback = sparse()
-    with pytest.raises(ValueError, match="have a gradient, but were not called: 'read'"):
-        run(callback)
-    assert callback.sparsifier is None
-    assert is_ordinary(model)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    # The Trainer goes on with what the message names.
-    run(sparse(exclude="read"))
-    assert is_ordinary(model)

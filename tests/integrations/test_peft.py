@@ -1,7 +1,6 @@
 """LoRA adapters on N:M weights train the masked delta, and merging them keeps every zero."""
 
 import copy
-import io
 import pickle
 
 import lightning.pytorch as pl
@@ -21,6 +20,7 @@ from tests.docs.blocks import ShortTrainer, blocks, read, section  # noqa: E402
 from tests.support.adapted import (  # noqa: E402
     INPUTS,
     QUIET,
+    TARGETS,
     Conv1D,
     Convs,
     Net,
@@ -35,21 +35,31 @@ from tests.support.lightning_models import Data  # noqa: E402
 pytestmark = QUIET
 
 
-@pytest.mark.parametrize("rslora", [False, True])
-@pytest.mark.parametrize("safe", [False, True])
+def masked(make=Net, **options):
+    """An adapted model whose adapters are masked, and inputs."""
+    model = adapted(make, **options)
+    assert mask_adapters(model) == list(layers(model))
+    return model, INPUTS[make]()
+
+
+@pytest.mark.parametrize("options", [{}, {"use_rslora": True}])
 @pytest.mark.parametrize("make", [Net, Convs, tiny_llama])
-def test_the_merged_weight_is_n_m_and_the_function_that_was_trained(make, safe, rslora):
-    model, x = adapted(make, use_rslora=rslora), INPUTS[make]()
-    before = base_weights(model)
-    names = mask_adapters(model)
-    assert names == list(layers(model))
-    trained = values(model, x)
-    owners = {name: layer.get_base_layer() for name, layer in layers(model).items()}
-    merged = model.merge_and_unload(safe_merge=safe)
-    torch.testing.assert_close(values(merged, x), trained, rtol=1e-12, atol=1e-12)
-    for name, weight in before.items():
-        assert torch.equal(owners[name].weight.ne(0), weight.ne(0)), name
-        assert not torch.equal(owners[name].weight, weight), name
+def test_the_merged_weight_is_n_m_and_the_function_that_was_trained(make, options):
+    """Merged, with peft's check of it, the weight has the same zeros; unmerged it is the base weight again."""
+    model, x = masked(make, **options)
+    before, trained = base_weights(model), values(model, x)
+    exact = {"rtol": 1e-12, "atol": 1e-12}
+    model.merge_adapter(safe_merge=True)
+    for name, weight in base_weights(model).items():
+        assert torch.equal(weight.ne(0), before[name].ne(0)), name
+        assert not torch.equal(weight, before[name]), name
+    torch.testing.assert_close(values(model, x), trained, **exact)
+    model.unmerge_adapter()
+    for name, weight in base_weights(model).items():
+        torch.testing.assert_close(weight, before[name])
+        assert not weight[before[name] == 0].any()
+    torch.testing.assert_close(values(model, x), trained, **exact)
+    torch.testing.assert_close(values(model.merge_and_unload(), x), trained, **exact)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -85,24 +95,22 @@ def test_output_and_gradients_are_those_of_the_formula(transposed, bias):
     )
 
 
-def test_numeric_gradients_and_second_derivatives():
+def test_second_derivatives():
     torch.manual_seed(0)
-    x, a, b = (
+    inputs = [
         torch.randn(shape, dtype=torch.float64, requires_grad=True)
         for shape in ((3, 8), (2, 8), (4, 2))
-    )
+    ]
     mask = nmf.nm_mask(torch.randn(4, 8), "2:4")
-    assert torch.autograd.gradcheck(lambda *t: masked_delta(*t, mask, 0.7), (x, a, b))
-    assert torch.autograd.gradgradcheck(lambda *t: masked_delta(*t, mask, 0.7), (x, a, b))
+    assert torch.autograd.gradgradcheck(lambda *t: masked_delta(*t, mask, 0.7), inputs)
 
 
 def test_no_tensor_of_the_weights_shape_is_kept_for_backward():
-    model = adapted(r=2)
-    mask_adapters(model)
+    model, x = masked(r=2)
     (layer, *_) = layers(model).values()
     kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
-        model(INPUTS[Net]())
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        model(x)
     large = [t for t in kept if t.numel() == 32 * 16]
     assert {t.data_ptr() for t in large} <= {
         layer.base_layer.weight.data_ptr(),
@@ -110,24 +118,8 @@ def test_no_tensor_of_the_weights_shape_is_kept_for_backward():
     }
 
 
-@pytest.mark.parametrize("make", [Net, Convs])
-def test_unmerging_gives_the_base_weight_back(make):
-    model, x = adapted(make), INPUTS[make]()
-    mask_adapters(model)
-    before, expected = base_weights(model), values(model, x)
-    model.merge_adapter()
-    torch.testing.assert_close(values(model, x), expected)
-    assert all(torch.equal(w.ne(0), before[n].ne(0)) for n, w in base_weights(model).items())
-    model.unmerge_adapter()
-    for name, weight in base_weights(model).items():
-        torch.testing.assert_close(weight, before[name])
-        assert not weight[before[name] == 0].any()
-    torch.testing.assert_close(values(model, x), expected)
-
-
 def test_without_masks_a_merge_would_not_be_n_m():
-    model = adapted()
-    mask_adapters(model)
+    model, _ = masked()
     unmask_adapters(model)
     assert {type(layer) for layer in layers(model).values()} == {peft.tuners.lora.Linear}
     assert not any("nm_mask" in vars(module) for module in model.modules())
@@ -135,21 +127,18 @@ def test_without_masks_a_merge_would_not_be_n_m():
 
 
 def test_several_adapters_and_those_that_come_later():
-    model, x = adapted(), INPUTS[Net]()
-    mask_adapters(model)
-    model.add_adapter(
-        "other", peft.LoraConfig(r=2, target_modules=["first", "gpt"], init_lora_weights=False)
-    )
+    model, x = masked()
+    config = peft.LoraConfig(r=2, target_modules=["first", "gpt"], init_lora_weights=False)
+    model.add_adapter("other", config)
     model.double().eval()
     one = model(x)
     model.set_adapter("other")
     two = model(x)
     with model.disable_adapter():
         base = model(x)
-    mixed = model(x, adapter_names=["other", "default", "__base__", "default", "other", "__base__"])
-    torch.testing.assert_close(
-        mixed, torch.stack([two[0], one[1], base[2], one[3], two[4], base[5]])
-    )
+    mixed = model(x, adapter_names=["other", "default", "__base__"] * 2)
+    expected = [two[0], one[1], base[2], two[3], one[4], base[5]]
+    torch.testing.assert_close(mixed, torch.stack(expected))
     model.base_model.set_adapter(["default", "other"])
     both = model(x)
     merged = model.merge_and_unload()
@@ -159,8 +148,8 @@ def test_several_adapters_and_those_that_come_later():
 
 
 def test_convolutions_take_the_adapter_of_each_sample():
-    model, x = adapted(Convs).eval(), INPUTS[Convs]()
-    mask_adapters(model)
+    model, x = masked(Convs)
+    model.eval()
     with model.disable_adapter():
         base = model(x)
     found = model(x, adapter_names=["__base__", "default"])
@@ -168,25 +157,21 @@ def test_convolutions_take_the_adapter_of_each_sample():
 
 
 def test_dropout_acts_on_the_input_of_the_adapter():
-    model, x = adapted(lora_dropout=0.5), INPUTS[Net]()
-    mask_adapters(model)
+    model, x = masked(lora_dropout=0.5)
     (layer, *_) = layers(model).values()
+    delta = layer.get_delta_weight("default").t()
     torch.manual_seed(1)
     found = layer(x)
     torch.manual_seed(1)
-    expected = layer.base_layer(x) + F.dropout(x, 0.5) @ layer.get_delta_weight("default").t()
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(found, layer.base_layer(x) + F.dropout(x, 0.5) @ delta)
     model.eval()
-    torch.testing.assert_close(
-        layer(x), layer.base_layer(x) + x @ layer.get_delta_weight("default").t()
-    )
+    torch.testing.assert_close(layer(x), layer.base_layer(x) + x @ delta)
 
 
 @pytest.mark.parametrize("make", [Net, Convs])
 def test_autocast_and_half_precision(make):
-    model, x = adapted(make, dtype=torch.float32), INPUTS[make]().float()
-    mask_adapters(model)
-    exact = model(x)
+    model, x = masked(make, dtype=torch.float32)
+    exact = model(x := x.float())
     with torch.autocast("cpu", torch.bfloat16):
         found = model(x)
     found.float().square().sum().backward()
@@ -194,39 +179,13 @@ def test_autocast_and_half_precision(make):
     torch.testing.assert_close(
         found.float(), exact, rtol=0.1, atol=0.1 * float(exact.detach().abs().max())
     )
-    for layer in layers(
-        model
-    ).values():  # weights of half precision under adapters of single precision
+    # Weights of half precision under adapters of single precision.
+    for layer in layers(model).values():
         layer.get_base_layer().to(torch.bfloat16)
     assert model(x.bfloat16()).dtype is torch.bfloat16
     before = base_weights(model)
     model.merge_adapter()
     assert all(not w[before[n] == 0].any() for n, w in base_weights(model).items())
-
-
-def test_training_lowers_the_loss_and_the_adapter_resumes_alone(tmp_path):
-    model, x = adapted(init_lora_weights=True), INPUTS[Net]()
-    mask_adapters(model)
-    target = torch.sin(3 * torch.randn(6, 8, dtype=torch.float64))
-    before = {
-        name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad
-    }
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 0.02)
-    losses = []
-    for _ in range(40):
-        loss = F.mse_loss(model(x), target)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    assert losses[-1] < 0.5 * losses[0]
-    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters() if n in before)
-    model.save_pretrained(tmp_path)
-    torch.manual_seed(0)
-    again = peft.PeftModel.from_pretrained(Net().double(), tmp_path)
-    assert torch.equal(again.eval()(x), model.eval()(x))
-    unmask_adapters(again)
-    assert not torch.allclose(again(x), model(x))  # peft's own delta is not masked
 
 
 def test_copies_pickles_and_state_dicts():
@@ -236,14 +195,7 @@ def test_copies_pickles_and_state_dicts():
     assert list(model.state_dict()) == keys
     assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
     expected = model(x)
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    for other in (
-        copy.deepcopy(model),
-        pickle.loads(pickle.dumps(model)),
-        torch.load(file, weights_only=False),
-    ):
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(other(x), expected)
         assert nmf.is_nm(other.merge_and_unload().first.weight, "2:4")
     mask_adapters(model)  # a second call changes nothing
@@ -256,10 +208,8 @@ def test_a_base_that_a_sparsifier_masks():
     net = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16)).double()
     net.requires_grad_(False)
     sparsifier = NMSparsifier(net, "1:4", "ste", frozen="mask", skip_first_last=False).attach()
-    model = peft.get_peft_model(
-        net, peft.LoraConfig(r=4, target_modules=["0", "2"], init_lora_weights=False)
-    )
-    model.double()
+    config = peft.LoraConfig(r=4, target_modules=["0", "2"], init_lora_weights=False)
+    model = peft.get_peft_model(net, config).double()
     mask_adapters(model)  # by the layer's own pattern
     x = torch.randn(5, 16, dtype=torch.float64)
     trained = model(x)
@@ -272,35 +222,158 @@ def test_a_base_that_a_sparsifier_masks():
 
 
 @pytest.mark.parametrize("masks", [False, True])
-def test_verify_reads_adapted_and_merged_weights(tmp_path, masks):
+def test_verify_reads_adapted_and_merged_weights(masks):
     model = adapted(dtype=torch.float32)
     if masks:
         mask_adapters(model)
-    torch.save(model.state_dict(), tmp_path / "adapted.pt")
-    result = verify(tmp_path / "adapted.pt", "2:4", include="*.first.base_layer", allow_dense=True)
+    torch.save(model.state_dict(), "adapted.pt")
+    result = verify("adapted.pt", "2:4", include="*.first.base_layer", allow_dense=True)
     assert result.ok
     notes = {verdict.key: verdict.note for verdict in result.verdicts}
     assert "N:M only if mask_adapters() masked" in notes["base_model.model.first.base_layer.weight"]
-    torch.save(model.merge_and_unload().state_dict(), tmp_path / "merged.pt")
-    assert verify(tmp_path / "merged.pt", "2:4", include=["first", "gpt", "head"]).ok is masks
+    torch.save(model.merge_and_unload().state_dict(), "merged.pt")
+    assert verify("merged.pt", "2:4", include=["first", "gpt", "head"]).ok is masks
 
 
-def test_verify_tells_which_layers_a_merge_made_dense(tmp_path):
-    model = adapted(dtype=torch.float32)
-    mask_adapters(model, exclude="*.first")
-    base = {
-        f"{name.removeprefix('base_model.model.')}.weight": w
-        for name, w in base_weights(model).items()
-    }
-    torch.save(base, tmp_path / "base.pt")
-    torch.save(model.merge_and_unload().state_dict(), tmp_path / "merged.pt")
-    assert verify(tmp_path / "merged.pt", "2:4", min_share=0.5).ok
-    assert verify(
-        tmp_path / "merged.pt", "2:4", min_share=0.5, base=tmp_path / "base.pt"
-    ).problems == [
-        "only 2 of the base's 3 N:M matrices are N:M",
-        "'first.weight' is N:M in the base, but dense here",
-    ]
+# ----------------------------------------------------------------------------------------------------- what is refused
+
+
+def refused(model, message, *args):
+    kinds = [type(module) for module in model.modules()]
+    with pytest.raises(ValueError, match=message):
+        mask_adapters(model, *args)
+    assert [type(module) for module in model.modules()] == kinds
+
+
+def with_dense_layers():
+    torch.manual_seed(0)
+    net = Net()
+    net.first.weight.data[0, :4] = 1
+    nn.init.normal_(net.head.weight)
+    return peft.get_peft_model(net, peft.LoraConfig(r=2, target_modules=TARGETS[Net]))
+
+
+def trained_base():
+    model = adapted()
+    model.base_model.model.first.base_layer.weight.requires_grad_(True)
+    return model
+
+
+def merged():
+    model, _ = masked()
+    model.merge_adapter()
+    return model
+
+
+def grouped():
+    net = nn.Sequential(nn.Conv1d(8, 8, 3, groups=2), nn.Embedding(8, 8))
+    with pytest.warns(UserWarning, match="groups > 1"):
+        return peft.get_peft_model(net, peft.LoraConfig(r=2, target_modules=["0", "1"]))
+
+
+def packed():
+    return peft.get_peft_model(pack(Net()), peft.LoraConfig(r=2, target_modules=["first"]))
+
+
+class OwnConfig(peft.LoraConfig):
+    pass
+
+
+FIRST = "'base_model.model.first'"
+
+
+@pytest.mark.parametrize(
+    ("make", "args", "message"),
+    [
+        (Net, [], "no adapter of peft"),
+        (lambda: adapted(use_dora=True), [], f"{FIRST}.*DoraLinearVariant is not LoRA's plain sum"),
+        (
+            lambda: adapted(dtype=torch.float32, init_lora_weights="pissa"),
+            [],
+            rf"{FIRST}.*not 2:4: \d+ of 128 blocks hold more",
+        ),
+        (
+            with_dense_layers,
+            [],
+            "^2 of 3 [^']*'base_model.model.first': .*not 2:4: 1 of 128 [^']*'base_model.model.head'",
+        ),
+        (adapted, ["1:4"], "not 1:4"),
+        (adapted, ["3:5"], "has no blocks of 3:5"),
+        (trained_base, [], "its base weight is trained"),
+        (merged, [], r"merged into its base weight: call unmerge_adapter\(\)"),
+        (grouped, [], "grouped convolutions.*lora.layer.Embedding is no LoRA of a linear"),
+        (packed, [], f"{FIRST}: its base weight is packed, for inference"),
+        (
+            lambda: nn.Sequential(adapted().base_model.model.first),
+            [],
+            "a part of the one .*'0' is masked: pass all of it",
+        ),
+        (
+            lambda: peft.get_peft_model(Net(), OwnConfig(r=2, target_modules=["first"])),
+            [],
+            "adapter 'default' is a OwnConfig, .* use a LoraConfig",
+        ),
+    ],
+)
+def test_adapters_that_cannot_be_masked_are_named(make, args, message):
+    refused(make(), message, *args)
+
+
+def test_dense_layers_may_be_excluded():
+    model = with_dense_layers()
+    assert mask_adapters(model, exclude=["*.first", "*.head"]) == ["base_model.model.gpt"]
+    with pytest.raises(ValueError, match="leaves no adapted layer"):
+        mask_adapters(model, exclude="*")
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (peft.LoraConfig(r=2, target_modules=["first"], use_dora=True), "DoraLinearVariant"),
+        (OwnConfig(r=2, target_modules=["first"]), "adapter 'new' is a OwnConfig"),
+    ],
+)
+def test_an_adapter_of_another_kind_cannot_join_masked_ones(config, message):
+    model, _ = masked()
+    with pytest.raises(ValueError, match=message):
+        model.add_adapter("new", config)
+
+
+def test_weights_loaded_since_then_are_noticed():
+    model, _ = masked()
+    weight = model.base_model.model.first.base_layer.weight
+    weight.data = nmf.nm_prune(torch.randn_like(weight), "2:4")
+    with pytest.raises(ValueError, match="other nonzeros than when its adapters were masked"):
+        model.merge_and_unload()
+
+
+def in_a_model(masks):
+    """An adapted N:M layer in a model whose other layers a sparsifier masks."""
+    model = nn.Sequential(adapted(dtype=torch.float32), nn.Linear(8, 8), nn.Linear(8, 8))
+    if masks:
+        mask_adapters(model)
+    return model
+
+
+def test_a_sparsifier_warns_of_adapters_that_would_break_its_pattern():
+    message = r"base_model\.model\.first; .*gpt; .*head.*mask_adapters\(model\) before"
+    with pytest.warns(UserWarning, match=message):
+        sparsifier = NMSparsifier(in_a_model(False), "2:4", "ste").attach()
+    assert "mask_adapters keeps it so" in sparsifier.skipped["0.base_model.model.gpt.base_layer"]
+    sparsifier = NMSparsifier(in_a_model(True), "2:4", "ste").attach()
+    assert list(sparsifier.layers) == ["1"]
+    assert "keeps the zeros" in sparsifier.skipped["0.base_model.model.gpt.base_layer"]
+    NMSparsifier(in_a_model(False), "1:4", "ste").attach()  # dense for this pattern
+
+
+def test_merging_into_a_packed_base_is_refused():
+    message = "'first.weight' is packed, for inference, and cannot be changed in place, as merging"
+    for merge in ("merge_adapter", "merge_and_unload"):
+        with pytest.raises(RuntimeError, match=message):
+            getattr(packed(), merge)()
+
+
+# ------------------------------------------------------------------------------------------------------------ the page
 
 
 class Projections(nn.Module):
@@ -316,8 +389,7 @@ class Projections(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:You passed in a `val_dataloader` but have no `validation_step`")
 @pytest.mark.filterwarnings("ignore:Found .* module.* in eval mode at the start of training")
-def test_the_page(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_the_page(monkeypatch):
     monkeypatch.setattr(pl, "Trainer", ShortTrainer)
     train, load, _ = blocks("python", section(read("huggingface.md"), "LoRA on an N:M model"))
     torch.manual_seed(0)
@@ -349,8 +421,7 @@ class Pretraining(pl.LightningModule):
 
 @pytest.mark.filterwarnings("ignore:You passed in a `val_dataloader` but have no `validation_step`")
 @pytest.mark.filterwarnings("ignore:Found .* module.* in eval mode at the start of training")
-def test_the_last_per_cent_of_slope(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_the_last_per_cent_of_slope(monkeypatch):
     monkeypatch.setattr(pl, "Trainer", ShortTrainer)
     train, _, last = blocks("python", section(read("huggingface.md"), "LoRA on an N:M model"))
     torch.manual_seed(0)

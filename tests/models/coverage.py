@@ -6,41 +6,21 @@ import logging
 import re
 import warnings
 
-import lightning.pytorch as pl
 import torch
 
-from lightning_nm import NMSparsityCallback
-from tests.models.families import EXCLUDE, FAMILIES, loader, make, whole
-
-
-class _Look(pl.Callback):
-    def __init__(self, nm):
-        self.nm = nm
-
-    def on_train_batch_end(self, *_):
-        selection = self.nm.sparsifier.selection
-        self.masked = [layer.name.removeprefix("model.") for layer in selection.layers]
-        self.skipped = {
-            name.removeprefix("model."): reason.replace("'model.", "'")
-            for name, reason in selection.skipped.items()
-        }
+from lightning_nm import NMSparsifier
+from tests.models.families import EXCLUDE, FAMILIES, make, whole
 
 
 def selection(family):
     """The names of masked layers, and of the others with the reason."""
-    nm = NMSparsityCallback("2:4", exclude=EXCLUDE.get(family), show_tables=False, monitor=None)
-    look = _Look(nm)
-    options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer = pl.Trainer(
-        max_steps=1,
-        callbacks=[nm, look],
-        accelerator="cpu",
-        limit_val_batches=1,
-        enable_model_summary=False,
-        **options,
-    )
-    trainer.fit(make(family), loader(family), loader(family))
-    return look.masked, look.skipped
+    sparsifier = NMSparsifier(make(family), "2:4", exclude=EXCLUDE.get(family)).attach()
+    masked = [name.removeprefix("model.") for name in sparsifier.layers]
+    skipped = {
+        name.removeprefix("model."): reason.replace("'model.", "'")
+        for name, reason in sparsifier.skipped.items()
+    }
+    return masked, skipped
 
 
 def template(name):

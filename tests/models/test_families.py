@@ -38,36 +38,33 @@ def _quiet():
     logging.disable(logging.NOTSET)
 
 
-def fit(path, family, *callbacks, steps, resume=None):
+def fit(path, family, setting, *callbacks, steps, resume=None):
+    """Train a family by (method, estimator, pattern), and return the callback of masks, the Trainer and the model."""
+    method, estimator, pattern = setting
+    options = {"exclude": EXCLUDE.get(family), "show_tables": False, "monitor": None}
+    nm = NMSparsityCallback(pattern, method, estimator, **options)
     model = make(family)
     trainer = pl.Trainer(
         max_steps=steps,
-        callbacks=[*callbacks, RNGState()],
+        callbacks=[nm, *callbacks, RNGState()],
         accelerator="cpu",
         logger=False,
-        enable_checkpointing=any(isinstance(callback, ModelCheckpoint) for callback in callbacks),
+        enable_checkpointing=bool(callbacks),
         enable_progress_bar=False,
         enable_model_summary=False,
         limit_val_batches=1,
         default_root_dir=path,
     )
     trainer.fit(model, loader(family), loader(family), ckpt_path=resume, weights_only=False)
-    return trainer, model
-
-
-def callback(family, method, estimator, pattern):
-    options = {"exclude": EXCLUDE.get(family), "show_tables": False, "monitor": None}
-    return NMSparsityCallback(pattern, method, estimator, **options)
+    return nm, trainer, model
 
 
 @pytest.mark.parametrize(("family", "method", "estimator", "pattern"), PAIRS)
 def test_it_trains(tmp_path, family, method, estimator, pattern):
-    nm = callback(family, method, estimator, pattern)
-    keys = list(make(family).state_dict())
-    trainer, model = fit(tmp_path, family, nm, steps=3)
+    nm, trainer, model = fit(tmp_path, family, (method, estimator, pattern), steps=3)
     assert len(model.losses) == 3
     assert all(map(math.isfinite, model.losses))
-    assert list(model.state_dict()) == keys
+    assert list(model.state_dict()) == list(make(family).state_dict())
     assert not any(isinstance(module, Adapter) for module in model.modules())
     trainer.save_checkpoint(tmp_path / "last.ckpt")
     verdicts = {verdict.key: verdict.verdict for verdict in verify(tmp_path / "last.ckpt").verdicts}
@@ -81,14 +78,9 @@ def test_it_trains(tmp_path, family, method, estimator, pattern):
 )
 def test_it_resumes_bit_for_bit(tmp_path, family, method):
     saves = ModelCheckpoint(tmp_path, "{step}", save_on_train_epoch_end=True, save_top_k=-1)
-    _, whole = fit(tmp_path, family, callback(family, method, "mvue", "2:4"), saves, steps=4)
-    _, resumed = fit(
-        tmp_path,
-        family,
-        callback(family, method, "mvue", "2:4"),
-        steps=4,
-        resume=tmp_path / "step=2.ckpt",
-    )
+    setting = method, "mvue", "2:4"
+    *_, whole = fit(tmp_path, family, setting, saves, steps=4)
+    *_, resumed = fit(tmp_path, family, setting, steps=4, resume=tmp_path / "step=2.ckpt")
     assert resumed.losses == whole.losses[2:]
     for key, value in whole.state_dict().items():
         assert torch.equal(value, resumed.state_dict()[key]), key

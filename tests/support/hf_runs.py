@@ -1,5 +1,7 @@
 """Trainings with NMTrainerCallback, and what they leave."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -68,8 +70,36 @@ def assert_equal(a, b):
         assert a == b
 
 
-def checkpoint(tmp_path, method="sr-ste"):
-    trainer(
-        new(gpt2), tmp_path, [sparse(method)], max_steps=2, save_strategy="steps", save_steps=2
-    ).train()
-    return tmp_path / "checkpoint-2"
+def train(model, folder, callbacks, resume=None, **options):
+    run = trainer(model, folder, callbacks, **options)
+    run.train(resume_from_checkpoint=resume)
+    return run
+
+
+SAVES = {"save_strategy": "steps", "save_steps": 1}
+MIDDLE = "whole/checkpoint-2"
+
+
+def assert_resumes(make, callback, **options):
+    """A training of four steps that resumes after the second one ends as the whole one, bit for bit."""
+    options = SAVES | options
+    whole = new(make)
+    train(whole, "whole", [callback()], **options)
+    torch.manual_seed(99)
+    part = make()
+    train(part, "part", [callback(resume_from=MIDDLE)], MIDDLE, **options)
+    assert_equal(whole.state_dict(), part.state_dict())
+    for file in ("nm_sparsifier.pt", "optimizer.pt"):
+        states = (
+            torch.load(f"{folder}/checkpoint-4/{file}", weights_only=True)
+            for folder in ("whole", "part")
+        )
+        assert_equal(*states)
+    assert is_sparse(part)
+    assert is_ordinary(part)
+
+
+def checkpoint(folder, method="sr-ste"):
+    """The folder of a checkpoint after two steps."""
+    train(new(gpt2), folder, [sparse(method)], max_steps=2, save_strategy="steps", save_steps=2)
+    return Path(folder) / "checkpoint-2"

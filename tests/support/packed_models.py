@@ -15,31 +15,62 @@ def prune(model, pattern):
     m = int(pattern.partition(":")[2])
     with torch.no_grad():
         for place in places_of(model)[0].values():
-            dim = 0 if place.axes == "transposed" else 1
+            dim = {"transposed": 0, "experts": 2}.get(place.axes, 1)
             if place.weight.shape[dim] % m == 0:
                 place.weight.copy_(nm_prune(place.weight, pattern, dim))
     return model.eval()
 
 
-ARGUMENTS = ((16, 32, 3, 1, 1), (32,), (), (), (512, 64), (64, 32, False), (32, 3))
-"""Of the layers of :func:`small`."""
-
-
-def small(pattern="2:4", dtype=torch.float32, seed=0):
-    """A convolution, batch norm and linear layers, the last of which is dense."""
-    torch.manual_seed(seed)
-    layers = [
+def small_layers():
+    """A convolution, batch norm and linear layers, all dense."""
+    return nn.Sequential(
         nn.Conv2d(16, 32, 3, padding=1),
         nn.BatchNorm2d(32),
         nn.ReLU(),
         nn.Flatten(),
         nn.Linear(512, 64),
-    ]
-    model = prune(
-        nn.Sequential(*layers, nn.Linear(64, 32, bias=False), nn.Linear(32, 3)).to(dtype), pattern
+        nn.Linear(64, 32, bias=False),
+        nn.Linear(32, 3),
     )
+
+
+def small(pattern="2:4", dtype=torch.float32, seed=0):
+    """These layers, all N:M but the last one."""
+    torch.manual_seed(seed)
+    model = prune(small_layers().to(dtype), pattern)
     model[6].reset_parameters()
     return model
+
+
+class Tied(nn.Module):
+    """A head that shares the weight of an embedding, and a layer between them."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.middle = nn.Embedding(24, 32), nn.Linear(32, 32)
+        self.head = nn.Linear(32, 24, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids):
+        return self.head(self.middle(self.embed(ids)))
+
+
+class Scaled(nn.Embedding):
+    """As of Gemma."""
+
+    def forward(self, input):
+        return super().forward(input) * 3
+
+
+class Embeddings(Tied):
+    """Also an embedding of its own, and one with a forward of its own, both with 40 rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.scaled = nn.Embedding(40, 32, padding_idx=3), Scaled(40, 32)
+
+    def forward(self, ids):
+        return self.head(self.middle(self.words(ids) + self.scaled(ids)) + self.embed(ids % 24))
 
 
 def held(model):
@@ -69,20 +100,29 @@ def header_of(path):
     return json.loads(content[8 : 8 + length]), content[8 + length :]
 
 
+def with_length(text):
+    """The header of a safetensors file, after its length."""
+    return len(text).to_bytes(8, "little") + text
+
+
+def edit_header(path, change):
+    """Rewrite a packed file after ``change(header, packed)``; `packed` is what the header tells of packed weights."""
+    header, content = header_of(path)
+    packed = json.loads(header["__metadata__"]["packed"])
+    change(header, packed)
+    header["__metadata__"]["packed"] = json.dumps(packed)
+    path.write_bytes(with_length(json.dumps(header).encode()) + content)
+
+
 def without_checksums(path):
     """Rewrite a packed file as lightning_nm 0.3 wrote it: its damage is found by the content of tensors alone."""
-    header, content = header_of(path)
-    del header["__metadata__"]["crc32"]
-    text = json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + content)
+    edit_header(path, lambda header, packed: header["__metadata__"].pop("crc32"))
 
 
-def on_meta(dense):
-    """The model of :func:`small` without memory."""
+def on_meta(make=small_layers):
+    """A model without memory."""
     with torch.device("meta"):
-        return nn.Sequential(
-            *[type(layer)(*args) for layer, args in zip(dense, ARGUMENTS, strict=True)]
-        )
+        return make()
 
 
 def mutated(rng, content, start):

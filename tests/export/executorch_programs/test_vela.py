@@ -1,6 +1,7 @@
 """The report of Vela, read from its files as the compiler writes them."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -18,14 +19,15 @@ PERF_DEBUG = """"id","weight_format","weight_dtype"
 """
 
 
-def write(folder, perf=PERF, perf_debug=PERF_DEBUG):
+def operators(perf=PERF, perf_debug=PERF_DEBUG):
+    """The operators that are read from files with these tables."""
     tables = {"perf": perf, "perf_debug": perf_debug, "group": '"id"\n'}
     text = "".join(
         f'<table name="{name}">\n<![CDATA[\n{content}]]>\n</table>\n'
         for name, content in tables.items()
     )
-    (folder / "output").mkdir(exist_ok=True)
-    (folder / "output" / "out_debug.xml").write_text(f"<debug>{text}</debug>")
+    Path("output").mkdir(exist_ok=True)
+    Path("output/out_debug.xml").write_text(f"<debug>{text}</debug>")
     stacks = {
         "rescale_1": {"a": ["", "Net"], "b": ["stem.conv", "Conv2d"]},
         "rescale_2": {"a": ["", "Net"], "b": ["body", "Conv2d"]},
@@ -35,50 +37,43 @@ def write(folder, perf=PERF, perf_debug=PERF_DEBUG):
         {"aten_info": {"node_name": name}, "torch_info": {"nn_module_stack": stack}}
         for name, stack in stacks.items()
     ]
-    (folder / "debug.json").write_text(json.dumps(events))
-    return folder
+    Path("debug.json").write_text(json.dumps(events))
+    return _read_operators(Path())
 
 
-def test_operators_with_their_layers_and_formats(tmp_path):
-    found = _read_operators(write(tmp_path))
-    assert [(each.name, each.module) for each in found] == [
-        ("rescale_1", "stem.conv"),
-        ("rescale_2", "body"),
-        ("rescale_2_transpose", ""),
+def test_operators_with_their_layers_and_formats():
+    found = operators()
+    assert [
+        (each.name, each.module, each.cycles, each.has_weight, each.sparse) for each in found
+    ] == [
+        ("rescale_1", "stem.conv", 25234, True, False),
+        ("rescale_2", "body", 50340, True, True),
+        ("rescale_2_transpose", "", 819200, False, False),
     ]
-    assert [each.cycles for each in found] == [25234, 50340, 819200]
-    assert [(each.has_weight, each.sparse) for each in found] == [
-        (True, False),
-        (True, True),
-        (False, False),
-    ]
-
-
-def test_reasons_are_for_dense_weights_alone(tmp_path):
-    operators = _read_operators(write(tmp_path))
-    reasons = [_explained(each, {"stem.conv": "too few zeros"}).reason for each in operators]
+    # Reasons are for dense weights alone.
+    reasons = [_explained(each, {"stem.conv": "too few zeros"}).reason for each in found]
     assert reasons == ["too few zeros", "", ""]
-    assert "does not name its layer" in _explained(operators[0], {}).reason
-    assert "estimate" in _explained(operators[0], {"stem.conv": ""}).reason
+    assert "does not name its layer" in _explained(found[0], {}).reason
+    assert "estimate" in _explained(found[0], {"stem.conv": ""}).reason
 
 
-def test_the_dense_twin_by_name(tmp_path):
-    operators = _read_operators(write(tmp_path))
-    dense = _read_operators(write(tmp_path, PERF.replace("50340", "100260")))
-    assert [each.dense_cycles for each in _with_dense(operators, dense)] == [25234, 100260, 819200]
+def test_the_dense_twin_by_name():
+    dense = operators(PERF.replace("50340", "100260"))
+    found = [each.dense_cycles for each in _with_dense(operators(), dense)]
+    assert found == [25234, 100260, 819200]
     with pytest.raises(RuntimeError, match="other operators"):
-        _with_dense(operators, dense[:-1])
+        _with_dense(operators(), dense[:-1])
 
 
 @pytest.mark.parametrize(
     "changes",
     [{"perf": PERF.replace("op_cycles", "cycles")}, {"perf_debug": '"id"\n'}, {"perf": "]]><"}],
 )
-def test_another_form_of_the_report(tmp_path, changes):
+def test_another_form_of_the_report(changes):
     with pytest.raises(RuntimeError, match="report of Vela cannot be read"):
-        _read_operators(write(tmp_path, **changes))
+        operators(**changes)
 
 
-def test_no_report(tmp_path):
+def test_no_report():
     with pytest.raises(RuntimeError, match=r"FileNotFoundError.*ethos-u-vela 5\.1"):
-        _read_operators(tmp_path)
+        _read_operators(Path())
