@@ -42,7 +42,7 @@ per_kernel = pytest.mark.parametrize(
 
 
 @pytest.mark.parametrize(("kind", "level"), CELLS)
-@settings(max_examples=50)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 2**32))
 def test_random_cases(kind, level, seed):
     check_random(kind, level, seed)
