@@ -41,8 +41,9 @@ def dry_run(tmp_path_factory):
 
 
 def values(dry_run, part):
-    """The values of a part's answers."""
-    return {name: answer.get("value") for name, answer in dry_run["parts"][part]["answers"].items()}
+    """The values of a part's answers; some questions are not asked on a CPU, or in a run that takes too long."""
+    answers = dry_run["parts"][part]["answers"]
+    return {name: answer["value"] for name, answer in answers.items() if "value" in answer}
 
 
 @pytest.mark.slow
