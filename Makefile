@@ -69,7 +69,7 @@ test-lowest-other-arithmetic: .venv-lowest/.dev
 ## Run the Triton kernels in Triton's interpreter, then compile them for an H100: needs no GPU.
 interpreter: .venv/.interpreter
 	TRITON_INTERPRET=1 $(PYTEST) tests/kernels --ignore tests/kernels/cpu
-	$(PYTEST) -m slow tests/kernels/test_preprocess_triton.py tests/kernels/test_evolution_triton.py tests/kernels/test_hopper.py
+	$(PYTEST) -m slow tests/kernels/test_preprocess.py tests/kernels/test_evolution_triton.py tests/kernels/test_hopper.py
 
 ## Compile the library of CPU kernels.
 library:

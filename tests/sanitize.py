@@ -21,7 +21,6 @@ from lightning_nm.functional import nm_prune
 from lightning_nm.kernels.cpu import build, library
 from lightning_nm.packed import kernel_choice
 from lightning_nm.packed.module import packed_weights
-from tests.support import evolution
 from tests.support.experts import WIDTH, Experts
 from tests.support.packed_models import copied, mutated, on_meta, small, without_checksums
 
@@ -33,20 +32,15 @@ FLAGS = (
     "-fno-sanitize-recover=all",
 )
 MODEL = ("-include", str(Path(__file__).parent / "kernels/cpu/bf16_model.h"))
-CASES = 150  # of each kernel and instruction set
+CASES = 150  # of each kind and instruction set
 FILES = 2000  # mutated packed models
-_PERMUTED = [2, 4, 8, 16, 32]
-"""M of the patterns that cpu-permute takes."""
 
 
 def main():
     command = build.compiler()
-    runtimes = (
-        [_file(command, name) for name in ("libasan.so", "libubsan.so", "libstdc++.so")]
-        if command
-        else []
-    )
-    if not runtimes or not all(os.path.isabs(runtime) for runtime in runtimes):
+    names = ("libasan.so", "libubsan.so", "libstdc++.so")
+    runtimes = [_file(command, name) for name in names] if command else [""]
+    if not all(map(os.path.isabs, runtimes)):
         return "this needs gcc as the C compiler, with its sanitizers"
     options = {
         "LD_PRELOAD": ":".join(runtimes),
@@ -101,22 +95,18 @@ def misaligned(products):
 
 
 def fuzz(products):
-    draw = random.Random(0)
-    for level in products.LEVELS:
-        for kernel in products.KERNELS:
-            if not products.has_kernel(kernel, level):
-                continue
-            with products.at_level(level):
-                for seed in range(CASES):
-                    _one(products, kernel, draw, seed)
-        with products.at_level(level):
-            for seed in range(CASES):
-                _one_conv(products, draw, seed)
-                _one_evolution(draw, seed)
-                _one_int8(level, draw, seed)
+    # Not before the library is named: its import loads that.
+    from tests.support.cpu_cases import CELLS, check_random
+
+    for kind, level in CELLS:
+        for seed in range(CASES):
+            try:
+                check_random(kind, level, seed)
+            except Exception:
+                print(f"{kind} at {level}, seed {seed}")
+                raise
     print(
-        f"no errors in {CASES} cases of each kernel, convolutions, passes of BAME and int8 weights, at "
-        f"{', '.join(products.LEVELS)}"
+        f"no errors in {CASES} cases of each of {', '.join(f'{k} {level}' for k, level in CELLS)}"
     )
 
 
@@ -124,25 +114,22 @@ def files(products):
     """Mutated packed files: what is not refused is laid out for the kernels, and multiplies."""
     torch.set_num_threads(1)
     draw, ran = random.Random(0), {}
-    layers, experts = _layers, _experts
     kinds = [
-        (layers, "1:16", torch.float32, None),
-        (layers, "2:4", torch.bfloat16, None),
-        (layers, "2:4", torch.float32, "int8"),
-        (layers, "1:16", torch.bfloat16, "int8"),
-        (experts, "1:16", torch.float32, None),
-        (experts, "2:4", torch.bfloat16, "int8"),
+        (_layers, "1:16", torch.float32, None),
+        (_layers, "2:4", torch.bfloat16, None),
+        (_layers, "2:4", torch.float32, "int8"),
+        (_layers, "1:16", torch.bfloat16, "int8"),
+        (_experts, "1:16", torch.float32, None),
+        (_experts, "2:4", torch.bfloat16, "int8"),
     ]
+    each = FILES // len(products.LEVELS) // len(kinds)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.safetensors"
         for level in products.LEVELS:
             kernel_choice.registry_of.cache_clear()  # what the kernels take depends on the instruction set
             with products.at_level(level):
-                ran[level] = sum(
-                    _mutate(draw, path, *kind, FILES // len(products.LEVELS) // len(kinds))
-                    for kind in kinds
-                )
-    if min(ran.values()) < FILES // len(products.LEVELS) // 5:
+                ran[level] = sum(_mutate(draw, path, *kind, each) for kind in kinds)
+    if min(ran.values()) < len(kinds) * each / 5:
         raise AssertionError(f"too few files ran on kernels: {ran}")
     print(f"no errors in {FILES} damaged packed files; of these ran on kernels: {ran}")
 
@@ -210,93 +197,6 @@ def _mutate(draw, path, model_of, pattern, dtype, values, number):
     return ran
 
 
-def _one(products, kernel, draw, seed):
-    most = draw.choice([3, 20, 80, 300])
-    m = draw.choice(_PERMUTED if kernel.name == "cpu-permute" else [3, 4, 7, 8, 32])
-    arguments = {
-        "rows": draw.randint(1, most),
-        "depth": draw.randint(1, most),
-        "tokens": draw.randint(0, most),
-        "pattern": f"{draw.randint(1, m - 1)}:{m}"
-        if kernel.name == "cpu-permute" or draw.random() < 0.7
-        else None,
-        "dtype": draw.choice([torch.float32, torch.bfloat16]),
-        "weight_dtype": draw.choice([torch.float32, torch.bfloat16, torch.float16]),
-        "storage": draw.choice(products.STORAGES),
-        "permuted": kernel.ordered and draw.random() < 0.4,
-        "bias": draw.random() < 0.5,
-        "bit": draw.choice([1, 2, 128]),
-        "seed": seed,
-    }
-    torch.set_num_threads(draw.choice([1, 2, 3]))
-    try:
-        products.compare(kernel, products.case(**arguments))
-    except Exception:
-        print(f"{kernel.name}: {arguments}")
-        raise
-
-
-def _one_evolution(draw, seed):
-    arguments = evolution.random_case(draw, seed)
-    torch.set_num_threads(draw.choice([1, 2, 3]))
-    try:
-        evolution.compare(evolution.case(**arguments))
-    except Exception:
-        print(f"evolution: {arguments}")
-        raise
-
-
-def _one_int8(level, draw, seed):
-    # Not before main has named the library: its import loads that.
-    from tests.support.cpu_int8 import compare_int8, int8_case
-
-    m = draw.choice([2, 4, 8, 16, 32, 64])
-    arguments = {
-        "rows": draw.randint(1, draw.choice([20, 80])),
-        "blocks": draw.randint(1, 40),
-        "tokens": draw.randint(1, draw.choice([5, 80])),
-        "pattern": f"{draw.randint(1, m - 1)}:{m}",
-        "dtype": draw.choice([torch.float32, torch.bfloat16]),
-        "bias": draw.random() < 0.5,
-        "seed": seed,
-    }
-    torch.set_num_threads(draw.choice([1, 2, 3]))
-    try:
-        compare_int8(int8_case(**arguments), [level])
-    except Exception:
-        print(f"int8: {arguments}")
-        raise
-
-
-def _one_conv(products, draw, seed):
-    def pair(low, high):
-        return draw.randint(low, high), draw.randint(low, high)
-
-    groups = draw.choice([1, 1, 2])
-    kernel, stride, padding, dilation = pair(1, 5), pair(1, 3), pair(0, 3), pair(1, 3)
-    least = [
-        max(1, d * (k - 1) + 1 - 2 * p) for k, p, d in zip(kernel, padding, dilation, strict=True)
-    ]
-    size = tuple(low + draw.randint(0, draw.choice([2, 40])) for low in least)
-    channels = groups * draw.randint(1, 8), groups * draw.randint(1, 12)
-    conv = products.Convolution(*channels, size, kernel, stride, padding, dilation, groups)
-    dtype = draw.choice([torch.float32, torch.bfloat16])
-    arguments = (
-        conv,
-        draw.randint(1, 4),
-        draw.choice([0, 0.1, 1]),
-        dtype,
-        draw.random() < 0.5,
-        seed,
-    )
-    torch.set_num_threads(draw.choice([1, 2, 3]))
-    try:
-        products.compare_conv(products.KERNELS[1], products.conv_case(*arguments))
-    except Exception:
-        print(f"convolution: {arguments}")
-        raise
-
-
 if __name__ == "__main__":
     if len(sys.argv) == 1:
         sys.exit(main())
@@ -305,6 +205,5 @@ if __name__ == "__main__":
 
     if cpu_products.REASON:
         sys.exit(cpu_products.REASON)
-    {"read-beyond": read_beyond, "misaligned": misaligned, "fuzz": fuzz, "files": files}[
-        sys.argv[1]
-    ](cpu_products)
+    checks = {"read-beyond": read_beyond, "misaligned": misaligned, "fuzz": fuzz, "files": files}
+    checks[sys.argv[1]](cpu_products)

@@ -15,12 +15,11 @@ N, M = 2, 4
 PATTERNS = np.array([p for p in itertools.product((1, 0), repeat=M) if sum(p) == N])
 """The 6 patterns of a block, ``[C, M]``."""
 TILES = [
-    np.array(rows)
-    for rows in itertools.product(
-        [r for r in itertools.product((0, 1), repeat=M) if sum(r) == N], repeat=M
-    )
-    if (np.array(rows).sum(0) == N).all()
-]  # the 90 transposable 2:4 masks of a tile
+    PATTERNS[list(rows)]
+    for rows in itertools.product(reversed(range(len(PATTERNS))), repeat=M)
+    if (PATTERNS[list(rows)].sum(0) == N).all()
+]
+"""The 90 transposable 2:4 masks of a tile."""
 
 
 def values(shape, seed, scale=1.0):
@@ -34,155 +33,98 @@ def candidates(rows, count, search):
     return np.stack([np.argsort(values((rows,), 1000 * search + k)) for k in range(count)])
 
 
+CONVOLUTIONS = ((4, 4, 2), (8, 4, 2), (4, 8, 2))
+LINEAR = ((8, 8, 1), (8, 8, 1))
+MIDDLE = (False, True, True, False)
+"""Stem and head dense."""
+FIRST, LAST = range(1, 11), range(96, 106)
+
+
 @dataclass
 class Case:
-    """A method and its setting, as the paper's code has it."""
+    """A method and its setting, as the paper's code has it; forward passes and steps are counted from 1."""
 
     method: str
-    sizes: tuple[tuple[int, int, int], ...]  # (out, in, taps) of the convolutions, or linear layers
-    masked: tuple[bool, ...]  # of these and of the head
-    steps: int
-    recorded: tuple[int, ...]
+    sizes: tuple[tuple[int, int, int], ...] = CONVOLUTIONS  # (out, in, taps), or linear layers
+    masked: tuple[bool, ...] | None = None  # of these and of the head, which alone is dense
+    steps: int = 20
+    recorded: tuple[int, ...] = tuple(range(1, 21))
     flat: bool = False
     decay: float = 0.0
-    refresh: tuple[
-        int, ...
-    ] = ()  # forward passes, from 1, before which a transposable mask is selected
+    refresh: tuple[int, ...] = ()  # passes before which a transposable mask is selected
     searches: tuple[int, ...] = ()  # the same of permutation searches
     candidates: int = 0
-    dense_from: int = 10**9  # the forward pass, from 1, from which training is dense
+    dense_from: int = 10**9  # the pass from which training is dense
     adamw: bool = False
     threshold: float = 0.0  # of STEP's switch
-    sparse_from: tuple[int, ...] = ()  # the earliest and the latest forward pass of STEP's masks
-    fades_until: int = 0  # the forward pass, from 1, from which a decaying mask is hard
-    wide_until: int = (
-        0  # the forward pass, from 1, from which blocks keep N entries instead of M - 1
-    )
-    updates: tuple[int, ...] = ()  # forward passes whose gradients move RigL's masks
+    sparse_from: tuple[int, ...] = ()  # the earliest and the latest pass of STEP's masks
+    fades_until: int = 0  # the pass from which a decaying mask is hard
+    wide_until: int = 0  # the pass from which blocks keep N entries instead of M - 1
+    updates: tuple[int, ...] = ()  # passes whose gradients move RigL's masks
     drop: float = 0.0  # the share that RigL drops at first
     groups: int = 0  # CAST's numbers of the scale for each row
     end: int = 0  # the last step of a schedule
     stop: int = 0  # the steps after which a mask that shrinks is N:M
 
+    def __post_init__(self):
+        self.masked = self.masked or (*[True] * len(self.sizes), False)
 
-CONVOLUTIONS = ((4, 4, 2), (8, 4, 2), (4, 8, 2))
-LINEAR = ((8, 8, 1), (8, 8, 1))
+
 CASES = {
     # arXiv 2102.04010: blocks along the input channels of a tap, stem sparse, head dense, decay in the gradient
-    "sr-ste": Case(
-        "sr-ste", CONVOLUTIONS, (True, True, True, False), 20, tuple(range(1, 21)), decay=2e-4
-    ),
+    "sr-ste": Case("sr-ste", decay=2e-4),
     # arXiv 2302.06058: flat blocks, stem and head dense, the identity until the 100th forward pass
     "bi-mask": Case(
         "bi-mask",
-        CONVOLUTIONS,
-        (False, True, True, False),
-        105,
-        (*range(1, 11), *range(96, 106)),
+        masked=MIDDLE,
+        steps=105,
+        recorded=(*FIRST, *LAST),
         flat=True,
         decay=2e-4,
         searches=(100,),
         candidates=100,
     ),
     # arXiv 2104.08378: pruned once before training
-    "asp": Case("asp", CONVOLUTIONS, (True, True, True, True), 20, tuple(range(1, 21))),
+    "asp": Case("asp", masked=(True,) * 4),
     # arXiv 2102.08124: flat, stem sparse, head dense, no decay, a new mask before the 40th forward pass
     "transposable": Case(
-        "transposable",
-        CONVOLUTIONS,
-        (True, True, True, False),
-        45,
-        (*range(1, 11), *range(36, 46)),
-        flat=True,
-        refresh=(1, 40),
+        "transposable", steps=45, recorded=(*FIRST, *range(36, 46)), flat=True, refresh=(1, 40)
     ),
     # arXiv 2206.06662: stem and head dense, scores trained as weights are, N:M after half of the training
-    "lbc": Case("lbc", CONVOLUTIONS, (False, True, True, False), 20, tuple(range(1, 21)), stop=10),
+    "lbc": Case("lbc", masked=MIDDLE, stop=10),
     # arXiv 2312.07061: stem and head dense, blocks pruned over the first quarter, soft masks, decay in the gradient
-    "maxq": Case(
-        "maxq",
-        CONVOLUTIONS,
-        (False, True, True, False),
-        20,
-        tuple(range(1, 21)),
-        decay=2e-4,
-        stop=5,
-    ),
+    "maxq": Case("maxq", masked=MIDDLE, decay=2e-4, stop=5),
     # arXiv 2409.17481: weights of masked layers frozen, head dense, annealed until the end, the prior by magnitude
-    "mask-logits": Case(
-        "mask-logits", ((8, 8, 1), (8, 8, 1)), (True, True, False), 20, tuple(range(1, 21)), stop=20
-    ),
+    "mask-logits": Case("mask-logits", LINEAR, stop=20),
     # arXiv 2404.01847: a new mask after 40 steps, decay after clipping, the last sixth dense
     "fst": Case(
         "transposable",
         LINEAR,
-        (True, True, False),
-        60,
-        (*range(1, 9), *range(38, 44), *range(48, 54)),
+        steps=60,
+        recorded=(*range(1, 9), *range(38, 44), *range(48, 54)),
         decay=6e-5,
         refresh=(1, 41),
         dense_from=51,
         adamw=True,
     ),
     # arXiv 2409.09099: the soft threshold with a factor from the first weights, no decay; without its noisy gradients
-    "s-ste": Case("s-ste", LINEAR, (True, True, False), 20, tuple(range(1, 21)), adamw=True),
+    "s-ste": Case("s-ste", LINEAR, adamw=True),
     # arXiv 2302.01172: dense until the second moment settles, within 10 % and 50 % of the steps; then it is frozen
-    "step": Case(
-        "step",
-        LINEAR,
-        (True, True, False),
-        20,
-        tuple(range(1, 21)),
-        adamw=True,
-        threshold=5.5e-7,
-        sparse_from=(3, 11),
-    ),
+    "step": Case("step", LINEAR, adamw=True, threshold=5.5e-7, sparse_from=(3, 11)),
     # arXiv 2209.07617: pruned entries fade linearly over half of the training
-    "decaying": Case(
-        "decaying",
-        CONVOLUTIONS,
-        (False, True, True, False),
-        20,
-        tuple(range(1, 21)),
-        fades_until=11,
-    ),
+    "decaying": Case("decaying", masked=MIDDLE, fades_until=11),
     # arXiv 2402.04744: 3:4 for half of the training, then 2:4
-    "decaying-structure": Case(
-        "decaying",
-        CONVOLUTIONS,
-        (False, True, True, False),
-        20,
-        tuple(range(1, 21)),
-        wide_until=11,
-    ),
+    "decaying-structure": Case("decaying", masked=MIDDLE, wide_until=11),
     # arXiv 2405.16325: rows pruned once, columns before the first forward pass and the 100th
     "slope": Case(
-        "slope",
-        ((8, 8, 1), (8, 8, 1)),
-        (True, True, False),
-        105,
-        (*range(1, 11), *range(96, 106)),
-        refresh=(1, 100),
-        adamw=True,
+        "slope", LINEAR, steps=105, recorded=(*FIRST, *LAST), refresh=(1, 100), adamw=True
     ),
     # arXiv 1911.11134 in blocks: every 4 steps until step 18, by a cosine from a half
-    "rigl": Case(
-        "rigl",
-        CONVOLUTIONS,
-        (True, True, True, False),
-        20,
-        tuple(range(1, 21)),
-        updates=(5, 9, 13, 17),
-        drop=0.5,
-        end=18,
-    ),
+    "rigl": Case("rigl", updates=(5, 9, 13, 17), drop=0.5, end=18),
     # arXiv 2509.25996, algorithm 1: decayed entries anew after every 3 steps, N:M after 17
     "cast": Case(
         "cast",
-        ((8, 8, 1), (8, 8, 1)),
-        (True, True, False),
-        20,
-        tuple(range(1, 21)),
+        LINEAR,
         decay=0.01,
         refresh=(1, 4, 7, 10, 13, 16),
         adamw=True,
@@ -212,9 +154,7 @@ class Trace:
 
     forward: list = field(default_factory=list)  # bool masks
     backward: list = field(default_factory=list)
-    dx: list = field(
-        default_factory=list
-    )  # gradients of the layers' inputs, but of the first one's
+    dx: list = field(default_factory=list)  # of the layers' inputs, but of the first one's
     dw: list = field(default_factory=list)  # of the weights, as the optimizer gets them
     weights: list = field(default_factory=list)  # after the step
     margin: float = np.inf  # the smallest relative distance from another choice of a mask
@@ -222,17 +162,20 @@ class Trace:
 
 def train(case):
     """The trace of a case."""
-    others = {"lbc": train_lbc, "maxq": train_maxq, "mask-logits": train_mask_logits}
-    return others.get(case.method, train_masks)(case)
+    trainers = {
+        "lbc": train_lbc,
+        "maxq": train_maxq,
+        "mask-logits": train_mask_logits,
+        "cast": train_cast,
+    }
+    trace, masked = Trace(), [k for k, use in enumerate(case.masked) if use]
+    trainers.get(case.method, train_masks)(case, start(case), masked, trace)
+    return trace
 
 
-def train_masks(case):
-    """The trace of a method that selects masks from weights, or keeps them."""
-    weights, trace = start(case), Trace()
-    masked = [k for k, use in enumerate(case.masked) if use]
+def train_masks(case, weights, masked, trace):
+    """A method that selects masks from weights, or keeps them."""
     masks, permutations, scales, state = {}, {}, {}, {}
-    if case.method == "cast":
-        return train_cast(case, weights, masked, trace)
     for step in range(1, case.steps + 1):
         for k in masked:
             dense = step >= case.dense_from or (case.threshold and "frozen" not in state)
@@ -274,12 +217,8 @@ def train_masks(case):
             both = mask * masks[k][0]
             weights[k], state["momentum"][k] = weights[k] * both, state["momentum"][k] * both
             gradients[k] = gradients[k] * both
-        if step in case.recorded:
-            forward_masks = {k: masks[k][0] for k in masked}
-            backward_masks = {k: masks[k][1] for k in masked}
-            record(trace, masked, forward_masks, backward_masks, inputs, gradients, weights)
+        record(case, step, trace, masked, masks, inputs, gradients, weights)
         masks.update({k: (mask, mask) for k, mask in moved.items()})
-    return trace
 
 
 def drop_and_grow(case, weight, gradient, mask, step, trace):
@@ -310,7 +249,7 @@ def drop_and_grow(case, weight, gradient, mask, step, trace):
 
 
 def train_cast(case, weights, masked, trace):
-    """The trace of CAST: a scale of every masked weight, AdamS, and one projection."""
+    """CAST: a scale of every masked weight, AdamS, and one projection."""
     scales = {k: np.ones((len(weights[k]), case.groups)) for k in masked}
     kept, masks, moments, state = {}, {}, {}, {}
     others = [k for k in range(len(weights)) if k not in masked]
@@ -355,14 +294,8 @@ def train_cast(case, weights, masked, trace):
         )
         for k, w in zip(others, updated, strict=True):
             weights[k] = w
-        ones = [np.ones(weights[k].shape, dtype=bool) for k in masked]
-        shown = [masks[k].astype(bool) for k in masked] if masks else ones
-        trace.forward.append(shown)
-        trace.backward.append(shown)
-        trace.dx.append([inputs[k] for k in masked if k])
-        trace.dw.append([gradients[k] for k in masked])
-        trace.weights.append([weights[k] for k in masked])
-    return trace
+        shown = {k: (masks.get(k, np.ones_like(weights[k])),) * 2 for k in masked}
+        record(case, step, trace, masked, shown, inputs, gradients, weights)
 
 
 def adams(w, g, state, decays, ramp, decay, rate=0.02, betas=(0.9, 0.95), weight_decay=0.1):
@@ -422,10 +355,9 @@ def from_matrix(case, matrix, shape):
     return np.moveaxis(matrix.reshape(shape[0], shape[2], shape[1]), -1, 1)
 
 
-def train_lbc(case):
-    """The trace of Learning Best Combination; 0 is the score of a removed pattern."""
-    weights, trace, state = start(case), Trace(), {}
-    masked = [k for k, use in enumerate(case.masked) if use]
+def train_lbc(case, weights, masked, trace):
+    """Learning Best Combination; 0 is the score of a removed pattern."""
+    state = {}
     # An entry is in 3 of the 6 patterns, whose scores add up to 1.
     scores = {k: np.full((weights[k].size // M, len(PATTERNS)), 1 / 3) for k in masked}
     alive = {k: np.ones(scores[k].shape, bool) for k in masked}
@@ -457,15 +389,13 @@ def train_lbc(case):
         weights = trained[: len(weights)]
         scores = dict(zip(masked, trained[len(weights) :], strict=True))
         weights = [w * masks[k] if k in masks else w for k, w in enumerate(weights)]
-        if step in case.recorded:
-            record(trace, masked, masks, masks, inputs, gradients, weights)
-    return trace
+        shown = {k: (masks[k], masks[k]) for k in masked}
+        record(case, step, trace, masked, shown, inputs, gradients, weights)
 
 
-def train_maxq(case):
-    """The trace of MaxQ: the soft masks are those of the code, by ranks."""
-    weights, trace, state = start(case), Trace(), {}
-    masked = [k for k, use in enumerate(case.masked) if use]
+def train_maxq(case, weights, masked, trace):
+    """MaxQ: the soft masks are those of the code, by ranks."""
+    state = {}
     for step in range(1, case.steps + 1):
         share = max(1 - (step - 1) / case.stop, 0)
         masks, forward = {}, list(weights)
@@ -487,9 +417,8 @@ def train_maxq(case):
         for k in masked:
             gradients[k] = gradients[k] + case.decay * (1 - masks[k]) * weights[k]
         weights = sgd(weights, gradients, state)
-        if step in case.recorded:
-            record(trace, masked, masks, masks, inputs, gradients, weights)
-    return trace
+        shown = {k: (masks[k], masks[k]) for k in masked}
+        record(case, step, trace, masked, shown, inputs, gradients, weights)
 
 
 def soft_mask(rows, trace, tau=0.01):
@@ -515,11 +444,9 @@ def gumbel_noise(count, layer, step):
     return 2 * values((count,), 800 + 100 * layer + step)
 
 
-def train_mask_logits(case, strength=3.0, regularisation=1e-5):
-    """The trace of MaskLLM: of masked layers the gradients and values are those of the logits."""
-    weights, trace, state = start(case), Trace(), {}
-    masked = [k for k, use in enumerate(case.masked) if use]
-    logits = {}
+def train_mask_logits(case, weights, masked, trace, strength=3.0, regularisation=1e-5):
+    """MaskLLM: of masked layers the gradients and values are those of the logits."""
+    logits, state = {}, {}
     for k in masked:
         blocks = as_matrix(case, weights[k]).reshape(-1, M)
         prior = largest(abs(blocks), trace)
@@ -553,18 +480,18 @@ def train_mask_logits(case, strength=3.0, regularisation=1e-5):
         trained = sgd([logits.get(k, w) for k, w in enumerate(weights)], gradients, state)
         logits = {k: trained[k] for k in masked}
         weights = [w if k in logits else trained[k] for k, w in enumerate(weights)]
-        if step in case.recorded:
-            record(trace, masked, hard, hard, inputs, gradients, logits)
-    return trace
+        shown = {k: (hard[k], hard[k]) for k in masked}
+        record(case, step, trace, masked, shown, inputs, gradients, logits)
 
 
-def record(trace, masked, forward, backward, inputs, gradients, weights):
-    """Add a step to the trace."""
-    trace.forward.append([forward[k].astype(bool) for k in masked])
-    trace.backward.append([backward[k].astype(bool) for k in masked])
-    trace.dx.append([inputs[k] for k in masked if k])
-    trace.dw.append([gradients[k] for k in masked])
-    trace.weights.append([weights[k] for k in masked])
+def record(case, step, trace, masked, masks, inputs, gradients, weights):
+    """Add a step to the trace, if it is to be recorded; `masks` are those of the forward and of the backward pass."""
+    if step in case.recorded:
+        trace.forward.append([masks[k][0].astype(bool) for k in masked])
+        trace.backward.append([masks[k][1].astype(bool) for k in masked])
+        trace.dx.append([inputs[k] for k in masked if k])
+        trace.dw.append([gradients[k] for k in masked])
+        trace.weights.append([weights[k] for k in masked])
 
 
 def soft_threshold(weight, k, scales):

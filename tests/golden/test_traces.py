@@ -1,5 +1,7 @@
 """The presets do what the papers' code does, step by step: masks, input and weight gradients, weights."""
 
+from functools import cache
+
 import numpy as np
 import pytest
 import torch
@@ -90,8 +92,7 @@ def run(name, monkeypatch, **options):
     for step in range(1, case.steps + 1):
         x, target = map(torch.tensor, batch(case, step))
         optimizer.zero_grad()
-        forward = [masks_of(sparsifier.layers[each])[0] for each in names]
-        backward = [masks_of(sparsifier.layers[each])[1] for each in names]
+        masks = [masks_of(sparsifier.layers[each]) for each in names]
         (model(x) - target).square().mean().backward()
         sparsifier.before_step(optimizer)
         if case.adamw:
@@ -99,12 +100,12 @@ def run(name, monkeypatch, **options):
         optimizer.step()
         if step in case.recorded:
             gradients = dict(enumerate(model.input_gradients(), 1))
-            trace.forward.append(forward)
-            trace.backward.append(backward)
+            trace.forward.append([forward for forward, _ in masks])
+            trace.backward.append([backward for _, backward in masks])
             trace.dx.append([gradients[k] for k in masked if k])
-            trained = [sparsifier.layers[each].parameters.get("logits") for each in names]
             trained = [
-                weights[k] if own is None else own for k, own in zip(masked, trained, strict=True)
+                sparsifier.layers[each].parameters.get("logits", weights[k])
+                for each, k in zip(names, masked, strict=True)
             ]
             trace.dw.append([each.grad.numpy().copy() for each in trained])
             trace.weights.append([each.detach().numpy().copy() for each in trained])
@@ -133,22 +134,26 @@ def give_noise(monkeypatch):
 def masks_of(layer):
     ones = torch.ones(layer.param.shape, dtype=torch.bool)
     forward = ones if layer.forward_mask is None else layer.forward_mask
-    return forward.numpy(), (
-        forward if layer.masks.backward is None else layer.masks.backward
-    ).numpy()
+    backward = forward if layer.masks.backward is None else layer.masks.backward
+    return forward.numpy(), backward.numpy()
 
 
 def assert_equal_traces(found, expected):
     """Entry by entry, at all recorded steps."""
     for name in ("forward", "backward", "dx", "dw", "weights"):
-        for step, (got, wanted) in enumerate(
-            zip(getattr(found, name), getattr(expected, name), strict=True)
-        ):
-            for layer, (a, b) in enumerate(zip(got, wanted, strict=True)):
+        steps = zip(getattr(found, name), getattr(expected, name), strict=True)
+        for step, layers in enumerate(steps):
+            for layer, (a, b) in enumerate(zip(*layers, strict=True)):
                 message = f"{name} of layer {layer} at recorded step {step}"
                 np.testing.assert_allclose(
                     a.reshape(b.shape), b, rtol=1e-8, atol=1e-12, err_msg=message
                 )
+
+
+@cache
+def formulas(name):
+    """The trace of the oracle."""
+    return train(CASES[name])
 
 
 def options_of(name):
@@ -158,75 +163,43 @@ def options_of(name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_formulas_give_the_committed_trace(name):
-    trace, known = train(CASES[name]), load(name)
+def test_the_preset_gives_the_trace_of_the_formulas_and_the_committed_one(name, monkeypatch):
+    trace, known = formulas(name), load(name)
     assert trace.margin > 1e-6, "a mask is nearly another one: choose other data"
-    found = arrays(trace)
-    assert found.keys() == known.keys()
     assert len(known["weights"]) == len(CASES[name].recorded) == 20
-    for key, value in known.items():
-        if value.dtype == np.uint8:
-            np.testing.assert_array_equal(found[key], value, err_msg=key)
-        else:
-            np.testing.assert_allclose(found[key], value, rtol=1e-7, atol=1e-9, err_msg=key)
+    found = run(name, monkeypatch, **options_of(name))
+    assert_equal_traces(found, trace)
+    for each in (trace, found):
+        held = arrays(each)
+        assert held.keys() == known.keys()
+        for key, value in known.items():
+            np.testing.assert_allclose(held[key], value, rtol=1e-7, atol=1e-9, err_msg=key)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_the_preset_gives_the_committed_trace(name, monkeypatch):
-    trace, known = run(name, monkeypatch, **options_of(name)), load(name)
-    assert_equal_traces(trace, train(CASES[name]))
-    found = arrays(trace)
-    for key, value in known.items():
-        np.testing.assert_allclose(found[key], value, rtol=1e-7, atol=1e-9, err_msg=key)
+OTHERS = {
+    "layout": ("sr-ste", {"conv_layout": "flat"}),
+    "scale": ("sr-ste", {"method": preset_method("sr-ste", decay_scale=2)}),
+    "search": ("bi-mask", {"method": preset_method("bi-mask", first_search=100)}),
+    "update": ("transposable", {"method": preset_method("transposable", first_update=40)}),
+    "place": ("fst", {"method": preset_method("transposable", "fst", decay_at="before-clipping")}),
+    "cut": ("s-ste", {"method": "ste", "preset": None}),
+    "switch": ("step", {"method": STEP(latest=0.35)}),
+    "fade": ("decaying", {"method": DecayingMask("exponential")}),
+    "frame": ("decaying-structure", {"method": DecayingMask("structure", stop=9)}),
+    "refresh": ("slope", {"method": preset_method("slope", first_refresh=100)}),
+    "drop": ("rigl", {"method": RigL(every=4, stop=18, drop=0.45)}),
+    "decay": ("cast", {"method": CAST(decay=0.011, refresh_every=3, end=17)}),
+    "stop": ("lbc", {"method": preset_method("lbc", stop=0.6)}),
+    "ramp": ("maxq", {"method": preset_method("maxq", ramp="cubic")}),
+    "temperature": ("maxq", {"method": preset_method("maxq", temperature=0.02)}),
+    "penalty": ("mask-logits", {"method": preset_method("mask-logits", weight_reg=2e-5)}),
+    "annealing": ("mask-logits", {"method": preset_method("mask-logits", scale=(100, 400))}),
+}
 
 
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("sr-ste", {"conv_layout": "flat"}),
-        ("sr-ste", {"method": preset_method("sr-ste", decay_scale=2)}),
-        pytest.param(
-            "bi-mask",
-            {"method": preset_method("bi-mask", first_search=100)},
-            marks=pytest.mark.slow,
-        ),
-        ("transposable", {"method": preset_method("transposable", first_update=40)}),
-        ("fst", {"method": preset_method("transposable", "fst", decay_at="before-clipping")}),
-        ("s-ste", {"method": "ste"}),
-        ("step", {"method": STEP(latest=0.35)}),
-        ("decaying", {"method": DecayingMask("exponential")}),
-        ("decaying-structure", {"method": DecayingMask("structure", stop=9)}),
-        ("slope", {"method": preset_method("slope", first_refresh=100)}),
-        ("rigl", {"method": RigL(every=4, stop=18, drop=0.45)}),
-        ("cast", {"method": CAST(decay=0.011, refresh_every=3, end=17)}),
-        ("lbc", {"method": preset_method("lbc", stop=0.6)}),
-        ("maxq", {"method": preset_method("maxq", ramp="cubic")}),
-        ("maxq", {"method": preset_method("maxq", temperature=0.02)}),
-        ("mask-logits", {"method": preset_method("mask-logits", weight_reg=2e-5)}),
-        ("mask-logits", {"method": preset_method("mask-logits", scale=(100, 400))}),
-    ],
-    ids=[
-        "layout",
-        "scale",
-        "search",
-        "update",
-        "place",
-        "cut",
-        "switch",
-        "fade",
-        "frame",
-        "refresh",
-        "drop",
-        "decay",
-        "stop",
-        "ramp",
-        "temperature",
-        "penalty",
-        "annealing",
-    ],
-)
-def test_another_setting_gives_another_trace(name, options, monkeypatch):
-    own_preset = {"preset": None} if "preset" not in options and name in ("s-ste",) else {}
-    trace = run(name, monkeypatch, **options_of(name), **own_preset, **options)
+@pytest.mark.parametrize("change", OTHERS)
+def test_another_setting_gives_another_trace(change, monkeypatch):
+    name, options = OTHERS[change]
+    trace = run(name, monkeypatch, **options_of(name), **options)
     with pytest.raises(AssertionError):
-        assert_equal_traces(trace, train(CASES[name]))
+        assert_equal_traces(trace, formulas(name))

@@ -101,22 +101,16 @@ class Alike(KernelOnCpu):
 
 
 @pytest.fixture
-def may_pack(monkeypatch):
+def tile(monkeypatch):
+    """Devices that may pack, in tiles of 16: the probe of software finds a multiple of 16."""
     monkeypatch.setattr(hopper, "may_pack", lambda device: True)
-    # The probe of software finds a multiple of 16, and this form needs whole tiles.
-    monkeypatch.setattr(hopper, "TILE", 16)
+    return lambda size=16: monkeypatch.setattr(hopper, "TILE", size)
 
 
-def test_equal_bits_replace_the_librarys_packing(may_pack):
-    kernel = Alike()
-    matrix = two_four(64, 128)
-    assert kernel.probe(CPU) == ""
-    compared = kernel.passes
-    assert compared == 6, "three sizes, two dtypes"
-    kernel.ops.calls.clear()
-    packed = kernel.pack(matrix)
-    assert (kernel.passes, kernel.ops.calls) == (compared + 1, [])
-    assert torch.equal(packed, simulated.compress(matrix))
+def one_bit(packed):
+    packed = packed.clone()
+    packed.view(torch.int16)[-1, -1] ^= 1 << 13
+    return packed
 
 
 def raises(packed):
@@ -124,38 +118,38 @@ def raises(packed):
 
 
 @pytest.mark.parametrize(
-    "spoil", [lambda packed: packed.roll(1, 0), lambda packed: packed[:1], raises]
+    ("spoil", "alike"),
+    [
+        (lambda packed: packed, True),
+        (lambda packed: packed.roll(1, 0), False),
+        (lambda packed: packed[:1], False),
+        (raises, False),
+        (one_bit, False),
+    ],
+    ids=["equal bits", "other rows", "another size", "an error", "one bit"],
 )
-def test_other_bits_leave_it_to_the_library(may_pack, spoil):
-    kernel = Alike(spoil)
+def test_equal_bits_replace_the_librarys_packing(tile, spoil, alike):
+    tile()
+    kernel, matrix = Alike(spoil), two_four(64, 128)
     assert kernel.probe(CPU) == ""
-    assert not kernel.device_probe.packs_alike(CPU)
+    assert kernel.device_probe.packs_alike(CPU) == alike
     compared = kernel.passes
-    kernel.pack(two_four(64, 128))
-    assert kernel.passes == compared
-    assert kernel.ops.calls[-1][0] == "compress"
+    assert compared == (6 if alike else compared), "three sizes, two dtypes"
+    kernel.ops.calls.clear()
+    assert torch.equal(kernel.pack(matrix), simulated.compress(matrix))
+    assert kernel.passes == compared + alike
+    assert [call[0] for call in kernel.ops.calls] == ([] if alike else ["compress"])
 
 
-def test_one_bit_of_one_code_is_enough_to_differ(may_pack):
-    def spoil(packed):
-        packed = packed.clone()
-        packed.view(torch.int16)[-1, -1] ^= 1 << 13
-        return packed
-
-    kernel = Alike(spoil)
-    assert kernel.probe(CPU) == ""
-    assert not kernel.device_probe.packs_alike(CPU)
-
-
-def test_sizes_that_are_not_whole_tiles_are_the_librarys(monkeypatch):
-    monkeypatch.setattr(hopper, "may_pack", lambda device: True)
+def test_sizes_that_are_not_whole_tiles_are_the_librarys(tile):
     kernel = Alike()
     assert kernel.multiple(CPU) == 16
     assert not kernel.device_probe.packs_alike(CPU)
     assert kernel.passes == 0
 
 
-def test_a_checked_kernel_packs_by_the_library(may_pack):
+def test_a_checked_kernel_packs_by_the_library(tile):
+    tile()
     kernel = Alike(check=True)
     assert kernel.probe(CPU) == ""
     with pytest.raises(ValueError, match="prune it by a select"):
@@ -171,9 +165,8 @@ def test_hopper_alone(monkeypatch):
     assert not hopper.may_pack(torch.device("cuda", 0))
 
 
-def test_software_of_another_form_is_found_out(monkeypatch):
+def test_software_of_another_form_is_found_out(tile, monkeypatch):
     """The kernel of this form against a library that has another one."""
-    monkeypatch.setattr(hopper, "may_pack", lambda device: True)
     monkeypatch.setattr("lightning_nm.kernels.gpu.probe.RUNGS", ((64, (192, 320, 136)),))
     kernel = KernelOnCpu(TrappingOps())
     assert kernel.multiple(CPU) == 64

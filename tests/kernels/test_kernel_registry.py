@@ -1,25 +1,28 @@
+"""Which kernels there are, what speaks against them, and what happens when one fails; keys of products."""
+
 import warnings
 from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from benchmarks.gpu.simulated import SimulatedSparseKernel
 from lightning_nm import NMPattern
 from lightning_nm.kernels import CuSparseLtKernel, GemmKernel, GemmKey, KernelRegistry
-from lightning_nm.kernels.api import attempt
-from tests.support.fake_kernels import FakeKernel
+from lightning_nm.kernels.api import attempt, bucketed, multiply_adds, token_bucket
+from tests.support.fake_kernels import FakeKernel, gemm_key
 from tests.support.trapping_cslt import KernelOnCpu, assert_product, normal, two_four
 
 KEY = GemmKey("forward", 32, 64, 16, torch.bfloat16, NMPattern(2, 4), "cpu")
-OTHER_KEY = GemmKey("wgrad", 32, 64, 16, torch.bfloat16, NMPattern(2, 4), "cpu")
+OTHER_KEY = replace(KEY, gemm="wgrad")
+MATRIX, X, BIAS = two_four(32, 64), normal(16, 64), normal(32)
 
 
 class Failing(GemmKernel):
-    name = "failing"
-
-    def __init__(self, where="linear"):
-        self.where, self.calls = where, 0
+    def __init__(self, where="linear", name="failing"):
+        self.where, self.name, self.calls = where, name, 0
 
     def _fail(self, where):
         if where == self.where:
@@ -43,101 +46,69 @@ class Failing(GemmKernel):
         return super().matmul(packed, matrix)
 
 
-def linear(registry, kernel, key, matrix, x, bias=None):
-    return attempt(
-        kernel,
-        key,
-        registry.failures,
-        lambda: kernel.linear(kernel.pack(matrix), x, bias),
-        lambda: registry.reference.linear(matrix, x, bias),
-    )
-
-
-def matmul(registry, kernel, key, matrix, other):
-    return attempt(
-        kernel,
-        key,
-        registry.failures,
-        lambda: kernel.matmul(kernel.pack(matrix), other),
-        lambda: registry.reference.matmul(matrix, other),
-    )
-
-
-@pytest.fixture
-def operands():
-    return two_four(32, 64), normal(16, 64), normal(32)
+def product(registry, kernel, key=KEY, x=X):
+    """The product of a key, by a kernel or the dense one."""
+    if key.gemm == "wgrad":
+        compute = lambda kernel: kernel.matmul(kernel.pack(MATRIX), x.t().contiguous())  # noqa: E731
+    else:
+        compute = lambda kernel: kernel.linear(kernel.pack(MATRIX), x, BIAS)  # noqa: E731
+    dense = lambda: compute(registry.reference)  # noqa: E731
+    return attempt(kernel, key, registry.failures, lambda: compute(kernel), dense)
 
 
 def test_kernels_are_listed_in_order_with_reasons():
-    registry = KernelRegistry([CuSparseLtKernel(), SimulatedSparseKernel()])
-    assert [
-        (name, bool(registry.reason(kernel, KEY))) for name, kernel in registry.kernels.items()
-    ] == [
-        ("reference", False),
-        ("cusparselt", True),
-        ("simulated", False),
+    registry = KernelRegistry([CuSparseLtKernel(), SimulatedSparseKernel(), Failing("probe")])
+    reasons = {name: registry.reason(kernel, KEY) for name, kernel in registry.kernels.items()}
+    assert list(reasons.items()) == [
+        ("reference", ""),
+        ("cusparselt", "cuSPARSELt needs a CUDA device, not cpu"),
+        ("simulated", ""),
+        ("failing", "RuntimeError: no such luck"),
     ]
-    assert [kernel.name for kernel in registry.backends] == ["cusparselt", "simulated"]
-    wide = GemmKey("forward", 24, 64, 16, torch.bfloat16, NMPattern(2, 4), "cpu")
-    assert registry.reason(registry.backends[1], wide) == "rows=24 is not a multiple of 16"
-
-
-def test_a_probe_that_raises_is_a_reason():
-    registry = KernelRegistry([Failing("probe")])
-    assert registry.reason(registry.backends[0], KEY) == "RuntimeError: no such luck"
-
-
-def test_names_are_unique():
+    assert [kernel.name for kernel in registry.backends] == list(reasons)[1:]
+    wide = registry.reason(registry.kernels["simulated"], replace(KEY, rows=24))
+    assert wide == "rows=24 is not a multiple of 16"
     with pytest.raises(ValueError, match="two kernels are named 'cusparselt'"):
         KernelRegistry([CuSparseLtKernel(), KernelOnCpu()])
-    assert list(KernelRegistry().kernels) == [
-        "reference",
-        "cusparselt",
-        "cpu-permute",
-        "cpu-csr",
-    ]
 
 
 class MadeFor(FakeKernel):
     """A kernel for one type of device, with what its products may have sparse."""
 
-    def __init__(self, name, device_type, takes=("n:m",), **options):
+    def __init__(self, name, device_type="", takes=("n:m",), **options):
         super().__init__(name, **options)
         self.device_type = device_type
         self.takes = frozenset(takes)
 
 
 def test_kernels_for_other_devices_are_passed_over():
-    gpu, everywhere, cpu = MadeFor("gpu", "cuda"), MadeFor("everywhere", ""), MadeFor("cpu", "cpu")
-    registry = KernelRegistry([gpu, everywhere, cpu])
+    gpu, everywhere, cpu = MadeFor("gpu", "cuda"), MadeFor("everywhere"), MadeFor("cpu", "cpu")
+    registry, own = KernelRegistry([gpu, everywhere, cpu]), KernelRegistry()
     assert registry.made_for("cpu") == [everywhere, cpu]
     assert registry.made_for("cuda:1") == [gpu, everywhere]
-    assert KernelRegistry([gpu]).made_for("cpu") == [gpu], (
-        "where there is no other, its reason is the only one"
-    )
-    assert [kernel.name for kernel in KernelRegistry().made_for("cpu")] == [
-        "cpu-permute",
-        "cpu-csr",
-    ]
-    assert [kernel.name for kernel in KernelRegistry().made_for("cuda")] == ["cusparselt"]
+    # Where there is no other, its reason is the only one.
+    assert KernelRegistry([gpu]).made_for("cpu") == [gpu]
+    assert [kernel.name for kernel in own.made_for("cpu")] == ["cpu-permute", "cpu-csr"]
+    assert [kernel.name for kernel in own.made_for("cuda")] == ["cusparselt"]
 
 
 def test_what_no_kernel_can_use_is_a_reason():
-    operands, outputs = MadeFor("operands", ""), MadeFor("outputs", "", takes=("outputs",))
-    registry = KernelRegistry([operands, outputs])
-    n_m, masked, sampled = (
-        replace(OTHER_KEY, sparsity=sparsity) for sparsity in ("n:m", "masked", "outputs")
-    )
-    assert registry.reason(operands, n_m) == registry.reason(outputs, sampled) == ""
-    assert "must be N:M along the contraction axis" in registry.reason(operands, masked)
-    assert "computes all outputs" in registry.reason(operands, sampled)
-    assert "no operand that is N:M" in registry.reason(outputs, n_m)
-    assert not any(registry.reason(registry.reference, key) for key in (n_m, masked, sampled))
+    operands, outputs = MadeFor("operands"), MadeFor("outputs", takes=("outputs",))
+    broken = MadeFor("broken", takes=("masked",), probe="broken")
+    registry = KernelRegistry([operands, outputs, broken])
+    for kernel, sparsity, words in (
+        (operands, "n:m", ""),
+        (operands, "masked", "must be N:M along the contraction axis"),
+        (operands, "outputs", "computes all outputs"),
+        (outputs, "outputs", ""),
+        (outputs, "n:m", "no operand that is N:M"),
+        (registry.reference, "masked", ""),
+        (registry.reference, "outputs", ""),
+    ):
+        reason = registry.reason(kernel, replace(OTHER_KEY, sparsity=sparsity))
+        assert words in reason
+        assert bool(words) == bool(reason)
     assert registry.takes("cpu") == {"n:m", "outputs"}
-    assert (
-        KernelRegistry([MadeFor("broken", "", takes=("masked",), probe="broken")]).takes("cpu")
-        == set()
-    )
 
 
 def test_kernels_with_one_reason_share_it():
@@ -150,83 +121,88 @@ def test_kernels_with_one_reason_share_it():
     assert KernelRegistry([]).unavailable_reason("cpu") == "there is no sparse kernel"
 
 
-@pytest.mark.parametrize("kind", [GemmKernel, SimulatedSparseKernel, KernelOnCpu])
-def test_products(kind, operands):
-    kernel, registry, (matrix, x, bias) = kind(), KernelRegistry(), operands
-    y = linear(registry, kernel, KEY, matrix, x, bias)
-    assert_product(y.t(), matrix, x.t(), bias)
-    assert_product(matmul(registry, kernel, OTHER_KEY, matrix, x.t().contiguous()), matrix, x.t())
-
-
-@pytest.mark.parametrize("where", ["pack", "linear", "matmul"])
-def test_a_failure_is_told_once_and_the_dense_product_takes_its_place(where, operands):
-    matrix, x, bias = operands
-    kernel, other = Failing(where), x.t().contiguous()
-    registry = KernelRegistry([kernel])
-
-    def product():
-        if where == "matmul":
-            return matmul(registry, kernel, KEY, matrix, other)
-        return linear(registry, kernel, KEY, matrix, x, bias)
-
-    expected = matrix @ other if where == "matmul" else torch.nn.functional.linear(x, matrix, bias)
+@pytest.mark.parametrize(("key", "where"), [(KEY, "pack"), (KEY, "linear"), (OTHER_KEY, "matmul")])
+def test_a_failure_is_told_once_and_the_dense_product_takes_its_place(key, where):
+    kernel, second = Failing(where), Failing(where, "second")
+    registry = KernelRegistry([kernel, second])
+    expected = product(registry, registry.reference, key)
     with pytest.warns(RuntimeWarning) as caught:
-        assert torch.equal(product(), expected)
+        assert torch.equal(product(registry, kernel, key), expected)
     assert [str(warning.message) for warning in caught] == [
-        "kernel 'failing' is switched off for forward 32x64x16 bfloat16 2:4 cpu: it failed, "
+        f"kernel 'failing' is switched off for {key}: it failed, "
         "RuntimeError: no such luck. The dense product replaces it."
     ]
     assert caught[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(3):
-            assert torch.equal(product(), expected)
+            assert torch.equal(product(registry, kernel, key), expected)
     assert kernel.calls == 1
-    assert registry.reason(kernel, KEY) == "it failed, RuntimeError: no such luck"
-    assert registry.reason(kernel, OTHER_KEY) == ""
+    assert registry.reason(kernel, key) == "it failed, RuntimeError: no such luck"
+    # Another product and another kernel are tried still.
+    assert registry.reason(kernel, replace(key, rows=7)) == registry.reason(second, key) == ""
+    with pytest.warns(RuntimeWarning, match="kernel 'second' is switched off"):
+        product(registry, second, key)
 
 
-def test_another_product_and_another_kernel_are_tried_still(operands):
-    matrix, x, _ = operands
-    first, second = Failing(), Failing()
-    second.name = "second"
-    registry = KernelRegistry([first, second])
-    for kernel, key in ((first, KEY), (first, OTHER_KEY), (second, KEY)):
-        with pytest.warns(
-            RuntimeWarning, match=f"kernel '{kernel.name}' is switched off for {key.gemm}"
-        ):
-            linear(registry, kernel, key, matrix, x)
-    assert (first.calls, second.calls) == (2, 1)
+def test_what_the_hardware_would_get_wrong_runs_dense():
+    wide = X.repeat(1, 2)[:, :64]
+    match = r"ValueError: cusparselt: x of shape \(16, 64\) has strides \(128, 1\)"
+    with pytest.warns(RuntimeWarning, match=match):
+        y = product(KernelRegistry(), KernelOnCpu(), x=wide)
+    assert_product(y.t(), MATRIX, X.t(), BIAS)
 
 
-def test_what_the_hardware_would_get_wrong_runs_dense(operands):
-    matrix, x, _ = operands
-    registry, kernel, wide = KernelRegistry(), KernelOnCpu(), x.repeat(1, 2)[:, :64]
-    with pytest.warns(
-        RuntimeWarning,
-        match=r"ValueError: cusparselt: x of shape \(16, 64\) has strides \(128, 1\)",
-    ):
-        y = linear(registry, kernel, KEY, matrix, wide)
-    assert_product(y.t(), matrix, x.t())
-
-
-def test_operands_that_fit_no_product_leave_the_kernel_on(operands):
-    matrix, x, _ = operands
+def test_operands_that_fit_no_product_leave_the_kernel_on():
     registry, kernel = KernelRegistry(), SimulatedSparseKernel()
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
-        linear(registry, kernel, KEY, matrix, x[:, :48].contiguous())
+        product(registry, kernel, x=X[:, :48].contiguous())
     assert registry.reason(kernel, KEY) == ""
 
 
-def test_a_failing_reference_raises(operands):
-    registry, (matrix, x, _) = KernelRegistry(), operands
+def test_a_failing_reference_raises():
+    registry = KernelRegistry()
     tries = []
 
-    def product():
+    def fails():
         tries.append(1)
         raise RuntimeError("out of memory")
 
     with pytest.raises(RuntimeError, match="out of memory"):
-        attempt(registry.reference, KEY, registry.failures, product, lambda: matrix @ x.t())
+        attempt(registry.reference, KEY, registry.failures, fails, lambda: MATRIX @ X.t())
     assert len(tries) == 1
     assert registry.reason(registry.reference, KEY) == ""
+
+
+# ---------------------------------------------------------------------------------------------------- keys, buckets
+
+
+@given(st.integers(1, 1 << 40), st.integers(1, 1 << 40))
+def test_buckets_spread_by_less_than_a_quarter(tokens, others):
+    bucket = token_bucket(tokens)
+    assert tokens <= bucket < 1.25 * tokens
+    assert token_bucket(bucket) == bucket
+    assert bucket <= token_bucket(others) or tokens > others
+
+
+@given(st.integers(0, 1 << 20), st.integers(0, 10))
+def test_buckets_of_aligned_numbers_are_aligned(multiple, power):
+    assert token_bucket(multiple << power) % (1 << power) == 0
+
+
+def test_a_bucket_is_a_quarter_of_a_power_of_two():
+    quarters = {quarter << power for quarter in (4, 5, 6, 7) for power in range(6)}
+    assert {token_bucket(tokens) for tokens in range(1, 129)} == {1, 2, 3, 128} | {
+        bucket for bucket in quarters if bucket < 128
+    }
+
+
+def test_only_tokens_fall_into_buckets():
+    odd = {"rows": 1001, "depth": 1002, "columns": 1003}
+    for gemm, changed in (
+        ("forward", {"columns": 1024}),
+        ("dgrad", {"columns": 1024}),
+        ("wgrad", {"depth": 1024}),
+    ):
+        assert bucketed(gemm_key(gemm, **odd)) == gemm_key(gemm, **odd | changed)
+    assert multiply_adds(gemm_key(rows=2, depth=3, columns=5)) == 30

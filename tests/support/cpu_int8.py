@@ -1,4 +1,4 @@
-"""Int8 products whose rounding is known: what their tests and ``make sanitize`` share."""
+"""Int8 products by the library and by torch: what their tests and ``make sanitize`` share."""
 
 from typing import NamedTuple
 
@@ -8,57 +8,95 @@ from lightning_nm import NMPattern
 from lightning_nm.functional import quantise_tokens, quantise_weight
 from lightning_nm.functional.int8 import conv_patches
 from lightning_nm.kernels.cpu import CpuInt8Kernel
-from lightning_nm.kernels.cpu.int8 import packed_int8
-from tests.support.cpu_products import at_level, pattern_mask
+from lightning_nm.kernels.cpu.int8 import packed_int8, rows_linear
+from tests.support.cpu_products import DTYPES, pattern_mask
 
 
 class Int8Case(NamedTuple):
-    """A weight and inputs of integers times powers of two, which are rounded to themselves, and the exact product."""
+    """A weight that is N:M along its depth, and what it is multiplied by."""
 
     weight: torch.Tensor
     pattern: NMPattern
     x: torch.Tensor
     bias: torch.Tensor | None
-    exact: torch.Tensor  # float64
 
 
-def int8_case(rows, blocks, tokens, pattern, dtype, bias, seed):
+def int8_case(rows, blocks, tokens, pattern, dtype=torch.float32, bias=True, size=1.0, seed=0):
     """Random operands of a depth of `blocks` blocks, at most 256 entries and one block."""
     generator = torch.Generator().manual_seed(seed)
     pattern = NMPattern.parse(pattern)
     depth = min(blocks, 1 + 256 // pattern.m) * pattern.m
-
-    def integers(*shape):
-        found = torch.randint(-127, 128, shape, generator=generator).float()
-        # The largest of a row is 127, so that the scale is a power of two.
-        found.scatter_(1, found.abs().argmax(1, keepdim=True), 127)
-        return found * 2.0 ** torch.randint(-3, 4, (shape[0], 1), generator=generator)
-
     mask = pattern_mask(rows, depth, pattern, generator)
-    weight = torch.where(mask, torch.randint(-127, 128, mask.shape, generator=generator), 0).float()
-    first = mask.int().argmax(1, keepdim=True)
-    weight.scatter_(1, first, 127)
-    weight *= 2.0 ** torch.randint(-3, 4, (rows, 1), generator=generator)
-    x = integers(tokens, depth)
-    own_bias = torch.randint(-50, 51, (rows,), generator=generator).float() if bias else None
-    exact = x.double() @ weight.double().t()
-    if own_bias is not None:
-        exact = exact + own_bias.double()
-        own_bias = own_bias.to(dtype)
-    return Int8Case(weight.to(dtype), pattern, x.to(dtype), own_bias, exact)
+    weight, x, own_bias = (
+        torch.randn(shape, generator=generator).to(dtype)
+        for shape in ((rows, depth), (tokens, depth), (rows,))
+    )
+    return Int8Case(torch.where(mask, weight, 0), pattern, size * x, own_bias if bias else None)
 
 
-def compare_int8(case, levels):
-    """The product at every level, and of the twin, with the exact one, rounded once."""
-    integers, scale = quantise_weight(case.weight)
-    assert torch.equal(integers.float() * scale[:, None], case.weight.float())
+def random_int8(draw):
+    """A case of any size."""
+    m = draw.choice([2, 4, 8, 16, 32, 64])
+    return int8_case(
+        draw.randint(1, draw.choice([20, 80])),
+        draw.randint(1, 40),
+        draw.randint(0, draw.choice([5, 80, 150])),
+        f"{draw.randint(1, m - 1)}:{m}",
+        draw.choice(DTYPES),
+        draw.random() < 0.5,
+        draw.choice([0, 1e-38, 1e-3, 1, 1e4]),
+        draw.randrange(1000),
+    )
+
+
+def compare_int8(case):
+    """The product of the library with that of the twin, bit for bit: it is returned."""
     packed = packed_int8(case.weight, case.pattern)
-    expected = case.exact.float().to(case.x.dtype)
-    assert torch.equal(int8_linear(case.x, integers, scale, case.bias), expected)
-    for level in levels:
-        with at_level(level):
-            found = CpuInt8Kernel().linear(packed, case.x, case.bias)
-        assert torch.equal(found, expected), level
+    found = CpuInt8Kernel().linear(packed, case.x, case.bias)
+    twin = int8_linear(case.x, *quantise_weight(case.weight), case.bias)
+    torch.testing.assert_close(found, twin, rtol=0, atol=0, equal_nan=True)
+    return [found]
+
+
+class RowsCase(NamedTuple):
+    """A dense matrix in int8, its scales, and what it is multiplied by."""
+
+    values: torch.Tensor
+    scale: torch.Tensor
+    x: torch.Tensor
+    bias: torch.Tensor | None
+
+
+def random_rows(draw):
+    """A dense matrix of any size."""
+    rows, depth, tokens = draw.randint(1, 40), draw.randint(1, 300), draw.randint(0, 9)
+    dtype, size = draw.choice(DTYPES), draw.choice([0.0, 1e-30, 1.0, 1e30])
+    generator = torch.Generator().manual_seed(draw.randrange(1000))
+    return RowsCase(
+        torch.randint(-127, 128, (rows, depth), generator=generator, dtype=torch.int8),
+        torch.rand(rows, generator=generator) + 0.01,
+        (size * torch.randn(tokens, depth, generator=generator)).to(dtype),
+        torch.randn(rows, generator=generator).to(dtype) if draw.random() < 0.5 else None,
+    )
+
+
+def compare_rows(case):
+    """The product of a dense matrix with the sums of 16-bit tokens, bit for bit, and as near as half a step of them."""
+    values, scale, x, bias = case
+    found = rows_linear(values, scale, x, bias)
+    largest = x.float().abs().amax(1)
+    inverse = (torch.full_like(largest, 32767) / largest).clamp(max=torch.finfo(torch.float32).max)
+    integers = (x.float() * inverse[:, None]).round()
+    y = (integers.long() @ values.long().t()).float() * (scale * (largest / 32767)[:, None])
+    assert torch.equal(found, (y if bias is None else y + bias.float()).to(x.dtype))
+    exact = x.double() @ (values.double() * scale.double()[:, None]).t()
+    if bias is not None:
+        exact = exact + bias.double()
+    half_step = largest.double()[:, None] / 32767 * 0.501
+    bound = half_step * (values.double().abs().sum(1) * scale.double())
+    rest = torch.finfo(x.dtype).eps * exact.abs() + 1e-6 * bound * 32767 + 1e-37 * len(values[0])
+    assert ((found.double() - exact).abs() <= bound + rest).all()
+    return [found]
 
 
 def int8_linear(x, integers, scale, bias=None):

@@ -26,6 +26,7 @@ FAST = ("-O0",)
 LEVELS = library.LEVELS if REASON else library.LEVELS[: library.load().nm_best_level() + 1]
 KERNELS = (CpuPermuteKernel(), CpuCsrKernel())
 STORAGES = ("rows", "columns", "other")
+DTYPES = (torch.float32, torch.bfloat16)
 
 
 @contextlib.contextmanager
@@ -66,6 +67,11 @@ def random_mask(rows, depth, density, generator):
     return mask & (torch.rand(rows, 1, generator=generator) < 0.8)
 
 
+def within(tensor):
+    """A contiguous copy that begins in the middle of its memory."""
+    return torch.stack([tensor, tensor])[1]
+
+
 def case(
     rows,
     depth,
@@ -98,13 +104,15 @@ def case(
     )
     bits = noise | mask.to(torch.uint8) * bit  # other bits belong to other masks
     if storage == "columns" or permuted:
-        bits, weight = bits.t().contiguous().t(), weight.t().contiguous().t()
-    elif storage == "other":
+        bits, weight = within(bits.t()).t(), within(weight.t()).t()
+    else:
+        bits, weight = within(bits), within(weight)
+    if storage == "other":
         weight = torch.stack([weight, torch.full_like(weight, torch.nan)], -1)[..., 0]
     matrix = MaskedMatrix(weight, bits, bit, pattern, dtype, order, lambda: exact.to(dtype))
 
     def normal(*shape):
-        return torch.randn(shape, generator=generator).to(dtype)
+        return within(torch.randn(shape, generator=generator).to(dtype))
 
     return Case(
         matrix,
@@ -217,6 +225,59 @@ def compare_conv(kernel, case):
         assert_close(a, b, size, count)
     assert not found[2][~case.mask.flatten(1)].any()
     return found
+
+
+def pair(draw, low, high):
+    return draw.randint(low, high), draw.randint(low, high)
+
+
+def random_case(draw, kernel):
+    """Operands of any size and layout, with a mask that a kernel takes."""
+    most, permutes = draw.choice([3, 20, 80, 300]), kernel.name == "cpu-permute"
+    m = draw.choice([2, 4, 8, 16, 32] if permutes else [2, 3, 4, 7, 8, 24, 32])
+    return case(
+        draw.randint(1, most),
+        draw.randint(1, most),
+        draw.randint(0, most),
+        f"{draw.randint(1, m - 1)}:{m}" if permutes or draw.random() < 0.7 else None,
+        draw.choice(DTYPES),
+        draw.choice([torch.float32, torch.bfloat16, torch.float16, torch.float64]),
+        draw.choice(STORAGES),
+        permuted=kernel.ordered and draw.random() < 0.4,
+        bias=draw.random() < 0.5,
+        bit=draw.choice([1, 2, 4, 128]),
+        seed=draw.randrange(1000),
+    )
+
+
+def random_conv(draw):
+    """A convolution of any geometry that has an output, and its operands."""
+    groups = draw.choice([1, 1, 2, 3])
+    kernel, stride, padding, dilation = (
+        pair(draw, *most) for most in ((1, 5), (1, 3), (0, 3), (1, 3))
+    )
+    size = tuple(
+        max(1, d * (k - 1) + 1 - 2 * p) + draw.randint(0, draw.choice([2, 30]))
+        for k, p, d in zip(kernel, padding, dilation, strict=True)
+    )
+    channels = groups * draw.randint(1, 8), groups * draw.randint(1, 12)
+    conv = Convolution(*channels, size, kernel, stride, padding, dilation, groups)
+    density, dtype = draw.choice([0, 0.1, 1]), draw.choice(DTYPES)
+    return conv_case(
+        conv, draw.randint(1, 4), density, dtype, draw.random() < 0.5, draw.randrange(1000)
+    )
+
+
+def misread(tensor):
+    """A tensor as the library would misread it: its dtype, its last size, its strides, its dimensions, its device."""
+    return [
+        tensor.double(),
+        tensor.half(),
+        tensor[..., :-1].contiguous(),
+        tensor.repeat_interleave(2, -1)[..., ::2],
+        tensor[None],
+        tensor.to("meta"),
+    ]
 
 
 def trained(model, sparsifier, router, batches, dtype):

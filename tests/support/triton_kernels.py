@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from lightning_nm.kernels.gpu import triton_use
-from lightning_nm.kernels.operands import masked_operand
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -78,9 +77,3 @@ def compiled(monkeypatch):
     monkeypatch.setattr(driver, "_active", _NoDevice())
     monkeypatch.setattr(JITFunction, "run", compile_alone)
     return found
-
-
-def masked_backward(weight, marks, dtype, permutation=None, *, own_backward):
-    """The operand of dgrad."""
-    bit = 1 + own_backward
-    return masked_operand(weight, marks, dtype, bit, permutation, transposed=True)

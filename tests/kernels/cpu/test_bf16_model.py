@@ -54,7 +54,7 @@ def test_a_compiler_that_does_not_know_the_instructions_leaves_the_level_out(
 
 def test_products_of_the_modelled_level(modelled, tmp_path):
     """Every test that runs at a level, the layouts, and training."""
-    chosen = "avx512-bf16 or test_layouts or test_routed_masks"
+    chosen = "avx512-bf16 or test_layouts or test_training or test_routed_masks"
     tests = ["tests/kernels/cpu", "tests/nn/test_routed_masks.py", "-k", chosen]
     (tmp_path / "modelled_level.py").write_text(PLUGIN)
     command = [

@@ -1,6 +1,4 @@
-"""The passes of BAME by the library of CPU kernels, against torch."""
-
-import random
+"""The passes of BAME and Bi-Mask by the library in training, against torch; random cases are in test_products."""
 
 import pytest
 import torch
@@ -8,33 +6,31 @@ from torch import nn
 
 from lightning_nm import BAME, BiMask, NMSparsifier
 from lightning_nm.functional.evolution import BlockGrid
-from lightning_nm.kernels.cpu import evolution, library
+from lightning_nm.kernels.cpu import evolution
 from tests.support.bame import trained
-from tests.support.cpu_products import LEVELS, at_level
-from tests.support.evolution import DTYPES, case, compare, random_case
+from tests.support.cpu_products import needs_library
+from tests.support.evolution import case
 from tests.support.experts import LinearExperts
 
-pytestmark = pytest.mark.skipif(bool(library.unavailable()), reason=library.unavailable())
+pytestmark = needs_library
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("seed", range(40))
-def test_passes_are_those_of_torch(level, seed):
-    with at_level(level):
-        compare(case(**random_case(random.Random(seed), seed)))
+def masked(module, pattern, method):
+    """The sparsifier of a module's one layer, its optimizer and the layer."""
+    sparsifier = NMSparsifier(
+        nn.Sequential(module), pattern, method, skip_first_last=False
+    ).attach()
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+    sparsifier.register(optimizer)
+    (layer,) = sparsifier.layers.values()
+    return sparsifier, optimizer, layer
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("m", [4, 8, 16])
-def test_passes_over_many_chunks_and_threads(level, dtype, m):
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(3)
-        with at_level(level):
-            compare(case(301, 20, m, dtype=dtype, odd=50, share=0.1))
-    finally:
-        torch.set_num_threads(threads)
+def by_torch(monkeypatch, function, *arguments):
+    """The result of a function without these passes."""
+    with monkeypatch.context() as patched:
+        patched.setattr(evolution, "runs", lambda *tensors: False)
+        return function(*arguments)
 
 
 def test_all_halves_are_read_and_written():
@@ -76,23 +72,16 @@ def test_all_halves_are_read_and_written():
     ids=["linear", "conv"],
 )
 def test_training_is_that_of_torch(name, dtype, make, monkeypatch):
-    in_one_pass = trained(name, dtype, make)
-    with monkeypatch.context() as patched:
-        patched.setattr(evolution, "runs", lambda *tensors: False)
-        by_torch = trained(name, dtype, make)
-    assert in_one_pass["flips"] == by_torch["flips"] > 0
-    for key, expected in by_torch.items():
-        torch.testing.assert_close(in_one_pass[key], expected, rtol=1e-4, atol=1e-6)
+    found = trained(name, dtype, make)
+    expected = by_torch(monkeypatch, trained, name, dtype, make)
+    assert found["flips"] == expected["flips"] > 0
+    for key, tensor in expected.items():
+        torch.testing.assert_close(found[key], tensor, rtol=1e-4, atol=1e-6)
 
 
 def test_a_gradient_in_another_memory_order_is_masked():
     """As oneDNN returns those of convolutions: the pass reads a copy."""
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Conv2d(16, 8, 3, bias=False))
-    sparsifier = NMSparsifier(module, "1:8", BAME(stop=5), skip_first_last=False).attach()
-    optimizer = torch.optim.SGD(module.parameters(), 0.1)
-    sparsifier.register(optimizer)
-    (layer,) = sparsifier.layers.values()
+    sparsifier, optimizer, layer = masked(nn.Conv2d(16, 8, 3, bias=False), "1:8", BAME(stop=5))
     grad = torch.randn(8, 16, 3, 3).contiguous(memory_format=torch.channels_last)
     layer.weight.grad = grad.clone()
     assert layer.weight.grad.stride() == grad.stride() != layer.weight.stride()
@@ -121,33 +110,10 @@ def test_other_tensors_are_left_to_torch(tensor):
     assert not evolution.mask_(tensor, torch.ones(128, 64, dtype=torch.uint8))
 
 
-@pytest.mark.parametrize("kind", ["linear", "conv", "grouped conv", "experts"])
-def test_bi_masks_are_those_of_torch(kind, monkeypatch):
-    in_one_pass = _bi_masks(kind)
-    with monkeypatch.context() as patched:
-        patched.setattr(evolution, "runs", lambda *tensors: False)
-        by_torch = _bi_masks(kind)
-    assert [flips for _, flips, _ in in_one_pass] == [flips for _, flips, _ in by_torch]
-    assert any(flips for _, flips, _ in by_torch)
-    for (found, _, order), (expected, _, expected_order) in zip(in_one_pass, by_torch, strict=True):
-        assert torch.equal(found, expected)
-        assert torch.equal(order, expected_order)
-
-
-def _bi_masks(kind):
+def bi_masks(make):
     """The bits, the changes and the permutation of a layer after each of some steps, with searches among them."""
     torch.manual_seed(0)
-    module = {
-        "linear": lambda: nn.Linear(64, 48, bias=False),
-        "conv": lambda: nn.Conv2d(32, 24, 3, bias=False),
-        "grouped conv": lambda: nn.Conv2d(32, 32, 3, groups=2, bias=False),
-        "experts": LinearExperts,
-    }[kind]()
-    method = BiMask(permute_every=3, candidates=10)
-    sparsifier = NMSparsifier(nn.Sequential(module), "2:4", method, skip_first_last=False).attach()
-    optimizer = torch.optim.SGD(module.parameters(), 0.1)
-    sparsifier.register(optimizer)
-    layer = next(iter(sparsifier.layers.values()))
+    sparsifier, optimizer, layer = masked(make(), "2:4", BiMask(permute_every=3, candidates=10))
     found = []
     for _ in range(7):
         layer.weight.grad = torch.randn(layer.weight.shape)
@@ -155,8 +121,24 @@ def _bi_masks(kind):
         optimizer.step()
         sparsifier.step()
         masks = layer.masks
-        found.append((masks.bits.clone(), int(masks.flips), masks.permutation.clone()))
-    return found
+        found.append((masks.bits.clone(), masks.flips.clone(), masks.permutation.clone()))
+    return [torch.stack(each) for each in zip(*found, strict=True)]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.Linear(64, 48, bias=False),
+        lambda: nn.Conv2d(32, 24, 3, bias=False),
+        lambda: nn.Conv2d(32, 32, 3, groups=2, bias=False),
+        LinearExperts,
+    ],
+    ids=["linear", "conv", "grouped conv", "experts"],
+)
+def test_bi_masks_are_those_of_torch(make, monkeypatch):
+    expected = by_torch(monkeypatch, bi_masks, make)
+    assert expected[1].any()
+    assert all(map(torch.equal, bi_masks(make), expected))
 
 
 @pytest.mark.parametrize(
@@ -170,12 +152,7 @@ def _bi_masks(kind):
     ids=["too short", "a row twice", "beyond the rows", "negative"],
 )
 def test_a_damaged_permutation_is_refused(damaged):
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(64, 32, bias=False))
-    sparsifier = NMSparsifier(module, "2:4", BiMask(), skip_first_last=False).attach()
-    optimizer = torch.optim.SGD(module.parameters(), 0.1)
-    sparsifier.register(optimizer)
-    (layer,) = sparsifier.layers.values()
+    sparsifier, optimizer, layer = masked(nn.Linear(64, 32, bias=False), "2:4", BiMask())
     bits = layer.masks.bits.clone()
     # As from a state that another program wrote.
     layer.masks.permutation = damaged(layer.masks.permutation)

@@ -1,4 +1,4 @@
-import multiprocessing
+import ctypes
 import os
 import shutil
 import subprocess
@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_nm.kernels import KernelRegistry, Router
+from lightning_nm.kernels import Router
 from lightning_nm.kernels.cpu import CpuCsrKernel, CpuPermuteKernel, build, library
 from tests.support.cpu_products import (
     FAST,
@@ -41,14 +41,6 @@ def elsewhere(tmp_path, monkeypatch):
     yield tmp_path / "libnm.so"
     library.load.cache_clear()
     library.level.cache_clear()
-
-
-def compile_c(text, target):
-    source = target.with_suffix(".c")
-    source.write_text(text)
-    subprocess.run(
-        [*build.compiler(), "-shared", "-fPIC", str(source), "-o", str(target)], check=True
-    )
 
 
 def refused(match):
@@ -95,29 +87,34 @@ def test_products_are_dense_without_a_library(elsewhere):
     assert not any(kernel.startswith("cpu") for _, kernel in ran(router))
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"no library", b"\x7fELF" + b"\x01" * 60 + b"\x00" * 1000]
-)
-def test_a_damaged_library_is_refused(elsewhere, content):
-    elsewhere.write_bytes(content)
-    with refused("cannot be loaded .* install lightning-nm again"):
-        library.load()
+def compiled(text):
+    def write(target):
+        source = target.with_suffix(".c")
+        source.write_text(text)
+        options = ["-shared", "-fPIC", str(source), "-o", str(target)]
+        subprocess.run([*build.compiler(), *options], check=True)
+
+    return write
 
 
-@needs_compiler
 @pytest.mark.parametrize(
-    ("text", "match"),
+    ("write", "error"),
     [
-        (
-            'const char *nm_source(void) { return ""; }',
-            "cannot be loaded .*undefined symbol.* install",
+        (lambda target: target.write_bytes(b""), ""),
+        (lambda target: target.write_bytes(b"no library"), ""),
+        (lambda target: target.write_bytes(b"\x7fELF" + b"\x01" * 60 + b"\x00" * 1000), ""),
+        pytest.param(compiled("int other;"), ".*undefined symbol", marks=needs_compiler),
+        pytest.param(
+            compiled('const char *nm_source(void) { return ""; }'),
+            ".*undefined symbol",
+            marks=needs_compiler,
         ),
-        ("int other(void) { return 1; }", "cannot be loaded .*undefined symbol.* install"),
     ],
+    ids=["empty", "text", "damaged", "another", "another version"],
 )
-def test_a_library_of_another_version_is_refused(elsewhere, text, match):
-    compile_c(text, elsewhere)
-    with refused(match):
+def test_a_file_that_is_not_the_library_is_refused(elsewhere, write, error):
+    write(elsewhere)
+    with refused(f"cannot be loaded {error}.* install lightning-nm again"):
         library.load()
 
 
@@ -165,17 +162,28 @@ def test_without_a_compiler_there_is_a_reason_beside_the_library(tmp_path, monke
     assert [file.name for file in tmp_path.iterdir()] == ["libnm.txt"]
 
 
-def test_a_compiler_that_fails_is_the_reason(tmp_path, monkeypatch):
-    compiler = tmp_path / "broken-cc"
-    compiler.write_text("#!/bin/sh\necho 'internal error' >&2\nexit 3\n")
-    compiler.chmod(0o755)
-    monkeypatch.setenv("CC", f"{compiler} -O2")
-    assert build.compiler() == [str(compiler), "-O2"]
+@pytest.fixture
+def compiler(tmp_path, monkeypatch):
+    """Makes a script the compiler."""
+
+    def become(script):
+        command = tmp_path / "own-cc"
+        command.write_text(script)
+        command.chmod(0o755)
+        monkeypatch.setenv("CC", f"{command} -O2")
+        return command
+
+    return become
+
+
+def test_a_compiler_that_fails_is_the_reason(compiler, tmp_path, monkeypatch):
+    command = compiler("#!/bin/sh\necho 'internal error' >&2\nexit 3\n")
+    assert build.compiler() == [str(command), "-O2"]
     reason = build.build(tmp_path)
-    assert reason.startswith(f"{compiler} -O2 ")
+    assert reason.startswith(f"{command} -O2 ")
     assert reason.endswith("failed with status 3: internal error")
     assert (tmp_path / "libnm.txt").read_text() == f"{reason}\n"
-    compiler.write_text("#!/no/such/shell\n")
+    compiler("#!/no/such/shell\n")
     assert "failed: " in build.build(tmp_path)
     monkeypatch.setattr(sys, "platform", "win32")
     assert build.build(tmp_path) == "there is no library for win32"
@@ -183,14 +191,22 @@ def test_a_compiler_that_fails_is_the_reason(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @needs_compiler
-def test_a_build_replaces_the_library_and_the_reason(tmp_path, monkeypatch):
+def test_a_build_replaces_the_library_and_the_reason(tmp_path, compiler, monkeypatch):
+    """By a compiler that does not know all instructions, whose products are then those of AVX2."""
+    known = " ".join(build.compiler())
+    compiler(f'#!/bin/sh\ncase "$*" in *-mavx512vnni*) exit 1;; esac\nexec {known} "$@"\n')
     compile_library = build.compile_library
     monkeypatch.setattr(build, "compile_library", lambda target: compile_library(target, FAST))
-    (tmp_path / "libnm.txt").write_text("there was no C compiler\n")
-    (tmp_path / "libnm.so").write_text("old")
-    assert build.build(tmp_path) == ""
-    assert [file.name for file in tmp_path.iterdir()] == ["libnm.so"]
-    assert build.is_current(tmp_path / "libnm.so")
+    place = tmp_path / "place"
+    place.mkdir()
+    (place / "libnm.txt").write_text("there was no C compiler\n")
+    (place / "libnm.so").write_text("old")
+    assert build.build(place) == ""
+    assert [file.name for file in place.iterdir()] == ["libnm.so"]
+    assert build.is_current(place / "libnm.so")
+    found = ctypes.CDLL(str(place / "libnm.so"))
+    levels = range(len(LEVELS))
+    assert [found.nm_int8_level(level) for level in levels] == [min(level, 1) for level in levels]
 
 
 @needs_library
@@ -201,22 +217,18 @@ def test_the_variable_lowers_the_level(level):
         assert library.load().nm_lanes(library.level()) == LANES[level]
 
 
-@needs_library
-def test_a_level_that_does_not_exist_is_refused():
-    with at_level("sse9"), refused("LIGHTNING_NM_ISA='sse9' is unknown: use one of baseline"):
-        library.level()
-
-
-def test_a_level_that_the_cpu_lacks_is_refused(monkeypatch):
+@pytest.mark.parametrize(
+    ("level", "error"),
+    [
+        ("sse9", "LIGHTNING_NM_ISA='sse9' is unknown: use one of baseline, avx2, or unset"),
+        ("avx512", "'avx512' is not an instruction set of this CPU: use one of baseline, avx2, or"),
+    ],
+)
+def test_a_level_that_the_cpu_lacks_or_nobody_knows_is_refused(level, error, monkeypatch):
     monkeypatch.setattr(library, "load", lambda: SimpleNamespace(nm_best_level=lambda: 1))
     with at_level("avx2"):
         assert library.level() == 1
-    with (
-        at_level("avx512"),
-        refused(
-            "'avx512' is not an instruction set of this CPU: use one of baseline, avx2, or unset"
-        ),
-    ):
+    with at_level(level), refused(error):
         library.level()
 
 
@@ -232,11 +244,15 @@ def test_amx_is_read_from_the_flags(monkeypatch, flags, amx):
     assert library.has_amx() == amx
 
 
+def usable():
+    return [kernel for kernel in KERNELS if has_kernel(kernel, library.LEVELS[library.level()])]
+
+
 @needs_library
 def test_without_torch_s_loop_there_is_one_thread(monkeypatch):
     made = case(100, 64, 130, "2:8")
     torch.set_num_threads(2)
-    kernels = [kernel for kernel in KERNELS if has_kernel(kernel, library.LEVELS[library.level()])]
+    kernels = usable()
     with_threads = [compare(kernel, made) for kernel in kernels]
     monkeypatch.setattr(library, "parallel", lambda: None)
     assert library.structure("nm_operands *").threads == 1
@@ -284,9 +300,7 @@ class Products(Dataset):
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_workers_forked_after_products_on_threads_compute_the_same():
     torch.set_num_threads(2)
-    for kernel in (
-        kernel for kernel in KERNELS if has_kernel(kernel, library.LEVELS[library.level()])
-    ):
+    for kernel in usable():
         data = Products(kernel)
         expected = [data[index] for index in range(4)]
         loader = DataLoader(
@@ -335,36 +349,3 @@ def test_the_interpreter_ends_while_a_product_runs(threads):
         check=False,
     )
     assert (done.returncode, done.stdout) == (0, "end\n"), done.stderr
-
-
-def _forked(queue, made):
-    torch.set_num_threads(1)
-    queue.put(
-        [
-            torch.equal(a, b)
-            for a, b in zip(compare(KERNELS[1], made), compare(KERNELS[1], made), strict=True)
-        ]
-    )
-
-
-@needs_library
-@pytest.mark.skipif(sys.platform != "linux", reason="forks")
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_forked_process_computes_after_products_on_threads():
-    torch.set_num_threads(2)
-    made = case(100, 64, 200, "2:8")
-    compare(KERNELS[1], made)
-    context = multiprocessing.get_context("fork")
-    queue = context.Queue()
-    process = context.Process(target=_forked, args=(queue, made))
-    process.start()
-    assert all(queue.get(timeout=60))
-    process.join(60)
-    assert process.exitcode == 0
-
-
-@needs_library
-def test_the_package_s_kernels_take_all_products():
-    registry = KernelRegistry()
-    assert registry.unavailable_reason("cpu") == ""
-    assert {"masked", "outputs", "n:m"} == registry.takes("cpu")
