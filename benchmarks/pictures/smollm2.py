@@ -44,8 +44,8 @@ def draw(figure: Figure, found: Any) -> None:
             marker = "o" if runtime == "packed" else "x"
             axes.scatter(*zip(*places, strict=True), color=colour, marker=marker, label=runtime)
             for (label, *_), place in zip(points, places, strict=True):
-                style: Any = {"fontsize": FONT - 3, "color": colour}
-                axes.annotate(label, place, (4, 3), textcoords="offset points", **style)
+                style: Any = {"fontsize": FONT - 3, "color": colour, "rotation": 45}
+                axes.annotate(label, place, (2, 4), textcoords="offset points", **style)
         axes.set_xscale("log")
         axes.set_yscale("log")
         low, high = axes.get_xlim()

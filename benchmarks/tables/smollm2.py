@@ -26,12 +26,9 @@ FRONT_DOOR = {
 
 
 def rows_by_name() -> dict[str, dict[str, Any]]:
-    """The rows that were measured; a compiled one has the perplexity of the eager one."""
-    rows: dict[str, dict[str, Any]] = {row["name"]: row for row in read_json(FILE)["rows"]}
-    for name, row in rows.items():
-        eager = rows.get(name.removesuffix(", compiled"), row)
-        row["perplexity"] = row["perplexity"] or eager["perplexity"]
-    return rows
+    """The rows that were measured, without compiled ones: those of this run compiled again while they were timed."""
+    rows = read_json(FILE)["rows"]
+    return {row["name"]: row for row in rows if not row["name"].endswith(", compiled")}
 
 
 def _cells(row: dict[str, Any], measures: list[str]) -> list[str]:
