@@ -64,4 +64,4 @@ def draw(figure: Figure, found: Any) -> None:
     )
 
 
-PICTURE = Picture(data, draw, (9.0, 4.2), FILE, has_dark=True)
+PICTURE = Picture(data, draw, (9.0, 4.2), FILE)

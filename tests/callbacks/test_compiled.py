@@ -94,8 +94,8 @@ def compile_parts(model, how, **options):
     if how == "submodule":
         model.net = torch.compile(model.net, **options)
         return model
-    parts = {"in place": [model], "block": [model.net], "layers": [model.net[3], model.net[6]]}
-    for part in parts.get(how, []):
+    parts = {"in place": [model], "block": [model.net]}.get(how, [])
+    for part in [model.net[3], model.net[6]] if how == "layers" else parts:
         part.compile(**options)
     return model
 
@@ -185,16 +185,15 @@ def test_compiled_training_is_eager_training(method, how, later, backend, eager,
     assert watch.graphs[6] == watch.graphs[-1], "recompiled after the first validation"
     assert watch.graphs[-1] == (1 + (how == "layers")) * (2 + method.startswith("bame"))
 
-    # It goes on from its checkpoint by the same graphs, and in eager code.
+    # It goes on from its checkpoint, compiled and in eager code.
     before, again = copy.deepcopy(model.state_dict()), Watch("not at all", counter)
     fit(tmp_path, method, given, again, ckpt_path=path)
     assert all(map(torch.equal, before.values(), model.state_dict().values()))
-    # What is compiled as a whole may be compiled again for another Trainer.
-    assert how in ("whole", "in place") or again.graphs == watch.graphs[-4:]
-    assert verify([str(path)]) == 0
+    assert again.graphs[0] == again.graphs[-1], "recompiled within a training that goes on"
+    assert verify([str(path)]) == (method == "dense"), "it fails where nothing is N:M"
     saved = torch.load(path)
     # torch.compile(net) puts its name into the keys, as it does in a dense model; net.compile() does not.
-    wrapper = "_orig_mod." if how == "submodule" and not later else ""
+    wrapper = "_orig_mod." if how == "submodule" else ""
     assert set(saved["state_dict"]) == {f"net.{wrapper}{key}" for key in expected.net.state_dict()}
     weights = saved["state_dict"].items()
     saved["state_dict"] = {key.replace("_orig_mod.", ""): value for key, value in weights}

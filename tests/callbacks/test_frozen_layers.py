@@ -186,6 +186,7 @@ def test_a_layer_is_masked_when_it_is_unfrozen(tmp_path, method):
     assert masks.state_dict()["clock"] == 18
 
 
+@pytest.mark.filterwarnings("ignore:MVUE is in the dense phase that began")
 @pytest.mark.filterwarnings(NOT_YET)
 @pytest.mark.parametrize(
     "batch", [6, *(pytest.param(batch, marks=pytest.mark.slow) for batch in (3, 9, 13))]

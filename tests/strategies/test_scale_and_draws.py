@@ -56,10 +56,11 @@ def train(method, optimizer_name, shard, x=None, **options):
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     rates = []
 
-    def note(optimizer, *_):
+    def note(optimizer):
         rates.append([group["lr"] for group in optimizer.param_groups])
 
-    handle = optimizer.register_step_pre_hook(note)
+    # The step itself has the scaled rates.
+    handle = optimizer.register_step_pre_hook(lambda optimizer, args, kwargs: note(args[0]))
     if x is None:
         x = inputs().chunk(2)[dist.get_rank()] if shard else inputs()
     for _ in range(4):
