@@ -191,6 +191,23 @@ def test_evidence_follows_the_shape_of_the_learning_rate():
     torch.testing.assert_close(climbing, -whole)
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_clipping_changes_no_evidence(name):
+    evidence = []
+    for most in (math.inf, 1e-3):
+        run = loop(BAME(stop=9, evidence_rate=1e-6), make=OPTIMIZERS[name])  # nothing is exchanged
+        run.backward()
+        run.sparsifier.before_step(run.optimizer)
+        nn.utils.clip_grad_norm_(run.model.parameters(), most)
+        run.optimizer.step()
+        pruned = ~run.layer.forward_mask
+        held = {**run.state, **run.layer.buffers}
+        held = {key: s[pruned] for key, s in held.items() if getattr(s, "shape", 0) == pruned.shape}
+        evidence.append(held)
+    torch.testing.assert_close(*evidence, rtol=0, atol=0)
+    assert any(bool(each.any()) for each in held.values())
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

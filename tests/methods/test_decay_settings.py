@@ -43,6 +43,7 @@ def trained(method, call=CALLS["no closure"], optimizer=SGD):
     for _ in range(5):
         assert call(run.optimizer, gradients) == 5.0
         run.sparsifier.step()
+    assert run.sparsifier.clock == run.layer.step == 5
     return [layer.param.detach() for layer in run.layers.values()]
 
 

@@ -83,6 +83,18 @@ def test_masks_are_the_union_of_what_is_left(pattern):
     assert run.sparsifier.violations() == 0
 
 
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_scores_that_are_left_get_the_gradient_of_their_entries(pattern):
+    run = Loop(LBC(5), pattern, **convolution()).train(3)
+    run.backward()
+    for layer in run.layers.values():
+        scores, patterns = layer.parameters["scores"], block_patterns(pattern).double()
+        of_mask = as_blocks(layer.view.rows(layer.param * layer.param.grad), patterns.shape[1])
+        expected = (of_mask @ patterns.t()).view_as(scores)
+        assert expected.any()
+        torch.testing.assert_close(scores.grad, torch.where(scores != 0, expected, 0))
+
+
 def test_the_lowest_scores_go_and_ties_by_magnitude():
     model = nn.Sequential(nn.Linear(4, 1, bias=False))
     model[0].weight.data.copy_(torch.tensor([[0.4, -3.0, 1.0, 2.0]]))

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks.prune_depth import ModelProducts, counted_calls, watched_memory
 from lightning_nm import prune
+from lightning_nm.functional import is_nm
 from tests.support.loops import mlp
 from tests.support.tiny import tiny
 
@@ -235,6 +236,22 @@ def test_the_results_are_those_of_the_whole_model(make, choice):
 @pytest.mark.parametrize("make", [llama, bert])
 def test_models_of_transformers(make):
     compare(make, texts())
+
+
+@few_tokens
+def test_experts_of_transformers():
+    errors = []
+    for score in ("magnitude", "sparsegpt"):
+        torch.manual_seed(0)
+        model = tiny("mixtral")
+        result = prune(model, "2:4", score, texts())
+        assert not result.uncalibrated
+        for layer in model.model.layers:
+            assert is_nm(layer.mlp.experts.gate_up_proj, "2:4", dim=2)
+            assert is_nm(layer.mlp.experts.down_proj, "2:4", dim=2)
+        errors.append([error for name, error in result.errors.items() if ".experts." in name])
+    assert len(errors[0]) == 2 * len(model.model.layers)
+    assert all(fitted < plain for plain, fitted in zip(*errors, strict=True))
 
 
 def test_the_encoder_of_torch_and_inference_mode():

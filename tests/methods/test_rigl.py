@@ -1,5 +1,7 @@
 """RigL in blocks: exchanged entries, and when masks move. The golden traces hold its training, step by step."""
 
+import math
+
 import pytest
 import torch
 
@@ -10,6 +12,27 @@ from tests.support.loops import Loop, one_layer
 
 def loop(*, make=OPTIMIZERS["sgd"], **options):
     return Loop(RigL(**options), make=make, model=one_layer(), planned_steps=100)
+
+
+@pytest.mark.parametrize("pattern", ["1:4", "3:4", "1:16", "3:8"])
+@pytest.mark.parametrize("drop", [0.5, 1.0])
+def test_the_exchange_is_what_is_written(pattern, drop):
+    """Drop the smallest of all entries; grow as many in each block by the gradient, dropped ones too."""
+    run = Loop(RigL(2, 15, drop), pattern, OPTIMIZERS["sgd"], one_layer())
+    layer, n, m = run.layer, run.layer.pattern.n, run.layer.pattern.m
+    for step in range(9):
+        run.backward()
+        mask, weight, grad = layer.forward_mask.clone(), layer.param.abs(), layer.param.grad.abs()
+        if step and step % 2 == 0:
+            drops = int(mask.sum() * drop * 0.5 * (1 + math.cos(math.pi * step / 15)))
+            smallest = torch.where(mask, weight, torch.inf).flatten().argsort(stable=True)
+            mask.view(-1)[smallest[:drops]] = False
+            for block, gains in zip(mask.view(-1, m), grad.view(-1, m), strict=True):
+                best = torch.where(block, -1, gains).argsort(descending=True, stable=True)
+                block[best[: n - int(block.sum())]] = True
+        run.step()
+        assert torch.equal(layer.forward_mask, mask)
+    assert layer.masks.total_flips > 6
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

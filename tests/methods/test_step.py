@@ -217,6 +217,16 @@ def test_a_new_optimizer_is_refused_once_there_are_masks():
         training.check_optimizer_states()
 
 
+def test_layers_of_other_methods_keep_adam():
+    rules = [{"include": "2", "method": "sr-ste"}]
+    run = Loop(STEP(1, latest=2), make=AdamW, rules=rules).train(3)
+    weights = [layer.param for layer in run.layers.values()]
+    before = [run.optimizer.state[weight]["exp_avg_sq"].clone() for weight in weights]
+    run.train(2)
+    after = [run.optimizer.state[weight]["exp_avg_sq"] for weight in weights]
+    assert list(map(torch.equal, before, after)) == [True, False]
+
+
 def test_each_optimizer_switches_for_its_own_layers():
     """Two optimizers in turn, as of a GAN: each knows its own second moments."""
     run = loop(STEP(2, latest=18, threshold=1e-2))

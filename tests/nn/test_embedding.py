@@ -14,6 +14,7 @@ from lightning_nm.nn.adapters import Adapter
 from lightning_nm.nn.products import estimated
 from lightning_nm.training.macs import OTHERS, can_watch
 from tests.support.contract import METHODS, sgd_or_adam
+from tests.support.loops import Loop
 
 VOCABULARY, DIM = 24, 16
 
@@ -64,6 +65,11 @@ def attach(model, method="sr-ste", **options):
 
 def batch(step=0):
     return torch.randint(0, VOCABULARY, (4, 8), generator=torch.Generator().manual_seed(step))
+
+
+class Tokens(Loop):
+    def batch(self, step):
+        return batch(step)
 
 
 @torch.no_grad()
@@ -201,6 +207,21 @@ def test_copies_pickles_and_loads_keep_the_tie():
     model.load_state_dict(made(seed=2).state_dict())
     assert nmf.is_nm(layer.forward_weight(), "2:4")
     assert torch.equal(model.state_dict()["embed.weight"], layer.forward_weight())
+
+
+@pytest.mark.parametrize("include", ["head", ["embed", "up"], "position"], ids=str)
+def test_a_resume_is_exact(include):
+    def loop(seed):
+        options = {"include": include, "grad_estimator": "mvue"}
+        return Tokens("bi-mask", model=made(seed), **options)
+
+    whole = loop(0).train(3)
+    states = whole.states()
+    resumed = loop(1).load(states).train(3)
+    for one, other in zip(
+        whole.train(3).model.parameters(), resumed.model.parameters(), strict=True
+    ):
+        assert torch.equal(one, other)
 
 
 class Scaled(nn.Embedding):

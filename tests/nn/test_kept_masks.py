@@ -3,6 +3,7 @@
 import copy
 import pickle
 import warnings
+from itertools import product
 
 import pytest
 import torch
@@ -203,11 +204,18 @@ def test_any_changes(kernel, data, method, reuse):
     interleave(method, ROUTERS[kernel](reuse), changes)
 
 
-@needs_library
-@pytest.mark.parametrize("change", [*COUNTED, "swap_averages"])
-@pytest.mark.parametrize("method", METHODS)
-def test_each_change_twice(method, change):
-    interleave(method, ROUTERS["cpu"](4), [(change, 1), (change, 2)])
+@pytest.mark.parametrize(
+    ("kernel", "method", "change"),
+    [
+        *(
+            pytest.param("cpu", *case, marks=needs_library)
+            for case in product(METHODS, [*COUNTED, "swap_averages"])
+        ),
+        *(("simulated", "bi-mask", change) for change in COUNTED),
+    ],
+)
+def test_each_change_twice(kernel, method, change):
+    interleave(method, ROUTERS[kernel](4), [(change, 1), (change, 2)])
 
 
 def test_no_two_states_of_masks_have_one_number():

@@ -29,7 +29,7 @@ from tests.support.cpu_int8 import int8_conv2d, int8_linear
 from tests.support.cpu_products import LEVELS, REASON, at_level, needs_library
 from tests.support.experts import WIDTH, Experts, LinearExperts, TransposedExperts
 from tests.support.kinds import make
-from tests.support.packed_models import assert_equal_states, clones, copied, prune, small
+from tests.support.packed_models import assert_equal_states, clones, copied, held, prune, small
 
 
 def linear(pattern="2:4", dtype=torch.float32, seed=0):
@@ -276,6 +276,24 @@ def test_scales_of_experts_and_of_layers_do_not_pass_for_each_other(tmp_path):
     state["weight.scales"] = state["weight.scales"][:, None].expand(32, 16).contiguous()
     with pytest.raises(RuntimeError, match="'weight': scales"):
         model.load_state_dict(state)
+
+
+@pytest.mark.parametrize(("pattern", "most"), [("2:4", 0.32), ("1:4", 0.165), ("1:16", 0.055)])
+@pytest.mark.parametrize("kernels", ["sparse", "reference"])
+def test_memory_over_that_of_dense_bfloat16(pattern, most, kernels):
+    dense = prune(nn.Linear(1024, 64, bias=False).bfloat16(), pattern)
+    model = packed_int8(dense, kernels)
+    assert packed_summary(model).bytes == held(model) <= most * held(dense)
+
+
+@needs_library
+def test_a_kernel_that_fails_gives_way_to_the_dense_product(monkeypatch):
+    model, x = packed_int8(linear()), torch.randn(3, 64)
+    model(x)
+    monkeypatch.setattr(CpuInt8Kernel, "linear", lambda *_: torch.zeros(1))
+    with pytest.warns(RuntimeWarning, match="'cpu-int8' is switched off"):
+        assert torch.equal(model(x), packed_int8(linear(), "reference")(x))
+    kernel_choice.registry_of.cache_clear()
 
 
 @needs_library
