@@ -13,6 +13,8 @@ from lightning_nm.functional import (
     is_nm,
     quantise_weight,
 )
+from lightning_nm.nn import NMLinear, nm_linear, register_adapter
+from lightning_nm.nn.adapters import base
 from lightning_nm.training.int8_rounding import Int8Rounding
 from tests.support.cpu_products import needs_library
 from tests.support.experts import Experts, TransposedExperts
@@ -27,6 +29,7 @@ from tests.support.lightning_models import (
     new_model,
     whole_and_resumed,
 )
+from tests.support.loop import Loop
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:You're resuming from a checkpoint that ended before the epoch ended",
@@ -110,6 +113,38 @@ def test_the_gradient_of_rounding_is_that_of_its_input():
         y.square().sum().backward()
     expected = (2 * y.detach()).t() @ data  # at the rounded weight
     torch.testing.assert_close(model.weight.grad, expected)
+
+
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization:DeprecationWarning")
+def test_mask_and_fake_quantisation_of_torch_ao_see_the_same_weight(monkeypatch):
+    from torch.ao import quantization
+    from torch.ao.nn import qat
+
+    monkeypatch.setattr(base, "_ADAPTERS", list(base._ADAPTERS))
+
+    @register_adapter
+    class NMFakeQuantised(NMLinear):
+        handles = qat.Linear
+
+        def forward(self, x):
+            rounded = self.weight_fake_quant(self.weight)
+            return nm_linear(x, rounded, self.bias, self.nm_layers["weight"])
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8)).train()
+    rounding = quantization.default_per_channel_weight_fake_quant
+    model.qconfig = quantization.QConfig(activation=nn.Identity, weight=rounding)
+    loop = Loop(quantization.prepare_qat(model), "sr-ste")
+    first = loop.layers["0"].forward_mask.clone()
+    loop.train(range(20))
+    assert not torch.equal(first, loop.layers["0"].forward_mask), "masks move"
+    model = loop.model.apply(quantization.disable_observer)
+    trained = model(loop.batch())
+    loop.end()
+    # Without masks, the same outputs: what was rounded in training is what is rounded now.
+    assert torch.equal(model(loop.batch()), trained)
+    for layer in (model[0], model[2]):
+        assert is_nm(layer.weight_fake_quant(layer.weight), "2:4")
 
 
 @pytest.mark.parametrize(

@@ -256,6 +256,16 @@ def test_other_dtypes_are_exported_in_float32(dtype):
     assert model.weight.dtype == dtype
 
 
+@with_coremltools
+def test_values_beyond_float16_stay_float32():
+    model = two_layers()
+    model[0].weight.data *= 1e7
+    report = export_coreml(model, (X,), FILE, precision="float16")
+    first, second = (CoreMLPackage(FILE).read(each.name) for each in report.weights)
+    assert torch.equal(first, model[0].weight)
+    assert torch.equal(second, model[1].weight.half())
+
+
 # The command, and ``lightning-nm verify`` of what it wrote.
 
 

@@ -60,6 +60,27 @@ def test_a_lightning_checkpoint_has_its_patterns(checkpoint, command):
     assert sorted(os.listdir()) == ["a.ckpt", "a.safetensors", "b.pt"]
 
 
+def test_a_folder_of_transformers_whose_weights_are_transposed(command):
+    """GPT-2's Conv1D has weights [in, out]."""
+    transformers = pytest.importorskip("transformers")
+    settings = {"n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 64, "n_positions": 16}
+    config = transformers.GPT2Config(**settings, bos_token_id=0, eos_token_id=0)
+    model = transformers.GPT2LMHeadModel(config).eval()
+    names = [name for name, weight in model.named_parameters() if ".c_" in name and weight.ndim > 1]
+    for name in names:
+        weight = model.get_parameter(name)
+        weight.data = nm_prune(weight.data, "1:16", 0)
+    model.save_pretrained("in")
+    command("export in -o a.safetensors")
+    assert sorted(PackedFile("a.safetensors").packed) == sorted(names)
+    x = torch.arange(8)[None]
+    loaded = load_packed(transformers.GPT2LMHeadModel(config), "a.safetensors", kernels="sparse")
+    torch.testing.assert_close(loaded(x).logits, model(x).logits, rtol=1e-5, atol=1e-5)
+    command("export in --to torch -o out")
+    again = transformers.AutoModelForCausalLM.from_pretrained("out")
+    assert torch.equal(again(x).logits, model(x).logits)
+
+
 @pytest.mark.parametrize("suffix", ["pt", "safetensors"])
 def test_a_plain_state_dict(command, suffix):
     state = small("1:16").state_dict()

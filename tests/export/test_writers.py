@@ -1,9 +1,7 @@
 """What cannot be written is said in one sentence, and leaves an older file, and nothing else, behind."""
 
 import os
-import resource
 import signal
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,17 +12,7 @@ from lightning_nm import pack, save_packed
 from lightning_nm.export.atomic_write import replacing
 from lightning_nm.export.graphs import export_pt2
 from lightning_nm.functional import nm_prune
-
-
-@contextmanager
-def full_disk(size=20_000):
-    """Files cannot grow beyond a size, as on a full disk; the error is another one."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+from tests.support.full_disk import full_disk
 
 
 def sparse():

@@ -172,6 +172,7 @@ def test_the_preset_gives_the_trace_of_the_formulas_and_the_committed_one(name, 
     for each in (trace, found):
         held = arrays(each)
         assert held.keys() == known.keys()
+        assert held.keys() == known.keys()
         for key, value in known.items():
             np.testing.assert_allclose(held[key], value, rtol=1e-7, atol=1e-9, err_msg=key)
 

@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
 from lightning_nm import BAME, MVUE, NMSparsifier
-from tests.support.hf_models import data, gpt2
+from tests.support.hf_models import data, gpt2, new
 
 
 @pytest.fixture(autouse=True)
@@ -79,3 +79,24 @@ def test_a_loaded_state_continues_exactly(tmp_path, method, estimator, options):
     accelerator.load_state(tmp_path)
     train(accelerator, model, optimizer, batches, sparsifier)
     torch.testing.assert_close(result(model, optimizer, sparsifier), expected, rtol=0, atol=0)
+
+
+def test_the_loop_is_a_plain_one():
+    """A loop without Accelerate trains the same weights."""
+    accelerator, model, optimizer, batches, sparsifier = prepare("sr-ste", None)
+    torch.manual_seed(5)
+    train(accelerator, model, optimizer, batches, sparsifier)
+    twin = new(gpt2).train()
+    plain = NMSparsifier(twin, "2:4", "sr-ste").attach()
+    adamw = torch.optim.AdamW(twin.parameters(), 1e-2)
+    plain.register(adamw)
+    torch.manual_seed(5)
+    for number, batch in enumerate(torch.utils.data.DataLoader(data(twin), batch_size=4)):
+        (twin(**batch).loss / 2).backward()
+        if number % 2:
+            plain.before_step(adamw)
+            torch.nn.utils.clip_grad_norm_(twin.parameters(), 1.0)
+            adamw.step()
+            adamw.zero_grad()
+        plain.step()
+    torch.testing.assert_close(twin.state_dict(), dict(model.state_dict()), rtol=0, atol=0)

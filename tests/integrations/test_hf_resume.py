@@ -12,8 +12,8 @@ pytest.importorskip("accelerate")
 
 from safetensors.torch import load_file
 
-from lightning_nm import ASP, BAME, MVUE
-from tests.support.hf_models import bert, gpt2, mixtral, new
+from lightning_nm import ASP, BAME, MVUE, STEP, TransposableMask
+from tests.support.hf_models import bert, gpt2, llama, mixtral, new
 from tests.support.hf_runs import (
     SAVES,
     Early,
@@ -41,6 +41,9 @@ RAMP = {"dense_start": 1, "ramp": ["3:4"], "ramp_ends": [3]}
         (gpt2, "sr-ste", {"estimator": MVUE()}),
         (gpt2, BAME(every=1), {}),
         pytest.param(bert, ASP(start=0.5), {}, marks=pytest.mark.slow),
+        pytest.param(bert, TransposableMask(), {}, marks=pytest.mark.slow),
+        pytest.param(gpt2, STEP(dense_start=1, latest=1), {}, marks=pytest.mark.slow),
+        pytest.param(llama, "bi-mask", {}, marks=pytest.mark.slow),
         pytest.param(mixtral, "bi-mask", {"estimator": MVUE()}, marks=pytest.mark.slow),
         pytest.param(gpt2, "asp", {"schedule": RAMP}, marks=pytest.mark.slow),
     ],
@@ -60,7 +63,7 @@ def interrupted(folder, method="sr-ste", step=2):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["sr-ste", ASP(start=0.5)])
+@pytest.mark.parametrize("method", ["sr-ste", BAME(every=1), ASP(start=0.5)])
 def test_a_resume_finds_the_folder_by_itself(method):
     """In the same process, over the masks that the exception left, which the checkpoint may lack."""
     whole = new(gpt2)

@@ -10,11 +10,11 @@ from torch.utils._pytree import tree_leaves
 from lightning_nm import NMSparsifier
 
 
-def mlp(*widths, seed=0):
+def mlp(*widths, dtype=None, seed=0):
     """Linear layers of these widths with ReLUs between them, by seed always the same."""
     torch.manual_seed(seed)
     layers = [part for a, b in pairwise(widths) for part in (nn.Linear(a, b), nn.ReLU())]
-    return nn.Sequential(*layers[:-1])
+    return nn.Sequential(*layers[:-1]).to(dtype)
 
 
 def sgd(parameters):

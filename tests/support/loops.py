@@ -1,29 +1,18 @@
 """A small model under a method, and the plain loop that trains it."""
 
 import io
-from itertools import pairwise
 
 import torch
 from torch import nn
 
 from lightning_nm import NMSparsifier
-
-
-def mlp(*sizes, dtype=torch.float32, seed=0):
-    """Linear layers of these sizes with ReLUs between them."""
-    torch.manual_seed(seed)
-    parts = [part for pair in pairwise(sizes) for part in (nn.Linear(*pair), nn.ReLU())]
-    return nn.Sequential(*parts[:-1]).to(dtype)
+from tests.support.loop import mlp, sgd
 
 
 def one_layer(dtype=torch.float64, seed=0):
     """A weight [8, 16]."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(16, 8, bias=False, dtype=dtype))
-
-
-def sgd(parameters):
-    return torch.optim.SGD(parameters, 0.1, momentum=0.9)
 
 
 class Loop:

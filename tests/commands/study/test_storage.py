@@ -15,6 +15,7 @@ from optuna.distributions import (
 
 from lightning_nm.commands.study.runner import Store, sample
 from lightning_nm.commands.study.spec import Spec
+from tests.support.full_disk import full_disk
 from tests.support.processes import forkserver
 
 SPEC = Spec(
@@ -134,6 +135,19 @@ def test_a_killed_process_loses_its_running_training_alone(tmp_path):
     (last,) = work(tmp_path, SEARCH)
     assert last not in others
     assert set(states(tmp_path, SEARCH)) == {"complete"}
+
+
+def test_a_full_disk_loses_no_finished_training(tmp_path, monkeypatch):
+    monkeypatch.setattr("time.sleep", lambda seconds: None)  # Optuna tries five times
+    work(tmp_path, limit=3)
+    store = Store(SPEC, tmp_path)
+    before, job = store.rows(), next(store.claim())
+    row = {"seed": 1, "state": "complete", "m": 1.0, "text": "x" * 100_000}
+    message = r"study\.db' cannot be read or written: .*disk"
+    with full_disk(os.path.getsize(store.path)), pytest.raises(OSError, match=message):
+        store.add(job, {}, [row])
+    assert Store(SPEC, tmp_path).rows() == before
+    assert len(work(tmp_path)) == 13
 
 
 @pytest.mark.parametrize("damage", ["text", "half"])
