@@ -26,7 +26,8 @@ def write_packed(name):
 
 
 def write_program(name):
-    export_pt2(sparse(), (torch.randn(2, 128),), name)
+    # torch 2.6 exports no layer by itself.
+    export_pt2(nn.Sequential(sparse()), (torch.randn(2, 128),), name)
 
 
 def write_study(name):

@@ -116,7 +116,7 @@ def case(
 
     return Case(
         matrix,
-        exact != 0 if order is None else mask[:, order],
+        mask if order is None else mask[:, order],  # a kept weight may be zero
         exact,
         normal(tokens, depth),
         normal(rows) if bias else None,
