@@ -77,6 +77,10 @@ class HeldOutFiles(ResumableDataModule):
         held.windows = held.windows[chosen]
         self.val_set = self.test_set = held
 
+    def held_out(self) -> bytes:
+        """The held-out files, joined by line breaks."""
+        return b"\n".join(self._split(self._contents())[1])
+
     def _windows(self, contents: list[bytes], purpose: str) -> Windows:
         """The windows of a part of the files, which has at least one."""
         tokens = self.tokens(contents) if contents else torch.empty(0)

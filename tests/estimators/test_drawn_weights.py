@@ -35,7 +35,7 @@ from tests.support.lightning_models import (
     make_trainer,
     new_model,
 )
-from tests.support.loops import Loop, mlp
+from tests.support.method_loop import Loop, mlp
 from tests.support.outside import ScaledMask, SoftThreshold
 from tests.support.routed import ran, simulated
 

@@ -11,7 +11,7 @@ from lightning_nm import MVUE, GradientEstimator, NMSparsifier, TopN
 from lightning_nm import functional as nmf
 from tests.support.contract import ESTIMATORS
 from tests.support.kinds import KINDS, make
-from tests.support.loops import Loop, mlp
+from tests.support.method_loop import Loop, mlp
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
 

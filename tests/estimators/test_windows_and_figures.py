@@ -22,7 +22,7 @@ from lightning_nm import (
 from lightning_nm.callbacks.tables import print_layers
 from lightning_nm.training.statistics import shares_of
 from tests.support.lightning_models import Data, Inspect, make_trainer, new_model
-from tests.support.loops import Loop, mlp
+from tests.support.method_loop import Loop, mlp
 
 
 def loop(estimator, method="dense", pattern="2:4", **options):

@@ -11,7 +11,7 @@ from lightning_nm import BAME
 from lightning_nm import functional as nmf
 from lightning_nm.functional.evolution import SCALE
 from tests.support.bame import OPTIMIZERS, loop
-from tests.support.loops import Loop, mlp, one_layer
+from tests.support.method_loop import Loop, mlp, one_layer
 
 PLAIN = {
     "sgd": lambda p: torch.optim.SGD(p, 0.05),

@@ -9,7 +9,7 @@ from torch import nn
 from lightning_nm import BAME
 from lightning_nm.methods import bi_mask
 from tests.support.bame import loop
-from tests.support.loops import Loop, mlp
+from tests.support.method_loop import Loop, mlp
 
 
 def moves(masks):

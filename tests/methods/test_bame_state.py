@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_nm import BAME
 from lightning_nm import functional as nmf
 from tests.support.bame import OPTIMIZERS, loop
-from tests.support.loops import Loop
+from tests.support.method_loop import Loop
 
 
 class PeakMemory(TorchDispatchMode):

@@ -15,7 +15,7 @@ from lightning_nm import functional as nmf
 from lightning_nm.methods.cast import SCALE
 from tests.support.kinds import KINDS, make
 from tests.support.lightning_models import Data, make_trainer, new_model
-from tests.support.loops import Loop, one_layer
+from tests.support.method_loop import Loop, one_layer
 
 
 def loop(method, kind=AdamW, **options):

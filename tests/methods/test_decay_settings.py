@@ -9,7 +9,7 @@ from torch.optim import SGD
 from lightning_nm import SRSTE, BiMask, NMSparsityCallback, TransposableMask
 from lightning_nm import functional as nmf
 from tests.support.lightning_models import Data, make_trainer, new_model
-from tests.support.loops import Loop, mlp, one_layer
+from tests.support.method_loop import Loop, mlp, one_layer
 
 MOST = 0.01  # the norm that gradients are clipped to
 PLACES = ("before-clipping", "after-clipping")

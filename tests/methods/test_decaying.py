@@ -9,7 +9,7 @@ import torch
 from lightning_nm import DecayingMask, NMPattern
 from lightning_nm import functional as nmf
 from lightning_nm.methods.decaying import narrowing_patterns
-from tests.support.loops import Loop, mlp
+from tests.support.method_loop import Loop, mlp
 
 
 @pytest.mark.parametrize("decay", ["linear", "exponential"])

@@ -24,7 +24,7 @@ from lightning_nm import functional as nmf
 from lightning_nm.callbacks.tables import print_summary
 from lightning_nm.nn.costs import mean_densities
 from tests.support.lightning_models import Data, make_trainer, new_model
-from tests.support.loops import Loop, mlp
+from tests.support.method_loop import Loop, mlp
 
 METHODS = {
     "ste": STE,

@@ -7,7 +7,7 @@ from torch import nn
 from lightning_nm import ASP, BAME, SRSTE, STE, Dense, Method, NMSparsifier
 from lightning_nm.functional import magnitude_mask
 from lightning_nm.methods import MaskMethod
-from tests.support.loops import Loop, mlp
+from tests.support.method_loop import Loop, mlp
 from tests.support.outside import DecayingN
 
 

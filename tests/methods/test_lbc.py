@@ -14,7 +14,7 @@ from lightning_nm import LBC, NMPattern
 from lightning_nm import functional as nmf
 from lightning_nm.functional.evolution import as_blocks
 from lightning_nm.functional.soft import block_patterns
-from tests.support.loops import Loop, mlp
+from tests.support.method_loop import Loop, mlp
 
 PATTERNS = ["1:2", "2:4", "3:4", "1:4", "2:8", "1:16"]
 

@@ -17,7 +17,7 @@ from lightning_nm.functional.soft import block_patterns, gumbel_noise
 from tests.support.features import ends_sparse, masked
 from tests.support.kinds import KINDS, make
 from tests.support.lightning_models import Data, make_trainer, new_model
-from tests.support.loops import Loop, mlp, sgd
+from tests.support.method_loop import Loop, mlp, sgd
 
 
 def adamw(parameters):

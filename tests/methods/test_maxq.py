@@ -16,7 +16,7 @@ from lightning_nm.functional.evolution import as_blocks
 from lightning_nm.methods import maxq
 from lightning_nm.nn.state import fits, layer_state
 from tests.support.kinds import KINDS, make
-from tests.support.loops import Loop, sgd
+from tests.support.method_loop import Loop, sgd
 
 
 def attached(kind, pattern="2:4", method=None, **options):

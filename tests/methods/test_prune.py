@@ -15,7 +15,7 @@ from lightning_nm.nn import register_experts
 from lightning_nm.nn.adapters import Adapter, base, find_adapter, register_adapter
 from tests.support.experts import EXPERTS, WIDTH, Experts, TransposedExperts, matrices
 from tests.support.kinds import KINDS, make
-from tests.support.loops import mlp
+from tests.support.method_loop import mlp
 
 few_tokens = pytest.mark.filterwarnings("ignore:score='sparsegpt' has fewer")
 ALL = {"skip_first_last": False}

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from benchmarks.prune_depth import ModelProducts, counted_calls, watched_memory
 from lightning_nm import prune
 from lightning_nm.functional import is_nm
-from tests.support.loops import mlp
+from tests.support.method_loop import mlp
 from tests.support.tiny import tiny
 
 # The pooler of BERT has a token a text; WithExperts a few tokens for an expert.

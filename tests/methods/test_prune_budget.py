@@ -11,7 +11,7 @@ from lightning_nm import ASP, prune
 from lightning_nm import functional as nmf
 from tests.methods.test_prune import ALL, Mixture, data
 from tests.support.experts import WIDTH, matrices
-from tests.support.loops import Loop, mlp
+from tests.support.method_loop import Loop, mlp
 
 
 def net(*sizes):

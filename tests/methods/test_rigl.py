@@ -7,7 +7,7 @@ import torch
 
 from lightning_nm import RigL
 from tests.support.bame import OPTIMIZERS
-from tests.support.loops import Loop, one_layer
+from tests.support.method_loop import Loop, one_layer
 
 
 def loop(*, make=OPTIMIZERS["sgd"], **options):

@@ -7,7 +7,7 @@ from torch import nn
 
 from lightning_nm import SSTE, NMSparsifier
 from lightning_nm import functional as nmf
-from tests.support.loops import Loop, mlp
+from tests.support.method_loop import Loop, mlp
 
 
 def scale_of(weight):

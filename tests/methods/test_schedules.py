@@ -42,7 +42,7 @@ from tests.support.lightning_models import (
     make_trainer,
     new_model,
 )
-from tests.support.loops import Loop, mlp
+from tests.support.method_loop import Loop, mlp
 from tests.support.outside import SoftThreshold
 from tests.support.pairs import mostly_slow
 

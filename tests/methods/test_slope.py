@@ -8,7 +8,7 @@ from torch import nn
 
 from lightning_nm import NMSparsifier, SLoPe
 from lightning_nm import functional as nmf
-from tests.support.loops import Loop
+from tests.support.method_loop import Loop
 
 
 @pytest.mark.parametrize("pattern", ["2:4", "1:4", "3:8"])

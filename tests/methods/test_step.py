@@ -10,7 +10,7 @@ from lightning_nm import STEP
 from lightning_nm.callbacks.tables import phases
 from lightning_nm.methods.step import CHANGES, LARGEST_STEP
 from lightning_nm.training.phases import finished_phases
-from tests.support.loops import Loop, mlp
+from tests.support.method_loop import Loop, mlp
 
 BETAS = (0.8, 0.9)  # a window of ten steps
 WEIGHT, BIAS = "0.weight", "0.bias"

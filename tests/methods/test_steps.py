@@ -10,7 +10,7 @@ from lightning_nm import BAME, STEP, RigL, SLoPe
 from tests.support.bame import loop
 from tests.support.contract import METHODS, refusal
 from tests.support.kinds import held_tensors
-from tests.support.loops import Loop, mlp
+from tests.support.method_loop import Loop, mlp
 
 EXCHANGING = {
     "rigl": lambda: RigL(every=1, stop=20, drop=0.8),

@@ -14,7 +14,7 @@ from lightning_nm.nn.adapters import Adapter
 from lightning_nm.nn.products import estimated
 from lightning_nm.training.macs import OTHERS, can_watch
 from tests.support.contract import METHODS, sgd_or_adam
-from tests.support.loops import Loop
+from tests.support.method_loop import Loop
 
 VOCABULARY, DIM = 24, 16
 

@@ -99,6 +99,8 @@ def test_whole_files_are_held_out(folders, text):
     order = sorted(range(10), key=lambda n: hashlib.sha256(f"{n}.txt".encode()).digest())
     seen = [set(part.windows.flatten().tolist()) - {31} for part in (data.train_set, data.val_set)]
     assert seen == [set(order[:7]), set(order[7:])]
+    contents = [(text / f"{number}.txt").read_bytes() for number in order[7:]]
+    assert data.held_out() == b"\n".join(contents)
     # Each file ends with the end token.
     tokens = data.train_set.windows[:, :-1].flatten().tolist()
     assert tokens[:82] == [order[0]] * 40 + [31] + [order[1]] * 40 + [31]

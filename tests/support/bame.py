@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from lightning_nm import BAME, NMSparsifier
-from tests.support.loops import Loop, one_layer
+from tests.support.method_loop import Loop, one_layer
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, weight_decay=1e-2, nesterov=True),
