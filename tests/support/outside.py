@@ -36,6 +36,10 @@ class ScaledMask(MaskMethod):
     def __init__(self, strength=0.1):
         self.strength = strength
 
+    def follow(self, schedule):
+        schedule.refuse(self, dense_start="its scale is trained from the first step")
+        return super().follow(schedule)
+
     def init_masks(self, layer):
         if "scale" not in layer.parameters:
             layer.parameters["scale"] = nn.Parameter(torch.full((), 1.5, dtype=layer.weight.dtype))
