@@ -1,7 +1,7 @@
 """Time the unbiased N:M estimators against a plain copy of the tensor, interleaved in one process.
 
 ``python -m benchmarks.estimators`` prints medians and their ratios to the copy. The random numbers are given: what it
-takes to draw them, one per block, stands beside. ``--compile`` times compiled versions, the compilation apart.
+takes to draw them, one per block, stands next to it. ``--compile`` times compiled versions, the compilation apart.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 ``python -m benchmarks.ethos_u85`` compiles one convolution for each pattern, in an environment of the extra ethos-u
 (``make .venv-ethos/.dev``). ``--study residual`` or ``mobile`` compiles every model of a study of ``studies/cycles``
 instead, whose trainings are in ``benchmarks/results/study-cycles-fashion-mnist-KIND.csv``, and writes the estimates
-beside it, for the picture of accuracy over cycles. Estimates depend on shapes and zeros, not on values: the models are
+next to it, for the picture of accuracy over cycles. Estimates depend on shapes and zeros, not on values: the models are
 built with random weights. The cycles are those of the compiler's model of the NPU and its memories: no chip is
 measured.
 """

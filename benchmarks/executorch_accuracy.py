@@ -28,7 +28,7 @@ class ExecutorchAccuracy(Callback):
     """Logs `test_acc_int8`, in [0, 1]: the accuracy on the test set of the model in int8, by ExecuTorch on the CPU.
 
     Weights have one int8 scale per output channel, activations one per tensor, from the first training batches.
-    XNNPACK computes the products.
+    XNNPACK computes the GEMMs.
     """
 
     def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -44,12 +44,12 @@ class ExecutorchAccuracy(Callback):
 
 
 def int8_accuracy(model: nn.Module, calibration: Iterable[Batch], test: Iterable[Batch]) -> float:
-    """The share of right answers of a classifier in int8.
+    """The fraction of right answers of a classifier in int8.
 
     Args:
         model: Takes images `[B, C, H, W]` and gives logits `[B, classes]`.
         calibration: Batches of images and labels, of one size.
-        test: Likewise; a smaller last batch is filled up, and the answers to the filling are not counted.
+        test: The same for the test; a smaller last batch is filled up, and the answers to the filling are not counted.
     """
     inputs = [(images,) for images, _ in calibration]
     example = inputs[0]

@@ -11,7 +11,7 @@ measured choice and answers 24 requests of 6 to 29 tokens: their seconds in all,
 ``--rivals`` adds the dense model in int8 by other runtimes, see :mod:`benchmarks.rivals`.
 
 ``--between`` measures nothing of that. It prints how much of a forward pass of the packed models in int8 the kernel's
-products take: the rest lies between them.
+GEMMs take: the rest lies between them.
 
 A compiled dense model, onnxruntime and OpenVINO show what a user without this package gets. The last columns compare a
 variant with the fastest of all dense ones, and with the fastest dense one of torch. Int8 ones are rivals of packed int8
@@ -187,7 +187,7 @@ def measure(runs: dict[str, Run], ids: Tensor, seconds: float) -> dict[str, floa
 
 
 def print_between(model: Network, args: argparse.Namespace) -> None:
-    """Print the time of a forward pass of packed int8 models, and of the kernel's products in it."""
+    """Print the time of a forward pass of packed int8 models, and of the kernel's GEMMs in it."""
     print("| batch x tokens | N:M | forward pass, ms | products, ms |\n|---|---|---|---|")
     for shape in args.shapes:
         ids = torch.randint(3, 1000, tuple(map(int, shape.split("x"))))
@@ -198,7 +198,7 @@ def print_between(model: Network, args: argparse.Namespace) -> None:
 
 
 def seconds_of_products(run: Run, ids: Tensor, seconds: float) -> tuple[float, float]:
-    """Medians of the seconds of a forward pass, and of those of them that the library's products take."""
+    """Medians of the seconds of a forward pass, and of those of them that the library's GEMMs take."""
     in_products: list[float] = []
     call = library.run
 
@@ -210,7 +210,7 @@ def seconds_of_products(run: Run, ids: Tensor, seconds: float) -> tuple[float, f
     whole: list[float] = []
     with torch.inference_mode(), unittest.mock.patch.object(library, "run", timed):
         in_products.append(0.0)
-        run(ids)  # measures the products
+        run(ids)  # measures the GEMMs
         end = time.perf_counter() + seconds
         while time.perf_counter() < end:
             in_products.append(0.0)

@@ -2,7 +2,7 @@
 
 ``python -m benchmarks.int8`` trains a byte-level GPT (:class:`lightning_nm.demo.GPT`) on the Python files of installed
 packages under the masks of ASP, packs it in float32, in bfloat16 and with int8 weights for inputs of both, and prints
-the bits per byte of each on held-out files. Products of int8 weights round each token to int8, too. ``--model cnn``
+the bits per byte of each on held-out files. GEMMs of int8 weights round each token to int8, too. ``--model cnn``
 takes a residual CNN, Fashion-MNIST and the accuracy on its test images. ``--quantised-last 0.1`` rounds the weights in
 the last tenth of the training (:class:`lightning_nm.training.int8_rounding.Int8Rounding`). ``--file CKPT`` trains
 nothing, and takes the state dict of such a model, with the patterns that it has. Differences are of one model on the
@@ -88,7 +88,7 @@ def pictures(args: argparse.Namespace, seed: int) -> ResumableDataModule:
 
 @torch.inference_mode()
 def accuracy(model: nn.Module, batches: Sequence[Batch]) -> float:
-    """The share of images that are classified right, in percent."""
+    """The fraction of images that are classified right, in percent."""
     dtype = next(model.buffers()).dtype  # of the batch norm that comes first
     right = [
         float((model(x.to(dtype)).argmax(1) == target).float().mean()) for x, target in batches
@@ -145,7 +145,7 @@ def loaded(args: argparse.Namespace, task: Task, data: ResumableDataModule) -> n
 
 
 def packed_variants(model: nn.Module) -> dict[str, nn.Module]:
-    """The packed models; no product of theirs is dense where a kernel takes it."""
+    """The packed models; no GEMM of theirs is dense where a kernel takes it."""
     found = {}
     for name in LAYERS:
         dtype = torch.bfloat16 if name.endswith("bfloat16") else torch.float32

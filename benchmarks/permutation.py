@@ -5,8 +5,9 @@
 Every case is a weight with a 2:4 forward mask of its magnitudes along `in`. "random mean" is the mean score of 1000
 permutations, and a gain is the distance to that mean. Best-of-100 and swap run as a user would call them
 (`candidates=100` for both), in turn and several times; "time" is the median of swap's time over best-of-100's, so that
-below 1 swap had less than equal time. Scores are shares of the forward mask's nonzeros (of their magnitude for "l1").
-The ceiling is what N per M rows would allow in every column if any rows could share a block; no search reaches it.
+below 1 swap had less than equal time. Scores are fractions of the forward mask's nonzeros (of their magnitude for
+"l1"). The ceiling is what N per M rows would allow in every column if any rows could share a block; no search
+reaches it.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ COLUMNS = {
 def measure(
     weight: Tensor, criterion: Criterion, seed: int, repeats: int, long: int
 ) -> dict[str, float]:
-    """One weight ``[out, K]``: scores as shares, times in milliseconds."""
+    """One weight ``[out, K]``: scores as fractions, times in milliseconds."""
     mask = nm_mask(weight.abs(), PATTERN)
     generator = torch.Generator().manual_seed(seed)
     kept = torch.where(mask, weight, 0).abs()

@@ -4,7 +4,7 @@ First table: a whole training step (forward, backward, optimizer, masks) of a tw
 gradient estimators, over the same step of the same model without masks; interleaved in one process, medians over the
 rounds. Every GEMM is a dense one here, so this is overhead alone. BAME is timed between adaptations.
 
-Second table: an adaptation of one layer, beside what the same two calls cost in a step without one.
+Second table: an adaptation of one layer, next to what the same two calls cost in a step without one.
 
     python -m benchmarks.step_overhead
 
@@ -15,7 +15,7 @@ convolution and last linear layer stay dense.
 
 With ``--monitor`` another table alone: what MaskMonitor adds to the step of a Trainer with a TensorBoard log. Timed are
 a step, the monitor's part of a step that does not log, of one that logs, and of one that draws, too (Lightning's
-writing included); the share is that of the default intervals, 50 and 500 steps.
+writing included); the fraction is that of the default intervals, 50 and 500 steps.
 
     python -m benchmarks.step_overhead --monitor
 """
@@ -186,7 +186,7 @@ def interleaved(
 
 
 def over_plain(seconds: dict[str, list[float]]) -> dict[str, float]:
-    """The share that each adds to the plain step, as a median."""
+    """The fraction that each adds to the plain step, as a median."""
     # Ratios within a round: what else the machine does in it slows both.
     return {
         name: statistics.median(a / b for a, b in zip(values, seconds["plain"], strict=True)) - 1
@@ -298,7 +298,7 @@ class Module(pl.LightningModule):
 
 
 def monitored(options: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Median seconds of a step, of the monitor's parts, and its share of the step at the default intervals."""
+    """Median seconds of a step, of the monitor's parts, and its fraction of the step at the default intervals."""
     for name in ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero"):
         logging.getLogger(name).setLevel(logging.ERROR)
     found, every, width = {}, 4, options.width

@@ -156,7 +156,7 @@ def parse(variant: str) -> tuple[str, bool, str]:
 
 
 def make_trainer(device: torch.device, callbacks: list[pl.Callback], **options: Any) -> pl.Trainer:
-    """A Trainer that does nothing beside the training, and leaves its end to the callbacks."""
+    """A Trainer that does nothing but the training, and leaves its end to the callbacks."""
     return pl.Trainer(
         accelerator="gpu" if device.type == "cuda" else "cpu",
         devices=1,
@@ -287,7 +287,7 @@ def quiet() -> Generator[None, None, None]:
         logger.setLevel(before)
 
 
-# For the runner of benchmarks/gpu, whose time is short: the most telling first, in equal shares of what is left.
+# For the runner of benchmarks/gpu, whose time is short: the most telling first, in equal fractions of what is left.
 PART = ("dense", "transposable+mvue:auto", "transposable:auto", "transposable:reference", "dense")
 DRY_PART = ("dense", "bi-mask+mvue:sparse")
 

@@ -1,4 +1,4 @@
-"""Time `transposable_mask(w)` beside `nm_mask(w.abs())`, interleaved in one process, and say what both keep.
+"""Time `transposable_mask(w)` next to `nm_mask(w.abs())`, interleaved in one process, and say what both keep.
 
 ``python -m benchmarks.transposable`` prints medians, the magnitude kept relative to the mask of the rows alone, and, on
 a sample of tiles, relative to the optimum that a linear-programming solver finds.

@@ -384,10 +384,10 @@ class SparsityConfig:
             forward weight. ``None`` leaves the backward weight to the method.
         schedule: A dense start, a ramp of patterns and a dense end, for all methods: a mapping with any of
             ``dense_start``, ``ramp``, ``ramp_ends`` and ``dense_end``, such as ``{dense_start: 0.1, ramp: [8:16, 4:16],
-            dense_end: 0.1}``. Moments are training steps (an integer) or shares of the training (a float). ``ramp`` has
-            the patterns before ``pattern``; each has an equal share of the time between the dense phases, or lasts
-            until its moment of ``ramp_ends``. The dense phases hold for ``grad_estimator``, too. With ``dense_end``
-            **the trained model is dense**. Methods refuse what they cannot follow. See docs/which-method.md.
+            dense_end: 0.1}``. Moments are training steps (an integer) or fractions of the training (a float). ``ramp``
+            has the patterns before ``pattern``; each has an equal fraction of the time between the dense phases, or
+            lasts until its moment of ``ramp_ends``. The dense phases hold for ``grad_estimator``, too. With
+            ``dense_end`` **the trained model is dense**. Methods refuse what they cannot follow: docs/which-method.md.
 
         direct_reads: What happens before the first optimizer step of a masked weight that has a gradient though its
             layer was not called: other code reads it, for example by ``F.linear(x, layer.weight)``, gets the dense

@@ -50,7 +50,7 @@ class NMPattern(_OneValue):
 
     @property
     def density(self) -> float:
-        """Share of the entries that are kept, ``n / m``."""
+        """Fraction of the entries that are kept, ``n / m``."""
         return self.n / self.m
 
     def __str__(self) -> str:

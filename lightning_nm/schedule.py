@@ -1,4 +1,4 @@
-"""When a training is dense and when it is sparse: moments as steps or as shares of it, a dense start and end, a ramp.
+"""When a training is dense and when sparse: moments as steps or as fractions of it, a dense start and end, a ramp.
 
 A window lies between a dense start and a dense end. Stages are windows with a ramp of patterns that narrow to N:M.
 """
@@ -16,7 +16,7 @@ from lightning_nm.pattern import NMPattern, PatternLike
 from lightning_nm.spelling import check_keys
 
 Moment = int | float
-"""An integer counts training steps, a float in [0, 1] is a share of those that the training is planned to take."""
+"""An integer counts training steps, a float in [0, 1] is a fraction of those that the training is planned to take."""
 
 Steps = tuple[int, ...]
 """The training steps at which something begins or ends."""
@@ -26,8 +26,8 @@ class UnknownLength(ValueError):
     """The number of training steps is needed, but not known. Callers that can be told it add how.
 
     Example:
-        >>> print(UnknownLength("LBC's stop=0.5 is a share of the steps", "write LBC(stop=10000)"))
-        LBC's stop=0.5 is a share of the steps, but their number is not known: write LBC(stop=10000)
+        >>> print(UnknownLength("LBC's stop=0.5 is a fraction of the steps", "write LBC(stop=10000)"))
+        LBC's stop=0.5 is a fraction of the steps, but their number is not known: write LBC(stop=10000)
     """
 
     def __init__(self, what: str, way_out: str) -> None:
@@ -35,14 +35,14 @@ class UnknownLength(ValueError):
 
 
 def check_moment(name: str, moment: Moment) -> None:
-    """Refuse what is neither a step (else a ``TypeError``) nor a share within [0, 1] (else a ``ValueError``)."""
+    """Refuse what is neither a step (else a ``TypeError``) nor a fraction within [0, 1] (else a ``ValueError``)."""
     if isinstance(moment, bool) or not isinstance(moment, (int, float)):
         raise TypeError(
-            f"{name}={moment!r} must be an integer (training steps) or a float (a share of them)"
+            f"{name}={moment!r} must be an integer (training steps) or a float (a fraction of them)"
         )
     if isinstance(moment, float) and not 0 <= moment <= 1:
         raise ValueError(
-            f"{name}={moment} is not a share of the training: give a float from 0 to 1, or an integer for training "
+            f"{name}={moment} is not a fraction of the training: give a float from 0 to 1, or an integer for training "
             "steps"
         )
     if moment < 0:
@@ -50,7 +50,7 @@ def check_moment(name: str, moment: Moment) -> None:
 
 
 def resolve_moment(owner: object, name: str, moment: Moment, planned_steps: int | None) -> int:
-    """Turn a moment into a training step; a share needs the number of planned steps, else a ``ValueError``.
+    """Turn a moment into a training step; a fraction needs the number of planned steps, else a ``ValueError``.
 
     Example:
         >>> resolve_moment(None, "dense_start", 0.1, 1000), resolve_moment(None, "dense_start", 50, None)
@@ -66,21 +66,21 @@ def resolve_moment(owner: object, name: str, moment: Moment, planned_steps: int 
 
 def _unknown_length(owner: object, name: str, moment: Moment) -> UnknownLength:
     """The error of a moment that needs the number of planned steps, with what to write in its place."""
-    what = "is a share" if isinstance(moment, float) else "counts from the end"
+    what = "is a fraction" if isinstance(moment, float) else "counts from the end"
     if name == "dense_end":
         # As an integer it would count from the end, too.
         advice = "leave dense_end out"
     elif isinstance(owner, str):
         advice = f"give {name} as an integer, the training step"
     else:
-        # All shares at once: the next error would ask for the next one.
-        shares = {}
+        # All fractions at once: the next error would ask for the next one.
+        fractions = {}
         for argument, parameter in inspect.signature(type(owner)).parameters.items():
             value = getattr(owner, argument, None)
             is_moment = "Moment" in str(parameter.annotation) and argument != "dense_end"
             if is_moment and isinstance(value, float) and value:
-                shares[argument] = value
-        ordered = sorted(shares, key=lambda argument: shares[argument]) or [name]
+                fractions[argument] = value
+        ordered = sorted(fractions, key=lambda argument: fractions[argument]) or [name]
         steps = [f"{argument}={10_000 * k}" for k, argument in enumerate(ordered, 1)]
         advice = (
             f"write {type(owner).__name__}({', '.join(steps)}), with training steps of your own"
@@ -95,15 +95,15 @@ def _name(owner: object) -> str:
 
 
 def check_window(dense_start: Moment, dense_end: Moment) -> None:
-    """Refuse a dense start and a dense end that are no moments, or as shares leave nothing between them."""
+    """Refuse a dense start and a dense end that are no moments, or as fractions leave nothing between them."""
     check_moment("dense_start", dense_start)
     check_moment("dense_end", dense_end)
-    # Steps and shares can be compared only when the number of steps is known: see resolve_window.
-    shares = [moment for moment in (dense_start, dense_end) if isinstance(moment, float)]
-    if sum(shares) >= 1:
+    # Steps and fractions can be compared only when the number of steps is known: see resolve_window.
+    fractions = [moment for moment in (dense_start, dense_end) if isinstance(moment, float)]
+    if sum(fractions) >= 1:
         raise ValueError(
-            f"dense_start={dense_start} and dense_end={dense_end} make the whole training dense: shares must add up to "
-            "less than 1"
+            f"dense_start={dense_start} and dense_end={dense_end} make the whole training dense: fractions must add up "
+            "to less than 1"
         )
 
 
@@ -118,7 +118,7 @@ def resolve_window(
 
     Args:
         owner: The object that is scheduled, for the errors; or how they call it, if users do not make it.
-        dense_start: Dense steps, or share of them, at the beginning.
+        dense_start: Dense steps, or fraction of them, at the beginning.
         dense_end: The same at the end.
         planned_steps: Training steps of the whole training, if known.
         start_name: What the owner calls the former, for the errors.
@@ -144,7 +144,7 @@ def resolve_window(
             f"{_name(owner)} would never be sparse: {start_name}={dense_start} ends at step {start} and "
             f"dense_end={dense_end} begins at step {stop} of {planned_steps}"
         )
-    # A share may round to no step: then nothing is left to be trained densely, and the masks stay.
+    # A fraction may round to no step: then nothing is left to be trained densely, and the masks stay.
     if end == 0:
         return without_end
     return start, stop
@@ -225,13 +225,13 @@ class ScheduleSpec(TypedDict, total=False):
 class Schedule:
     """A dense start, a ramp of patterns, and a dense end.
 
-    Moments are training steps (an integer) or shares of the training (a float in [0, 1]).
+    Moments are training steps (an integer) or fractions of the training (a float in [0, 1]).
 
     Attributes:
         dense_start: How long training is dense before the first masks.
         ramp: The patterns before the layers' own, each narrower than the one before, with the same M.
         ramp_ends: When each of them gives way to the next, counted from the beginning of the training. ``None``: each
-            pattern, the layers' own included, has an equal share of the time between the dense phases.
+            pattern, the layers' own included, has an equal fraction of the time between the dense phases.
         dense_end: How long training is dense again at the end.
 
     Raises:
@@ -263,7 +263,7 @@ class Schedule:
         for moment in self.ramp_ends:
             check_moment("ramp_ends", moment)
         for before, after in pairwise(self.ramp_ends):
-            # Steps and shares can be compared only when the number of steps is known: see _ends().
+            # Steps and fractions can be compared only when the number of steps is known: see _ends().
             if isinstance(before, float) == isinstance(after, float) and before >= after:
                 raise ValueError(
                     f"the schedule's ramp_ends={list(self.ramp_ends)} must increase: each pattern of the ramp gives "
@@ -370,7 +370,7 @@ class Schedule:
             ]
         elif stop is None:
             raise UnknownLength(
-                "the stages of the schedule's ramp are equal shares of the planned training steps",
+                "the stages of the schedule's ramp are equal fractions of the planned training steps",
                 "give ramp_ends as integers, the training steps",
             )
         else:

@@ -57,7 +57,7 @@ class NMSparsifier:
         grad_estimator: A short name (``"mvue"``) or a :class:`GradientEstimator`; ``None`` keeps dY.
         config: All settings as one object, instead of the other arguments.
         planned_steps: Training steps of the whole training (calls of :meth:`step` after an optimizer step), for
-            schedules given as shares of it.
+            schedules given as fractions of it.
         data_rank: Index of the part of the global batch that this process sees; its rank by default. Processes that
             see the same part, as in a tensor-parallel group, must draw the same random numbers.
         managed: Whether a Trainer's callback makes the calls of a step: it forgets none, and gives its own warnings.
@@ -319,11 +319,11 @@ class NMSparsifier:
     def stats(self) -> dict[str, float]:
         """Return the statistics of all masked layers together, and ``train_flops_ratio``, the hardware-eligible ratio.
 
-        They are ``density`` (share of set bits of the forward mask), ``flip_rate`` (share of its bits that the last
-        update changed), ``kept_magnitude`` (sum of |W_F| over sum of |W|), ``overlap`` (share of the forward mask's
-        entries that the backward mask keeps), and those of the layers' methods; where gradient estimates were observed
-        (every ``grad_snr_every`` steps in a few layers, never in compiled ones), also ``grad_snr`` (norm of dW over
-        the norm of its error) and ``grad_density`` (share of nonzeros in E(dY)).
+        They are ``density`` (fraction of set bits of the forward mask), ``flip_rate`` (fraction of its bits that the
+        last update changed), ``kept_magnitude`` (sum of |W_F| over sum of |W|), ``overlap`` (fraction of the forward
+        mask's entries that the backward mask keeps), and those of the layers' methods; where gradient estimates were
+        observed (every ``grad_snr_every`` steps in a few layers, never in compiled ones), also ``grad_snr`` (norm of dW
+        over the norm of its error) and ``grad_density`` (fraction of nonzeros in E(dY)).
 
         Raises:
             ValueError: If a weight holds NaN, naming the layer.
@@ -361,7 +361,7 @@ class NMSparsifier:
         )
 
     def shares(self) -> dict[str, float]:
-        """Return the share of the parameters and, once a batch ran, of dense multiply-adds in masked layers."""
+        """Return the fraction of the parameters and, once a batch ran, of dense multiply-adds in masked layers."""
         masked = [layer for layer in self.selection.layers if layer.spec.maskable]
         return shares_of(self.model, masked, self.macs)
 

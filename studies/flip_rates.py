@@ -1,10 +1,10 @@
 """How often masks change under candidate decays, relative to dense training: a cheap way to choose a decay.
 
 ``python -m studies.flip_rates CONFIG --decays 1e-3 1e-2 --steps 200`` trains a config of `lightning-nm fit` for a few
-steps, once dense and once with each decay of its method, and prints the mean flip rate of each: the share of a mask's
-entries that differ from those of the mask some steps before. The masks are those that the weights would have, also in
-the dense training. Hu et al. (ICML 2024, arXiv 2404.01847) keep a decay whose flip rate is 0.60 to 0.95 of the dense
-training's.
+steps, once dense and once with each decay of its method, and prints the mean flip rate of each: the fraction of a
+mask's entries that differ from those of the mask some steps before. The masks are those that the weights would have,
+also in the dense training. Hu et al. (ICML 2024, arXiv 2404.01847) keep a decay whose flip rate is 0.60 to 0.95 of the
+dense training's.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Flips(pl.Callback):
         transposable: Whether the masks are transposable where they can be, else N:M along ``in``.
 
     Attributes:
-        rates: Shares of changed entries, one for each comparison, over all layers.
+        rates: Fractions of changed entries, one for each comparison, over all layers.
     """
 
     def __init__(self, every: int, transposable: bool) -> None:

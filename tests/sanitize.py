@@ -1,4 +1,4 @@
-"""Random products and layouts of the CPU kernels, and packed files that were damaged, with the sanitizers.
+"""Random GEMMs and layouts of the CPU kernels, and packed files that were damaged, with the sanitizers.
 
 ``make sanitize`` compiles the C code with them.
 
@@ -149,7 +149,7 @@ def _layers(pattern, dtype):
 
 
 def _experts(pattern, dtype):
-    """A mixture of experts, likewise."""
+    """A mixture of experts, in the same way."""
     torch.manual_seed(0)
     dense = Experts().to(dtype).eval()
     for weight in dense.parameters():

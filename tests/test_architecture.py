@@ -85,7 +85,7 @@ def test_only_public_lightning():
     assert not faults, "\n".join(faults)
 
 
-# Each part of a layer: the file of its class, and who assigns its fields beside that file.
+# Each part of a layer: the file of its class, and who assigns its fields besides that file.
 OWNERS = {
     "NMLayer": (
         "nn/layer.py",
@@ -107,7 +107,7 @@ OWNERS = {
             "trained_by_layer": ("nn/products.py", "nn/adapters/experts.py"),
         },
     ),
-    # Experts count the products of a call.
+    # Experts count the GEMMs of a call.
     "LayerCosts": ("nn/layer.py", {"last_call": ("nn/adapters/experts.py",)}),
     "PlainWeight": ("nn/weight.py", {}),
     "ShardedWeight": ("nn/weight.py", {}),

@@ -228,7 +228,7 @@ def by_our_command(*words):
 
 @pytest.mark.parametrize("run", [by_lightning_cli, by_our_command])
 def test_the_same_in_yaml(tmp_path, monkeypatch, run):
-    """With a precision plugin, whose kernels round otherwise than the products of the model without the package."""
+    """With a precision plugin, whose kernels round otherwise than the GEMMs of the model without the package."""
     monkeypatch.setenv("HOME", str(tmp_path))  # where decisions are kept
     nm = NMSparsityCallback("2:4", "bi-mask", "mvue", show_tables=False)
     plugin = NMMixedPrecision("bf16-mixed", kernels="sparse")

@@ -168,7 +168,7 @@ def used_backward_weight(layer):
         return part.view.unrows(drawn.reshape(part.view.rows(weight).shape))
 
     if layer.spec.layout.startswith("experts"):
-        # Each expert has products, and so draws, of its own.
+        # Each expert has GEMMs, and so draws, of its own.
         drawn = torch.stack([draw(*each) for each in zip(layer.experts, weight, strict=True)])
     else:
         drawn = draw(layer, weight)

@@ -101,11 +101,11 @@ def test_the_table_of_gemms_adds_up(dry_run):
 
 
 SPARSE = {False: {"forward", "dgrad"}, True: {"forward", "dgrad", "wgrad"}}
-"""The products that can be sparse, without and with an estimator."""
+"""The GEMMs that can be sparse, without and with an estimator."""
 
 
 def sparse_gemms(variant):
-    """The products that a variant runs sparse."""
+    """The GEMMs that a variant runs sparse."""
     return SPARSE[variant.mvue] if variant.mode == "sparse" else set()
 
 

@@ -28,7 +28,7 @@ def network():
         (
             lambda s, _: NMSparsifier(network(), "2:4", "bame").attach(),
             ValueError,
-            r"BAME's stop=0\.66 is a share.*pass planned_steps to NMSparsifier",
+            r"BAME's stop=0\.66 is a fraction.*pass planned_steps to NMSparsifier",
         ),
     ],
 )

@@ -1,1 +1,1 @@
-"""Benchmarks of the CPU kernels: products, weights read once, and whole training steps."""
+"""Benchmarks of the CPU kernels: GEMMs, weights read once, and whole training steps."""

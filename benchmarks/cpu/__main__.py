@@ -1,12 +1,12 @@
 """Measure the CPU kernels on this machine: ``python -m benchmarks.cpu [PART ...]``, all parts by default.
 
-``products``: forward, dgrad of a row mask and wgrad at kept entries, beside the dense products that torch has (its own
-and oneDNN's, with operands already in oneDNN's form) and torch's CSR product. The gain is against the fastest dense
-product of the same precision. ``few``: one token, where a product reads the weight once. ``pack``: layouts and values.
-``convolutions``: forward, dgrad and wgrad together, beside torch's.
-``auto``: forward and backward of a layer whose kernels `auto` chose, beside a dense layer.
-``peers``: forward and backward of a layer beside sparseprop and sparselab, if these are installed.
-``steps``: whole training steps in a Trainer, beside a dense Trainer in the faster of float32 and bf16-mixed.
+``products``: forward, dgrad of a row mask and wgrad at kept entries, next to the dense GEMMs that torch has (its own
+and oneDNN's, with operands already in oneDNN's form) and torch's CSR GEMM. The gain is against the fastest dense
+GEMM of the same precision. ``few``: one token, where a GEMM reads the weight once. ``pack``: layouts and values.
+``convolutions``: forward, dgrad and wgrad together, next to torch's.
+``auto``: forward and backward of a layer whose kernels `auto` chose, next to a dense layer.
+``peers``: forward and backward of a layer next to sparseprop and sparselab, if these are installed.
+``steps``: whole training steps in a Trainer, next to a dense Trainer in the faster of float32 and bf16-mixed.
 
 Everything that is compared is interleaved; medians are printed. Quote no figure from a loaded machine.
 """
@@ -50,7 +50,7 @@ def print_rows(rows: Iterable[Row]) -> list[Row]:
 
 
 def print_packs(rows: Iterable[Row]) -> list[Row]:
-    """Print what packing costs, likewise."""
+    """Print what packing costs, in the same way."""
     kept = []
     print("| in -> out | N:M | dense product, ms | packing, ms (share of the product) |")
     print("|---|---|---|---|")

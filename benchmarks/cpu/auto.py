@@ -1,4 +1,4 @@
-"""What `kernels: auto` chooses, beside a dense layer: forward and backward of one linear layer, autograd included."""
+"""What `kernels: auto` chooses, next to a dense layer: forward and backward of one linear layer, autograd included."""
 
 from __future__ import annotations
 
@@ -25,9 +25,7 @@ def measure_auto(out: int, width: int, tokens: int, pattern: str, repeats: int) 
     routed = routed_layer(weight, pattern, router)
     x, grad = torch.randn(tokens, width, requires_grad=True), torch.randn(tokens, out)
     steps = [step_of(dense, x, grad), step_of(routed, x, grad)]
-    for _ in range(
-        2
-    ):  # the first records the products, the second follows the measurement of kernels
+    for _ in range(2):  # the first records the GEMMs, the second follows the measurement of kernels
         steps[1]()
         router.tune()
     dense_ms, auto_ms = (1e3 * statistics.median(times) for times in interleaved(steps, repeats))

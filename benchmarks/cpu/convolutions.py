@@ -1,4 +1,4 @@
-"""The three products of masked convolutions beside torch's, float32 and bfloat16."""
+"""The three GEMMs of masked convolutions next to torch's, float32 and bfloat16."""
 
 from __future__ import annotations
 

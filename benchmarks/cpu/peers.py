@@ -1,4 +1,4 @@
-"""Forward and backward of one linear layer, autograd included, beside other sparse libraries that are installed."""
+"""Forward and backward of one linear layer, autograd included, next to other sparse libraries that are installed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def step_of(layer: Callable[[Tensor], Tensor], x: Tensor, grad: Tensor) -> Calla
 
 
 def routed_layer(weight: Tensor, pattern: str, router: Router) -> Callable[[Tensor], Tensor]:
-    """A linear layer with this N:M weight, whose masks stand still and whose products the router makes."""
+    """A linear layer with this N:M weight, whose masks stand still and whose GEMMs the router makes."""
     linear = nn.Linear(weight.shape[1], weight.shape[0])
     with torch.no_grad():
         linear.weight.copy_(weight)

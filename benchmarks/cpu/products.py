@@ -1,4 +1,4 @@
-"""Products of a masked linear layer on this CPU: sparse kernels beside every dense product and CSR that torch has."""
+"""GEMMs of a masked linear layer on this CPU: sparse kernels next to every dense GEMM and CSR that torch has."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Call = Callable[[], Any]
 
 
 class Row(NamedTuple):
-    """Median milliseconds of one product, by the way it is made."""
+    """Median milliseconds of one GEMM, by the way it is made."""
 
     product: str
     shape: str
@@ -33,7 +33,7 @@ class Row(NamedTuple):
 
     @property
     def dense(self) -> tuple[str, float]:
-        """The fastest dense product of this precision."""
+        """The fastest dense GEMM of this precision."""
         found = {name: ms for name, ms in self.ms.items() if name.startswith("dense")}
         return min(found.items(), key=lambda item: item[1])
 
@@ -50,7 +50,7 @@ class Row(NamedTuple):
 
 
 def _one_dnn(x: Tensor, weight: Tensor) -> Call | None:
-    """The float32 product by oneDNN, its operands already in oneDNN's form; ``None`` where torch lacks it."""
+    """The float32 GEMM by oneDNN, its operands already in oneDNN's form; ``None`` where torch lacks it."""
     try:
         a, b = x.to_mkldnn(), weight.contiguous().to_mkldnn()
         torch._C._nn.mkldnn_linear(a, b, None)
@@ -73,7 +73,7 @@ def ways(
     pattern: NMPattern,
     csr: bool = True,
 ) -> dict[str, Call]:
-    """The ways to make a product: ``forward``, ``dgrad`` of a row mask, ``wgrad`` at kept entries, or ``pack``.
+    """The ways to make a GEMM: ``forward``, ``dgrad`` of a row mask, ``wgrad`` at kept entries, or ``pack``.
 
     Dense ones begin with ``dense``, ours with ``cpu-``.
     """
@@ -126,7 +126,7 @@ def measure(
     patterns: list[str],
     repeats: int,
 ) -> Iterator[Row]:
-    """Time every product of every size; the ways of one product are interleaved."""
+    """Time every GEMM of every size; the ways of one GEMM are interleaved."""
     for dtype in dtypes:
         for out, width in shapes:
             for product in products:

@@ -1,4 +1,4 @@
-"""Whole training steps of a GPT in a Trainer: the sparse side beside the dense one, in turn, a process each."""
+"""Whole training steps of a GPT in a Trainer: the sparse side next to the dense one, in turn, a process each."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CASES = [
     Case(1024, "1:16", "asp"),
     Case(1024, "1:8", "asp"),
     Case(768, "1:16", "bame"),  # in the adaptation phase
-    Case(768, "1:16", "bame-half"),  # likewise, with a dense gradient in every other step
+    Case(768, "1:16", "bame-half"),  # also, with a dense gradient in every other step
     Case(768, "1:16", "bame-frozen"),  # after that phase
     Case(768, "1:16", "sr-ste"),
     Case(768, "1:16", "bi-mask"),

@@ -55,7 +55,7 @@ DRY = "A dry run: CPU, tiny sizes, a simulated kernel. It shows that the scripts
 
 
 def describe(setting: Setting) -> dict[str, object]:
-    """What the figures depend on beside the code."""
+    """What the figures depend on besides the code."""
     environment: dict[str, object] = asdict(environment_of(setting.device))
     try:
         environment["triton"] = version("triton")

@@ -1,4 +1,4 @@
-"""What was not known of 2:4 products before a GPU was asked: the questions V1 to V17 of benchmarks/gpu/README.md.
+"""What was not known of 2:4 GEMMs before a GPU was asked: the questions V1 to V17 of benchmarks/gpu/README.md.
 
 ``python -m benchmarks.gpu checks`` asks all of them, ``python -m benchmarks.gpu checks --only V5`` one. V14 is the part
 `preprocess`, and the layers of V15 are a part of their own.

@@ -1,6 +1,6 @@
 """Questions whose answer is right or wrong: what torch's cuSPARSELt operators do with each kind of operand.
 
-Each function answers one question of README.md. Errors are Frobenius norms relative to the dense product.
+Each function answers one question of README.md. Errors are Frobenius norms relative to the dense GEMM.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def relative(result: Tensor, expected: Tensor) -> float:
 
 
 def judge(product: Callable[[], Tensor], expected: Tensor) -> dict[str, object]:
-    """Say whether a product is right, wrong, or refused."""
+    """Say whether a GEMM is right, wrong, or refused."""
     try:
         result = product()
         if result.shape != expected.shape:
@@ -98,7 +98,7 @@ def tile(setting: Setting) -> dict[str, object]:
 def traps(setting: Setting) -> dict[str, object]:
     """V7: "compress on unpruned input; with -0.0; with a transposed view (expect silent errors)".
 
-    The unpruned matrix is compared with its own product, all others with that of the pruned one.
+    The unpruned matrix is compared with its own GEMM, all others with that of the pruned one.
     """
     weight, x, operators = setting.random(256, 512), setting.random(128, 512), setting.operators
     mask = nm_mask(weight.abs(), "2:4")
@@ -188,7 +188,7 @@ def repeatable(setting: Setting, gemm: str, dtype: torch.dtype) -> dict[str, obj
 def _swept(
     setting: Setting, gemm: str, dtype: torch.dtype
 ) -> tuple[Callable[[int], Tensor], Tensor, Callable[[], tuple[int, ...]]]:
-    """A product by an algorithm's id, what it should be, and the library's search for it."""
+    """A GEMM by an algorithm's id, what it should be, and the library's search for it."""
     out, columns, tokens = setting.pick((4096, 4096, 8192), (64, 32, 128))
     operators: Operators = setting.operators
     if gemm == "linear":

@@ -1,4 +1,4 @@
-"""Questions whose answer is a time or a size: what 2:4 products and their packing cost, on the device and on the host.
+"""Questions whose answer is a time or a size: what 2:4 GEMMs and their packing cost, on the device and on the host.
 
 Each function answers one question of README.md. Times are medians in milliseconds of random operands that rotate past
 the L2 cache. In a graph a kernel's time stands alone; without one it is the longer of device and host.
@@ -24,7 +24,7 @@ from lightning_nm.kernels import CuSparseLtKernel
 from lightning_nm.kernels.gpu.cusparselt import library_version
 from lightning_nm.kernels.tuner import copies_past_cache, rotated
 
-# [out, in] and tokens of forward products.
+# [out, in] and tokens of forward GEMMs.
 SHAPES = {
     "4096^3": (4096, 4096, 4096),
     "8192^3": (8192, 8192, 8192),
@@ -194,7 +194,7 @@ def captured_product(setting: Setting) -> dict[str, object]:
 
 
 def captured_packing(setting: Setting) -> dict[str, object]:
-    """V9, of `_cslt_compress` and a product after it."""
+    """V9, of `_cslt_compress` and a GEMM after it."""
     setting.needs_gpu()
     matrix, x = setting.pruned(1024, 512), setting.random(256, 512)
     operators = setting.operators
@@ -219,7 +219,7 @@ def _replayed(function: Callable[[], Tensor], operand: Tensor, other: Tensor) ->
 
 
 def compiled(setting: Setting) -> dict[str, object]:
-    """V9: "also `torch.compile(mode="reduce-overhead")`", of the product."""
+    """V9: "also `torch.compile(mode="reduce-overhead")`", of the GEMM."""
     setting.needs_gpu()
     from torch._dynamo.utils import counters
 

@@ -1,8 +1,8 @@
-"""The three products of linear layers, dense against each sparse kernel, in bfloat16; one question a layer.
+"""The three GEMMs of linear layers, dense against each sparse kernel, in bfloat16; one question a layer.
 
     python -m benchmarks.gpu gemms
 
-Dense is the product of the masked operand as the layer has it. What a kernel must do first is apart and included: pack
+Dense is the GEMM of the masked operand as the layer has it. What a kernel must do first is apart and included: pack
 W_F; transpose and pack W_B and E(dY). Masking and drawing E(dY) are the preprocessing's, and counted by neither. Dense
 and sparse take turns; times are medians, of random operands that rotate past the L2 cache.
 
@@ -52,7 +52,7 @@ TINY = {"tiny": (64, 32, 48), "tiny, ragged": (48, 16, 40)}
 
 
 def keys(layer: tuple[int, int, int], device: torch.device) -> list[GemmKey]:
-    """The three products of a layer ``[out, in]`` with so many tokens."""
+    """The three GEMMs of a layer ``[out, in]`` with so many tokens."""
     out, columns, tokens = layer
     place = (DTYPE, PATTERN, str(device))
     return [
@@ -73,7 +73,7 @@ class Table:
         )
 
     def times(self, key: GemmKey, notes: list[str]) -> tuple[float, dict[str, tuple[float, float]]]:
-        """Milliseconds of the dense product, and of each kernel's bare product and packing, measured in turn."""
+        """Milliseconds of the dense GEMM, and of each kernel's bare GEMM and packing, measured in turn."""
         setting = self.setting
         timer = DeviceTimer(warmup=1, samples=1, calls=setting.pick(10, 1))
         kernels: list[GemmKernel] = list(self.tuner.legal(key, notes))
@@ -105,7 +105,7 @@ class Table:
         }
 
     def layer(self, layer: tuple[int, int, int], setting: Setting) -> dict[str, object]:
-        """A row for each product, one for the two of a dense gradient, and one for all three."""
+        """A row for each GEMM, one for the two of a dense gradient, and one for all three."""
         rows = {key.gemm: self.row(key) for key in keys(layer, setting.device)}
         forward, dgrad, wgrad = rows.values()
         return rows | {
@@ -114,7 +114,7 @@ class Table:
         }
 
     def row(self, key: GemmKey) -> dict[str, object]:
-        """One product: times, gains, and what auto takes."""
+        """One GEMM: times, gains, and what auto takes."""
         notes: list[str] = []
         dense, sparse = self.times(key, notes)
         decision = self.tuner.decide(key)
@@ -149,7 +149,7 @@ class Table:
 
 
 def _sum(rows: list[dict[str, object]]) -> dict[str, object]:
-    """Several products of a layer as one; sparse only if all of them can be."""
+    """Several GEMMs of a layer as one; sparse only if all of them can be."""
 
     def total(name: str) -> float:
         return sum(float(str(row[name])) for row in rows)

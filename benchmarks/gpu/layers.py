@@ -83,7 +83,7 @@ class Variant(NamedTuple):
     """How the MLP is trained; without a method, dense.
 
     Args:
-        method: A method's short name; ``transposable`` has one mask for both products, ``bi-mask`` a permuted dgrad.
+        method: A method's short name; ``transposable`` has one mask for both GEMMs, ``bi-mask`` a permuted dgrad.
         mvue: Whether output gradients are drawn 2:4 along tokens.
         mode: The router's.
         reuse: As ``Router``'s; from 2 on packs are kept, and no step moves a weight here: the limit of many
@@ -367,7 +367,7 @@ def compare(
 
 
 def products(router: Router) -> dict[str, str]:
-    """The kernel of each product that ran, as it was in the end, and why."""
+    """The kernel of each GEMM that ran, as it was in the end, and why."""
     if router.unavailable_reason:
         return {"all": f"{router.registry.reference.name}: {router.unavailable_reason}"}
     return {

@@ -100,9 +100,9 @@ def expand(packed: Tensor, depth: int) -> Tensor:
 
 
 class SimulatedSparseKernel(TwoFourKernel):
-    """Products of 2:4 hardware in software, for tests on any machine: slower than dense products, and equal to them.
+    """GEMMs of 2:4 hardware in software, for tests on any machine: slower than dense GEMMs, and equal to them.
 
-    It takes what the hardware takes, and float32 and float64. The result is the dense product of the unpacked matrix:
+    It takes what the hardware takes, and float32 and float64. The result is the dense GEMM of the unpacked matrix:
     as there, a pruned weight times infinity is NaN.
 
     Example::

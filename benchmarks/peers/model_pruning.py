@@ -109,7 +109,7 @@ def _patterned(folder: Path, pattern: str, net: Net | None = None) -> bool:
 
 
 def masks_move(folder: Path) -> bool:
-    """A pruned weight comes back: pruning at the end of every epoch, which prunes the share again of what is left."""
+    """A pruned weight comes back: the callback prunes the fraction again of what is left at every epoch end."""
     _, watch = fit(folder, pruning(amount=0.3, apply_pruning=True))
     return returns(watch.seen)
 

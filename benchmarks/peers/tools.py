@@ -40,7 +40,7 @@ class Tool:
         optimizer.step()
 
     def state(self) -> Any:
-        """What must be saved beside the model's and the optimizer's state dicts."""
+        """What must be saved besides the model's and the optimizer's state dicts."""
         return None
 
     def load(
@@ -113,7 +113,7 @@ def layers(model: nn.Module) -> list[nn.Module]:
 
 
 class TorchPrune(Tool):
-    """``torch.nn.utils.prune``: it has no N:M pruning, so the share of N:M is pruned by magnitude."""
+    """``torch.nn.utils.prune``: it has no N:M pruning, so the fraction of N:M is pruned by magnitude."""
 
     name = "torch.nn.utils.prune"
 

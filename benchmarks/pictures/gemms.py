@@ -1,4 +1,4 @@
-"""The three products of a linear layer: which operand is N:M, and along which axis."""
+"""The three GEMMs of a linear layer: which operand is N:M, and along which axis."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.pictures.style import FONT, INK, KEPT, LINE, PRUNED, QUIET, Pict
 
 
 class Product(NamedTuple):
-    """A product ``left @ right``: the sparse operand with its blocks along the axis that is summed over."""
+    """A GEMM ``left @ right``: the sparse operand with its blocks along the axis that is summed over."""
 
     title: str
     formula: str
@@ -40,7 +40,7 @@ PRODUCTS = (
         "left",
     ),
 )
-# Which products a method makes sparse on N:M hardware.
+# Which GEMMs a method makes sparse on N:M hardware.
 METHODS = {
     "ste, sr-ste, asp, bame": (True, False, False),
     "transposable": (True, True, False),
@@ -62,7 +62,7 @@ def data() -> Any:
 
 
 def draw(figure: Figure, found: Any) -> None:
-    """The products above, and the methods below."""
+    """The GEMMs above, and the methods below."""
     top, bottom = figure.subplots(2, 1, height_ratios=[1.15, 1])
     blank(top)
     bottom.set_axis_off()

@@ -1,4 +1,4 @@
-"""Where the time of a training step goes: dense and N:M beside each other at several widths."""
+"""Where the time of a training step goes: dense and N:M next to each other at several widths."""
 
 from __future__ import annotations
 

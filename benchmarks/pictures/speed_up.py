@@ -1,4 +1,4 @@
-"""The gain of products over the pattern, on the CPUs that were measured, with the line 0.58 M/N."""
+"""The gain of GEMMs over the pattern, on the CPUs that were measured, with the line 0.58 M/N."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def data() -> Any:
 
 
 def draw(figure: Figure, found: Any) -> None:
-    """A panel for each product, both axes logarithmic."""
+    """A panel for each GEMM, both axes logarithmic."""
     panels = figure.subplots(1, 3, sharey=True)
     for axes, gemm in zip(panels, GEMMS, strict=True):
         plain(axes, gemm)

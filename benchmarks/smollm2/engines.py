@@ -6,10 +6,10 @@
 ``torch.ao int8``         ``quantize_dynamic`` of linear layers, in float32
 ``torchao int8``          ``Int8DynamicActivationInt8WeightConfig``, in bfloat16; ``weights``: ``Int8WeightOnlyConfig``
 ``onnxruntime ...``       onnxruntime-genai and the graph of its own builder: int8 and int4 are ``MatMulNBits`` in
-                          blocks of 32 inputs, whose products are of int8 tokens; embeddings stay float32.
+                          blocks of 32 inputs, whose GEMMs are of int8 tokens; embeddings stay float32.
                           optimum-onnx, the other way to a cache, needs transformers below 4.58
 ``openvino ...``          an export of :mod:`benchmarks.smollm2.files`, made stateful; int8 weights by NNCF. The
-                          newest optimum-intel that installs beside transformers 5 is 1.15, too old for it
+                          newest optimum-intel that installs next to transformers 5 is 1.15, too old for it
 ``llama.cpp ...``         llama-cpp-python's interface to the library; files by its own ``llama_model_quantize`` from
                           the dense model in float32
 ``packed ...``            ``load_packed`` under ``generate()``; int8 in a float32 model, bf16 in a bfloat16 one

@@ -25,16 +25,16 @@ PRODUCTS = {
     "EPYC, float32": (EPYC, _ALL, "float32"),
     "EPYC, bfloat16": (EPYC, _ALL, "bfloat16"),
 }
-"""The products of one thread that were measured: their file, its part and the dtype."""
+"""The GEMMs of one thread that were measured: their file, its part and the dtype."""
 
 
 def dense_ms(ms: dict[str, float]) -> float:
-    """The fastest dense time of a product."""
+    """The fastest dense time of a GEMM."""
     return min(time for name, time in ms.items() if name.startswith("dense"))
 
 
 def fastest(ms: dict[str, float]) -> tuple[float, float]:
-    """The fastest dense time of a product, and the fastest sparse one."""
+    """The fastest dense time of a GEMM, and the fastest sparse one."""
     return dense_ms(ms), min(ms[name] for name in SPARSE if name in ms)
 
 
@@ -67,7 +67,7 @@ def steps_summary() -> str:
 
 
 def products_summary() -> str:
-    """The least and the largest gain of each product over the shapes."""
+    """The least and the largest gain of each GEMM over the shapes."""
     gains: dict[tuple[str, str], dict[str, list[float]]] = {}
     for title, (file, part, dtype) in PRODUCTS.items():
         for row in read_json(file)[part]["products"]:
@@ -84,7 +84,7 @@ def products_summary() -> str:
 
 
 def products(file: str, part: str, dtype: str, key: str = "products") -> str:
-    """Dense and sparse milliseconds of the three products, and the gain, by shape."""
+    """Dense and sparse milliseconds of the three GEMMs, and the gain, by shape."""
     rows = [row for row in read_json(file)[part][key] if row["dtype"] == dtype]
     shapes = list(dict.fromkeys(row["shape"] for row in rows))
     names = list(dict.fromkeys((row["product"], row["pattern"]) for row in rows))
@@ -102,7 +102,7 @@ def products(file: str, part: str, dtype: str, key: str = "products") -> str:
 
 
 def threads(file: str, one: str, two: str, pattern: str) -> str:
-    """The products with one thread and with two, in two processes."""
+    """The GEMMs with one thread and with two, in two processes."""
     data = read_json(file)
     before = {
         (row["product"], row["shape"]): row
@@ -121,7 +121,7 @@ def threads(file: str, one: str, two: str, pattern: str) -> str:
 
 
 def convolutions(file: str, part: str) -> str:
-    """The three products of convolutions."""
+    """The three GEMMs of convolutions."""
     rows = read_json(file)[part]["convolutions"]
     cells = []
     for number, row in enumerate(rows):
@@ -203,7 +203,7 @@ def pack(file: str, part: str) -> str:
 
 
 def peers(file: str, part: str) -> str:
-    """A layer beside other libraries."""
+    """A layer next to other libraries."""
     data = read_json(file)[part]["peers"]
     names = list(next(iter(data.values())))
     rows = [[pattern, *(f"{ms[name]:.0f}" for name in names)] for pattern, ms in data.items()]

@@ -1,4 +1,4 @@
-"""Dense and 2:4 models of several widths: accuracy beside the estimated cycles of an Ethos-U85."""
+"""Dense and 2:4 models of several widths: accuracy next to the estimated cycles of an Ethos-U85."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dense and N:M models of several widths: accuracy beside file size and latency."""
+"""Dense and N:M models of several widths: accuracy next to file size and latency."""
 
 from __future__ import annotations
 

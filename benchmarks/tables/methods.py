@@ -131,7 +131,7 @@ NOTES = {
     "rigl": "in blocks, as [2305.02299](https://arxiv.org/abs/2305.02299) in rows",
     "cast": "its code is not public",
 }
-"""What the table of methods says of a source beside its number."""
+"""What the table of methods says of a source next to its number."""
 
 
 def by_method() -> str:
@@ -149,7 +149,7 @@ def by_method() -> str:
 
 
 def products(method: Method) -> tuple[str, str, str]:
-    """What is sparse in the forward product, the input gradient's and the weight gradient's."""
+    """What is sparse in the forward GEMM, the input gradient's and the weight gradient's."""
     if not method.uses_masks:
         return "dense", "dense", "dense"
     if method.has_training_weight:

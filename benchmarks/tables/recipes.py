@@ -1,4 +1,4 @@
-"""Tables of the recipes: what they cost beside dense training, their settings, and the search that found them."""
+"""Tables of the recipes: cost compared with dense training, settings, and the search that found them."""
 
 from __future__ import annotations
 

@@ -212,7 +212,7 @@ def is_scheduled(rule: Rule) -> bool:
             rule.method.schedule(None) or (rule.estimator and rule.estimator.schedule(None))
         )
     except ValueError:
-        # The schedule is given as shares of the training length, which is not known here.
+        # The schedule is given as fractions of the training length, which is not known here.
         return True
 
 
@@ -316,7 +316,7 @@ def warn_after_first_batch(sparsifier: NMSparsifier) -> None:
     training = sparsifier.training
     least = {} if training.counter is None else training.counter.least
     for layers, text in (
-        # The calls of modules are counted, so a product that reads a module's weight otherwise is not seen.
+        # The calls of modules are counted, so a GEMM that reads a module's weight otherwise is not seen.
         (
             training.unseen(),
             "these masked layers were not called in the first batch: {}. If other code reads their weights directly, "

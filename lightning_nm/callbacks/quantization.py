@@ -1,4 +1,4 @@
-"""QuantizationAwareTraining: the last share of an N:M training with the rounding of the int8 export."""
+"""QuantizationAwareTraining: the last fraction of an N:M training with the rounding of the int8 export."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class QuantizationAwareTraining(Callback):
     training. Layers without masks are not rounded, as in the export.
 
     Args:
-        last: How long: a share of the training's optimizer steps, or an integer for a number of steps.
+        last: How long: a fraction of the training's optimizer steps, or an integer for a number of steps.
         activations: Also round each token that a masked linear layer reads, as the kernel ``cpu-int8`` does. The inputs
             of convolutions, attention and experts are not rounded.
 
     Raises:
-        ValueError: If `last` is no share. When fit starts, and before training: without an
+        ValueError: If `last` is no fraction. When fit starts, and before training: without an
             :class:`~lightning_nm.NMSparsityCallback` after it in the list, under manual optimization, if the length of
             the training is not known, or for a layer whose weight cannot be rounded, by its name.
 

@@ -61,7 +61,7 @@ def environment(trainer: Trainer) -> dict[str, str]:
 
 
 def router_of(trainer: Trainer) -> Router | None:
-    """Return the router of the Trainer's precision plugin; ``None`` for plugins that route no products.
+    """Return the router of the Trainer's precision plugin; ``None`` for plugins that route no GEMMs.
 
     Example:
         >>> import lightning.pytorch as pl
@@ -155,10 +155,10 @@ class KernelRow:
         calls: How often it ran, on all kernels together.
         kernel: The kernel that ran it last.
         why: The reason for that kernel.
-        dense_ms: Milliseconds of the dense product.
-        sparse_ms: Milliseconds of the sparse product, without packing.
+        dense_ms: Milliseconds of the dense GEMM.
+        sparse_ms: Milliseconds of the sparse GEMM, without packing.
         pack_ms: Milliseconds of packing its operand once.
-        pack_uses: Products that share one packed operand.
+        pack_uses: GEMMs that share one packed operand.
 
     Example:
         >>> row = KernelRow("fwd 64x64x64", 10, "cpu-csr", "", dense_ms=3.0, sparse_ms=1.0, pack_ms=1.0, pack_uses=2)
@@ -184,13 +184,13 @@ class KernelRow:
 
     @property
     def gain(self) -> float | None:
-        """How many times as fast as the dense product: ``dense / (sparse + pack / pack_uses)``."""
+        """How many times as fast as the dense GEMM: ``dense / (sparse + pack / pack_uses)``."""
         sparse_ms = self.sparse_and_pack_ms
         return None if self.dense_ms is None or sparse_ms is None else self.dense_ms / sparse_ms
 
 
 def kernel_rows(router: Router) -> list[KernelRow]:
-    """Return one row for each product, in the order of first use; equal products of several layers share it."""
+    """Return one row for each GEMM, in the order of first use; equal GEMMs of several layers share it."""
     uses_of_key: dict[GemmKey, list[GemmUse]] = {}
     for used in router.used():
         uses_of_key.setdefault(used.product.key, []).append(used)
@@ -199,7 +199,7 @@ def kernel_rows(router: Router) -> list[KernelRow]:
         # Uses are by layer and kernel. A kernel may change during a fit, from the first batch, which is dense, to the
         # measured one: the row is of the last one, and says how often others ran before.
         last = uses[-1]
-        # What holds for the product, such as a size that no kernel takes, comes before any measurement.
+        # What holds for the GEMM, such as a size that no kernel takes, comes before any measurement.
         reasons = [
             used.product.reason
             or (used.decision.reason if used.decision else "first batch, not measured yet")
@@ -232,7 +232,7 @@ def _name(key: GemmKey, keys: Iterable[GemmKey]) -> str:
 
 
 def _properties(key: GemmKey) -> list[str]:
-    """Kind and sizes of a product, and everything else in which two products may differ, as texts."""
+    """Kind and sizes of a GEMM, and everything else in which two GEMMs may differ, as texts."""
     return [
         f"{key.gemm} {key.rows}x{key.depth}x{key.columns}",
         str(key.pattern),
@@ -264,16 +264,16 @@ def kernel_columns(router: Router) -> tuple[tuple[str, ...], list[tuple[str, ...
 
 
 def print_kernels(router: Router, console: Console | None = None) -> None:
-    """Print the table and the share of GEMM time that ran sparse; a warning if nothing did."""
+    """Print the table and the fraction of GEMM time that ran sparse; a warning if nothing did."""
     console = console or Console()
-    if router.unavailable_reason:  # there is no row with anything but the dense product
+    if router.unavailable_reason:  # there is no row with anything but the dense GEMM
         console.print(
-            "[yellow]warning:[/] every product was dense, no sparse kernel works here: "
+            "[yellow]warning:[/] every GEMM was dense, no sparse kernel works here: "
             f"{router.unavailable_reason}"
         )
         return
     head, rows = kernel_columns(router)
-    # The table fits into 80 columns, so a reason is the number of a note. Why a product is sparse is in its gain, so
+    # The table fits into 80 columns, so a reason is the number of a note. Why a GEMM is sparse is in its gain, so
     # only dense ones get a note; every reason is in TensorBoard.
     dense = router.registry.reference.name
     notes = _numbered(why for *_, kernel, why in rows if kernel == dense)
@@ -289,13 +289,13 @@ def print_kernels(router: Router, console: Console | None = None) -> None:
         console.print(f"{number}: {reason}", markup=False, highlight=False)
     share, basis = router.sparse_share()
     console.print(
-        f"share of the masked layers' GEMM time on sparse kernels: {share:.1%} (by {basis})"
+        f"fraction of the masked layers' GEMM time on sparse kernels: {share:.1%} (by {basis})"
     )
     if not share:
         # A router that found nothing faster is inactive, and so is its counting.
         later = "; later calls are not counted" if router.all_dense else ""
         console.print(
-            "[yellow]warning:[/] no product ran on a sparse kernel, so this precision plugin gained nothing; the notes "
+            "[yellow]warning:[/] no GEMM ran on a sparse kernel, so this precision plugin gained nothing; the notes "
             f"say why{later}"
         )
 
@@ -448,8 +448,8 @@ def layer_rows(sparsifier: NMSparsifier) -> Iterator[tuple[str, ...]]:
 
 
 def layers_markdown(sparsifier: NMSparsifier, router: Router | None) -> str:
-    """Return the table of layers in Markdown, with the kernels of a router after its first products."""
-    kernels = {  # the last one of each product, if it changed
+    """Return the table of layers in Markdown, with the kernels of a router after its first GEMMs."""
+    kernels = {  # the last one of each GEMM, if it changed
         (used.product.layer, used.product.key.gemm): used.kernel
         for used in (router.used() if router else ())
     }
@@ -457,7 +457,7 @@ def layers_markdown(sparsifier: NMSparsifier, router: Router | None) -> str:
     for name, *cells in layer_rows(sparsifier):
         texts = [f"{gemm}: {kernel}" for (layer, gemm), kernel in kernels.items() if layer == name]
         # GEMMs that no router has seen ran as torch computes them.
-        rows.append((name, *cells, ", ".join(texts) or "dense product"))
+        rows.append((name, *cells, ", ".join(texts) or "dense GEMM"))
     return markdown_table((*_LAYER_COLUMNS, "kernel"), rows)
 
 
@@ -524,7 +524,7 @@ def owned_parameters(sparsifier: NMSparsifier) -> list[str]:
 
 
 def _share(shares: dict[str, float]) -> str:
-    """A share of the model as text."""
+    """A fraction of the model as text."""
     parameters = f"{shares['parameters']:.1%} of the model's parameters"
     if "flops" not in shares:
         return f"{parameters}, FLOPs not known before a batch"
@@ -568,7 +568,7 @@ def _notes(sparsifier: NMSparsifier) -> Iterator[str]:
 
 
 def print_layers(sparsifier: NMSparsifier, console: Console | None = None) -> None:
-    """Print the table of layers and the masked share of the model; warn if it is small."""
+    """Print the table of layers and the masked fraction of the model; warn if it is small."""
     console = console or Console()
     console.print(layer_table(sparsifier, console.width), crop=False, soft_wrap=True)
     for note in _notes(sparsifier):
@@ -578,7 +578,7 @@ def print_layers(sparsifier: NMSparsifier, console: Console | None = None) -> No
     masked = sparsifier.shares()
     if masked["parameters"]:
         console.print(f"masked: {_share(masked)}")
-        # No batch may have run yet. Embeddings take no products, so their parameters do not count.
+        # No batch may have run yet. Embeddings take no GEMMs, so their parameters do not count.
         part, share = "weight FLOPs", masked.get("flops")
         if share is None:
             part = "parameters outside of embeddings"
@@ -606,13 +606,13 @@ def summary_rows(
         if not name.startswith(("nm/", PREFIX)):
             yield name, f"{float(value):.4f}", "last value that the model logged"
     stats = sparsifier.stats()
-    yield "density", f"{stats['density']:.4f}", "share of weights that the forward masks keep"
+    yield "density", f"{stats['density']:.4f}", "fraction of weights that the forward masks keep"
     yield "N:M violations", f"{sparsifier.violations():,}", "blocks with more than N nonzeros"
     flips = f"{stats['flip_rate']:.1e}, mean {mean_flip_rate(sparsifier.selection.layers):.1e}"
-    changed = "share of forward mask bits that changed; mean over steps"
+    changed = "fraction of forward mask bits that changed; mean over steps"
     yield "flip rate, last update", flips, changed
     if any(layer.masks.has_backward for layer in sparsifier.layers.values()):
-        kept = "share of the forward mask that the backward mask keeps"
+        kept = "fraction of the forward mask that the backward mask keeps"
         yield "overlap", f"{stats['overlap']:.4f}", kept
     yield "kept magnitude", f"{stats['kept_magnitude']:.4f}", "sum of |W_F| over sum of |W|"
     if "grad_snr" in stats:

@@ -89,15 +89,15 @@ def print_machine(machine: dict[str, Any], console: Console) -> None:
             instructions += f" (LIGHTNING_NM_ISA={cpu['asked']})"
         threads = f"{cpu['threads']}"
         if cpu["parallel"]:
-            threads += ", for dense products and kernels"
+            threads += ", for dense GEMMs and kernels"
         elif cpu["instructions"]:
-            threads += " for dense products; the kernels use one: more need torch 2.10 or later"
+            threads += " for dense GEMMs; the kernels use one: more need torch 2.10 or later"
         table.add_row("device", f"CPU, {cpu['model']}")
         table.add_row("instructions", instructions)
         table.add_row("cores", f"{cpu['cores']} that this process may use")
         table.add_row("threads", threads)
         if cpu["amx"]:
-            amx = "for dense products of many tokens in bfloat16: N:M ones cannot use it"
+            amx = "for dense GEMMs of many tokens in bfloat16: N:M ones cannot use it"
             table.add_row("AMX", amx)
         table.add_row("torch", machine["torch"])
     else:
@@ -115,14 +115,14 @@ def print_machine(machine: dict[str, Any], console: Console) -> None:
     for kernel in machine["kernels"]:
         why = "; ".join(filter(None, (kernel["reason"], kernel["remark"])))
         if kernel["name"] == "reference":
-            why = "the dense product on masked operands, always available"
+            why = "the dense GEMM on masked operands, always available"
         works, style = ("yes", None) if kernel["works"] else ("no", "dim")
         why = why or "passed its numeric check on this device"
         table.add_row(kernel["name"], works, why, style=style)
     console.print(table)
-    # The first one is the dense product.
+    # The first one is the dense GEMM.
     if not any(kernel["works"] for kernel in machine["kernels"][1:]):
-        print_line(console, "No sparse kernel works here: a training runs every product dense.")
+        print_line(console, "No sparse kernel works here: a training runs every GEMM dense.")
 
 
 # Optimizer steps. Kernels are chosen in the first; the others before the timed ones run them, unmeasured.
@@ -274,7 +274,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lightning-nm doctor",
         description="Report which kernels work on this machine. With --config, train a few steps with masks and "
-        "without, and report the kernel of each product of the masked layers, as measured on this machine's GPU, or on "
+        "without, and report the kernel of each GEMM of the masked layers, as measured on this machine's GPU, or on "
         "its CPU if it has no GPU, and the times of the steps. Exits with 0, or with 2 if a config or an option cannot "
         "be used.",
     )

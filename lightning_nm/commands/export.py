@@ -104,19 +104,21 @@ def _coreml_report(report: CoreMLReport, output: str) -> Report:
             table.add_row(each.key, each.pattern, "", "", "", "not in the program", style="dim")
             continue
         operators = ", ".join(each.operators)
-        share = f"{each.bytes / each.dense_bytes:.3f}"
+        fraction = f"{each.bytes / each.dense_bytes:.3f}"
         name = each.name if each.is_sparse else f"dense: {each.name}"
         style = "" if each.is_sparse else "dim"
-        table.add_row(each.key, each.pattern, operators, f"{each.bytes}", share, name, style=style)
+        table.add_row(
+            each.key, each.pattern, operators, f"{each.bytes}", fraction, name, style=style
+        )
     sparse = sum(each.is_sparse for each in report.weights)
     # A weight that two operators use is counted for both.
     counts = [f"{count} {operator}" for operator, count in report.operators.items()]
     used = f" ({', '.join(counts)})" if counts else ""
-    share = f"{report.bytes / report.dense_bytes:.3f}"
+    fraction = f"{report.bytes / report.dense_bytes:.3f}"
     return [
         table,
         f"wrote {output}: {sparse} of {len(report.weights)} N:M weights as nonzeros and a bit mask{used}; "
-        f"{report.bytes} bytes, {share} of the dense package's {report.dense_bytes}",
+        f"{report.bytes} bytes, {fraction} of the dense package's {report.dense_bytes}",
         "The weights were read back and are N:M. The program was not run: that needs macOS, and no speed is claimed.",
     ]
 
@@ -449,7 +451,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--precision",
         choices=("float32", "float16"),
-        help="for coreml: of weights and products; default: float32. The Neural Engine needs float16",
+        help="for coreml: of weights and GEMMs; default: float32. The Neural Engine needs float16",
     )
     parser.add_argument(
         "--target", metavar="NAME", help="for executorch: ethos-u85-256 or another size, or cpu"

@@ -111,7 +111,7 @@ def _report(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         console,
         f"dense forward pass of {', '.join(report['inputs'])}: {report['macs']:,} multiply-adds "
         f"({2e-9 * report['macs']:.4g} GFLOPs), of which {report['masked_macs']:,} in masked layers\n"
-        "products of two activations, as in attention, are not counted",
+        "GEMMs of two activations, as in attention, are not counted",
     )
     if report["planned_steps"] is not None:
         print_line(console, f"averaged over {report['planned_steps']:,} planned training steps")

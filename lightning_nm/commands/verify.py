@@ -126,7 +126,7 @@ def _parser() -> argparse.ArgumentParser:
         "--min-share",
         metavar="S",
         type=float,
-        help="the least share, from 0 to 1, of the entries of all matrices that must be in N:M matrices",
+        help="the least fraction, from 0 to 1, of the entries of all matrices that must be in N:M matrices",
     )
     parser.add_argument(
         "--allow-dense",

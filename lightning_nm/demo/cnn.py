@@ -21,7 +21,7 @@ class Classifier(LightningModule):
 
     Args:
         num_classes: Number of classes.
-        label_smoothing: Share of the training label that is spread over all classes.
+        label_smoothing: Fraction of the training label that is spread over all classes.
     """
 
     def __init__(self, num_classes: int, label_smoothing: float = 0.0) -> None:
@@ -91,7 +91,7 @@ class ResidualCNN(Classifier):
         lr: Peak learning rate.
         weight_decay: L2 penalty of SGD, on all parameters.
         momentum: Momentum of SGD.
-        warmup: Share of the steps in which the learning rate rises, in [0, 1).
+        warmup: Fraction of the steps in which the learning rate rises, in [0, 1).
 
     Raises:
         ValueError: If `width` is not a multiple of 4, `depth` is below 1 or `warmup` is out of range.

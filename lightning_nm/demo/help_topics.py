@@ -35,7 +35,7 @@ class HelpTopics(ResumableDataModule):
     Args:
         context: Bytes in a window.
         batch_size: Windows in a batch, on each process.
-        val_fraction: Share of the text that is held out.
+        val_fraction: Fraction of the text that is held out.
         train_size: Number of training windows; by default all.
         seed: Seed of the training order.
         num_workers: Worker processes of each loader.

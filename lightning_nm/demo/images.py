@@ -56,7 +56,7 @@ class Digits(ResumableDataModule):
 
     Args:
         batch_size: Images in a batch, on each process.
-        val_fraction: Share of the images that are held out for validation and test.
+        val_fraction: Fraction of the images that are held out for validation and test.
         seed: Seed of the training order.
         num_workers: Worker processes of each loader.
 

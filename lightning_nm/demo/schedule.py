@@ -7,10 +7,10 @@ from torch.optim.lr_scheduler import LambdaLR
 
 
 def check_warmup(warmup: float) -> None:
-    """Raise a `ValueError` for a share of the steps that leaves none after the warm-up."""
+    """Raise a `ValueError` for a fraction of the steps that leaves none after the warm-up."""
     if not 0 <= warmup < 1:
         raise ValueError(
-            f"warmup={warmup} must be a share of the steps, from 0 to below 1; 0 is no warm-up"
+            f"warmup={warmup} must be a fraction of the steps, from 0 to below 1; 0 is no warm-up"
         )
 
 
@@ -19,8 +19,8 @@ def warmup_cosine(
 ) -> LambdaLR:
     """Linear warm-up to the optimizer's learning rates, then a half cosine down to zero; step it after every step.
 
-    The warm-up takes `warmup_steps`, or if these are None the share `warmup` of `total_steps`. If `total_steps` are
-    infinite, the rate stays at its peak; then a share of them is no warm-up.
+    The warm-up takes `warmup_steps`, or if these are None the fraction `warmup` of `total_steps`. If `total_steps` are
+    infinite, the rate stays at its peak; then a fraction of them is no warm-up.
     """
     rising = warmup_steps
     if rising is None:

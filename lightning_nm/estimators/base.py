@@ -29,7 +29,7 @@ class GradientEstimator:
 
     # Class attributes, so that a subclass need not define __init__.
     dense_start: Moment = 0
-    """How long wgrad stays dense when training begins: training steps, or a share of them as a float."""
+    """How long wgrad stays dense when training begins: training steps, or a fraction of them as a float."""
     dense_end: Moment = 0
     """How long wgrad is dense again before training ends, in the same units."""
 
@@ -92,12 +92,12 @@ class BlockEstimator(GradientEstimator):
     Args:
         pattern: The N:M pattern along the tokens; ``None`` takes each layer's own.
         dense_start: How long wgrad stays dense when training begins: an integer counts training steps (batches after
-            which an optimizer stepped), a float in [0, 1] is a share of the planned ones.
+            which an optimizer stepped), a float in [0, 1] is a fraction of the planned ones.
         dense_end: How long wgrad is dense again before training ends, in the same units.
 
     Raises:
         TypeError: If a length of a dense phase is no number.
-        ValueError: For an impossible pattern, a share out of [0, 1], or no step between the dense phases.
+        ValueError: For an impossible pattern, a fraction out of [0, 1], or no step between the dense phases.
 
     Example:
         >>> import torch

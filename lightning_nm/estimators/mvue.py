@@ -25,7 +25,7 @@ class MVUE(BlockEstimator):
     Args:
         pattern: The N:M pattern along the tokens; ``None`` takes each layer's own.
         dense_start: How long wgrad stays dense when training begins: an integer counts training steps (batches after
-            which an optimizer stepped), a float in [0, 1] is a share of the planned ones.
+            which an optimizer stepped), a float in [0, 1] is a fraction of the planned ones.
         dense_end: How long wgrad is dense again before training ends, in the same units. The weights stay N:M.
 
     Example:

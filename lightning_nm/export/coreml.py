@@ -210,7 +210,7 @@ def _quiet() -> Iterator[None]:
 
 Precision = Literal["float32", "float16"]
 
-# A weight of the file is one of the model if it has no other nonzeros, and at least this share of them: small values
+# A weight of the file is one of the model if it has no other nonzeros, and at least this fraction of them: small values
 # may become zero in float16, or by the scales of a batch norm that the converter multiplies into the weight.
 _SAME_NONZEROS = 0.9
 # What the compression appends to a constant's name.
@@ -226,7 +226,7 @@ class CoreMLWritten(NamedTuple):
         name: In the file; empty if the program has no such weight.
         operators: What uses it there, such as ``("linear",)``.
         is_sparse: Whether the file holds the nonzeros and a bit mask.
-        density: Share of nonzeros in the file.
+        density: Fraction of nonzeros in the file.
         bytes: In the file.
         dense_bytes: In the dense twin.
     """
@@ -282,7 +282,7 @@ def export_coreml(
         example: Inputs, positional tensors. The shapes of the program are these, and cannot vary.
         output: The package, ``.mlpackage``; it must not exist.
         pattern: The pattern of the weights to store as sparse; by default each weight has its own.
-        precision: Of weights and products; coremltools leaves layers with values beyond float16 in float32. In float32
+        precision: Of weights and GEMMs; coremltools leaves layers with values beyond float16 in float32. In float32
             the file has the model's values bit for bit, but for those that the converter multiplies by the scales of a
             batch norm. The Neural Engine needs float16.
         states: Sparsifier states of the checkpoint: only the layers that they mask are stored as sparse.
@@ -493,7 +493,7 @@ def _places(
     """
     places: dict[str, tuple[str, Layout]] = {}
     free = {name: each for name, each in package.weights.items() if each.storage == "const"}
-    # Products of a matrix on the right become linear operators, whose weights are [out, in].
+    # GEMMs of a matrix on the right become linear operators, whose weights are [out, in].
     turned = {Layout.PLAIN: Layout.TRANSPOSED, Layout.TRANSPOSED: Layout.PLAIN}
     # Names first, so that weights without one choose among the rest.
     for key in sorted(sparse, key=lambda key: names.get(key) not in free):

@@ -27,7 +27,7 @@ TOLERANCE = 1e-3
 def export_pt2(model: nn.Module, example: tuple[Any, ...], output: FilePath) -> None:
     """Write a model as a program of ``torch.export``, dense or packed; its first axis of each input may vary.
 
-    The program of a packed model holds the packed weights and unpacks them for each product by torch's operators. It
+    The program of a packed model holds the packed weights and unpacks them for each GEMM by torch's operators. It
     runs without this package.
 
     Args:

@@ -71,7 +71,7 @@ def pack(
         pattern: The N:M pattern; weights that are not of it stay dense. By default each weight has its own: the one
             that takes the least memory.
         dtype: ``"int8"`` rounds the values to int8, with a scale for each output (of each expert), see
-            :func:`lightning_nm.functional.quantise_weight`. On a CPU the products round each token to int8 as well
+            :func:`lightning_nm.functional.quantise_weight`. On a CPU the GEMMs round each token to int8 as well
             (:func:`lightning_nm.functional.quantise_tokens`), convolutions the inputs of each output position: sums are
             exact, and multiplied by both scales. By default weights keep their values.
         int8_embeddings: With `dtype`, globs over module names and keys of ``nn.Embedding`` that are rounded to int8,
@@ -80,14 +80,14 @@ def pack(
             is not measured, and slower than a dense head of many tokens.
         exclude: Globs over module names and keys that stay dense.
         kernels: ``"auto"``: as fast as the dense model or faster, as measured. A layer keeps its kernel's layout while
-            the kernel is no slower than the dense product, and holds the dense weight from the first product on for
+            the kernel is no slower than the dense GEMM, and holds the dense weight from the first GEMM on for
             which that is not so, or at once if there is no kernel for it. Numbers of tokens are rounded up to powers
             of two; each is measured once, and kept in ``~/.cache/lightning_nm/packed.json``. :func:`warm_up` measures
-            before the first request. ``"sparse"``: never holds a dense weight; products run on the kernel,
-            or unpack the weight where there is none. ``"reference"``: products always unpack the weight; takes the
+            before the first request. ``"sparse"``: never holds a dense weight; GEMMs run on the kernel,
+            or unpack the weight where there is none. ``"reference"``: GEMMs always unpack the weight; takes the
             least memory, and is slower than the dense model.
-        budget_s: Seconds in which the products of the model are measured in ``"auto"``, while it answers; the last
-            measurement may exceed them. After that, the nearest measured product decides for a new size, without one
+        budget_s: Seconds in which the GEMMs of the model are measured in ``"auto"``, while it answers; the last
+            measurement may exceed them. After that, the nearest measured GEMM decides for a new size, without one
             the kernel takes it. 0 measures nothing.
 
     Returns:
@@ -247,10 +247,10 @@ def warm_up(
     *,
     example: Tensor | tuple[Tensor, ...] | None = None,
 ) -> Model:
-    """Choose between kernel and dense product for the sizes that a packed model will meet, however long that takes.
+    """Choose between kernel and dense GEMM for the sizes that a packed model will meet, however long that takes.
 
     It changes models that are packed with ``kernels="auto"`` alone: each layer chooses for ``b * t`` tokens, for each
-    ``b`` of `batch` and ``t`` of `tokens`, as it would at its first product of that size, see :func:`pack`. Choices
+    ``b`` of `batch` and ``t`` of `tokens`, as it would at its first GEMM of that size, see :func:`pack`. Choices
     are kept in ``~/.cache/lightning_nm/packed.json``, and made for the number of threads that torch has now.
 
     Args:
@@ -568,9 +568,9 @@ class PackedSummary:
 
 
 def packed_summary(model: nn.Module) -> PackedSummary:
-    """What each packed layer of a model holds now, its share of the dense weight's memory, and what is not packed.
+    """What each packed layer of a model holds now, its fraction of the dense weight's memory, and what is not packed.
 
-    With ``kernels="auto"`` a layer whose dense product is faster holds the dense weight from then on, see
+    With ``kernels="auto"`` a layer whose dense GEMM is faster holds the dense weight from then on, see
     :func:`lightning_nm.pack`: look again after the model has run.
 
     Raises:

@@ -23,7 +23,7 @@ SOUGHT = (4, 8, 16, 32)
 """Lengths of blocks that are tried where no pattern is given."""
 
 LARGEST = 0.75
-"""A weight whose packed form would take more than this share of its memory stays dense."""
+"""A weight whose packed form would take more than this fraction of its memory stays dense."""
 
 
 class Found(NamedTuple):
@@ -77,9 +77,9 @@ def pattern_of(
                 continue
             possible = NMPattern(most, m)
             # Packed over dense bytes.
-            share = possible.density + position_bits(possible) / (m * weight.itemsize * 8)
-            if share < least or (best is None and share == least):
-                least = share
+            fraction = possible.density + position_bits(possible) / (m * weight.itemsize * 8)
+            if fraction < least or (best is None and fraction == least):
+                least = fraction
                 best = Found(possible, layout)
     if best is not None:
         return best
@@ -168,7 +168,7 @@ def masked_layers(
         yield keys[plain], layer
 
 
-# Without a sparsifier state, a weight with fewer violating blocks than this share is broken, others are dense.
+# Without a sparsifier state, a weight with fewer violating blocks than this fraction is broken, others are dense.
 _DENSE_FROM = 0.5
 
 # Integers that may be the values of a quantised weight; wider ones are indices.
@@ -181,7 +181,7 @@ _AXES = {
     Layout.FLAT: "along the flattened filter",
 }
 
-# Another pattern is named if nonzeros fill this share of its places: zeros without a structure fit some pattern, too.
+# Another pattern is named if nonzeros fill this fraction of its places: zeros at random places fit some pattern, too.
 _FULL = 0.95
 
 
@@ -195,7 +195,7 @@ class Verdict:
         pattern: The pattern that the weight was checked against.
         blocks: Number of blocks.
         violations: Blocks with more than N nonzeros.
-        density: Share of nonzeros.
+        density: Fraction of nonzeros.
         note: The axis, or the reason why nothing was checked.
         nonfinite: Number of entries that are NaN or infinite.
         stage: The stage of the training's schedule, and when the pattern's own is, if the weight lies in another one.

@@ -65,9 +65,9 @@ class Verification:
 
     @property
     def share(self) -> float:
-        """The share of the matrices' entries that is in N:M matrices."""
+        """The fraction of the matrices' entries that is in N:M matrices."""
         sparse = sum(self.matrices.get(v.key, 0) for v in self.verdicts if v.verdict == "N:M")
-        # A file without matrices has no share.
+        # A file without matrices has no fraction.
         return sparse / sum(self.matrices.values()) if sparse else 0.0
 
     @property
@@ -113,7 +113,7 @@ def verify(
             of the sparsifier state in the file, of the header of a packed model, or of the metadata of a Core ML
             package that :func:`~lightning_nm.export.export_coreml` wrote.
         include: Globs over keys or module names of weights that must be N:M.
-        min_share: The least share of the entries of all matrices that must be in N:M matrices, from 0 to 1.
+        min_share: The least fraction of the entries of all matrices that must be in N:M matrices, from 0 to 1.
         allow_dense: With a pattern, allow matrices that are dense.
         base: The checkpoint that this one was made from, for example by merging adapters. Every matrix that is N:M
             there must be N:M here, the others may be dense. It needs a pattern.
@@ -135,7 +135,7 @@ def verify(
     """
     parsed = None if pattern is None else NMPattern.parse(pattern)
     if min_share is not None and not 0 <= min_share <= 1:
-        raise ValueError(f"min_share={min_share} must be a share from 0 to 1")
+        raise ValueError(f"min_share={min_share} must be a fraction from 0 to 1")
     if base is not None and parsed is None:
         raise ValueError(
             f"the base '{base}' is compared with a pattern: give one, for example --pattern 2:4"

@@ -22,12 +22,12 @@ _ROUNDING = 1e-9
 
 @torch.no_grad()
 def retained_magnitudes(weight: Tensor, m: int, dim: int = -1) -> Tensor:
-    r"""Return the share of the magnitude that the n largest entries of every block hold, for n = 1, ..., m.
+    r"""Return the fraction of the magnitude that the n largest entries of every block hold, for n = 1, ..., m.
 
     .. math:: s_n = \sum_{blocks} \sum_{k \le n} |w|_{(k)} \,/\, \sum |w|
 
     :math:`|w|_{(k)}` is the k-th largest magnitude of a block, so :math:`s_n` is the ``kept_magnitude`` of a magnitude
-    mask of n:m, and :math:`s_m = 1`. The shares are concave in n: each further entry of a block is smaller.
+    mask of n:m, and :math:`s_m = 1`. The fractions are concave in n: each further entry of a block is smaller.
 
     Args:
         weight: Any shape and floating dtype; its size along ``dim`` is a multiple of ``m``.

@@ -63,7 +63,7 @@ def sparsegpt(
         weight: ``[out, in]``, floating point.
         moment: ``[in, in]``, H up to a factor, symmetric.
         pattern: What :meth:`NMPattern.parse` reads; blocks lie along `in`.
-        damping: Share of the mean of H's diagonal that is added to the diagonal.
+        damping: Fraction of the mean of H's diagonal that is added to the diagonal.
 
     Returns:
         The N:M weight, of the dtype of ``weight``. Input features that were always zero get zeros.
@@ -107,7 +107,7 @@ def sparsegpt(
             later = slice(j + 1, end)
             work_oi[:, later] -= error_o[:, None] * factor_ii[j, later]
             column_o -= pruned_o  # in place: column_o is a view of work_oi
-        # The columns beyond it are corrected for all of its errors by one product.
+        # The columns beyond it are corrected for all of its errors by one GEMM.
         work_oi[:, end:] -= errors_oj @ factor_ii[start:end, end:]
     # Rounding to the weight's dtype cannot make a zero nonzero.
     return work_oi.to(weight.dtype)

@@ -163,10 +163,10 @@ def expected_loss_change(
     return torch.where(swaps.gain > 0, pruned_b - regrown_b, 0)
 
 
-def swap_budget(blocks: int, share: float, progress: float) -> int:
+def swap_budget(blocks: int, fraction: float, progress: float) -> int:
     r"""Return how many of B blocks may change: :math:`\lceil B \rho (1 + \cos \pi p) / 2 \rceil`, p from 0 to 1."""
     decay = 1 + math.cos(math.pi * progress)  # from 2 to 0
-    budget = blocks * share * 0.5 * decay
+    budget = blocks * fraction * 0.5 * decay
     # Rounding errors must not add a block: 7.000000000000001 is 7.
     budget = round(budget, 6)
     return math.ceil(budget)
@@ -258,7 +258,7 @@ def drop_and_grow(weight: Tensor, grad: Tensor, mask: Tensor, drops: int) -> Ten
     survives[kept.argsort(stable=True)[:drops]] = False
     survives_bm = torch.zeros_like(mask).masked_scatter(mask, survives)
     lost_b = mask.sum(1) - survives_bm.sum(1)
-    # The blocks that lost entries, [C, M]: a small part of all, once the share of drops has decayed.
+    # The blocks that lost entries, [C, M]: a small part of all, once the fraction of drops has decayed.
     losing_c = lost_b.nonzero().squeeze(1)
     survives_cm = survives_bm[losing_c]
     score_cm = grad[losing_c].abs().masked_fill(survives_cm, -torch.inf)

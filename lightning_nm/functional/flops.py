@@ -21,7 +21,7 @@ tensor cores need.
 
 @dataclass(frozen=True)
 class GemmDensity:
-    """Share of a layer's dense multiply-adds that each of its three training GEMMs still does; the default is dense.
+    """Fraction of a layer's dense multiply-adds that each of its three training GEMMs still does; the default is dense.
 
     Args:
         forward: ``c_F`` of ``Y = X W^T``, in [0, 1].
@@ -29,7 +29,7 @@ class GemmDensity:
         wgrad: ``c_G`` of ``dW = dY^T X``, in [0, 1].
 
     Raises:
-        ValueError: If a share is not within [0, 1].
+        ValueError: If a fraction is not within [0, 1].
 
     Example:
         >>> GemmDensity(forward=0.5)
@@ -41,10 +41,10 @@ class GemmDensity:
     wgrad: float = 1.0
 
     def __post_init__(self) -> None:
-        for name, share in vars(self).items():
-            if not 0 <= share <= 1:
+        for name, fraction in vars(self).items():
+            if not 0 <= fraction <= 1:
                 raise ValueError(
-                    f"{name}={share!r} is not a share of a dense GEMM: pass a number from 0 to 1"
+                    f"{name}={fraction!r} is not a fraction of a dense GEMM: pass a number from 0 to 1"
                 )
 
 
@@ -54,7 +54,7 @@ def train_flops(dense_forward: float, density: GemmDensity) -> float:
     Args:
         dense_forward: ``F``, those of the dense forward GEMM. Mask updates and permutations cost nothing, as in the
             papers.
-        density: The shares ``c_F``, ``c_D`` and ``c_G`` of the three GEMMs; dense training is ``3 F``.
+        density: The fractions ``c_F``, ``c_D`` and ``c_G`` of the three GEMMs; dense training is ``3 F``.
 
     Raises:
         ValueError: If ``dense_forward`` is negative or not finite.
@@ -76,7 +76,7 @@ def train_flops_ratio(layers: Iterable[tuple[float, GemmDensity]]) -> float:
     .. math:: \frac{\sum F (c_F + c_D + c_G)}{\sum 3 F}
 
     Args:
-        layers: ``F`` and the shares of each layer, also of those that stay dense.
+        layers: ``F`` and the fractions of each layer, also of those that stay dense.
 
     Raises:
         ValueError: If the layers have no multiply-adds at all.

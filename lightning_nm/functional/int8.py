@@ -1,4 +1,4 @@
-"""Weights in int8 with a scale for each output, and products with inputs that are rounded to int8 for each token.
+"""Weights in int8 with a scale for each output, and GEMMs with inputs that are rounded to int8 for each token.
 
 All rounding is to nearest even, and integers are -127 to 127, so that both signs have the same range.
 """
@@ -15,7 +15,7 @@ LARGEST = 127
 """The largest absolute value of an integer."""
 
 INT8_DTYPES = (torch.float32, torch.bfloat16)
-"""Dtypes of weights whose values may be int8: those of the inputs that int8 products take."""
+"""Dtypes of weights whose values may be int8: those of the inputs that int8 GEMMs take."""
 
 LEAST_SCALE = 2.0**-100
 MOST_SCALE = 2.0**100
@@ -136,7 +136,7 @@ def check_quantised(integers: Tensor, scale: Tensor) -> None:
 
 
 def quantise_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Round each token to int8, as the int8 products do: ``nearest(x * 127 / max |x|)``.
+    """Round each token to int8, as the int8 GEMMs do: ``nearest(x * 127 / max |x|)``.
 
     The scale is ``max |x| / 127``.
 

@@ -64,7 +64,7 @@ GRADIENT_SNR = Ratio(empty=torch.inf, root=True)
 
 
 def mask_density(tensor: Tensor) -> Tensor:
-    """Return the share of the entries that are not zero: ``#{j : x[j] != 0} / #x``, in [0, 1]; NaN without entries.
+    """Return the fraction of the entries that are not zero: ``#{j : x[j] != 0} / #x``, in [0, 1]; NaN without entries.
 
     Args:
         tensor: A bool mask, or values of any dtype. A NaN is a nonzero, ``-0`` is not.
@@ -77,7 +77,7 @@ def mask_density(tensor: Tensor) -> Tensor:
 
 
 def mask_flip_rate(before: Tensor, after: Tensor) -> Tensor:
-    r"""Return the share of the entries that an update of a mask changed, in [0, 1]; 0 without entries.
+    r"""Return the fraction of the entries that an update of a mask changed, in [0, 1]; 0 without entries.
 
     .. math:: \|m_t - m_{t-1}\|_1 / D
 
@@ -104,7 +104,7 @@ def mask_flip_rate(before: Tensor, after: Tensor) -> Tensor:
 
 
 def mask_overlap(forward: Tensor, backward: Tensor) -> Tensor:
-    r"""Return the share of the forward mask's entries that the backward mask also keeps, :math:`|F \cap B| / |F|`.
+    r"""Return the fraction of the forward mask's entries that the backward mask also keeps, :math:`|F \cap B| / |F|`.
 
     It is 1 if the forward mask keeps nothing. Below 1, dX is computed from fewer weights than Y, and differs from the
     gradient of the sparse model. Masks and errors are as in :func:`mask_flip_rate`.
@@ -117,7 +117,7 @@ def mask_overlap(forward: Tensor, backward: Tensor) -> Tensor:
 
 
 def kept_magnitude(weight: Tensor, mask: Tensor) -> Tensor:
-    r"""Return the share of a weight's magnitude that a mask keeps: :math:`\sum_{j \in m} |W_j| / \sum_j |W_j|`.
+    r"""Return the fraction of a weight's magnitude that a mask keeps: :math:`\sum_{j \in m} |W_j| / \sum_j |W_j|`.
 
     It is 1 if all weights are zero, NaN if one is NaN or infinite.
 
@@ -142,7 +142,7 @@ def mask_oscillation(masks: Iterable[Tensor]) -> Tensor:
     .. math:: \frac{1}{T D} \sum_{t=1}^{T} \sum_k [m_{t,k} \ne m_{t-1,k}] \, [\exists s < t: m_{s,k} \ne m_{s-1,k}]
 
     Each flip of an entry but the first counts. The result, in [0, 1], is at most the flip rate averaged over the same
-    updates; their ratio is the share of flips that undo an earlier one. It is 0 if there is nothing to compare.
+    updates; their ratio is the fraction of flips that undo an earlier one. It is 0 if there is nothing to compare.
 
     Args:
         masks: :math:`m_0, m_1, ..., m_T` in the order of time, bool tensors of one shape.

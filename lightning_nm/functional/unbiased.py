@@ -339,14 +339,14 @@ def _sample_two_of_four(planes: Planes, uniform: Tensor, careful: bool) -> Plane
     smallest_normal = limits.tiny
     least_subnormal = limits.tiny * limits.eps
     others = [entry.clamp(min=least_subnormal) for entry in others]
-    share = [entry / total.clamp(min=least_subnormal) for entry in a]
+    fraction = [entry / total.clamp(min=least_subnormal) for entry in a]
     result = []
     for i, x in enumerate(planes):
         # p_i = a_i / S + sum_{k != i} (a_k / S) a_i / (S - a_k)
-        p = share[i]
+        p = fraction[i]
         for k in range(4):
             if k != i:
-                p = p + share[k] * (a[i] / others[k])
+                p = p + fraction[k] * (a[i] / others[k])
         exact = few * live[i]
         take = (first[i] + second[i]) * (1 - few)
         value = a[i] / p.clamp(min=smallest_normal) / unit
@@ -383,7 +383,7 @@ def _scale(magnitudes: Planes, careful: bool) -> tuple[Planes, Tensor | float]:
     """Scale blocks whose sum might overflow by a power of two; return the scaled magnitudes and the scales."""
     if not careful:
         return magnitudes, 1.0
-    # A power of two scales without rounding. M entries of this share of the range add up to less than half of it.
+    # A power of two scales without rounding. M entries of this fraction of the range add up to less than half of it.
     room = 2.0 ** -(2 * len(magnitudes)).bit_length()
     largest = reduce(torch.maximum, magnitudes)
     limit = torch.finfo(largest.dtype).max * room

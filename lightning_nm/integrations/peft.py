@@ -338,7 +338,7 @@ def _delta(a_ri: Tensor, b_or: Tensor, mask_oi: Tensor, scaling: float) -> Tenso
 
 
 class _MaskedDelta(torch.autograd.Function):
-    """The product with the delta, which is made twice instead of saved.
+    """The GEMM with the delta, which is made twice instead of saved.
 
     Letters name dimensions: t tokens, i inputs, o outputs, r rank.
     """
@@ -350,7 +350,7 @@ class _MaskedDelta(torch.autograd.Function):
         ctx.save_for_backward(x_ti, a_ri, b_or, mask_oi)
         ctx.scaling = scaling
         # A and B keep their own dtype, often float32, until their product is made. The delta has no name of its own
-        # in that dtype: its memory is given back before the product.
+        # in that dtype: its memory is given back before the GEMM.
         return F.linear(x_ti, _delta(a_ri, b_or, mask_oi, scaling).to(x_ti.dtype))
 
     @staticmethod

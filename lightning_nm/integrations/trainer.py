@@ -75,7 +75,7 @@ class NMTrainerCallback(TrainerCallback):
 
     Args:
         pattern: The N:M pattern.
-        method: A short name (``"bi-mask"``) or a :class:`~lightning_nm.Method`. Shares of the training refer to the
+        method: A short name (``"bi-mask"``) or a :class:`~lightning_nm.Method`. Fractions of the training refer to the
             Trainer's ``state.max_steps``.
         grad_estimator: A short name (``"mvue"``) or a :class:`~lightning_nm.GradientEstimator`; ``None`` keeps dY.
         config: All settings as one object, instead of the other ones.

@@ -1,4 +1,4 @@
-"""GEMM kernels: how a product with an N:M operand is executed."""
+"""GEMM kernels: how a GEMM with an N:M operand is executed."""
 
 import lazy_loader
 

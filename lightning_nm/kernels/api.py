@@ -21,7 +21,7 @@ from lightning_nm.pattern import NMPattern
 GemmName = Literal["forward", "dgrad", "wgrad"]
 
 Sparsity = Literal["n:m", "masked", "outputs"]
-"""What is sparse in a product. ``"n:m"``: A is N:M along the contraction axis, perhaps permuted. ``"masked"``: A is
+"""What is sparse in a GEMM. ``"n:m"``: A is N:M along the contraction axis, perhaps permuted. ``"masked"``: A is
 zero outside of a mask that is N:M along its rows. ``"outputs"``: A is dense, and the result is needed at the entries of
 a mask alone."""
 
@@ -113,7 +113,7 @@ class GemmKey:
     sparsity: Sparsity = "n:m"
     # Of a convolution: `in` is [in / groups * taps], tokens are output positions.
     conv: Convolution | None = None
-    drawn: bool = False  # A is a W_B that is drawn again for each product: no mask of it is kept
+    drawn: bool = False  # A is a W_B that is drawn again for each GEMM: no mask of it is kept
 
     def __str__(self) -> str:
         """``gemm rowsxdepthxcolumns dtype pattern device``, then ``permuted``, ``drawn``, sparsity and geometry."""
@@ -132,7 +132,7 @@ class GemmKey:
 
     @property
     def packs_each_time(self) -> bool:
-        """Whether A is another one in each product: an estimate of dY, or a drawn W_B."""
+        """Whether A is another one in each GEMM: an estimate of dY, or a drawn W_B."""
         return self.drawn or (self.gemm == "wgrad" and self.sparsity == "n:m")
 
     @property
@@ -167,7 +167,7 @@ class MaskedMatrix(NamedTuple):
         bits: uint8 of that shape; `bit` is set at entries of the mask.
         bit: Of ``bits``, see :mod:`lightning_nm.functional.mask_storage`.
         pattern: The N:M pattern of the mask; ``None`` if it has none.
-        dtype: Of the products.
+        dtype: Of the GEMMs.
         order: int64 ``[depth]``: the mask is N:M along the depth in this order.
         dense: Makes the contiguous masked matrix in `dtype`, its depth in that order.
     """
@@ -194,9 +194,9 @@ class MaskedMatrix(NamedTuple):
 
 
 class GemmKernel:
-    """Executes products of an N:M matrix ``A [rows, depth]`` with dense ones.
+    """Executes GEMMs of an N:M matrix ``A [rows, depth]`` with dense ones.
 
-    The base class is the reference: dense products, on every device and dtype.
+    The base class is the reference: dense GEMMs, on every device and dtype.
 
     Example::
 
@@ -210,22 +210,22 @@ class GemmKernel:
     device_type = ""
     """The type of device it is made for, such as ``"cuda"``; empty if it is made for every type."""
     takes: frozenset[Sparsity] = frozenset({"n:m"})
-    """What may be sparse in its products."""
+    """What may be sparse in its GEMMs."""
     ordered = True
     """Whether it takes a permuted matrix, and its dense columns, in the permuted order."""
     convolutions = False
-    """Whether it also takes products of convolutions, by :meth:`conv` and the two after it."""
+    """Whether it also takes GEMMs of convolutions, by :meth:`conv` and the two after it."""
     keeps_packs = True
     """Whether the micro-batches of a step share packs of weights. Not if packing costs no more than reading the weight,
     as given its layout: a pack that is made again has no values from before a write that torch does not count."""
 
     searched: tuple[torch.dtype, ...] = ()
-    """Dtypes of the products for which :meth:`search` is asked for a variant, in mode ``"auto"``."""
+    """Dtypes of the GEMMs for which :meth:`search` is asked for a variant, in mode ``"auto"``."""
     packs_as: str = ""
     """The name of the kernel whose packed form this one takes; empty if it has its own."""
 
     tolerance: float | None = None
-    """Largest relative difference of its products from the dense ones; ``None`` for that of the dtype."""
+    """Largest relative difference of its GEMMs from the dense ones; ``None`` for that of the dtype."""
 
     def probe(self, device: torch.device) -> str:
         """Return why this kernel does not work on a device; empty if a numeric check on the device passed."""
@@ -236,23 +236,23 @@ class GemmKernel:
         return ""
 
     def supports(self, key: GemmKey) -> str:
-        """Return why this kernel cannot execute a product; empty if it can."""
+        """Return why this kernel cannot execute a GEMM; empty if it can."""
         return ""
 
     def search(self, key: GemmKey, packed: Any, dense: Tensor) -> str:
-        """Return the name of the variant of this kernel that is best for a product; empty if it is the kernel itself.
+        """Return the name of the variant of this kernel that is best for a GEMM; empty if it is the kernel itself.
 
         The name of a variant is that of the kernel, a colon and something that :meth:`variant` understands.
 
         Args:
-            key: The product.
+            key: The GEMM.
             packed: A random A, as :meth:`pack` returns it.
             dense: The dense operand of :meth:`linear` or :meth:`matmul`.
         """
         return ""
 
     def conditions(self, key: GemmKey) -> str:
-        """Return what else a decision for a product depends on, as text: with another text it is made again."""
+        """Return what else a decision for a GEMM depends on, as text: with another text it is made again."""
         return ""
 
     def variant(self, name: str) -> GemmKernel:
@@ -264,7 +264,7 @@ class GemmKernel:
         raise ValueError(f"{self.name} has no variant {name!r}")
 
     def pack(self, matrix: Tensor) -> Any:
-        """Pack ``A [rows, depth]``, contiguous and N:M along `depth`, into the form that the products take."""
+        """Pack ``A [rows, depth]``, contiguous and N:M along `depth`, into the form that the GEMMs take."""
         return matrix
 
     def layout(self, matrix: MaskedMatrix) -> Any:
@@ -348,7 +348,7 @@ def multiply(
 
 
 Failures = dict[tuple[str, GemmKey], str]
-"""Why a kernel is switched off for a product, by its name and the key."""
+"""Why a kernel is switched off for a GEMM, by its name and the key."""
 
 
 def attempt(
@@ -358,12 +358,12 @@ def attempt(
     product: Callable[[], Tensor],
     dense: Callable[[], Tensor],
 ) -> Tensor:
-    """Compute a product by a kernel, or the dense one if the kernel fails or failed before.
+    """Compute a GEMM by a kernel, or the dense one if the kernel fails or failed before.
 
     A failure gives one warning, and switches this kernel off for this key, unless memory was short. If the dense
-    product fails too, the operands are at fault: its error is raised, and the kernel stays on.
+    GEMM fails too, the operands are at fault: its error is raised, and the kernel stays on.
     """
-    # Asked first whether there are any: the hash of a key takes as long as a small product.
+    # Asked first whether there are any: the hash of a key takes as long as a small GEMM.
     if failures and (kernel.name, key) in failures:
         return dense()
     shape = key.result_shape
@@ -379,7 +379,7 @@ def attempt(
     except (torch.OutOfMemoryError, MemoryError):
         failed = ""  # of the moment, not of the kernel
     except Exception as error:
-        # The dense product is no other one for the reference. A capture that failed takes no other product either.
+        # The dense GEMM is no other one for the reference. A capture that failed takes no other GEMM either.
         if kernel.name == GemmKernel.name or is_capturing():
             raise
         failed = f"it failed, {describe_error(error)}"
@@ -387,7 +387,7 @@ def attempt(
     if failed:
         failures[kernel.name, key] = failed
         warnings.warn(
-            f"kernel '{kernel.name}' is switched off for {key}: {failed}. The dense product replaces it.",
+            f"kernel '{kernel.name}' is switched off for {key}: {failed}. The dense GEMM replaces it.",
             RuntimeWarning,
             stacklevel=3,
         )
@@ -421,7 +421,7 @@ def token_bucket(tokens: int) -> int:
     return steps * step
 
 
-# Cached, because the router asks for each product that it meets, and making a frozen dataclass is slow.
+# Cached, because the router asks for each GEMM that it meets, and making a frozen dataclass is slow.
 @lru_cache(maxsize=1 << 14)
 def bucketed(key: GemmKey) -> GemmKey:
     """Replace the tokens of a key, its columns or for wgrad its depth, by their bucket; a decision holds for it."""
@@ -431,12 +431,12 @@ def bucketed(key: GemmKey) -> GemmKey:
 
 
 def multiply_adds(key: GemmKey) -> int:
-    """Count the multiply-adds of the dense product, ``rows * depth * columns``."""
+    """Count the multiply-adds of the dense GEMM, ``rows * depth * columns``."""
     return key.rows * key.depth * key.columns
 
 
 def uses_of_pack(key: GemmKey, reuse: int) -> int:
-    """Count the products that use one pack: `reuse` of them for a weight's, one for an operand that is drawn."""
+    """Count the GEMMs that use one pack: `reuse` of them for a weight's, one for an operand that is drawn."""
     if key.gemm == "wgrad" or key.drawn:
         return 1
     return reuse

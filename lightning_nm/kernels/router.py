@@ -51,11 +51,11 @@ class Product(NamedTuple):
 
     layer: str
     key: GemmKey  # its pattern is the layer's if no operand is N:M along the contraction axis
-    reason: str = ""  # why the product is always dense; empty if it is not
+    reason: str = ""  # why the GEMM is always dense; empty if it is not
 
 
 class Choice(NamedTuple):
-    """The sparse kernel that a router chose for a product."""
+    """The sparse kernel that a router chose for a GEMM."""
 
     kernel: GemmKernel
     key: GemmKey
@@ -72,11 +72,11 @@ class GemmUse:
 
 
 class Router(HasHandle):
-    """Chooses a kernel for every product of masked layers while it is active, see :func:`routing`.
+    """Chooses a kernel for every GEMM of masked layers while it is active, see :func:`routing`.
 
-    In mode ``"auto"`` the products of the first batch are dense and recorded; :meth:`tune` then measures them. The
-    plugins call it before the first backward pass; without :mod:`torch.distributed` that pass calls it itself. Products
-    of new sizes are measured when they first run. While a CUDA graph is captured nothing is measured: products without
+    In mode ``"auto"`` the GEMMs of the first batch are dense and recorded; :meth:`tune` then measures them. The
+    plugins call it before the first backward pass; without :mod:`torch.distributed` that pass calls it itself. GEMMs
+    of new sizes are measured when they first run. While a CUDA graph is captured nothing is measured: GEMMs without
     a decision are dense in it.
 
     Args:
@@ -84,11 +84,11 @@ class Router(HasHandle):
         backends: The kernels besides the reference; ``None`` takes those of the package.
         file: Where ``"auto"`` keeps measured decisions; ``None`` keeps none, and so does a path in the home directory
             of a user who has none.
-        reuse: Products that share one pack of a weight: the micro-batches of an optimizer step. From 2 on packs for
+        reuse: GEMMs that share one pack of a weight: the micro-batches of an optimizer step. From 2 on packs for
             2:4 hardware are kept until the weight or its masks change: 1.125 bytes for each weight, GEMM and 16-bit
             dtype. Call :meth:`release` if a weight is written through ``.data`` within a step: torch does not count
-            such writes. CPU kernels read the values of a weight for every product, and need no call.
-        budget_s: Seconds that :meth:`tune` may take. Products that it leaves out are dense, with a warning.
+            such writes. CPU kernels read the values of a weight for every GEMM, and need no call.
+        budget_s: Seconds that :meth:`tune` may take. GEMMs that it leaves out are dense, with a warning.
         timer: Measures for ``"auto"``, as the default does; tests pass recorded times.
 
     Raises:
@@ -125,7 +125,7 @@ class Router(HasHandle):
         self.file = decisions_file(file)
         self.reuse = reuse
         self.keeps_layouts = True
-        """Whether layouts of masks are kept between products; they take memory for whole weights."""
+        """Whether layouts of masks are kept between GEMMs; they take memory for whole weights."""
         self.budget_s = budget_s
         self.timer = timer or DeviceTimer()
         self.reset()
@@ -133,12 +133,12 @@ class Router(HasHandle):
     def reset(self, reuse: int | None = None) -> None:
         """Clear usage statistics and packs for a new training, perhaps with another `reuse`; saved decisions stay."""
         self.reuse = reuse or self.reuse
-        # The tuner needs a device, which is known when the first product runs, see `initialize`.
+        # The tuner needs a device, which is known when the first GEMM runs, see `initialize`.
         self.tuner: Tuner | None = None
         self.unavailable_reason = ""
         """Why no sparse kernel works on the device, once that is known."""
         self.all_dense = False
-        """Whether :meth:`deactivate_if_all_dense` ended routing, because no product is faster sparse."""
+        """Whether :meth:`deactivate_if_all_dense` ended routing, because no GEMM is faster sparse."""
         self.registry.failures.clear()
         self.tuned = self.kernels != "auto"
 
@@ -148,11 +148,11 @@ class Router(HasHandle):
         # From the first process, before a tuner was made here.
         self._received: Decisions | None = None
 
-        # A dict instead of a set: it keeps the order of the products.
+        # A dict instead of a set: it keeps the order of the GEMMs.
         self._recorded: dict[Product, None] = {}
-        # For products of one exact size, with the terms of the choice; the use is shared by all sizes of a bucket.
+        # For GEMMs of one exact size, with the terms of the choice; the use is shared by all sizes of a bucket.
         self._chosen: dict[tuple[Product, Hashable], tuple[Choice | None, GemmUse]] = {}
-        # By the bucketed product and the kernel's name.
+        # By the bucketed GEMM and the kernel's name.
         self._uses: dict[tuple[Product, str], GemmUse] = {}
         self.convolving = frozenset(
             kernel.device_type for kernel in self.registry.backends if kernel.convolutions
@@ -192,12 +192,12 @@ class Router(HasHandle):
         stamp: tuple[Hashable, ...],
         products: Callable[[], Sequence[Product]],
     ) -> list[Choice | None]:
-        """Choose the kernels of products that are about to run, and count the calls; ``None`` is the dense product.
+        """Choose the kernels of GEMMs that are about to run, and count the calls; ``None`` is the dense GEMM.
 
         Args:
             owner: The layer.
-            name: Of these products among those of the layer.
-            stamp: All that the products depend on.
+            name: Of these GEMMs among those of the layer.
+            stamp: All that the GEMMs depend on.
             products: Makes them. It is called again only if the stamp has changed since the last call.
         """
         # A choice also holds until a kernel fails or determinism is switched.
@@ -214,13 +214,13 @@ class Router(HasHandle):
         return choices
 
     def _choose(self, product: Product, terms: Hashable) -> tuple[Choice | None, GemmUse]:
-        """Choose the kernel of a product, and remember it unless the choice is for the moment."""
+        """Choose the kernel of a GEMM, and remember it unless the choice is for the moment."""
         known = self._chosen.get((product, terms))
         if known is not None:
             return known
         decision = None
         kernel = self.registry.reference
-        # A capture must not measure: products without a decision are dense in it. So are those before `tune`.
+        # A capture must not measure: GEMMs without a decision are dense in it. So are those before `tune`.
         lasting = not is_capturing() and (self.tuned or bool(product.reason))
         if lasting and not product.reason:
             decision = self.initialize(torch.device(product.key.device)).decide(product.key)
@@ -242,19 +242,19 @@ class Router(HasHandle):
             self.tune()
 
     def record(self, products: Sequence[Product]) -> None:
-        """Record the products of a batch, for :meth:`tune`."""
+        """Record the GEMMs of a batch, for :meth:`tune`."""
         if not self.tuned:
             self._recorded.update(dict.fromkeys(products))
 
     def tune(self) -> None:
-        """Measure the recorded products, once; the first process measures for all.
+        """Measure the recorded GEMMs, once; the first process measures for all.
 
         With :mod:`torch.distributed` initialised, every process must call this at the same point.
         """
         if self.tuned:
             return
         self.tuned = True
-        # Once for each layer: a product of many layers is worth more in the order of measurement.
+        # Once for each layer: a GEMM of many layers is worth more in the order of measurement.
         keys = [product.key for product in self._recorded if not product.reason]
         self._recorded.clear()
         try:
@@ -266,11 +266,11 @@ class Router(HasHandle):
                     if device.type == "cuda":
                         torch.cuda.empty_cache()  # the operands of the checks
                     self.save()
-        # Also after an error: other processes wait for the decisions. A process without products takes part.
+        # Also after an error: other processes wait for the decisions. A process without GEMMs takes part.
         finally:
             self._share_decisions()
             if self.tuner is not None and keys:
-                # Those of an earlier call may come again: a dense gradient in every second step has other products.
+                # Those of an earlier call may come again: a dense gradient in every second step has other GEMMs.
                 self._tuned_keys = list(dict.fromkeys([*self._tuned_keys, *keys]))
                 decisions = [self.tuner.decisions.get(key) for key in self._tuned_keys]
                 self._none_sparse = all(found and found.kernel == DENSE for found in decisions)
@@ -284,7 +284,7 @@ class Router(HasHandle):
             self._received = share(Decisions(environment_of(torch.device("cpu"))))
 
     def _warn_of_postponed(self, tuner: Tuner) -> None:
-        """Say which part of the products is dense because it was not measured yet."""
+        """Say which part of the GEMMs is dense because it was not measured yet."""
         decided = {key: tuner.decisions.get(key) for key in self._tuned_keys}
         postponed = [key for key, found in decided.items() if found and found.source == "postponed"]
         if not postponed:
@@ -292,14 +292,14 @@ class Router(HasHandle):
         work = sum(map(multiply_adds, self._tuned_keys))
         part = sum(map(multiply_adds, postponed)) / work
         warnings.warn(
-            f"{len(postponed)} of {len(self._tuned_keys)} products, {part:.0%} of their multiply-adds, were not "
+            f"{len(postponed)} of {len(self._tuned_keys)} GEMMs, {part:.0%} of their multiply-adds, were not "
             f"measured within budget_s={self.budget_s:g}: they run dense in this training; the next one measures more, "
             "and a larger budget_s all at once",
             stacklevel=2,
         )
 
     def tune_again(self) -> None:
-        """Record and measure the next batch's products, since it may have new ones. Decisions so far stay."""
+        """Record and measure the next batch's GEMMs, since it may have new ones. Decisions so far stay."""
         if self.kernels == "auto":
             self.tuned = False
             self.all_dense = False
@@ -308,9 +308,9 @@ class Router(HasHandle):
             self._packs.clear()  # with the choices among them
 
     def deactivate_if_all_dense(self) -> None:
-        """Go inactive until the next :meth:`reset` if :meth:`tune` found no product that is faster sparse.
+        """Go inactive until the next :meth:`reset` if :meth:`tune` found no GEMM that is faster sparse.
 
-        Not where Triton masks weights: an active router's dense products have them masked in one pass, and an MLP of 7B
+        Not where Triton masks weights: an active router's dense GEMMs have them masked in one pass, and an MLP of 7B
         sizes on an H200 took 24.2 ms without, 21.8 ms with it (``benchmarks/results/gpu``).
         The plugins call it after an optimizer step, when no backward pass is pending: a checkpointed forward pass must
         be recomputed by the same kernels.
@@ -320,7 +320,7 @@ class Router(HasHandle):
         if any(triton_use.runs_on(torch.device(key.device)) for key in self._tuned_keys):
             return
         self.all_dense = True
-        # Products that ran before they were measured, for the report. A copy: another thread may run a product.
+        # GEMMs that ran before they were measured, for the report. A copy: another thread may run a GEMM.
         for use in list(self._uses.values()):
             if use.decision is None and not use.product.reason:
                 use.decision = self.tuner.decisions.get(use.product.key)
@@ -335,7 +335,7 @@ class Router(HasHandle):
         return device_type in self.convolving or "" in self.convolving
 
     def active_or_none(self) -> Router | None:
-        """Return this router, or ``None`` if every product is dense: layers then run, and compile, as without a router.
+        """Return this router, or ``None`` if every GEMM is dense: layers then run, and compile, as without a router.
 
         That is so in mode ``"reference"``, if no sparse kernel works, and if none is faster, see
         :meth:`deactivate_if_all_dense`.
@@ -344,10 +344,10 @@ class Router(HasHandle):
             return None
         return self
 
-    # ----------------------------------------------------------------------------------------------- products
+    # ----------------------------------------------------------------------------------------------- GEMMs
 
     def pack_reuse(self, device: str) -> int:
-        """Count the products that share one pack of a weight on a device: 1 if its kernels keep no packs."""
+        """Count the GEMMs that share one pack of a weight on a device: 1 if its kernels keep no packs."""
         keeps = any(kernel.keeps_packs for kernel in self.registry.made_for(device))
         return self.reuse if keeps else 1
 
@@ -378,15 +378,15 @@ class Router(HasHandle):
     # ------------------------------------------------------------------------------------------------- report
 
     def used(self) -> list[GemmUse]:
-        """Products that ran since the last :meth:`reset`, in the order of first use."""
-        # A copy: another thread may run a product.
+        """GEMMs that ran since the last :meth:`reset`, in the order of first use."""
+        # A copy: another thread may run a GEMM.
         return [use for use in list(self._uses.values()) if use.calls]
 
     def sparse_share(self) -> tuple[float, str]:
-        """Return the share of masked layers' GEMM time on sparse kernels, and its basis.
+        """Return the fraction of masked layers' GEMM time on sparse kernels, and its basis.
 
-        Times are the measured ones; a product without one takes the mean rate of the others by its multiply-adds. If
-        nothing was measured, the share is one of dense multiply-adds.
+        Times are the measured ones; a GEMM without one takes the mean rate of the others by its multiply-adds. If
+        nothing was measured, the fraction is one of dense multiply-adds.
         """
         used = self.used()
         measured = [
@@ -415,7 +415,7 @@ class Router(HasHandle):
             total += use.calls * cost
             if on_sparse:
                 sparse += use.calls * cost
-        # Nothing ran, or nothing but empty products.
+        # Nothing ran, or nothing but empty GEMMs.
         if not total:
             return 0.0, basis
         return sparse / total, basis
@@ -449,7 +449,7 @@ def activate(router: Router | None) -> Router | None:
 
 @contextmanager
 def routing(router: Router | None) -> Generator[None, None, None]:
-    """Run the products of masked layers by a router, or dense if it is ``None``.
+    """Run the GEMMs of masked layers by a router, or dense if it is ``None``.
 
     A backward pass uses the router of its forward pass, wherever it runs.
     """

@@ -181,13 +181,13 @@ def environment_of(device: torch.device) -> Environment:
     if device.type == "cpu":
         # Another instruction set, build of the library or number of threads is another speed.
         parts = [cpu_name()]
-        # Virtual machines report one name for CPUs with AMX and without, whose dense products differ in speed.
+        # Virtual machines report one name for CPUs with AMX and without, whose dense GEMMs differ in speed.
         if has_amx():
             parts.append("AMX")
         parts += (
             ["no kernels"] if unavailable() else [LEVELS[level()], f"library {compiled_from()}"]
         )
-        # The limit of oneDNN, which computes torch's dense products.
+        # The limit of oneDNN, which computes torch's dense GEMMs.
         if limit := os.environ.get("ONEDNN_MAX_CPU_ISA"):
             parts.append(f"oneDNN up to {limit}")
         name = "; ".join([*parts, f"threads: {torch.get_num_threads()}"])
@@ -213,11 +213,11 @@ class Decision:
 
     kernel: str
     dense_ms: float | None = None
-    sparse_ms: float | None = None  # of the best sparse product without packing, chosen or not
+    sparse_ms: float | None = None  # of the best sparse GEMM without packing, chosen or not
     pack_ms: float | None = None  # of packing its operand once
     reason: str = NO_KERNEL  # why this kernel, and why not others
     source: Source = "default"
-    # When it holds: available kernels, uses of a pack, margin, whether products must be deterministic.
+    # When it holds: available kernels, uses of a pack, margin, whether GEMMs must be deterministic.
     terms: str = ""
 
     @classmethod
@@ -275,7 +275,7 @@ class Decisions(MutableMapping[GemmKey, Decision]):
 
     def __setitem__(self, key: GemmKey, decision: Decision) -> None:
         self._decisions[stored_key(key)] = decision
-        # Others are made anew without a measurement, or are still to be measured.
+        # Others are made again without a measurement, or are still to be measured.
         self._unsaved |= decision.source == "measured"
 
     def __delitem__(self, key: GemmKey) -> None:
@@ -293,7 +293,7 @@ class Decisions(MutableMapping[GemmKey, Decision]):
         decisions = cls(environment)
         if path is None:
             return decisions
-        # Whatever is wrong with the file: the products are measured again, and saving says what is wrong.
+        # Whatever is wrong with the file: the GEMMs are measured again, and saving says what is wrong.
         with suppress(OSError, ValueError, TypeError, AttributeError, KeyError):
             entries = _read(Path(path)).get(str(environment), {})
             found = {_read_key(text): Decision.from_dict(entry) for text, entry in entries.items()}
@@ -330,7 +330,7 @@ class Decisions(MutableMapping[GemmKey, Decision]):
             environments = _read(path) if path.exists() else {}
             entries = environments.setdefault(str(self.environment), {})
             for key, decision in self.items():
-                # A postponed product is still to be measured, here or by the next training.
+                # A postponed GEMM is still to be measured, here or by the next training.
                 if decision.source != "postponed":
                     entries[_written_key(key)] = asdict(decision)
             content = {"schema": SCHEMA, "environments": environments}
@@ -483,7 +483,7 @@ class KernelRegistry:
         return found or self.backends
 
     def reason(self, kernel: GemmKernel, key: GemmKey) -> str:
-        """Return why a kernel is not used for a product: a failure, its probe or its `supports`; empty if it is."""
+        """Return why a kernel is not used for a GEMM: a failure, its probe or its `supports`; empty if it is."""
         # The probe comes first: a kernel may need the device to answer the rest.
         reason = self.failures.get((kernel.name, key)) or self.probe(kernel, key.device)
         if reason:
@@ -518,7 +518,7 @@ class KernelRegistry:
         return found
 
     def searched(self, kernel: GemmKernel, key: GemmKey) -> list[GemmKernel]:
-        """Return a kernel, after the variant of it that its search finds for a product."""
+        """Return a kernel, after the variant of it that its search finds for a GEMM."""
         if key.dtype not in kernel.searched:
             return [kernel]
         asked = kernel.name, bucketed(key)
@@ -537,7 +537,7 @@ class KernelRegistry:
         return self._probes[asked]
 
     def takes(self, device: str) -> frozenset[Sparsity]:
-        """Return what may be sparse in the products of the kernels that work on a device."""
+        """Return what may be sparse in the GEMMs of the kernels that work on a device."""
         working = [kernel.takes for kernel in self.backends if not self.probe(kernel, device)]
         return frozenset[Sparsity]().union(*working)
 
@@ -563,21 +563,21 @@ def reason_or_error(ask: Callable[[], str]) -> str:
 
 
 TOLERANCE = 1e-2
-"""Largest relative Frobenius difference of two 16-bit products. Rounding both results to bfloat16 makes 2.3e-3, and the
+"""Largest relative Frobenius difference of two 16-bit GEMMs. Rounding both results to bfloat16 makes 2.3e-3, and the
 dense one may round partial sums, too. A kernel that loses one value in 5000 exceeds it."""
 
 TOLERANCE_FLOAT32 = 1e-4
 """The same for wider dtypes: sums of a million terms in another order differ by less than 1e-5."""
 
 REPEATS = 3
-"""How often a product must have the same bits if deterministic algorithms are requested."""
+"""How often a GEMM must have the same bits if deterministic algorithms are requested."""
 
 
 def check(kernel: GemmKernel, key: GemmKey) -> str:
-    """Compare a kernel's product of random operands with the dense one: ``|P - D|_F / |D|_F < 1e-2``.
+    """Compare a kernel's GEMM of random operands with the dense one: ``|P - D|_F / |D|_F < 1e-2``.
 
     The forward is compared with a bias, as large as the product's entries, so that one that is left out shows; and
-    without one, which would hide errors of the product. For dtypes of more than 16 bits the limit is 1e-4; a kernel may
+    without one, which would hide errors of the GEMM. For dtypes of more than 16 bits the limit is 1e-4; a kernel may
     have one of its own. Under ``torch.use_deterministic_algorithms(True)`` it is repeated, always to the same bits.
 
     Returns:
@@ -597,7 +597,7 @@ def check(kernel: GemmKernel, key: GemmKey) -> str:
         if not all(map(torch.equal, (matrix, dense), copies)):
             return "changes its operands"
         if result.data_ptr() == second.data_ptr():
-            return "returns the same memory for two products"
+            return "returns the same memory for two GEMMs"
         reference = GemmKernel()
         exact = _packed(reference, key, matrix)
         expected = _product(reference, key, exact, dense, bias=bias)
@@ -621,7 +621,7 @@ def check(kernel: GemmKernel, key: GemmKey) -> str:
 
 
 def _difference(kernel: GemmKernel, key: GemmKey, result: Tensor, expected: Tensor) -> str:
-    """What is wrong with a kernel's product; empty if it agrees with the dense one within the tolerance."""
+    """What is wrong with a kernel's GEMM; empty if it agrees with the dense one within the tolerance."""
     if result.shape != expected.shape or result.dtype != expected.dtype:
         return f"returns {tuple(result.shape)} {result.dtype}, not {tuple(expected.shape)} {expected.dtype}"
     # The kernel may return anything at entries that are not needed.
@@ -636,19 +636,19 @@ def _difference(kernel: GemmKernel, key: GemmKey, result: Tensor, expected: Tens
     if most is None:
         most = TOLERANCE if expected.itemsize <= 2 else TOLERANCE_FLOAT32
     if not difference / norm < most:  # true of NaN
-        return f"wrong by {difference / norm:.2g} of the dense product, not less than {most:g}"
+        return f"wrong by {difference / norm:.2g} of the dense GEMM, not less than {most:g}"
     return ""
 
 
 def dense_ms(key: GemmKey, timer: DeviceTimer) -> float:
-    """Milliseconds of the dense product of the N:M operand as the layer has it."""
+    """Milliseconds of the dense GEMM of the N:M operand as the layer has it."""
     return _product_ms(GemmKernel(), key, timer)
 
 
 def sparse_ms(
     kernel: GemmKernel, key: GemmKey, timer: DeviceTimer, packed: Any = None
 ) -> tuple[float, float]:
-    """Milliseconds of a kernel's product, permuting the dense matrix included, and of packing the sparse operand once.
+    """Milliseconds of a kernel's GEMM, permuting the dense matrix included, and of packing the sparse operand once.
 
     Packing includes building the layout from the mask, as if the mask had moved. Where outputs are sparse, and where
     the operand is given `packed`, nothing is packed. The operand of a kernel for N:M matrices is contiguous, so
@@ -665,12 +665,12 @@ def sparse_ms(
 
 
 def _product_ms(kernel: GemmKernel, key: GemmKey, timer: DeviceTimer, packed: Any = None) -> float:
-    """Milliseconds of a kernel's product alone, or of the dense one by the reference."""
+    """Milliseconds of a kernel's GEMM alone, or of the dense one by the reference."""
     with _no_autocast():
         packs: list[tuple[Any, Tensor | None]] = [(packed, None)]
         if packed is None:
             packs = [_packed(kernel, key, matrix) for matrix in _copies(key, _sparse_operand)]
-        # Training permutes dY for each product, so it is part of the time.
+        # Training permutes dY for each GEMM, so it is part of the time.
         product = partial(_product, kernel, key, order=_order(key, kernel))
         call = rotated(product, packs, _copies(key, _dense_operand))
         return 1e3 * timer.time(call, torch.device(key.device))
@@ -747,7 +747,7 @@ def _masked(key: GemmKey, matrix: Tensor, order: Tensor | None = None) -> Masked
 
 
 def _order(key: GemmKey, kernel: GemmKernel) -> Tensor | None:
-    """The permutation of a permuted product, for a kernel that takes it."""
+    """The permutation of a permuted GEMM, for a kernel that takes it."""
     if not (key.permuted and kernel.ordered) or type(kernel) is GemmKernel:
         return None
     # Drawn on the CPU, so every call and every device has the same one.
@@ -756,7 +756,7 @@ def _order(key: GemmKey, kernel: GemmKernel) -> Tensor | None:
 
 
 def _needed(key: GemmKey) -> MaskedMatrix:
-    """A matrix whose mask is the needed outputs of a product."""
+    """A matrix whose mask is the needed outputs of a GEMM."""
     width = key.columns + -key.columns % key.pattern.m  # whole blocks
     scores = _random(key, (key.rows, width), 2)
     mask = nm_mask(scores, key.pattern)[:, : key.columns].contiguous()
@@ -764,7 +764,7 @@ def _needed(key: GemmKey) -> MaskedMatrix:
 
 
 def _operand(kernel: GemmKernel, key: GemmKey, matrix: Tensor) -> Tensor | MaskedMatrix:
-    """What a kernel packs: a matrix and its mask, but no mask of what is drawn for each product."""
+    """What a kernel packs: a matrix and its mask, but no mask of what is drawn for each GEMM."""
     if key.packs_each_time:
         return matrix.contiguous()
     return _masked(key, matrix, _order(key, kernel))
@@ -794,7 +794,7 @@ def _product(
     order: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """The product of what :func:`_packed` returned, and of a dense matrix, that may first be permuted."""
+    """The GEMM of what :func:`_packed` returned, and of a dense matrix, that may first be permuted."""
     packed, grad = operand
     if order is not None:
         dense = permuted_columns(dense, order)
@@ -802,12 +802,12 @@ def _product(
 
 
 PANEL_BYTES = 4 << 20
-"""A dense product beside a packed weight is timed with so much of a weight: more than a core's own cache, less than a
+"""A dense GEMM next to a packed weight is timed with so much of a weight: more than a core's own cache, less than a
 weight of interest."""
 
 
 def few_rows(key: GemmKey) -> GemmKey:
-    """A product with the first rows of the weight, of at most :data:`PANEL_BYTES`; the same for a smaller weight.
+    """A GEMM with the first rows of the weight, of at most :data:`PANEL_BYTES`; the same for a smaller weight.
 
     Example::
 
@@ -822,17 +822,17 @@ def few_rows(key: GemmKey) -> GemmKey:
 
 
 DENSE = GemmKernel.name
-"""What decisions for the dense product name."""
+"""What decisions for the dense GEMM name."""
 
 HYSTERESIS = 0.03
-"""The share by which a sparse product must be faster to be chosen, in training."""
+"""The fraction by which a sparse GEMM must be faster to be chosen, in training."""
 
 
 class Tuner:
-    """Chooses a kernel for each product, and remembers it.
+    """Chooses a kernel for each GEMM, and remembers it.
 
-    A sparse kernel may run if its probe passes on the device, it supports the product, and its product of random
-    operands agrees with the dense one, see :func:`check`. A kernel that raises is passed over. A product without a
+    A sparse kernel may run if its probe passes on the device, it supports the GEMM, and its GEMM of random
+    operands agrees with the dense one, see :func:`check`. A kernel that raises is passed over. A GEMM without a
     kernel is dense, with the reason in its :class:`~lightning_nm.kernels.tuner.Decision`.
 
     A decision holds for the bucket of a token count; a count in it that the kernel does not support is dense.
@@ -843,7 +843,7 @@ class Tuner:
         registry: The kernels, the sparse ones in order of preference.
         decisions: Known decisions, to which ``"auto"`` adds; other modes take only the environment from them.
         timer: Measures times for ``"auto"``.
-        reuse: Products that use one pack of a weight; output gradients are packed for each product.
+        reuse: GEMMs that use one pack of a weight; output gradients are packed for each GEMM.
         hysteresis: The margin of a sparse kernel.
 
     Raises:
@@ -870,12 +870,12 @@ class Tuner:
         self.hysteresis = hysteresis
 
     def recall(self, key: GemmKey) -> Decision | None:
-        """The decision for a product, if there is one that holds under the present terms."""
+        """The decision for a GEMM, if there is one that holds under the present terms."""
         decision = self.decisions.get(key)
         return decision if decision is not None and decision.terms == self._terms(key) else None
 
     def nearest(self, key: GemmKey) -> Decision | None:
-        """The measured decision for the most similar product: of the same matrix if there is one, else of another."""
+        """The measured decision for the most similar GEMM: of the same matrix if there is one, else of another."""
 
         def distance(other: GemmKey) -> tuple[bool, float]:
             # Whether their matrices or convolutions differ, then the ratios of their sizes.
@@ -894,14 +894,14 @@ class Tuner:
         return self.decisions[min(measured, key=distance)] if measured else None
 
     def decide(self, key: GemmKey, packed: Any = None) -> Decision:
-        """Decide for a product, or recall the decision.
+        """Decide for a GEMM, or recall the decision.
 
-        In ``"auto"`` an unknown product is measured: call :meth:`tune` before a CUDA graph is captured.
+        In ``"auto"`` an unknown GEMM is measured: call :meth:`tune` before a CUDA graph is captured.
 
         Args:
-            key: The product.
+            key: The GEMM.
             packed: Its operand in the form of the only kernel, if it is packed already, as in a packed layer: to pack
-                another one would take longer than the product, and more memory.
+                another one would take longer than the GEMM, and more memory.
         """
         decision = self.recall(key) or self._remember(key, self._decide(key, packed))
         # The decision holds for the whole bucket; the kernel may still refuse this very size, or have failed at it.
@@ -913,9 +913,9 @@ class Tuner:
     def tune(
         self, keys: Iterable[GemmKey], budget_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Decide for many products within a budget of time, in ``"auto"`` in descending order of cost.
+        """Decide for many GEMMs within a budget of time, in ``"auto"`` in descending order of cost.
 
-        The cost is the multiply-adds, times how often a product is among the keys. When the budget is used up, the rest
+        The cost is the multiply-adds, times how often a GEMM is among the keys. When the budget is used up, the rest
         is postponed: dense until a later call measures it. The last measurement may exceed the budget. With several
         processes one tunes, and all :meth:`take_over` what :func:`~lightning_nm.kernels.tuner.share` returns.
         """
@@ -946,12 +946,12 @@ class Tuner:
         self.decisions = decisions
 
     def legal(self, key: GemmKey, notes: list[str]) -> Iterator[GemmKernel]:
-        """Yield the sparse kernels that compute a product right; each is checked when the iterator reaches it.
+        """Yield the sparse kernels that compute a GEMM right; each is checked when the iterator reaches it.
 
         Kernels for other types of devices are not noted, unless there are no others.
         """
         if not multiply_adds(key):
-            notes.append("the product is empty")
+            notes.append("the GEMM is empty")
             return
         for kernel in self.registry.made_for(key.device):
             # The registry is asked first: the check runs the kernel, which may not exist for this device.
@@ -989,7 +989,7 @@ class Tuner:
         return decision
 
     def _decide(self, key: GemmKey, packed: Any = None) -> Decision:
-        """Decide for a product by the mode."""
+        """Decide for a GEMM by the mode."""
         if self.kernels == "reference":
             return Decision(DENSE, reason="mode 'reference'", source="forced")
         if self.kernels == "auto":
@@ -1010,8 +1010,8 @@ class Tuner:
         """Take the fastest kernel if its speedup reaches the margin, else the reference."""
         notes: list[str] = []
         dense_times: list[float] = []
-        times: dict[str, tuple[float, float]] = {}  # of the product and of packing, by kernel
-        # A dense weight beside the packed one would take its memory: a few of its rows stand for all.
+        times: dict[str, tuple[float, float]] = {}  # of the GEMM and of packing, by kernel
+        # A dense weight next to the packed one would take its memory: a few of its rows stand for all.
         part = key if packed is None else few_rows(key)
         for kernel in self.legal(part, notes):
             try:

@@ -29,15 +29,15 @@ class ASP(SparseToSparse):
     After pruning there is no latent weight: pruned entries get no gradient, and are set to zero after every step.
 
     Args:
-        start: When to prune: an integer is a training step, a float a share of the planned ones. 0 prunes before the
+        start: When to prune: an integer is a training step, a float a fraction of the planned ones. 0 prunes before the
             first step (fine-tuning of a trained model).
         init: ``"magnitude"`` keeps the largest entries. ``"zeros"`` keeps the nonzeros of a model that is already N:M
             sparse.
 
     Raises:
         TypeError: If ``start`` is neither an integer nor a float.
-        ValueError: If ``start`` is negative or a share above 1, if ``init="zeros"`` is combined with a later start, or
-            if a weight is not N:M sparse with ``init="zeros"``.
+        ValueError: If ``start`` is negative or a fraction above 1, if ``init="zeros"`` is combined with a later start,
+            or if a weight is not N:M sparse with ``init="zeros"``.
     """
 
     short_name = "asp"

@@ -238,8 +238,8 @@ class Method:
     def current_pattern(self, layer: NMLayer) -> NMPattern | None:
         """The pattern of the masks now, for a method whose N changes while it trains; ``layer.pattern`` by default.
 
-        ``None`` while the masks hold to no N:M, as those that shrink entry by entry. Then no product counts as N:M, the
-        share of kept entries is measured, and ``violations`` of the sparsifier goes by the layer's pattern.
+        ``None`` while the masks hold to no N:M, as those that shrink entry by entry. Then no GEMM counts as N:M, the
+        fraction of kept entries is measured, and ``violations`` of the sparsifier goes by the layer's pattern.
         """
         # As layer.pattern, which is asked for in every pass of every layer.
         return layer.progress.pattern or layer.spec.pattern
@@ -258,7 +258,7 @@ class Method:
         """What both GEMMs use in place of W_F and W_B while the layer's module is in training mode; W_F by default.
 
         For methods that train by other values than those of the model, such as random or soft masks. State dicts,
-        files, statistics and evaluation have W_F. Where it is overridden, the products of layers count as dense.
+        files, statistics and evaluation have W_F. Where it is overridden, the GEMMs of layers count as dense.
         """
         return self.forward_weight(layer, weight)
 

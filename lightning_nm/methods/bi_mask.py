@@ -38,7 +38,7 @@ class BiMask(SRSTE):
         criterion: What a permutation should keep: ``"retained"`` nonzeros (the authors' code), ``"eligible"`` blocks
             that lose nothing (the paper's wording) or the retained magnitude ``"l1"``.
         decay: The SR-STE decay of pruned weights.
-        dense_start: How long training stays dense before the first masks: training steps, or a share of them.
+        dense_start: How long training stays dense before the first masks: training steps, or a fraction of them.
         dense_end: How long it is dense again at the end, in the same units: **the trained model is dense then**.
         first_search: Optimizer steps before the first search, with the rows in their own order until then. The authors'
             code counts forward passes from 1 and searches before the 100th, so its number is 99.

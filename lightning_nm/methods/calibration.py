@@ -277,7 +277,7 @@ def _gram(inputs: Tensor, columns: Tensor) -> Tensor:
     """``X^T X`` of ``inputs [..., in]``, with the columns in this order."""
     matrix = inputs.reshape(-1, inputs.shape[-1])[:, columns]
     matrix = matrix.to(wide_dtype(matrix))
-    # The model may run under autocast, which would make this product in half precision, too.
+    # The model may run under autocast, which would make this GEMM in half precision, too.
     with torch.autocast(matrix.device.type, enabled=False):
         return matrix.t() @ matrix
 

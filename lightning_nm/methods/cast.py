@@ -47,7 +47,7 @@ class CAST(SparseToSparse):
 
     **Until** ``end`` **the model is dense.** Its forward weight is :math:`A \odot W`, where the learnable scale A has
     ``scale_groups`` numbers for each row of W, 1 at first. The optimizer's step becomes that of AdamS. With the
-    gradient G, and the share :math:`\alpha = t / T` of the T steps before ``end`` that are done,
+    gradient G, and the fraction :math:`\alpha = t / T` of the T steps before ``end`` that are done,
 
     .. math::
 
@@ -77,13 +77,13 @@ class CAST(SparseToSparse):
         scale_groups: Numbers of the scale for each row (the paper's 2), one for each of as many runs of columns; 1 in
             layers whose columns they do not divide. 0 for no scale: FSDP2, tensor parallelism and the Trainer of
             transformers refuse methods that own parameters.
-        end: When the model becomes N:M: an integer is a training step, a float a share of the planned ones. A training
-            that stops before its planned end leaves the model dense.
+        end: When the model becomes N:M: an integer is a training step, a float a fraction of the planned ones. A
+            training that stops before its planned end leaves the model dense.
 
     Raises:
         TypeError: If ``end`` is neither an integer nor a float.
-        ValueError: For a setting out of its range; when training starts, if ``end`` is a share and the number of steps
-            is not known, and for an optimizer other than Adam and AdamW.
+        ValueError: For a setting out of its range; when training starts, if ``end`` is a fraction and the number of
+            steps is not known, and for an optimizer other than Adam and AdamW.
 
     Example:
         >>> CAST(end=0.9).schedule(planned_steps=1000)
@@ -138,8 +138,8 @@ class CAST(SparseToSparse):
         (end,) = self.schedule(planned_steps)
         if planned_steps is not None and end > planned_steps:
             raise ValueError(
-                f"CAST's end={self.end} is step {end} of {planned_steps}, so the model would stay dense: use a share "
-                "of the training, such as end=1.0"
+                f"CAST's end={self.end} is step {end} of {planned_steps}, so the model would stay dense: use a "
+                "fraction of the training, such as end=1.0"
             )
 
     def check_optimizer(self, layer: NMLayer, optimizer: Optimizer) -> None:
@@ -284,7 +284,7 @@ class CAST(SparseToSparse):
         super().after_step(layer, optimizer)
 
     def statistics(self, layers: Sequence[NMLayer]) -> dict[str, float]:
-        """``decayed_magnitude``: the share of the sum of :math:`|W|` in entries that the projection would set to zero.
+        """``decayed_magnitude``: the fraction of the sum of :math:`|W|` that the projection would set to zero.
 
         0 once the model is N:M.
         """

@@ -35,7 +35,7 @@ def check_span(start: Moment, stop: Moment, advice: str) -> None:
     """Refuse a `start` and a `stop` that are no moments, or certainly in the wrong order."""
     check_moment("start", start)
     check_moment("stop", stop)
-    # Steps and shares can be compared only when the number of steps is known.
+    # Steps and fractions can be compared only when the number of steps is known.
     if isinstance(start, float) == isinstance(stop, float) and stop < start:
         raise ValueError(f"stop={stop} lies before start={start}: {advice}")
 

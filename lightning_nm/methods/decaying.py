@@ -73,10 +73,10 @@ class DecayingMask(STE):
 
     Args:
         decay: How N:M is reached.
-        dense_start: How long training stays dense before: training steps, or a share of them.
-        stop: When N:M is reached: a training step, or a share of the training; it counts from the beginning of the
+        dense_start: How long training stays dense before: training steps, or a fraction of them.
+        stop: When N:M is reached: a training step, or a fraction of the training; it counts from the beginning of the
             training. ``None``: a fade takes half of the steps between the dense phases; every pattern of
-            ``"structure"``, N:M included, has an equal share of them.
+            ``"structure"``, N:M included, has an equal fraction of them.
         dense_end: How long training is dense again at the end: **the trained model is dense then**.
         rate: r of the exponential decay. At 5, 0.7 % of a pruned entry is left just before ``stop``.
 
@@ -140,12 +140,12 @@ class DecayingMask(STE):
             stop = resolve_moment(self, "stop", self.stop, planned_steps)
         elif end is None:
             raise UnknownLength(
-                "DecayingMask's stop=None is a share of the planned training steps",
+                "DecayingMask's stop=None is a fraction of the planned training steps",
                 "write DecayingMask(stop=10000), with a training step of your own",
             )
         else:
-            share = 0.5 if self.fades else (patterns - 1) / patterns
-            stop = start + round(share * (end - start))
+            fraction = 0.5 if self.fades else (patterns - 1) / patterns
+            stop = start + round(fraction * (end - start))
         if stop < start or (end is not None and stop >= end):
             raise ValueError(
                 f"DecayingMask would never be N:M: stop={self.stop} is step {stop}, which must lie between the end of "
@@ -201,8 +201,8 @@ class DecayingMask(STE):
             layer.buffers.pop(FADE, None)
             return
         start, stop = frames
-        share = (clock - start) / (stop - start)
-        factor = 1 - share if self.decay == "linear" else math.exp(-self.rate * share)
+        fraction = (clock - start) / (stop - start)
+        factor = 1 - fraction if self.decay == "linear" else math.exp(-self.rate * fraction)
         weight = layer.param
         dtype = wide_dtype(weight)
         set_tensor(layer.buffers, FADE, torch.tensor([factor], dtype=dtype, device=weight.device))

@@ -42,7 +42,7 @@ class LBC(SparseToSparse):
     .. math:: 1 + \lceil (C - 1) (1 - t / t_f)^3 \rceil
 
     are left; of equal ones, that whose entries have the smallest sum of magnitudes. **Masks are N:M from** ``stop``
-    **on**: before, no product counts as N:M, and ``violations`` counts the blocks that keep more.
+    **on**: before, no GEMM counts as N:M, and ``violations`` counts the blocks that keep more.
 
     The score s of a pattern P that is left gets the straight-through gradient :math:`dL/ds = \sum_{i \in P} W_i\,
     dL/dW_{F,i}`. Weights get the gradient of kept entries. Pruned entries never return, and are zero in the parameter.
@@ -52,13 +52,13 @@ class LBC(SparseToSparse):
 
     Args:
         stop: :math:`t_f`, from which one pattern is left: an integer counts training steps, a float in [0, 1] is a
-            share of the planned ones. The paper's is 0.5. 0 keeps the largest magnitudes from the first step on.
+            fraction of the planned ones. The paper's is 0.5. 0 keeps the largest magnitudes from the first step on.
 
     Raises:
         TypeError: If ``stop`` is neither an integer nor a float.
-        ValueError: If ``stop`` is negative or a share above 1; when training starts, if a share is given but no number
-            of steps, or, naming the layer, if the pattern has more than 256 combinations or tensor parallelism cuts the
-            weight.
+        ValueError: If ``stop`` is negative or a fraction above 1; when training starts, if a fraction is given but no
+            number of steps, or, naming the layer, if the pattern has more than 256 combinations or tensor parallelism
+            cuts the weight.
 
     Example:
         >>> LBC(stop=0.5).schedule(planned_steps=1000)
@@ -66,7 +66,7 @@ class LBC(SparseToSparse):
     """
 
     short_name = "lbc"
-    # The paper counts all three GEMMs by the share of kept entries.
+    # The paper counts all three GEMMs by the fraction of kept entries.
     paper_counts_masked = True
     _scheduled = ("stop",)
     _refused = {

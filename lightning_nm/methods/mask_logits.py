@@ -49,7 +49,7 @@ class MaskLogits(MaskMethod):
     with Gumbel noise g (Jang et al., ICLR 2017, arXiv 1611.01144). The scale :math:`\kappa` and the temperature
     :math:`\tau` go from their first to their last values, so that random soft masks become nearly hard ones. **The
     model is N:M at any time**: evaluation, state dicts and files use the pattern of the largest logit. While it trains,
-    products are dense, and count as dense.
+    GEMMs are dense, and count as dense.
 
     The loss gets :math:`-\lambda (1 - t / T) \sum (W \odot \sum_p y_p P_p)^2`, for which weights of large magnitude are
     kept. The first logits are normal with deviation 0.01, plus the prior: ``prior_strength * 0.01`` for each entry that
@@ -68,12 +68,12 @@ class MaskLogits(MaskMethod):
             the model after :func:`~lightning_nm.prune`. By default the prior keeps the largest magnitudes.
         prior_strength: Of the prior; 0 for none.
         weight_reg: :math:`\lambda`.
-        stop: When the last values are reached: an integer counts training steps, a float in [0, 1] is a share of the
+        stop: When the last values are reached: an integer counts training steps, a float in [0, 1] is a fraction of the
             planned ones.
 
     Raises:
         TypeError: If ``stop`` is neither an integer nor a float.
-        ValueError: For a setting out of its range; when training starts, if a share is given but no number of steps,
+        ValueError: For a setting out of its range; when training starts, if a fraction is given but no number of steps,
             or, naming the layer, if the pattern has more than 256 combinations, the prior lacks the weight or is not
             N:M, the weight is not frozen in distributed training, or tensor parallelism cuts it.
 

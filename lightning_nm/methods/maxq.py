@@ -36,22 +36,22 @@ class MaxQ(SRSTE):
     .. math:: W_F = m \odot W \odot (1 + s_{filter} + s_{position}), \quad
         s = [|W| > \theta]\, \sigma((|W| - \theta) / \tau)
 
-    A filter's threshold :math:`\theta` has the share (M - N) / M of its weights below it. A kernel position's has that
-    of all weights at that position; layers without several positions, as linear ones, have :math:`s_{filter}` alone. W
-    gets the gradient of W_F unchanged, and pruned weights the decay of SR-STE. Masks and thresholds are selected again
-    after every step.
+    A filter's threshold :math:`\theta` has the fraction (M - N) / M of its weights below it. A kernel position's has
+    that of all weights at that position; layers without several positions, as linear ones, have :math:`s_{filter}`
+    alone. W gets the gradient of W_F unchanged, and pruned weights the decay of SR-STE. Masks and thresholds are
+    selected again after every step.
 
     From ``start`` to ``stop`` the hard mask comes block by block: the blocks of the smallest sums of magnitudes stay
-    dense longest. **Masks are N:M from** ``stop`` **on**; before, no product counts as N:M, and ``violations`` counts
+    dense longest. **Masks are N:M from** ``stop`` **on**; before, no GEMM counts as N:M, and ``violations`` counts
     the blocks that are dense still.
 
     The state dict, files and exports hold W_F, the soft factors in it: the trained model needs no further operation.
 
     Args:
-        start: When blocks begin to be pruned: an integer counts training steps, a float in [0, 1] is a share of the
+        start: When blocks begin to be pruned: an integer counts training steps, a float in [0, 1] is a fraction of the
             planned ones.
         stop: When all blocks are N:M, in the same units. The code's is a quarter: 30 of 120 epochs.
-        ramp: How the share of dense blocks falls in between: ``"linear"``, as in the code's scripts, ``"cubic"``,
+        ramp: How the fraction of dense blocks falls in between: ``"linear"``, as in the code's scripts, ``"cubic"``,
             ``"cos"`` or ``"exp"``.
         decay: The SR-STE decay of pruned weights.
         temperature: :math:`\tau`.
@@ -60,8 +60,8 @@ class MaxQ(SRSTE):
 
     Raises:
         TypeError: If a moment is neither an integer nor a float.
-        ValueError: For a setting out of its range; when training starts, if ``stop`` comes before ``start``, a share is
-            given but no number of steps, or tensor parallelism cuts the weight.
+        ValueError: For a setting out of its range; when training starts, if ``stop`` comes before ``start``, a fraction
+            is given but no number of steps, or tensor parallelism cuts the weight.
 
     Example:
         >>> MaxQ().schedule(planned_steps=1000)
@@ -170,7 +170,7 @@ class MaxQ(SRSTE):
         return masked(scaled, mask)
 
     def statistics(self, layers: Sequence[NMLayer]) -> dict[str, float]:
-        """``dense_blocks``: the share of blocks that keep all their entries; 0 from ``stop`` on."""
+        """``dense_blocks``: the fraction of blocks that keep all their entries; 0 from ``stop`` on."""
         parts = []
         for layer in layers:
             if layer.masks.has_forward:
@@ -215,7 +215,7 @@ _EXPONENT = 1.5  # of "exp": the code's 0.05 for each of 30 epochs
 
 
 def _share_left(ramp: str, progress: float) -> float:
-    """Return the share of blocks that are not pruned yet at a point of the ramp, from 0 to 1.
+    """Return the fraction of blocks that are not pruned yet at a point of the ramp, from 0 to 1.
 
     ``"linear"``: ``1 - p``; ``"cubic"``: ``(1 - p)^3``; ``"cos"``: ``cos(p pi / 2)``; ``"exp"``: ``1 - (1 - e^-1.5p) /
     (1 - e^-1.5)``.

@@ -41,7 +41,7 @@ Score = Literal["magnitude", "wanda", "sparsegpt"]
 """What decides which entries are kept, see :func:`~lightning_nm.prune`."""
 
 Counted = Literal["parameters", "flops"]
-"""What a budget is a share of: the entries of all weights, or the multiply-adds of their dense forward products."""
+"""What a budget is a fraction of: the entries of all weights, or the multiply-adds of their dense forward GEMMs."""
 
 DENSE = "dense"
 """What is written in place of a pattern for a layer that keeps all of its entries."""
@@ -67,7 +67,7 @@ class Choice:
 
     @property
     def density(self) -> float:
-        """The share of the layer's entries that is kept."""
+        """The fraction of the layer's entries that is kept."""
         return 1.0 if self.pattern == DENSE else NMPattern.parse(self.pattern).density
 
 
@@ -154,7 +154,7 @@ def prune(
 
     With ``budget`` or ``max_error`` each layer gets a pattern of its own among ``candidates``, or stays dense. A budget
     is met with the least sum of squared output errors, which are measured in the dense model before; without data with
-    the least sum of lost shares of magnitude. Every layer counts alike, whatever its size. With ``max_error`` each
+    the least sum of lost fractions of magnitude. Every layer counts alike, whatever its size. With ``max_error`` each
     layer gets the sparsest candidate that keeps the bound with the inputs that the pruned layers before give it.
 
     Args:
@@ -165,11 +165,11 @@ def prune(
             least (arXiv 2301.00774). Magnitudes need no data.
         data: Calibration batches: a DataLoader or a list. A few hundred examples are usual. They are read once, and
             kept.
-        budget: The share of the entries of all weights that may be kept. Weights that stay dense count whole;
+        budget: The fraction of the entries of all weights that may be kept. Weights that stay dense count whole;
             embeddings, biases and norms do not count.
         max_error: The largest relative output error of a layer.
         candidates: The patterns to choose from with ``budget`` or ``max_error``; all N:16 by default.
-        counted: With ``"flops"``, the budget is a share of the multiply-adds of all weights in a dense forward pass.
+        counted: With ``"flops"``, the budget is a fraction of the multiply-adds of all weights in a dense forward pass.
         include: Globs over names of modules to prune; all that can be by default.
         exclude: Globs over names of modules to keep dense.
         skip_first_last: Which of the first convolution and the last linear layer stay dense: ``True`` both, ``"first"``
@@ -294,7 +294,7 @@ def _check_options(
             "to choose from as candidates=[...]"
         )
     if budget is not None:
-        why = "the share of the model's weights that is kept, for example 0.5"
+        why = "the fraction of the model's weights that is kept, for example 0.5"
         check_number("budget", budget, why, most=1)
     if max_error is not None:
         why = "the largest relative output error of a layer, for example 0.1"
@@ -437,7 +437,7 @@ def _pruned_matrix(
 
 
 def _lost(layer: NMLayer, patterns: Sequence[NMPattern], *, squared: bool) -> dict[str, float]:
-    """By pattern, the share of the sum of ``|W|`` that the largest entries of the blocks do not hold.
+    """By pattern, the fraction of the sum of ``|W|`` that the largest entries of the blocks do not hold.
 
     ``squared``: ``|W - W_F| / |W|`` in the Frobenius norm, the error for inputs that are not correlated. Under a
     budget, a layer that no calibration token reaches is compared with the others by it.
@@ -448,7 +448,7 @@ def _lost(layer: NMLayer, patterns: Sequence[NMPattern], *, squared: bool) -> di
         weight = weight.double().square()
     kept = {m: retained_magnitudes(weight, m).tolist() for m in {each.m for each in patterns}}
     lost = {str(each): 1 - kept[each.m][each.n - 1] for each in patterns}
-    return {name: max(share, 0.0) ** 0.5 for name, share in lost.items()} if squared else lost
+    return {name: max(fraction, 0.0) ** 0.5 for name, fraction in lost.items()} if squared else lost
 
 
 # --------------------------------------------------------------------------------------------------------------- choice
@@ -488,9 +488,9 @@ def _choose(
 
     Args:
         values: By layer and pattern, v: output errors with p = 2, since the squares of errors that do not depend on
-            each other add up, or lost shares of magnitude with p = 1.
+            each other add up, or lost fractions of magnitude with p = 1.
         costs: By weight, c, what it costs when it is dense.
-        budget: The share of the costs of all weights that may be left.
+        budget: The fraction of the costs of all weights that may be left.
         power: The exponent p.
         counted: What the costs are, for errors.
 

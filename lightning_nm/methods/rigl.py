@@ -44,14 +44,14 @@ class RigL(ExchangingMethod):
 
     Args:
         every: Optimizer steps between two updates of the masks (the paper's 100).
-        stop: When they end: an integer counts training steps, a float in [0, 1] is a share of those that the training
-            is planned to take (the paper's 25000 of 32000 on ImageNet).
-        drop: The share of kept entries that is dropped at first, in (0, 1] (the paper's 0.3).
+        stop: When they end: an integer counts training steps, a float in [0, 1] is a fraction of those that the
+            training is planned to take (the paper's 25000 of 32000 on ImageNet).
+        drop: The fraction of kept entries that is dropped at first, in (0, 1] (the paper's 0.3).
 
     Raises:
         TypeError: If ``stop`` is neither an integer nor a float.
-        ValueError: For a setting out of its range; when training starts, if a share is given but no number of steps, or
-            the optimizer's state cannot be matched to entries of the weight.
+        ValueError: For a setting out of its range; when training starts, if a fraction is given but no number of steps,
+            or the optimizer's state cannot be matched to entries of the weight.
 
     Example:
         >>> RigL(stop=0.5).schedule(planned_steps=1000)
@@ -65,7 +65,7 @@ class RigL(ExchangingMethod):
     def __init__(self, every: int = 100, stop: Moment = 0.75, drop: float = 0.3) -> None:
         check_count("every", every, 1)
         check_moment("stop", stop)
-        check_number("drop", drop, "it is a share of the kept entries", most=1)
+        check_number("drop", drop, "it is a fraction of the kept entries", most=1)
         self.every = every
         self.stop = stop
         self.drop = drop

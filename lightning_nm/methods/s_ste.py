@@ -28,7 +28,7 @@ class SSTE(STE):
     ``preset="paper"`` sets it. Forward and wgrad are then N:M, and dgrad is masked.
 
     Args:
-        dense_start: How long training stays dense before the first masks: training steps, or a share of them.
+        dense_start: How long training stays dense before the first masks: training steps, or a fraction of them.
         dense_end: How long it is dense again at the end, in the same units: **the trained model is dense then**.
 
     Raises:

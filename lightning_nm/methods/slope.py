@@ -29,7 +29,7 @@ class SLoPe(ASP):
         refresh_every: Optimizer steps between two selections of the backward mask (the paper's 100).
         first_refresh: Optimizer steps before the first selection after that of the start; ``None`` for
             ``refresh_every``. The authors' code selects after 99, 199, ... steps, so its number is 99.
-        start: When to prune: an integer is a training step, a float a share of the planned ones. The paper prunes
+        start: When to prune: an integer is a training step, a float a fraction of the planned ones. The paper prunes
             before the first step.
         init: ``"magnitude"`` keeps the largest entries. ``"zeros"`` keeps the nonzeros of a model that is already N:M
             sparse.
@@ -80,7 +80,7 @@ class SLoPe(ASP):
         forward = layer.masks.forward
         backward = backward_entries(layer, forward)
         if forward is None:
-            # The forward product cannot be N:M in this layer, and is dense.
+            # The forward GEMM cannot be N:M in this layer, and is dense.
             layer.set_masks(None, backward)
         else:
             layer.masks.set_backward(backward)

@@ -24,14 +24,14 @@ class STE(MaskMethod):
 
     Args:
         dense_start: How long training stays dense before the first masks: an integer counts training steps (batches
-            after which an optimizer stepped), a float in [0, 1] is a share of the planned ones.
+            after which an optimizer stepped), a float in [0, 1] is a fraction of the planned ones.
         dense_end: How long it is dense again at the end, in the same units. **The trained model is dense then**, as in
             FST (arXiv 2404.01847), which uses N:M to pre-train faster. An N:M sparse model needs 0.
 
     Raises:
         TypeError: If one of them is no number.
-        ValueError: If a share is not within [0, 1] or no step is left between them; when training starts, if it takes
-            the number of planned steps and that is not known.
+        ValueError: If a fraction is not within [0, 1] or no step is left between them; when training starts, if it
+            takes the number of planned steps and that is not known.
     """
 
     short_name = "ste"
@@ -117,7 +117,7 @@ class SRSTE(STE):
         decay: :math:`\lambda`, the paper's 2e-4 by default. Values in use begin at 6e-5 (FST under AdamW, arXiv
             2404.01847). The authors' runs on G GPUs add up G decays, so that 2e-4 has the effect of 1.6e-3 on 8 GPUs;
             see ``decay_scale``.
-        dense_start: How long training stays dense before the first masks: training steps, or a share of them.
+        dense_start: How long training stays dense before the first masks: training steps, or a fraction of them.
         dense_end: How long it is dense again at the end, in the same units: **the trained model is dense then**.
         decay_scale: :math:`s`, a factor of the decay. ``"world-size"`` is the number of processes, as in the authors'
             code: every process adds the decay to its own gradient, and the all-reduce takes the sum.

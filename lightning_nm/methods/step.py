@@ -85,7 +85,7 @@ class STEP(STE):
     refused before the first batch, so a second fit needs ``ckpt_path``, or the same optimizer.
 
     Args:
-        dense_start: The earliest switch: training steps, or a share of them (the paper's 10 %).
+        dense_start: The earliest switch: training steps, or a fraction of them (the paper's 10 %).
         latest: The latest switch, in the same units (the paper's 50 %). Plans of FLOPs are made with it.
         threshold: What the average of Z must fall below; ``None`` for the optimizer's epsilon, as in the paper.
         mean: ``"arithmetic"`` or ``"geometric"``: the paper's two options. In the latter an entry that does not
@@ -204,8 +204,8 @@ class STEP(STE):
         device = changes[0].device
         recent = torch.stack([each[-known:].to(device) for each in changes])  # [layers, steps]
         sizes = [group.layers[name].view.shape.numel() for name in names]
-        shares = torch.tensor(sizes, dtype=recent.dtype, device=device) / sum(sizes)
-        of_steps = shares @ recent
+        fractions = torch.tensor(sizes, dtype=recent.dtype, device=device) / sum(sizes)
+        of_steps = fractions @ recent
         if self.mean == "geometric":
             of_steps = of_steps.exp()
         return float(of_steps.mean())

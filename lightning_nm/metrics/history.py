@@ -119,7 +119,7 @@ class MaskHistory(RatioMetric):
 
 
 class MaskFlipRate(MaskHistory):
-    r"""Share of mask entries that an update changed, averaged over updates: :math:`\sum_t \|m_t - m_{t-1}\|_1 / (T D)`.
+    r"""Fraction of mask entries that updates changed, a mean over updates: :math:`\sum_t \|m_t - m_{t-1}\|_1 / (T D)`.
 
     ``update(masks)`` compares each bool mask with the last one of its layer: update once per mask update. ``forward``
     returns the changes since the previous update. ``reset`` clears the average and keeps the masks; :meth:`forget`

@@ -23,7 +23,7 @@ from lightning_nm.pattern import NMPattern, PatternLike
 
 
 class MaskDensity(RatioMetric):
-    r"""Share of the entries that a mask keeps, over layers and updates: :math:`\sum_i \#\{x_i \ne 0\} / \sum_i \#x_i`.
+    r"""Fraction of entries that masks keep, over layers and updates: :math:`\sum_i \#\{x_i \ne 0\} / \sum_i \#x_i`.
 
     ``update(masks)`` takes masks, or values whose nonzeros are counted. The functional form is :func:`mask_density`.
 
@@ -44,7 +44,7 @@ class MaskDensity(RatioMetric):
 
 
 class MaskOverlap(RatioMetric):
-    r"""Share of the forward masks' entries that backward masks keep: :math:`\sum_i |F_i \cap B_i| / \sum_i |F_i|`.
+    r"""Fraction of the forward masks' entries that backward masks keep: :math:`\sum_i |F_i \cap B_i| / \sum_i |F_i|`.
 
     ``update(masks, backward_masks)`` takes bool masks. Errors are those of the functional form, :func:`mask_overlap`.
 
@@ -65,7 +65,7 @@ class MaskOverlap(RatioMetric):
 
 
 class KeptMagnitude(RatioMetric):
-    r"""Share of the magnitude of all weights that their masks keep: :math:`\sum_{j \in m} |W_j| / \sum_j |W_j|`.
+    r"""Fraction of the magnitude of all weights that their masks keep: :math:`\sum_{j \in m} |W_j| / \sum_j |W_j|`.
 
     ``update(weights, masks)`` takes weights of any floating dtype and bool masks. After a NaN or an infinity the result
     is NaN until the next reset. Errors are those of the functional form, :func:`kept_magnitude`.

@@ -1,4 +1,4 @@
-"""Masked layers: one weight and its masks, the layer kinds, and the products that they run."""
+"""Masked layers: one weight and its masks, the layer kinds, and the GEMMs that they run."""
 
 import lazy_loader
 

@@ -25,9 +25,9 @@ class Gemm(NamedTuple):
         kind: What its sparse operand is.
         pattern: The pattern along the contraction axis where the kind is ``"n:m"``, else ``None``.
         reason: Why, in a few words; empty when there is nothing to explain.
-        arithmetic: Share of multiply-adds whose operand is nonzero and whose output is needed.
-        paper: Share counted as the N:M training papers count it.
-        eligible: Share that N:M hardware would execute.
+        arithmetic: Fraction of multiply-adds whose operand is nonzero and whose output is needed.
+        paper: Fraction counted as the N:M training papers count it.
+        eligible: Fraction that N:M hardware would execute.
     """
 
     kind: GemmKind = "dense"
@@ -39,7 +39,7 @@ class Gemm(NamedTuple):
 
     @classmethod
     def sparse(cls, pattern: NMPattern, arithmetic: float | None = None) -> Gemm:
-        """A GEMM whose operand is N:M along the contraction axis; ``arithmetic`` is its share of nonzeros, if less."""
+        """A GEMM whose operand is N:M along the contraction axis; ``arithmetic``: its fraction of nonzeros, if less."""
         density = pattern.n / pattern.m
         return cls(
             kind="n:m",
@@ -65,7 +65,7 @@ class Gemms(NamedTuple):
     wgrad: Gemm
 
     def densities(self) -> dict[FlopsKind, GemmDensity]:
-        """The shares of the three GEMMs, in each counting."""
+        """The fractions of the three GEMMs, in each counting."""
         return {
             kind: GemmDensity(*(getattr(gemm, kind) for gemm in self))
             for kind in get_args(FlopsKind)
@@ -97,7 +97,7 @@ def _of_kept(layer: NMLayer, kind: GemmKind, reason: str) -> Gemm:
 
 
 def kept_share(layer: NMLayer) -> float:
-    """The share of entries that the forward mask keeps: that of the pattern, or measured where there is none now."""
+    """The fraction of entries that the forward mask keeps: that of the pattern, or measured where there is none now."""
     pattern = layer.spec.method.current_pattern(layer)
     return layer.masks.density if pattern is None else pattern.density
 
@@ -126,14 +126,14 @@ def _dgrad(layer: NMLayer) -> Gemm:
 
 
 def drawn_density(pattern: NMPattern, kept: float) -> float:
-    r"""The expected share of nonzeros in a draw of W_B: :math:`\mathbb{E}[\min(K, N)] / M` for binomial K.
+    r"""The expected fraction of nonzeros in a draw of W_B: :math:`\mathbb{E}[\min(K, N)] / M` for binomial K.
 
     A block of M rows of one column has K nonzeros, of which a draw keeps at most N. The rows of a forward mask are
     taken as independent.
 
     Args:
         pattern: N:M, along `out`.
-        kept: The share of entries that the forward mask keeps.
+        kept: The fraction of entries that the forward mask keeps.
 
     Example:
         >>> drawn_density(NMPattern(2, 4), kept=1.0), drawn_density(NMPattern(2, 4), kept=0.5)
@@ -152,7 +152,7 @@ def _wgrad(layer: NMLayer) -> Gemm:
         return Gemm("none", reason="frozen, so no weight gradient")
     method = layer.spec.method
     estimator = layer.spec.estimator
-    # What the product is with dY itself.
+    # What the GEMM is with dY itself.
     exact = Gemm()
     is_masked = method.uses_masks and layer.masks.has_forward
     if is_masked and not method.gradient_at_pruned(layer):

@@ -121,7 +121,7 @@ class LayerMasks:
         self.permutation: Tensor | None = None
         """int64 ``[out]``: the order of the output rows in which the backward mask is N:M."""
         self.backward_density: float | None = None
-        """Share of the weight that the backward mask keeps, when last measured."""
+        """Fraction of the weight that the backward mask keeps, when last measured."""
         # What `density` measured, and the generation of the masks that it belongs to.
         self._density: tuple[int, float] | None = None
         # Forward mask bits that the last update changed, int64 without axes.
@@ -154,7 +154,7 @@ class LayerMasks:
 
     @property
     def density(self) -> float:
-        """Share of the weight that the forward mask keeps, 1 without one.
+        """Fraction of the weight that the forward mask keeps, 1 without one.
 
         It is measured once for each move of the masks, and then waits for the device.
         """
@@ -475,7 +475,7 @@ class LayerCosts:
         # The key of the last step and its GEMMs.
         self._gemms: tuple[Hashable, Gemms] | None = None
         self.last_call: int | None = None
-        """Multiply-adds of the module's last call, where its products count themselves; ``None`` if there were none."""
+        """Multiply-adds of the module's last call, where its GEMMs count themselves; ``None`` if there were none."""
 
     def count_step(self, layer: NMLayer) -> None:
         """Add a training step to the costs of a layer, whether or not it trained the layer."""
@@ -493,7 +493,7 @@ class LayerCosts:
         self.counted += steps
 
     def record_product(self, macs: int) -> None:
-        """Add the multiply-adds of a product to the present call."""
+        """Add the multiply-adds of a GEMM to the present call."""
         self.last_call = (self.last_call or 0) + macs
 
     def charge_dense(self, steps: int) -> None:
@@ -523,7 +523,7 @@ class NMLayer(HasHandle):
     first_row = 0
     """The first output row, counted from that of the weight which the random numbers belong to."""
     routes_gradients = True
-    """Whether products route their weight gradients through the method."""
+    """Whether GEMMs route their weight gradients through the method."""
 
     def __init__(
         self, spec: LayerSpec, *, seed: int = 0, wrappers: Sequence[nn.Module] = ()
@@ -552,7 +552,7 @@ class NMLayer(HasHandle):
         )
         """An empty tensor whose size is the layer's handle."""
         self.experts: list[Any] = []
-        """A layer for each expert of a weight of several, made by their first product."""
+        """A layer for each expert of a weight of several, made by their first GEMM."""
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy makes its own.

@@ -107,7 +107,7 @@ def gemm(
 ) -> Tensor:
     """One of the three GEMMs of a layer: dense, or by the kernel that a router chose.
 
-    The dense product replaces a kernel that fails, see :func:`~lightning_nm.kernels.api.attempt`.
+    The dense GEMM replaces a kernel that fails, see :func:`~lightning_nm.kernels.api.attempt`.
 
     Args:
         layer: Its method and masks make the sparse operand.
@@ -147,7 +147,7 @@ def gemm(
 
 
 def _dense_product(layer: NMLayer, which: GemmName, operands: Operands) -> Tensor:
-    """The dense product of the masked operands; see :func:`gemm`."""
+    """The dense GEMM of the masked operands; see :func:`gemm`."""
     x, dy, geometry = operands.x, operands.dy, operands.geometry
     if which == "wgrad":
         if operands.seed is not None:
@@ -166,7 +166,7 @@ def _dense_product(layer: NMLayer, which: GemmName, operands: Operands) -> Tenso
 
 
 def _kernel_product(layer: NMLayer, which: GemmName, operands: Operands, choice: Choice) -> Tensor:
-    """The product of the kernel's packed operand; see :func:`gemm`."""
+    """The GEMM of the kernel's packed operand; see :func:`gemm`."""
     kernel, key = choice
     # In the operator of a linear layer dY is plain already.
     dy = operands.dy if which == "forward" or key.conv is None else plain(operands.dy)
@@ -265,7 +265,7 @@ def conv_gradients(
 
 
 def dense_weight(layer: NMLayer, which: GemmName, operands: Operands) -> Tensor:
-    """W_F or W_B as a dense product takes it: ``[out, in]``, of a convolution in the weight's shape.
+    """W_F or W_B as a dense GEMM takes it: ``[out, in]``, of a convolution in the weight's shape.
 
     Args:
         layer: The layer.
@@ -284,7 +284,7 @@ def dense_weight(layer: NMLayer, which: GemmName, operands: Operands) -> Tensor:
         # The one pass would order the rows of a permuted W_B, which takes more passes here.
         if not layer.masks.has_backward or layer.masks.permutation is None:
             return packable(layer, which, weight, dtype).t()
-    # One name for the weight and its cast: the memory of the first is free during the product.
+    # One name for the weight and its cast: the memory of the first is free during the GEMM.
     values = layer.values_of(which, weight)
     if is_matrix:
         values = view.matrix(values)[operands.rows]
@@ -474,7 +474,7 @@ def drawn_matrix(
     """
     sampler = layer.spec.dgrad
     assert sampler is not None
-    # What the exact product would use: rounded to the dtype of the product before it is drawn.
+    # What the exact GEMM would use: rounded to the dtype of the GEMM before it is drawn.
     forward_oi = layer.view.matrix(layer.values_of("forward", weight))[rows].to(dtype)
     seed = layer.noise.for_weight(noise, layer.first_row + (rows.start or 0))
     if not transposed:
@@ -723,7 +723,7 @@ def _(
 def _forward_flops(
     x_shape: Any, weight_shape: Any, *args: Any, out_shape: Any = None, **kwargs: Any
 ) -> int:
-    """``2 tokens in out``: as the dense product, whatever kernel makes it."""
+    """``2 tokens in out``: as the dense GEMM, whatever kernel makes it."""
     return int(2 * math.prod(out_shape) * _width(x_shape, weight_shape))
 
 
@@ -820,7 +820,7 @@ def _backward_flops(
     *rest: Any,
     **kwargs: Any,
 ) -> int:
-    """``2 tokens in out`` for each product: as the dense ones, whatever kernels make them."""
+    """``2 tokens in out`` for each GEMM: as the dense ones, whatever kernels make them."""
     number = int(needs_input) + int(needs_weight)
     return int(number * 2 * math.prod(grad_shape) * _width(x_shape, weight_shape))
 
@@ -1077,7 +1077,7 @@ def nm_embedding(
 ) -> Tensor:
     """Return rows of W_F, whose gradient is routed to W by the method.
 
-    There is no estimator, because dW is a sum and no product.
+    There is no estimator, because dW is a sum and no GEMM.
 
     Args:
         tokens: Integers ``[...]``.
@@ -1112,7 +1112,7 @@ def _apply(
     device = x.device.type
     dtype = weight.dtype
     without_autocast: AbstractContextManager[Any] = nullcontext()
-    # Entering torch's own context takes as long as a small product: not where autocast is off anyway.
+    # Entering torch's own context takes as long as a small GEMM: not where autocast is off anyway.
     if torch.is_autocast_enabled(device):
         without_autocast = torch.autocast(device, enabled=False)
         if x.is_floating_point() and x.dtype != torch.float64:

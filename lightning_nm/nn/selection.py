@@ -305,7 +305,7 @@ def _why_module(
 
 
 _KINDS: dict[type[nn.Module], str] = {
-    nn.Bilinear: "a bilinear layer: its weight has three dimensions, and no N:M product is defined for it",
+    nn.Bilinear: "a bilinear layer: its weight has three dimensions, and no N:M GEMM is defined for it",
     nn.RNNBase: "a recurrent layer: a fused operator reads all of its weights at once, past any mask",
     nn.RNNCellBase: "a recurrent cell: a fused operator reads both of its weights at once, past any mask",
 }
@@ -397,8 +397,8 @@ how to mask it there."""
 class Candidate:
     """A weight of a module of a known kind, and what the rows ask of it; the fields with defaults are filled in later.
 
-    Embeddings and one layer with a product that hold the same weight may be masked together, as one layer, if one of
-    them is named. It has the name of the layer with the product, whichever was named.
+    Embeddings and one layer with a GEMM that hold the same weight may be masked together, as one layer, if one of
+    them is named. It has the name of the layer with the GEMM, whichever was named.
     """
 
     name: str
@@ -421,7 +421,7 @@ class Candidate:
     partners: Sequence[Candidate] = ()
     """The other candidates that are masked with it."""
     joins: bool = False
-    """Whether it is masked as a part of another candidate: the one with the product, else the first embedding."""
+    """Whether it is masked as a part of another candidate: the one with the GEMM, else the first embedding."""
     fsdp: list[Any] = field(default_factory=list)
     """The FSDP modules that hold its module, or are it."""
 
@@ -508,7 +508,7 @@ def _tie_fault(candidate: Candidate, holders: Sequence[_Holder]) -> str:
             return f"its weight is shared with '{parameter_key(module_name, parameter)}', which cannot be masked"
     shared = f"shared with '{candidate.shared_with}'"
     members = [member for *_, member in holders]
-    # Any number of embeddings may join a layer with a product, but no second such layer.
+    # Any number of embeddings may join a layer with a GEMM, but no second such layer.
     if sum(not member.is_embedding for member in members) > 1:
         return f"its weight is {shared}, which would change with it"
     # An embedding looks up plain rows of the whole weight.
@@ -589,7 +589,7 @@ def _layer_spec(candidate: Candidate) -> LayerSpec:
         spec.parameter,
         rule.pattern,
         rule.method,
-        # The gradient of an embedding is a sum over tokens, and no product of dY.
+        # The gradient of an embedding is a sum over tokens, and no GEMM of dY.
         None if candidate.is_embedding else rule.estimator,
         layout=layout,
         # Nor does a dgrad block cross the rows of two processes.
@@ -640,7 +640,9 @@ def _why_weight(candidate: Candidate) -> str:
     # With CPUOffloadPolicy the shards lie on the CPU, while the mesh is of GPUs.
     device = stored.device.type
     if isinstance(stored, DTensor) and device != stored.device_mesh.device_type:
-        return f"FSDP keeps it on the {device}, where no product is made: leave out its CPUOffloadPolicy"
+        return (
+            f"FSDP keeps it on the {device}, where no GEMM is made: leave out its CPUOffloadPolicy"
+        )
     if not stored.is_floating_point():
         return f"its weight is {stored.dtype}"
     if stored.dim() < 2:

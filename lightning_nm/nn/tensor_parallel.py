@@ -1,7 +1,7 @@
 """Linear layers that tensor parallelism shards: each process multiplies its shard under its part of the masks.
 
 ``ColwiseParallel`` gives each process rows of W and so outputs of its own; the gradients of X add up over the
-processes. ``RowwiseParallel`` gives it columns of W and the inputs that belong to them; the products add up to Y. The
+processes. ``RowwiseParallel`` gives it columns of W and the inputs that belong to them; the GEMMs add up to Y. The
 selection sees to it that no block lies in two shards.
 """
 
@@ -50,7 +50,7 @@ def parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, layer: NMLay
     grad_placements = [Partial()] if by_rows else x.placements
     local_x = x.to_local(grad_placements=grad_placements)
     local_weight = weight.to_local(grad_placements=weight.placements)
-    # Processes with columns add their products up: the bias is added once, to the sum.
+    # Processes with columns add their GEMMs up: the bias is added once, to the sum.
     local_bias = None if by_columns else bias
     if isinstance(local_bias, DTensor):
         local_bias = local_bias.to_local()
@@ -61,7 +61,7 @@ def parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, layer: NMLay
     if not by_columns:
         placements = [Shard(last_dimension) if by_rows else Replicate()]
         return DTensor.from_local(y, mesh, placements, run_check=False)
-    # Each process made the products of its inputs; their sum is Y.
+    # Each process made the GEMMs of its inputs; their sum is Y.
     partial = DTensor.from_local(y, mesh, [Partial()], run_check=False)
     whole = partial.redistribute(mesh, [Replicate()])
     return whole if bias is None else whole + bias

@@ -301,7 +301,7 @@ class PlainWeight:
         return rows.flatten(1)
 
     def matrix_shape(self, weight: Tensor) -> tuple[int, int]:
-        """The shape of :meth:`matrix` of the parameter as products get it, also of a shard."""
+        """The shape of :meth:`matrix` of the parameter as GEMMs get it, also of a shard."""
         rows = weight if self.layout is Layout.PLAIN else self.layout.rows(weight)
         return len(rows), rows.shape[1:].numel()
 

@@ -1,4 +1,4 @@
-"""The CPU kernel for a packed weight: its layout, and the choice between it and the dense product."""
+"""The CPU kernel for a packed weight: its layout, and the choice between it and the dense GEMM."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ from lightning_nm.packed.tensor import PackedTensor
 from lightning_nm.pattern import NMPattern
 
 Kernels = Literal["auto", "sparse", "reference"]
-"""``"auto"``: a kernel while it is measured to be no slower than the dense product, then the dense weight.
-``"sparse"``: a kernel where one takes the product, ``"reference"``: none; both hold the weight packed."""
+"""``"auto"``: a kernel while it is measured to be no slower than the dense GEMM, then the dense weight.
+``"sparse"``: a kernel where one takes the GEMM, ``"reference"``: none; both hold the weight packed."""
 
 KernelLayout: TypeAlias = PermuteLayout | CsrLayout | Int8Layout
 
@@ -53,13 +53,13 @@ DECISIONS = "~/.cache/lightning_nm/packed.json"
 Those for int8 weights are in a file next to it, see :func:`_file_of`."""
 
 BUDGET_S = 1.0
-"""Seconds that the products of one packed model are measured by default; the last measurement may exceed them."""
+"""Seconds that the GEMMs of one packed model are measured by default; the last measurement may exceed them."""
 
 LARGEST_TOKENS = 4096
-"""Products of more tokens are taken to be as fast, by the token, as products of this many."""
+"""GEMMs of more tokens are taken to be as fast, by the token, as GEMMs of this many."""
 
 LARGEST = 0.75
-"""A kernel's layout that takes more than this share of the dense weight's memory is not made."""
+"""A kernel's layout that takes more than this fraction of the dense weight's memory is not made."""
 
 
 @functools.cache
@@ -124,7 +124,7 @@ def lay_out(matrix: Tensor, pattern: NMPattern | None, *, convolution: bool) -> 
     Args:
         matrix: ``[rows, depth]``, contiguous.
         pattern: Its pattern along the depth; ``None`` if it has none.
-        convolution: Whether its products are convolutions.
+        convolution: Whether its GEMMs are convolutions.
 
     Returns:
         ``None`` if no kernel takes it, the layout would be larger than :data:`LARGEST`, or the matrix holds NaN, whose
@@ -162,7 +162,7 @@ def lay_out_int8(packed: PackedTensor) -> Operand | None:
     """A packed weight with int8 values in the layout of the kernel for it.
 
     Args:
-        packed: The weight; the rows of its blocks are those of the product, but a convolution's may have taps between
+        packed: The weight; the rows of its blocks are those of the GEMM, but a convolution's may have taps between
             them and the blocks.
 
     Returns:
@@ -247,7 +247,7 @@ def _file_of(name: str) -> Path | None:
     """Where the choices for a kernel are kept."""
     if name != CpuInt8Kernel.name:
         return decisions_file(DECISIONS)
-    # Products in int8 have the keys of those in the dtype of their inputs: in one file they would replace each other.
+    # GEMMs in int8 have the keys of those in the dtype of their inputs: in one file they would replace each other.
     return decisions_file(DECISIONS.replace(".json", "-int8.json"))
 
 

@@ -63,10 +63,10 @@ from lightning_nm.packed.kernel_choice import (
 from lightning_nm.packed.tensor import EVERY_ENTRY, SAME_BLOCKS, PackedKind, PackedTensor
 
 _MOST_SIZES = 1 << 12
-"""Sizes of products whose choice is remembered."""
+"""Sizes of GEMMs whose choice is remembered."""
 
 _MOST_ROW_TOKENS = 256
-"""Tokens up to which a product with an embedding in int8 is faster than to dequantise the embedding for it."""
+"""Tokens up to which a GEMM with an embedding in int8 is faster than to dequantise the embedding for it."""
 
 _IN_LAYOUT = ("kernel_values", "kernel_index", "kernel_offset")
 
@@ -87,15 +87,15 @@ class PackedWeight(nn.Module, HasHandle):
     Args:
         packed: The tensors, checked.
         name: Key of the weight in the dense state dict, for messages.
-        axes: The layout of the parameter in its module, which tells how products contract it.
-        choice: Which kernels make the products; the weights of a model share one.
+        axes: The layout of the parameter in its module, which tells how GEMMs contract it.
+        choice: Which kernels make the GEMMs; the weights of a model share one.
         training: The mode of the module.
 
     Attributes:
         operand: The kernel's layout, if it is held.
         scales: Of int8 values, float32 ``[out]``, of experts ``[experts, out]``; they are held next to each of the
             three.
-        matrix: The dense weight as products take it, ``[out, in]`` or ``[out, in / groups * taps]``, if it is held.
+        matrix: The dense weight as GEMMs take it, ``[out, in]`` or ``[out, in / groups * taps]``, if it is held.
     """
 
     kind: PackedKind
@@ -143,7 +143,7 @@ class PackedWeight(nn.Module, HasHandle):
             # Asked here: graphs can compare no patterns in torch 2.6, and cannot load the library.
             self._has_rows_kernel = self.shape[1] <= MOST_DEPTH and not unavailable()
             return
-        # Where blocks lie along the depth of the product.
+        # Where blocks lie along the depth of the GEMM.
         along = (Layout.FLAT,) if self.convolves else (Layout.PLAIN, Layout.FLAT)
         if self.axes.is_transposed:
             along = (Layout.TRANSPOSED,)
@@ -168,14 +168,14 @@ class PackedWeight(nn.Module, HasHandle):
         with _BECOMING_DENSE:
             if self.operand is None:
                 return
-            # Not in inference mode: later products may need gradients of their inputs.
+            # Not in inference mode: later GEMMs may need gradients of their inputs.
             with torch.inference_mode(False), torch.no_grad():
                 self._hold(scales=self.scales, matrix=self.product_matrix())
             self.operand = None
         return_freed_memory()
 
     def measure(self, tokens: int) -> None:
-        """In ``"auto"``, choose for products of so many tokens, and hold the dense weight if that is faster."""
+        """In ``"auto"``, choose for GEMMs of so many tokens, and hold the dense weight if that is faster."""
         self.forget()
         operand = self.operand
         is_auto = self.choice.kernels == "auto"
@@ -189,7 +189,7 @@ class PackedWeight(nn.Module, HasHandle):
     def _takes(
         self, operand: Operand, tokens: int, conv: Convolution | None = None
     ) -> tuple[GemmKey, bool]:
-        """The key of a product, and whether the kernel makes it: it can, and is in ``"auto"`` no slower than torch."""
+        """The key of a GEMM, and whether the kernel makes it: it can, and is in ``"auto"`` no slower than torch."""
         deterministic = torch.are_deterministic_algorithms_enabled()
         name = operand.layout.rows, tokens, conv, torch.get_num_threads(), deterministic
         found = self._choices.get(name)
@@ -278,11 +278,11 @@ class PackedWeight(nn.Module, HasHandle):
         )
 
     def _operand_for(self, x: Tensor, bias: Tensor | None) -> Operand | None:
-        """The layout by which a kernel can make a product of `x`; ``None`` if the weight is to be unpacked."""
+        """The layout by which a kernel can make a GEMM of `x`; ``None`` if the weight is to be unpacked."""
         return self.operand if self.operand is not None and self._is_for_kernel(x, bias) else None
 
     def _is_for_kernel(self, x: Tensor, bias: Tensor | None) -> bool:
-        """Whether a product of `x` is one of those that kernels make."""
+        """Whether a GEMM of `x` is one of those that kernels make."""
         if _exporting() or (type(x) not in _PLAIN and not torch.compiler.is_compiling()):
             return False
         if not x.is_cpu or x.dtype != self.dtype or torch.is_autocast_enabled("cpu"):
@@ -301,7 +301,7 @@ class PackedWeight(nn.Module, HasHandle):
         return fits and (torch.compiler.is_compiling() or is_plain(x, bias, self.values))
 
     def _keep_dense(self, x: Tensor) -> None:
-        """In ``"auto"``, hold the dense weight after a product that the kernel cannot make, unless it was traced."""
+        """In ``"auto"``, hold the dense weight after a GEMM that the kernel cannot make, unless it was traced."""
         traced = torch.compiler.is_compiling() or _exporting()
         if not traced and type(x) in _PLAIN and self.choice.kernels == "auto" and x.numel():
             self.hold_dense()
@@ -315,8 +315,8 @@ class PackedWeight(nn.Module, HasHandle):
     ) -> Tensor:
         """``x W^T + bias`` for ``x [tokens, depth]``, or a convolution: by the kernel, or with the dense matrix.
 
-        In ``"auto"`` that is held from the first product on that is faster with it, or that the kernel cannot make;
-        in ``"sparse"`` it is made for each product that the kernel cannot make.
+        In ``"auto"`` that is held from the first GEMM on that is faster with it, or that the kernel cannot make;
+        in ``"sparse"`` it is made for each GEMM that the kernel cannot make.
         """
 
         def dense() -> Tensor:
@@ -343,7 +343,7 @@ class PackedWeight(nn.Module, HasHandle):
             plain_bias = None if bias is None else plain(bias)
             return multiply(kernel, key, part.packed, plain(x), plain_bias)
 
-        # If the kernel fails, the product is made dense, now and in the future.
+        # If the kernel fails, the GEMM is made dense, now and in the future.
         y = attempt(kernel, key, registry.failures, sparse, dense)
         # Kernels make planes of height 1 of a convolution in one dimension.
         return y if conv is None else y.view(len(x), conv.outputs, *conv.positions)
@@ -417,7 +417,7 @@ class PackedWeight(nn.Module, HasHandle):
         return (matrix if self.matrix is None else matrix.clone()).view(self.shape)
 
     def product_matrix(self) -> Tensor:
-        """The dense weight as products take it: the one that is held, or a new tensor."""
+        """The dense weight as GEMMs take it: the one that is held, or a new tensor."""
         buffers = self._buffers  # once: another thread may let the weight become dense
         matrix = buffers["matrix"]
         if matrix is not None:
@@ -568,7 +568,7 @@ class PackedExperts(PackedWeight):
         return torch.stack([part.unpack() for part in self.parts])
 
     def measure(self, tokens: int) -> None:
-        """In ``"auto"``, choose for products of so many tokens with each expert."""
+        """In ``"auto"``, choose for GEMMs of so many tokens with each expert."""
         for part in self.parts:
             part.measure(tokens)
 
@@ -728,7 +728,7 @@ _BORROWED = (NMLinear, NMTransposedLinear, NMConv1d, NMConv2d, NMConv3d)
 
 
 def packed_adapter(kind: type[nn.Module]) -> type[Adapter] | None:
-    """The adapter for a module class whose products can be packed; ``None`` if there is none.
+    """The adapter for a module class whose GEMMs can be packed; ``None`` if there is none.
 
     Classes with a forward of their own have none, and those that look rows up.
     """
@@ -771,7 +771,7 @@ class Place(NamedTuple):
     Args:
         module: Its module.
         parameter: Its name there.
-        axes: The layout of the parameter, along whose rows the module's products contract.
+        axes: The layout of the parameter, along whose rows the module's GEMMs contract.
     """
 
     module: nn.Module

@@ -207,11 +207,11 @@ def int8_fault(weight: Tensor) -> str:
     Example::
 
         >>> int8_fault(torch.ones(2, 4)), int8_fault(torch.ones(2, 4).half())
-        ('', 'float16 is not float32 or bfloat16, which the inputs of int8 products are')
+        ('', 'float16 is not float32 or bfloat16, which the inputs of int8 GEMMs are')
     """
     if weight.dtype not in INT8_DTYPES:
         dtype = str(weight.dtype).removeprefix("torch.")
-        return f"{dtype} is not float32 or bfloat16, which the inputs of int8 products are"
+        return f"{dtype} is not float32 or bfloat16, which the inputs of int8 GEMMs are"
     try:
         quantise_weight(weight)
     except ValueError as error:

@@ -22,21 +22,21 @@ DECISIONS = "~/.cache/lightning_nm/kernels.json"
 
 
 class KernelRouting:
-    """Makes masked layers run their products on the kernels that a router chooses; mixed into a precision plugin.
+    """Makes masked layers run their GEMMs on the kernels that a router chooses; mixed into a precision plugin.
 
     The router is active in the forward contexts and in backward passes that Lightning calls, where activation
     checkpointing recomputes forward passes. A backward pass uses the router of its forward pass, wherever it is
-    called. In mode ``"auto"`` the first batch's forward is dense; its products are measured before its backward. If
+    called. In mode ``"auto"`` the first batch's forward is dense; its GEMMs are measured before its backward. If
     none of them is faster sparse, the router is inactive from the first optimizer step to the end of the fit.
 
     Args:
-        kernels: ``"auto"``: for each product of each masked layer the kernel that is fastest as measured on this
+        kernels: ``"auto"``: for each GEMM of each masked layer the kernel that is fastest as measured on this
             device, packing included, and the dense one unless another is 3 % faster. ``"sparse"``: the first kernel
-            that computes the product right. ``"reference"``: dense.
+            that computes the GEMM right. ``"reference"``: dense.
         backends: The kernels to choose from, in order of preference; ``None`` takes those of the package.
         decisions: File where ``"auto"`` keeps its measurements, by device, driver and library versions; for a CPU by
             its model, instruction set with or without AMX, and number of threads. ``None`` keeps none.
-        budget_s: Seconds that measuring the first batch's products may take.
+        budget_s: Seconds that measuring the first batch's GEMMs may take.
         kwargs: As Lightning's plugin takes them.
 
     Raises:
@@ -79,7 +79,7 @@ class KernelRouting:
             names = ", ".join(sorted(type(model).__name__ for model in self._models))
             own = type(self).__name__
             raise RuntimeError(
-                f"{own} routes the products of N:M layers, but {names} has none: add NMSparsityCallback to the Trainer "
+                f"{own} routes the GEMMs of N:M layers, but {names} has none: add NMSparsityCallback to the Trainer "
                 f"(an NMSparsifier with Fabric), or take Lightning's own {own.removeprefix('NM')}"
             )
         self._checked = True
@@ -91,8 +91,8 @@ class KernelRouting:
             yield
 
     def pre_backward(self, tensor: Tensor, module: Any) -> Any:
-        """Measure the first batch's products before its backward pass."""
-        # In Lightning's order this is the first moment after a whole forward pass, which has recorded the products. In
+        """Measure the first batch's GEMMs before its backward pass."""
+        # In Lightning's order this is the first moment after a whole forward pass, which has recorded the GEMMs. In
         # later batches it does nothing.
         self._require_masked()
         self.router.tune()
@@ -238,9 +238,9 @@ class _TrainerRouting(KernelRouting):
 
 
 class NMPrecision(_TrainerRouting, Precision):
-    """Float32, with the products of masked layers on the kernels chosen for each.
+    """Float32, with the GEMMs of masked layers on the kernels chosen for each.
 
-    CPUs have sparse kernels for float32; GPUs have none, so all products are dense there, except on ``backends=``.
+    CPUs have sparse kernels for float32; GPUs have none, so all GEMMs are dense there, except on ``backends=``.
 
     The arguments are those of :class:`~lightning_nm.plugins.precision.KernelRouting`.
 
@@ -252,7 +252,7 @@ class NMPrecision(_TrainerRouting, Precision):
 
 
 class NMMixedPrecision(MixedArguments, _TrainerRouting, MixedPrecision):
-    """Autocast, with the products of masked layers on the kernels chosen for each.
+    """Autocast, with the GEMMs of masked layers on the kernels chosen for each.
 
     Args:
         precision: ``"bf16-mixed"`` or ``"16-mixed"``.
@@ -269,7 +269,7 @@ class NMMixedPrecision(MixedArguments, _TrainerRouting, MixedPrecision):
 
 
 class NMHalfPrecision(HalfArguments, _TrainerRouting, HalfPrecision):
-    """Half-precision weights, with the products of masked layers on the kernels chosen for each.
+    """Half-precision weights, with the GEMMs of masked layers on the kernels chosen for each.
 
     Args:
         precision: ``"bf16-true"`` or ``"16-true"``.
@@ -283,7 +283,7 @@ class NMHalfPrecision(HalfArguments, _TrainerRouting, HalfPrecision):
 
 
 class NMFSDPPrecision(ShardedArguments, _TrainerRouting, FSDPPrecision):
-    """The precision plugin for ``FSDPStrategy``, with the products of masked layers on the kernels chosen for each.
+    """The precision plugin for ``FSDPStrategy``, with the GEMMs of masked layers on the kernels chosen for each.
 
     No packs are kept: they would hold full weights on every process.
 

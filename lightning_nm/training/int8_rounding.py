@@ -98,7 +98,7 @@ def rounding_fault(layer: NMLayer) -> str:
     if not layer.spec.method.selects_entries:
         return f"{type(layer.spec.method).__name__} changes the values that it keeps: take sr-ste, bi-mask or asp"
     if layer.param.dtype not in INT8_DTYPES:
-        return f"it is {layer.param.dtype}, and int8 products take float32 and bfloat16"
+        return f"it is {layer.param.dtype}, and int8 GEMMs take float32 and bfloat16"
     return ""
 
 

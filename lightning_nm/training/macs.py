@@ -21,9 +21,9 @@ from lightning_nm.nn.weight import is_sharded, layer_name, plain_name
 from lightning_nm.training.watch import compiled_parts
 
 OTHERS = "(weights of other kinds)"
-"""The key of all products with weights that no adapter knows."""
+"""The key of all GEMMs with weights that no adapter knows."""
 READ = " (read by other code)"
-"""The end of the key of products with a layer's weight outside of the layer's calls: masks do not reach them."""
+"""The end of the key of GEMMs with a layer's weight outside of the layer's calls: masks do not reach them."""
 
 
 def can_watch(model: nn.Module) -> bool:
@@ -48,11 +48,11 @@ class WatchingHook:
 class MacsCounter(TorchDispatchMode):
     """Adds up the dense forward multiply-adds of each weight, until it is closed.
 
-    Weights of kinds that have an adapter are counted by their modules' forward hooks, one by one. Products with any
+    Weights of kinds that have an adapter are counted by their modules' forward hooks, one by one. GEMMs with any
     other weight are counted by torch's formulas for operators: together as :data:`OTHERS`, those of experts that are
     not masked one by one, and those of a weight that other code reads, as in ``F.linear(x, layer.weight)``, under the
     layer's name and :data:`READ`. Products of two activations, as in attention, are not counted. Batches, and several
-    calls of a module in one batch, are added up, so only the shares of the counts have a meaning.
+    calls of a module in one batch, are added up, so only the fractions of the counts have a meaning.
 
     As a mode it is active within calls of the model's modules, from the outermost call to its end. A loop may call any
     modules of the model itself, so all of them have hooks. Operators are not watched in a model with compiled parts,
@@ -80,7 +80,7 @@ class MacsCounter(TorchDispatchMode):
         self._over = False
         self._names: dict[int, str] = {}  # of layers, by the id of the weight
         self._count_themselves: set[int] = set()  # ids of modules
-        # The weight's name in its module, and the key of its products, by its id and that of the module in whose call
+        # The weight's name in its module, and the key of its GEMMs, by its id and that of the module in whose call
         # they are.
         self._keys: dict[tuple[int, int], tuple[str, str]] = {}
         for wrapped_name, module in model.named_modules():
@@ -209,7 +209,7 @@ class MacsCounter(TorchDispatchMode):
         if self._over or isinstance(func, torch._ops.HigherOrderOperator):
             return output
         if self._open and id(self._open[-1]) in self._count_themselves:
-            return output  # the module's hook counts its products
+            return output  # the module's hook counts its GEMMs
         if func._overloadpacket is torch.ops.aten.embedding:
             return output  # rows that tokens chose are activations
         kinds = [self._kind(leaf) for leaf in tensors_in((args, kwargs))]
@@ -256,7 +256,7 @@ def evaluation(model: nn.Module) -> Iterator[None]:
 
 
 def forward_macs(model: nn.Module, inputs: Any) -> dict[str, int]:
-    """Run a model in evaluation mode, and return the multiply-adds of each weight's dense forward product by name.
+    """Run a model in evaluation mode, and return the multiply-adds of each weight's dense forward GEMM by name.
 
     Args:
         model: The model, without masks; the mode of each module is restored.
@@ -276,9 +276,9 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 
 def _cost(operator: Any, args: Any, kwargs: Any, output: Any) -> int:
-    """Multiply-adds of an operator, 0 if it is no product.
+    """Multiply-adds of an operator, 0 if it is no GEMM.
 
-    torch has no formula for the grouped product, the recurrent layers of CPUs and the bilinear operator.
+    torch has no formula for the grouped GEMM, the recurrent layers of CPUs and the bilinear operator.
     """
     name = str(operator)
     if name == "aten._grouped_mm":  # [tokens, in] by [groups, in, out], and variants of it

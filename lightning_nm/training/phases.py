@@ -49,7 +49,7 @@ def plan_schedules(
     planned_steps: int | None,
     clock: int,
 ) -> None:
-    """Set the layers' schedules: shares of the training become steps once, and a training that continues keeps its own.
+    """Set the layers' schedules: fractions of the training become steps once; a training that continues keeps its own.
 
     Args:
         layers: The layers.

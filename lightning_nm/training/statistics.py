@@ -41,7 +41,7 @@ def joint_statistics(layers: Sequence[NMLayer]) -> dict[str, float]:
 def shares_of(
     model: nn.Module, layers: Iterable[NMLayer], macs: Mapping[str, int]
 ) -> dict[str, float]:
-    """The shares of a model's parameters and, where they were counted, of its multiply-adds that layers have."""
+    """The fractions of a model's parameters and, where they were counted, of its multiply-adds that layers have."""
     layers = list(layers)
     all_parameters = sum(map(known_size, model.parameters()))
     found = {"parameters": sum(layer.view.shape.numel() for layer in layers) / all_parameters}
@@ -52,7 +52,7 @@ def shares_of(
 
 
 def share_of_products(model: nn.Module, layers: Iterable[NMLayer]) -> float:
-    """The share of a model's parameters in maskable layers, without the weights that are looked up alone.
+    """The fraction of a model's parameters in maskable layers, without the weights that are looked up alone.
 
     A lookup costs no multiply-adds, so a large embedding does not lessen what masks can gain.
     """
@@ -108,7 +108,7 @@ def flops_ratios(
 
 
 def mean_flip_rate(layers: Sequence[NMLayer]) -> float:
-    """The share of forward mask bits that a step changed, averaged over all steps so far."""
+    """The fraction of forward mask bits that a step changed, averaged over all steps so far."""
     flips = sum(int(layer.masks.total_flips or 0) for layer in layers)
     entries = sum(layer.view.shape.numel() * max(layer.step, 1) for layer in layers)
     return flips / entries if entries else 0.0

@@ -227,7 +227,7 @@ class TrainingStep:
             progress.shaped = False
             has_stepped = progress.step > progress.updated_at
             if stepped and not has_stepped:
-                # Another optimizer's turn, as in a GAN: the layer's products ran all the same.
+                # Another optimizer's turn, as in a GAN: the layer's GEMMs ran all the same.
                 layer.costs.count_step(layer)
             # Phases begin and end for all layers together, whether or not they made a step.
             begins_phase = stepped and self.clock in progress.schedule

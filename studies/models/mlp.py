@@ -25,7 +25,7 @@ class MLP(Classifier):
         depth: Hidden layers.
         lr: Peak learning rate.
         weight_decay: Decoupled weight decay of matrices.
-        warmup: Share of the steps in which the learning rate rises, in [0, 1).
+        warmup: Fraction of the steps in which the learning rate rises, in [0, 1).
 
     Raises:
         ValueError: If `width` is not a multiple of 16, `depth` is below 1 or `warmup` is out of range.

@@ -64,7 +64,7 @@ class ResNet50(Classifier):
         weight_decay: L2 penalty of SGD.
         no_decay: Globs over names of parameters without weight decay; `*bn*` are the batch norms but for those of the
             shortcuts, which are named `*downsample.1*`.
-        label_smoothing: Share of the training label that is spread over all classes.
+        label_smoothing: Fraction of the training label that is spread over all classes.
         warmup_epochs: Epochs of the warm-up.
         image_size: Pixels of an image's side in `example_input_array`; the model takes any size.
 

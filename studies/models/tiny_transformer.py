@@ -10,7 +10,7 @@ from lightning_nm.demo.schedule import check_warmup, warmup_cosine
 class TinyTransformer(GPT):
     """A :class:`~lightning_nm.demo.GPT` that trains in seconds; AdamW decays all its parameters.
 
-    The learning rate warms up over a share of the steps, and falls to zero on a half cosine.
+    The learning rate warms up over a fraction of the steps, and falls to zero on a half cosine.
 
     Args:
         vocab_size: Number of tokens.
@@ -21,7 +21,7 @@ class TinyTransformer(GPT):
         lr: Peak learning rate.
         weight_decay: Decoupled weight decay, on all parameters.
         dropout: Dropout after attention and after the MLP of each block.
-        warmup: Share of the steps in which the learning rate rises, in [0, 1).
+        warmup: Fraction of the steps in which the learning rate rises, in [0, 1).
 
     Raises:
         ValueError: If `dim` is not a multiple of 16 and of `heads`, or `warmup` is out of range.

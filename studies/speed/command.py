@@ -5,7 +5,7 @@ machine slows both. They have the same initial weights, text and learning rate, 
 on the sparse side both are scaled to its density (docs/recipes.md). Losses are comparable at equal steps and at equal
 seconds. The dense side is Lightning's Trainer alone, in float32 or
 bf16-mixed, whichever is measured to be faster first; the sparse side takes the same precision, NMSparsityCallback and
-the precision plugin, which measures for each product whether a sparse kernel is faster. Ctrl-C ends it early, with
+the precision plugin, which measures for each GEMM whether a sparse kernel is faster. Ctrl-C ends it early, with
 the results so far.
 """
 

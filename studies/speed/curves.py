@@ -12,7 +12,7 @@ from typing import Any
 from studies.speed.side import Precision
 
 WINDOW = 0.15
-"""Share of the steps, or of the seconds, whose losses are averaged: the last before the moment of the comparison.
+"""Fraction of the steps, or of the seconds, whose losses are averaged: the last before the moment of the comparison.
 
 At equal seconds a number of steps would reach further back on the slower side, where losses were higher.
 """
@@ -95,12 +95,12 @@ class Curve:
         return 1e3 * low, 1e3 * high
 
     def loss_at(self, steps: int, window: int | None = None) -> float:
-        """Mean training loss of the last `window` of the first `steps` steps, by default a share of them."""
+        """Mean training loss of the last `window` of the first `steps` steps, by default a fraction of them."""
         window = max(1, round(WINDOW * steps)) if window is None else window
         return mean(self.losses[max(steps - window, 0) : steps])
 
     def loss_after(self, seconds: float, window: float | None = None) -> float:
-        """Mean training loss of the steps that ended in the last `window` seconds, by default a share of `seconds`.
+        """Mean training loss of the steps that ended in the last `window` seconds, by default a fraction of `seconds`.
 
         If none did, the loss of the last step before, or of the first one.
         """
@@ -181,7 +181,7 @@ def findings(sparse: Curve, dense: Curve) -> list[str]:
     lines = [_kernels(sparse), _speed(found.speed, found.interval)]
     if skipped := sparse.kernels.get("not measured"):
         lines.append(
-            f"{skipped} products were not measured yet, and were dense; a second run measures them at once."
+            f"{skipped} GEMMs were not measured yet, and were dense; a second run measures them at once."
         )
     s, d = found.at_seconds
     after = f"After {found.seconds:.0f} s of training each"
@@ -235,7 +235,7 @@ def _speed(ratio: float, interval: tuple[float, float]) -> str:
 def _kernels(sparse: Curve) -> str:
     facts = sparse.kernels
     if facts.get("unavailable"):
-        return f"No sparse kernel works here, so every product was dense: {facts['unavailable']}."
+        return f"No sparse kernel works here, so every GEMM was dense: {facts['unavailable']}."
     if not facts.get("sparse share"):
-        return "No product ran on a sparse kernel: none was measured to be faster."
+        return "No GEMM ran on a sparse kernel: none was measured to be faster."
     return f"Sparse kernels ran {facts['sparse share']:.0%} of the masked layers' GEMM time (by {facts['share of']})."

@@ -119,7 +119,7 @@ class Baton(pl.Callback):
 
 
 def kernel_facts(router: Router | None) -> dict[str, Any]:
-    """The share of GEMM time on sparse kernels, and the kernel of each product; nothing without a router."""
+    """The fraction of GEMM time on sparse kernels, and the kernel of each GEMM; nothing without a router."""
     if router is None:
         return {}
     share, basis = router.sparse_share()
@@ -143,7 +143,7 @@ def _sizes(key: Any) -> str:
 def make_trainer(
     setting: Setting, sparse: bool, precision: Precision, connection: Connection
 ) -> pl.Trainer:
-    """A Trainer that does nothing beside the training; the dense side's is Lightning's own."""
+    """A Trainer that does nothing but the training; the dense side's is Lightning's own."""
     options: dict[str, Any] = {"precision": precision}
     callbacks: list[pl.Callback] = []
     router = None
@@ -154,7 +154,7 @@ def make_trainer(
             plugin = NMPrecision(**arguments)
         else:
             plugin = NMMixedPrecision(precision, device="cpu", **arguments)
-        # The number of steps is not known, so BAME's moments cannot be shares of it.
+        # The number of steps is not known, so BAME's moments cannot be fractions of it.
         bame = {
             "bame": BAME(stop=1 << 30),
             "bame-half": BAME(stop=1 << 30, every=2, gradient_every=2),

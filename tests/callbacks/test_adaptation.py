@@ -95,7 +95,7 @@ def test_a_plan_that_the_trainer_cannot_tell_needs_integers(tmp_path, other, opt
         loader = torch.utils.data.DataLoader(options["data"](), batch_size=None)
         options |= {"data": loader, "limit_val_batches": 0}
     with pytest.raises(
-        ValueError, match=rf"stop=0\.75 is a share.*write BAME\(stop=10000\).*{reason}"
+        ValueError, match=rf"stop=0\.75 is a fraction.*write BAME\(stop=10000\).*{reason}"
     ) as told:
         fit(tmp_path, [other(), callback()], model, **options)
     assert "NMSparsifier" not in str(told.value), "the user of a Trainer has none"

@@ -232,7 +232,7 @@ class Three(ScaledMask):
 @pytest.mark.parametrize("make", [partial(nn.Linear, 16, 16), partial(nn.Conv2d, 16, 16, 1)])
 @pytest.mark.parametrize("method", ["ste", "bi-mask", "three"])
 def test_graphs_without_gradients(method, make, quiet):
-    """Whatever number of tensors the layers have beside their weights."""
+    """Whatever number of tensors the layers have besides their weights."""
     module = nn.Sequential(make())
     method = Three() if method == "three" else method
     NMSparsifier(module, "2:4", method, skip_first_last=False).attach()

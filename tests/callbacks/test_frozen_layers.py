@@ -383,7 +383,7 @@ def test_a_failed_wake_changes_nothing():
 def test_a_schedule_that_needs_a_plan_is_refused_at_the_start():
     model = linears(16, 16, 4)
     model[0].weight.requires_grad_(False)
-    with pytest.raises(ValueError, match=r"BAME's stop=0\.66 is a share"):
+    with pytest.raises(ValueError, match=r"BAME's stop=0\.66 is a fraction"):
         NMSparsifier(model, "2:4", "ste", rules=[{"include": "[0]", "method": "bame"}]).attach()
 
 

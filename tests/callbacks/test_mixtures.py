@@ -203,7 +203,7 @@ def test_compiled_models_run_their_experts_eagerly(kind):
 
 
 @pytest.mark.skipif(
-    not can_watch(nn.Identity()), reason="this torch counts no products of experts that stay dense"
+    not can_watch(nn.Identity()), reason="this torch counts no GEMMs of experts that stay dense"
 )
 @pytest.mark.parametrize("exclude", [None, "first*", "router"])
 def test_products_are_counted_by_tokens_and_once(exclude):

@@ -126,7 +126,7 @@ def test_texts_are_the_table_of_layers_the_environment_and_the_summary(run):
     )
     rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in table.splitlines()]
     assert " ".join(rows[0]) == "layer shape pattern method fwd dgrad wgrad why kernel"
-    masked = ["16x16x3x3", "2:4", "bi-mask", "2:4", "2:4", "dense", "", "dense product"]
+    masked = ["16x16x3x3", "2:4", "bi-mask", "2:4", "2:4", "dense", "", "dense GEMM"]
     assert ["net.3", *masked] in rows
     last = next(row for row in rows if row[0] == "net.8")
     assert last[1:7] == ["4x32", "-", "-", "dense", "dense", "dense"]
@@ -152,7 +152,7 @@ COSTS = {
     "schedule": {"method": "sr-ste", "schedule": {"dense_end": 3}},
     "estimator": {"method": "sr-ste", "grad_estimator": MVUE(dense_end=3)},
     "pattern": {"method": LBC(stop=6)},
-    # Dense gradients are no N:M products, so that they change nothing.
+    # Dense gradients are no N:M GEMMs, so that they change nothing.
     "gradient": {"method": BAME(stop=6, every=2)},
     "bi-mask": {},
     "asp": {"method": "asp"},

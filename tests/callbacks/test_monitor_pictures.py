@@ -97,7 +97,7 @@ def test_layers_that_join_later_keep_the_models_order():
 
 
 def test_columns_of_version_0_3_are_continued():
-    """They were float16, with the mean of the last column beside them."""
+    """They were float16, with the mean of the last column next to them."""
     state = {"layers": ["a"], "steps": [3], "values": torch.full((1, 3, 1), 0.5).half()}
     history = LayerHistory.from_state(state | {"stride": 2, "filled": 1, "mean": torch.rand(3, 1)})
     history.add(5, ["a"], torch.full((3, 1), 1.0))
@@ -229,7 +229,7 @@ def test_the_table_names_the_kernels_that_ran():
     rows = rows_of(sparsifier, router)
     assert "forward: simulated" in rows["0"][-1]
     assert "wgrad: reference" in rows["0"][-1]
-    assert rows["2"][-1] == "dense product"
+    assert rows["2"][-1] == "dense GEMM"
     assert all(len(row) == 8 for row in rows.values())
 
 

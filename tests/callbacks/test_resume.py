@@ -86,7 +86,7 @@ def test_resume_of_a_dense_run_with_the_callback_added_and_of_a_sparse_run_with_
 )
 def test_a_second_fit_continues_exactly(tmp_path, method):
     def run(*epochs, same_trainer=False):
-        # A share of the plan would be another step in each fit.
+        # A fraction of the plan would be another step in each fit.
         made = {"lbc": LBC(6), "maxq": MaxQ(stop=6), "step": STEP(4, latest=4)}.get(method, method)
         adam = "adamw" if method == "step" else "sgd"
         model, nm = new_model(dropout=0.0, optimizer=adam), callback(made)

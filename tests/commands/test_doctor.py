@@ -58,7 +58,7 @@ def no_library(monkeypatch):
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """The CPU kernels, each with its times, for a product and a pack; skips where they do not work."""
+    """The CPU kernels, each with its times, for a GEMM and a pack; skips where they do not work."""
     if reason := library.unavailable():
         pytest.skip(reason)
     times = {"cpu-permute": (6.0, 2.0), "cpu-csr": (7.0, 2.0)}
@@ -97,7 +97,7 @@ def test_without_a_config(capsys, monkeypatch, parallel, amx):
     out = said(capsys)
     threads = "the kernels use one: more need torch 2.10"
     if parallel:
-        threads = "4, for dense products and kernels"
+        threads = "4, for dense GEMMs and kernels"
     for words in (
         *("CPU, Abacus 9000", library.LEVELS[library.level()], "that this process may use"),
         *(threads, torch.__version__, "reference", "cusparselt", "needs a CUDA device"),
@@ -121,7 +121,7 @@ def test_without_a_config(capsys, monkeypatch, parallel, amx):
 @pytest.mark.usefixtures("no_library")
 def test_without_a_library(capsys):
     out = said(capsys)
-    for words in ("none, the kernels do not work", "was not built", "runs every product dense"):
+    for words in ("none, the kernels do not work", "was not built", "runs every GEMM dense"):
         assert words in out
     machine = document(capsys)["machine"]
     assert (machine["cpu"]["instructions"], machine["cpu"]["parallel"]) == (None, False)
@@ -217,7 +217,7 @@ def test_a_transformer_without_kernels(write, capsys):
     assert {row["kernel"] for row in training["products"]} == {"reference"}
     assert training["sparse_share"] == 0
     assert training["step_ms"] > 0, "what the masks cost"
-    words = "every product was dense, no sparse kernel works here"
+    words = "every GEMM was dense, no sparse kernel works here"
     assert words in said(capsys, "-c", path)
 
 

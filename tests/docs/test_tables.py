@@ -219,7 +219,7 @@ def test_inference_with_rivals(tmp_path, monkeypatch):
     ],
 )
 def test_the_costs_of_a_matrix(tmp_path, monkeypatch, capsys, name, benchmark, words):
-    """The table of the file is what the benchmark printed beside the load, which is last."""
+    """The table of the file is what the benchmark printed besides the load, which is last."""
     path = tmp_path / f"{name}.json"
     benchmark.main(
         ["--size", "32", "--repeats", "1", "--patterns", "2:4", "1:2", "--json", str(path), *words]

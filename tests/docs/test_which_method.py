@@ -94,7 +94,7 @@ def prose():
 
 
 def as_shares(points):
-    """Figures in points of accuracy as the shares that some tables have."""
+    """Figures in points of accuracy as the fractions that some tables have."""
     return re.sub(r"[+-]?\d+\.\d+", lambda figure: f"{float(figure[0]) / 100:+.4f}", points)
 
 

@@ -356,7 +356,7 @@ def test_a_router_makes_the_same_gradients(kind, estimator):
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("kind", ["linear", "conv1d", "conv2d", "conv2d-groups"])
 def test_cpu_kernels_make_the_other_products(kind, channels_last):
-    """The weight of dX is the one that would be drawn without kernels; of convolutions that product is dense."""
+    """The weight of dX is the one that would be drawn without kernels; of convolutions that GEMM is dense."""
     module, twin, x = twins(kind, grad_estimator="mvue")
     if channels_last and x.dim() == 4:
         module, twin, x = (each.to(memory_format=torch.channels_last) for each in (module, twin, x))
@@ -409,7 +409,7 @@ def test_a_drawn_operand_is_packed_for_each_product():
 
 @needs_library
 def test_measured_kernels_take_drawn_weights():
-    """The decision is of packing and product; cpu-permute says why it takes no drawn weight."""
+    """The decision is of packing and GEMM; cpu-permute says why it takes no drawn weight."""
     module, x = make("linear", torch.float32)
     attach(module, pattern="1:8")
     router = Router("auto", [CpuPermuteKernel(), CpuCsrKernel()])

@@ -115,7 +115,7 @@ def test_compiled_and_eager_draw_the_same(estimator, kind):
             run.model = torch.compile(module, fullgraph=True, backend=counter)
         ends.append(list(run.train(4).model.parameters()))
     assert counter.frame_count == 1, "a new seed must not compile again"
-    # Compiled products may take operands of other strides, and add up otherwise.
+    # Compiled GEMMs may take operands of other strides, and add up otherwise.
     torch.testing.assert_close(*ends, rtol=0, atol=1e-12)
     torch._dynamo.reset()
 

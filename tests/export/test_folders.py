@@ -62,7 +62,7 @@ def test_the_least_share(command):
     for share, expected, words in (
         ("0.75", 0, "3 of 4 matrices are N:M, with 75.0% of all entries; 1 is dense"),
         ("0.8", 1, "only 75.0% of the matrices' entries are in N:M matrices, less than 80.0%"),
-        ("75", 2, "min_share=75.0 must be a share from 0 to 1"),
+        ("75", 2, "min_share=75.0 must be a fraction from 0 to 1"),
     ):
         assert words in command(f"verify model --pattern 2:4 --min-share {share}", expected)
 

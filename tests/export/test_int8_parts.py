@@ -86,7 +86,7 @@ def test_lookups_are_those_of_the_dequantised_matrix(command, dtype, kernels):
 @pytest.mark.parametrize("kernels", ["auto", "sparse"])
 @DTYPES
 def test_a_tied_head_multiplies_by_the_rows(dtype, kernels):
-    """It rounds tokens to 16 bits, and the rest as the float64 product with the dequantised matrix is rounded."""
+    """It rounds tokens to 16 bits, and the rest as the float64 GEMM with the dequantised matrix is rounded."""
     model = packed(dtype, kernels)
     weight = model.embed.weight
     rows = weight.values.squeeze(-1).double() * weight.scales.double()[:, None]
@@ -107,7 +107,7 @@ def test_a_tied_head_multiplies_by_the_rows(dtype, kernels):
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         model.head(torch.randn(2, 31).to(dtype))
     assert model.head(torch.full((1, 32), math.nan).to(dtype)).isnan().all()
-    # Products with some rows have their columns alone, with their part of the bias.
+    # GEMMs with some rows have their columns alone, with their part of the bias.
     bias = torch.randn(24).to(dtype)
     expected = F.linear(x, weight.unpack()[4:10], bias[4:10])
     assert torch.equal(weight.linear(x, bias, rows=(4, 10)), expected)
@@ -116,7 +116,7 @@ def test_a_tied_head_multiplies_by_the_rows(dtype, kernels):
 @needs_library
 @pytest.mark.parametrize("dtype", ["int8", None])
 def test_tensors_may_move_into_shared_memory(dtype):
-    """A product after it reads them where they are, not where they were."""
+    """A GEMM after it reads them where they are, not where they were."""
     model = nn.Sequential(nn.Linear(256, 128))
     model[0].weight.data = nm_prune(model[0].weight.data, "2:8")
     pack(model, dtype=dtype, kernels="sparse")

@@ -13,7 +13,7 @@ from lightning_nm.functional import nm_prune
 WIDTH, LAYERS = (
     1536,
     48,
-)  # 453 MB dense: beside it the memory of code that is used first here, about 20 MB, is small
+)  # 453 MB dense: next to it the memory of code that is used first here, about 20 MB, is small
 
 CHILD = f"""
 import sys, torch

@@ -183,7 +183,7 @@ def test_round_trips(case, kernels):
     save_packed(model, "again")
     assert Path("again").read_bytes() == Path(FILE).read_bytes(), "whatever is held"
     expected = dense(*inputs)
-    # Kernels round the tokens of int8 products, too.
+    # Kernels round the tokens of int8 GEMMs, too.
     is_rounded = is_int8 and kernels != "reference"
     limit = 0.03 if is_rounded else 10 * torch.finfo(case.dtype).eps
     by_state = packed(new())

@@ -113,7 +113,7 @@ def test_a_state_dict_is_classified(options, problems):
     [
         (lambda: verify("a.pt"), "no sparsifier state that names its masked layers: give a patt"),
         (lambda: verify("a.pt", "5:4"), "5:4"),
-        (lambda: verify("a.pt", "2:4", min_share=75), "must be a share from 0 to 1"),
+        (lambda: verify("a.pt", "2:4", min_share=75), "must be a fraction from 0 to 1"),
         (lambda: verify("a.pt", base="a.pt"), "the base 'a.pt' is compared with a pattern"),
         (lambda: verify("b.pt", "2:4", base="a.pt"), "no matrix of the base .* is N:M"),
         (lambda: verify("none", "2:4"), "neither a file nor a folder"),

@@ -54,7 +54,7 @@ def test_a_method_with_dense_phases_of_its_own_has_stages_between_them():
         ([0.1], TypeError, r"schedule=\[0.1\] must be a mapping with the keys dense_start, ramp"),
         ({"dense_strat": 3}, ValueError, "no key 'dense_strat' .*; did you mean 'dense_start'"),
         ({"dense_start": "3"}, TypeError, "dense_start='3' must be an integer"),
-        ({"dense_end": 1.5}, ValueError, r"dense_end=1.5 is not a share"),
+        ({"dense_end": 1.5}, ValueError, r"dense_end=1.5 is not a fraction"),
         ({"dense_start": 0.6, "dense_end": 0.4}, ValueError, "make the whole training dense"),
         ({"ramp": "8:16"}, TypeError, "ramp='8:16' must be a list"),
         ({"ramp": ["8:16", "9:16"]}, ValueError, "from 8:16 to 9:16.*must keep fewer"),
@@ -75,7 +75,7 @@ def test_what_is_refused_at_once(spec, error, words):
     ("spec", "steps", "words"),
     [
         ({"ramp": ["8:16"]}, None, "number is not known: give ramp_ends as integers"),
-        ({"ramp": ["8:16"], "ramp_ends": [0.5]}, None, "ramp_ends=0.5 is a share"),
+        ({"ramp": ["8:16"], "ramp_ends": [0.5]}, None, "ramp_ends=0.5 is a fraction"),
         ({"dense_end": 5}, None, "leave dense_end out"),
         ({"ramp": ["8:16", "4:16"]}, 2, "leaves a pattern no step"),
         ({"ramp": ["8:16", "4:16"], "ramp_ends": [5, 0.5]}, 10, "no step.*use other moments"),

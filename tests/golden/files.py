@@ -1,6 +1,6 @@
 """Traces in files: masks bit by bit, other tensors by a few sums over their entries with fixed signs.
 
-``python -m tests.golden.files`` writes them anew from the formulas of ``tests/golden/oracle.py``.
+``python -m tests.golden.files`` writes them again from the formulas of ``tests/golden/oracle.py``.
 """
 
 from pathlib import Path

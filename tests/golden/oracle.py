@@ -61,7 +61,7 @@ class Case:
     fades_until: int = 0  # the pass from which a decaying mask is hard
     wide_until: int = 0  # the pass from which blocks keep N entries instead of M - 1
     updates: tuple[int, ...] = ()  # passes whose gradients move RigL's masks
-    drop: float = 0.0  # the share that RigL drops at first
+    drop: float = 0.0  # the fraction that RigL drops at first
     groups: int = 0  # CAST's numbers of the scale for each row
     end: int = 0  # the last step of a schedule
     stop: int = 0  # the steps after which a mask that shrinks is N:M
@@ -121,7 +121,7 @@ CASES = {
     ),
     # arXiv 1911.11134 in blocks: every 4 steps until step 18, by a cosine from a half
     "rigl": Case("rigl", updates=(5, 9, 13, 17), drop=0.5, end=18),
-    # arXiv 2509.25996, algorithm 1: decayed entries anew after every 3 steps, N:M after 17
+    # arXiv 2509.25996, algorithm 1: decayed entries again after every 3 steps, N:M after 17
     "cast": Case(
         "cast",
         LINEAR,

@@ -1,4 +1,4 @@
-"""The library's search of an algorithm: what it finds is checked, measured beside the default, and remembered."""
+"""The library's search of an algorithm: what it finds is checked, measured next to the default, and remembered."""
 
 import pytest
 import torch

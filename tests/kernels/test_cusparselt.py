@@ -193,7 +193,7 @@ def turned(right, *operands, transpose_result=False, **options):
 
 
 class Unsteady:
-    """Wrong from the eighth product on."""
+    """Wrong from the eighth GEMM on."""
 
     calls = 0
 

@@ -110,7 +110,7 @@ def test_conditions_that_fail_keep_no_product_from_running():
     [
         ("auto", [], KEY, "there is no sparse kernel"),
         ("sparse", [], KEY, "there is no sparse kernel"),
-        ("sparse", None, gemm_key(columns=0), "the product is empty"),
+        ("sparse", None, gemm_key(columns=0), "the GEMM is empty"),
         ("reference", None, KEY, "mode 'reference'"),
     ],
 )
@@ -156,7 +156,7 @@ def test_a_length_that_a_kernel_does_not_support_is_dense():
     [
         ("forward", {}, False),
         ("forward", {"reuse": 2}, True),
-        ("wgrad", {"reuse": 2}, False),  # packed for each product
+        ("wgrad", {"reuse": 2}, False),  # packed for each GEMM
         ("forward", {"kernels": [FakeKernel("newer"), FakeKernel("fast")]}, True),
     ],
 )

@@ -1,4 +1,4 @@
-"""Which kernels there are, what speaks against them, and what happens when one fails; keys of products."""
+"""Which kernels there are, what speaks against them, and what happens when one fails; keys of GEMMs."""
 
 import warnings
 from dataclasses import replace
@@ -47,7 +47,7 @@ class Failing(GemmKernel):
 
 
 def product(registry, kernel, key=KEY, x=X):
-    """The product of a key, by a kernel or the dense one."""
+    """The GEMM of a key, by a kernel or the dense one."""
     if key.gemm == "wgrad":
         compute = lambda kernel: kernel.matmul(kernel.pack(MATRIX), x.t().contiguous())  # noqa: E731
     else:
@@ -73,7 +73,7 @@ def test_kernels_are_listed_in_order_with_reasons():
 
 
 class MadeFor(FakeKernel):
-    """A kernel for one type of device, with what its products may have sparse."""
+    """A kernel for one type of device, with what its GEMMs may have sparse."""
 
     def __init__(self, name, device_type="", takes=("n:m",), **options):
         super().__init__(name, **options)
@@ -130,7 +130,7 @@ def test_a_failure_is_told_once_and_the_dense_product_takes_its_place(key, where
         assert torch.equal(product(registry, kernel, key), expected)
     assert [str(warning.message) for warning in caught] == [
         f"kernel 'failing' is switched off for {key}: it failed, "
-        "RuntimeError: no such luck. The dense product replaces it."
+        "RuntimeError: no such luck. The dense GEMM replaces it."
     ]
     assert caught[0].filename == __file__
     with warnings.catch_warnings():
@@ -139,7 +139,7 @@ def test_a_failure_is_told_once_and_the_dense_product_takes_its_place(key, where
             assert torch.equal(product(registry, kernel, key), expected)
     assert kernel.calls == 1
     assert registry.reason(kernel, key) == "it failed, RuntimeError: no such luck"
-    # Another product and another kernel are tried still.
+    # Another GEMM and another kernel are tried still.
     assert registry.reason(kernel, replace(key, rows=7)) == registry.reason(second, key) == ""
     with pytest.warns(RuntimeWarning, match="kernel 'second' is switched off"):
         product(registry, second, key)

@@ -1,4 +1,4 @@
-"""A kernel's trial: its product beside the dense one, and how both are timed."""
+"""A kernel's trial: its GEMM next to the dense one, and how both are timed."""
 
 from types import SimpleNamespace
 
@@ -71,7 +71,7 @@ def test_a_wrong_product_is_found(gemm, spoil, words):
 
 
 class Own(GemmKernel):
-    """A kernel whose linear() is a function of the operands and of the right product."""
+    """A kernel whose linear() is a function of the operands and of the right GEMM."""
 
     def __init__(self, own):
         self.own = own
@@ -88,7 +88,7 @@ def halves(packed, x, bias, linear):
 
 
 def too_large(packed, x, bias, linear):
-    """Wrong by less than a bias, which is several times as large as the product of a sparse matrix."""
+    """Wrong by less than a bias, which is several times as large as the GEMM of a sparse matrix."""
     product = linear(packed, x) * (1 + 2 * checks.TOLERANCE_FLOAT32)
     return product if bias is None else product + bias
 
@@ -145,7 +145,7 @@ def test_kernels_that_change_operands_or_share_results_are_refused(gemm):
 
     key = gemm_key(gemm, dtype=torch.float32)
     assert checks.check(Greedy(), key) == "changes its operands"
-    fault = "returns the same memory for two products"
+    fault = "returns the same memory for two GEMMs"
     assert checks.check(FakeKernel(spoil=one_buffer), key) == fault
 
 
@@ -206,7 +206,7 @@ class Watching:
 
 @of_each_gemm
 def test_what_is_timed_copies_no_operand(gemm):
-    """What makes the operands writes them in the order that products take: W and dY as they are, and transposed."""
+    """What makes the operands writes them in the order that GEMMs take: W and dY as they are, and transposed."""
 
     def copies(function):
         with torch.profiler.profile() as profile:

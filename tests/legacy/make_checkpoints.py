@@ -124,7 +124,7 @@ PACKED = {
 
 
 def save_packed_files(prefix):
-    """A packed file of each kind, and beside each the dense state dict that it stands for."""
+    """A packed file of each kind, and next to each the dense state dict that it stands for."""
     for name, (dtype, values) in PACKED.items():
         pl.seed_everything(0, verbose=False)
         model = pack(packed_net(dtype), dtype=values, kernels="reference")

@@ -31,7 +31,7 @@ from lightning_nm import (
 
 WITH_PHASES = (STE, SSTE, SRSTE, TransposableMask, BiMask, DecayingMask, MVUE, ApproxMVUE, TopN)
 SETTINGS = [
-    *((cls, {"dense_start": 1.5}, r"dense_start=1\.5 is not a share") for cls in WITH_PHASES),
+    *((cls, {"dense_start": 1.5}, r"dense_start=1\.5 is not a fraction") for cls in WITH_PHASES),
     (STE, {"dense_start": -1}, "dense_start=-1 must be a training step, 0 or later"),
     (STE, {"dense_start": True}, r"dense_start=True must be an integer \(training steps\) or"),
     (STE, {"dense_end": -2}, "dense_end=-2"),
@@ -77,12 +77,12 @@ SETTINGS = [
     (MaskLogits, {"prior": "x.pt"}, r"prior='x\.pt' must be the state dict"),
     (DecayingMask, {"decay": "cosine"}, "decay='cosine' is unknown: use 'linear' or"),
     (DecayingMask, {"rate": 0.0}, "rate=0.0 must be a positive number"),
-    (DecayingMask, {"stop": 1.5}, "stop=1.5 is not a share"),
-    (STEP, {"latest": 1.5}, "latest=1.5 is not a share"),
+    (DecayingMask, {"stop": 1.5}, "stop=1.5 is not a fraction"),
+    (STEP, {"latest": 1.5}, "latest=1.5 is not a fraction"),
     (STEP, {"threshold": 0.0}, "threshold=0.0 must be a positive number"),
     (STEP, {"mean": "median"}, "mean='median' is unknown"),
     (BAME, {"start": -1}, "start=-1"),
-    (BAME, {"stop": math.nan}, "stop=nan is not a share"),
+    (BAME, {"stop": math.nan}, "stop=nan is not a fraction"),
     (BAME, {"stop": None}, r"stop=None must be an integer \(training steps\) or a float"),
     (BAME, {"start": 10, "stop": 5}, "stop=5 lies before start=10: no adaptation"),
     (BAME, {"every": 0}, "every=0 must be an integer of at least 1"),
@@ -139,7 +139,7 @@ def test_plans_that_cannot_be_are_refused(method, message):
 @pytest.mark.parametrize(
     ("estimator", "planned", "message"),
     [
-        (MVUE(dense_end=0.1), None, r"MVUE's dense_end=0\.1 is a share .* leave dense_end out"),
+        (MVUE(dense_end=0.1), None, r"MVUE's dense_end=0\.1 is a fraction .* leave dense_end out"),
         (MVUE(dense_end=0.1), 0, "would never be sparse"),
         (MVUE(dense_start=6, dense_end=5), 10, "ends at step 6 and dense_end=5 begins at step 5"),
         (MVUE(dense_end=5), None, "dense_end=5 counts from the end .* not known: leave dense_end"),

@@ -118,7 +118,7 @@ def test_the_model_is_nm_and_training_is_soft():
     best = block_patterns("2:4")[logits.argmax(-1)].flatten(0, 1)
     assert torch.equal(as_blocks(layer.forward_mask, 4), best)
     stats = run.sparsifier.stats()
-    # It trains by dense products, and says so; the weight gradient is made for the logits.
+    # It trains by dense GEMMs, and says so; the weight gradient is made for the logits.
     assert all(gemm.kind == "dense" for gemm in layer.gemms())
     assert "while it trains" in layer.gemms().forward.reason
     assert set(run.sparsifier.flops_ratios().values()) == {1}

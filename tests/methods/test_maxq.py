@@ -42,7 +42,7 @@ def factor_of(weight, pattern):
 
     def soft(row):
         ranked = row.sort().values
-        # Between the largest that is pruned and the smallest that is kept, if a share N / M is kept.
+        # Between the largest that is pruned and the smallest that is kept, if a fraction N / M is kept.
         below = len(ranked) * (pattern.m - pattern.n) // pattern.m
         above = row - (ranked[below - 1] + ranked[below]) / 2
         return torch.where(above > 0, torch.sigmoid(above / 0.3), 0)

@@ -24,13 +24,13 @@ def net(*sizes):
 
 
 def density(model):
-    """The share of nonzeros of all weights."""
+    """The fraction of nonzeros of all weights."""
     weights = [layer.weight for layer in model[::2]]
     return sum(map(torch.count_nonzero, weights)) / sum(map(torch.numel, weights))
 
 
 def loss(model, name, pattern, batches):
-    """What is to be small: the squared output error by magnitude, or the lost share of magnitude."""
+    """What is to be small: the squared output error by magnitude, or the lost fraction of magnitude."""
     if pattern == "dense":
         return 0.0
     weight = model[int(name)].weight.detach().double()

@@ -69,7 +69,7 @@ def loop(method, schedule=WHOLE, make=adamw, **options):
 
 
 def check_stage(layer, clock):
-    """The masks, the weight and the products are those of the stage."""
+    """The masks, the weight and the GEMMs are those of the stage."""
     stage = stage_at(layer.progress.stages, clock)
     assert layer.progress.stage == stage
     if layer.spec.forward_reason:
@@ -257,7 +257,7 @@ def test_estimators_are_dense_in_dense_phases_and_keep_the_pattern(method, sched
 def test_the_plan_of_flops_is_what_training_costs(method):
     trained, planned = loop(METHODS[method]()).train(STEPS), loop(METHODS[method]())
     charge_plan(list(planned.layers.values()), STEPS)
-    # The share that a backward mask keeps is measured, on other weights.
+    # The fraction that a backward mask keeps is measured, on other weights.
     tolerance = 0.05 if method == "bi-mask" else 1e-9
     for name, layer in trained.layers.items():
         costs = mean_densities(layer)
@@ -331,7 +331,7 @@ def test_compiled_layers_follow_the_pattern():
 
 @pytest.mark.parametrize("name", get_args(MethodName))
 def test_what_a_message_tells_to_write_needs_no_length(name):
-    """All shares that a method has by default are replaced at once."""
+    """All fractions that a method has by default are replaced at once."""
     method = resolve_method(name)
     if not is_scheduled(Rule(None, NMPattern(2, 4), method)):
         return

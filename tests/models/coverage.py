@@ -52,7 +52,7 @@ def _names(names):
 
 
 def share(family, masked):
-    """The share of the parameters of the family's default model in layers that are called as the masked ones are."""
+    """The fraction of the parameters of the family's default model in layers that are called as the masked ones are."""
     templates = {template(name) for name in masked}
     sizes = {name: parameter.numel() for name, parameter in whole(family).named_parameters()}
     inside = sum(

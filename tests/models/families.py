@@ -45,7 +45,7 @@ def timm():
     """The package timm.
 
     It reads torchvision, whose compiled operators fit one build of torch alone. Models need none of them, so they are
-    not registered. Both are looked for beside the environment, too, see the Makefile.
+    not registered. Both are looked for next to the environment, too, see the Makefile.
     """
     if "timm" in sys.modules:
         return sys.modules["timm"]

@@ -1,4 +1,4 @@
-"""What routers keep of masks and weights, after random changes of both: products equal the dense ones."""
+"""What routers keep of masks and weights, after random changes of both: GEMMs equal the dense ones."""
 
 import copy
 import pickle

@@ -33,7 +33,7 @@ def test_micro_batches_share_packs_of_weights_and_steps_do_not(reuse):
     sparsifier.register(optimizer)
     kernel = Counting()
     router = Router("sparse", [kernel], reuse=reuse)
-    gradients(module, x, router)  # the trial of each product packs, too
+    gradients(module, x, router)  # the trial of each GEMM packs, too
     for step in range(4):
         kernel.packs = 0
         for _ in range(2):
@@ -83,7 +83,7 @@ def test_packs_are_of_training_passes_alone():
     with routing(router), torch.no_grad():
         found = module(x)
     with torch.no_grad():
-        # The router's product is of 8 tokens, 2 of them zeros: some CPUs add it up in another order than that of 6.
+        # The router's GEMM is of 8 tokens, 2 of them zeros: some CPUs add it up in another order than that of 6.
         torch.testing.assert_close(found, module(x), rtol=1e-12, atol=1e-12)
     module.weight.data.copy_(kept)
     compare(module, x, router)

@@ -1,4 +1,4 @@
-"""What layers hand to kernels: the weights and gradients of the dense products, packed as they lie."""
+"""What layers hand to kernels: the weights and gradients of the dense GEMMs, packed as they lie."""
 
 import pytest
 import torch
@@ -77,7 +77,7 @@ def test_one_pass_draws_the_same_estimate(pattern, tokens, monkeypatch):
     monkeypatch.setattr("lightning_nm.estimators.mvue.in_one_pass", lambda grad: True)
     found = estimated(layer, grad, layer.noise.words)
     assert torch.equal(found, expected)
-    assert found.t().stride()[-1] == 1, "the product takes it without a copy"
+    assert found.t().stride()[-1] == 1, "the GEMM takes it without a copy"
 
 
 def test_a_subclass_is_drawn_by_the_kernel_only_if_it_draws_the_same(monkeypatch):

@@ -58,7 +58,7 @@ def test_the_faster_of_kernel_and_dense_product(clock, tmp_path, dense_ms, form)
     for _ in range(2):
         dense = linear()
         model, x = pack(copy.deepcopy(dense)), torch.randn(5, 64)
-        assert model.weight.form == "cpu-permute", "nothing is measured before the first product"
+        assert model.weight.form == "cpu-permute", "nothing is measured before the first GEMM"
         for _ in range(2):
             torch.testing.assert_close(model(x), dense(x))
             assert model.weight.form == form
@@ -87,7 +87,7 @@ def test_one_size_at_which_the_kernel_is_slower_decides(clock):
     dense = linear()
     model = pack(copy.deepcopy(dense), budget_s=9)
     run(model, 0, 1)
-    assert clock.measured == [(96, 1)], "an empty product decides nothing"
+    assert clock.measured == [(96, 1)], "an empty GEMM decides nothing"
     assert model.weight.form == "cpu-permute"
     small = model.weight.nbytes
     run(model, 2048)
@@ -223,7 +223,7 @@ def test_the_summary():
 @pytest.mark.slow
 @pytest.mark.parametrize("dense_ms", [1.0, 5.0])
 def test_a_compiled_graph_runs_on_when_the_layer_becomes_dense(clock, dense_ms):
-    """Within the graph, where the dense product is faster, and between two runs of it."""
+    """Within the graph, where the dense GEMM is faster, and between two runs of it."""
     torch._dynamo.reset()
     clock.dense[8] = dense_ms
     dense, x = linear(), torch.randn(6, 64)
@@ -258,7 +258,7 @@ def test_sizes_are_powers_of_two(clock):
     run(model, *range(6, 30))
     assert clock.measured == [(96, 8), (96, 16), (96, 32)]
     run(model, 3000, 4096, 5000, 9000)
-    assert clock.measured[3:] == [(96, 4096)], "longer products are as fast by the token"
+    assert clock.measured[3:] == [(96, 4096)], "longer GEMMs are as fast by the token"
 
 
 def test_images_are_powers_of_two(clock):
@@ -322,7 +322,7 @@ def test_a_loaded_model_has_a_budget(clock, tmp_path):
 
 
 def test_packing_is_not_timed(monkeypatch):
-    """A packed layer packs its weight once, before its first product."""
+    """A packed layer packs its weight once, before its first GEMM."""
     timed = []
 
     def time(self, function, device):
@@ -335,7 +335,7 @@ def test_packing_is_not_timed(monkeypatch):
 
     monkeypatch.setattr(tuner.DeviceTimer, "time", time)
     run(pack(linear()), 4)
-    assert len(timed) == 3, "the dense product, that of the kernel, and the dense one again"
+    assert len(timed) == 3, "the dense GEMM, that of the kernel, and the dense one again"
 
 
 def test_threads(clock):

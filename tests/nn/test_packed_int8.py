@@ -112,11 +112,11 @@ def test_the_faster_of_kernel_and_dense_product(clock, tmp_path, dense_ms, form)
     clock.dense[8] = dense_ms
     for _ in range(2):
         model = packed_int8(linear(dtype=torch.bfloat16), "auto")
-        assert model.weight.form == "cpu-int8", "nothing is measured before the first product"
+        assert model.weight.form == "cpu-int8", "nothing is measured before the first GEMM"
         model(torch.randn(5, 64).bfloat16())
         assert model.weight.form == form
         kernel_choice._tuner.cache_clear()  # the second time the choice is that of the file
-    # The dense product is that of the weight in the dtype of the inputs, and is measured once; again if it wins.
+    # The dense GEMM is that of the weight in the dtype of the inputs, and is measured once; again if it wins.
     assert {(key.dtype, key.columns) for key in clock.asked} == {(torch.bfloat16, 8)}
     assert len(clock.asked) == (4 if form.startswith("dense") else 2)
     # Those of the weight in its own dtype have another file.

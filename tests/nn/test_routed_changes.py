@@ -69,7 +69,7 @@ class Run:
         self.masks = self.layer.masks.forward, self.layer.masks.backward
 
     def batch(self, router):
-        """The products that ran, by kernel, and the results."""
+        """The GEMMs that ran, by kernel, and the results."""
         self.x.grad = self.model.weight.grad = None
         self.layer.draw_noise(7)
         before = {id(used): used.calls for used in router.used()} if router else {}
@@ -222,7 +222,7 @@ def test_products_that_were_postponed_are_measured_after_tune_again():
     assert kernel() == kernel() == "reference"
     recorded = dict(router._recorded)
     router.tune_again()
-    # Another layer has the same product, and this one does not run before `tune`.
+    # Another layer has the same GEMM, and this one does not run before `tune`.
     with routing(router), torch.no_grad():
         module(x)
     router.budget_s = 60.0
@@ -252,7 +252,7 @@ def test_two_threads_with_routers_and_sizes_of_their_own():
     def work(x, y):
         for _ in range(50):
             with torch.no_grad():
-                # Not by the module: its hooks count the products of one thread.
+                # Not by the module: its hooks count the GEMMs of one thread.
                 found = nm_linear(x, run.model.weight, run.model.bias, run.layer)
             if not torch.allclose(found, y, rtol=1e-4, atol=1e-4):
                 errors.append(len(x))

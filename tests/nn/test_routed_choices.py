@@ -48,7 +48,7 @@ def test_auto_is_dense_until_tuned_and_then_takes_what_was_measured(layer, tmp_p
     router.tune()
     assert len(times) == measured
     assert {("forward", "fast"), ("dgrad", "reference"), ("wgrad", "reference")} <= ran(router)
-    # Two batches: 9 ms for each of five products, dX of the first not needed, but for the second forward's 1 ms.
+    # Two batches: 9 ms for each of five GEMMs, dX of the first not needed, but for the second forward's 1 ms.
     assert router.sparse_share() == (pytest.approx(1 / 37), "measured times")
 
     again = timed(of_forward(), dense=1.0, fast=9.0, file=file)
@@ -107,7 +107,7 @@ def test_a_kernel_that_fails_is_replaced_with_one_warning(fails, warnings):
 
 
 class Flickers(FakeKernel):
-    """Rounds otherwise in every second product."""
+    """Rounds otherwise in every second GEMM."""
 
     def linear(self, packed, x, bias=None):
         y = super().linear(packed, x, bias)

@@ -1,4 +1,4 @@
-"""Products on kernels that take weights and masks, after the masks moved in unusual ways, beside dense ones."""
+"""GEMMs on kernels that take weights and masks, after the masks moved in unusual ways, next to dense ones."""
 
 import pytest
 import torch

@@ -20,7 +20,7 @@ class Opinion:
 
 
 def run(decisions):
-    """What the products of a training used, and its weights."""
+    """What the GEMMs of a training used, and its weights."""
     made, model = plugin(kernels="auto"), mlp()
     made.router.timer, made.router.file = Opinion(), decisions
     masks = sparse_callback(grad_estimator=None, include="net.0")

@@ -34,10 +34,10 @@ def test_the_table_after_a_fit(printed):
     for tables in (True, False):
         assert ("N:M kernels" in printed(made, tables)) == tables
     out = printed(plugin(kernels="auto"), limit_train_batches=1)
-    assert "share of the masked layers' GEMM time on sparse kernels" in out
+    assert "fraction of the masked layers' GEMM time on sparse kernels" in out
     kernel = FakeKernel(supports=lambda key: "never " + "and never " * 3)
     out = printed(NMPrecision(kernels="sparse", backends=[kernel]))
-    assert "no product ran on a sparse kernel" in out
+    assert "no GEMM ran on a sparse kernel" in out
     assert out.count("never and never and never and never") == 1, "a reason is printed once"
     assert "0.0% (by dense multiply-adds)" in out
 
@@ -48,7 +48,7 @@ def test_nothing_is_routed_where_no_kernel_works(tmp_path, printed):
     out = printed(made)
     assert made.router.active_or_none() is None
     assert not made.router.used()
-    assert "every product was dense, no sparse kernel works here: " in out
+    assert "every GEMM was dense, no sparse kernel works here: " in out
     assert "cusparselt: cuSPARSELt needs a CUDA device" in out
     assert not file.exists()
     none = NMPrecision(backends=[])

@@ -318,7 +318,7 @@ class OnlyWgrad(CpuCsrKernel):
 @needs_library
 @pytest.mark.parametrize(("every", "dense_steps"), [(1, 5), (2, 3), (3, 2)])
 def test_weight_gradients_that_become_sparse_later_are_routed(tmp_path, every, dense_steps):
-    """The first batch of `bame` has dense ones, and no other product is faster sparse here."""
+    """The first batch of `bame` has dense ones, and no other GEMM is faster sparse here."""
     kernel = OnlyWgrad()
     made = NMPrecision(backends=[kernel], decisions=None)
     made.router.timer = kernel

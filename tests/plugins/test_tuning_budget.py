@@ -1,4 +1,4 @@
-"""Products that the first batch's budget leaves out are dense, and measured by a later training."""
+"""GEMMs that the first batch's budget leaves out are dense, and measured by a later training."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def test_what_is_left_out_is_said_and_dense(tmp_path):
     made = NMPrecision(kernels="auto", backends=[FakeKernel()], decisions=None, budget_s=0.0)
     with pytest.warns(
         UserWarning,
-        match=r"8 of 8 products, 100% of their multiply-adds, were not measured within budget_s=0",
+        match=r"8 of 8 GEMMs, 100% of their multiply-adds, were not measured within budget_s=0",
     ):
         fit(tmp_path, [made], max_epochs=1)
     assert {used.kernel for used in made.router.used()} == {"reference"}

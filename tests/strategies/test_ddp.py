@@ -123,7 +123,7 @@ class Flip(pl.Callback):
 
 
 class Logged(pl.Callback):
-    """The share of bytes that each step sent."""
+    """The fraction of bytes that each step sent."""
 
     def __init__(self):
         self.ratios = []

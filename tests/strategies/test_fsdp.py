@@ -191,7 +191,7 @@ def test_masks_follow_the_float32_shards(tmp_path, method):
 
 
 def routed(folder):
-    """A run whose products a kernel in software makes, and what it ran; the same without."""
+    """A run whose GEMMs a kernel in software makes, and what it ran; the same without."""
     options = {"backends": [SimulatedSparseKernel()], "decisions": f"{folder}/kernels.json"}
     plugin, found = NMPrecision(kernels="sparse", **options), []
     for plugins in ([plugin], []):
@@ -211,7 +211,7 @@ def test_kernels_multiply_what_fsdp_gathers(tmp_path):
 
 
 class Ridge(SRSTE):
-    """A penalty of the whole weight, beside the decay of the part that is here."""
+    """A penalty of the whole weight, next to the decay of the part that is here."""
 
     def penalty(self, layer):
         return layer.weight.square().sum() / 2
@@ -255,7 +255,7 @@ def refused():
             NMSparsifier(first, "2:4", "sr-ste").attach()
     left_behind = fully_shard(linears(), mesh=init_device_mesh("cpu", (2,)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DeviceMesh, "device_type", "cuda")  # as if products were made there
+        patch.setattr(DeviceMesh, "device_type", "cuda")  # as if GEMMs were made there
         with pytest.raises(
             ValueError, match=r"'0' is named .* cannot be masked: FSDP keeps it on the cpu"
         ):

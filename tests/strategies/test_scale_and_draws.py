@@ -34,7 +34,7 @@ def new(shard):
     model = nn.Sequential(
         nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)
     ).double()
-    model[2].weight.data.mul_(0.01)  # small beside a step, so that BAME's masks move
+    model[2].weight.data.mul_(0.01)  # small compared with a step, so that BAME's masks move
     if shard:
         mesh = init_device_mesh("cpu", (2,))
         fully_shard(model[0], mesh=mesh)

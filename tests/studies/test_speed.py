@@ -93,7 +93,7 @@ def test_findings_say_what_is_not_better(sparse_s, words):
     assert words in text
     assert text.count("learned less") == 2
     assert "loss is higher: 3.000, dense 2.000" in text
-    assert "No product ran on a sparse kernel" in text
+    assert "No GEMM ran on a sparse kernel" in text
     assert "few" not in text
     better = " ".join(findings(curve("sparse", [1.0], [1.0]), dense))
     assert "lower training loss: 1.000, dense 2.000" in better

@@ -1,4 +1,4 @@
-"""What the contract tests run on, beside the layer kinds of ``tests.support.kinds``; a class from outside adds its row.
+"""What the contract tests run on besides the layer kinds of ``tests.support.kinds``; a class from outside adds its row.
 
 A pytest plugin may add rows before the tests are collected, see docs/extend: ``python -m pytest -p my_rows ...``.
 """
@@ -53,7 +53,7 @@ METHODS = {
 }
 
 OPTIONS = {"sr-ste-drawn": {"dgrad": "mvue"}}
-"""Settings of a row beside its method."""
+"""Settings of a row besides its method."""
 
 
 def _at_kept_entries(layer, grad):

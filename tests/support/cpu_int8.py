@@ -1,4 +1,4 @@
-"""Int8 products by the library and by torch: what their tests and ``make sanitize`` share."""
+"""Int8 GEMMs by the library and by torch: what their tests and ``make sanitize`` share."""
 
 from typing import NamedTuple
 
@@ -50,7 +50,7 @@ def random_int8(draw):
 
 
 def compare_int8(case):
-    """The product of the library with that of the twin, bit for bit: it is returned."""
+    """The GEMM of the library with that of the twin, bit for bit: it is returned."""
     packed = packed_int8(case.weight, case.pattern)
     found = CpuInt8Kernel().linear(packed, case.x, case.bias)
     twin = int8_linear(case.x, *quantise_weight(case.weight), case.bias)
@@ -81,7 +81,7 @@ def random_rows(draw):
 
 
 def compare_rows(case):
-    """The product of a dense matrix with the sums of 16-bit tokens, bit for bit, and as near as half a step of them."""
+    """The GEMM of a dense matrix with the sums of 16-bit tokens, bit for bit, and as near as half a step of them."""
     values, scale, x, bias = case
     found = rows_linear(values, scale, x, bias)
     largest = x.float().abs().amax(1)

@@ -1,4 +1,4 @@
-"""Random products of the CPU kernels against float64: what their tests and ``make sanitize`` share."""
+"""Random GEMMs of the CPU kernels against float64: what their tests and ``make sanitize`` share."""
 
 import contextlib
 import os
@@ -49,7 +49,7 @@ class Case(NamedTuple):
 
     matrix: MaskedMatrix
     mask: torch.Tensor
-    exact: torch.Tensor  # masked, [rows, depth], its depth in the order of the products
+    exact: torch.Tensor  # masked, [rows, depth], its depth in the order of the GEMMs
     x: torch.Tensor
     bias: torch.Tensor | None
     grad: torch.Tensor
@@ -138,7 +138,7 @@ def assert_close(found, exact, magnitude, terms):
 
 
 def compare(kernel, case):
-    """Every product of a kernel with float64; they are returned."""
+    """Every GEMM of a kernel with float64; they are returned."""
     layout = kernel.layout(case.matrix)
     replace(layout)  # which checks it
     packed = kernel.pack_masked(case.matrix, layout)
@@ -197,7 +197,7 @@ def conv_case(conv, images, density=0.3, dtype=torch.float32, bias=True, seed=0)
 
 
 def compare_conv(kernel, case):
-    """The three products of a convolution with float64; they are returned."""
+    """The three GEMMs of a convolution with float64; they are returned."""
     conv, exact, x, grad = case.conv, case.exact, case.x.double(), case.grad.double()
     layout = kernel.layout(case.matrix)
     replace(layout)  # which checks it
@@ -281,7 +281,7 @@ def misread(tensor):
 
 
 def trained(model, sparsifier, router, batches, dtype):
-    """Train a classifier on batches, its products by a router; return the losses and the parameters."""
+    """Train a classifier on batches, its GEMMs by a router; return the losses and the parameters."""
     optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
     sparsifier.register(optimizer)
     losses = []

@@ -1,4 +1,4 @@
-"""Passes over a weight by the library of CPU kernels, beside the same arithmetic by torch."""
+"""Passes over a weight by the library of CPU kernels, next to the same arithmetic by torch."""
 
 import random
 from dataclasses import dataclass

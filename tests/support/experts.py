@@ -14,7 +14,7 @@ def offsets(experts, number):
 
 @register_experts
 class Experts(nn.Module):
-    """Two products for each token, with the expert that it is sent to; weights ``[experts, out, in]``."""
+    """Two GEMMs for each token, with the expert that it is sent to; weights ``[experts, out, in]``."""
 
     transposed = False
     sizes = ((HIDDEN, WIDTH), (WIDTH, HIDDEN))
@@ -73,7 +73,7 @@ def matrices(experts, tensor):
 
 @register_experts
 class LinearExperts(nn.Module):
-    """One product, for which the experts take the tokens in turn."""
+    """One GEMM, for which the experts take the tokens in turn."""
 
     bias, number = None, 2
 

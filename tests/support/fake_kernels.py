@@ -23,7 +23,7 @@ def gemm_key(
 
 
 class FakeKernel(GemmKernel):
-    """The dense product, spoiled by a function; its pack is a copy, and its calls are written down."""
+    """The dense GEMM, spoiled by a function; its pack is a copy, and its calls are written down."""
 
     def __init__(
         self, name="fast", spoil=lambda product: product, probe="", supports=lambda key: ""
@@ -63,7 +63,7 @@ class Flickering:
 
 
 class FakeTimer:
-    """Milliseconds of the dense product, and of product and pack of each kernel, found by what a function calls."""
+    """Milliseconds of the dense GEMM, and of GEMM and pack of each kernel, found by what a function calls."""
 
     def __init__(self, kernels, dense, **times):
         self.kernels = kernels

@@ -63,7 +63,7 @@ class CrossAttention(nn.Module):
 
 
 class TwoWeights(nn.Module):
-    """A module of a user's own with two weights, each with a product."""
+    """A module of a user's own with two weights, each with a GEMM."""
 
     def __init__(self):
         super().__init__()
@@ -147,6 +147,6 @@ def make(kind, dtype=torch.float64, seed=0):
 
 
 def held_tensors(layer):
-    """Every tensor beside the weight that training needs: the persistent memory of a layer."""
+    """Every tensor besides the weight that training needs: the persistent memory of a layer."""
     read = layer.read_tensors()
     return read if layer.spec.method.passes_read_buffers else [*read, *layer.buffers.values()]

@@ -9,7 +9,7 @@ import pytest
 def mostly_slow(cases: Sequence[tuple[Any, ...]], every: int) -> list[Any]:
     """The same cases, of which all but one of so many are slow.
 
-    Consecutive cases share their first value, which meets other second values than the values beside it.
+    Consecutive cases share their first value, which meets other second values than the values next to it.
     """
     marked = []
     places: dict[Any, int] = {}

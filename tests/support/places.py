@@ -44,7 +44,7 @@ class Place(NamedTuple):
         return Router(mode, [self.kernel], **options)
 
     def runs(self, used):
-        """Whether a product ran on the kernel, by whatever algorithm a search found."""
+        """Whether a GEMM ran on the kernel, by whatever algorithm a search found."""
         return used.kernel.partition(":")[0] == self.kernel.name
 
     def random(self, *shape, dtype=torch.bfloat16, seed=0):
@@ -169,7 +169,7 @@ def exact(module, x, grad):
 
 
 def assert_right(found, expected, dtype):
-    """Every entry is right but for the rounding of a 16-bit product, of its own size or of the matrix's."""
+    """Every entry is right but for the rounding of a 16-bit GEMM, of its own size or of the matrix's."""
     for (name, a), (_, b) in zip(found.items(), expected.items(), strict=True):
         assert a.shape == b.shape, name
         a, b = a.cpu().double(), b.cpu().double()
@@ -181,7 +181,7 @@ def assert_right(found, expected, dtype):
 
 
 def assert_on_kernel(place, router, gemms):
-    """These products ran on the sparse kernel wherever it takes their sizes, and all others dense."""
+    """These GEMMs ran on the sparse kernel wherever it takes their sizes, and all others dense."""
     for used in router.used():
         key = used.product.key
         sparse = key.gemm in gemms and not place.kernel.supports(key)

@@ -1,4 +1,4 @@
-"""Products with weights that no adapter knows count as dense in ratios and shares."""
+"""GEMMs with weights that no adapter knows count as dense in ratios and fractions."""
 
 import pytest
 import torch

@@ -179,7 +179,7 @@ def test_bame_sees_the_learning_rates_of_the_step(name, optimizer):
     for scale, optimizer_of in (("supar-lr", make), (None, by_groups(make, 8))):
         model = network().double()
         with torch.no_grad():
-            model[2].weight.mul_(0.01)  # small next to a step, so that masks move
+            model[2].weight.mul_(0.01)  # small compared with a step, so that masks move
         loop = start("1:8", BAMES[name](), model, scale=scale, optimizer=optimizer_of)
         schedule = torch.optim.lr_scheduler.LambdaLR(loop.optimizer, lambda step: 1 / (1 + step))
         for number in range(6):

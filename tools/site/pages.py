@@ -1,4 +1,4 @@
-"""The pages of the site in one folder: those of docs/, and those of the project that lie beside it."""
+"""The pages of the site in one folder: those of docs/, and those of the project that lie next to it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 
 ROOT = Path(__file__).parent.parent.parent
 BESIDE = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
-"""Pages beside docs/, and their names in the site."""
+"""Pages next to docs/, and their names in the site."""
 ELSEWHERE = BESIDE | {"README.md": "index.md"}
 LINK = re.compile(r"(\]\()([^)\s]+)(\))")
 

@@ -72,7 +72,7 @@ class Operator(NamedTuple):
         kind: Such as ``"Conv2D"``.
         module: The module of the model that it computes; empty where ExecuTorch does not say.
         cycles: The compiler's estimate: the larger one of arithmetic and memory accesses.
-        macs: Multiply-adds that the NPU makes; half of them in a sparse product.
+        macs: Multiply-adds that the NPU makes; half of them in a sparse GEMM.
         has_weight: Whether it has a constant weight.
         sparse: Whether its weight is stored as 2:4.
         reason: Why not, if it has a weight.

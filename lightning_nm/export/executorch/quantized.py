@@ -32,7 +32,7 @@ class QuantizedLayer(NamedTuple):
         reason: Why it is dense.
         weight: The int8 values, of the shape of the float weight.
         buffer: The attribute of the quantised graph that holds them.
-        density: Share of nonzeros; rounding adds zeros.
+        density: Fraction of nonzeros; rounding adds zeros.
     """
 
     key: str
@@ -66,7 +66,7 @@ def trace(model: nn.Module, example: tuple[Tensor, ...]) -> GraphModule:
 
 
 def layers_of_graph(graph: GraphModule) -> tuple[dict[str, tuple[str, str, str]], dict[str, str]]:
-    """The products with a constant weight, in the order of the program, and why modules stay in float.
+    """The GEMMs with a constant weight, in the order of the program, and why modules stay in float.
 
     Returns:
         By the name of a product's node the weight's key, the module and the operator, see :class:`QuantizedLayer`; and

@@ -37,7 +37,7 @@ OPTIONAL = {
     "bf16": (3, [*LEVELS[2], "-mavx512bf16"]),
     "int8": (2, [*LEVELS[2], "-mavx512vbmi", "-mavx512vnni", *SEPARATE]),
 }
-"""Files that old compilers cannot compile, with level and flags; the library then goes without these products.
+"""Files that old compilers cannot compile, with level and flags; the library then goes without these GEMMs.
 
 The flags of bf16 are unknown to gcc before 10 and clang before 9, those of int8 to gcc before 8 and clang before 6."""
 

@@ -197,12 +197,12 @@ PATCHES = 1 << 20
 
 
 class CpuInt8Kernel(CpuKernel):
-    """Products of a weight in int8 that is N:M along its depth with tokens that it rounds to int8.
+    """GEMMs of a weight in int8 that is N:M along its depth with tokens that it rounds to int8.
 
     Sums are exact in 32 bits, so all instruction sets and numbers of threads give the same bits; the rounding of
     weights and tokens is that of :mod:`lightning_nm.functional.int8`. For inference: training never takes it.
 
-    A convolution is a product with patches of its padded input, one for each output position and group, and rounds each
+    A convolution is a GEMM with patches of its padded input, one for each output position and group, and rounds each
     patch to int8.
     """
 
@@ -215,7 +215,7 @@ class CpuInt8Kernel(CpuKernel):
     """Of rounding both sides to 127 steps of their largest value."""
 
     def supports(self, key: GemmKey) -> str:
-        """Return why a product cannot run: its dtype, its sizes, or blocks that do not fit registers."""
+        """Return why a GEMM cannot run: its dtype, its sizes, or blocks that do not fit registers."""
         reason = super().supports(key)
         if reason:
             return reason
@@ -266,7 +266,7 @@ class CpuInt8Kernel(CpuKernel):
         return y.permute(0, 3, 1, 2).contiguous()
 
     def _self_check(self) -> str:
-        """Compare small products of integers with float64 ones, which are exact."""
+        """Compare small GEMMs of integers with float64 ones, which are exact."""
         generator = torch.Generator().manual_seed(0)
         # A tile that is not whole, a block that is not, and tokens that leave some over.
         rows, depth, tokens = 40, 96, 11
@@ -281,7 +281,7 @@ class CpuInt8Kernel(CpuKernel):
             weight.scatter_(1, mask.int().argmax(1, keepdim=True), 127)
             found = self.linear(packed_int8(weight, pattern), x)
             if not torch.equal(found.double(), x.double() @ weight.double().t()):
-                return f"its linear product in {pattern} is wrong on this CPU"
+                return f"its linear GEMM in {pattern} is wrong on this CPU"
         return ""
 
 

@@ -1,4 +1,4 @@
-"""Kernels for CPUs: products with packed N:M and masked matrices, and gradients at kept entries alone.
+"""Kernels for CPUs: GEMMs with packed N:M and masked matrices, and gradients at kept entries alone.
 
 A sparse matrix is packed as a layout and values. The layout is where the mask is; it is made when masks move. Values
 are read from the weight, in one pass over kept entries, whenever the weight changed.
@@ -38,7 +38,7 @@ class Packed(NamedTuple):
     """A sparse matrix: where its entries are, and their values."""
 
     layout: Any  # of the kernel that made it
-    values: Tensor | None  # None where the product needs the layout alone
+    values: Tensor | None  # None where the GEMM needs the layout alone
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +47,7 @@ class PermuteLayout:
 
     ``inputs`` is uint8 ``[tiles, blocks, slots, 2 lanes]``: the input within the block of `lanes`, or 128 where a row
     has no nonzero. Where the CPU multiplies pairs of bfloat16 it is ``[tiles, blocks, slots / 2, 2 lanes, 2]``, with
-    blocks of ``2 lanes``: such a layout is `paired`, and products of bfloat16 alone take it.
+    blocks of ``2 lanes``: such a layout is `paired`, and GEMMs of bfloat16 alone take it.
     """
 
     inputs: Tensor
@@ -348,26 +348,26 @@ _Layout: TypeAlias = PermuteLayout | CsrLayout
 
 
 class CpuKernel(GemmKernel):
-    """The base of all kernels: the device, the dtypes, the products with a layout."""
+    """The base of all kernels: the device, the dtypes, the GEMMs with a layout."""
 
     device_type = "cpu"
     keeps_packs = False  # packing costs no more than reading the weight
     layouts: Any  # the class of layouts that the kernel takes
-    function: str  # of csrc/nm.h, for its products
+    function: str  # of csrc/nm.h, for its GEMMs
 
     def probe(self, device: torch.device) -> str:
-        """Return why the kernel does not work: another device, no library, or a small product that is wrong."""
+        """Return why the kernel does not work: another device, no library, or a small GEMM that is wrong."""
         if device.type != "cpu":
             return f"it is for CPUs, not {device.type}"
         return unavailable() or self._self_check()
 
     def supports(self, key: GemmKey) -> str:
-        """Return why a product cannot run: its dtype or its sizes; empty if it can."""
+        """Return why a GEMM cannot run: its dtype or its sizes; empty if it can."""
         if key.dtype not in DTYPES:
             return f"{key.dtype} is not one of its dtypes, {', '.join(map(str, DTYPES))}"
         if 0 in (key.rows, key.depth, key.columns):
-            return f"the product {key} is empty"
-        # As in the product of a small bucket of tokens.
+            return f"the GEMM {key} is empty"
+        # As in the GEMM of a small bucket of tokens.
         if key.conv is not None and not key.images:
             return f"{key.tokens} tokens are less than an image of {key.conv}"
         return ""
@@ -402,7 +402,7 @@ class CpuKernel(GemmKernel):
         bias: Tensor | None = None,
         grad: Tensor | None = None,
     ) -> Tensor:
-        """Call a product of the library by its name, and return its result.
+        """Call a GEMM of the library by its name, and return its result.
 
         Args:
             product: ``"NM_LINEAR"``, ``"NM_SAMPLED"`` or ``"NM_MATMUL"``.
@@ -432,7 +432,7 @@ class CpuKernel(GemmKernel):
         return y
 
     def _self_check(self) -> str:
-        """Compare small products with float64 ones."""
+        """Compare small GEMMs with float64 ones."""
         generator = torch.Generator().manual_seed(0)
         pattern = NMPattern(1, 8)
 
@@ -458,12 +458,12 @@ class CpuKernel(GemmKernel):
                 difference = found.double() - expected
                 error = float(difference.norm() / expected.norm())
                 if not error < 4 * torch.finfo(dtype).eps:  # true of NaN
-                    return f"its {what} product in {dtype} is wrong by {error:.2g} on this CPU"
+                    return f"its {what} GEMM in {dtype} is wrong by {error:.2g} on this CPU"
         return ""
 
 
 class CpuPermuteKernel(CpuKernel):
-    """Products with a matrix that is N:M along its depth: a block fits a register, and a permutation picks its inputs.
+    """GEMMs with a matrix that is N:M along its depth: a block fits a register, and a permutation picks its inputs.
 
     A register holds 8 (AVX2), 16 (AVX-512) or, with AVX512_BF16, 32 bfloat16 inputs of one token; its lanes are
     outputs. Inputs and outputs stay row-major. Patterns whose M divides, or is a multiple of, the lanes. bfloat16
@@ -482,7 +482,7 @@ class CpuPermuteKernel(CpuKernel):
         return super()._self_check()
 
     def supports(self, key: GemmKey) -> str:
-        """Return why a product cannot run: also blocks that do not fit registers, or an operand N:M by tokens."""
+        """Return why a GEMM cannot run: also blocks that do not fit registers, or an operand N:M by tokens."""
         reason = super().supports(key)
         if reason:
             return reason
@@ -502,7 +502,7 @@ class CpuPermuteKernel(CpuKernel):
 
 
 class CpuCsrKernel(CpuKernel):
-    """Products with any sparse matrix: 64 tokens are lanes, and a nonzero multiplies a row of a transposed panel.
+    """GEMMs with any sparse matrix: 64 tokens are lanes, and a nonzero multiplies a row of a transposed panel.
 
     It takes the dgrad of any mask, and a wgrad whose operand is N:M along the tokens. In convolutions the lanes are
     positions of a padded plane, which a nonzero reads shifted by its tap: no input is copied for each tap.
@@ -558,7 +558,7 @@ def _convolve(
     bias: Tensor | None = None,
     grad: Tensor | None = None,
 ) -> Tensor:
-    """Call a product of a convolution of the library by its name, and return its result.
+    """Call a GEMM of a convolution of the library by its name, and return its result.
 
     Raises:
         ValueError: If the layout is that of another weight, or the convolution has no outputs.

@@ -74,7 +74,7 @@ def load() -> Any:
         ) from error
     if source() != ffi.string(library.nm_source()).decode():
         raise RuntimeError(
-            f"the library of CPU kernels, {LIBRARY}, was compiled from other sources than those beside "
+            f"the library of CPU kernels, {LIBRARY}, was compiled from other sources than those next to "
             f"it{_build_failure()}: {advice}"
         )
     return library
@@ -219,7 +219,7 @@ def run(
     y: Tensor,
     sparse: Any,
 ) -> None:
-    """Call a product by its names in csrc/nm.h.
+    """Call a GEMM by its names in csrc/nm.h.
 
     Args:
         function: Its function.

@@ -1,4 +1,4 @@
-"""NVIDIA's 2:4 products: cuSPARSELt through the two operators that torch core binds to it."""
+"""NVIDIA's 2:4 GEMMs: cuSPARSELt through the two operators that torch core binds to it."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ _thread = threading.local()  # its attribute `device` is the one that this threa
 
 
 class CuSparseLtKernel(TwoFourKernel):
-    """2:4 products on sparse tensor cores, by ``torch._cslt_compress`` and ``torch._cslt_sparse_mm``.
+    """2:4 GEMMs on sparse tensor cores, by ``torch._cslt_compress`` and ``torch._cslt_sparse_mm``.
 
-    | product | call |
+    | GEMM | call |
     |---|---|
     | ``pack(A)`` | ``_cslt_compress(A)``, or its bits by one pass |
     | ``linear(A, x, bias)`` | ``_cslt_sparse_mm(packed, x.t(), bias=bias, transpose_result=True, alg_id=algorithm)`` |
     | ``matmul(A, B)`` | ``_cslt_sparse_mm(packed, B, alg_id=algorithm)`` |
 
-    In bfloat16 :meth:`search` lets the library search the algorithm of a product; it becomes a variant, such as
+    In bfloat16 :meth:`search` lets the library search the algorithm of a GEMM; it becomes a variant, such as
     ``cusparselt:17``. On Hopper :mod:`~lightning_nm.kernels.gpu.hopper` packs where that gives the bits of
     ``_cslt_compress``. Neither call copies an operand or a result. The operators ignore strides, and drop a group's
     third nonzero without an error; the checks of :class:`TwoFourKernel` come before them. No `alpha` is passed, because
@@ -48,9 +48,9 @@ class CuSparseLtKernel(TwoFourKernel):
     object and device.
 
     Args:
-        algorithm: The library's id of an algorithm, 0 for its default; ``None`` is the default, beside which ``"auto"``
-            lets the library search in bfloat16. Some ids give wrong results (pytorch#155333): one that is given has to
-            pass the probe, one that is found is compared with the dense product at the size at which it will run.
+        algorithm: The library's id of an algorithm, 0 for its default; ``None`` is the default, and
+            in mode ``"auto"`` the library also searches in bfloat16. Some ids give wrong results (pytorch#155333): one that is given has to
+            pass the probe, one that is found is compared with the dense GEMM at the size at which it will run.
         check: For debugging: refuse matrices with more than two entries other than ``+0`` in a group, which costs a
             pass and a synchronisation.
 
@@ -88,7 +88,7 @@ class CuSparseLtKernel(TwoFourKernel):
         return variant
 
     def machine_reason(self, device: torch.device) -> str:
-        """Return why cuSPARSELt cannot run on a device, as far as is known without a product; empty if it may."""
+        """Return why cuSPARSELt cannot run on a device, as far as is known without a GEMM; empty if it may."""
         reason = cuda_reason(device)
         if reason or torch.backends.cusparselt.is_available():
             return reason
@@ -101,7 +101,7 @@ class CuSparseLtKernel(TwoFourKernel):
         return regression(device, library_version())
 
     def search(self, key: GemmKey, packed: Tensor, dense: Tensor) -> str:
-        """Let the library search the fastest algorithm of a product, which takes it some tenths of a second.
+        """Let the library search the fastest algorithm of a GEMM, which takes it some tenths of a second.
 
         It also answers with a split of the depth (-1 on an H200). That is not used: what is checked and timed is the
         algorithm alone.

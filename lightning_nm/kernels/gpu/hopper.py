@@ -3,7 +3,7 @@
 The library documents no packed form. This one was read from what it wrote on an H200 (cuSPARSELt 0.8.0): for matrices
 of 64 x 64 to 1024 x 64 and 128 x 1024 entries, with two, one and no nonzeros in a group, :func:`compress` gives the
 same bits. The library packs at 0.15 TB/s there, where a copy runs at 4 TB/s (``benchmarks/results/gpu``), which costs
-more than most 2:4 products gain.
+more than most 2:4 GEMMs gain.
 
 No device is trusted to have this form: :class:`~lightning_nm.kernels.gpu.probe.DeviceProbe` compares it with the
 library's own, bit for bit, before the first use.

@@ -1,4 +1,4 @@
-"""The numeric check that a device must pass before a 2:4 kernel runs its first product there."""
+"""The numeric check that a device must pass before a 2:4 kernel runs its first GEMM there."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class _Verdict(NamedTuple):
 
 
 class DeviceProbe:
-    """Checks once for each device whether a kernel's products are right there, and for which sizes.
+    """Checks once for each device whether a kernel's GEMMs are right there, and for which sizes.
 
-    Both dtypes, both products, without bias and with biases at several addresses, three times each; matrices with
+    Both dtypes, both GEMMs, without bias and with biases at several addresses, three times each; matrices with
     pruned negative weights, with groups of zeros, and with groups of one nonzero; compared with float64. An exception
     is a reason against the kernel. A copy starts without verdicts, as it may be loaded on another machine.
     """
@@ -130,7 +130,7 @@ class DeviceProbe:
 
     @torch.no_grad()
     def _compare(self, device: torch.device, rows: int, depth: int, tokens: int) -> str:
-        """Compare all products of one shape with float64; return what differs first, or an empty string."""
+        """Compare all GEMMs of one shape with float64; return what differs first, or an empty string."""
         kernel = self.kernel
         # Drawn on the CPU, so every device is checked with the same numbers.
         generator = torch.Generator().manual_seed(0)

@@ -79,11 +79,11 @@ def packed_width(depth: int, dtype: torch.dtype) -> int:
 
 
 class TwoFourKernel(GemmKernel):
-    """Products with a matrix A that is 2:4 along its depth, packed into half of its values and their positions.
+    """GEMMs with a matrix A that is 2:4 along its depth, packed into half of its values and their positions.
 
     Rows and depth of A are multiples of :meth:`multiple`, sizes of the dense matrix multiples of 8. Tokens are padded
     with zero rows to such a multiple, and the result is cut; the sizes of a layer are not padded, as that would copy an
-    operand in each product. Operands are contiguous matrices of one dtype, on one device; others are refused, because
+    operand in each GEMM. Operands are contiguous matrices of one dtype, on one device; others are refused, because
     the library would read them wrongly without an error.
 
     A subclass defines ``dtypes``, ``compress``, ``sparse_linear`` and ``sparse_matmul``, which get padded and checked
@@ -92,12 +92,12 @@ class TwoFourKernel(GemmKernel):
 
     dtypes: tuple[torch.dtype, ...] = ()
     device_probe: DeviceProbe
-    """Checks a device before the first product on it."""
+    """Checks a device before the first GEMM on it."""
     one_pass: Callable[[Tensor], Tensor] | None = None
     """Does what `compress` does, faster; used on devices where the probe found equal bits."""
 
     def machine_reason(self, device: torch.device) -> str:
-        """Return why the kernel cannot run on a device, as far as is known without a product; empty if it may."""
+        """Return why the kernel cannot run on a device, as far as is known without a GEMM; empty if it may."""
         return ""
 
     def probe(self, device: torch.device) -> str:
@@ -125,7 +125,7 @@ class TwoFourKernel(GemmKernel):
         raise NotImplementedError
 
     def supports(self, key: GemmKey) -> str:
-        """Return why a product cannot run: the probe's reason, its dtype, its pattern, or a size that does not fit."""
+        """Return why a GEMM cannot run: the probe's reason, its dtype, its pattern, or a size that does not fit."""
         device = torch.device(key.device)
         reason = self.probe(device)
         if reason:
@@ -140,10 +140,10 @@ class TwoFourKernel(GemmKernel):
         if reason:
             return reason
         if 0 in (key.rows, key.depth, key.columns):
-            return f"the product {key} is empty"
+            return f"the GEMM {key} is empty"
         divisors = [("rows", key.rows, multiple), ("depth", depth, multiple)]
         if key.gemm == "wgrad":
-            # The columns of the other products are tokens, which `linear` pads.
+            # The columns of the other GEMMs are tokens, which `linear` pads.
             divisors.append(("columns", key.columns, DENSE_MULTIPLE))
         for name, size, divisor in divisors:
             if size % divisor:
@@ -163,7 +163,7 @@ class TwoFourKernel(GemmKernel):
         multiple = self.multiple(matrix.device)
         if matrix.shape[0] % multiple:
             fault = f"a matrix of shape {tuple(matrix.shape)} has rows that are not a multiple of {multiple}"
-            raise ValueError(f"{self.name}: {fault}: keep this product dense, as `supports` says")
+            raise ValueError(f"{self.name}: {fault}: keep this GEMM dense, as `supports` says")
         missing = -matrix.shape[1] % multiple
         if missing:
             matrix = pad(matrix, (0, missing))
@@ -178,7 +178,7 @@ class TwoFourKernel(GemmKernel):
             given = f"a packed matrix of shape {tuple(matrix.shape)}"
             fault = f"{given} has {packed.numel()} entries and not {rows} x {width}"
             raise RuntimeError(
-                f"{self.name}: {fault}: the library pads this shape, so keep this product dense"
+                f"{self.name}: {fault}: the library pads this shape, so keep this GEMM dense"
             )
         return packed.view(rows, width)
 
@@ -210,7 +210,7 @@ class TwoFourKernel(GemmKernel):
         self._check_packed(packed, len(matrix) + missing, "B", matrix)
         if matrix.shape[1] % DENSE_MULTIPLE:
             fault = f"B of shape {tuple(matrix.shape)} has columns that are not a multiple of {DENSE_MULTIPLE}"
-            raise ValueError(f"{self.name}: {fault}: keep this product dense, as `supports` says")
+            raise ValueError(f"{self.name}: {fault}: keep this GEMM dense, as `supports` says")
         if missing:
             matrix = pad(matrix, (0, 0, 0, missing))
         return self.sparse_matmul(packed, matrix)
@@ -222,7 +222,7 @@ class TwoFourKernel(GemmKernel):
 
         `like` is the packed matrix that the operand is multiplied with; without a `shape` any matrix will do.
         """
-        # This runs for each operand of each product, so it is one function: a call costs as much as a test.
+        # This runs for each operand of each GEMM, so it is one function: a call costs as much as a test.
         size = tuple(tensor.shape)
         fits = size == shape if shape else len(size) == 2
         if tensor.dtype not in self.dtypes:

@@ -99,9 +99,9 @@ class BAME(ExchangingMethod):
       effective step size read from the optimizer, an entry's score is :math:`|m W - \eta G|`, its magnitude one dense
       step ahead; R is what the exchange raises the score by, and the regrown entry starts at zero.
 
-    In both, a block's oscillation f counts the adaptations that undid an earlier one of the same entry, and at a share
-    p of the phase, at most :math:`\lceil B \cdot budget \cdot (1 + \cos \pi p) / 2 \rceil` of the B blocks of a layer
-    adapt, in the order of :math:`R / (1 + f)`.
+    In both, a block's oscillation f counts the adaptations that undid an earlier one of the same entry, and at a
+    fraction p of the phase, at most :math:`\lceil B \cdot budget \cdot (1 + \cos \pi p) / 2 \rceil` of the B blocks of
+    a layer adapt, in the order of :math:`R / (1 + f)`.
 
     U and V are kept in the optimizer's state of pruned entries, which is zero otherwise. For weights of 32 or more
     bits, Adam, AdamW, NAdam and RAdam need no memory for them, and SGD with momentum needs one more tensor of the
@@ -112,7 +112,7 @@ class BAME(ExchangingMethod):
 
     Args:
         start: When adaptations begin: an integer counts training steps (batches after which an optimizer stepped), a
-            float in [0, 1] is a share of those that the training is planned to take when it begins.
+            float in [0, 1] is a fraction of those that the training is planned to take when it begins.
         stop: When they end, in the same units.
         every: Steps between two adaptations, from ``start`` on: by default 1, and steps of the layer's optimizer, with
             accumulated evidence; 100, and training steps, with that of a batch.
@@ -120,14 +120,14 @@ class BAME(ExchangingMethod):
         gradient_every: Steps between two dense gradients for accumulated evidence. Each then counts for more: r is
             multiplied by the root of this number.
         evidence_rate: Step size of U relative to the size of kept weights, see above.
-        budget: The share of a layer's blocks that may adapt at first, in (0, 1].
+        budget: The fraction of a layer's blocks that may adapt at first, in (0, 1].
         dgrad: ``"masked"`` uses the forward weight for the input gradient, as the paper's arithmetic does; it is not
             N:M along `out`, so tensor cores gain nothing there. ``"bi-mask"`` gives dgrad a mask of its own, as
             :class:`BiMask` does.
 
     Raises:
-        ValueError: For a setting out of its range; when training starts, if ``stop`` comes before ``start``, a share is
-            given but no number of steps, or the optimizer's state cannot be matched to entries of the weight.
+        ValueError: For a setting out of its range; when training starts, if ``stop`` comes before ``start``, a fraction
+            is given but no number of steps, or the optimizer's state cannot be matched to entries of the weight.
 
     Example:
         >>> BAME(stop=0.5).schedule(planned_steps=1000)
@@ -166,7 +166,9 @@ class BAME(ExchangingMethod):
             )
         check_number("evidence_rate", evidence_rate, "the default is 0.015")
         if not 0 < budget <= 1:
-            raise ValueError(f"budget={budget} is not a share of the blocks: it must lie in (0, 1]")
+            raise ValueError(
+                f"budget={budget} is not a fraction of the blocks: it must lie in (0, 1]"
+            )
         self.start = start
         self.stop = stop
         self.every = every
@@ -402,10 +404,11 @@ class BAME(ExchangingMethod):
     def statistics(self, layers: Sequence[NMLayer]) -> dict[str, float]:
         """Statistics of the evolution.
 
-        ``oscillation``: accumulated oscillations per block. ``regrown_alive``: the share of exchanges that still stand:
-        their regrown entry has been kept ever since. Of the last adaptation, ``adapted_blocks``: share of blocks that
-        changed; ``frozen_blocks``: share of blocks that did not, though an exchange promised a gain; with the evidence
-        of a batch also ``predicted_loss_change``, summed over the layers. After the phase these are 0, 1 and 0.
+        ``oscillation``: accumulated oscillations per block. ``regrown_alive``: the fraction of exchanges that still
+        stand: their regrown entry has been kept ever since. Of the last adaptation, ``adapted_blocks``: fraction of
+        blocks that changed; ``frozen_blocks``: fraction of blocks that did not, though an exchange promised a gain;
+        with the evidence of a batch also ``predicted_loss_change``, summed over the layers. After the phase these are
+        0, 1 and 0.
         """
         blocks = oscillations = alive = exchanges = 0.0
         # Of the last adaptation: blocks that adapted, blocks held back, the predicted change of the loss.

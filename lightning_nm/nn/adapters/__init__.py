@@ -1,4 +1,4 @@
-"""The layer kinds: how each module class runs its products by the masked operators."""
+"""The layer kinds: how each module class runs its GEMMs by the masked operators."""
 
 from lightning_nm.nn.adapters.attention import NMMultiheadAttention
 from lightning_nm.nn.adapters.base import (

@@ -41,7 +41,7 @@ class WeightSpec(NamedTuple):
 class Adapter(nn.Module):
     """Mixed into a module's class while its weights are masked; ``nm_layers`` maps parameter names to their layers.
 
-    A subclass sets :attr:`handles` and defines :meth:`macs` and ``forward``, which runs the products by
+    A subclass sets :attr:`handles` and defines :meth:`macs` and ``forward``, which runs the GEMMs by
     :func:`~lightning_nm.nn.products.nm_linear` or :func:`~lightning_nm.nn.products.nm_conv`; and :meth:`specs`, if its
     weights are others than one ``[out, in]``.
     :func:`register_adapter` makes it known. The state dict, loading, copies and devices are handled here.
@@ -61,7 +61,7 @@ class Adapter(nn.Module):
     """Children whose weights the handled class reads without calling them."""
 
     wraps_forward: ClassVar[bool] = False
-    """Whether the class's own forward runs; :meth:`macs` then knows only the products of masked weights."""
+    """Whether the class's own forward runs; :meth:`macs` then knows only the GEMMs of masked weights."""
 
     nm_base: ClassVar[type[nn.Module]]
     """The class that the module had before the swap."""

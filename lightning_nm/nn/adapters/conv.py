@@ -64,7 +64,7 @@ class _NMConv(Adapter):
 
 
 def padded_input(conv: Any, input: Tensor) -> tuple[Tensor, tuple[int, ...], bool]:
-    """Return the input of a convolution's product, padded as far as the product does not pad it.
+    """Return the input of a convolution's GEMM, padded as far as the GEMM does not pad it.
 
     Args:
         conv: The convolution.

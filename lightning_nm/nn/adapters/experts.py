@@ -1,7 +1,7 @@
-"""Experts whose weights are one 3-D parameter: their grouped product, and the modules that run theirs by it.
+"""Experts whose weights are one 3-D parameter: their grouped GEMM, and the modules that run theirs by it.
 
 Each expert is a matrix with masks, blocks and random numbers of its own. The method routes the gradient of all experts
-together, once for each grouped product.
+together, once for each grouped GEMM.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def nm_grouped_linear(x: Tensor, module: nn.Module, parameter: str, offs: Tensor
     product = _product(module, parameter, weight, transposed=transposed)
     made = [product(expert, piece) for expert, piece in enumerate(pieces) if len(piece)]
     if not made:
-        # An empty product still has the right width, dtype and gradient.
+        # An empty GEMM still has the right width, dtype and gradient.
         made.append(product(0, x[:0]))
     if len(rest):
         made.append(made[0].new_zeros(len(rest), made[0].shape[1]))
@@ -93,7 +93,7 @@ def nm_grouped_linear(x: Tensor, module: nn.Module, parameter: str, offs: Tensor
 def _product(
     module: nn.Module, parameter: str, weight: Any, *, transposed: bool
 ) -> Callable[[int, Tensor], Tensor]:
-    """Return the product of one expert, as a function of its number and its tokens."""
+    """Return the GEMM of one expert, as a function of its number and its tokens."""
     layer = getattr(module, "nm_layers", {}).get(parameter)
     if layer is None:
         dense = (weight.mT if transposed else weight).unbind()
@@ -245,7 +245,7 @@ class NMExperts(Adapter):
     def macs(
         cls, module: Any, parameter: str, args: Args, kwargs: Kwargs, output: Any
     ) -> int | None:
-        """Return what the products with the weight counted in the module's last call."""
+        """Return what the GEMMs with the weight counted in the module's last call."""
         layer = module.nm_layers.get(parameter) if isinstance(module, Adapter) else None
         return None if layer is None else layer.costs.last_call
 

@@ -146,7 +146,7 @@ class Recurrent(nn.Module):
 
 
 class Affine(nn.Module):
-    """A product by ``addmm``, on which the quantizer fails."""
+    """A GEMM by ``addmm``, on which the quantizer fails."""
 
     def __init__(self):
         super().__init__()

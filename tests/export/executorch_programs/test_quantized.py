@@ -79,7 +79,7 @@ def test_a_model_without_patterns_and_layers_in_float():
     dense = QuantizedLayer("fc.weight", "fc", "linear", "", reason, weight, "w", 1.0)
     with pytest.raises(ValueError, match=r"no weight of Net is N:M sparse: 'fc.weight': 4 of 4"):
         _require_patterns([dense], "Net")
-    with pytest.raises(ValueError, match="no products with weights"):
+    with pytest.raises(ValueError, match="no GEMMs with weights"):
         _require_patterns([], "Net")
     with pytest.raises(ValueError, match=r"'lstm': there is no int8 form.*--allow-float"):
         _require_int8({"lstm": "there is no int8 form of lstm"}, "cpu", allow_float=False)

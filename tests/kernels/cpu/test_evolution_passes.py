@@ -38,7 +38,7 @@ def test_all_halves_are_read_and_written():
     for dtype in (torch.float16, torch.bfloat16):
         every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
         every = every[~every.isnan()]
-        # A kept 0 beside a U of this value: the exchange writes U to the weight.
+        # A kept 0 next to a U of this value: the exchange writes U to the weight.
         value = torch.stack([torch.zeros(len(every)), every.float()], 1)
         value = value + 1e-3 * value.abs() * torch.rand(value.shape).round()
         finite = value[:, 1].isfinite() & (value[:, 1] != 0)

@@ -125,10 +125,10 @@ def test_a_library_of_other_sources_is_refused(elsewhere, monkeypatch):
     library.load.cache_clear()
     library.level.cache_clear()
     monkeypatch.setattr(library, "source", lambda: "0123")
-    with refused("compiled from other sources than those beside it: .* `make library`"):
+    with refused("compiled from other sources than those next to it: .* `make library`"):
         library.load()
     elsewhere.with_name("libnm.txt").write_text("cc failed\n")
-    with refused(r"compiled from other sources than those beside it \(cc failed\)"):
+    with refused(r"compiled from other sources than those next to it \(cc failed\)"):
         library.load()
 
 
@@ -192,7 +192,7 @@ def test_a_compiler_that_fails_is_the_reason(compiler, tmp_path, monkeypatch):
 @pytest.mark.slow
 @needs_compiler
 def test_a_build_replaces_the_library_and_the_reason(tmp_path, compiler, monkeypatch):
-    """By a compiler that does not know all instructions, whose products are then those of AVX2."""
+    """By a compiler that does not know all instructions, whose GEMMs are then those of AVX2."""
     known = " ".join(build.compiler())
     compiler(f'#!/bin/sh\ncase "$*" in *-mavx512vnni*) exit 1;; esac\nexec {known} "$@"\n')
     compile_library = build.compile_library
@@ -280,7 +280,7 @@ def test_a_lack_of_memory_and_of_a_kernel_are_errors(monkeypatch):
 
 
 class Products(Dataset):
-    """Each item is a product that a worker computes."""
+    """Each item is a GEMM that a worker computes."""
 
     def __init__(self, kernel):
         self.kernel = kernel

@@ -1,0 +1,51 @@
+"""Perplexity of SmolLM2 on held-out text over the tokens of a fine-tuning, dense and pruned to 2:4."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from benchmarks.pictures.style import FONT, INK, KEPT, SERIES, Picture, plain
+from benchmarks.tables.markdown import read_csv
+
+FILE = "smollm2-training.csv"
+COLOURS = {"dense": SERIES[4], "2:4": KEPT}
+
+
+def data() -> Any:
+    """``{variant: {planned steps: [[tokens, perplexity], ...]}}``; a training starts from the model at 0 tokens."""
+    found: dict[str, dict[int, list[list[float]]]] = {model: {} for model in COLOURS}
+    for row in read_csv(FILE):
+        if row["seed"] == 0:
+            points = found[row["variant"]].setdefault(int(row["planned_steps"]), [])
+            points.append([row["tokens"], row["perplexity"]])
+    return found
+
+
+def draw(figure: Figure, found: Any) -> None:
+    """A curve for each training; the learning rate falls to zero at its end."""
+    axes = figure.subplots()
+    plain(axes)
+    for model, trainings in found.items():
+        for steps, points in trainings.items():
+            tokens, perplexity = zip(*points, strict=True)
+            thousands = [count / 1000 for count in tokens]
+            axes.plot(thousands, perplexity, "o-", markersize=4, color=COLOURS[model])
+            axes.annotate(
+                f"{model}, {steps} steps",
+                (thousands[-1], perplexity[-1]),
+                (0, 6),
+                textcoords="offset points",
+                ha="right",
+                fontsize=FONT,
+                color=COLOURS[model],
+            )
+    axes.set_yscale("log")
+    axes.set_yticks([8, 10, 12, 15, 20, 30], ["8", "10", "12", "15", "20", "30"])
+    axes.minorticks_off()
+    axes.set_xlabel("thousands of tokens of training", fontsize=FONT, color=INK)
+    axes.set_ylabel("perplexity of held-out text", fontsize=FONT, color=INK)
+
+
+PICTURE = Picture(data, draw, (8.0, 3.6), FILE)
