@@ -49,8 +49,9 @@ class CuSparseLtKernel(TwoFourKernel):
 
     Args:
         algorithm: The library's id of an algorithm, 0 for its default; ``None`` is the default, and
-            in mode ``"auto"`` the library also searches in bfloat16. Some ids give wrong results (pytorch#155333): one that is given has to
-            pass the probe, one that is found is compared with the dense GEMM at the size at which it will run.
+            in mode ``"auto"`` the library also searches in bfloat16. Some ids give wrong results (pytorch#155333): one
+            that is given has to pass the probe, one that is found is compared with the dense GEMM at the size at which
+            it will run.
         check: For debugging: refuse matrices with more than two entries other than ``+0`` in a group, which costs a
             pass and a synchronisation.
 
