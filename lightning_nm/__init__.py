@@ -52,6 +52,7 @@ from lightning_nm.training.checkpoint import rename_layers
 
 __version__ = "0.3.0"
 
+# At run time __getattr__ below imports it.
 if TYPE_CHECKING:
     from lightning_nm.commands.lightning_cli import NMLightningCLI
 

@@ -54,20 +54,24 @@ def main(args: Sequence[str] | None = None) -> int:
             f"{did_you_mean(subcommand, known)}",
             file=sys.stderr,
         )
-        return 2
+        return 2  # as argparse for a usage error
     asks_for_help = not words or subcommand in ("-h", "--help")
     if asks_for_help:
         _print_own_subcommands()
     if not words:
+        # Also for `args`: with None LightningCLI would read the arguments of the process, and ask for a subcommand.
         words = ["--help"]
         args = words
     try:
+        # Asked here: lightning.pytorch.cli can be imported without the extra, only its class cannot be used.
         require_extra()
     except ImportError as error:
         print(error, file=sys.stderr)
+        # The help that needs no extra is printed already.
         return 0 if asks_for_help else 2
     # LightningCLI warns of arguments that are given while the process has some.
     given_words = None if args is None else words
+    # Without `overwrite` a second run in the same folder ends with an error: the config of the first one is there.
     NMLightningCLI(
         save_config_kwargs={"overwrite": True},
         parser_kwargs={"prog": "lightning-nm"},

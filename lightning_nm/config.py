@@ -84,6 +84,7 @@ _NEUTRAL = Preset()
 _PRESETS: dict[PresetName, dict[str, Preset]] = {
     "paper": {
         "sr-ste": Preset(
+            # Its code masks the first convolution, too, and leaves the last linear layer dense.
             "arXiv 2102.04010",
             # The code adds the decay in every process, and then sums the gradients of all.
             {"decay": 2e-4, "decay_scale": "world-size"},
@@ -106,6 +107,7 @@ _PRESETS: dict[PresetName, dict[str, Preset]] = {
         # Its code is for transformers: the layout of convolutions is the default one.
         "s-ste": Preset("arXiv 2409.09099", grad_estimator="approx-mvue"),
         "asp": Preset(
+            # NVIDIA's code chooses layers by their sizes, wherever they are in the model.
             "arXiv 2104.08378",
             {"start": 0, "init": "magnitude"},
             skip_first=False,
@@ -134,6 +136,7 @@ _PRESETS: dict[PresetName, dict[str, Preset]] = {
             {"start": 0, "stop": 0.25, "ramp": "linear", "decay": 2e-4, "temperature": 0.01},
         ),
         "mask-logits": Preset(
+            # The numbers of the script. Pairs go from the first to the last value over the whole training.
             "arXiv 2409.17481",
             {
                 "temperature": (4.0, 0.05),
@@ -146,6 +149,7 @@ _PRESETS: dict[PresetName, dict[str, Preset]] = {
     },
     "fst": {
         "transposable": Preset(
+            # The decay is that of the README for GPT-2 of 124M and 774M. Of 300k steps the last 50k are dense.
             "arXiv 2404.01847",
             {"update_every": 40, "decay": 6e-5, "decay_at": "after-clipping", "dense_end": 1 / 6},
             grad_estimator="approx-mvue",
@@ -168,6 +172,7 @@ def preset_of(preset: PresetName, method: MethodName | Method) -> Preset:
     known = _PRESETS[preset]
     # For its error alone: a name that no method has is not the preset's fault.
     resolve_method(method)
+    # `dense` goes with every preset: rules may leave layers out, or mask some of a dense model.
     for name, found in {**known, "dense": _NEUTRAL}.items():
         # The exact class: the papers' settings say nothing about a user's subclass.
         if method == name or type(method) is METHODS[name]:
@@ -217,6 +222,7 @@ def with_schedules(rules: Sequence[Rule]) -> list[Rule]:
         try:
             scheduled.append(_with_schedule(rule))
         except ValueError as error:
+            # The general rule has no layers to name: the message is about the setting `schedule` itself.
             if rule.include is None:
                 raise
             names = ", ".join(rule.include)
@@ -253,8 +259,10 @@ def _with_schedule(rule: Rule) -> Rule:
                 f"method {shown_name(method)} makes its zeros without the layers' masks, so that a schedule cannot "
                 "begin or end them: leave `schedule` out, or use another method"
             )
+        # There are no masks that stages could begin or end.
         return replace(rule, estimator=estimator, schedule=None)
     method = method.follow(schedule)
+    # The layers' pattern ends the ramp. Each rule may have another one, so only here both are known.
     if schedule.ramp:
         check_narrower(schedule.ramp[-1], rule.pattern)
     return replace(rule, method=method, estimator=estimator)
@@ -312,6 +320,7 @@ def _check_dgrad(rule: Rule) -> None:
         made = "gives dgrad a mask of its own"
     elif method.transposable:
         made = "makes the forward weight N:M along `out`, too"
+    # These two give dgrad the forward weight where there is no backward mask: that is what the draw replaces.
     elif type(method).backward_weight not in (Method.backward_weight, MaskMethod.backward_weight):
         made = "makes a backward weight of its own"
     else:
@@ -451,10 +460,12 @@ class SparsityConfig:
             check_keys(f"rules[{place}]", spec, keys)
             if "include" not in spec:
                 raise ValueError(f"rules[{place}]={dict(spec)!r} has no 'include'")
+        # Every key of a rule is also the name of a setting.
         general_spec = {key: getattr(self, key) for key in keys}
         # None means "not given". "dense" is given: it keeps dY even where the preset has an estimator.
         if self.grad_estimator is None:
             del general_spec["grad_estimator"]
+        # Something to replace: pattern and method always come from the settings.
         default = Rule(None, NMPattern(2, 4), Dense())
         general = self._rule(general_spec, default, takes_own_estimator=True)
 
@@ -505,6 +516,7 @@ class SparsityConfig:
         if "method" in spec:
             preset = self._preset(spec["method"])
             values["method"] = resolve_method(spec["method"], **preset.settings)
+            # What the user gave for all layers precedes what a preset says.
             values["conv_layout"] = self.conv_layout or preset.conv_layout
             if takes_own_estimator:
                 values["estimator"] = resolve_estimator(preset.grad_estimator)
@@ -625,6 +637,7 @@ def _as_primitive(value: Any) -> Any:
         return {"class_path": f"{owner.__module__}.{owner.__qualname__}", "init_args": init_args}
     if isinstance(value, Mapping):
         return {key: _as_primitive(entry) for key, entry in value.items()}
+    # JSON has neither tuples nor sets.
     if isinstance(value, (list, tuple, set)):
         return [_as_primitive(entry) for entry in value]
     return value

@@ -11,6 +11,7 @@ class _OneValue:
     """A base that is no dataclass: jsonargparse spreads a pure dataclass into one option per field."""
 
 
+# Frozen, and so hashable: a pattern is a part of cache keys, and many layers share one object.
 @dataclass(frozen=True)
 class NMPattern(_OneValue):
     """At most ``n`` nonzeros in every ``m`` consecutive entries.
@@ -34,6 +35,7 @@ class NMPattern(_OneValue):
 
     def __post_init__(self) -> None:
         for name, value in (("n", self.n), ("m", self.m)):
+            # bool is a subclass of int: True would count as 1.
             if isinstance(value, bool) or not isinstance(value, int):
                 raise ValueError(
                     f"pattern {name}={value!r} is not an integer: write the pattern as 'N:M', for example '2:4'"
@@ -86,6 +88,7 @@ class NMPattern(_OneValue):
             if n.strip().isdecimal() and m.strip().isdecimal():
                 return cls(int(n), int(m))
         elif isinstance(value, int) and not isinstance(value, bool) and value >= 60:
+            # 2:4 is 2 * 60 + 4 = 124; less than 60 had no colon. YAML leaves an M of 60 or more, as in 4:64, as text.
             return cls(*divmod(value, 60))
         if isinstance(value, str) and value.strip().startswith("auto"):
             raise ValueError(
@@ -112,4 +115,5 @@ try:
 except ImportError:  # without the `cli` extra there is no command line to teach
     pass
 else:
+    # By `str` a printed config holds "2:4", which parse() reads again.
     register_type(NMPattern, str, NMPattern.parse, fail_already_registered=False)

@@ -40,6 +40,7 @@ def check_moment(name: str, moment: Moment) -> None:
         raise TypeError(
             f"{name}={moment!r} must be an integer (training steps) or a float (a fraction of them)"
         )
+    # True of NaN as well.
     if isinstance(moment, float) and not 0 <= moment <= 1:
         raise ValueError(
             f"{name}={moment} is not a fraction of the training: give a float from 0 to 1, or an integer for training "
@@ -60,6 +61,7 @@ def resolve_moment(owner: object, name: str, moment: Moment, planned_steps: int 
     if isinstance(moment, float) and moment:
         if planned_steps is None:
             raise _unknown_length(owner, name, moment)
+        # The type decides: 1 is a training step, 1.0 is the end of the training.
         return round(moment * planned_steps)
     return int(moment)
 
@@ -77,10 +79,13 @@ def _unknown_length(owner: object, name: str, moment: Moment) -> UnknownLength:
         fractions = {}
         for argument, parameter in inspect.signature(type(owner)).parameters.items():
             value = getattr(owner, argument, None)
+            # The modules of methods have annotations as text, in which `Moment | None` counts, too.
             is_moment = "Moment" in str(parameter.annotation) and argument != "dense_end"
             if is_moment and isinstance(value, float) and value:
                 fractions[argument] = value
+        # A class from outside may have other annotations: then the error names this moment alone.
         ordered = sorted(fractions, key=lambda argument: fractions[argument]) or [name]
+        # Steps that follow each other as the fractions do: 10000, 20000 and so on.
         steps = [f"{argument}={10_000 * k}" for k, argument in enumerate(ordered, 1)]
         advice = (
             f"write {type(owner).__name__}({', '.join(steps)}), with training steps of your own"
@@ -131,6 +136,7 @@ def resolve_window(
         ((100, 800), (50,), ())
     """
     start = resolve_moment(owner, start_name, dense_start, planned_steps)
+    # Sparse from the first step on: nothing begins, and no moment is kept.
     without_end = (start,) if start else ()
     if planned_steps is None:
         if dense_end:
@@ -251,6 +257,7 @@ class Schedule:
 
     def __post_init__(self) -> None:
         check_window(self.dense_start, self.dense_end)
+        # The layers' own patterns come after the ramp and are not known here: config.py compares the last pair.
         for wider, narrower in pairwise(self.ramp):
             check_narrower(wider, narrower)
         if self.ramp_ends is None:
@@ -286,6 +293,7 @@ class Schedule:
             return None
         check_keys("schedule", spec, list(ScheduleSpec.__annotations__))
         for name, example in (("ramp", '["8:16", "4:16"]'), ("ramp_ends", "[0.3, 0.5]")):
+            # A text is a sequence, too: "8:16" would be read letter by letter.
             if not isinstance(spec.get(name), (list, tuple, type(None))):
                 raise TypeError(
                     f"the schedule's {name}={spec[name]!r} must be a list, for example {example}"
@@ -301,6 +309,7 @@ class Schedule:
         ends = spec.get("ramp_ends")
         ramp_ends = None if ends is None else tuple(ends)
         schedule = cls(**{**spec, "ramp": tuple(ramp), "ramp_ends": ramp_ends})
+        # One without parts is as good as none, and callers then ask for None alone.
         return schedule if schedule.parts else None
 
     @property
@@ -321,6 +330,7 @@ class Schedule:
 
     def handed_to(self, part: Part) -> Part:
         """A copy of a method or an estimator with the dense phases of this schedule, of which it must have none."""
+        # A copy: several rules may share one object, each with a schedule of its own, and a user's object stays.
         part = copy.copy(part)
         for name in ("dense_start", "dense_end"):
             moment = getattr(self, name)
@@ -340,6 +350,7 @@ class Schedule:
         Raises:
             ValueError: If that takes the number of steps and it is not known, or the stages leave each other no step.
         """
+        # A method that plans its own dense phases has taken those of the schedule into its plan.
         window = masks_between or resolve_window(
             "the schedule", self.dense_start, self.dense_end, planned_steps
         )
@@ -356,13 +367,14 @@ class Schedule:
                 stages.insert(0, (0, DENSE))
             if len(window) > 1:
                 stages.append((window[1], DENSE))
+        # The own pattern all the time is what a layer without a schedule has: () spares it the checks of every step.
         return () if stages == [(0, FINAL)] else tuple(stages)
 
     def _ends(self, start: int, stop: int | None, planned_steps: int | None) -> list[int]:
         """The steps at which each pattern of the ramp gives way to the next."""
         if not self.ramp:
             return []
-        count = len(self.ramp) + 1
+        count = len(self.ramp) + 1  # the layers' own pattern is one more
         if self.ramp_ends is not None:
             ends = [
                 resolve_moment("the schedule", "ramp_ends", end, planned_steps)
@@ -374,6 +386,7 @@ class Schedule:
                 "give ramp_ends as integers, the training steps",
             )
         else:
+            # Each rounded from the whole and not added up: the lengths differ by one step at most.
             ends = [start + round(k * (stop - start) / count) for k in range(1, count)]
         begins = [start, *ends]
         if stop is not None:
@@ -417,6 +430,7 @@ def stage_at(stages: Stages, clock: int) -> str:
         >>> stage_at(((0, "dense"), (5, "final")), 4), stage_at((), 4)
         ('dense', 'final')
     """
+    # In the order of time: the last stage that has begun counts.
     present = FINAL
     for begin, name in stages:
         if begin <= clock:

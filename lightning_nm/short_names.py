@@ -31,8 +31,10 @@ MethodName = Literal[
 
 
 # `Method` itself is among them, whose short name is that of no method.
+# dir() of the package, which loads lazily, lists the public classes; getattr imports each.
 _CLASSES = [getattr(methods, name) for name in dir(methods)]
 _BY_NAME = {kind.short_name: kind for kind in _CLASSES}
+# In the order of the Literal, by which messages list them. A name without a class is an error at the import.
 METHODS: dict[str, type[Method]] = {name: _BY_NAME[name] for name in get_args(MethodName)}
 """The class of each short name."""
 
@@ -45,6 +47,7 @@ def resolve_method(method: MethodName | Method | Any, **settings: Any) -> Method
         TypeError: If the object is not a :class:`Method`.
     """
     if isinstance(method, Method):
+        # As it is: the `settings` of a preset do not change an object of the user's.
         return method
     if not isinstance(method, str):
         raise TypeError(f"method must be a short name or a Method{not_given(method)}")

@@ -109,7 +109,7 @@ class NMSparsifier:
         self.planned_steps = planned_steps
         self.data_rank = data_rank
         self.managed = managed
-        self.selection = Selection()
+        self.selection = Selection()  # an empty one until attach()
         self.attached = False
         self.initial_factors: dict[str, float] = {}
         """By layer name, what ``scale="supar"`` multiplied its initial weight by."""
@@ -172,16 +172,20 @@ class NMSparsifier:
         try:
             self._select(state or {}, optimizers)
         except UnknownLength as error:
+            # The callback's own advice is about the Trainer.
             if self.managed:
                 raise
             raise ValueError(f"{error}, or pass planned_steps to NMSparsifier") from error
+        # All checks have passed: this is the first line that changes the model.
         self.training.start(self.selection.layers)
         self.attached = True
         told = told_as_dense([*self.selection.layers, *self.selection.frozen])
         if told and not self.managed:  # a callback warns when its training starts
             warnings.warn(told, stacklevel=2)
+        # Only initial values are scaled: none of a saved training, and none that were trained before this attach().
         if self.config.scale == "supar" and not state and self.clock == 0:
             for layer in self.selection.layers:
+                # A weight with a dense start is trained when its masks come, and keeps its values then.
                 if layer.masks.has_forward:
                     factor = rescale_initial(layer, self.config.base_density)
                     self.initial_factors[layer.name] = factor
@@ -189,6 +193,7 @@ class NMSparsifier:
 
     def _select(self, state: State, optimizers: Iterable[Optimizer] | None) -> None:
         """Select the layers, and choose their first masks; nothing is installed."""
+        # FSDP may have left gathered parameters in modules: optimizers hold the sharded ones, which are compared below.
         reshard([module for module in self.model.modules() if isinstance(module, FSDPModule)])
         is_held = held_by(optimizers)
 
@@ -213,6 +218,7 @@ class NMSparsifier:
         # Frozen layers get no masks yet, but a schedule that does not fit is an error now.
         plan_schedules(selection.frozen, saved, self.planned_steps, self.clock)
         choose_masks(selection.layers, saved, self.planned_steps, self.clock, self.data_rank)
+        # Last: after an error the sparsifier is as it was.
         self.selection = selection
 
     def register(self, optimizer: Optimizer) -> None:
@@ -244,6 +250,7 @@ class NMSparsifier:
         Returns whether any optimizer had stepped; without a registered one it raises a RuntimeError.
         """
         if not self.training.optimizers:
+            # A detached sparsifier has no optimizers either, and that is the fault to name.
             self._require_attached("step")
             raise RuntimeError(
                 "no optimizer is registered: call sparsifier.register(optimizer) before training"
@@ -273,11 +280,14 @@ class NMSparsifier:
     def _mask_frozen(self, layers: Sequence[NMLayer], saved: Mapping[str, State]) -> None:
         if not layers:
             return
+        # All layers are checked before the first one is changed.
         refuse_to_mask(layers, self.training.optimizers)
         for layer in layers:
+            # The model may have moved since the selection, and only modules with masks move their layers.
             layer.to_weight_device()
             layer.costs.charge_dense(self.clock)  # the steps so far, in which it was dense
         choose_masks(layers, saved, self.planned_steps, self.clock, self.data_rank)
+        # This extends the list that TrainingStep holds, too, and add() then installs the new layers.
         self.selection.unfreeze(layers)
         self.training.add(layers)
 
@@ -296,7 +306,9 @@ class NMSparsifier:
     def bake(self) -> None:
         """Set every masked parameter to W_F; the latent values of pruned entries are lost."""
         for layer in self.selection.layers:
+            # In place, for optimizers hold the parameter; by shards, for a mask needs no whole weight.
             layer.view.local.copy_(layer.forward_weight(local=True))
+        # The next optimizer step makes it true again.
         self.training.forgotten.unbaked = False
 
     def detach(self, *, keep_parameters: bool = False) -> None:
@@ -306,6 +318,7 @@ class NMSparsifier:
         :class:`~lightning_nm.training.watch.ForgottenCallWarning` tells if the weights were trained and not baked.
         """
         if self.attached:
+            # First, while there are masks to compare the weights with.
             self.training.forgotten.detaching(self.selection.layers)
             self.training.stop(keep_parameters=keep_parameters)
             self.attached = False
@@ -356,12 +369,14 @@ class NMSparsifier:
             layer.name: mean_densities(layer) if mean else layer.gemms().densities()
             for layer in self.selection.layers
         }
+        # Counts may all be 0, as of a batch that reached no counted GEMM, and weigh nothing.
         return flops_ratios(
             densities, self.macs if any(self.macs.values()) else self.selection.sizes
         )
 
     def shares(self) -> dict[str, float]:
         """Return the fraction of the parameters and, once a batch ran, of dense multiply-adds in masked layers."""
+        # Layers of the method `dense` are among the layers, too.
         masked = [layer for layer in self.selection.layers if layer.spec.maskable]
         return shares_of(self.model, masked, self.macs)
 
@@ -412,8 +427,10 @@ class NMSparsifier:
         loaded = check_state(state, self.selection, self._skips(), self.planned_steps, SHORT_NAMES)
 
         saved = state["layers"]
+        # All checks have passed: from here on the model is changed.
         frozen = [layer for layer in self.selection.frozen if layer.name in saved]
         self._mask_frozen(frozen, saved)
         self.seed = state["seed"]
         apply_state(state, self.selection, loaded)
+        # Last: it begins a window, which asks the layers' restored counters.
         self.training.load(state["clock"], state["stepped"], state["macs"])

@@ -64,7 +64,7 @@ def check_keys(name: str, given: Any, known: Sequence[str]) -> None:
     if not isinstance(given, Mapping):
         raise TypeError(f"{name}={given!r} must be a mapping with the keys {listed}")
     for key in given:
-        if key not in known:
+        if key not in known:  # in YAML a key may also be a number
             raise ValueError(
                 f"{name} takes no key {key!r} (it takes {listed}){did_you_mean(str(key), known)}"
             )
@@ -115,13 +115,16 @@ def grouped(rows: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
     # (template, cells) -> the numbers of each row, in the order of their places in the template
     groups: dict[tuple[str, tuple[str, ...]], list[tuple[str, ...]]] = {}
     for name, *cells in rows:
+        # The template is filled in by the operator %, for which %% stands for one %.
         parts = name.replace("%", "%%").split(".")
         template = ".".join("%s" if part.isdigit() else part for part in parts)
         numbers = tuple(part for part in parts if part.isdigit())
         groups.setdefault((template, tuple(cells)), []).append(numbers)
     joined: list[tuple[str, ...]] = []
     for (template, key), members in groups.items():
+        # As numbers: 10 comes after 9.
         places = [sorted(set(numbers), key=int) for numbers in zip(*members, strict=True)]
+        # Names are unique: with as many rows as combinations of the numbers, all combinations are there.
         if math.prod(map(len, places)) == len(members):
             count = f" x{len(members)}" if len(members) > 1 else ""
             names = [template % tuple(map(_range, places)) + count]
@@ -150,6 +153,7 @@ def quoted(group: str) -> str:
         >>> quoted("blocks.{0,1,3}.up x3"), quoted("head")
         ("'blocks.{0,1,3}.up' (3)", "'head'")
     """
+    # From the right, and digits alone: a name may hold " x" itself.
     name, separator, count = group.rpartition(" x")
     if separator and count.isdigit():
         return f"'{name}' ({count})"

@@ -93,14 +93,17 @@ def rename_layers(state: State, names: Mapping[str, str]) -> None:
     masked_or_waiting = [*state["layers"], *state["waiting"]]
     all_names = [*masked_or_waiting, *state["macs"], *state["ends"]]
     for name in names:
+        # "." is the name of no layer: any that begins with this name is changed by it.
         if all(_renamed(layer, {name: "."}) == layer for layer in all_names):
             known = ", ".join(map(repr, masked_or_waiting))
             raise ValueError(f"no layer of the state is '{name}' or a part of it; it has {known}")
     new = [_renamed(name, names) for name in masked_or_waiting]
+    # An empty part, as of "a..b" or of a layer without a name.
     bad = [name for name in new if not all(name.split("."))]
     if bad or len(set(new)) < len(new):
         fault = f"'{bad[0]}' is no name" if bad else "two layers would have the same name"
         raise ValueError(f"the names {dict(names)} cannot be given to these layers: {fault}")
+    # `averages`, by keys of weights, and `history` are parts of a callback's state, which holds that of its sparsifier.
     for key in ("layers", "macs", "ends", "averages"):
         if key in state:
             state[key] = {_renamed(name, names): value for name, value in state[key].items()}
@@ -113,9 +116,11 @@ def rename_layers(state: State, names: Mapping[str, str]) -> None:
 
 def _renamed(name: str, names: Mapping[str, str]) -> str:
     """A layer's name, or the key of a weight, after the longest of the names that it begins with was replaced."""
+    # It stands for no layer, and would get a prefix by {"": "model"}.
     if name == OTHERS:
         return name
     for old in sorted(names, key=len, reverse=True):
+        # Whole parts of the name: "body" is no beginning of "body2.0".
         if not old or f"{name}.".startswith(f"{old}."):
             rest = name.removeprefix(old).removeprefix(".")
             return ".".join(filter(None, (names[old], rest)))
@@ -201,10 +206,12 @@ def check_state(
         # Layers that differ in the same way are one line of the message.
         found = [f"layer {quoted(name)}{difference}" for name, difference in grouped(rows)]
         advice = "Configure the sparsifier as it was, or load only the weights to start again"
+        # Some are missing and others are new: a sign of other names.
         if layers.keys() - saved.keys() and saved.keys() - layers.keys():
             advice += "; if modules were renamed, rename them in the state, too, by lightning_nm.rename_layers()"
         raise ValueError(f"the checkpoint is of another sparse model: {some_of(found)}. {advice}")
 
+    # Only now: weights can be compared where shape, pattern and method are the same.
     loaded = {name: check_fits(layer, saved[name]) for name, layer in layers.items()}
 
     warned = [
@@ -233,6 +240,7 @@ def _changed_plans(
 ) -> Iterator[tuple[str, str]]:
     """Each saved schedule of a layer that would differ if training began now, and the new one, as texts."""
     method, estimator, pattern = layer.spec.method, layer.spec.estimator, layer.spec.pattern
+    # The new plans are functions, because each may raise an error by itself.
     plans: list[tuple[str, Any, Callable[[], Any]]] = [
         (
             f"{type(method).__name__} scheduled at steps",
@@ -280,9 +288,12 @@ def apply_state(state: State, selection: Selection, loaded_latent: Mapping[str, 
             layer.costs.charge_dense(state["clock"])
             continue
         if layer.name in loaded_latent:
+            # These modules hold latent values, while restore_weights() adds those of the state to W_F.
             layer.view.local.copy_(layer.view.shard_of(loaded_latent[layer.name]))
         restore_weights(layer, saved)
         layer.progress.load(saved, saved_stages(saved))
+        # The last draw once more, by its number: the next backward pass has the noise that it would have had.
         layer.draw_noise(saved["draws"])
         layer.costs.load(saved["spent"], saved["counted"])
+        # It was kept for weights that this state has replaced.
         layer.replaced_state = None

@@ -35,7 +35,9 @@ class CommHookState:
         """Bytes that the same gradients have."""
         self.ratio: float | None = None
         """Sent bytes over dense bytes in the last step."""
+        # By the id of the weight, as buckets have it: `==` of tensors compares their entries.
         self._layers: dict[int, NMLayer] = {}
+        # Weak: the state belongs to the strategy, and outlives the layers of a fit.
         self._entries: WeakKeyDictionary[NMLayer, tuple[Hashable, Tensor]] = WeakKeyDictionary()
 
     def add(self, layers: Iterable[NMLayer]) -> None:
@@ -58,6 +60,7 @@ class CommHookState:
     def sparse(self, parameter: Tensor) -> NMLayer | None:
         """Return the layer of a weight if only the kept entries of its gradient are needed now."""
         layer = self._layers.get(id(parameter))
+        # The module may hold another parameter by now, and a new tensor may have the id of an old one.
         if layer is None or layer.param is not parameter:
             return None
         method = layer.spec.method
@@ -90,9 +93,10 @@ def kept_entries(layer: NMLayer) -> Tensor:
     m = pattern.m
     blocks = blocks_of(layer, kept)
     # No two keys of a block are equal, so the order is the same in every process.
+    # Keys of kept entries go from 2M down to M + 1, those of pruned ones from M down to 1: kept ones come first.
     place = torch.arange(2 * m, m, -1, dtype=torch.int16, device=blocks.device)
     chosen = torch.where(blocks, place, place - m).topk(pattern.n, dim=1, sorted=True).indices
-    return chosen.to(torch.uint8 if m <= 256 else torch.int16)
+    return chosen.to(torch.uint8 if m <= 256 else torch.int16)  # positions are 0 to M - 1
 
 
 def kept_entries_hook(
@@ -120,11 +124,13 @@ def kept_entries_hook(
     message = message.div_(dist.get_world_size())
     message = message.to(state.dtype or message.dtype)
     state.sent += message.numel() * message.element_size()
+    # Without this hook the buffer itself would be sent.
     state.dense += sum(parameter.numel() for parameter in parameters) * buffer.element_size()
 
     def unpack(future: torch.futures.Future[Any]) -> Tensor:
-        mean: Tensor = future.value()[0]
+        mean: Tensor = future.value()[0]  # the value is a list of one tensor
         if not grads:
+            # The message was the buffer itself, unless it was sent in another dtype.
             return buffer if mean is buffer else buffer.copy_(mean)
         sizes = [
             (grad if positions is None else positions).numel()

@@ -47,7 +47,7 @@ class Int8Rounding:
         Raises:
             ValueError: For a layer that :func:`rounding_fault` refuses, or with weights that are not finite.
         """
-        self.end()
+        self.end()  # an exception may have left weights rounded
         rounded = []
         for layer in layers:
             fault = rounding_fault(layer)
@@ -60,7 +60,9 @@ class Int8Rounding:
             except ValueError as error:
                 raise ValueError(f"layer '{layer.name}': {error}") from None
             rounded.append((layer, values))
+        # All are made before the first one is written: an error leaves every weight as it was.
         for layer, values in rounded:
+            # Of a copy the values come back bit for bit. In place: `.grad` and optimizers belong to the parameter.
             self._kept.append((layer.param, layer.param.detach().clone()))
             layer.param.copy_(values)
             # The projections of attention and the taps of convolutions read no tokens of the module's input.
@@ -106,11 +108,12 @@ def _rounded(layer: NMLayer) -> Tensor:
     """The weight with its kept entries rounded."""
     weight, mask = layer.param.detach(), layer.forward_mask
     if layer.spec.layout.is_transposed:
+        # [in, out] or [experts, in, out]: a scale belongs to an output, whose axis comes last.
         outputs_first = fake_quantise_weight(
             weight.mT, None if mask is None else mask.mT, weight.dim() - 1
         )
         return outputs_first.mT
-    axes = 2 if layer.spec.layout.has_experts else 1
+    axes = 2 if layer.spec.layout.has_experts else 1  # [experts, out, in]
     return fake_quantise_weight(weight, mask, axes)
 
 

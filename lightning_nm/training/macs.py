@@ -60,6 +60,7 @@ class MacsCounter(TorchDispatchMode):
     compilation.
     """
 
+    # Otherwise torch refuses these operators, such as flex_attention, while the mode is active.
     supports_higher_order_operators = True
 
     @classmethod
@@ -91,15 +92,19 @@ class MacsCounter(TorchDispatchMode):
             adapter, handled = found
             # The calls of a derived class with a forward of its own may take and return anything.
             has_own_forward = original_class(module).forward is not handled.forward
+            # Where the class's own forward runs, it may multiply by its weights in any way.
             by_operators = adapter.wraps_forward or has_own_forward
+            # The call tells the adapter the cost: of all weights, or with wraps_forward of the masked ones.
             if adapter.wraps_forward or not has_own_forward:
                 hook = WatchingHook(partial(self._count_call, name, adapter))
                 self._handles[module] = module.register_forward_hook(hook, with_kwargs=True)
             if not by_operators:
                 self._count_themselves.add(id(module))
+            # Any layout: how blocks lie does not change the number of multiply-adds.
             for spec in adapter.specs(module, "channels"):
                 key = layer_name(name, spec.parameter)
                 weight = id(getattr(module, spec.parameter))
+                # A tied weight goes by the first module that holds it.
                 self._names.setdefault(weight, key)
                 if by_operators:
                     self._keys[weight, id(module)] = spec.parameter, key
@@ -110,8 +115,10 @@ class MacsCounter(TorchDispatchMode):
         self._watched: list[tuple[nn.Module, list[RemovableHandle]]] = []
         self._watching = can_watch(model) and not any(map(is_sharded, model.parameters()))
         for module in model.modules() if self._watching else ():
+            # Script modules refuse hooks.
             if not isinstance(module, torch.jit.ScriptModule):
                 enter = module.register_forward_pre_hook(WatchingHook(self._enter_call))
+                # Called also after an exception: else the mode would stay on.
                 leave = module.register_forward_hook(
                     WatchingHook(self._leave_call), always_call=True
                 )
@@ -173,6 +180,7 @@ class MacsCounter(TorchDispatchMode):
             cost = adapter.macs(module, spec.parameter, args, kwargs, output)
             # Without one its operators are counted, where they are watched. That it was called is known in any case.
             self._add(key, cost or 0)
+            # Batches of evaluation may be smaller, and no estimator works in them.
             if cost is not None and module.training:
                 self.least[key] = min(cost, self.least.get(key, cost))
         if isinstance(module, Adapter):
@@ -205,7 +213,9 @@ class MacsCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        # torch takes the mode off the stack for this call, so it does not come back here.
         output = func(*args, **kwargs)
+        # An operator that calls others has no formula, and no packet of overloads to look it up by.
         if self._over or isinstance(func, torch._ops.HigherOrderOperator):
             return output
         if self._open and id(self._open[-1]) in self._count_themselves:
@@ -215,6 +225,7 @@ class MacsCounter(TorchDispatchMode):
         kinds = [self._kind(leaf) for leaf in tensors_in((args, kwargs))]
         if not any(kinds):
             return output
+        # One operand whose GEMMs a hook counts is enough: the operator must not count them again.
         kind = "known" if "known" in kinds else next(filter(None, kinds))
         cost = _cost(func._overloadpacket, args, kwargs, output)
         if cost:
@@ -228,8 +239,10 @@ class MacsCounter(TorchDispatchMode):
 
     def _kind(self, tensor: Tensor) -> str:
         """The key of a weight, also for what was made of it; ``"known"`` if a module's hook counts it; else empty."""
+        # Biases and the scales of norms are in no GEMM.
         if not isinstance(tensor, nn.Parameter) or tensor.dim() < 2:
             return self._made.get(tensor, "")
+        # Within a call of the module that holds the weight, at any depth, the GEMM is its own: no other code reads it.
         for module in self._open:
             found = self._keys.get((id(tensor), id(module)))
             if found is not None:
@@ -287,4 +300,5 @@ def _cost(operator: Any, args: Any, kwargs: Any, output: Any) -> int:
         matrices = sum(t.numel() for t in args if isinstance(t, nn.Parameter) and t.dim() > 1)
         return matrices * math.prod(args[0].shape[:-1])
     formula = flop_registry.get(operator)
+    # torch's formulas count a multiply-add as two operations.
     return int(formula(*args, **kwargs, out_val=output)) // 2 if formula else 0

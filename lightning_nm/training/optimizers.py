@@ -35,12 +35,14 @@ class RegisteredOptimizer:
         Raises:
             ValueError: If a method cannot work with the optimizer, naming it and the layer; nothing is added then.
         """
+        # By id: `in` a list of tensors would compare their entries.
         groups = {id(p): group for group in self.optimizer.param_groups for p in group["params"]}
         owned = [layer for layer in layers if id(layer.view.optimizer_param) in groups]
         for layer in owned:
             if layer not in self.layers:
                 layer.spec.method.check_optimizer(layer, self.optimizer)
             for parameter in layer.parameters.values():
+                # By its name: not every supported torch has the class.
                 if type(self.optimizer).__name__ == "Muon" and parameter.dim() != 2:
                     raise ValueError(
                         f"Muon trains matrices only, but {type(layer.spec.method).__name__} owns a parameter of shape "
@@ -56,6 +58,7 @@ class RegisteredOptimizer:
                     # In the group of the weight, whose schedule and decay then apply.
                     group = groups[id(layer.view.optimizer_param)]
                     group["params"].append(parameter)
+                    # In groups made of named_parameters(): torch keeps a name for every parameter of such a group.
                     if "param_names" in group:
                         group["param_names"].append(f"{layer.name}.{name}")
         self.layers = owned
@@ -76,11 +79,13 @@ def unpack_state(optimizer: Optimizer, layer: NMLayer) -> None:
     packed_shape = (out, len(blocks_bm) // out, layer.pattern.n)
     state = optimizer.state.get(layer.param, {})
     for name, value in state.items():
+        # The last comparison: a weight of three dimensions may have that very shape, and its state is dense.
         if isinstance(value, Tensor) and value.shape == packed_shape != layer.param.shape:
             # Of each block the kept entries follow one another in the order of their positions.
             dense_bm = value.new_zeros(blocks_bm.shape)
             dense_bm[blocks_bm] = value.flatten()
             dense = from_blocks_of(layer, dense_bm)
+            # In the memory order of the weight, as torch makes such state.
             state[name] = torch.empty_like(layer.param, dtype=value.dtype).copy_(dense)
 
 
@@ -96,6 +101,7 @@ def _take_out(optimizer: Optimizer, layers: Sequence[NMLayer]) -> None:
     """Take the parameters that methods own out of the groups of an optimizer; their state stays."""
     own = {id(parameter) for layer in layers for parameter in layer.parameters.values()}
     for group in optimizer.param_groups:
+        # By position: names and parameters must be cut alike.
         kept = [k for k, member in enumerate(group["params"]) if id(member) not in own]
         for key in ("params", "param_names"):
             if key in group:
@@ -134,11 +140,13 @@ def trained_layer(layer: NMLayer, optimizers: Iterable[Optimizer]) -> bool:
 def changes_nothing(optimizer: Optimizer) -> bool:
     """Whether a step did not train: distributed checkpoints make one at learning rate 0 to allocate state."""
     for group in optimizer.param_groups:
+        # An optimizer without a rate is taken to train.
         rate = group.get("lr", 1)
         # Theirs is on the CPU, and waiting for a GPU in each step would take too long.
         on_gpu = isinstance(rate, Tensor) and rate.device.type != "cpu"
         if on_gpu or float(rate):
             return False
+    # A warm-up may begin at rate 0: its steps count, since they have gradients. Those of such an allocation are zero.
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.grad is not None and bool(local_values(parameter.grad).any()):

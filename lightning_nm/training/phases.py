@@ -65,14 +65,17 @@ def plan_schedules(
         progress = layer.progress
         method = layer.spec.method
         estimator = layer.spec.estimator
+        # enter_stage() below goes by it.
         progress.clock = clock
         state = saved.get(layer.name, {})
+        # Of another method the saved moments mean something else; that such a state is refused comes later.
         if state.get("method") == type(method).__name__:
             progress.schedule = tuple(state["schedule"])
             progress.stages = saved_stages(state)
         else:
             new.add(method)
             progress.schedule = tuple(method.layer_schedule(layer, planned_steps))
+            # After the schedule of the method, from which its phases are read.
             progress.stages = plan_stages(layer, planned_steps)
             _check_moving_masks(layer)
         progress.enter_stage()
@@ -80,6 +83,7 @@ def plan_schedules(
             is_same = state.get("estimator") == type(estimator).__name__
             schedule = state["estimator_schedule"] if is_same else estimator.schedule(planned_steps)
             progress.estimator_schedule = tuple(schedule)
+    # Once for all layers of a method. Where all of them go on by a saved plan, this plan does not concern it.
     for method in new:
         method.check(planned_steps)
 
@@ -129,6 +133,7 @@ def choose_masks(
             with layer.full():
                 init_masks(layer)
         layer.noise.follow_data(data_rank)
+        # The first words: a backward pass may come before any end of a batch.
         layer.draw_noise()
 
 
@@ -144,6 +149,7 @@ def begin_stage(layer: NMLayer, optimizers: Iterable[Optimizer] = ()) -> None:
             zeroed.
     """
     method = layer.spec.method
+    # Read first: in a dense stage no mask is left to tell which entries were pruned.
     kept = layer.masks.forward
     layer.progress.enter_stage()
     if not layer.progress.is_dense:
@@ -172,7 +178,9 @@ def zero_pruned_state(layer: NMLayer, kept: Tensor | None, optimizers: Iterable[
     parameter = layer.view.optimizer_param
     for optimizer in optimizers:
         for state in optimizer.state.get(parameter, {}).values():
+            # A counter or a factored moment belongs to no entry.
             has_entries = isinstance(state, Tensor) and state.shape == parameter.shape
+            # Integers are codes of quantised state, of which 0 need not stand for 0.
             if has_entries and state.is_floating_point():
                 mask_(local_values(state), local_shard(kept, state))
 
@@ -203,6 +211,7 @@ def finished_phases(layers: Sequence[NMLayer]) -> list[str]:
 # ----------------------------------------------------------------------------------- planned costs
 
 
+# COUNTED and _UNPLANNED are multiples of 1 to 10, 12, 15, 16 and 20: whole periods of so many steps fit in.
 COUNTED = 1_008_000
 """Steps of a phase that are asked one by one whether their gradient is dense; more are taken to be like them."""
 _UNPLANNED = 5040  # the number of steps where it does not matter
@@ -236,15 +245,17 @@ def charge_plan(layers: Sequence[NMLayer], planned_steps: int | None) -> None:
         begins = {begin for begin, _ in progress.stages}
         moments = {*progress.estimator_schedule} | begins | updates
         within = {moment for moment in moments if 0 < moment < steps}
+        # Between two neighbouring moments only the need of dense gradients is taken to change.
         for start, stop in pairwise(sorted({0, steps} | within)):
             progress.go_to(start)
             with layer.full():
+                # The masks of step 0 are those of attach().
                 if start and progress.begins_stage:
                     begin_stage(layer)
                 elif start and start in updates and not progress.is_dense:
                     layer.spec.method.update(layer)
             dense = _dense_gradients(layer, start, stop, turns)
-            progress.go_to(start)
+            progress.go_to(start)  # _dense_gradients() has moved the counters
             layer.costs.charge(layer.gemms(), stop - start - dense)
             progress.dense_gradient = True
             layer.costs.charge(layer.gemms(), dense)
@@ -262,11 +273,13 @@ def _dense_gradients(
         layer.progress.go_to(step)
         return method.needs_dense_gradient(layer)
 
+    # Layers of one method that answer alike at first are taken to do so all along: a long phase is asked once for all.
     first_answers = tuple(asks(step) for step in range(start, min(stop, start + _TOLD_APART)))
     key = (id(method), layer.progress.schedule, start, stop, first_answers)
     if key not in turns:
         asked = range(start, min(stop, start + COUNTED))
         dense = sum(asks(step) for step in asked)
+        # Of a phase longer than COUNTED the rest has the same fraction.
         turns[key] = round(dense * (stop - start) / len(asked))
     return turns[key]
 
@@ -278,6 +291,7 @@ def refuse_to_mask(layers: Iterable[NMLayer], optimizers: Sequence[Optimizer]) -
     """Refuse layers that cannot be masked now by a ``ValueError``; nothing is changed."""
     for layer in layers:
         refuse_nan(layer)
+        # Another sparsifier may have masked it meanwhile, through any module that holds it.
         for holder in layer.spec.holders:
             refuse_masked(layer.name, *holder)
         for optimizer in optimizers:

@@ -19,6 +19,8 @@ _CHUNK = 1 << 20
 """Words that are mixed at a time, which limits the memory for temporaries."""
 
 # Odd 64-bit constants. A product with one is one-to-one, and its high bits depend on all bits of the factor.
+# They are 2^64 over the golden ratio, both factors of SplitMix64 and the prime of FNV-1a, as signed numbers: torch has
+# little arithmetic for uint64, and that of int64 wraps around alike.
 _PLACE_FACTOR = -0x61C8864680B583EB
 _FIRST_FACTOR = -0x40A7B892E31B1A47
 _SECOND_FACTOR = -0x6B2FB644ECCEEE15
@@ -73,6 +75,7 @@ def _sum(layer: NMLayer, tensors: Iterable[Tensor]) -> Tensor:
     total = torch.zeros((), dtype=torch.int64, device=layer.param.device)
     for tensor in tensors:
         data = tensor.detach().contiguous().flatten().view(torch.uint8)
+        # Zeros up to whole words of 8 bytes; the length, which counts below, tells them from real ones.
         words = torch.nn.functional.pad(data, (0, -len(data) % 8)).view(torch.int64)
         # The order and the lengths of the tensors count, too.
         total = total * _LENGTH_FACTOR + len(data)
@@ -110,6 +113,7 @@ def compare_ranks(layers: Iterable[NMLayer]) -> None:
     if processes() == 1:
         return
     layers = list(layers)
+    # Where the weights are: NCCL takes no tensors of the CPU.
     device = layers[0].param.device if layers else torch.device("cpu")
     settings = fold_seed(repr([_fingerprint(layer) for layer in layers]))
     words = [checksum(layer).to(device) for layer in layers]
@@ -125,6 +129,7 @@ def compare_ranks(layers: Iterable[NMLayer]) -> None:
     for layer in layers:
         tensors = zip(("masks", "permutation", "parameters"), checksum(layer).tolist(), strict=True)
         own[layer.name] = _fingerprint(layer) | dict(tensors)
+    # All processes have seen the same two numbers: all of them come here, or none.
     everyone: list[Any] = [None] * processes()
     dist.all_gather_object(everyone, own)
     differences = _differences(everyone) or ["their layers come in another order"]
@@ -162,21 +167,24 @@ def reduce_gradients(layers: Iterable[NMLayer]) -> None:
     if world == 1:
         return
     owned = [p for layer in layers for p in layer.parameters.values() if p.requires_grad]
+    # In the order of the layers, which all processes share: collectives must follow one order.
     for dtype in dict.fromkeys(p.dtype for p in owned):
         parameters = [p for p in owned if p.dtype == dtype]
         # One flag a parameter travels with the gradients: whether any process has a gradient for it.
         flags = [float(p.grad is not None) for p in parameters]
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
         present = torch.tensor(flags, dtype=dtype).to(grads[0].device)
+        # Divided here: gloo has no ReduceOp.AVG.
         message = torch.cat([*map(torch.flatten, grads), present]).div_(world)
         dist.all_reduce(message)
         sizes = [p.numel() for p in parameters]
         *means, present_anywhere = message.split([*sizes, len(parameters)])
         for p, mean, is_present in zip(parameters, means, present_anywhere, strict=True):
             if p.grad is not None:
+                # In place: others may hold this tensor.
                 p.grad.copy_(mean.view_as(p))
             elif bool(is_present):
-                p.grad = mean.view_as(p).clone()
+                p.grad = mean.view_as(p).clone()  # the parts share the memory of the message
 
 
 def processes() -> int:

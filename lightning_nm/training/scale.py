@@ -28,6 +28,7 @@ Scale = Literal["supar", "supar-lr"]
 
 _KNOWN = (Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, SGD)
 _KNOWN_ELSEWHERE = re.compile(
+    # Lion by any package: its step is the sign of a moment times the rate.
     r"bitsandbytes\.(Paged)?(Adagrad|AdamW?|Lion|RMSprop|SGD)(8bit|32bit)?|torchao\._?AdamW?(4bit|8bit|Fp8)?|\w+\.Lion"
 )
 """Optimizers outside of torch, as ``package.Class``.
@@ -77,6 +78,7 @@ def rescale_initial(layer: NMLayer, base_density: float = 1.0) -> float:
         if kept_square and kept_square != square:
             factor = math.sqrt(base_density * square / kept_square)
         layer.weight.mul_(factor)
+    # After full(), which writes a sharded weight back: the fingerprint counts that write.
     _rescaled[layer.view.optimizer_param] = factor, tensor_fingerprint(layer.view.local)
     return factor
 
@@ -90,6 +92,7 @@ def is_rescaled(layer: NMLayer) -> bool:
 
 
 def _square(tensor: Tensor) -> float:
+    # In float64: squares of small values in half precision would vanish.
     return float(tensor.detach().double().square().sum())
 
 
@@ -120,6 +123,7 @@ class ScaledLearningRates:
         masked = [layer.name for layer in layers if id(layer.view.optimizer_param) in held]
         names = [
             f"{kind.__module__.partition('.')[0]}.{kind.__name__}"
+            # Classes that inherit from a known one count as it does.
             for kind in type(optimizer).__mro__
         ]
         known = isinstance(optimizer, _KNOWN) or any(map(_KNOWN_ELSEWHERE.fullmatch, names))
@@ -140,6 +144,7 @@ class ScaledLearningRates:
     def view(self, optimizer: Optimizer) -> Any:
         """An optimizer that shares its state and all else with another one, but may have other groups."""
         kind: Any = type(optimizer)
+        # Not by __init__, which would make groups and state. One __dict__ for both: a step sets all on the optimizer.
         view: Any = object.__new__(_view_class(kind))
         view.__dict__ = optimizer.__dict__
         view.nm_of = optimizer
@@ -154,6 +159,7 @@ class ScaledLearningRates:
         origins: list[tuple[dict[str, Any], float]] = []
         for group in view.nm_of.param_groups:
             of_each = [factors.get(id(parameter), 1.0) for parameter in group["params"]]
+            # A group without parameters stays, as one part.
             for factor in dict.fromkeys(of_each or [1.0]):
                 part = dict(group)
                 for key in group.keys() & {"params", "param_names"}:
@@ -163,6 +169,7 @@ class ScaledLearningRates:
                     part[key] = group[key] * factor
                 parts.append(part)
                 origins.append((group, factor))
+        # Else the view steps by the groups themselves.
         if any(factor != 1 for _, factor in origins):
             view.param_groups = parts
             view.nm_origins = origins
@@ -172,6 +179,7 @@ class ScaledLearningRates:
         # The view of another sparsifier on the same optimizer may lie between.
         while hasattr(view, "nm_of"):
             written = set()
+            # Without factors there are no origins: the step wrote to the groups themselves.
             for part, (group, factor) in zip(view.param_groups, view.nm_origins, strict=False):
                 # A counter has advanced alike in all parts of a group.
                 if id(group) in written:

@@ -32,6 +32,7 @@ def joint_statistics(layers: Sequence[NMLayer]) -> dict[str, float]:
     found = {**_mask_statistics(layers), **_gradient_statistics(layers)}
     layers_by_method: dict[type, list[NMLayer]] = {}
     for layer in layers:
+        # By class: rules may bring several objects of one method, whose statistics are one number.
         layers_by_method.setdefault(type(layer.spec.method), []).append(layer)
     for members in layers_by_method.values():
         found.update(members[0].spec.method.statistics(members))
@@ -62,6 +63,7 @@ def share_of_products(model: nn.Module, layers: Iterable[NMLayer]) -> float:
         if not isinstance(module, (nn.Embedding, nn.EmbeddingBag))
         for parameter in module.parameters(recurse=False)
     }
+    # A masked embedding drops out again, unless a layer with a GEMM shares its weight.
     masked = parameters & {layer.param for layer in layers if layer.spec.maskable}
     total = sum(map(known_size, parameters))
     return sum(map(known_size, masked)) / total if total else 1.0
@@ -84,6 +86,7 @@ def layers_short_of_tokens(
         pattern = estimator.pattern_of(layer)
         # Each token takes one multiply-add for each entry of the weight.
         tokens = least_macs.get(layer.name, 0) // layer.view.shape.numel()
+        # 0 tokens: not called, or its calls are not counted.
         if pattern is not None and 0 < tokens < pattern.m:
             found[layer.name] = f"{tokens} tokens, blocks of {pattern.m}"
     return found
@@ -137,11 +140,13 @@ def _sums(layer: NMLayer) -> list[float]:
     forward, backward, flips = layer.masks.forward, layer.masks.backward, layer.masks.flips
     size = torch.tensor(weight.numel(), dtype=torch.int64, device=weight.device)
     kept = size if forward is None else density_counts(forward)[0]
+    # Without a mask of its own dgrad uses W_F: the overlap is 1.
     kept_backward = kept if backward is None else density_counts(backward)[0]
     flips = torch.zeros_like(size) if flips is None else flips
     magnitudes = magnitude_sum(forward_weight), magnitude_sum(weight)
     parts = (size, kept, kept_backward, flips, *magnitudes)
     sums: list[float] = torch.stack([part.double() for part in parts]).tolist()
+    # The last sum is of all magnitudes of W, and so NaN if one entry is.
     if math.isnan(sums[-1]):
         raise ValueError(
             f"the weight of layer '{layer.name}' holds NaN after {layer.step} steps: lower the learning rate, "
@@ -152,6 +157,7 @@ def _sums(layer: NMLayer) -> list[float]:
 
 def _mask_statistics(layers: Sequence[NMLayer]) -> dict[str, float]:
     """``density``, ``flip_rate``, ``kept_magnitude`` and ``overlap`` of layers together."""
+    # So that there are six columns without layers, too.
     nothing = [0.0] * 6
     totals = [sum(column) for column in zip(nothing, *map(_sums, layers), strict=True)]
     size, kept, kept_backward, flips, magnitude_kept, magnitude = totals
@@ -169,8 +175,10 @@ def _gradient_statistics(layers: Sequence[NMLayer]) -> dict[str, float]:
     observed = [layer.progress.observed for layer in layers if layer.progress.observed is not None]
     if not observed:
         return {}
+    # The layers of one model may be on several devices.
     totals = torch.stack([sums.to(observed[0].device) for sums in observed]).sum(0)
     exact, error, nonzeros, entries = totals.tolist()
+    # Only passes with infinite gradients were observed, whose sums were set to 0.
     if not entries:
         return {}
     return {

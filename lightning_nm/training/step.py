@@ -89,7 +89,7 @@ class TrainingStep:
         self.begin_window()
         install(self._model, layers)
         self.counter = MacsCounter(self._model)
-        self.macs = self.counter.macs
+        self.macs = self.counter.macs  # the same dictionary: it outlives the counter
 
     def add(self, layers: Sequence[NMLayer]) -> None:
         """Install the masks of layers just added to :attr:`layers`; registered optimizers may own them."""
@@ -138,12 +138,14 @@ class TrainingStep:
         with self._rates_shown(known):
             for layer in known.layers:
                 hooks = self._hooks[layer]
+                # For these alone: full() gathers the weight and the gradient of all processes.
                 if "penalty" in hooks or "before_step" in hooks:
                     with _true_gradients(layer, loss_scale), layer.view.full(gradient=True):
                         if "penalty" in hooks:
                             _add_penalty(layer)
                         if "before_step" in hooks:
                             layer.spec.method.before_step(layer, known.optimizer)
+                # After the hooks, which tell by it a second call before the same step.
                 layer.progress.shaped = True
 
     @torch.no_grad()
@@ -163,6 +165,7 @@ class TrainingStep:
                     parameter.grad = None
         try:
             with self._rates_shown(known):
+                # Asked only of a step without before_step(), for it may look at all gradients.
                 trains = known.announced or not changes_nothing(known.optimizer)
                 for layer in known.layers:
                     if trains and "after_clipping" in self._hooks[layer]:
@@ -172,9 +175,10 @@ class TrainingStep:
                         with _true_gradients(layer, loss_scale), layer.view.full(gradient=True):
                             layer.spec.method.after_clipping(layer, known.optimizer)
         except BaseException:
-            known.depth = 0
+            known.depth = 0  # the step ends here, without its post hook
             raise
         if self._rates is not None:
+            # Outside of _rates_shown(): within it the groups have these rates already, and would be scaled twice.
             self._rates.scale(view, known.layers)
 
     @torch.no_grad()
@@ -188,6 +192,7 @@ class TrainingStep:
                 if layer.is_random:
                     layer.draw_noise()
                 continue
+            # Before after_step(), which may move masks: the GEMMs of this step ran with the present ones.
             layer.costs.count_step(layer)
             layer.progress.step += 1
             layer.progress.shaped = False
@@ -208,9 +213,11 @@ class TrainingStep:
         Returns:
             Whether any optimizer had stepped.
         """
+        # A batch without a forward pass has counted nothing: the next one is counted.
         if self.macs and self.counter is not None:
             self.counter.end_batch()
             if self.macs:
+                # Else parts are compiled, and the counts were dropped: the hooks in their graphs stay until stop().
                 self._close_counter()
         # What is left here is of a step that raised an exception, or that a GradScaler skipped.
         for known in self._registered.values():
@@ -235,8 +242,10 @@ class TrainingStep:
             begins_stage = stepped and bool(progress.stages) and progress.begins_stage
             if has_stepped or begins_phase or begins_stage:
                 self._move_masks(layer, begins_phase, begins_stage)
+            # Each micro-batch has noise of its own, also without a step: errors of estimates then average out.
             if layer.is_random:
                 layer.draw_noise()
+        # Without a step the window goes on: its micro-batches must all do the same.
         if stepped:
             self.begin_window()
         return stepped
@@ -244,9 +253,11 @@ class TrainingStep:
     def _move_masks(self, layer: NMLayer, begins_phase: bool, begins_stage: bool) -> None:
         method = layer.spec.method
         had_mask = layer.masks.has_forward
+        # At a moment of its schedule also a method without an update() of its own: the base class's has first masks.
         if "update" in self._hooks[layer] or (begins_phase and not layer.progress.is_dense):
             with layer.view.full():
                 method.update(layer)
+        # The first masks have come to a trained weight without latent values: what they prune is zero from now on.
         if layer.step and not had_mask and not method.latent:
             layer.zero_pruned()
             zero_pruned_state(layer, layer.forward_mask, self.optimizers)
@@ -280,6 +291,7 @@ class TrainingStep:
         method = layer.spec.method
         progress = layer.progress
         progress.clock = self.clock
+        # defined_hooks() compares every hook of a step: it is asked again only where a stage may end or begin.
         if progress.stages or loaded or layer not in self._hooks:
             progress.enter_stage()
             self._hooks[layer] = frozenset() if progress.is_dense else method.defined_hooks()
@@ -304,6 +316,7 @@ class TrainingStep:
         if not is_turn and not nothing_known:
             return
         # Each turn takes the next few layers, so that all of them are seen in time.
+        # By the clock, so that a resumed run goes on with the same layers.
         first = self.clock // self._observe_every * _OBSERVED_LAYERS
         for k in range(min(_OBSERVED_LAYERS, len(estimating))):
             layer = estimating[(first + k) % len(estimating)]
@@ -344,6 +357,7 @@ class TrainingStep:
         if id(optimizer) in self._registered:
             return
         known = RegisteredOptimizer(optimizer)
+        # Before it is registered: a method may refuse it, and then nothing has changed.
         self._find_layers(known)
         self._registered[id(optimizer)] = known
         self.optimizers.append(optimizer)
@@ -430,6 +444,7 @@ class TrainingStep:
         if id(optimizer) not in self._registered:
             return None
         if self.is_suspended is not None and self.is_suspended():
+            # A search trains on, and brings these weights back at its end: what belongs to them is kept.
             for layer in self.layers:
                 keep_replaced(layer)
             return None
@@ -476,6 +491,7 @@ class TrainingStep:
         if is_nested and self._rates is None:
             return
         if self._rates is not None:
+            # torch hands on the arguments that the pre-hook has returned: the first one is the view that stepped.
             self._rates.write_back(args[0])
         with self._rates_shown(known):
             announced = known.announced
@@ -529,12 +545,15 @@ def _unscaled(layer: NMLayer, loss_scale: float) -> Iterator[None]:
 
 def _add_penalty(layer: NMLayer) -> None:
     """Add the gradient of the method's penalty."""
+    # Hooks of a step run without autograd.
     with torch.enable_grad():
         penalty = layer.spec.method.penalty(layer)
         if penalty is None:
             return
         owners = [p for p in (layer.weight, *layer.parameters.values()) if p.requires_grad]
+        # A penalty may depend on some of them alone.
         grads = torch.autograd.grad(penalty, owners, allow_unused=True)
     for owner, grad in zip(owners, grads, strict=True):
         if grad is not None:
+            # In place: a gradient may be a view of a bucket of DistributedDataParallel.
             owner.grad = grad if owner.grad is None else owner.grad.add_(grad)

@@ -33,7 +33,7 @@ class ForgottenCalls:
 
     def __init__(self, in_plain_loop: bool) -> None:
         self.in_plain_loop = in_plain_loop
-        self._given: set[str] = set()
+        self._given: set[str] = set()  # calls that were warned of: each is told once
         self.unbaked = False  # whether an optimizer has stepped since the last bake()
 
     def optimizer_stepped(
@@ -84,6 +84,7 @@ def _holds_more(layer: NMLayer) -> bool:
     """Whether the parameter has values that W_F does not have. A shard is compared by its own process."""
     if layer.view.is_sharded and not layer.spec.method.selects_entries:
         return layer.masks.has_forward  # gathering the weight would take all processes
+    # NaN is not equal to itself, and would pass for a value that W_F lacks.
     return not torch.equal(
         layer.view.local.nan_to_num(), layer.forward_weight(local=True).nan_to_num()
     )
@@ -125,6 +126,7 @@ class DirectReads:
             parameter = layer.view.optimizer_param
             if not parameter.requires_grad:
                 continue  # it may be trained later
+            # Bound by partial(): a closure would see the last layer of the loop.
             note = partial(lambda layer, _: self.with_gradient.add(layer), layer)
             self._watched[layer] = parameter.register_post_accumulate_grad_hook(note)
         self.pending = not self._settled.issuperset(layers)
@@ -155,7 +157,7 @@ class DirectReads:
             handle.remove()
         self._watched.clear()
         self._settled.clear()
-        self.pending = True
+        self.pending = True  # a second attach() looks again
         self.with_gradient.clear()
 
     def _settle(self, layer: NMLayer) -> None:
@@ -174,7 +176,7 @@ class DirectReads:
         if names and is_certain and self._is_error:
             raise ValueError(_message(names))
         for layer in layers:
-            self._settle(layer)
+            self._settle(layer)  # each is told once
         if names:
             doubt = "" if is_certain else "; unless compiled functions call them, which is not seen"
             warnings.warn(f"{_message(names)}{doubt}", stacklevel=2)
@@ -194,6 +196,7 @@ def compiled_parts(model: nn.Module) -> set[nn.Module]:
     return {
         module
         for part in model.modules()
+        # module.compile() sets the former; the wrapper that torch.compile(module) returns holds the latter.
         if part._compiled_call_impl is not None or "_orig_mod" in part._modules
         for module in part.modules()
     }
