@@ -12,6 +12,7 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
+        # transformers imports without it, but its Trainer does not work: the error names the extra at once.
         import accelerate as _accelerate  # noqa: F401
         import transformers as _transformers  # noqa: F401
     except ImportError as error:

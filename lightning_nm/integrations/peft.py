@@ -145,6 +145,7 @@ def _hosts(model: nn.Module) -> Iterator[tuple[nn.Module, dict[str, Any]]]:
     """The modules that peft put adapters into, and the adapters' configurations by name."""
     for module in model.modules():
         configs = vars(module).get("peft_config")
+        # peft's tuner, around the model that it adapts, has the same dict.
         if isinstance(configs, dict) and not isinstance(module, BaseTuner):
             yield module, configs
 
@@ -201,6 +202,7 @@ def _inject_adapter(
         if name in modules or not config.layer_replication
     }
     _refuse(faults, _OTHER_BASE)
+    # Up to here nothing has changed. What kind of adapter a layer gets shows only once it is there.
     _inject_ordinary(tuner, model, adapter_name, *args, **kwargs)
     modules = _by_name(tuner.model)
     _refuse({name: _adapter_fault(modules.get(name)) for name in patterns}, _OTHER_BASE)
@@ -274,6 +276,7 @@ def _base_fault(base: Any, wanted: NMPattern | None) -> str:
     blocked = [view for view in (rows, rows.flatten(1)) if view.shape[1] % pattern.m == 0]
     if not blocked:
         return f"in = {rows.shape[1]} has no blocks of {pattern}"
+    # A convolution counts as N:M if it is so in one of the two layouts.
     violations = min(int(count_violations(view, pattern, dim=1)) for view in blocked)
     if violations:
         blocks = rows.numel() // pattern.m
@@ -300,6 +303,7 @@ def _base_weight(base: Any) -> Tensor:
 def _mask(module: Any, wanted: NMPattern | None) -> None:
     base = module.get_base_layer()
     layer = _masked_layer(base)
+    # A sparsifier's mask also has the kept entries that happen to be zero.
     mask = None if layer is None else layer.forward_mask
     module.__class__ = _MASKED[getattr(module, "nm_base", type(module))]
     module.nm_mask = _base_weight(base).ne(0) if mask is None else mask
@@ -326,6 +330,7 @@ def masked_delta(x: Tensor, a: Tensor, b: Tensor, mask: Tensor, scaling: float) 
     # Float64 is left alone, as autocast leaves it.
     if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
         x = x.to(torch.get_autocast_dtype(device))
+    # Autocast would also cast the GEMM of B and A, which merging makes in their own dtype.
     with torch.autocast(device, enabled=False):
         x_ti = x.reshape(-1, x.shape[-1])
         y_to = _MaskedDelta.apply(x_ti, a, b, mask, scaling)
@@ -442,6 +447,7 @@ class _MaskedLora(nn.Module):
 
     def _apply(self: Any, fn: Any, recurse: bool = True) -> Any:
         super()._apply(fn, recurse)
+        # The mask is no buffer, which would be one more key of the state dict.
         self.nm_mask = self.nm_mask.to(self.get_base_layer().weight.device)
         return self
 
@@ -459,6 +465,7 @@ class _MaskedLinear(_MaskedLora, lora.Linear):
     nm_base = lora.Linear
 
     def _delta_output(self: Any, x: Tensor, name: str) -> Tensor:
+        # It has the shape of the base weight, [in, out] in a Conv1D; there, too, A is [rank, in] and B [out, rank].
         mask = self.nm_mask.t() if self.fan_in_fan_out else self.nm_mask
         return masked_delta(
             x, self.lora_A[name].weight, self.lora_B[name].weight, mask, self.scaling[name]
@@ -469,6 +476,7 @@ class _MaskedConv(_MaskedLora):
     def _delta_output(self: Any, x: Tensor, name: str) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):  # as merging makes it
             delta = self.get_delta_weight(name)
+        # The base layer's own, for its stride, padding and dilation.
         return self.get_base_layer()._conv_forward(x, delta, None)
 
 

@@ -148,6 +148,7 @@ class NMTrainerCallback(TrainerCallback):
         """Install the masks, new or as saved."""
         _check_setting(args, model, optimizer)
         folder = saved = None
+        # The Trainer has loaded its own state by now: a training that begins is at step 0.
         if state.global_step:
             # The folder that the training resumes from, which the Trainer does not tell.
             given = self.resume_from
@@ -167,6 +168,7 @@ class NMTrainerCallback(TrainerCallback):
             data_rank=args.process_index,
             managed=True,
         )
+        # This changes the model: an error below has to take the masks off again.
         sparsifier.attach(saved, [optimizer])
         try:
             for layer in sparsifier.layers.values():
@@ -184,6 +186,7 @@ class NMTrainerCallback(TrainerCallback):
                         f"cannot resume with the state in '{folder}': {error}"
                     ) from error
             sparsifier.register(optimizer)
+            # Now, because the Trainer has restored the optimizer before this event.
             sparsifier.training.check_optimizer_states()
         except BaseException:
             sparsifier.detach()
@@ -232,6 +235,7 @@ class NMTrainerCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         """Update the masks, while the gradients are still there."""
+        # The optimizer has stepped; the Trainer zeroes the gradients after this event.
         self._end_batch()
         # This step is not counted yet. Steps that a gradient scaler skips are, and the sparsifier's plan is not at its
         # end then.
@@ -265,6 +269,7 @@ class NMTrainerCallback(TrainerCallback):
         for layer, values in self.sparsifier.layer_stats().items() if self.log_layers else ():
             scalars |= {f"nm/{name}/{layer}": value for name, value in values.items()}
         logs.update(scalars)
+        # The history has a copy of `logs` already, which the Trainer made before this event.
         state.log_history[-1].update(scalars)
 
     def on_save(
@@ -306,6 +311,7 @@ class NMTrainerCallback(TrainerCallback):
 
         The end of training calls it. Weights that were not trained yet stay dense.
         """
+        # Forgotten first: a second call does nothing, also after an error in this one.
         sparsifier, self.sparsifier, self._state = self.sparsifier, None, None
         if sparsifier is not None:
             vars(sparsifier.model).pop(_MARK, None)
@@ -337,8 +343,10 @@ def _check_setting(args: TrainingArguments, model: nn.Module, optimizer: Optimiz
 def _saved_folder(args: TrainingArguments, state: TrainerState) -> Path:
     """The checkpoint folder of the present step; it may not exist."""
     folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+    # A search for hyperparameters saves each trial in a folder of its own, output_dir/run-<number> by default.
     trials = folder.parent.glob(f"*/{folder.name}") if state.is_hyper_param_search else ()
     found = [each for each in (folder, *trials) if each.is_dir()]
+    # Several trials reach this step: the last one that was saved is the present one.
     return max(found, key=lambda each: each.stat().st_mtime, default=folder)
 
 
@@ -379,4 +387,5 @@ def _load(model: nn.Module, folder: Path) -> None:
     missing = [name for name in needed if name not in weights]
     if missing:
         raise ValueError(f"'{folder}' holds no weights '{missing[0]}' ({len(missing)} are missing)")
+    # Buffers that are not saved, and second names of tied weights, may be missing: every parameter is there.
     model.load_state_dict(weights, strict=False)

@@ -54,6 +54,7 @@ class Gemm(NamedTuple):
         """The kind for tables: the pattern, ``"masked"``, ``"none"``, or else ``"dense"``."""
         if self.pattern is not None:
             return str(self.pattern)
+        # Where outputs are sparse both operands are dense: N:M hardware gains nothing.
         return "dense" if self.kind == "outputs" else self.kind
 
 
@@ -77,6 +78,7 @@ _SOFT = "other values than W_F while it trains"
 
 def _forward(layer: NMLayer) -> Gemm:
     spec = layer.spec
+    # Nothing is known of the zeros in the weights of such a method: they count as dense.
     if not spec.method.uses_masks:
         return Gemm()
     if not layer.masks.has_forward:
@@ -93,6 +95,7 @@ def _of_kept(layer: NMLayer, kind: GemmKind, reason: str) -> Gemm:
     """A GEMM that is counted by the entries that the forward mask keeps, but is not N:M along the contraction axis."""
     density = kept_share(layer)
     paper = density if layer.spec.method.paper_counts_masked else 1.0
+    # `eligible` stays 1: zeros that are not N:M along the contraction axis speed up no N:M hardware.
     return Gemm(kind, reason=reason, arithmetic=density, paper=paper)
 
 
@@ -115,6 +118,8 @@ def _dgrad(layer: NMLayer) -> Gemm:
         # The reason is of interest only where dgrad would be N:M without it.
         return Gemm(reason="" if spec.dgrad is None else spec.dgrad_reason)
     if masks.has_backward and pattern is not None:
+        # A backward mask within the forward one keeps fewer than N in some blocks. Until that is measured, it counts by
+        # the pattern.
         return Gemm.sparse(pattern, masks.backward_density)
     if not masks.has_forward:
         return Gemm(reason=spec.dgrad_reason)
@@ -141,6 +146,7 @@ def drawn_density(pattern: NMPattern, kept: float) -> float:
     """
     expected = 0.0
     for count in range(pattern.m + 1):
+        # The forward mask keeps `count` of the M entries of a block.
         chance = math.comb(pattern.m, count) * kept**count * (1 - kept) ** (pattern.m - count)
         expected += chance * min(count, pattern.n)
     return expected / pattern.m
@@ -163,7 +169,10 @@ def _wgrad(layer: NMLayer) -> Gemm:
         reason = f"dense phase; {exact.reason}" if exact.reason else "dense phase"
         return exact._replace(reason=reason)
     pattern = estimator.pattern_of(layer)
+    # An estimator without blocks leaves a dense GEMM, with other values.
     estimated = Gemm() if pattern is None else Gemm.sparse(pattern)
+    # The estimate leaves out terms of each sum, and sparse outputs leave out whole sums: what is left of the arithmetic
+    # multiplies. The count of the papers is the smaller of the two fractions.
     return estimated._replace(
         arithmetic=estimated.arithmetic * exact.arithmetic,
         paper=min(estimated.paper, exact.paper),

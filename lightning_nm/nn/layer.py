@@ -48,6 +48,7 @@ def tensor_fingerprint(tensor: Tensor) -> Hashable:
         >>> tensor_fingerprint(weight) == before
         False
     """
+    # A tensor of inference mode has no version counter, and asking for it raises an error.
     version = -1 if tensor.is_inference() else tensor._version
     storage = StorageWeakRef(tensor.untyped_storage())
     # FSDP gives the memory of a storage back, and takes other memory for it.
@@ -100,6 +101,7 @@ class LayerSpec:
 # Numbers for all masks of the process: masks that replace others never have their number.
 _generations = count(1)
 
+# What GEMMs read of the masks. Counts such as `flips` are left out: a new count makes no kept pack stale.
 _MASK_PARTS = frozenset({"bits", "has_forward", "has_backward", "permutation"})
 
 
@@ -210,6 +212,7 @@ class LayerMasks:
             backward: Bool mask, or ``None`` when dgrad uses the forward weight.
             like: The bits take its memory order, so that one pass reads a weight and its bits; ``None``: row-major.
         """
+        # These assignments also renew the generation, which the copy in place below would not.
         self.has_forward = forward is not None
         self.has_backward = backward is not None
         if forward is None and backward is None:
@@ -218,6 +221,7 @@ class LayerMasks:
             return
         if forward is None:
             assert backward is not None
+            # All forward bits of a dense weight are set, so that none of its updates counts a flip.
             forward = torch.ones_like(backward)
         bits = forward.to(torch.uint8)
         if backward is not None:
@@ -225,6 +229,7 @@ class LayerMasks:
         if self.bits is None:
             memory_order = bits.contiguous() if like is None else like
             self.bits = torch.empty_like(memory_order, dtype=torch.uint8).copy_(bits)
+            # The first mask prunes entries, but flips none: there was no mask before it.
             self.flips = torch.zeros((), dtype=torch.int64, device=bits.device)
         else:
             self.flips = torch.count_nonzero((self.bits ^ bits) & FORWARD_BIT)
@@ -247,6 +252,7 @@ class LayerMasks:
     def set_backward(self, backward: Tensor) -> None:
         """Move the backward mask alone; the forward mask and its counts of changes stay."""
         assert self.bits is not None
+        # Assigned even where it is True already: that renews the generation.
         self.has_backward = True
         self.bits.copy_((self.bits & FORWARD_BIT) + backward.to(torch.uint8) * BACKWARD_BIT)
 
@@ -322,6 +328,7 @@ class LayerNoise:
     def generator(self, step: int) -> torch.Generator:
         """A generator that depends on the seed, the name and the step alone: equal on all ranks and after a resume."""
         text = f"{self.seed}/{self.name}/{step}"
+        # Not Python's hash(), which differs between processes for a text.
         digest = hashlib.sha256(text.encode()).digest()
         seed = int.from_bytes(digest[:8], "little")
         return torch.Generator().manual_seed(seed >> 1)  # a generator takes 63 bits
@@ -331,6 +338,7 @@ class LayerNoise:
         if number is None:
             number = self.draws + 1
         self.draws = number
+        # The next call is number 0 again, also in a run that resumes with this draw.
         self._calls.clear()
         words = fold_seed(self.seed, self.name, self.draws, self._rank())
         self.words = words.to(device, non_blocking=True)
@@ -362,6 +370,7 @@ class LayerNoise:
         calls_before = self._calls.get((drawn, row), 0)
         self._calls[drawn, row] = calls_before + 1
         # An odd constant near 2^32 over the golden ratio: no call and row have the words of others.
+        # The words may pass 32 bits by this: counter_uniform() takes them modulo 2^32.
         return words + (row + calls_before * 0x9E3779B1)
 
 
@@ -400,6 +409,7 @@ class LayerProgress:
         if self.step < first:
             return False
         turns = (self.step - first) // every
+        # Below 0 before `first`, by floor division: so the step `first` itself is a turn, unless it is 0.
         turns_before = (self.updated_at - first) // every
         return turns > turns_before
 
@@ -433,6 +443,7 @@ class LayerProgress:
         Whether this window needs a dense gradient is not known by that.
         """
         self.step = self.clock = clock
+        # As method.update() finds it at this step: the last update was one step earlier.
         self.updated_at = max(clock - 1, 0)
         self.dense_gradient = False
         self.enter_stage()
@@ -454,6 +465,7 @@ class LayerProgress:
 
         ``estimate`` is E(dY), ``exact`` is dW made of dY, and ``found`` is dW made of E(dY).
         """
+        # In float64: sums of a window pass 2^24, above which float32 cannot hold every count.
         nonzeros = torch.count_nonzero(estimate).double()
         size = torch.full_like(nonzeros, estimate.numel())
         exact_energy, error_energy = gradient_energies(exact, found)
@@ -547,6 +559,7 @@ class NMLayer(HasHandle):
         """What the method keeps from one call of a step to the next, such as a pending exchange; never saved."""
         self.replaced_state: dict[str, Any] | None = None
         """The state before other weights were loaded, until the masks move: it comes back if its weights do."""
+        # A size of an input can be dynamic in a compiled graph, so that equal layers share one graph.
         self.handle_tensor = torch.empty(
             self.handle, 0, dtype=torch.float32, device=self.param.device
         )
@@ -560,6 +573,7 @@ class NMLayer(HasHandle):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        # Operators find a layer by this size: the tensor of the original would lead them to the original.
         self.handle_tensor = self.handle_tensor.new_empty(self.handle, 0)
 
     def __repr__(self) -> str:
@@ -621,6 +635,7 @@ class NMLayer(HasHandle):
         """
         masks = self.masks
         if masks.bits is not None and self.view.is_sharded:
+            # A process has the bits of the whole weight, but the values of its shard alone.
             masks = masks.with_bits(self.view.shard_of(masks.bits))
         masks.zero_pruned(self.view.local if local is None else local)
 
@@ -695,6 +710,7 @@ class NMLayer(HasHandle):
             found.append(self.masks.permutation)
         if self.spec.method.passes_read_buffers:
             found += self.buffers.values()
+        # The parameters come last: autograd functions count their gradients from the end.
         return [*found, *self.parameters.values()]
 
     def to_weight_device(self) -> None:
@@ -703,14 +719,17 @@ class NMLayer(HasHandle):
         for part in (self.masks, self.noise, self.progress):
             for name, value in vars(part).items():
                 if isinstance(value, Tensor) and value.device != device:
+                    # By setattr, and not in the dict: masks on another device get a new generation.
                     setattr(part, name, value.to(device))
         self.handle_tensor = self.handle_tensor.to(device)
         self.buffers = {name: tensor.to(device) for name, tensor in self.buffers.items()}
         for parameter in self.parameters.values():
+            # Through .data, as torch moves parameters: an optimizer may hold this object.
             parameter.data = parameter.data.to(device)
 
     def with_parts(self, **parts: Any) -> NMLayer:
         """A copy of this layer that shares all parts but those given."""
+        # By __getstate__ and __setstate__: the copy has a handle, a handle tensor and experts of its own.
         other = copy.copy(self)
         for name, part in parts.items():
             setattr(other, name, part)
@@ -753,6 +772,7 @@ def gemms_key(layer: NMLayer) -> tuple[Hashable, ...]:
         masks.has_backward,
         masks.permutation is None,
         masks.backward_density,
+        # Measuring waits for the device: only where no pattern gives the density.
         masks.density if pattern is None else None,
         pattern,
         spec.method.gradient_at_pruned(layer),

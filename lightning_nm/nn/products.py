@@ -141,6 +141,7 @@ def gemm(
         result = torch.ops.aten._unsafe_view(result, shape)
     if observed:
         assert operands.estimate is not None
+        # One more dense wgrad, which only the passes of observed layers pay for.
         exact = _weight_gradient(operands, operands.dy)
         layer.progress.observe(operands.estimate, exact, result)
     return result
@@ -157,6 +158,7 @@ def _dense_product(layer: NMLayer, which: GemmName, operands: Operands) -> Tenso
     if which == "forward":
         if geometry is None:
             return F.linear(x, weight, operands.bias)
+        # geometry[0] has a stride for each spatial dimension.
         return CONVOLUTIONS[len(geometry[0]) - 1](x, weight, operands.bias, *geometry)
     if geometry is None:
         return dy @ weight
@@ -175,6 +177,7 @@ def _kernel_product(layer: NMLayer, which: GemmName, operands: Operands, choice:
         if key.sparsity == "outputs":
             # At entries that are not kept dW may be anything.
             return multiply(kernel, key, _packed(layer, which, operands, choice), x, grad=dy)
+        # E(dY)^T [out, tokens]: made for dgrad and wgrad together, or for the comparison with dY, or now.
         estimate_ot = operands.estimate_ot
         if operands.estimate is not None:
             estimate_ot = operands.estimate.t().contiguous()
@@ -184,6 +187,7 @@ def _kernel_product(layer: NMLayer, which: GemmName, operands: Operands, choice:
         return multiply(kernel, key, kernel.pack(estimate_ot), x)
     if key.drawn:
         assert operands.noise is not None
+        # Another draw in each pass: its pack is never kept.
         drawn_io = drawn_matrix(layer, operands.weight, operands.noise, key.dtype, transposed=True)
         return multiply(kernel, key, kernel.pack(plain(drawn_io)), dy)
     packed = _packed(layer, which, operands, choice)
@@ -275,6 +279,7 @@ def dense_weight(layer: NMLayer, which: GemmName, operands: Operands) -> Tensor:
     view = layer.view
     weight, dtype, noise = operands.weight, operands.dtype, operands.noise
     is_matrix = operands.geometry is None
+    # Without noise the backward pass is itself differentiated, and takes W_F, the mean of the draws.
     if which == "dgrad" and noise is not None and layer.draws_backward:
         drawn_oi = drawn_matrix(layer, weight, noise, dtype, operands.rows)
         return drawn_oi if is_matrix else view.unrows(drawn_oi.reshape(view.rows(weight).shape))
@@ -344,6 +349,7 @@ def masked_matrix(layer: NMLayer, which: GemmName, weight: Tensor, key: GemmKey)
     transposed = is_dgrad and key.conv is None
     order = masks.permutation if of_backward and transposed else None
     values = None
+    # The method makes the values: once, for the matrix as for `dense`.
     if not layer.spec.method.selects_entries:
         values = layer.values_of(which, weight).to(key.dtype)
     dense = partial(
@@ -380,6 +386,7 @@ def _packed(layer: NMLayer, which: GemmName, operands: Operands, choice: Choice)
         which = "forward"
     # Those of convolutions and of other dtypes may be others.
     name = (kernel.packs_as or kernel.name, which, key.conv is None, key.dtype)
+    # A pack is worth its memory only if the micro-batches of a step share it.
     if trains and router.reuse > 1 and kernel.keeps_packs and not by_outputs:
         # Memory belongs to the stream where it was made.
         stream = torch.cuda.current_stream(weight.device).cuda_stream if weight.is_cuda else 0
@@ -391,6 +398,7 @@ def _packed(layer: NMLayer, which: GemmName, operands: Operands, choice: Choice)
             layer.progress.clock,
             stream,
         )
+        # With trains=False this function makes the pack, and does not look for a kept one.
         once = operands._replace(route=Route(router, trains=False))
         make = partial(_packed, layer, which, once, choice)
         return router.kept(layer, ("pack", *name), stamp, make)
@@ -440,7 +448,7 @@ def _estimate(layer: NMLayer, operands: Operands) -> Tensor:
     assert operands.seed is not None
     if operands.geometry is None:
         return estimated(layer, dy, operands.seed)
-    by_token = dy.movedim(1, -1)
+    by_token = dy.movedim(1, -1)  # [batch, *positions, out]
     estimate_to = estimated(layer, by_token.flatten(0, -2), operands.seed)
     estimate = estimate_to.reshape(by_token.shape).movedim(-1, 1)
     # Convolutions are several times slower where X and dY lie in different orders, channels last and first. A compiler
@@ -538,12 +546,14 @@ def _product(layer: NMLayer, which: GemmName, operands: Operands) -> Product:
     out = operands.out
     if out is None:
         out, _ = layer.view.matrix_shape(operands.weight)
+    # Of a convolution these are images and channels: below they become output positions and entries of a filter.
     tokens, width = x.shape[:2]
     conv = None
     if operands.geometry is not None:
         conv = convolution_of(x, operands.weight.shape, operands.geometry)
         tokens *= math.prod(conv.positions)
         width = math.prod(conv.weight_shape[1:])
+    # Rows, depth and columns, as in a GemmKey: the depth is what the GEMM sums over.
     sizes = {
         "forward": (out, width, tokens),
         "dgrad": (width, out, tokens),
@@ -611,6 +621,7 @@ def gradients(
         (wgrad,) = choose(layer, ("wgrad",), operands)
     geometry, seed = operands.geometry, operands.seed
     both = needs_input and needs_weight
+    # Not with an estimate: dX is then of dY, and dW of E(dY), which takes two calls.
     if both and geometry is not None and seed is None and dgrad is None and wgrad is None:
         weight = dense_weight(layer, "dgrad", operands)
         return conv_gradients(operands.dy, operands.x, weight, weight.shape, geometry, both, both)
@@ -844,6 +855,7 @@ def _route_gradient(
     """
     if not torch.compiler.is_compiling():
         layer.progress.trained_by_layer = True
+    # Under autocast the GEMM is of a half dtype: methods see gradients in the dtype of the weight.
     dweight = dweight.to(weight.dtype)
     if not layer.routes_gradients:
         return dweight, [None] * number
@@ -870,6 +882,7 @@ class _Gemms(torch.autograd.Function):
         ctx.rows = slice(None) if rows is None else slice(*rows)
         ctx.geometry = geometry
         ctx.route = route
+        # One operator, which compiled graphs do not look into: it asks the router when it runs.
         if route is not None and not route.reason:
             out, _ = layer.view.matrix_shape(weight)
             return forward_gemm(
@@ -883,6 +896,7 @@ class _Gemms(torch.autograd.Function):
                 layer.handle_tensor,
                 route.router.handle,
             )
+        # Torch's own operations, which a compiler sees and may fuse.
         operands = Operands(x, weight, bias, dtype, None, ctx.rows, geometry, route)
         (choice,) = choose(layer, ("forward",), operands)
         return gemm(layer, "forward", operands, choice)
@@ -938,6 +952,7 @@ class _Gemms(torch.autograd.Function):
             dx, dweight = gradients(layer, operands, needs_input=needs_x, needs_weight=needs_weight)
         if needs_weight:
             if geometry is None:
+                # The other rows get their gradients from calls of their own, and autograd adds the parts up.
                 if rows != slice(None):
                     part_oi = dweight
                     dweight = part_oi.new_zeros(layer.view.matrix_shape(weight))
@@ -948,7 +963,9 @@ class _Gemms(torch.autograd.Function):
             dweight, dtensors = _route_gradient(layer, weight, dweight, len(tensors))
         if ctx.needs_input_grad[2]:
             batch_and_positions = (0, *range(2, dy.dim()))
+            # Of dY itself: a sum over tokens is no GEMM, so an estimate would save nothing.
             dbias = dy.sum(batch_and_positions)
+        # No gradients for the layer, the settings and the noise, which stand between the bias and the tensors.
         return dx, dweight, dbias, *[None] * (first_tensor - 3), *dtensors
 
 
@@ -1089,6 +1106,7 @@ def nm_embedding(
     Returns:
         ``[..., embedding_dim]``.
     """
+    # -1 is no row: torch itself passes it to the operator where nothing is padding.
     padding = -1 if padding_idx is None else padding_idx
     return _Embedding.apply(
         tokens, weight, layer, padding, scale_grad_by_freq, *layer.read_tensors()
@@ -1115,6 +1133,7 @@ def _apply(
     # Entering torch's own context takes as long as a small GEMM: not where autocast is off anyway.
     if torch.is_autocast_enabled(device):
         without_autocast = torch.autocast(device, enabled=False)
+        # Autocast leaves float64 as it is.
         if x.is_floating_point() and x.dtype != torch.float64:
             dtype = torch.get_autocast_dtype(device)
             x = x.to(dtype)
@@ -1126,4 +1145,5 @@ def _apply(
         route = Route(router, torch.is_grad_enabled(), reason)
     arguments = (x, weight, bias, layer, dtype, rows, geometry, route)
     with without_autocast:
+        # As an input, the noise is saved: the backward pass has the words that were drawn before its forward pass.
         return _Gemms.apply(*arguments, layer.noise.words, *layer.read_tensors())

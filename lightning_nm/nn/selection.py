@@ -115,6 +115,7 @@ class Selection:
 
     def unfreeze(self, layers: Collection[NMLayer]) -> None:
         """Move frozen layers, which are trained now, to the masked ones."""
+        # `sizes` has every weight in the model's order.
         position = {name: place for place, name in enumerate(self.sizes)}
         self.frozen = [layer for layer in self.frozen if layer not in layers]
         # Both in place: others hold this list.
@@ -219,6 +220,7 @@ def select(
                 state, until = "frozen", "masked once it requires a gradient and is in an optimizer"
             skipped[layer.name] = f"{state}: it is {until}; at once if `include` names it"
         else:
+            # Not of frozen layers: they are asked when they are masked, and may get other weights until then.
             refuse_nan(layer)
             selection.layers.append(layer)
     if not selection.layers and not selection.frozen:
@@ -246,10 +248,12 @@ def candidates_of(model: nn.Module) -> tuple[list[Candidate], dict[str, str]]:
     # Why modules are dense for the sake of others: start of the names of a module's parts, and the name of a child.
     low_rank: dict[str, str] = {}
     read_by: dict[str, str] = {}
+    # Parents come before their parts: what they say of a part is known when the part comes.
     for raw_name, module in model.named_modules():
         name = plain_name(raw_name)
         if is_low_rank(module):
             low_rank[f"{name}." if name else ""] = _in_low_rank(module)
+        # Another sparsifier may have adapted the module: its own class decides.
         kind = original_class(module)
         found = find_adapter(kind)
         if found is None:
@@ -271,6 +275,7 @@ def candidates_of(model: nn.Module) -> tuple[list[Candidate], dict[str, str]]:
             for child in adapter.reads_children:
                 read_by[f"{name}.{child}".lstrip(".")] = f"read, not called, by {kind.__name__}"
             continue
+        # No rule is known yet, and so no layout of convolutions: _layer_spec() asks again.
         for spec in adapter.specs(module, "channels"):
             weight_name = layer_name(name, spec.parameter)
             candidates.append(Candidate(weight_name, name, module, adapter, spec))
@@ -296,6 +301,7 @@ def _why_module(
     path = f"{kind.__module__}.{kind.__name__}"
     if kind.forward is nn.Module.forward:
         return f"{path} has no forward: other modules read its weights"
+    # The swapped class would run the adapter's forward in place of this one.
     if kind.forward is not handled.forward and not adapter.wraps_forward:
         return f"{path} has a forward of its own"
     # The hooks of accelerate leave one in the dict of an instance.
@@ -479,6 +485,7 @@ def _complete(
             names = every
         candidate.rule = next((rule for rule in rules if rule.matches(*names)), None)
         candidate.is_excluded = _match(names, exclude)
+        # With the dot at the end, an FSDP module matches itself and its parts, but no name that only begins alike.
         path = f"{candidate.module_name}."
         # The model itself has no name, and holds every module.
         candidate.fsdp = [
@@ -563,6 +570,7 @@ def _first_and_last(
         layers = [layer for layer in layers if not is_frozen(layer)] or layers
         if layers:
             name = layers[place].module_name
+            # A layer that has saved masks was not left dense when the training began.
             if saved is None or (reason in lost and name not in continued):
                 found[name] = reason
     return found
@@ -574,6 +582,7 @@ def _layer_spec(candidate: Candidate) -> LayerSpec:
     assert rule is not None
     specs = candidate.adapter.specs(candidate.module, rule.conv_layout)
     spec = next(each for each in specs if each.parameter == candidate.spec.parameter)
+    # Only linear layers have cuts here, see _why_weight(): of `out` in dimension 0, and of `in` in dimension 1.
     cuts = candidate.cuts
     layout = Layout(spec.layout)
     out, depth = layout.row_sizes(candidate.weight.shape)
@@ -736,6 +745,7 @@ def _no_match(
             f"write '{stem}'"
         )
     # The names that are most like it, or some names if none is.
+    # 0.4 is below difflib's default of 0.6: a distant name helps more than none.
     close = difflib.get_close_matches(glob, layer_names, n=3, cutoff=0.4) or layer_names[:5]
     shown = "the model has no maskable layer"
     if close:
@@ -788,6 +798,7 @@ def warn_of_adapters(model: nn.Module, patterns: Sequence[NMPattern]) -> None:
 
 def _breaks_when_merged(module: Any, patterns: Sequence[NMPattern]) -> bool:
     """Whether merging the adapters of a module would fill the zeros of an N:M base weight."""
+    # By the names that peft gives: it need not be installed.
     weight = getattr(getattr(module, "base_layer", None), "weight", None)
     if not isinstance(weight, Tensor) or not is_low_rank(module) or hasattr(module, "nm_mask"):
         return False
@@ -807,6 +818,7 @@ def install(model: nn.Module, layers: Iterable[NMLayer]) -> None:
     for layer in layers:
         for module, parameter in layer.spec.holders:
             _adapt(module)
+            # All modules that hold the weight have one layer, and so the same masks.
             vars(module)["nm_layers"][parameter] = layer
     _adapt_around(model)
 
@@ -816,6 +828,7 @@ def uninstall(model: nn.Module, layers: Iterable[NMLayer]) -> None:
     for layer in layers:
         for module, parameter in layer.spec.holders:
             if isinstance(module, Adapter):
+                # The class goes back in _adapt_around(), once no layer is left in the module.
                 module.nm_layers.pop(parameter, None)
     _adapt_around(model)
 

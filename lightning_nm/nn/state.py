@@ -36,11 +36,13 @@ def layer_state(layer: NMLayer) -> State:
     spec = layer.spec
     masks = layer.masks
     progress = layer.progress
+    # One gathering for both: forward_weight() enters full() again, which does nothing.
     with layer.full():
         weight = layer.weight.detach()
         forward_weight = layer.forward_weight()
     forward_mask = masks.forward
     backward_mask = masks.backward
+    # int32 takes half of the space in a file; masks that are loaded have int64 again.
     permutation = None if masks.permutation is None else masks.permutation.to("cpu", torch.int32)
     latent = None
     # Before its first step a method may not have zeroed the pruned entries yet.
@@ -79,6 +81,7 @@ def _decisions(layer: NMLayer) -> State:
     spec = layer.spec
     estimator_settings = {}
     if spec.estimator is not None:
+        # The pattern that it has at this layer: its own may be None, which takes the layer's.
         pattern = str(spec.estimator.pattern_of(layer))
         estimator_settings = {**_settings(spec.estimator), "pattern": pattern}
     return {
@@ -130,6 +133,7 @@ def dropped(weight: Tensor, forward_weight: Tensor, mask: Tensor | None) -> Tens
         return None
     if mask is not None and _same(forward_weight, torch.where(mask, weight, 0)):
         return weight[~mask].cpu()
+    # W_F has other values at kept entries, too, such as scaled ones: only all of W brings it back.
     return weight.clone().cpu()
 
 
@@ -138,6 +142,7 @@ def latent_weight(forward_weight: Tensor, latent: Tensor | None, mask: Tensor | 
     weight = forward_weight.clone()
     if latent is None:
         return weight
+    # A vector of pruned entries never has the shape of a weight, which has two dimensions or more.
     if latent.shape == weight.shape:
         return weight.copy_(latent)
     assert mask is not None
@@ -220,6 +225,7 @@ def fits(layer: NMLayer, state: State, weight: Tensor | None = None) -> bool:
     mask = _unpacked(layer, state["forward_mask"])
     latent = state["latent"]
     if latent is None or latent.shape != weight.shape:
+        # Equal sums could be of weights with zeros elsewhere: W_F is 0 at each entry that the saved mask prunes.
         return mask is None or not bool(weight[~mask].any())
     # W was saved whole, because its method makes W_F in another way than by a mask: it is made again.
     saved = saved_layer(layer, state)
@@ -256,6 +262,7 @@ def saved_layer(layer: NMLayer, state: State) -> NMLayer:
         for name, value in state["parameters"].items()
     }
     # What a method makes of the weight may depend on the pattern of that time.
+    # A copy: the layer's own stage stays.
     progress = replace(layer.progress)
     progress.set_stage(state["stage"])
     return layer.with_parts(masks=masks, buffers=buffers, parameters=parameters, progress=progress)
@@ -297,6 +304,7 @@ def differences_of_layer(
     ramp = () if schedule is None else schedule.ramp
     saved_ramp = [name for _, name in saved_stages(state) if name not in (DENSE, FINAL)]
     own = _decisions(layer)
+    # Of the ramp the patterns are compared, and not the moments, which were planned in steps.
     here = {**own, "ramp": ", ".join(map(str, ramp)) or "none"}
     saved = {**state, "ramp": ", ".join(saved_ramp) or "none"}
     refused = []

@@ -49,6 +49,7 @@ def parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, layer: NMLay
     # Each process with rows of its own has a part of the sum that is dX.
     grad_placements = [Partial()] if by_rows else x.placements
     local_x = x.to_local(grad_placements=grad_placements)
+    # dW of a shard is complete in the process that holds it: nothing is added up.
     local_weight = weight.to_local(grad_placements=weight.placements)
     # Processes with columns add their GEMMs up: the bias is added once, to the sum.
     local_bias = None if by_columns else bias
@@ -57,6 +58,7 @@ def parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, layer: NMLay
     bits = layer.masks.bits
     local_bits = None if bits is None else local_shard(bits, weight)
     local_layer = layer.with_parts(masks=layer.masks.with_bits(local_bits))
+    # Without a router: what it keeps belongs to one layer object, and this one lives for one call.
     y = nm_linear(local_x, local_weight, local_bias, local_layer, routed=False)
     if not by_columns:
         placements = [Shard(last_dimension) if by_rows else Replicate()]

@@ -118,6 +118,7 @@ class Layout(str, Enum):
 
     def row_sizes(self, shape: Sequence[int]) -> tuple[int, int]:
         """The first two sizes of the :meth:`rows` of a tensor of this shape."""
+        # A meta tensor has a shape and no memory: rows() itself tells the sizes.
         out, inputs, *_ = self.rows(torch.empty(shape, dtype=torch.float32, device="meta")).shape
         return out, inputs
 
@@ -126,6 +127,7 @@ class Layout(str, Enum):
         if self is Layout.FLAT:
             return rows.unflatten(1, shape[1:])
         if self.has_experts:
+            # The outputs of an expert are the second size of [experts, out, in] and the third of [experts, in, out].
             rows = rows.unflatten(0, (-1, shape[2 if self.is_transposed else 1]))
         return rows.transpose(-2, -1) if self.is_transposed else rows
 
@@ -179,11 +181,13 @@ def local_shard(full: Tensor, sharded: Tensor) -> Tensor:
     assert coordinate is not None
     # Where two dimensions of the mesh cut one of the tensor, FSDP cuts what tensor parallelism has cut before.
     order = list(range(len(sharded.placements)))
+    # FSDP's placement is then torch's _StridedShard, which alone has a split_factor: the stable sort puts it last.
     order.sort(key=lambda k: hasattr(sharded.placements[k], "split_factor"))
     for k in order:
         dim = _dimension(sharded.placements[k])
         if dim is None:
             continue
+        # DTensor cuts as chunk() does: into equal parts, of which the last may be shorter or missing.
         chunks = full.chunk(sharded.device_mesh.size(k), dim)
         here = coordinate[k]
         # The last processes may hold nothing.
@@ -195,6 +199,8 @@ def as_sharded(local: Tensor, like: Tensor) -> Tensor:
     """The local shards of all processes as one tensor, sharded as another one; a plain tensor is not sharded."""
     if not isinstance(like, DTensor):
         return local
+    # Shards may be of unequal sizes: without the shape and the stride of the whole, from_local() would take all others
+    # to be as large as this one. Its check would be a collective.
     return DTensor.from_local(
         local,
         like.device_mesh,
@@ -289,6 +295,7 @@ class PlainWeight:
     @property
     def memory_order(self) -> Tensor | None:
         """A tensor in whose memory order the mask bits lie; ``None`` for row-major bits."""
+        # A convolution's weight may be channels last: passes that walk weight and bits together need bits in its order.
         return self.param
 
     def rows(self, tensor: Tensor) -> Tensor:
@@ -378,6 +385,7 @@ class ShardedWeight(PlainWeight):
             return self.param
         if self._gathered is None:
             with torch.inference_mode(False):
+                # Out of inference mode, so that it has the version counter by which _write_back() sees changes.
                 weight = nn.Parameter(gather(self.param), self.param.requires_grad)
                 grad = self.param.grad if self._with_gradient else None
                 weight.grad = None if grad is None else gather(grad)
@@ -399,6 +407,7 @@ class ShardedWeight(PlainWeight):
         self._with_gradient = gradient
         try:
             yield
+            # Not after an exception, which leaves the parameter as it was.
             self._write_back()
         finally:
             self._in_full = False
@@ -414,6 +423,7 @@ class ShardedWeight(PlainWeight):
         self._gathered = None
         versions = _versions(weight, weight.grad)
         if versions[0] != versions_before[0]:
+            # Every process has made the same change to its copy of the whole, so nothing has to be sent.
             local_values(parameter).copy_(local_shard(weight.detach(), parameter))
         is_same_gradient = weight.grad is grad and versions[1:] == versions_before[1:]
         if not self._with_gradient or is_same_gradient:
@@ -421,6 +431,7 @@ class ShardedWeight(PlainWeight):
         if weight.grad is None:
             parameter.grad = None
         elif parameter.grad is None:
+            # A clone, because the shard is a view and would keep the memory of the whole gradient.
             local_grad = local_shard(weight.grad, parameter).clone()
             parameter.grad = as_sharded(local_grad, parameter)
         else:
@@ -433,6 +444,7 @@ class ShardedWeight(PlainWeight):
         parameter: Any = self.param
         dimension_of_rows = 1 if self.layout is Layout.TRANSPOSED else 0
         cut = {_dimension(placement) for placement in parameter.placements}
+        # Blocks lie within rows: a process that has whole rows has whole blocks.
         if not cut <= {dimension_of_rows, None}:
             return super().by_rows(mask_of)
         local_mask = self.unrows(mask_of(self.rows(self.local)))
@@ -443,6 +455,7 @@ class ShardedWeight(PlainWeight):
     @property
     def local(self) -> Tensor:
         """The local shard, detached: to be written in place."""
+        # Within full() the whole weight may have changes that the shard lacks.
         self._write_back()
         return local_values(self.optimizer_param)
 

@@ -56,6 +56,7 @@ class AttentionForward(nn.Module):
     def macs_of_child(cls, module: Any, child: str, output: Any) -> int:
         """Return the multiply-adds of ``out_proj``, whose result is the first one of the module."""
         attention: Tensor = output[0]
+        # `out_proj` is square: each of its outputs sums embed_dim inputs.
         return attention.numel() * module.embed_dim
 
     def project(
@@ -80,6 +81,7 @@ class AttentionForward(nn.Module):
         mha: Any = self
         width = mha.embed_dim
         if mha.in_proj_weight is None:
+            # torch keeps the three biases in one vector, also where it keeps three weights.
             biases = [None] * 3 if mha.in_proj_bias is None else mha.in_proj_bias.chunk(3)
             return [
                 self.project(x, name, bias)
@@ -118,6 +120,7 @@ class AttentionForward(nn.Module):
         elif not mha.batch_first:
             q, k, v = (x.transpose(0, 1) for x in (q, k, v))
         batch, targets, _ = q.shape
+        # Before the masks are read: these must cover the extra keys, too.
         k, v = self._with_extra_keys(k, v)
         sources = k.shape[1]
         # [batch, heads, tokens, head_dim]
@@ -133,6 +136,7 @@ class AttentionForward(nn.Module):
             if bias is not None:
                 scores = scores + bias
             weights = F.softmax(scores, dim=-1)
+            # As torch: the weights that are returned have had their dropout.
             if dropout:
                 weights = F.dropout(weights, dropout)
             heads = weights @ v
@@ -155,6 +159,7 @@ class AttentionForward(nn.Module):
         """Append the keys that belong to no token, a learned one and zeros; all are ``[batch, sources, embed_dim]``."""
         mha: Any = self
         batch, _, width = k.shape
+        # In torch's order, which shows in the columns of the attention weights: the learned key before the zeros.
         extra = [] if mha.bias_k is None else [(mha.bias_k, mha.bias_v)]
         if mha.add_zero_attn:
             zeros = k.new_zeros(1, 1, width)
@@ -203,6 +208,7 @@ class NMMultiheadAttention(AttentionForward, Adapter):
     def specs(cls, module: Any, conv_layout: str) -> Iterator[WeightSpec]:
         """Yield the joint input projection in its three groups q, k, v, or three weights when their sizes differ."""
         if module.in_proj_weight is not None:
+            # Cross-attention multiplies with the rows of q, k and v apart, so no dgrad block may cross them.
             yield WeightSpec("in_proj_weight", groups=3)
         else:
             for parameter in _PROJECTIONS:

@@ -136,6 +136,7 @@ class Adapter(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         loaded = [layer for name, layer in self.nm_layers.items() if prefix + name in state_dict]
+        # First, because the state of the layer belongs to the weights that torch is about to replace.
         for layer in loaded:
             keep_replaced(layer)
         super()._load_from_state_dict(state_dict, prefix, *args)
@@ -174,6 +175,7 @@ def _saved_weight(layer: NMLayer, destination: dict[str, Any], key: str) -> Tens
             return tensor
     made = as_sharded(layer.forward_weight(local=True), layer.param)
     if layer.spec.tied:
+        # Weak, so that its memory ends with the state dict.
         _TIED[layer] = ref(made), version, key
     return made
 
@@ -231,6 +233,7 @@ def register_adapter(adapter: type[Adapter]) -> type[Adapter]:
 def find_adapter(kind: type[nn.Module]) -> tuple[type[Adapter], type[nn.Module]] | None:
     """Return the adapter for a module class, and the class it handles, from which ``kind`` may be derived."""
     if issubclass(kind, Adapter):
+        # An adapted class has the forward of its adapter, and handled() may look at the class's own.
         kind = kind.nm_base
     for adapter in _ADAPTERS:
         handled = adapter.handled(kind)
@@ -257,6 +260,7 @@ def adapted_class(base: type[nn.Module]) -> type[nn.Module]:
     found = find_adapter(base)
     assert found is not None
     attributes = {"nm_base": base, "__module__": __name__}
+    # The adapter first: its forward replaces that of the class, whose other methods it reaches by super().
     made = type(f"NM{base.__name__}", (found[0], base), attributes)
     _CLASSES[base] = made
     return made

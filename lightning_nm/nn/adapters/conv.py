@@ -43,6 +43,7 @@ class _NMConv(Adapter):
         taps = module.kernel_size
         x, padding, _ = padded_input(module, x)
         patches = conv_patches(x, taps, module.stride, padding, module.dilation, module.groups)
+        # From [groups, images, *positions, in / groups, *taps]: the last sizes are the columns of a row of the weight.
         tokens = patches.flatten(2 + len(taps)).flatten(1, -2)  # [groups, tokens, in]
         return list(tokens)
 

@@ -34,6 +34,7 @@ INPUT_HOOKS: dict[NMLayer, Callable[[int, Tensor], None]] = {}
 """Called with an expert's number and its tokens ``[tokens, in]`` before each product with a masked layer."""
 
 
+# The tokens are cut at ends that are data, as Python numbers: no graph can hold that.
 @torch.compiler.disable
 def nm_grouped_linear(x: Tensor, module: nn.Module, parameter: str, offs: Tensor) -> Tensor:
     r"""Return :math:`X_e W_e^T` of each expert e, masked while the weight is, and dense otherwise.
@@ -72,6 +73,7 @@ def nm_grouped_linear(x: Tensor, module: nn.Module, parameter: str, offs: Tensor
     transposed = found[0].is_transposed(module, parameter)
     number, *sizes = weight.shape
     width = sizes[0 if transposed else 1]
+    # One piece more than there are ends: the tokens after the last end belong to no expert.
     *pieces, rest = x.tensor_split(ends)
     if len(pieces) != number or x.shape[-1] != width:
         held = "in, out" if transposed else "out, in"
@@ -81,6 +83,7 @@ def nm_grouped_linear(x: Tensor, module: nn.Module, parameter: str, offs: Tensor
             "order"
         )
     product = _product(module, parameter, weight, transposed=transposed)
+    # An expert without tokens runs no GEMM: unbind() gives its matrix a gradient of zeros.
     made = [product(expert, piece) for expert, piece in enumerate(pieces) if len(piece)]
     if not made:
         # An empty GEMM still has the right width, dtype and gradient.
@@ -144,6 +147,7 @@ class ExpertLayer(NMLayer):
     routes_gradients = False  # those of all experts are routed together
 
     def __init__(self, layer: NMLayer, expert: int, made: dict[str, Tensor]) -> None:
+        # Not by super().__init__(): what is not set here is that of the layer of all experts, see __getattr__.
         self.layer = layer
         self.expert = expert
         self.made = made
@@ -167,6 +171,7 @@ class ExpertLayer(NMLayer):
         """The expert's part of the masks, a view."""
         masks = self.layer.masks
         if self._masks is None or self._generation != masks.generation:
+            # Kept until the masks move: a part that is made again has another cache key, by which no pack is found.
             self._masks = masks.of_group(self.expert, self._out)
             self._generation = masks.generation
         return self._masks
@@ -182,6 +187,7 @@ class ExpertLayer(NMLayer):
             return super().values_of(which, weight)
         if which not in self.made:
             with torch.no_grad():
+                # Of the whole weight, because what the method keeps in its buffers is of the whole weight, too.
                 self.made[which] = self.layer.values_of(which, self.layer.param.detach())
         return self.made[which][self.expert]
 
@@ -199,6 +205,7 @@ class _Routed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (weight,) = ctx.saved_tensors
+        # The dgrad of all experts is over: what was made for it is freed.
         ctx.layer.experts[0].made.clear()
         ctx.layer.progress.trained_by_layer = True
         return None, *ctx.layer.spec.method.weight_gradient(ctx.layer, weight, grads[0])
@@ -285,6 +292,7 @@ class NMTransformersExperts(NMExperts):
     @classmethod
     def handled(cls, kind: type[nn.Module]) -> type[nn.Module] | None:
         """Return the class itself if its forward is the one that looks the implementation up."""
+        # By the module that defines the forward, which transformers gives to each such class: nothing is imported.
         namespace = getattr(kind.forward, "__globals__", {})
         return kind if namespace.get("__name__") == "transformers.integrations.moe" else None
 
@@ -315,6 +323,7 @@ class NMTransformersExperts(NMExperts):
         number = module.down_proj.shape[0]
         # As the interface's own sort: the order of an expert's tokens decides what an estimator draws of them.
         experts, order = top_k_index.flatten().sort()
+        # Numbers past the last expert come last in the order, after the last offset, so no GEMM takes their tokens.
         offs = experts.bincount(minlength=number)[:number].cumsum(0)
 
         def product(x: Tensor, name: str) -> Tensor:
@@ -328,7 +337,7 @@ class NMTransformersExperts(NMExperts):
             return made
 
         # transformers 5.0 has experts with a gate alone.
-        x = hidden_states[order // k]
+        x = hidden_states[order // k]  # choices t k, ..., t k + k - 1 are of token t
         if getattr(module, "has_gate", True):
             x = module._apply_gate(product(x, "gate_up_proj"))
         else:
@@ -385,4 +394,5 @@ def holds_matrices(parameter: nn.Parameter | None) -> TypeGuard[nn.Parameter]:
     """Whether a parameter of three dimensions holds matrices of floating-point values."""
     if parameter is None or nn.parameter.is_lazy(parameter) or parameter.dim() != 3:
         return False
+    # With a size of 1 they are vectors, such as positions, and not matrices.
     return parameter.is_floating_point() and min(parameter.shape[1:]) > 1

@@ -41,6 +41,7 @@ class NMLinear(Adapter):
         layer = self.nm_layers["weight"]
         # A subclass of a user's may hold a packed weight instead, for inference.
         if isinstance(layer, NMLayer):
+            # One of the two alone is a replicated DTensor, or a mistake with FSDP, which parallel_linear() refuses.
             is_sharded = isinstance(self.weight, DTensor)
             if is_sharded or layer.spec.tensor_parallel:
                 return parallel_linear(input, self.weight, self.bias, layer)
