@@ -68,6 +68,7 @@ class GradientEstimator:
         """
         # This also checks the shape and dtype of what a subclass returns.
         estimate = estimated(layer, grad, seed)
+        # No pass has made dY[:, gather]: the caller gathers by itself.
         return estimate.t().contiguous(), None
 
     def pattern_of(self, layer: NMLayer) -> NMPattern | None:
@@ -125,6 +126,7 @@ class BlockEstimator(GradientEstimator):
 
     def pattern_of(self, layer: NMLayer) -> NMPattern:
         """Return the estimator's own pattern, or the layer's, also while a schedule's ramp narrows to it."""
+        # A ramp narrows the pattern of the weight, and this one is of dY.
         return self.pattern or layer.spec.pattern
 
     def prune(self, grad: Tensor, pattern: NMPattern, uniform: Tensor) -> Tensor:
@@ -145,6 +147,7 @@ class BlockEstimator(GradientEstimator):
             padded = F.pad(grad, (0, 0, 0, missing))
         blocks = padded.shape[0] // pattern.m
         count = self.numbers * blocks * out
+        # Block b of column o takes number b * out + o of each row: kernels count alike, and draw the same sample.
         uniform = counter_uniform(count, seed).view(self.numbers, blocks, out)
         pruned = self.prune(padded, pattern, uniform)
         # Zeros were added at the end: only they are cut off.

@@ -37,6 +37,7 @@ class MVUE(BlockEstimator):
 
     def prune(self, grad: Tensor, pattern: NMPattern, uniform: Tensor) -> Tensor:
         """Draw a sample of the estimator."""
+        # One number decides a whole block, by systematic sampling.
         return mvue(grad, pattern, dim=0, uniform=uniform[0])
 
     def estimate(self, layer: NMLayer, grad: Tensor, seed: Tensor) -> Tensor:

@@ -106,6 +106,7 @@ class ASP(SparseToSparse):
                     f"blocks with {most} nonzeros of {m}. Give the pattern that it was pruned to, load the sparse "
                     "weights first, name it in `exclude`, or use init='magnitude'"
                 )
+            # A block with fewer than N nonzeros stays as sparse as it is.
             mask = weight != 0
         else:
             mask = largest_entries(layer)

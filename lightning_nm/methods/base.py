@@ -18,6 +18,7 @@ from lightning_nm.spelling import with_settings
 Gradients = tuple[Tensor | None, ...]
 """The gradients of a weight and of the parameters that the method owns, ``None`` for none."""
 
+# The hooks that defined_hooks() looks for. Most methods override few of them, and the others are not called.
 _STEP_HOOKS = (
     "penalty",
     "before_step",
@@ -30,11 +31,13 @@ _STEP_HOOKS = (
     "training_weight",
 )
 
+# The hooks that make the values of the GEMMs: a kernel that masks while it packs takes the place of all three.
 _WEIGHT_HOOKS = ("forward_weight", "backward_weight", "training_weight")
 
 
 def largest_entries(layer: NMLayer, pattern: NMPattern | None = None) -> Tensor:
     """The mask of the largest magnitudes of a layer's weight, by its own pattern or another one."""
+    # No block crosses a row: processes that shard the rows mask their own, and gather the mask instead of the weight.
     return layer.view.by_rows(lambda rows: magnitude_mask(rows, pattern or layer.pattern, dim=1))
 
 
@@ -64,6 +67,7 @@ def set_tensor(tensors: dict[str, Any], name: str, values: Tensor) -> None:
 
 def has_ended(layer: NMLayer) -> bool:
     """Whether the last moment of the schedule has come."""
+    # The clock counts finished steps: right after training step k it is k.
     return layer.progress.clock >= layer.progress.schedule[-1]
 
 
@@ -143,6 +147,7 @@ class Method:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Derive what follows from the hooks that a class overrides, as plain attributes: compiled graphs read them."""
         super().__init_subclass__(**kwargs)
+        # Compared as functions: a hook that a class between this one and Method overrides counts, too.
         cls.has_training_weight = cls.training_weight is not Method.training_weight
         # A class selects entries if all of its weights are made by the hooks of one that does.
         bases = [base for base in cls.__mro__[1:] if issubclass(base, Method)]
@@ -152,6 +157,7 @@ class Method:
                 all(getattr(cls, hook) is getattr(base, hook) for hook in _WEIGHT_HOOKS)
                 for base in selecting
             )
+        # At equal places one class defines both, and its promise is about its own gradient.
         if _place(cls, "weight_gradient") < _place(cls, "gradient_at_pruned"):
             # What a base class says of its gradient need not hold for another one.
             cls.gradient_at_pruned = Method.gradient_at_pruned  # type: ignore[method-assign]
@@ -190,6 +196,7 @@ class Method:
             ValueError: If the method cannot follow a part of it, see :meth:`~lightning_nm.schedule.Schedule.refuse`.
         """
         schedule.refuse(self, **self._refused)
+        # The schedule's dense phases lie at both ends of the training, where the method's own would be.
         for name in ("dense_start", "dense_end"):
             refuse_second(self, name)
         return self
@@ -347,7 +354,9 @@ class Dense(Method):
     """No masks: the baseline of comparisons, by the same code."""
 
     short_name = "dense"
+    # Without masks, the noise of a gradient estimator is all that there is to see.
     headline = "grad_snr"
+    # W_F and W_B are W: every entry is selected.
     selects_entries = True
 
 

@@ -82,6 +82,7 @@ class BiMask(SRSTE):
 
     def init_masks(self, layer: NMLayer) -> None:
         """Select both masks, with the first permutation, unless training starts dense."""
+        # An order that suited other weights is not kept: the first selection searches again.
         layer.masks.set_permutation(None)
         super().init_masks(layer)
 
@@ -113,6 +114,7 @@ class BiMask(SRSTE):
         # A saved state may be damaged, and the library reads and writes wherever the permutation says.
         checked_permutation(masks.permutation, rows, layer.spec.groups)
         assert masks.bits is not None
+        # The forward bits first: the backward mask keeps a part of them.
         flips = evolution.keep_largest(grid, n, weight, masks.bits)
         if due:
             self._search(layer, rows, masks.forward)
@@ -133,6 +135,7 @@ class BiMask(SRSTE):
         if masks.permutation is None:
             search = layer.step >= self.first_search
             if not search:
+                # The identity and not None: the next selection is not the first one any more.
                 masks.set_permutation(checked_permutation(None, rows, layer.spec.groups))
         if search:
             self._search(layer, rows, forward)
@@ -153,6 +156,7 @@ class BiMask(SRSTE):
             criterion=self.criterion,
             initial=layer.masks.permutation,
             groups=layer.spec.groups,
+            # Of the seed, the name and the step alone: all processes find the same permutation.
             generator=layer.generator(),
         )
         layer.masks.set_permutation(found)

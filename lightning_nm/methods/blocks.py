@@ -55,6 +55,7 @@ def find_lists(
         TypeError: If ``names`` are no names.
         ValueError: If a named module does not exist, or does not hold two blocks with layers.
     """
+    # All modules, since a user may name one that is no list by its looks.
     lists = {name: BlockList(name, list(part.children())) for name, part in model.named_modules()}
 
     def holding(name: str) -> int:
@@ -63,10 +64,12 @@ def find_lists(
 
     possible = []
     for name, module in model.named_modules():
+        # ModuleList and Sequential call their children by numbers.
         numbered = all(child.isdecimal() for child, _ in module.named_children())
         kinds = {type(block) for block in lists[name].blocks}
         if numbered and len(kinds) == 1 and holding(name) > 1:
             possible.append(lists[name])
+    # The longest one is likely the depth of the model. choose_lists() goes by this order where lists overlap.
     possible.sort(key=lambda each: -len(each.blocks))
     if names is None:
         return possible
@@ -101,6 +104,7 @@ class Trace:
         self.layers = layers
         self.order: list[nn.Module] = []
         """The layers that were called, in the order of their calls."""
+        # Without a matrix a module costs next to nothing, and may run every time.
         watched = {module for module in model.modules() if _has_matrices(module)}
         watched |= {block for each in lists for block in each.blocks}
         self.counts: dict[nn.Module, set[int]] = {module: set() for module in watched}
@@ -130,19 +134,23 @@ class Trace:
         inputs = tensors_in((args, kwargs))
         for each in self._lists:
             if module in each.blocks and each.returned is not None:
+                # The same object: what was only computed from it is no hand-over.
                 each.is_chain &= any(x is y for x in inputs for y in each.returned)
         if module not in self.layers:
             return
+        # Layers can be calibrated together if each is called with one tensor, and nothing else, and it is the same one.
         shared = last = None
         # An inference tensor does not tell whether it was changed.
         if len(tree_leaves((args, kwargs))) == len(inputs) == 1 and not inputs[0].is_inference():
             last = module, inputs[0], inputs[0]._version
+            # The object may be the same and its values not: the version counts writes in place.
             if self._last is not None and self._last[1] is inputs[0] and self._last[2] == last[2]:
                 shared = self._last[0]
         self.shared[module].add(shared)
         self._last = last
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        # All that ran before it in this batch, whether it used it or not: too many needs only make it finish later.
         self.needs[module].update(self.layers.intersection(self._called))
         outputs = tensors_in(output)
         self.sizes[module] = max(sum(x.numel() for x in outputs), self.sizes[module])
@@ -176,6 +184,7 @@ class Trace:
         for number, block in enumerate(each.blocks):
             times = order.count(block)
             holds_layers = not self.layers.isdisjoint(block.modules())
+            # A block without layers may be skipped by all batches, one with layers must run to be calibrated.
             if times > 1 or (holds_layers and not times):
                 return f"a batch calls module {number} of it {times} times, not once"
         return ""
@@ -208,12 +217,14 @@ class Trace:
                     "before it than what the last one returned"
                 )
             if fault:
+                # Of lists with few modules, or with less than half of the layers, nobody misses the savings.
                 is_depth = 2 * len(self.layers & inside) >= len(self.layers)
                 if not reason and is_depth and len(each.blocks) >= _WORTH_A_WARNING:
                     reason = f"the modules of {each} cannot be calibrated block by block: {fault}"
             elif inside.isdisjoint(held):
                 held |= inside
                 (order,) = each.orders
+                # From the order of registration to that of the calls, in which blocks finish.
                 each.blocks = list(order)
                 chosen.append(each)
         return chosen, reason
@@ -265,6 +276,7 @@ class Memory:
         self._entries: dict[nn.Module, _Remembered] = {}
 
         def remember(part: nn.Module, most: float) -> list[_Remembered]:
+            # There is one answer for each batch, so every batch must call the part exactly once.
             if trace.counts[part] != {1} or trace.sizes[part] > most:
                 return []
             self._entries[part] = _Remembered(part)
@@ -272,9 +284,11 @@ class Memory:
 
         last_ready = max(ready[each.blocks[-1]] for each in lists)
         for part in _parts(model, {block for each in lists for block in each.blocks}):
+            # What is finished before the last block would run again for the layers of each block that follows.
             if ready.get(part, last_ready) < last_ready:
                 remember(part, float("inf"))
         for each in lists:
+            # One dict for all blocks of a list: the answer of a block takes the place of its predecessor's.
             answers: dict[int, tuple[int, Any]] = {}
             for index, block in enumerate(each.blocks):
                 self.block_of.update(dict.fromkeys(block.modules(), block))
@@ -299,9 +313,11 @@ class Memory:
                     continue
                 attributes = entry.module.__dict__
                 own = {key: value for key, value in attributes.items() if key == "forward"}
+                # In the instance, where Python looks first: __call__ finds it there, and the module's hooks still run.
                 attributes["forward"] = partial(self._answer, entry, entry.module.forward)
                 # The instance may have a forward of its own, as accelerate sets it.
                 stack.callback(attributes.update, own)
+                # Callbacks run in reverse order: `forward` is taken out first.
                 stack.callback(attributes.pop, "forward")
             yield
 
@@ -313,6 +329,7 @@ class Memory:
             output = forward(*args, **kwargs)
             # What follows may change its input in place.
             entry.answers[self.batch] = entry.index, tree_map_only(Tensor, Tensor.clone, output)
+            # With the answer of the whole block, those of its parts are not needed any more.
             for part in entry.parts:
                 part.answers.pop(self.batch, None)
             return output
@@ -349,9 +366,11 @@ class Memory:
             if reason:
                 raise _Different(f"at '{self._names[module]}': {reason}")
 
+        # Layers outside of blocks may read what an early block returned, as a head on features does.
         outside = [layer for layer in self._layers if layer not in self.block_of]
         self.batch = 0
         try:
+            # As if all layers were done, so that everything answers that ever will.
             with self.answering(float("inf")), ExitStack() as stack:
                 for module in dict.fromkeys([*self._entries, *outside]):
                     handle = module.register_forward_pre_hook(enter, with_kwargs=True)
@@ -373,6 +392,7 @@ class _Different(Exception):
 
 
 def _has_matrices(module: nn.Module) -> bool:
+    # An embedding is a lookup and no GEMM.
     return any(
         len(known_shape(parameter) or ()) > 1 and not isinstance(part, nn.Embedding)
         for part in module.modules()

@@ -27,6 +27,7 @@ def has_inputs(layer: NMLayer) -> bool:
     if layer.spec.layout.has_experts:
         return True
     inputs: Any = _adapter(layer).inputs
+    # A bound method is made anew at each look-up, so the functions behind them are compared.
     return inputs.__func__ is not Adapter.inputs.__func__  # type: ignore[attr-defined]
 
 
@@ -39,6 +40,7 @@ def _adapter(layer: NMLayer) -> type[Adapter]:
 def squared_output(matrix: Tensor, moment: Tensor) -> float:
     """``tr(D H D^T)``, the squared norm of the output of a matrix D."""
     matrix = matrix.double()
+    # Rounding can make a sum near 0 negative, and roots are taken of it.
     return float(((matrix @ moment) * matrix).sum().clamp(min=0))
 
 
@@ -52,6 +54,7 @@ def _columns(layer: NMLayer) -> Tensor:
 def matrices_of(layer: NMLayer) -> Tensor:
     """The weight as ``[groups, out / groups, in]``, with the columns in the order of :func:`_columns`."""
     channels_last = layer.view.rows(layer.param.detach()).movedim(1, -1)
+    # Each group of output rows has inputs of its own, and so a matrix and a moment of its own.
     return channels_last.flatten(1).contiguous().unflatten(0, (layer.spec.groups, -1))
 
 
@@ -94,6 +97,7 @@ class Calibration:
         self.memory: Memory | None = None
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
         modules = {layer.spec.module for layer in layers}
+        # Before the pass over the data: a wrong name in `blocks` should not cost one.
         lists = find_lists(model, blocks, modules)
         # What a block returned belongs to its batch: a loader that shuffles would give others later.
         if isinstance(data, (str, Mapping)):
@@ -112,6 +116,7 @@ class Calibration:
                 f"`data` holds no token: the tensors of its {len(self.data)} batches are empty, the first one of shape "
                 f"{tuple(tensors[0].shape)}. Give batches with tokens"
             )
+        # One pass through the dense model shows the order of calls, and which layers share an input.
         trace = self.trace = Trace(model, modules, lists)
         with trace.watching():
             for batch in self.batches():
@@ -131,12 +136,14 @@ class Calibration:
         for number, batch in enumerate(self.data):
             if self.memory is not None:
                 self.memory.batch = number
+            # One at a time: the device need not hold all of the data.
             yield tree_map_only(Tensor, lambda leaf: leaf.to(self.device), batch)
 
     def _find_blocks(self) -> None:
         """Let blocks answer from memory, if the model has some and this changes nothing."""
         chosen, reason = self.trace.choose_lists(named=self.blocks is not None)
         if chosen:
+            # A module with several layers is done with the last of them, which replaces the others in the dict.
             last = {layer.spec.module: number for number, layer in enumerate(self.layers, start=1)}
             # By module, how many layers have to be done until its output does not change any more.
             ready = {
@@ -149,6 +156,7 @@ class Calibration:
             if fault:
                 self.memory = None
                 reason = f"the modules of {chosen[0]} cannot be calibrated block by block: {fault}"
+            # Blocks that the user named must work; those that were only tried are given up with a warning.
             if fault and self.blocks is not None:
                 raise ValueError(f"blocks={self.blocks!r}: {fault}")
         if reason:
@@ -160,9 +168,11 @@ class Calibration:
 
     def moments(self) -> Iterator[tuple[NMLayer, Moments]]:
         """The layers in the order of their calls, each with its moments; its weight may be changed then."""
+        # Not in the constructor, during which the caller counts multiply-adds.
         if self._lists:
             self._lists = []
             self._find_blocks()
+        # An earlier round has left the answers of the last blocks.
         if self.memory is not None:
             self.memory.forget()
         done = 0
@@ -170,11 +180,14 @@ class Calibration:
             while done < len(self.layers):
                 first = self.layers[done]
                 if first.spec.layout.has_experts:
+                    # The moments of all experts may take much more memory than their weight: they come in turn.
                     stage = [first]
                     yield first, partial(self._some_at_a_time, first, done)
                 else:
                     stage = self._with_one_input(done)
                     every = {layer: range(layer.spec.groups) for layer in stage}
+                    # Summed before the first of them is handed out: the caller may prune it at once, which does not
+                    # change the input that they share.
                     summed = self._sum(every, done)
                     for layer in stage:
                         yield layer, partial(zip, [every[layer]], [summed[layer]])
@@ -191,6 +204,7 @@ class Calibration:
             last = stage[-1].spec.module
             module = layer.spec.module
             counts = self.trace.counts[module]
+            # In each of its calls, in all batches: otherwise the set has another element.
             is_shared = self.trace.shared[module] == {last} and not layer.spec.layout.has_experts
             if not is_shared or len(counts) > 1 or counts != self.trace.counts[last]:
                 break
@@ -199,6 +213,7 @@ class Calibration:
 
     def _some_at_a_time(self, layer: NMLayer, done: int) -> Iterator[tuple[range, Tensor]]:
         """The moments of as many experts at a time as take no more memory than the weight, at least of one."""
+        # 8 bytes for each number of float64.
         at_a_time = max(layer.param.nbytes // (8 * len(_columns(layer)) ** 2), 1)
         for first in range(0, layer.spec.groups, at_a_time):
             groups = range(first, min(first + at_a_time, layer.spec.groups))
@@ -229,6 +244,7 @@ class Calibration:
                 summed[first][group - groups.start] += _gram(inputs, columns[first])
 
         def collect(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            # Only the first layer's module has this hook: the others of the stage get the same input.
             last: tuple[Tensor, Tensor, Tensor] | None = None
             for layer in wanted:
                 spec = layer.spec
@@ -244,6 +260,7 @@ class Calibration:
         def called(*_: Any) -> None:
             nonlocal left
             left -= 1
+            # If the number of calls varies, `left` began at 0 and is negative by now: the pass goes on.
             if not left:
                 raise Reached
 
@@ -259,11 +276,13 @@ class Calibration:
             if first.spec.layout.has_experts:
                 # Each call adds what it multiplies while it runs.
                 stack.callback(module.register_forward_hook(called).remove)
+                # The adapter alone knows which tokens each expert gets. The layer has no mask yet: its GEMMs are dense.
                 install(self.model, [first])
                 stack.callback(uninstall, self.model, [first])
                 INPUT_HOOKS[first] = add
                 stack.callback(INPUT_HOOKS.pop, first)
             else:
+                # Before the layer runs: nothing needs its output after the last call.
                 handle = module.register_forward_pre_hook(collect, with_kwargs=True)
                 stack.callback(handle.remove)
             for batch in self.batches():

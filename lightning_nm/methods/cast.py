@@ -92,6 +92,7 @@ class CAST(SparseToSparse):
 
     short_name = "cast"
     latent = True  # until its end
+    # KEPT is for the optimizer's step: passes use A * W, under a mask from `end` on.
     passes_read_buffers = False
     fixed = ("scale_groups",)
     headline = "decayed_magnitude"
@@ -131,6 +132,7 @@ class CAST(SparseToSparse):
     def schedule(self, planned_steps: int | None) -> Steps:
         """The training step at which the model becomes N:M."""
         (end,) = super().schedule(planned_steps)
+        # A small fraction may round to 0, by which alpha = t / T would divide.
         return (max(end, 1),)
 
     def check(self, planned_steps: int | None) -> None:
@@ -176,6 +178,7 @@ class CAST(SparseToSparse):
             groups = 1 if columns % self.scale_groups else self.scale_groups
             ones = torch.ones(out, groups, dtype=weight.dtype, device=weight.device)
             set_tensor(layer.parameters, SCALE, nn.Parameter(ones))
+        # Weights that are loaded after the end get their masks at once.
         if has_ended(layer):
             self._choose_mask(layer)
         else:
@@ -183,6 +186,7 @@ class CAST(SparseToSparse):
 
     def _choose_mask(self, layer: NMLayer) -> None:
         """Keep the largest entries from now on."""
+        # The mask takes the place of KEPT.
         layer.buffers.clear()
         layer.set_masks(largest_entries(layer))
 
@@ -193,6 +197,7 @@ class CAST(SparseToSparse):
 
     def update(self, layer: NMLayer) -> None:
         """Find the entries to decay again when it is time; make the weight N:M at the end."""
+        # A mask that is there is final.
         if layer.spec.forward_reason or layer.masks.has_forward:
             return
         if has_ended(layer):
@@ -205,6 +210,7 @@ class CAST(SparseToSparse):
         if not layer.spec.forward_reason and not layer.masks.has_forward:
             self._project(layer)
 
+    # Said again, since weight_gradient() is overridden below: it, too, has 0 at pruned entries once there is a mask.
     gradient_at_pruned = SparseToSparse.gradient_at_pruned
 
     def forward_weight(self, layer: NMLayer, weight: Tensor) -> Tensor:
@@ -220,6 +226,7 @@ class CAST(SparseToSparse):
         scale = self._scale(layer, weight)
         if scale is None:
             return (grad,)
+        # By the chain rule dL/dW = A dL/dW_F, and dL/dA sums W dL/dW_F over the entries that share a number.
         own_scale = layer.parameters[SCALE]
         out, groups = own_scale.shape
         # A group's columns are neighbours, with all of their taps.
@@ -233,6 +240,7 @@ class CAST(SparseToSparse):
         if scale is None:
             return None
         out, columns, *taps = layer.view.rows(weight).shape
+        # From [out, groups] to every entry: a run of columns, with all of its taps, has one number.
         by_column = scale.repeat_interleave(columns // scale.shape[1], dim=1)
         by_row = by_column.view(out, columns, *[1] * len(taps))
         return layer.view.unrows(by_row.expand(out, columns, *taps))
@@ -243,6 +251,7 @@ class CAST(SparseToSparse):
         Both are the decayed moment. The step's new moment is then that moment again, and its mean square is added to V.
         """
         grad = layer.view.local_grad
+        # A layer whose forward GEMM stays dense is trained by Adam's own step.
         if grad is None or layer.spec.forward_reason or will_be_skipped(optimizer):
             return
         parameter = layer.view.optimizer_param
@@ -263,6 +272,7 @@ class CAST(SparseToSparse):
             (end,) = layer.progress.schedule
             kept = unpack_mask(layer.buffers[KEPT], tuple(layer.view.shape))
             signs = layer.view.local.to(moment.dtype).sign()
+            # Steps that are done: the first one does not decay yet.
             ramp = min(layer.progress.step / end, 1.0)  # alpha
             # Adam divides by the root of the mean square: at a large alpha a decayed entry moves by about the learning
             # rate towards zero, whatever the size of its gradient is.
@@ -277,6 +287,7 @@ class CAST(SparseToSparse):
         if before is not None:
             moment = local_values(before.holder)
             moment.copy_(before.moment)
+            # The running mean goes on without the decay, which enters single steps alone.
             _add_gradient(moment, before.grad, group_of(layer, optimizer))
             grad = layer.view.local_grad
             if grad is not None:
@@ -307,6 +318,7 @@ def _add_gradient(moment: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
 
 def _start(state: dict[str, Any], parameter: Tensor, group: dict[str, Any]) -> None:
     """Make the state that Adam makes in its first step, in which AdamS needs the moment already."""
+    # As torch makes it: on the device where kernels read it there, else on the CPU.
     on_device = bool(group.get("capturable") or group.get("fused"))
     device = parameter.device if on_device else "cpu"
     state["step"] = torch.zeros((), dtype=torch.float32, device=device)

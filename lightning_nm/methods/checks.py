@@ -23,8 +23,10 @@ def check_number(
         zero: Whether 0 is allowed; negative numbers are not.
         most: The largest number that is allowed; infinity allows any finite one.
     """
+    # bool is a subclass of int, but True is no number here.
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name}={value!r} must be a number, not {type(value).__name__}: {why}")
+    # A NaN fails the first comparison. Infinity passes it where there is no limit.
     if not 0 <= value <= most or value == math.inf or (value == 0 and not zero):
         kind = "0 or a positive number" if zero else "a positive number"
         limit = "" if most == math.inf else f" of at most {most:g}"

@@ -48,6 +48,7 @@ def narrowing_patterns(pattern: NMPattern) -> tuple[NMPattern, ...]:
     counts = []
     n = m - 1
     divisor = 2
+    # M/2, M/4, ... are rounded down. They end above N: the pattern itself comes last.
     while n > pattern.n:
         counts.append(n)
         n = m // divisor
@@ -119,6 +120,7 @@ class DecayingMask(STE):
 
     def schedule(self, planned_steps: int | None) -> Steps:
         """The training steps at which the decay begins, at which N:M is reached, and at which ``dense_end`` begins."""
+        # Without a layer there is no pattern to narrow: one frame before N:M and one from there on.
         return self._moments(planned_steps, patterns=2)
 
     def layer_schedule(self, layer: NMLayer, planned_steps: int | None) -> Steps:
@@ -133,6 +135,7 @@ class DecayingMask(STE):
     def _moments(self, planned_steps: int | None, patterns: int) -> Steps:
         """The beginnings of so many frames of equal length, the last at ``stop``, and that of ``dense_end``, if any."""
         window = resolve_window(self, self.dense_start, self.dense_end, planned_steps)
+        # resolve_window() returns nothing where neither dense phase is set.
         start = window[0] if window else 0
         dense_from = window[1:]
         end = dense_from[0] if dense_from else planned_steps
@@ -144,6 +147,7 @@ class DecayingMask(STE):
                 "write DecayingMask(stop=10000), with a training step of your own",
             )
         else:
+            # Of a narrowing pattern, the last frame, that of N:M, lies after `stop` and is as long as the others.
             fraction = 0.5 if self.fades else (patterns - 1) / patterns
             stop = start + round(fraction * (end - start))
         if stop < start or (end is not None and stop >= end):
@@ -151,6 +155,8 @@ class DecayingMask(STE):
                 f"DecayingMask would never be N:M: stop={self.stop} is step {stop}, which must lie between the end of "
                 f"dense_start={self.dense_start} at step {start} and the end of the sparse training at step {end}"
             )
+        # Each from the start on, not by adding a rounded length: the last one is `stop` exactly. One pattern alone has
+        # no frames in between, and nothing is divided by 0.
         frames = [start + round(k * (stop - start) / (patterns - 1)) for k in range(1, patterns)]
         return (start, *frames, *dense_from)
 
@@ -170,6 +176,7 @@ class DecayingMask(STE):
     def phases(self, layer: NMLayer) -> Phases:
         """From where there are masks to the dense phase at the end."""
         frames = self._frames(layer)
+        # What follows the frames is the beginning of the dense phase at the end, or nothing.
         dense_from = layer.progress.schedule[len(frames) :]
         # Fading entries have no mask; a narrowing pattern has one in its first frame.
         begins = frames[-1] if self.fades else frames[0]
@@ -177,6 +184,7 @@ class DecayingMask(STE):
 
     def current_pattern(self, layer: NMLayer) -> NMPattern:
         """The pattern of the frame; N:M where pruned entries fade, and before the first frame."""
+        # How many frames have begun; 0 in the dense phase before them.
         begun = bisect_right(self._frames(layer), layer.progress.clock)
         # A narrowing pattern of one frame alone, as of 1:2, is N:M from the start.
         return self._patterns(layer)[begun - 1] if begun else layer.pattern
@@ -185,6 +193,7 @@ class DecayingMask(STE):
 
     def init_masks(self, layer: NMLayer) -> None:
         """Select the first masks, or begin the fade; neither if training starts dense."""
+        # While entries fade this selects no mask, since phases() begins at `stop`.
         super().init_masks(layer)
         self._set_fade(layer)
 
@@ -202,6 +211,8 @@ class DecayingMask(STE):
             return
         start, stop = frames
         fraction = (clock - start) / (stop - start)
+        # The linear factor reaches 0 at `stop`. The exponential one is e^-rate just before, and drops to 0 with the
+        # mask.
         factor = 1 - fraction if self.decay == "linear" else math.exp(-self.rate * fraction)
         weight = layer.param
         dtype = wide_dtype(weight)

@@ -102,6 +102,7 @@ class LBC(SparseToSparse):
         scores = torch.full(shape, score, dtype=dtype, device=device)
         set_tensor(layer.parameters, SCORES, nn.Parameter(scores))
         layer.buffers[REMOVED] = pack_mask(torch.zeros_like(scores, dtype=torch.bool))
+        # A mask of ones and not none: it narrows in place, and a compiled graph goes on reading the same bits.
         layer.set_masks(torch.ones(layer.view.shape, dtype=torch.bool, device=device))
         self._remove_patterns(layer)
 
@@ -109,6 +110,7 @@ class LBC(SparseToSparse):
         """Remove the lowest scores of each block, as many as it is time for, and what they alone kept."""
         if SCORES in layer.parameters:
             self._remove_patterns(layer)
+            # Before the first step the weight keeps its entries: a fit that fails until then has changed nothing.
             if layer.step:
                 layer.zero_pruned()
 
@@ -126,14 +128,17 @@ class LBC(SparseToSparse):
             return
         # In the order in which they go: those gone already, then by score, then by magnitude.
         magnitudes = sum_by_pattern(layer, layer.weight.detach().abs(), scores)
+        # Two stable sorts, the minor key first: equal scores stay in the order of their magnitudes.
         by_magnitude = magnitudes.argsort(dim=-1, stable=True)
         ranked = scores.masked_fill(removed, -torch.inf).gather(-1, by_magnitude)
         worst_first = by_magnitude.gather(-1, ranked.argsort(dim=-1, stable=True))
         removed.scatter_(-1, worst_first[..., : total - left], True)
         layer.buffers[REMOVED].copy_(pack_mask(removed))
+        # By the 0, weight_gradient() knows what is removed without unpacking bits in every pass.
         scores.masked_fill_(removed, 0)
         patterns = layer.buffers[PATTERNS]
         # [blocks, C] x [C, M]: how many patterns that are left keep each entry.
+        # In float32, since torch multiplies no matrices of bool; sums of at most 256 ones are exact.
         keepers = (~removed).flatten(0, 1).float() @ patterns.float()
         layer.set_masks(from_blocks_of(layer, keepers > 0))
 
@@ -169,6 +174,7 @@ class LBC(SparseToSparse):
         """``surviving_patterns``: patterns that are left in a block, on average; 1 from ``stop`` on."""
         scored = [layer for layer in layers if SCORES in layer.parameters]
         left = (~_removed(layer) for layer in scored)
+        # `each` is [out, blocks, C], and `each[..., 0]` has one entry for each block.
         return weighted_mean(
             "surviving_patterns", ((int(each.sum()), each[..., 0].numel()) for each in left)
         )

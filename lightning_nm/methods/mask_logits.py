@@ -101,6 +101,7 @@ class MaskLogits(MaskMethod):
         stop: Moment = 1.0,
     ) -> None:
         for name, pair in (("temperature", temperature), ("scale", scale)):
+            # [None] fails the next check, so that all faults have one message.
             values = pair if isinstance(pair, (list, tuple)) and len(pair) == 2 else [None]
             if not all(isinstance(each, (int, float)) and 0 < each < math.inf for each in values):
                 raise ValueError(
@@ -145,6 +146,7 @@ class MaskLogits(MaskMethod):
             return
         weight = layer.weight
         dtype = wide_dtype(weight)
+        # A word of its own: no step draws the same numbers.
         noise = normal_noise(math.prod(shape), self._words(layer, "first"))
         logits = _SPREAD * noise.to(weight.device, dtype).view(shape)
         if self.prior_strength:
@@ -226,7 +228,9 @@ class MaskLogits(MaskMethod):
         """W times the soft mask."""
         if LOGITS not in layer.parameters:
             return weight
+        # Detached: weight_gradient() makes the gradient of the logits.
         mask = self._soft_mask(layer, layer.parameters[LOGITS].detach())
+        # The soft mask is at least float32.
         return (weight * mask).to(weight.dtype)
 
     def weight_gradient(self, layer: NMLayer, weight: Tensor, grad: Tensor) -> Gradients:
@@ -234,8 +238,11 @@ class MaskLogits(MaskMethod):
         logits = layer.parameters.get(LOGITS)
         if logits is None:
             return (None,)
+        # dL/dy_p: the gradient of the soft mask is W times that of the weight in use, summed here over the entries that
+        # each pattern keeps.
         of_choice = sum_by_pattern(layer, grad * weight, logits)
         scale, temperature = layer.buffers[ANNEALED].unbind()
+        # With the noise of the forward pass, which follows from the same words.
         choice = self._choice(layer, logits.detach())
         # dL/dpi_p = kappa / tau y_p (dL/dy_p - sum_q y_q dL/dy_q)
         mean = (choice * of_choice).sum(-1, keepdim=True)
@@ -246,6 +253,7 @@ class MaskLogits(MaskMethod):
         strength = self.weight_reg * (1 - _progress(layer))
         if not strength or LOGITS not in layer.parameters:
             return None
+        # Here the logits are not detached: autograd takes the penalty's gradient by them.
         kept = layer.weight.detach() * self._soft_mask(layer, layer.parameters[LOGITS])
         return -strength * kept.square().sum()
 

@@ -87,6 +87,7 @@ class MaxQ(SRSTE):
         decay_scale: DecayScale = 1.0,
         decay_at: DecayAt = "before-clipping",
     ) -> None:
+        # Without dense phases: the soft factors hold from the first step on.
         super().__init__(decay, decay_scale=decay_scale, decay_at=decay_at)
         check_span(start, stop, "give a later `stop`, too")
         check_option("ramp", ramp, Ramp)
@@ -134,6 +135,7 @@ class MaxQ(SRSTE):
             progress = (clock - start) / (stop - start) if clock > start else 0.0
             dense = int(_share_left(self.ramp, progress) * len(mask_blocks))
         if dense:
+            # Blocks are ranked in the whole layer, not row by row.
             magnitudes = as_blocks(rows.abs(), layer.pattern.m)
             sums = magnitudes.sum(1, dtype=wide_dtype(weight))
             smallest_first = sums.argsort(stable=True)
@@ -141,11 +143,13 @@ class MaxQ(SRSTE):
             mask_blocks = mask_blocks.index_fill(0, smallest_first[:dense], True)
             mask_rows = from_blocks(mask_blocks, rows.shape)
         layer.set_masks(layer.view.unrows(mask_rows))
+        # Thresholds are of the weight itself: pruned entries count in them, too.
         magnitudes = _by_filters(layer, weight).abs()
         magnitudes = magnitudes.to(wide_dtype(magnitudes))  # [out, in, *taps]
         out, _, *taps = magnitudes.shape
         filters = _threshold(magnitudes.flatten(1), layer.pattern)
         set_tensor(layer.buffers, "filters", filters.view(out, *[1] * (magnitudes.dim() - 1)))
+        # With a single tap, the position's threshold would be that of the whole layer.
         if math.prod(taps) > 1:
             by_position = magnitudes.flatten(2).flatten(0, 1).t()  # [taps, out * in]
             positions = _threshold(by_position, layer.pattern)
@@ -157,6 +161,7 @@ class MaxQ(SRSTE):
         if mask is None:
             return weight
         values = _by_filters(layer, weight)
+        # Of the filters, and of the positions where there are several.
         thresholds = list(layer.buffers.values())
         # 1 + sum_a [|W| > theta_a] sigmoid((|W| - theta_a) / tau), over the axes a
         factor = torch.ones((), dtype=thresholds[0].dtype, device=weight.device)
@@ -165,6 +170,7 @@ class MaxQ(SRSTE):
             above = magnitudes - threshold
             factor = factor + torch.where(above > 0, torch.sigmoid(above / self.temperature), 0)
         scaled = (values * factor).to(weight.dtype)
+        # _by_filters() leaves a flat weight in its own shape.
         if layer.spec.layout != "flat":
             scaled = layer.view.unrows(scaled)
         return masked(scaled, mask)
@@ -175,6 +181,7 @@ class MaxQ(SRSTE):
         for layer in layers:
             if layer.masks.has_forward:
                 size = layer.view.shape.numel()
+                # A pruned block lost 1 - N / M of its entries, and a dense one none.
                 pruned_share = (1 - layer.masks.density) / (1 - layer.pattern.density)
                 parts.append((size * (1 - pruned_share), size))
         return weighted_mean("dense_blocks", parts)
@@ -193,6 +200,7 @@ def _threshold(magnitudes: Tensor, pattern: NMPattern) -> Tensor:
     smallest one.
     """
     size = magnitudes.shape[1]
+    # In integers, so that no rounding error moves the threshold by an entry.
     below = size * (pattern.m - pattern.n) // pattern.m
     # On a GPU a selection is refused where torch is asked for deterministic algorithms.
     neighbours = _by_selection if magnitudes.is_cpu else _by_sorting
@@ -207,6 +215,7 @@ def _by_sorting(magnitudes: Tensor, below: int) -> Tensor:
 
 def _by_selection(magnitudes: Tensor, below: int) -> Tensor:
     """The same in less than half the time on a CPU."""
+    # kthvalue() counts from 1.
     ranks = (below, below + 1) if below else (1,)
     return torch.stack([magnitudes.kthvalue(rank, dim=1).values for rank in ranks], dim=1)
 

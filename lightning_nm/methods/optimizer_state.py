@@ -39,9 +39,11 @@ def step_size(
     """
     group = group_of(layer, optimizer)
     state = optimizer.state.get(layer.param, {})
+    # torch also takes a tensor for it.
     rate = float(group["lr"])
     if not is_adam_like(optimizer, group, state):
         momentum = float(group.get("momentum") or 0)
+        # At momentum 1 a gradient adds up without end: the learning rate alone is taken.
         if momentum < 1:
             rate *= (1 - float(group.get("dampening") or 0)) / (1 - momentum)
         return rate
@@ -50,6 +52,7 @@ def step_size(
     if isinstance(optimizer, torch.optim.RAdam):
         rectified = _rectification(beta, coming)
         if rectified is None:
+            # In its first steps RAdam goes by the first moment alone.
             return rate
         rate *= rectified
     square = grad_bm.square()
@@ -61,6 +64,7 @@ def step_size(
         largest = blocks_of(layer, gather(state["max_exp_avg_sq"])).to(second.dtype)
         second = torch.maximum(largest, second)
     second /= 1 - beta**coming
+    # Of kept entries alone: the state of pruned ones is zero, and would pull the mean down.
     mean = torch.where(mask_bm, second, 0).sum(1, keepdim=True) / mask_bm.sum(1, keepdim=True)
     second = torch.where(mask_bm, second, torch.maximum(mean, square))
     return rate / (second.sqrt_() + group["eps"])
@@ -70,6 +74,7 @@ def group_of(layer: NMLayer, optimizer: Optimizer) -> dict[str, Any]:
     """The optimizer's group of a layer's weight; a ``RuntimeError`` if there is none."""
     parameter = layer.view.optimizer_param
     for group in optimizer.param_groups:
+        # By identity: `in` would compare the values of tensors.
         for held in group["params"]:
             if held is parameter:
                 return group
@@ -81,6 +86,7 @@ def group_of(layer: NMLayer, optimizer: Optimizer) -> dict[str, Any]:
 
 def coupled_decay(optimizer: Optimizer, group: Mapping[str, Any]) -> float:
     """The weight decay that Adam adds to the gradient; AdamW's is apart from it."""
+    # In newer versions of torch Adam takes this key, too.
     if isinstance(optimizer, torch.optim.AdamW) or group.get("decoupled_weight_decay"):
         return 0.0
     return float(group["weight_decay"])
@@ -88,6 +94,7 @@ def coupled_decay(optimizer: Optimizer, group: Mapping[str, Any]) -> float:
 
 def will_be_skipped(optimizer: Optimizer) -> bool:
     """Whether a fused optimizer is about to skip a step with infinite gradients, which runs its hooks all the same."""
+    # A GradScaler sets it on optimizers that unscale by themselves, as fused ones do.
     found_inf = getattr(optimizer, "found_inf", None)
     return found_inf is not None and bool(found_inf)
 
@@ -100,6 +107,8 @@ def moment_correction(group: Mapping[str, Any], state: Mapping[str, Any]) -> flo
 
 def is_adam_like(optimizer: Optimizer, group: Mapping[str, Any], state: Mapping[str, Any]) -> bool:
     """Whether an optimizer divides by the root of a second moment of every entry, as Adam does."""
+    # Adafactor's eps is a pair. Adamax has both settings, but divides by a maximum. Before the first step there is no
+    # state to look at.
     numbers = "betas" in group and isinstance(group.get("eps"), (int, float))
     return (
         numbers
@@ -110,6 +119,7 @@ def is_adam_like(optimizer: Optimizer, group: Mapping[str, Any], state: Mapping[
 
 def _rectification(beta: float, step: float) -> float | None:
     """RAdam's factor (Liu et al., arXiv 1908.03265), ``None`` while it does not precondition."""
+    # The paper's rho of infinitely many steps and rho_t. torch rectifies above 5, the paper above 4.
     limit = 2 / (1 - beta) - 1
     length = limit - 2 * step * beta**step / (1 - beta**step)
     if length <= 5:
@@ -126,9 +136,11 @@ def entry_states(layer: NMLayer, optimizer: Optimizer) -> dict[str, Tensor]:
             if value.shape == weight.shape and value.is_floating_point():
                 found[key] = value
                 continue
+            # A single number, such as a count of steps, belongs to no entry.
             is_unknown = value.numel() > 1
             kept = f"{value.dtype} of shape {tuple(value.shape)} for a weight of shape {tuple(weight.shape)}"
         else:
+            # Numbers, None and empty containers say nothing of entries.
             is_unknown = isinstance(value, (list, tuple, dict)) and bool(value)
             kept = f"a {type(value).__name__}"
         if is_unknown:

@@ -23,6 +23,7 @@ def begin_scores(layer: NMLayer, what: str) -> tuple[int, int, int] | None:
     Raises:
         ValueError: If tensor parallelism cuts the weight, or for a pattern of more than 256 combinations.
     """
+    # Before the first return, too: masks of weights that were replaced must not stay.
     layer.set_masks(None)
     layer.buffers.clear()
     if layer.spec.forward_reason:
@@ -34,6 +35,7 @@ def begin_scores(layer: NMLayer, what: str) -> tuple[int, int, int] | None:
         raise ValueError(f"layer '{layer.name}': {error}") from None
     layer.buffers[PATTERNS] = patterns.to(layer.weight.device, torch.uint8)
     count, m = patterns.shape
+    # A row counts its taps, too: each tap of a convolution has blocks of its own.
     rows = layer.view.rows(layer.weight)
     return len(rows), rows[0].numel() // m, count
 
@@ -43,6 +45,8 @@ def sum_by_pattern(layer: NMLayer, values: Tensor, scores: Tensor) -> Tensor:
 
     Of ``W dL/dW_F``, which a mask that were a real number would get, it is the gradient of the scores.
     """
+    # One GEMM by the 0/1 matrix [C, M] sums all patterns of all blocks. In the dtype of the scores, at least float32:
+    # half precision would make ties.
     patterns = layer.buffers[PATTERNS].to(scores.dtype)
     blocks = blocks_of(layer, values).to(scores.dtype)  # [blocks, M]
     return (blocks @ patterns.t()).view(scores.shape)

@@ -203,6 +203,7 @@ def prune(
     )
     for layer in layers:
         _refuse_layer(layer, calibrated=data is not None)
+    # Of several candidates, one that a layer meets already is a good choice and no mistake.
     if len(patterns) == 1:
         _warn_of_pruned(list(layers), patterns[0])
     result = Pruned(skipped=skipped)
@@ -210,6 +211,7 @@ def prune(
     measure = partial(_try, score=score, damping=damping)
 
     # Without data there are no moments, and all groups are pruned by magnitude.
+    # `tuple()` is the empty iterable of such moments.
     calibrated: Callable[[], Iterable[tuple[NMLayer, Moments]]]
     calibrated = partial(zip, layers, repeat(tuple))
     with uncached_evaluation(model) if data is not None else nullcontext():
@@ -227,6 +229,7 @@ def prune(
             values = {}
             for layer, moments in calibrated():
                 errors = measure(layer, moments(), layers[layer]).errors
+                # There are no errors where no token reached the layer.
                 values[layer.name] = errors or _lost(layer, layers[layer], squared=data is not None)
             result.choices = _choose(values, costs, budget, 1 if data is None else 2, counted)
         for layer, moments in calibrated():
@@ -237,6 +240,7 @@ def prune(
             own = _pattern_of(layer, patterns, result)
             if own is None:
                 continue
+            # Once more, by the chosen pattern alone: a trial has the weight of its last pattern.
             trial = measure(layer, moments(), [own])
             set_matrices(layer, trial.weight)
             if trial.unreached:
@@ -306,6 +310,7 @@ def _check_options(
     if not candidates:
         raise ValueError("there is no candidate pattern: give some, for example ['4:16', '8:16']")
     parsed = set(map(NMPattern.parse, candidates))
+    # Of equal densities the shorter block comes first: it is the tighter pattern.
     return sorted(parsed, key=lambda each: (each.density, each.m))
 
 
@@ -344,10 +349,12 @@ def _select(
         sizes.update(selection.sizes)
         skipped.update(selection.skipped)
         for layer in selection.layers:
+            # One object stands for the layer, whatever the M. Nothing here reads its own pattern.
             layers.setdefault(layer.name, layer)
             fitting[layer.name] += [pattern for pattern in patterns if pattern.m == m]
     in_order = [name for name in sizes if name in layers]
     chosen = {layers[name]: sorted(fitting[name], key=patterns.index) for name in in_order}
+    # A layer that one of the block lengths does not fit is pruned to the others.
     dense = {name: why for name, why in skipped.items() if name not in layers}
     return chosen, dense, sizes
 
@@ -396,7 +403,9 @@ def _try(
 ) -> _Trial:
     """Prune the matrices of a layer to each of some patterns; ``moments`` are those of its calibration."""
     weight = matrices_of(layer)  # [groups, out / groups, in]
+    # By magnitude at first, which stays in the groups that no token reaches.
     pruned = masked(weight, magnitude_mask(weight, patterns[-1], dim=2))
+    # Squares add up over groups, so that the error is that of the whole layer.
     output_square = 0.0
     error_squares: dict[str, float] = {}
     unreached = []
@@ -446,6 +455,7 @@ def _lost(layer: NMLayer, patterns: Sequence[NMPattern], *, squared: bool) -> di
     if squared:
         # The largest squares are those of the largest magnitudes.
         weight = weight.double().square()
+    # One sort tells what every N of a block length keeps.
     kept = {m: retained_magnitudes(weight, m).tolist() for m in {each.m for each in patterns}}
     lost = {str(each): 1 - kept[each.m][each.n - 1] for each in patterns}
     return {name: max(fraction, 0.0) ** 0.5 for name, fraction in lost.items()} if squared else lost
@@ -472,6 +482,7 @@ def _sparsest_within(errors: Mapping[str, float], max_error: float) -> Choice:
         return Choice(DENSE, 0.0, "no calibration token reaches it")
     # An error may rise with N: an entry that makes up for another one's error is no rule for magnitudes.
     within = [place for place, error in enumerate(errors.values()) if error <= max_error]
+    # If no pattern is within the bound, the place after them is that of dense.
     return _choice(errors, min(within, default=len(errors)))
 
 
@@ -502,6 +513,7 @@ def _choose(
     for name, own in values.items():
         cost = costs.get(name, 0)
         patterns = map(NMPattern.parse, own)
+        # Dense is the last candidate: it loses nothing, at the whole cost.
         losses.append([*(value**power for value in own.values()), 0.0])
         # In whole entries: m divides the layer's size.
         layer_costs.append([*(cost * each.n / each.m for each in patterns), float(cost)])
@@ -557,6 +569,7 @@ def _warn_of_pruned(layers: Sequence[NMLayer], pattern: NMPattern) -> None:
     """Warn of layers that are N:M before anything is pruned."""
     found = [layer.name for layer in layers if is_nm(layer.view.rows(layer.param), pattern, dim=1)]
     if found:
+        # stacklevel: this function, prune() and the wrapper of no_grad lie below the user's line.
         warnings.warn(
             f"{len(found)} of {len(layers)} layers, such as '{found[0]}', are {pattern} already: nothing of them is "
             "pruned. Give a sparser pattern, or the dense model",

@@ -74,6 +74,7 @@ class RigL(ExchangingMethod):
         """Warn if the masks never move."""
         (stop,) = self.schedule(planned_steps)
         last = stop if planned_steps is None else min(stop, planned_steps)
+        # The first turn is the step after `every` steps, which must come before the end.
         if last <= self.every:
             warnings.warn(
                 f"RigL never moves a mask: every={self.every} steps do not fit before step {last}, where it ends; "
@@ -100,10 +101,12 @@ class RigL(ExchangingMethod):
         mask = layer.masks.forward_view
         if mask is None or dense_gradient_was_used(layer, mask):
             return
+        # An exchange that is left here belongs to a step that was skipped, and to its gradient.
         layer.pending = None
         grad = layer.view.local_grad
         if grad is None or not layer.progress.dense_gradient:
             return
+        # While the gradient of pruned entries is there.
         layer.pending = self._find_exchange(layer, mask)
         layer.zero_pruned(grad)
 
@@ -112,6 +115,7 @@ class RigL(ExchangingMethod):
         mask = layer.masks.forward_view
         if mask is None:
             return
+        # By the mask before the exchange: entries that grow must start at zero.
         super().after_step(layer, optimizer)
         exchange: Exchange | None = layer.pending
         layer.pending = None

@@ -54,6 +54,7 @@ class SSTE(STE):
         """Select the masks from the weight as it is now; the first time compute the factor."""
         super().select(layer)
         mask = layer.masks.forward_view
+        # Layers whose forward GEMM stays dense need no factor, and a factor that is there is frozen.
         if mask is None or SCALE in layer.buffers:
             return
         weight = layer.weight.detach()
@@ -62,6 +63,8 @@ class SSTE(STE):
         dtype = torch.float32 if weight.device.type == "mps" else torch.float64
         product = (weight.to(dtype) * shrunk.to(dtype)).sum()
         square = shrunk.to(dtype).square().sum()
+        # A weight whose blocks have one magnitude each shrinks to 0, which any factor leaves at 0. A select, not a
+        # branch: reading the sum would wait for the device.
         scale = torch.where(square > 0, product / square, 1)
         layer.buffers[SCALE] = scale.to(wide_dtype(weight)).reshape(1)
 

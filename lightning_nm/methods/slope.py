@@ -67,6 +67,7 @@ class SLoPe(ASP):
 
     def update(self, layer: NMLayer) -> None:
         """Prune when the clock reaches ``start``; select the backward mask again when it is time."""
+        # Pruning in this update selects both masks: the backward one is not due again.
         was_pruned = layer.masks.bits is not None
         super().update(layer)
         every = self.refresh_every

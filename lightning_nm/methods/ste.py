@@ -54,6 +54,7 @@ class STE(MaskMethod):
 
     def init_masks(self, layer: NMLayer) -> None:
         """Select the first masks, unless training starts dense."""
+        # By phases(), not by the schedule itself, which has more moments in some subclasses.
         if within(self.phases(layer).sparse, layer.progress.clock):
             self.select(layer)
         else:
@@ -61,6 +62,7 @@ class STE(MaskMethod):
 
     def update(self, layer: NMLayer) -> None:
         """Select the masks again when it is time; none in a dense phase."""
+        # The first masks do not wait until a selection is due.
         begins = layer.masks.bits is None
         if not within(self.phases(layer).sparse, layer.progress.clock):
             layer.set_masks(None)
@@ -75,8 +77,10 @@ class STE(MaskMethod):
         """Select the masks from the weight as it is now."""
         pattern = self.current_pattern(layer)
         assert pattern is not None  # the masks of this class always hold to one
+        # The forward GEMM of this layer stays dense: it is here for its backward pass.
         if layer.spec.forward_reason:
             return
+        # Masks that are there move in place, in one pass; the first ones have no bits to write to.
         grid = grid_to_move(layer, backward=False)
         if grid is None:
             layer.set_masks(largest_entries(layer, pattern))
@@ -97,6 +101,7 @@ def grid_to_move(layer: NMLayer, *, backward: bool) -> BlockGrid | None:
     masks = layer.masks
     has_these = masks.has_forward and masks.has_backward == backward
     weight = layer.param.detach()
+    # Patterns that narrow to N:M have the same M, so the blocks are the same for all of them.
     m = layer.pattern.m
     if not has_these or masks.bits is None or m > LONGEST_BLOCK:
         return None
@@ -179,6 +184,7 @@ class SRSTE(STE):
             self._add_decay(layer)
 
     def _add_decay(self, layer: NMLayer) -> None:
+        # The decay is of each entry by itself: a process adds that of its own shard, and nothing is gathered.
         mask = layer.masks.forward_view
         grad = layer.view.local_grad
         if not self.decay or mask is None or grad is None:
@@ -188,6 +194,7 @@ class SRSTE(STE):
         factor = self.decay * float(scale)
         weight = layer.view.local
         bits = layer.masks.bits
+        # A pass reads both tensors in one dtype.
         one_dtype = grad.dtype == weight.dtype
         if bits is not None and one_dtype and evolution.runs(grad, weight, bits):
             evolution.decay_(grad, weight, layer.view.shard_of(bits), factor)

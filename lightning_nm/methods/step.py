@@ -106,6 +106,7 @@ class STEP(STE):
     """
 
     short_name = "step"
+    # The buffers serve the optimizer's step: passes use W under its mask alone.
     passes_read_buffers = False
 
     def __init__(
@@ -131,6 +132,7 @@ class STEP(STE):
 
     def schedule(self, planned_steps: int | None) -> Steps:
         """The training steps of the earliest and the latest switch, and that at which ``dense_end`` begins, if any."""
+        # The masks come at `latest` at the latest, so this is the window that is certain to be sparse.
         window = resolve_window(self, self.latest, self.dense_end, planned_steps, "latest")
         latest = window[0] if window else 0
         earliest = resolve_moment(self, "dense_start", self.dense_start, planned_steps)
@@ -157,6 +159,7 @@ class STEP(STE):
 
     def phases(self, layer: NMLayer) -> Phases:
         """From the latest switch to the dense phase at the end."""
+        # The earliest switch is left out: whether masks come before the latest one is not known.
         return Phases(layer.progress.schedule[1:], is_latest=True)
 
     # ---------------------------------------------------------------------------------------------------------- masks
@@ -179,7 +182,9 @@ class STEP(STE):
         if dense_from and clock >= dense_from[0]:
             layer.set_masks(None)
         elif layer.masks.has_forward or clock >= latest or self._switches(layer, group):
+            # Masks that have come stay until the dense end, even if the second moments change again.
             self.select(layer)
+        # Changes lead to the switch alone. Without masks nothing is frozen: in the dense end Adam goes on from v_T.
         if layer.masks.has_forward:
             layer.buffers.pop(CHANGES, None)
         else:
@@ -188,6 +193,7 @@ class STEP(STE):
     def _switches(self, layer: NMLayer, group: _Group | None) -> bool:
         """Whether the second moments have settled by this training step."""
         earliest = layer.progress.schedule[0]
+        # A layer that made no step in this batch waits for a batch in which it does, or for `latest`.
         if group is None or layer.progress.clock < earliest:
             return False
         # One answer for all layers of the optimizer, whichever of them asks first.
@@ -197,15 +203,18 @@ class STEP(STE):
 
     def _average_change(self, group: _Group) -> float:
         """The average of Z over the window, for all layers of an optimizer together."""
+        # In the order of the names, so that the sum does not depend on the order of the steps.
         names = sorted(group.layers)
         changes = [group.layers[name].buffers[CHANGES] for name in names]
         # A layer that was added later knows fewer steps.
         known = min(len(each) for each in changes)
         device = changes[0].device
         recent = torch.stack([each[-known:].to(device) for each in changes])  # [layers, steps]
+        # Z is a mean over entries, so a layer counts by its size.
         sizes = [group.layers[name].view.shape.numel() for name in names]
         fractions = torch.tensor(sizes, dtype=recent.dtype, device=device) / sum(sizes)
         of_steps = fractions @ recent
+        # These are means of logarithms: the mean is geometric over entries, and arithmetic over steps.
         if self.mean == "geometric":
             of_steps = of_steps.exp()
         return float(of_steps.mean())
@@ -252,8 +261,10 @@ class STEP(STE):
         layer.pending = _Pending()
         latest = self.phases(layer).sparse[0]
         if layer.masks.has_forward and parameter.grad is not None:
+            # Not for a weight without a gradient, which makes no step.
             layer.pending = self._freeze(layer, optimizer)
         elif not layer.masks.has_forward and layer.progress.clock < latest:
+            # From `latest` on changes decide nothing: a layer without masks is in the dense end, or is never masked.
             layer.pending.change = self._measure(layer, optimizer)
 
     def _measure(self, layer: NMLayer, optimizer: Optimizer) -> Tensor:
@@ -261,18 +272,23 @@ class STEP(STE):
         parameter = layer.view.optimizer_param
         beta2 = float(group_of(layer, optimizer)["betas"][1])
         values = local_values(parameter)
+        # Half precision would lose small changes.
         dtype = wide_dtype(values)
         if parameter.grad is None:
+            # Adam leaves the moments of a weight without a gradient alone.
             change = torch.zeros_like(values, dtype=dtype)
         else:
             change = _adams_gradient(layer, optimizer).to(dtype).square()
             second = optimizer.state.get(parameter, {}).get("exp_avg_sq")
+            # Before Adam's first step v is 0.
             if second is not None:
                 change -= local_values(second)
             # v_t - v_{t-1} = (1 - beta2) (g^2 - v_{t-1})
             change.abs_().mul_(1 - beta2)
         if self.mean == "geometric":
+            # The logarithm of 0 is not finite.
             change.clamp_(min=torch.finfo(torch.float32).tiny).log_()
+        # Every process has the mean over the whole weight, and so the same switch.
         return sum_of_shards(change.sum(), parameter) / layer.view.shape.numel()
 
     def _freeze(self, layer: NMLayer, optimizer: Optimizer) -> _Pending:
@@ -297,6 +313,7 @@ class STEP(STE):
             )
         second = local_values(second)
         gradient = local_values(parameter.grad)
+        # after_step() puts these two back. The first moment stays as the step makes it.
         pending = _Pending(second=second.clone(), grad=gradient.clone())
         first = local_values(state["exp_avg"])
         first.add_(_adams_gradient(layer, optimizer), alpha=(1 - beta1) / beta1)
@@ -304,17 +321,20 @@ class STEP(STE):
         # As tensors: reading numbers of a GPU would wait for it.
         precise = torch.float32 if second.device.type == "mps" else torch.float64
         steps = torch.as_tensor(state["step"], dtype=precise, device=second.device)
+        # Set in the first masked step: v* was made by so many steps.
         if FROZEN_AT not in layer.buffers:
             layer.buffers[FROZEN_AT] = steps.clone()
         frozen_at = layer.buffers[FROZEN_AT].to(second.device, precise)
         frozen_correction = 1 - beta2**frozen_at
         coming_correction = 1 - beta2 ** (steps + 1)
+        # Adam multiplies this by beta2 and divides by the coming correction, which gives v_T / (1 - beta2^T).
         second.mul_(coming_correction / (frozen_correction * beta2))
         # (m / LARGEST_STEP)^2, both moments corrected, for the second moment that the step multiplies by beta2.
         of_first = beta1 / (1 - beta1 ** (steps + 1)) / LARGEST_STEP
         smallest = first.square().mul_(of_first.square() * coming_correction / beta2)
         torch.maximum(second, smallest, out=second)
 
+        # With a gradient of 0 Adam only multiplies both moments by their betas.
         gradient.zero_()
         decay = coupled_decay(optimizer, group)
         if decay:
@@ -330,6 +350,7 @@ class STEP(STE):
         if pending.second is not None:
             local_values(optimizer.state[parameter]["exp_avg_sq"]).copy_(pending.second)
             pending.second = None
+        # A loop may log the gradient, or go on adding to it.
         if pending.grad is not None and parameter.grad is not None:
             local_values(parameter.grad).copy_(pending.grad)
             pending.grad = None
@@ -341,13 +362,16 @@ class STEP(STE):
         changes = torch.cat([layer.buffers.get(CHANGES, newest[:0]), newest])
         # The steps over which the second moment averages. In floating point 1 / (1 - 0.999) is just below 1000.
         length = math.floor(1 / (1 - float(settings["betas"][1])) * (1 + 1e-9))
+        # A copy: a slice is a view, and a checkpoint would save all of the memory behind it.
         layer.buffers[CHANGES] = changes[-length:].clone()
         # Join the layers of the same step of the same optimizer.
         group = self._groups.get(id(optimizer))
+        # A layer that is in the group already makes another step in this batch.
         if group is None or layer.name in group.layers:
             group = self._groups[id(optimizer)] = _Group()
         group.layers[layer.name] = layer
         threshold = float(settings["eps"]) if self.threshold is None else self.threshold
+        # The parameter groups of an optimizer may differ in epsilon: the largest one decides.
         group.threshold = max(group.threshold, threshold)
         pending.group = group
 

@@ -59,6 +59,7 @@ class TransposableMask(SRSTE):
 
     def select(self, layer: NMLayer) -> None:
         """Select the mask from the weight as it is now: row-wise where it cannot be transposable."""
+        # Tiles need blocks along both axes.
         if layer.spec.dgrad_reason or layer.spec.forward_reason:
             super().select(layer)
             return

@@ -63,6 +63,7 @@ class RatioMetric(NMMetric):
         super().__init__(**kwargs)
         for name in self.sums:
             zero = torch.zeros((), dtype=self.sum_dtype)
+            # Summed over processes. Masks are equal on all of them, so both sums of their ratios grow by one factor.
             self.add_state(name, default=zero, dist_reduce_fx="sum")
 
     def add(self, parts: Iterable[tuple[Tensor | int, Tensor | int]]) -> None:

@@ -44,6 +44,7 @@ class MaskHistory(RatioMetric):
         for name, mask in layers.items():
             check_tensors({"mask": mask}, name)
             shape = tuple(mask.shape)
+            # A new name is compared with its own shape, and passes.
             known = self._memory.get(name, (shape,))[0]
             if known != shape:
                 raise ValueError(
@@ -57,6 +58,7 @@ class MaskHistory(RatioMetric):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Update, and return the value of this update only: the changes since the previous update."""
+        # A copy of the dict is enough: rows are replaced, and never written to.
         self._before_forward = dict(self._memory)
         try:
             return super().forward(*args, **kwargs)
@@ -95,6 +97,7 @@ class MaskHistory(RatioMetric):
         if any(self._persistent.values()):
             for name, (shape, rows) in self._memory.items():
                 key = f"{prefix}{_KEY}{name}"
+                # The bits fill whole bytes, so they do not tell the number of entries.
                 destination[f"{key}.shape"] = torch.tensor(shape, dtype=torch.int64)
                 destination[f"{key}.bits"] = rows.clone()
         return destination
@@ -111,6 +114,7 @@ class MaskHistory(RatioMetric):
         if any(prefix + key in state_dict for key in self._defaults):
             self._memory = {}
             for key, rows in saved.items():
+                # Names of layers have dots, too: the last one ends the name.
                 name, _, part = key.rpartition(".")
                 if part == "bits":
                     shape = tuple(saved[f"{name}.shape"].tolist())
@@ -140,6 +144,7 @@ class MaskFlipRate(MaskHistory):
     def compare(self, packed: Tensor, rows: Tensor | None, entries: int) -> Tensor:
         """Count the flips."""
         if rows is not None:
+            # Bits that only fill up the last byte are cut off.
             flips = unpack_mask(packed ^ rows[0], [entries])
             self.add([(flips.count_nonzero(), entries)])
         return packed.unsqueeze(0)

@@ -137,6 +137,7 @@ class MaskViolations(NMMetric):
     """
 
     higher_is_better = False
+    # Otherwise forward() would merge the states by `max`, which is for processes: counts of updates add up.
     full_state_update = True
     plot_upper_bound = None
 

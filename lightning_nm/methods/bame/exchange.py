@@ -90,6 +90,7 @@ class Evidence:
     @classmethod
     def none(cls, weight: Tensor, places: Places = (None, None)) -> Evidence:
         """No gradient was gathered yet."""
+        # Steps of U are small against U: half precision would lose them.
         dtype = wide_dtype(weight)
         zero = torch.zeros(weight.shape, dtype=dtype, device=weight.device)
         count = torch.zeros((), dtype=torch.float32, device=weight.device)
@@ -98,6 +99,7 @@ class Evidence:
     def add(self, grad: Tensor, mask: Tensor, size: Tensor) -> None:
         """Add a dense gradient of the loss; ``size`` is r."""
         grad = grad.to(self.square.dtype)
+        # A new tensor: the layer's buffer keeps the old count in case the step is skipped.
         self.count = self.count + 1
         # Product and sum rounded apart, as by the kernels, which take the same steps in one pass.
         self.square.mul_(DECAY).add_(grad.square().mul_(1 - DECAY))
@@ -177,12 +179,14 @@ def gather_evidence(
     count = buffers.get(COUNT)
     # The value is U / SCALE, and of kept entries perhaps momentum; V of kept entries may be the optimizer's own.
     own_ratio = 1.0
+    # An optimizer that is new, or was loaded without its state, has none of it: evidence begins again.
     if count is None or value is None or square is None:
         evidence = Evidence.none(weight, places)
         if grad is None:
             return evidence
     else:
         if square_key is not None:
+            # For kept entries V / (1 - beta^t) is to be what v / (1 - beta_2^T) is in the optimizer.
             # The optimizer's counts from its first step.
             correction = -torch.expm1(count * LOG_DECAY)
             own_ratio = float(correction / moment_correction(group, state))
@@ -191,6 +195,7 @@ def gather_evidence(
     # oneDNN returns the weight gradients of convolutions in another memory order: a pass reads and masks a copy.
     row_major = None if grad is None else grad.contiguous()
     passes = None
+    # The kernels take U and V in float32 alone.
     is_single = evidence.value.dtype == evidence.square.dtype == torch.float32
     if bits is not None and is_single and not layer.view.is_sharded:
         # Sharded parameters are left to torch.
@@ -214,6 +219,7 @@ def gather_evidence(
     if passes is not None:
         evidence.passes = passes
         if grad is not None:
+            # As Evidence.add() does, whose place the pass takes.
             evidence.count = evidence.count + 1
         evidence.value, evidence.square = passes.gather_evidence(
             bits,
@@ -232,6 +238,7 @@ def gather_evidence(
         evidence.value = mask_(value, ~(value.abs() > limit))
         if grad is not None:
             evidence.add(grad, mask, size)
+    # A pass has masked the gradient that it read, unless that was a copy.
     if grad is not None and (passes is None or row_major is not grad):
         local_grad = layer.view.local_grad
         assert local_grad is not None
@@ -251,6 +258,7 @@ def _places(optimizer: Optimizer, group: Mapping[str, Any], weight: Tensor) -> P
     if weight.dtype in (torch.float32, torch.float64):
         if isinstance(optimizer, (Adam, AdamW, NAdam, RAdam)):
             return "exp_avg", "exp_avg_sq"
+        # Not a subclass: it may use its momentum in another way.
         if type(optimizer) is SGD and group["momentum"]:
             return "momentum_buffer", None
     return None, None
@@ -289,6 +297,7 @@ def write_evidence(layer: NMLayer, optimizer: Optimizer, evidence: Evidence) -> 
         if key is None:
             target.copy_(tensor)
         elif target is not None:
+            # Kept entries have the optimizer's own state, which stays.
             local_state = local_values(target)
             local_mask = local_shard(mask, target)
             local_state.copy_(merged(local_mask, local_state, local_shard(tensor, target)))
@@ -366,6 +375,7 @@ def dense_gradient_was_used(layer: NMLayer, mask: Tensor) -> bool:
     An optimizer that computes the gradient several times in a step, as with a closure, brings a new one.
     """
     progress = layer.progress
+    # First what costs nothing: looking at the gradient waits for the device.
     if not progress.shaped or not progress.dense_gradient:
         return False
     grad = layer.weight.grad
@@ -430,12 +440,15 @@ def make_exchange(
     of the block that ``mask`` kept before the exchange.
     """
     param = layer.param
+    # As an index for each axis: a weight in channels last has no flat view in row-major order.
     pruned = torch.unravel_index(exchange.pruned, mask.shape)
     regrown = torch.unravel_index(exchange.regrown, mask.shape)
     for key, kept_state in entry_states(layer, optimizer).items():
+        # Entries are numbered over the whole weight, so sharded state is gathered.
         state = gather(kept_state)
         start: Tensor | float = 0.0
         if key in SECOND_MOMENTS and evidence is not None:
+            # The optimizer will divide by its own correction, so the mean square is multiplied by it.
             scale = moment_correction(group_of(layer, optimizer), optimizer.state[param])
             start = (evidence.mean_square()[regrown] * scale).to(state.dtype)
         elif key in SECOND_MOMENTS:
@@ -451,6 +464,7 @@ def make_exchange(
     weight[pruned] = 0
     if evidence is not None:
         weight[regrown] = evidence.value[regrown].to(weight.dtype)
+        # A kept entry has no virtual weight. Of the pruned one U is 0 already.
         evidence.value[regrown] = 0
     if layer.weight.grad is not None:
         # A loop may go on adding to gradients that it does not zero.
@@ -475,6 +489,7 @@ def exchange_in_one_pass(
     """
     masks = layer.masks
     passes = evidence.passes
+    # A backward mask has to be selected again with the forward mask, which the torch operations do.
     if passes is None or masks.has_backward:
         return None
     param = layer.param
@@ -503,6 +518,7 @@ def exchange_in_one_pass(
         evidence.correction(),
         moment_correction(group_of(layer, optimizer), state),
     )
+    # An exchange clears one forward bit and sets another.
     masks.count_moved(2 * blocks)
     if grad is None and param.grad is not None:
         layer.zero_pruned(param.grad)

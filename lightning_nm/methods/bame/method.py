@@ -135,7 +135,9 @@ class BAME(ExchangingMethod):
     """
 
     short_name = "bame"
+    # Evidence and counts are for steps: passes use W under the masks alone.
     passes_read_buffers = False
+    # It decides whether a saved state has a backward mask and a permutation.
     fixed = ("dgrad",)
     headline = "adapted_blocks"
     # The first training step at which an adaptation may happen, and the one from which on none may.
@@ -156,6 +158,8 @@ class BAME(ExchangingMethod):
         check_option("evidence", evidence, Source)
         check_option("dgrad", dgrad, DgradMask)
         if every is None:
+            # By default, accumulated evidence takes a dense gradient at every step anyway. With that of a batch each
+            # adaptation costs one.
             every = 1 if evidence == "accumulated" else 100
         check_count("every", every, 1)
         check_count("gradient_every", gradient_every, 1, optional=False)
@@ -189,6 +193,7 @@ class BAME(ExchangingMethod):
     def check(self, planned_steps: int | None) -> None:
         """Refuse an empty window, and warn of one in which ``every`` leaves no room to evolve."""
         start, stop = resolve_span(self, planned_steps)
+        # The last step of the phase. An empty phase has one step all the same.
         last = max(stop - 1, start)
         if planned_steps is not None:
             last = min(last, planned_steps - 1)
@@ -269,6 +274,7 @@ class BAME(ExchangingMethod):
         if mask is None or dense_gradient_was_used(layer, mask):
             return
         progress = layer.progress
+        # What is found now counts in after_step() alone, which a step that a scaler skips does not reach.
         pending = PendingStep(fresh=_is_fresh(layer), ready=True)
         if self.evidence == "accumulated" and self._adapting(layer):
             rate = self.evidence_rate * self.gradient_every**0.5
@@ -276,9 +282,12 @@ class BAME(ExchangingMethod):
             group = group_of(layer, optimizer)
             # It masks the gradient, too.
             pending.evidence = gather_evidence(layer, optimizer, group, mask, rate)
+            # At learning rate 0, as a warm-up may begin, the weight stands still, and so does its mask.
             trains = param.grad is not None and bool(group["lr"])
             pending.due = trains and (progress.step - progress.schedule[0]) % self.every == 0
         elif progress.dense_gradient:
+            # The evidence of a batch; or a gradient that was asked for accumulated evidence whose phase has ended
+            # since.
             dense_grad = layer.view.local_grad
             if dense_grad is not None:
                 if self.evidence == "batch":
@@ -316,11 +325,15 @@ class BAME(ExchangingMethod):
         else:
             self._count(layer, *done, 0.0)
         if param.grad is not None and (progress.dense_gradient or holds_evidence):
+            # The optimizer has used the gradient of pruned entries, or the evidence in its state as if it were
+            # momentum.
             if not pending.ready:
                 raise forgotten_call(layer, "adapt")
+            # It has been used, so needs_dense_gradient() does not ask for it again.
             progress.dense_gradient = False
         if exchange is not None:
             self._exchange(layer, optimizer, mask, exchange, evidence)
+        # After the exchange: the evidence is kept in the entries that are pruned from now on.
         if evidence is not None:
             write_evidence(layer, optimizer, evidence)
         layer.pending = PendingStep(exchange=exchange)
@@ -350,6 +363,7 @@ class BAME(ExchangingMethod):
     ) -> None:
         """Make the exchanges by torch operations: all tensors, the masks, and the counts of oscillations."""
         forward = make_exchange(layer, optimizer, mask, exchange, evidence)
+        # Both masks at once: the backward mask is a part of the forward mask.
         layer.set_masks(forward, self._select_backward(layer, forward, search=False))
         blocks = exchange.blocks
         counts, exchanged = layer.buffers["oscillation"], layer.buffers["exchanged"]
@@ -376,6 +390,7 @@ class BAME(ExchangingMethod):
             if backward is not None:
                 layer.masks.set_backward(backward)
         start, stop = layer.progress.schedule
+        # Once, when the phase ends: reading the count of exchanges waits for the device.
         if layer.progress.clock == stop and layer.masks.has_forward and layer.buffers:
             totals = self._totals
             totals.blocks += len(layer.buffers["oscillation"])
@@ -426,6 +441,7 @@ class BAME(ExchangingMethod):
                 alive += int((unpack_mask(buffers["exchanged"], mask.shape) & mask).sum())
                 exchanges += int(buffers["exchanges"])
             start, stop = layer.progress.schedule
+            # An empty phase has one adaptation, after step `start`, whose numbers are shown.
             if layer.progress.clock > max(stop, start + 1):
                 last[1] += len(counts)  # all blocks are frozen
             else:
