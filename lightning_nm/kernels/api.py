@@ -61,6 +61,7 @@ class Convolution(NamedTuple):
         """This convolution; of one in one dimension the same in two, over images of height 1."""
         if len(self.size) > 1:
             return self
+        # The library takes two of every size. A height of 1, with one tap and no padding, changes no sum.
         return self._replace(
             size=(1, *self.size),
             kernel=(1, *self.kernel),
@@ -73,6 +74,7 @@ class Convolution(NamedTuple):
     def positions(self) -> tuple[int, ...]:
         """The sizes of the output, as torch counts them."""
         found = []
+        # Fields 2 to 6, in this order.
         for size, taps, stride, padding, dilation in zip(*self[2:7], strict=True):
             reach = dilation * (taps - 1) + 1  # from the first tap to the last
             found.append((size + 2 * padding - reach) // stride + 1)
@@ -147,6 +149,7 @@ class GemmKey:
         # A bucket of tokens need not hold whole images; what is left over is not counted.
         return self.tokens // math.prod(self.conv.positions)
 
+    # Cached, because each result is compared with it. The cache is in the instance's dict, which `frozen` leaves open.
     @cached_property
     def result_shape(self) -> tuple[int, ...]:
         """Shape of what a kernel returns."""
@@ -183,6 +186,7 @@ class MaskedMatrix(NamedTuple):
     @classmethod
     def of(cls, matrix: Tensor, mask: Tensor, pattern: NMPattern | None) -> MaskedMatrix:
         """A contiguous matrix with a bool mask; `dense` is the matrix as it is."""
+        # A bool is a byte of 0 or 1: its lowest bit, FORWARD_BIT, is the mask. Nothing is copied.
         bits = mask.view(torch.uint8)
         return cls(matrix, bits, FORWARD_BIT, pattern, matrix.dtype, None, lambda: matrix)
 
@@ -206,6 +210,7 @@ class GemmKernel:
         torch.Size([3, 1])
     """
 
+    # Unique among the kernels: decisions, failures and packs are kept under it.
     name = "reference"
     device_type = ""
     """The type of device it is made for, such as ``"cuda"``; empty if it is made for every type."""
@@ -304,6 +309,7 @@ class GemmKernel:
 
     def conv_input(self, packed: Any, grad: Tensor, conv: Convolution) -> Tensor:
         """Compute a convolution's input gradient for ``grad [images, out, *positions]``, W as for :meth:`conv`."""
+        # W is not transposed for this GEMM: where W_B is W_F, the pack of the forward serves it.
         weight = packed.view(conv.weight_shape)
         shape = torch.Size((len(grad), conv.inputs, *conv.size))
         return nn_grad.conv2d_input(shape, weight, grad, *conv.arguments)
@@ -340,8 +346,10 @@ def multiply(
             return kernel.conv_input(packed, other, key.conv)
         assert grad is not None
         return kernel.conv_sampled(packed, grad, other, key.conv)
+    # dgrad is a `linear` as well: dX = dY A^T with A = W_B^T [in, out].
     if key.gemm != "wgrad":
         return kernel.linear(packed, other, bias)
+    # With dY outputs are sparse, dW = dY^T X at the entries of a mask. Without it A is E(dY)^T.
     if grad is not None:
         return kernel.sampled(packed, grad, other)
     return kernel.matmul(packed, other)
@@ -396,6 +404,7 @@ def attempt(
 
 def is_capturing() -> bool:
     """Whether a CUDA graph is captured: nothing may be timed then, and what is computed belongs to the graph."""
+    # In this order: a torch without CUDA raises an error at the second question.
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
@@ -437,6 +446,7 @@ def multiply_adds(key: GemmKey) -> int:
 
 def uses_of_pack(key: GemmKey, reuse: int) -> int:
     """Count the GEMMs that use one pack: `reuse` of them for a weight's, one for an operand that is drawn."""
+    # dY differs in each micro-batch, as a drawn W_B does in each GEMM. Where outputs are sparse, nothing is packed.
     if key.gemm == "wgrad" or key.drawn:
         return 1
     return reuse

@@ -167,6 +167,7 @@ def mvue_transposed_reference(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute :func:`mvue_transposed` by torch operations, from checked arguments."""
     tokens, out = grad.shape
+    # Not by `pad`, which in torch 2.6 takes no matrix without columns.
     padding = grad.new_zeros(-tokens % TOKENS, out)
     padded = torch.cat([grad, padding])  # [padded tokens, out]
     # One random number for each block of M tokens of one column.

@@ -140,6 +140,7 @@ class Router(HasHandle):
         self.all_dense = False
         """Whether :meth:`deactivate_if_all_dense` ended routing, because no GEMM is faster sparse."""
         self.registry.failures.clear()
+        # The other modes measure nothing: they decide in the first batch already.
         self.tuned = self.kernels != "auto"
 
         # What `tune` found.
@@ -178,8 +179,10 @@ class Router(HasHandle):
         if self.tuner is None:
             environment = environment_of(device)
             known = Decisions.load(self.file if self.kernels == "auto" else None, environment)
+            # The cost of packing is spread over `reuse` GEMMs only where packs are kept.
             reuse = self.pack_reuse(str(device))
             self.tuner = Tuner(self.kernels, self.registry, known, self.timer, reuse=reuse)
+            # `tune` shared them before a GEMM ran here, so before the device was known.
             if self._received is not None:
                 self.tuner.take_over(self._received)
             self.unavailable_reason = self.registry.unavailable_reason(str(device))
@@ -208,6 +211,7 @@ class Router(HasHandle):
             found = [self._choose(product, terms) for product in products()]
             return [choice for choice, _ in found], [use for _, use in found]
 
+        # Most calls repeat the last one of the layer: then no key is made or hashed.
         choices, uses = self.kept(owner, name, (terms, stamp), choose)
         for use in uses:
             use.calls += 1
@@ -225,13 +229,16 @@ class Router(HasHandle):
         if lasting and not product.reason:
             decision = self.initialize(torch.device(product.key.device)).decide(product.key)
             kernel = self.registry.find(decision.kernel)
+        # Counted by bucket, as decisions are: otherwise each token count would be a row of the report.
         bucket = product._replace(key=bucketed(product.key))
         use = self._uses.setdefault((bucket, kernel.name), GemmUse(bucket, kernel.name))
+        # Set again: a GEMM that ran dense before `tune` has a decision since.
         use.decision = decision
         is_dense = kernel is self.registry.reference
         choice = None if is_dense else Choice(kernel, product.key)
         if lasting:
             if len(self._chosen) >= _MOST_CHOSEN:
+                # Dropped as a whole: choosing again from known decisions measures nothing.
                 self._chosen.clear()
             self._chosen[product, terms] = choice, use
         return choice, use
@@ -265,6 +272,7 @@ class Router(HasHandle):
                     tuner.tune(keys, self.budget_s)
                     if device.type == "cuda":
                         torch.cuda.empty_cache()  # the operands of the checks
+                    # At once, so that a training that is killed leaves its measurements.
                     self.save()
         # Also after an error: other processes wait for the decisions. A process without GEMMs takes part.
         finally:
@@ -273,6 +281,7 @@ class Router(HasHandle):
                 # Those of an earlier call may come again: a dense gradient in every second step has other GEMMs.
                 self._tuned_keys = list(dict.fromkeys([*self._tuned_keys, *keys]))
                 decisions = [self.tuner.decisions.get(key) for key in self._tuned_keys]
+                # A postponed GEMM counts as dense: it stays so until a later `tune` measures it.
                 self._none_sparse = all(found and found.kernel == DENSE for found in decisions)
                 self._warn_of_postponed(self.tuner)
 
@@ -281,6 +290,7 @@ class Router(HasHandle):
         if self.tuner is not None:
             self.tuner.take_over(share(self.tuner.decisions))
         else:
+            # The broadcast needs every process. The environment is a stand-in, because the device is not known yet.
             self._received = share(Decisions(environment_of(torch.device("cpu"))))
 
     def _warn_of_postponed(self, tuner: Tuner) -> None:
@@ -304,6 +314,7 @@ class Router(HasHandle):
             self.tuned = False
             self.all_dense = False
             self._none_sparse = False
+            # The terms of old choices return when `tuned` is set again: a postponed GEMM would be found there as dense.
             self._chosen.clear()
             self._packs.clear()  # with the choices among them
 
@@ -411,6 +422,7 @@ class Router(HasHandle):
                 cost = decision.dense_ms
                 if on_sparse and decision.sparse_ms is not None and decision.pack_ms is not None:
                     uses = uses_of_pack(key, self.pack_reuse(key.device))
+                    # These are the times of the best sparse kernel, which is the chosen one here.
                     cost = decision.sparse_ms + decision.pack_ms / uses
             total += use.calls * cost
             if on_sparse:

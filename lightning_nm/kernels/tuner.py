@@ -125,6 +125,7 @@ def copies_past_cache(size: int, device: torch.device) -> int:
     if device.type != "cuda":
         return 1
     cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
+    # Twice, so that a copy has left the cache when its turn comes again.
     enough = 1 + 2 * cache_bytes // size
     # Small operands would need thousands of copies.
     return min(enough, 32)
@@ -148,6 +149,7 @@ try:
 except ImportError:  # on Windows
     fcntl = None  # type: ignore[assignment]
 
+# Of the file. It is raised when keys or decisions change their meaning: entries of another one are ignored.
 SCHEMA = 2
 
 Source = Literal["measured", "forced", "default", "postponed"]
@@ -197,6 +199,7 @@ def environment_of(device: torch.device) -> Environment:
     cusparselt = library_version()
     return Environment(
         device=torch.cuda.get_device_name(device),
+        # torch itself does not know the driver's version: this asks nvidia-smi, and is None without it.
         driver=collect_env.get_nvidia_driver_version(collect_env.run),
         torch=torch.__version__,
         cuda=torch.version.cuda,
@@ -297,6 +300,7 @@ class Decisions(MutableMapping[GemmKey, Decision]):
         with suppress(OSError, ValueError, TypeError, AttributeError, KeyError):
             entries = _read(Path(path)).get(str(environment), {})
             found = {_read_key(text): Decision.from_dict(entry) for text, entry in entries.items()}
+            # Past `__setitem__`, which would mark them as unsaved.
             decisions._decisions = found  # all or none
         return decisions
 
@@ -335,6 +339,8 @@ class Decisions(MutableMapping[GemmKey, Decision]):
                     entries[_written_key(key)] = asdict(decision)
             content = {"schema": SCHEMA, "environments": environments}
             # A reader sees the old file or the new one, never a part: renaming is atomic.
+            # In the same folder, because renaming does not cross file systems. With a name of its own, because without
+            # locks several may save at a time.
             new = path.with_name(f".{path.name}.{uuid4().hex}")
             try:
                 new.write_text(json.dumps(content, indent=1) + "\n")
@@ -349,6 +355,7 @@ def _locked(folder: Path) -> Iterator[None]:
     if fcntl is None:
         yield
         return
+    # Not the file: each save replaces it, and who holds a lock on the old file keeps nobody out of the new one.
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):  # a file system without locks
@@ -365,6 +372,7 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
         environments = content["environments"]
         if not isinstance(environments, dict):
             raise TypeError("`environments` is not a mapping")
+        # Another schema is this package's own file all the same: it is replaced, not refused.
         return environments if content["schema"] == SCHEMA else {}
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(
@@ -393,6 +401,7 @@ def _read_key(text: str) -> GemmKey:
     return GemmKey(**{**values, "dtype": dtype, "pattern": pattern, "conv": conv})
 
 
+# Cached for the reason of `bucketed`: every look-up of a decision asks for it.
 @lru_cache(maxsize=1 << 14)
 def stored_key(key: GemmKey) -> GemmKey:
     """The key under which a decision is stored: a bucket of tokens and a device type."""
@@ -446,6 +455,7 @@ class KernelRegistry:
         self.reference = GemmKernel()
         self.kernels: dict[str, GemmKernel] = {}
         if backends is None:
+            # For CPUs the faster kernel first; cpu-csr takes what it refuses. CpuInt8Kernel is for packed layers alone.
             backends = [
                 CuSparseLtKernel(),
                 CpuPermuteKernel(),
@@ -488,6 +498,7 @@ class KernelRegistry:
         reason = self.failures.get((kernel.name, key)) or self.probe(kernel, key.device)
         if reason:
             return reason
+        # The dense GEMM takes every operand, whatever is sparse in it.
         if kernel is not self.reference:
             if key.conv is not None and not kernel.convolutions:
                 return "it takes no convolutions"
@@ -513,6 +524,7 @@ class KernelRegistry:
         if found is None:
             # A kernel's own name may have a colon.
             owners = [each for each in self.kernels if name.startswith(f"{each}:")]
+            # The reference has no variants: it raises the error.
             owner = self.kernels[max(owners, key=len)] if owners else self.reference
             found = self._variants[name] = owner.variant(name)
         return found
@@ -521,12 +533,14 @@ class KernelRegistry:
         """Return a kernel, after the variant of it that its search finds for a GEMM."""
         if key.dtype not in kernel.searched:
             return [kernel]
+        # By bucket, as decisions are: one search takes tenths of a second.
         asked = kernel.name, bucketed(key)
         if asked not in self._searched:
             with _no_autocast():
                 packed, _ = _packed(kernel, key, _sparse_operand(key, 0))
                 self._searched[asked] = kernel.search(key, packed, _dense_operand(key, 1))
         name = self._searched[asked]
+        # Both are checked and timed: what a search finds may be wrong, or slower than the default.
         return [self.find(name), kernel] if name else [kernel]
 
     def probe(self, kernel: GemmKernel, device: str) -> str:
@@ -585,10 +599,12 @@ def check(kernel: GemmKernel, key: GemmKey) -> str:
     """
     with _no_autocast():
         matrix, dense = _sparse_operand(key, 0), _dense_operand(key, 1)
+        # To find a kernel that writes to its operands: autograd has saved them for the GEMMs of the backward pass.
         copies = matrix.clone(), dense.clone()
         bias = None
         if key.gemm == "forward":
             outputs = key.rows if key.conv is None else key.conv.outputs
+            # A sum of `depth` products of normal numbers has this standard deviation.
             bias = _random(key, (outputs,), 3) * math.sqrt(key.depth)
         packed = _packed(kernel, key, matrix)
         result = _product(kernel, key, packed, dense, bias=bias)
@@ -659,6 +675,7 @@ def sparse_ms(
     if key.sparsity == "outputs" or packed is not None:
         return product_ms, 0.0
     with _no_autocast():
+        # The masks are made before the time is taken, layouts and values within it.
         operands = [_operand(kernel, key, matrix) for matrix in _copies(key, _sparse_operand)]
         call = rotated(partial(_pack, kernel), operands)
         return product_ms, 1e3 * timer.time(call, torch.device(key.device))
@@ -672,6 +689,7 @@ def _product_ms(kernel: GemmKernel, key: GemmKey, timer: DeviceTimer, packed: An
             packs = [_packed(kernel, key, matrix) for matrix in _copies(key, _sparse_operand)]
         # Training permutes dY for each GEMM, so it is part of the time.
         product = partial(_product, kernel, key, order=_order(key, kernel))
+        # Rings of their own lengths: a small operand needs more copies than a large one to exceed the cache.
         call = rotated(product, packs, _copies(key, _dense_operand))
         return 1e3 * timer.time(call, torch.device(key.device))
 
@@ -690,6 +708,7 @@ def _no_autocast() -> Iterator[None]:
 def _random(key: GemmKey, shape: Sequence[int], seed: int) -> Tensor:
     # A generator of its own: the random numbers of the training stay as they are.
     generator = torch.Generator(key.device).manual_seed(seed)
+    # Not zeros: with them a GPU at its power limit would run faster than in training.
     return torch.randn(shape, dtype=key.dtype, device=key.device, generator=generator)
 
 
@@ -701,6 +720,7 @@ def _sparse_operand(key: GemmKey, seed: int) -> Tensor:
     conv = key.conv
     if conv is not None and key.gemm == "wgrad":
         return _random(key, (key.images, conv.outputs, *conv.positions), seed)
+    # A masked A is W_F^T [in, out] of dgrad, with blocks along `in`, its rows. W of a convolution is not transposed.
     axis = 0 if key.sparsity == "masked" and conv is None else 1
     rows, depth = key.rows, key.depth
     if conv is not None:
@@ -708,6 +728,7 @@ def _sparse_operand(key: GemmKey, seed: int) -> Tensor:
     # Whole blocks along either axis; the last one is cut below.
     m = key.pattern.m
     matrix = _random(key, (rows + -rows % m, depth + -depth % m), seed)
+    # Where outputs are sparse the matrix is dY^T, which is dense.
     if key.sparsity != "outputs":
         matrix = nm_prune(matrix, key.pattern, axis)
     matrix = matrix[:rows, :depth]
@@ -741,6 +762,7 @@ def _copies(key: GemmKey, make: Callable[[GemmKey, int], Tensor]) -> list[Tensor
 def _masked(key: GemmKey, matrix: Tensor, order: Tensor | None = None) -> MaskedMatrix:
     """A matrix and its nonzeros as the mask; with an order, a matrix that is `matrix` in that order."""
     dense = matrix.contiguous()  # made before it is timed: making it is masking
+    # `values[:, order]` is `matrix`. Indexing the transpose leaves it stored as the layer's W^T is, a view of W.
     values = matrix if order is None else matrix.t()[order.argsort()].t()
     bits = values.ne(0).view(torch.uint8)
     return MaskedMatrix(values, bits, FORWARD_BIT, key.pattern, key.dtype, order, lambda: dense)
@@ -758,6 +780,7 @@ def _order(key: GemmKey, kernel: GemmKernel) -> Tensor | None:
 def _needed(key: GemmKey) -> MaskedMatrix:
     """A matrix whose mask is the needed outputs of a GEMM."""
     width = key.columns + -key.columns % key.pattern.m  # whole blocks
+    # Always of this seed: the layout that a kernel gets and the comparison must have the same mask.
     scores = _random(key, (key.rows, width), 2)
     mask = nm_mask(scores, key.pattern)[:, : key.columns].contiguous()
     return _masked(key, mask.to(key.dtype))
@@ -815,6 +838,7 @@ def few_rows(key: GemmKey) -> GemmKey:
         256
     """
     rows = max(PANEL_BYTES // (key.depth * key.dtype.itemsize) // 64 * 64, 64)
+    # With groups, fewer outputs would be fewer in each group, which is another convolution.
     if key.rows <= rows or (key.conv is not None and key.conv.groups > 1):
         return key
     conv = None if key.conv is None else key.conv._replace(outputs=rows)
@@ -880,6 +904,7 @@ class Tuner:
         def distance(other: GemmKey) -> tuple[bool, float]:
             # Whether their matrices or convolutions differ, then the ratios of their sizes.
             sizes = ((key.rows, other.rows), (key.depth, other.depth), (key.columns, other.columns))
+            # In octaves: 100 tokens are as far from 200 as 200 are from 400.
             ratios = sum(abs(math.log2(a / b)) for a, b in sizes)
             return (key.rows, key.depth, key.conv) != (other.rows, other.depth, other.conv), ratios
 
@@ -950,6 +975,7 @@ class Tuner:
 
         Kernels for other types of devices are not noted, unless there are no others.
         """
+        # Of an empty GEMM the comparison would divide by a norm of 0.
         if not multiply_adds(key):
             notes.append("the GEMM is empty")
             return
@@ -974,6 +1000,7 @@ class Tuner:
     def _terms(self, key: GemmKey) -> str:
         """The conditions under which a decision holds, as text; a stored one with other terms is made again."""
         uses = uses_of_pack(key, self.reuse)
+        # All kernels are named, not the chosen one alone: among others the choice may be another.
         terms = f"kernels {self.registry}; reuse {uses}; hysteresis {self.hysteresis:g}"
         if torch.are_deterministic_algorithms_enabled():
             terms += "; deterministic"
@@ -1024,6 +1051,7 @@ class Tuner:
                 notes.append(f"{kernel.name}: {describe_error(error)}")
         if not times:
             return Decision(DENSE, reason="; ".join(notes) or NO_KERNEL)
+        # The time of a dense GEMM is taken to grow with its rows.
         dense = fmean(dense_times) * (key.rows / part.rows)
         uses = uses_of_pack(key, self.reuse)
         gains = {name: dense / (product + pack / uses) for name, (product, pack) in times.items()}

@@ -28,6 +28,7 @@ LEVELS = {
 """Compiler flags of each instruction set; on other processors than x86-64 there is the baseline alone.
 
 The baseline of 64-bit ARM has NEON, so it needs no flag; it has run there under QEMU alone."""
+# The last two change no rounding. They allow roots as single instructions, and selects instead of branches.
 SEPARATE = ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 """Compiler flags of code whose every operation is rounded on its own, as torch's are."""
 
@@ -121,6 +122,7 @@ def _compile(target: Path, flags: tuple[str, ...]) -> None:
     preprocess_nothing = ["-E", "-x", "c", os.devnull]
     # The macros tell the processor that is compiled for: with a cross compiler it is not this machine's.
     is_x86 = "__x86_64__" in _run([*common, "-dM", *preprocess_nothing])
+    # Once, for the baseline: layout.c moves bytes, and has no code for an instruction set.
     files: list[tuple[str, int, list[str]]] = [("layout", 0, [])]
     for level, of_level in LEVELS.items():
         if level and not is_x86:
@@ -132,17 +134,21 @@ def _compile(target: Path, flags: tuple[str, ...]) -> None:
     for name, (level, needed) in OPTIONAL.items():
         if is_x86:
             with suppress(_FailedError):
+                # Compilers refuse a flag that they do not know.
                 _run([*common, *needed, *preprocess_nothing])
                 files.append((name, level, needed))
                 defines.append(f"-DNM_{name.upper()}")
+    # Last: it has to know which of the optional files there are.
     files.append(("library", 0, defines))
     with tempfile.TemporaryDirectory() as folder:
         version = Path(folder) / "source.c"
+        # So that `load` can tell a library of other sources than those next to it.
         version.write_text(f'const char *nm_source(void) {{ return "{source()}"; }}\n')
         objects = [str(version)]
         for name, level, extra in files:
             # One file becomes an object, with function names of its own, for each level.
             compiled = f"{folder}/{name}{level}.o"
+            # They follow the common flags: of two -ffp-contract the last one counts.
             options = [*extra, f"-DNM_LEVEL={level}", "-c", str(SOURCES / f"{name}.c")]
             _run([*common, *options, "-o", compiled])
             objects.append(compiled)

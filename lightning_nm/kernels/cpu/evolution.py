@@ -35,7 +35,9 @@ _FEW = 4096  # entries up to which calls of torch are as fast
 assert FORWARD_BIT == 1
 assert BACKWARD_BIT == 2
 
+# The numbers of dtypes in csrc/nm.h.
 _SCORES = {**DTYPES, torch.float64: 3, torch.int32: 4, torch.int64: 5}
+# As LONGEST of csrc/top.c, the size of its arrays.
 _LONGEST_RANKED = 64  # entries of a block
 
 
@@ -51,6 +53,7 @@ def is_row_major(*tensors: Tensor | None, device_type: str = "cpu") -> bool:
         if tensor is None:
             continue
         known_dtype = tensor.dtype in DTYPES or tensor.dtype in (torch.uint8, torch.bool)
+        # A tensor of inference mode has no version counter that could tell of a write.
         if not known_dtype or not tensor.is_contiguous() or tensor.is_inference():
             return False
     return library.is_plain(*tensors, device_type=device_type)
@@ -67,6 +70,7 @@ def _run(name: str, bits: Tensor, *, written: Sequence[Tensor | None], **fields:
             blocks; a tensor stands for its address, ``None`` for NULL.
     """
     fields |= {"bits": bits, "entries": bits.numel()}
+    # One field serves both: where both are given, callers have compared their dtypes.
     typed = fields.get("weight", fields.get("grad"))
     if typed is not None:
         fields["dtype"] = DTYPES[typed.dtype]
@@ -78,6 +82,7 @@ def _run(name: str, bits: Tensor, *, written: Sequence[Tensor | None], **fields:
     lib = library.load()
     if lib.nm_evolution_pass(library.level(), getattr(lib, f"NM_{name}"), job):
         raise MemoryError("there is no memory for a pass over a weight")
+    # torch did not see these writes: autograd, and packs that are kept, go by the versions.
     for tensor in written:
         if tensor is not None:
             increment_version(tensor)
@@ -115,6 +120,7 @@ def top_n_mask(blocks_bmi: Tensor, n: int, magnitude: bool) -> Tensor | None:
         return None
     scores = blocks_bmi.contiguous()
     mask_bmi = torch.empty_like(scores, dtype=torch.bool)
+    # The library counts the blocks of each of the `inner` columns.
     sizes = blocks * inner, inner, n, m
     addresses = scores.data_ptr(), mask_bmi.data_ptr()
     top = library.structure("nm_top *", *addresses, *sizes, _SCORES[scores.dtype], magnitude)
@@ -224,6 +230,7 @@ def gather_evidence(
         unit=SCALE,
         own_ratio=own_ratio,
         limit=float(limit),
+        # In double precision: the library subtracts it from 1 before it rounds both to float32.
         decay=DECAY,
         correction=float(correction),
         epsilon=EPSILON,
@@ -306,6 +313,7 @@ def exchange(
         oscillation=oscillation,
         exchanged=exchanged,
         states=len(states),
+        # These three are arrays of NM_STATES in nm_evolution; what is left over stays zero.
         state=[state.data_ptr() for state in states],
         state_dtype=[DTYPES[state.dtype] for state in states],
         state_is_square=are_squares,

@@ -103,6 +103,7 @@ class Int8Layout:
             raise ValueError(reason)
         check_quantised(values, scale)
         scale = scale.contiguous()
+        # The kernels do not check a position: a larger one would name an input of another block.
         if positions.numel() and int(positions.max()) >= pattern.m:
             raise ValueError(f"a position is not below {pattern.m}")
         width = position_width(pattern)
@@ -112,7 +113,9 @@ class Int8Layout:
         # Positions of different bits: their sum is their union.
         packed_positions = (by_byte << shifts).sum(-1, dtype=torch.uint8)
         ordered_values = _ordered(values, pattern)
+        # It may exceed 32 bits and wrap. So do the sums that begin with it: the result, which fits, comes out right.
         of_rows = -128 * values.flatten(1).sum(1, dtype=torch.int32)
+        # The kernels read offsets of whole tiles, but scales of existing rows alone.
         offset = F.pad(of_rows, (0, -rows % ROWS))
         layout = cls(packed_positions, scale, offset, rows, depth, pattern, taps)
         return layout, ordered_values
@@ -187,6 +190,7 @@ def _unordered(ordered: Tensor, rows: int, count: int, pattern: NMPattern) -> Te
     slots = BLOCK // pattern.m * pattern.n
     by_row = ordered.unflatten(3, (ROWS, ENTRIES)).permute(0, 3, 1, 2, 4).flatten(0, 1)
     entries = by_row.flatten(2)[:, :, :slots].flatten(1)  # [rows of tiles, entries of blocks]
+    # Without what fills up the last tile and the last block of 64 inputs.
     return entries[:rows, : count * pattern.n].view(rows, count, pattern.n)
 
 
@@ -221,6 +225,7 @@ class CpuInt8Kernel(CpuKernel):
             return reason
         if key.gemm != "forward":
             return "it is for inference"
+        # Each group has a part of the layout, which can be cut between tiles alone.
         if key.conv is not None and key.conv.groups > 1 and key.rows // key.conv.groups % ROWS:
             return f"{key.rows // key.conv.groups} outputs of a group are no whole tiles of {ROWS}"
         return Int8Layout.reason_against(key.depth, key.pattern)
@@ -251,6 +256,7 @@ class CpuInt8Kernel(CpuKernel):
         if layout.taps > 1:
             # The depth of the layout is [taps, in / groups].
             patches = patches.movedim(4, -1)
+        # Channels last, because a GEMM writes all outputs of a position together; it is reordered once, at the end.
         y = x.new_empty(len(x), *conv.positions, conv.outputs)
         rows = conv.outputs // conv.groups
         for group, patches_nhwd in enumerate(patches):
@@ -258,6 +264,8 @@ class CpuInt8Kernel(CpuKernel):
             tiles = slice(first // ROWS, -(-(first + rows) // ROWS))
             own = Packed(layout.part(tiles, rows), values[tiles])
             own_bias = None if bias is None else bias[first : first + rows].clone()
+            # The patches are a view, in which an input occurs for every tap. A copy of all of them could be that many
+            # times as large as the input.
             for images, heights in _parts(patches_nhwd):
                 tokens = patches_nhwd[images, heights].reshape(-1, layout.depth).contiguous()
                 product = self.linear(own, tokens, own_bias)
@@ -270,6 +278,7 @@ class CpuInt8Kernel(CpuKernel):
         generator = torch.Generator().manual_seed(0)
         # A tile that is not whole, a block that is not, and tokens that leave some over.
         rows, depth, tokens = 40, 96, 11
+        # One for each width of positions: 2, 4 and 8 bits.
         for pattern in (NMPattern(2, 4), NMPattern(1, 16), NMPattern(1, 32)):
             # Integers of which the largest is 127 are rounded to themselves.
             x = torch.randint(-127, 128, (tokens, depth), generator=generator).float()
@@ -278,6 +287,7 @@ class CpuInt8Kernel(CpuKernel):
                 torch.rand(rows, depth, generator=generator, dtype=torch.float32), pattern
             )
             weight = torch.randint(-127, 128, mask.shape, generator=generator).float() * mask
+            # Also each row of the weight, at its first kept entry: its scale is 1.
             weight.scatter_(1, mask.int().argmax(1, keepdim=True), 127)
             found = self.linear(packed_int8(weight, pattern), x)
             if not torch.equal(found.double(), x.double() @ weight.double().t()):
@@ -308,6 +318,7 @@ def _parts(patches: Tensor) -> Iterator[tuple[slice, slice]]:
     images, height = patches.shape[:2]
     of_row = patches[0, 0].numel()
     rows = min(max(PATCHES // of_row, 1), height)
+    # Several images only where each is taken whole.
     together = max(PATCHES // (of_row * height), 1) if rows == height else 1
     for image in range(0, images, together):
         for row in range(0, height, rows):
@@ -351,6 +362,7 @@ def rows_linear(values: Tensor, scale: Tensor, x: Tensor, bias: Tensor | None = 
         )
     values, scale = values.contiguous(), scale.contiguous()
     y = x.new_empty(len(x), rows)
+    # The third one is dY, which this GEMM does not have.
     inputs = (x, (len(x), depth)), (bias, (rows,)), (None, ())
     sparse = ffi.new("nm_rows *", (values.data_ptr(), scale.data_ptr()))
     run("nm_rows_product", "NM_LINEAR", "nm_operands *", (rows, depth, len(x)), inputs, y, sparse)

@@ -41,6 +41,7 @@ class Packed(NamedTuple):
     values: Tensor | None  # None where the GEMM needs the layout alone
 
 
+# Compared by identity, as the other layouts: `==` of tensors is a tensor, which has no truth value.
 @dataclass(frozen=True, eq=False)
 class PermuteLayout:
     """A matrix that is N:M along its depth: for each tile of rows, block of the depth and slot the input of each row.
@@ -57,6 +58,7 @@ class PermuteLayout:
     @cached_property
     def lanes(self) -> int:
         """Values in a register."""
+        # The fourth axis is a tile of rows, which two registers hold.
         return self.inputs.shape[3] // 2
 
     @cached_property
@@ -97,6 +99,8 @@ class PermuteLayout:
             raise ValueError("cpu-permute takes a mask of a pattern")
         lanes = permuted_lanes()
         rows, depth = matrix.shape
+        # Where blocks of two registers cross blocks of M, they would need a slot for every input, see `most_slots`.
+        # Blocks of one register, which `supports` wants to be aligned, take such a pattern, in float32.
         aligned = 2 * lanes % pattern.m == 0 or pattern.m % (2 * lanes) == 0
         paired = multiplies_pairs(matrix.dtype) and aligned
         beside = 2 if paired else 1
@@ -109,7 +113,9 @@ class PermuteLayout:
         shape = [tiles, blocks, groups_of_slots, 2 * lanes]
         if paired:
             shape.append(2)
+        # Not filled here: the library writes every byte, EMPTY where there is no entry.
         inputs = torch.empty(shape, dtype=torch.uint8)
+        # `_outlive` holds the tensors until the call is over: the structure has their addresses alone.
         mask, *_outlive = _mask(matrix)
         if call("nm_permute_layout", mask, lanes, slots, paired, inputs):
             raise ValueError(
@@ -152,6 +158,7 @@ class PermuteLayout:
 
     def part(self, tiles: slice, rows: int) -> PermuteLayout:
         """The rows of some tiles on the same memory, `rows` of which exist."""
+        # Tiles are the first axis, so a slice of them is contiguous, as the library reads it.
         return PermuteLayout(self.inputs[tiles], rows, self.depth)
 
     def operand(self, values: Tensor | None = None) -> Any:
@@ -244,12 +251,14 @@ class CsrLayout:
 
 def dense_matrix(tensors: Sequence[Tensor], rows: int, depth: int, dtype: torch.dtype) -> Tensor:
     """The matrix of the values and the tensors of a layout; graphs that are traced or exported can hold it."""
+    # Told apart by their number, because a graph holds tensors and no layout.
     if len(tensors) == 3:
         values, start, offset = tensors
         return _dense_of_csr(values, start, offset, rows, depth, dtype)
     values, index = tensors
     tiles = len(index)
     rows_of_tile = index.shape[3]
+    # The places within are int64: for a whole weight they could take more memory than the result.
     tiles_at_a_time = max(_CHUNK // (rows_of_tile * depth), 1)
     # Graphs hold no loop over sizes; fake tensors are no plain tensors.
     in_graph = torch.compiler.is_compiling() or type(values) is not Tensor
@@ -268,6 +277,7 @@ def dense_matrix(tensors: Sequence[Tensor], rows: int, depth: int, dtype: torch.
 def _dense_of_tiles(values: Tensor, index: Tensor, depth: int, dtype: torch.dtype) -> Tensor:
     """The rows of whole tiles of a permute layout, those that only fill the last tile included."""
     tiles, blocks, _, tile = index.shape[:4]
+    # Blocks of a paired layout are two registers wide, as its tiles are.
     block = tile if index.dim() == 5 else tile // 2
     # As [tiles, tile, blocks, slots], from [tiles, blocks, slots, tile] or [tiles, blocks, slots / 2, tile, 2].
     index, values = (
@@ -285,6 +295,7 @@ def _dense_of_csr(
     values: Tensor, start: Tensor, offset: Tensor, rows: int, depth: int, dtype: torch.dtype
 ) -> Tensor:
     first = torch.arange(rows, dtype=torch.int64, device=values.device) * depth
+    # With the size given, no graph has a size that depends on the values of `start`.
     row = torch.repeat_interleave(first, start.diff(), output_size=len(offset))
     found = torch.zeros(rows * depth, dtype=dtype, device=values.device)
     # The layout keeps offsets into the input, whose rows are panels.
@@ -323,6 +334,7 @@ def _mask(matrix: MaskedMatrix, shape: tuple[int, int] | None = None) -> tuple[A
             raise ValueError(
                 f"the order of a depth of {depth} is {order.dtype} of shape {tuple(order.shape)}"
             )
+    # Autograd must not record the copies below.
     weight = matrix.values.detach()
     if weight.dtype not in DTYPES:
         weight = weight.float()
@@ -333,6 +345,7 @@ def _mask(matrix: MaskedMatrix, shape: tuple[int, int] | None = None) -> tuple[A
     if rows == 1:  # its stride may be anything
         row_stride = 1
     bit = matrix.bit.bit_length() - 1  # its number
+    # In the order of the fields of nm_mask. The last one asks for values that are rounded to bfloat16.
     mask = structure(
         "nm_mask *",
         *(bits.data_ptr(), bit, rows, depth, row_stride, depth_stride),
@@ -434,6 +447,7 @@ class CpuKernel(GemmKernel):
     def _self_check(self) -> str:
         """Compare small GEMMs with float64 ones."""
         generator = torch.Generator().manual_seed(0)
+        # Blocks of 8 fit the registers of every level, so that all kernels take them.
         pattern = NMPattern(1, 8)
 
         def normal(*shape: int) -> Tensor:
@@ -472,6 +486,7 @@ class CpuPermuteKernel(CpuKernel):
     """
 
     name = "cpu-permute"
+    # Not "masked": without blocks along the depth nothing bounds the nonzeros of a row in a register.
     takes = frozenset({"n:m", "outputs"})
     layouts = PermuteLayout
     function = "nm_permute_product"
@@ -517,6 +532,7 @@ class CpuCsrKernel(CpuKernel):
 
     def pack(self, matrix: Tensor) -> Packed:
         """Pack the nonzeros of a contiguous matrix."""
+        # NaN differs from 0, so it is kept: the NaNs of an estimate have to reach dW, where a GradScaler finds them.
         masked = MaskedMatrix.of(matrix, matrix.ne(0), None)
         return self.pack_masked(masked, self.layout(masked))
 
@@ -572,6 +588,7 @@ def _convolve(
         )
     if min(positions) < 1 or conv.inputs % conv.groups or conv.outputs % conv.groups:
         raise ValueError(f"the convolution {conv} does not exist")
+    # The forward has x alone, dgrad dY alone, and wgrad both, of as many images.
     given = x if grad is None else grad
     assert given is not None
     images = len(given)
@@ -579,6 +596,7 @@ def _convolve(
     of_y = (images, out, *positions)
     shapes = {"NM_FORWARD": of_y, "NM_DGRAD": of_x, "NM_WGRAD": (layout.rows, layout.depth)}
     result = given.new_empty(shapes[product])
+    # In the order of the fields of nm_conv, among which those of Convolution have their own order.
     sizes = images, *conv, positions
     operands = (x, of_x), (bias, (out,)), (grad, of_y)
     sparse = layout.operand(packed.values)

@@ -41,9 +41,11 @@ def _declarations() -> str:
 # Made when this module is imported: two threads could make two, of which one refuses the structures of the other.
 ffi = cffi.FFI()
 ffi.cdef(_declarations())
+# A function of torch and not of this library, see `parallel`.
 ffi.cdef("int32_t torch_parallel_for(int64_t, int64_t, int64_t, nm_task, uintptr_t);")
 
 
+# An error is not cached: a library that is built in the meantime is found by the next call.
 @functools.cache
 def load() -> Any:
     """Load the library.
@@ -65,6 +67,7 @@ def load() -> Any:
         raise RuntimeError(f"the library of CPU kernels was not built{_build_failure()}: {advice}")
     try:
         library = ffi.dlopen(str(LIBRARY))
+        # All of them now: an older library may lack one, which should not end a training later.
         for name in dir(library):  # functions are looked up when they are first called
             if name.startswith("nm_"):
                 getattr(library, name)
@@ -72,6 +75,7 @@ def load() -> Any:
         raise RuntimeError(
             f"the library of CPU kernels, {LIBRARY}, cannot be loaded ({error}): {advice}"
         ) from error
+    # Equal names do not suffice: structures of other sources may have other fields, which would be misread.
     if source() != ffi.string(library.nm_source()).decode():
         raise RuntimeError(
             f"the library of CPU kernels, {LIBRARY}, was compiled from other sources than those next to "
@@ -99,6 +103,7 @@ def _build_failure() -> str:
     return f" ({reason.strip()})"
 
 
+# Once for a process: layouts that exist have the lanes of one instruction set.
 @functools.cache
 def level() -> int:
     """The instruction set to use: the best of this CPU, or the one that ``LIGHTNING_NM_ISA`` names.
@@ -143,8 +148,10 @@ def is_plain(*tensors: Tensor | None, device_type: str = "cpu") -> bool:
     for tensor in tensors:
         if tensor is None:
             continue
+        # A subclass, such as a DTensor or a fake tensor, may have other values at its address, or none.
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.device.type != device_type:
             return False
+        # The memory of a view that torch negates lazily has the other sign.
         if tensor.is_neg() or tensor._is_zerotensor():  # it has no memory
             return False
     return True
@@ -251,6 +258,7 @@ def run(
                 f"contiguous, of shape {shape}, on the CPU"
             )
         addresses.append(tensor.data_ptr())
+    # The 0 is `failed`, which the library sets.
     dense = structure(kind, *sizes, DTYPES[dtype], 0, *addresses, y.data_ptr())
     library = load()
     status = getattr(library, function)(level(), getattr(library, product), dense, sparse)

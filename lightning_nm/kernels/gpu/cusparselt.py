@@ -70,15 +70,18 @@ class CuSparseLtKernel(TwoFourKernel):
         self.algorithm = algorithm or 0
         # Decisions are stored under the name, so another algorithm is another kernel.
         self.name = named(self.name, self.algorithm)
+        # An algorithm that the user names is not replaced by a search.
         if algorithm is None:
             self.searched = SEARCHED
         self.check = check
         self.device_probe: DeviceProbe = DeviceProbe(self)
+        # The one pass replaces `compress`, where crowded groups are refused: it would drop a third nonzero.
         if not check:
             self.one_pass = hopper.compress
 
     def _with(self, algorithm: int) -> CuSparseLtKernel:
         """Return a copy with another algorithm, which shares the verdict on a device and its packed form."""
+        # Shallow: both share the object that knows the verdict on a device.
         variant = copy.copy(self)
         variant.__dict__.update(
             name=named(self.name, algorithm),
@@ -119,10 +122,12 @@ class CuSparseLtKernel(TwoFourKernel):
             found = self.ops._C._cusparselt.mm_search(
                 packed, other, no_bias, no_alpha, same_dtype, not is_wgrad
             )
+        # Algorithm 0 is the default, which is this kernel itself.
         return named(self.name, found[0]) if found[0] else ""
 
     def variant(self, name: str) -> GemmKernel:
         """Return this kernel with another algorithm, such as ``cusparselt:17``; it shares the probe of a device."""
+        # No leading zeros: decisions are stored under the name, so that an algorithm has one.
         if match := re.fullmatch(rf"{re.escape(self.name)}:([1-9][0-9]{{0,4}})", name):
             return self._with(int(match[1]))
         return super().variant(name)
@@ -132,6 +137,7 @@ class CuSparseLtKernel(TwoFourKernel):
         found = []
         if key.dtype in self.searched:
             found.append("searched")
+        # The time of packing is part of a decision, and differs between the two ways.
         if self.one_pass is not None and self.device_probe.packs_alike(torch.device(key.device)):
             found.append("packed in one pass")
         return ", ".join(found)
@@ -201,6 +207,7 @@ def cuda_reason(device: torch.device) -> str:
         return f"cuSPARSELt needs a CUDA device, not {device}"
     if not torch.cuda.is_available():
         return "torch finds no CUDA device"
+    # ROCm calls its devices cuda as well.
     if torch.version.hip:
         return "ROCm's replacement of cuSPARSELt was never tested"
     major, minor = torch.cuda.get_device_capability(device)

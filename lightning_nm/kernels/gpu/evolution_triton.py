@@ -37,6 +37,7 @@ TILE = 1024
 
 def _launch(kernel: Any, count: int, *arguments: Any, tile: int = TILE, **constants: Any) -> None:
     """Run a kernel on the device of its first argument, in programs of ``tile`` of its ``count`` entries or blocks."""
+    # Triton launches on the current device, which need not be that of the tensors.
     with torch.cuda.device_of(arguments[0]):
         # A fused multiply-add would round once where the other implementations round twice.
         kernel[(triton.cdiv(count, tile),)](
@@ -66,6 +67,7 @@ def gather_evidence(
         own_ratio,
         unit=SCALE,
         decay=DECAY,
+        # Subtracted in double precision and rounded once, as csrc/evolve.c does.
         take=1 - DECAY,
         epsilon=EPSILON,
     )
@@ -91,6 +93,7 @@ def keep_evidence(
         _keep,
         bits.numel(),
         *tensors,
+        # Exact, because SCALE is a power of two.
         fraction=1 / SCALE,
         whole_value=whole_value,
         whole_square=whole_square,
@@ -117,10 +120,12 @@ def best(
     """
     blocks = weight.numel() // grid.m
     gain = torch.empty(blocks, dtype=torch.float32, device=weight.device)
+    # A byte holds a place: blocks of more than LONGEST_BLOCK entries do not come here.
     pruned, regrown = torch.empty(2, blocks, dtype=torch.uint8, device=weight.device)
     # A range has a power of two as its length, so that a block is filled up.
     width = triton.next_power_of_2(grid.m)
     tensors = bits, weight, value, gain, pruned, regrown
+    # So many blocks that a program has as many entries as in the other passes.
     _launch(_best, blocks, *tensors, tile=TILE // width, width=width, **vars(grid))
     increment_version(weight)
     return pruned, regrown, gain
@@ -145,6 +150,7 @@ def exchange(
     """Do what :func:`lightning_nm.kernels.cpu.evolution.exchange` does; which blocks change is chosen by torch."""
     pruned, regrown, gain = best(grid, bits, weight, value)
     chosen = select_blocks(gain, oscillation, budget)
+    # It stays a tensor: reading it would wait for the device.
     held = (gain > 0).sum() - len(chosen)
     if not len(chosen):
         return 0, held
@@ -197,6 +203,7 @@ def _gather(
     keep = _is_kept(bits + at, inside)
     v = tl.load(old_square + at, mask=inside, other=0.0)
     u = tl.load(old_value + at, mask=inside, other=0.0)
+    # At kept entries these tensors may hold the optimizer's own state: a V of other steps, and momentum instead of U.
     v = tl.where(keep, v * own_ratio, v)
     u = tl.where(keep, 0.0, u * unit)
     u = tl.where(tl.abs(u) > tl.load(limit), 0.0, u)  # NaN stays
@@ -277,6 +284,7 @@ def _best(
         at = first[:, None] + (entry * in_stride)[None, :]
     inside = (block < blocks)[:, None] & (entry < m)[None, :]
     keep = _is_kept(bits + at, inside)
+    # `keep` is false outside, too: without `inside`, what fills up a block would count as pruned.
     prune = inside & (keep == 0)
     w = tl.load(weight + at, mask=inside, other=0.0)
     tl.store(weight + at, tl.where(keep, w, 0.0), mask=inside)
@@ -284,9 +292,11 @@ def _best(
     # Without the sign, floats are ordered as the integers of their bits are, NaN beyond infinity.
     kept = _magnitude(w.to(tl.float32))
     virtual = _magnitude(tl.load(value + at, mask=inside, other=0.0))
+    # Without a kept entry nothing exceeds `lowest`; without a pruned one `highest` exceeds nothing.
     lowest = tl.min(tl.where(keep, kept, 0x7FFFFFFF), 1)
     highest = tl.max(tl.where(prune, virtual, -1), 1)
     largest = tl.max(tl.where(keep, kept, tl.where(prune, virtual, 0)), 1)
+    # A block with NaN, whose bits exceed those of infinity, stays as it is.
     infinity = 0x7F800000
     better = (highest > lowest) & (largest <= infinity)
     raised = highest.to(tl.float32, bitcast=True) - lowest.to(tl.float32, bitcast=True)
@@ -331,6 +341,7 @@ def _exchange(
     zero = tl.zeros((TILE,), tl.float32)
     mean_square = tl.div_rn(tl.load(square + into, mask=inside, other=0.0), tl.load(correction))
     for i in tl.static_range(len(are_squares)):
+        # The second moment goes on from the evidence, other state begins at 0.
         start = mean_square * moment if are_squares[i] else zero
         tl.store(states[i] + out, zero, mask=inside)
         tl.store(states[i] + into, start, mask=inside)
@@ -341,5 +352,6 @@ def _exchange(
         tl.store(grad + out, zero, mask=inside)
     bits_out = tl.load(bits + out, mask=inside, other=0)
     bits_into = tl.load(bits + into, mask=inside, other=0)
+    # All bits but FORWARD_BIT, which is 1.
     tl.store(bits + out, bits_out & 0xFE, mask=inside)
     tl.store(bits + into, bits_into | 1, mask=inside)

@@ -57,9 +57,11 @@ def compress_reference(matrix: Tensor) -> Tensor:
     rows, depth = matrix.shape
     groups = matrix.view(torch.int16).unflatten(1, (-1, 4))  # [rows, groups, 4]
     is_nonzero = groups != 0
+    # Later assignments win: the place of the first nonzero, or 2 where places 0 and 1 are zero.
     first = torch.full(groups.shape[:2], 2, dtype=torch.int64, device=matrix.device)
     first[is_nonzero[..., 1]] = 1
     first[is_nonzero[..., 0]] = 0
+    # 3, unless the group's second nonzero lies before it: a single one is stored with the zero at 3.
     second = torch.full_like(first, 3)
     second[is_nonzero[..., 1] & (first < 1) & ~is_nonzero[..., 3]] = 1
     second[is_nonzero[..., 2] & (first < 2) & ~is_nonzero[..., 3]] = 2
@@ -68,8 +70,10 @@ def compress_reference(matrix: Tensor) -> Tensor:
     codes = first + 4 * second
     # rows: tile, r5 r4, r3, r2 r1 r0; groups: tile, g3, g2, g1 g0
     codes = codes.view(rows // TILE, 4, 2, 8, depth // TILE, 2, 2, 4)
+    # The tile, then the bits from the highest to the lowest. The last two, g2 and r3, number the four codes of a word.
     in_words = codes.permute(0, 4, 5, 1, 3, 7, 6, 2).reshape(-1, 4)
     place_in_word = torch.tensor([1, 16, 256, 4096], dtype=torch.int64, device=matrix.device)
+    # The cast keeps the low 16 bits, so a sum beyond 2^15 becomes the negative number of the same bits.
     words = (in_words * place_in_word).sum(1).to(torch.int16)
     return (
         torch.cat((values, words)).view(matrix.dtype).view(rows, packed_width(depth, matrix.dtype))

@@ -34,6 +34,7 @@ def compress(matrix: Tensor) -> Tensor:
         numbers[count:],
     )
     grid = (rows // ROWS, triton.cdiv(depth // ROWS, TILES))
+    # Triton launches on the current device, which need not be that of the matrix.
     with torch.cuda.device_of(matrix):
         _compress[grid](groups, values, words, depth // 4, TILES=TILES)
     return packed
@@ -47,6 +48,7 @@ def _compress(groups, values, words, groups_of_row, TILES: tl.constexpr):
     j = tl.arange(0, 8 * TILES)  # the tile, then g3 g1 g0
     tiles = groups_of_row // 16
     tile = tl.program_id(1) * TILES + j // 8
+    # Numbers with a gap where r3 and g2 belong: the loops below add these two bits.
     first_row = tl.program_id(0).to(tl.int64) * 64 + i // 8 * 16 + i % 8
     first_group = tile * 16 + j // 4 % 2 * 8 + j % 4
     inside = (tile < tiles)[None, :]
@@ -58,13 +60,18 @@ def _compress(groups, values, words, groups_of_row, TILES: tl.constexpr):
             is_1 = (group >> 16 & 0xFFFF) != 0
             is_2 = (group >> 32 & 0xFFFF) != 0
             is_3 = (group >> 48 & 0xFFFF) != 0
+            # Without nonzeros the places are 2 and 3, as in `compress_reference`.
             first = tl.where((group & 0xFFFF) != 0, 0, tl.where(is_1, 1, 2))
+            # Of these three lines the last that holds decides: the second place is that of the last nonzero.
             second = tl.where(is_1 & (first < 1), 1, 3)
             second = tl.where(is_2 & (first < 2), 2, second)
             second = tl.where(is_3, 3, second)
             low = group >> (16 * first).to(tl.int64) & 0xFFFF
             high = group >> (16 * second).to(tl.int64) & 0xFFFF
+            # A group of 64 bits becomes 32 bits of values, so its number stays the same.
             tl.store(values + at, (low | high << 16).to(tl.int32), mask=inside)
+            # g2 and r3 are the lowest bits of a code's number: they say which four bits of the word it takes.
             word = word | (first | second << 2) << (4 * r3 + 8 * g2)
+    # A tile is 256 words, whose numbers are g3, i and g1 g0, from the highest bit to the lowest.
     tile_at = (tl.program_id(0).to(tl.int64) * tiles + tile) * 256 + j // 4 % 2 * 128 + j % 4
     tl.store(words + (i * 4)[:, None] + tile_at[None, :], word.to(tl.int16), mask=inside)

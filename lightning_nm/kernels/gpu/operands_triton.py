@@ -48,6 +48,7 @@ def masked(
         (triton.cdiv(out, TILE), triton.cdiv(columns, TILE)),
         {"BIT": bit, "TRANSPOSED": transposed},
     )
+    # Triton launches on the current device, which need not be that of the tensors.
     with torch.cuda.device_of(weight):
         _masked[grid](
             weight,
@@ -104,6 +105,7 @@ def mvue_transposed(
     with torch.cuda.device_of(grad):
         _mvue_transposed[(triton.cdiv(padded, TILE) * parts,)](
             grad,
+            # Its four words are read by their address.
             seed.to(grad.device).contiguous(),
             result,
             gather,
@@ -249,6 +251,7 @@ def _mvue_tile(
     SHARED: tl.constexpr,
 ):
     """Sample the blocks of one tile as M planes [blocks, columns], and store them as rows."""
+    # M divides 16, which divides TILE: no block is cut.
     block = strip.to(tl.int64) * (TILE // M) + tl.arange(0, TILE // M)
     column = part * TILE + tl.arange(0, TILE)
     # Plane i holds the i-th token of each block, so the entries of a block meet in one thread. Half types are widened.
@@ -256,6 +259,7 @@ def _mvue_tile(
     for i in tl.static_range(M):
         token = block * M + i
         inside = (token < tokens)[:, None] & (column < out)[None, :]
+        # Zeros stand for the tokens that pad the last block and the result.
         entry = tl.load(grad + (token * out)[:, None] + column[None, :], mask=inside, other=0.0)
         planes = planes + (entry.to(tl.float32),)
     # The block b of column o takes word b * out + o: it is the word (b * out + o) % 4 of the counter (b * out + o) / 4.
@@ -272,6 +276,7 @@ def _mvue_tile(
         rows = rows + (tl.trans(sample[i]),)  # [columns, blocks]
     token = strip.to(tl.int64) * TILE + tl.arange(0, TILE)
     row = column.to(tl.int64)
+    # The padding is written, too: the memory of the result is not zero.
     tl.store(
         result + (row * padded)[:, None] + token[None, :],
         _interleave(rows, M).to(result.dtype.element_ty),
@@ -284,6 +289,7 @@ def _philox(seed, index):
     """Return the four words of each counter, as ``functional.random`` makes them."""
     # Two words of the seed are the key, the other two the upper half of the counter.
     key = (tl.load(seed) & 0xFFFFFFFF) | (tl.load(seed + 1) << 32)
+    # As above, the low 32 bits of a word count, as for `counter_uniform`.
     word2, word3 = tl.load(seed + 2).to(tl.uint32), tl.load(seed + 3).to(tl.uint32)
     return tl.philox(key, index.to(tl.uint32), (index >> 32).to(tl.uint32), word2, word3)
 
@@ -356,12 +362,14 @@ def _sample(planes, uniform, N: tl.constexpr, M: tl.constexpr):
     due = tl.where(few, 0.0, 1.0 * N)
 
     # Take the entries that exceed the level of their block, until none does: they leave the tail.
+    # N - 1 rounds are enough: if one entry is due, the level is the total, which none exceeds.
     for _ in tl.static_range(N - 1):
         part, unit = _scale(tail, M)
         total = _sum(part, M)
         left = due
         rest = ()
         for i in tl.static_range(M):
+            # That is part > total / due, without a division by 0.
             over = total < due * part[i]
             left = left - over.to(tl.float32)
             rest = rest + (tl.where(over, 0.0, tail[i]),)
@@ -378,6 +386,7 @@ def _sample(planes, uniform, N: tl.constexpr, M: tl.constexpr):
         wanted = wanted - (tail[i] > 0).to(tl.float32)
     reach = part[0]
     drawn = tl.zeros_like(uniform)
+    # What is not larger than this stays: all entries of a block with few, elsewhere those that left the tail.
     drawable = tl.where(few, float("inf"), 0.0)
     result = ()
     for i in tl.static_range(M):
@@ -386,6 +395,7 @@ def _sample(planes, uniform, N: tl.constexpr, M: tl.constexpr):
         end = due
         if i < M - 1:  # after the last, reach is the total
             end = tl.div_rn(reach, total) * due
+        # How many of u, u + 1, ... lie below the end of this entry's part.
         whole = tl.floor(end)
         count = whole + (uniform < end - whole).to(tl.float32)
         wanted = wanted + (tail[i] > 0).to(tl.float32)

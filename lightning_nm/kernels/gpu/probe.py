@@ -12,6 +12,7 @@ from lightning_nm.functional import nm_mask, nm_prune
 from lightning_nm.kernels.gpu import hopper
 from lightning_nm.kernels.gpu.two_four import TwoFourKernel, packed_width
 
+# The last two have odd multiples of 64 and 16, and tokens that are odd multiples of 8: they fit no coarser rule.
 RUNGS = ((128, (256, 512, 256)), (64, (192, 320, 136)), (16, (144, 176, 72)))
 """Multiples for rows and depth of A, with the [rows, depth] and tokens that check them. The first must be right. A
 finer one is used if it and all before it are right: Hopper's metadata may need 64."""
@@ -19,6 +20,7 @@ finer one is used if it and all before it are right: Hopper's metadata may need 
 PACKED_SIZES = ((64, 64), (192, 320), (256, 1024))
 """Rows and depth of the matrices by which two ways to pack are compared."""
 
+# How often each GEMM is compared, each time with a bias at another address.
 _REPEATS = 3
 
 
@@ -104,6 +106,7 @@ class DeviceProbe:
             try:
                 packs_alike = pool.submit(self._compare_packs, device, finest).result()
             except Exception:
+                # No reason against the kernel: the library's own packing passed.
                 packs_alike = False
         return _Verdict("", finest, packs_alike)
 
@@ -146,10 +149,12 @@ class DeviceProbe:
             matrix[::2, :4] = 0  # groups of zeros
             matrix[:, 4] = 0  # groups of one nonzero
             dense_it = x_ti.t().contiguous()
+            # Not `pack` and `linear`: these ask for the verdict that is being made.
             packed = kernel.compress(matrix)
             if packed.numel() != rows * packed_width(depth, dtype):
                 return f"{dtype} [{rows}, {depth}] is packed into {packed.numel()} values, not 9/16 of its own"
             packed = packed.view(rows, -1)
+            # Of operands that are rounded to the dtype already: only the kernel's own rounding is left.
             product_ot = matrix.double() @ dense_it.double()
             product_to = product_ot.t()
             for bias in biases:

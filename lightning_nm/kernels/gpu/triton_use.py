@@ -25,6 +25,7 @@ def unavailable() -> str:
     return ""
 
 
+# Cached, because Python searches all of its path again for a module that it did not find.
 @functools.cache
 def is_installed() -> bool:
     """Whether Triton can be imported; it is when this is first asked."""

@@ -206,6 +206,7 @@ class TwoFourKernel(GemmKernel):
             ValueError: If an operand does not fit the packed matrix.
         """
         self._check("B", matrix, packed)
+        # `pack` padded A by as many columns of zeros.
         missing = -len(matrix) % self.multiple(matrix.device)
         self._check_packed(packed, len(matrix) + missing, "B", matrix)
         if matrix.shape[1] % DENSE_MULTIPLE:
@@ -249,6 +250,7 @@ class TwoFourKernel(GemmKernel):
         """Refuse a packed matrix that :meth:`pack` did not return, or of another depth."""
         self._check("the packed matrix", packed)
         width = packed_width(depth, packed.dtype)
+        # The width alone does not tell the depth, because it is rounded to whole words.
         if depth % self.multiple(packed.device) or packed.shape[1] != width:
             fault = f"{name} of shape {tuple(dense.shape)} does not fit a packed matrix of shape {tuple(packed.shape)}"
             raise ValueError(
