@@ -33,7 +33,7 @@ QUIET: dict[str, Any] = {
 # schedules depend on it.
 _FORCED: dict[str, Any] = {
     **QUIET,
-    "fast_dev_run": False,
+    "fast_dev_run": False,  # which ends a training after a few batches
     "barebones": False,
     "limit_val_batches": 0,
     "profiler": None,
@@ -86,6 +86,7 @@ def import_classes(
             continue
         sections = [each[option] for each in configs if each.get(option)]
         # `model: Net` is short for `model: {class_path: Net}`.
+        # One file is enough: the others may change arguments of the class that it names.
         is_named = any(isinstance(each, str) or "class_path" in each for each in sections)
         if sections and not is_named:
             faults.append(
@@ -135,6 +136,7 @@ def build(
         SystemExit: With status 2 if a file cannot be read or an argument is wrong; stderr says which.
     """
     contents = []
+    # Only to see whether they name the classes: the parser reads the files once more.
     for path in options.config:
         # Why a file cannot be read is explained by the parser.
         with suppress(OSError, ValueError):
@@ -153,8 +155,10 @@ def build(
             self.config.trainer.logger = False
 
         def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
+            # Callbacks and plugins in it are objects already: LightningCLI creates the Trainer after them.
             given = self.config_init.trainer
             forced = {**_FORCED, **_for_this_machine(given, masks)}
+            # Arguments win over the Trainer's section of the config.
             return super().instantiate_trainer(**forced, **kwargs)
 
     with warnings.catch_warnings():
@@ -165,7 +169,7 @@ def build(
         return CLI(
             **class_arguments,
             run=False,
-            save_config_callback=None,
+            save_config_callback=None,  # which would write a file
             parser_kwargs={"prog": prog},
             args=arguments,
         )
@@ -173,17 +177,20 @@ def build(
 
 def _for_this_machine(given: Any, masks: bool) -> dict[str, Any]:
     """Options of the Trainer that depend on those of the config and on the device."""
+    # MaskMonitor reads the masks of an NMSparsityCallback.
     unused = _WATCHERS if masks else (*_WATCHERS, NMSparsityCallback, MaskMonitor)
     kept = [each for each in _listed(given.callbacks) if not isinstance(each, unused)]
     forced: dict[str, Any] = {"callbacks": kept}
+    # These plugins refuse a model without masked layers.
     unusable: tuple[type, ...] = () if masks else (KernelRouting,)
     if not torch.cuda.is_available():
         # The config may be for GPUs, as `strategy: fsdp` is.
         forced |= {"accelerator": "cpu", "strategy": "auto"}
-        unusable += (NMFSDPPrecision,)
+        unusable += (NMFSDPPrecision,)  # it is for the strategy that was replaced
     plugins = _listed(given.plugins)
     for plugin in plugins:
         if isinstance(plugin, unusable):
+            # Lightning makes its own plugin of the precision, which it refuses next to another precision plugin.
             forced["precision"] = plugin.precision  # type: ignore[attr-defined]
             forced["plugins"] = [each for each in plugins if each is not plugin]
     return forced
@@ -216,6 +223,7 @@ def fit_until_enough(cli: LightningCLI, watcher: pl.Callback) -> None:
         cli.trainer.fit(cli.model, datamodule=cli.datamodule)
     except Enough:
         return
+    # A training that is shorter than the watcher wants is no error, but one without a step is.
     if not cli.trainer.global_step:
         raise ValueError(
             "the training ended before its first batch: see its max_steps, limit_train_batches and data"

@@ -140,6 +140,7 @@ def main(args: Sequence[str]) -> int:
         0, or 2 if a config or an option cannot be used; stderr says why.
     """
     options = _parser().parse_args(list(args))
+    # The file is bound now: within the redirection below, sys.stdout is stderr.
     console = Console(file=sys.stdout, quiet=options.json)
     training = None
     try:
@@ -151,10 +152,12 @@ def main(args: Sequence[str]) -> int:
             elif options.model or options.data:
                 raise ValueError("--model and --data are about a training: give its --config")
     except (ImportError, ValueError) as error:
+        # Errors of other classes are those of the user's training: they keep their traceback.
         print(f"lightning-nm doctor: {error}", file=sys.stderr)
         return 2
     if options.json:
         print_json("doctor", machine=machine, training=training)
+    # With --json the console is quiet, and what follows prints nothing.
     print_machine(machine, console)
     if training is not None:
         print_kernels(router, console)
@@ -176,6 +179,7 @@ def _train(options: argparse.Namespace) -> tuple[Router, dict[str, Any]]:
     Raises:
         ValueError: If the config has no NMSparsityCallback, or trains no batch.
     """
+    # First, so that a config without masks is refused before anything is trained.
     cli = build(options)
     callbacks = masking_callbacks(cli)
     if not callbacks:
@@ -185,9 +189,11 @@ def _train(options: argparse.Namespace) -> tuple[Router, dict[str, Any]]:
         )
     for callback in callbacks:
         callback.show_tables = False  # of a training that ends after a few steps
+    # A step is timed as the sum of its micro-batches.
     batches_in_step = cli.trainer.accumulate_grad_batches
     plain_clock = _StepClock(batches_in_step)
     try:
+        # A model of its own, so that both trainings start untrained.
         plain = build(options, masks=False)
         fit_until_enough(plain, plain_clock)
     except Exception as error:  # such as that of a user's callback that needs the masks
@@ -199,7 +205,11 @@ def _train(options: argparse.Namespace) -> tuple[Router, dict[str, Any]]:
     if isinstance(plugin, KernelRouting):
         router = plugin.router  # which the plugin activates
     else:
+        # GEMMs under masks are dense without a plugin, and what kernels would gain is the question. No file is given,
+        # so that decisions are measured in this call.
         router = clock.router = Router(reuse=batches_in_step)
+    # The clock activates its router in each batch, and Enough or an error ends the fit in between: this restores what
+    # was active before.
     with routing(None):
         fit_until_enough(cli, clock)
     plain_ms, step_ms = plain_clock.step_ms(), clock.step_ms()
@@ -231,6 +241,7 @@ class _StepClock(pl.Callback):
     def on_train_batch_start(self, trainer: Any, pl_module: pl.LightningModule, *_: Any) -> None:
         """Read the clock, after the batch was loaded."""
         if self.router is not None:
+            # In each batch: active_or_none() is None once no GEMM was found to be faster sparse.
             activate(self.router.active_or_none())
         self._start = _now(pl_module.device)
 
@@ -238,6 +249,7 @@ class _StepClock(pl.Callback):
         """Read the clock after the update of masks, which is part of a step; end the training when it is time."""
         self.seconds.append(_now(pl_module.device) - self._start)
         if self.router is not None:
+            # As a plugin does after a step. No backward pass is pending, so kernels may change.
             self.router.deactivate_if_all_dense()
         if len(self.seconds) >= (_WARM_UP + _TIMED) * self.batches_in_step:
             raise Enough
@@ -260,6 +272,7 @@ class _StepClock(pl.Callback):
                 "measurement, and none of the times and gains can be relied on: run it again on an idle machine",
                 file=sys.stderr,
             )
+        # One disturbed step does not move it.
         return median(steps)
 
 

@@ -43,6 +43,7 @@ def _packed_report(written: Sequence[Written], output: str, *, is_int8: bool) ->
     heads = ("weight", "pattern", "layout", "bytes", "of dense", "note")
     table = columns_table("packed", heads, {"weight": 20, "note": 12}, right=("bytes", "of dense"))
     for each in written:
+        # Also matrices that --int8-embeddings names: their pattern reads "dense".
         if each.pattern:
             note = ", ".join(filter(None, (each.stored, each.reason)))
             cells = (each.key, each.pattern, each.layout, f"{each.bytes}", _share([each]), note)
@@ -52,16 +53,18 @@ def _packed_report(written: Sequence[Written], output: str, *, is_int8: bool) ->
 
     by_part: dict[str, list[Written]] = {}
     for each in written:
-        if each.part:
+        if each.part:  # tied weights have none: their first key has their bytes
             by_part.setdefault(each.part, []).append(each)
     size = sum(each.bytes for each in written)
     numbers = ("tensors", "bytes", "of file", "of dense")
     parts = columns_table("parts", ("part", *numbers), {}, right=numbers)
+    # What --dtype int8 left in float, with the option that would round it.
     in_float = []
     # The largest part first.
     for part, members in sorted(by_part.items(), key=lambda item: -_bytes(item[1])):
         of_file = f"{_bytes(members) / size:.1%}" if size else ""
         parts.add_row(part, f"{len(members)}", f"{_bytes(members)}", of_file, _share(members))
+        # The names are those that export/outputs.py gives, such as "dense, float32" or "N:M, float32, three axes".
         if part.startswith("dense") and "int8" not in part:
             in_float.append(
                 f"{of_file} of the file are dense matrices (embeddings: --int8-embeddings GLOB)"
@@ -125,6 +128,7 @@ def _coreml_report(report: CoreMLReport, output: str) -> Report:
 
 def _executorch_report(result: ExecutorchExport, output: str) -> Report:
     """The operators of a program with their estimated cycles, and what was written."""
+    # Cycles are Vela's, for an NPU: a program for a CPU has no such operators.
     report: Report = [_operators(result)] if result.operators else []
     sparse = sum(bool(each.pattern) for each in result.layers)
     report += [
@@ -167,6 +171,7 @@ def _operators(result: ExecutorchExport) -> Table:
         if each.has_weight:
             weight = "2:4" if each.sparse else "dense"
             rows.append((each.kind, each.module, [each], weight, each.reason))
+    # Sparsity saves nothing in an operator without a weight: these share the last row.
     others = [each for each in result.operators if not each.has_weight]
     if others:
         rows.append((f"{len(others)} others", "", others, "", ""))
@@ -182,6 +187,7 @@ def _operators(result: ExecutorchExport) -> Table:
     return table
 
 
+# Suffixes that _check() compares; export_packed(), export_torch() and check_output() know their own.
 _SUFFIXES = {"onnx": ".onnx", "pt2": ".pt2", "executorch": ".pte"}
 _GRAPHS = ("onnx", "pt2", "executorch", "coreml")  # files of a model, whose class is needed
 _OPTIONS: dict[str, tuple[str, ...]] = {
@@ -196,6 +202,7 @@ _OPTIONS: dict[str, tuple[str, ...]] = {
 }
 """What each option is for."""
 _DATA_SUFFIXES = (".pt", ".pth", ".safetensors", ".npy")
+# export_executorch() takes the first four batches.
 _BATCH = 32  # rows of a calibration file
 
 
@@ -231,6 +238,7 @@ def _stopped_as_by_keyboard() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    # This handler raises KeyboardInterrupt, and unwinding leaves the context managers that remove temporary files.
     previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
@@ -247,17 +255,21 @@ def _check(options: argparse.Namespace) -> None:
         OSError: If the output's folder cannot be written.
     """
     for name, kinds in _OPTIONS.items():
+        # None of these options has a default, so one that is set was given.
         if getattr(options, name.replace("-", "_")) and options.to not in kinds:
             raise ValueError(f"--{name} is for --to {', '.join(kinds)}, not {options.to}")
     if options.to in _GRAPHS and not options.model:
         raise ValueError(f"--to {options.to} needs the model's class: --model train.Net")
+    # The loop above has refused --dtype for other forms than packed.
     if (options.int8_experts or options.int8_embeddings) and not options.dtype:
         raise ValueError("--int8-experts and --int8-embeddings are for --dtype int8")
+    # A package is a folder, and must be new: the checks of files do not fit.
     if options.to == "coreml":
         check_output(options.output)
         return
     if options.to in _SUFFIXES:
         check_suffix(options.output, (_SUFFIXES[options.to],), options.to)
+    # With --to torch alone the output may be a folder, and export_torch() refuses one that exists.
     if options.to != "torch" and Path(options.output).is_dir():
         raise ValueError(f"'{options.output}' is a folder: name a file")
     check_folder(Path(options.output))
@@ -290,6 +302,7 @@ def _write(source: Source, options: argparse.Namespace) -> Report:
     if options.to == "torch":
         export_torch(source, output)
         remark = ""
+        # A bitmask says where the zeros are, not that they have a pattern: that is counted after decoding.
         if holds_bitmasks(source.path):
             matrices = matrices_in(source.weights)
             two_four = [
@@ -298,6 +311,7 @@ def _write(source: Source, options: argparse.Namespace) -> Report:
             ]
             remark = f"; bitmasks became tensors with zeros: {sum(two_four)} of {len(two_four)} matrices are 2:4"
         return [f"wrote {output}{remark}"]
+    # What follows traces the model itself. A packed file and a state dict need the weights alone.
     model = build_model(source, options.model)
     example = example_of(model, options.input)
     if options.to == "pt2":
@@ -312,11 +326,13 @@ def _write(source: Source, options: argparse.Namespace) -> Report:
             example,
             output,
             options.pattern,
+            # Not a default of the parser: _check() could not tell whether the option was given.
             precision=options.precision or "float32",
             states=source.states,
         )
         return _coreml_report(written_package, output)
     patterns = None  # found for each weight
+    # The weights that a state or --pattern names must be N:M in int8, too, or nothing is written.
     if source.states or options.pattern:
         patterns = patterns_in(source.weights, source.states, options.pattern)
     program = export_executorch(
@@ -345,10 +361,12 @@ def _calibration_data(text: str) -> Iterable[Any]:
     path = Path(text)
     if path.is_file():
         return _batches_of(path)
+    # `images.pt` could also mean a class `pt` in a module `images`.
     if path.suffix in _DATA_SUFFIXES:
         raise ValueError(f"--calibration {text}: there is no such file")
     cls = import_class(text, "--calibration", pl.LightningDataModule)
     try:
+        # The hooks in the order in which a Trainer would call them; here its `trainer` is None.
         data = cls()
         data.prepare_data()
         data.setup("fit")
@@ -363,7 +381,7 @@ def _batches_of(path: Path) -> list[tuple[Tensor, ...]]:
     if path.suffix == ".npy":
         import numpy as np
 
-        content: Any = torch.from_numpy(np.load(path, allow_pickle=False))
+        content: Any = torch.from_numpy(np.load(path, allow_pickle=False))  # a pickle may run code
     else:
         content = read_file(path)
     if isinstance(content, Tensor):
@@ -371,10 +389,12 @@ def _batches_of(path: Path) -> list[tuple[Tensor, ...]]:
     elif isinstance(content, dict) and len(content) == 1:
         content = list(content.values())  # names of several do not tell their order
     is_sequence = isinstance(content, (list, tuple))
+    # A tensor without axes cannot be split into samples.
     if not is_sequence or not all(isinstance(each, Tensor) and each.dim() for each in content):
         raise ValueError(
             f"--calibration '{path}' holds no tensors of samples: save one tensor, or a list with one for each input"
         )
+    # From a list of batches for each input to a tuple of inputs for each batch.
     return list(zip(*(each.split(_BATCH) for each in content), strict=False))
 
 

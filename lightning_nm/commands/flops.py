@@ -40,6 +40,7 @@ def main(args: Sequence[str]) -> int:
         0, or 2 if a config, an option or the data cannot be used; stderr says why.
     """
     options = _parser().parse_args(list(args))
+    # The file is bound now: within the redirection below, sys.stdout is stderr.
     console = Console(file=sys.stdout, quiet=options.json)
     try:
         # Lightning and the model print, too; stdout is for the report alone.
@@ -57,15 +58,18 @@ def _report(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Charge the planned training to attached layers, print its costs, and return them as primitives."""
     if options.steps is not None and options.steps < 1:
         raise ValueError(f"--steps {options.steps} must be at least 1")
+    # Without the callbacks that mask: the forward pass that is counted is dense, and the masks are attached below.
     cli = build(options, "lightning-nm flops", masks=False)
     callbacks = masking_callbacks(cli)
     if options.pattern and not callbacks:
         raise ValueError(f"--pattern {options.pattern}: the config has no NMSparsityCallback")
     configs = [callback.config for callback in callbacks]
     if options.pattern:
+        # This is the general pattern: a rule with a pattern of its own keeps it.
         configs = [replace(config, pattern=options.pattern) for config in configs]
     # A schedule changes the costs during training, so that its length matters.
     is_changing = any(is_scheduled(rule) for config in configs for rule in config.resolve().rules)
+    # Also the plan of the training and its optimizers, where a first batch is read.
     dense = _observe(cli, options)
     if is_changing and dense.steps is None:
         raise ValueError(
@@ -86,9 +90,11 @@ def _report(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     densities: dict[str, Mapping[FlopsKind, GemmDensity]] = {}  # of masked layers, averaged
     for sparsifier in sparsifiers:
         sparsifier.macs.update(dense.macs)  # as after a first batch
+        # Before the next line, which moves masks and counters to the end of the training.
         print_layers(sparsifier, console)
         charge_plan(list(sparsifier.layers.values()), dense.steps)
         densities |= {key: mean_densities(layer) for key, layer in sparsifier.layers.items()}
+    # `macs` has all layers under the names that the sparsifiers use; those that no sparsifier masks are dense.
     masked_macs = {key: count for key, count in dense.macs.items() if key in densities}
     tensors = tensors_in(dense.inputs)
     report = {
@@ -99,6 +105,7 @@ def _report(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         "masked_macs": sum(masked_macs.values()),
         "planned_steps": dense.steps,
         "ratios": flops_ratios(densities, dense.macs),
+        # Without masked layers there is nothing to divide by.
         "masked_ratios": flops_ratios(densities, masked_macs) if masked_macs else None,
     }
     heads = ("counted as", "all layers", "masked alone", "meaning")
@@ -110,6 +117,7 @@ def _report(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     print_line(
         console,
         f"dense forward pass of {', '.join(report['inputs'])}: {report['macs']:,} multiply-adds "
+        # A multiply-add is two FLOPs, and 1e9 FLOPs are a GFLOP.
         f"({2e-9 * report['macs']:.4g} GFLOPs), of which {report['masked_macs']:,} in masked layers\n"
         "GEMMs of two activations, as in attention, are not counted",
     )
@@ -129,8 +137,9 @@ def _observe(cli: LightningCLI, options: argparse.Namespace) -> _FirstBatch:
     else:
         dense.macs = forward_macs(cli.model, dense.inputs)
         # Without max_epochs, the number of steps does not depend on the data.
+        # With manual optimization a batch takes any number of steps.
         if cli.trainer.max_epochs in (None, -1) and cli.model.automatic_optimization:
-            dense.steps = max(cli.trainer.max_steps, 0) or None
+            dense.steps = max(cli.trainer.max_steps, 0) or None  # -1 is no limit
     dense.steps = options.steps or dense.steps
     return dense
 
@@ -152,6 +161,7 @@ class _FirstBatch(pl.Callback):
         self.inputs = batch
         self._counter = MacsCounter(pl_module)
         self._counter.watch_step()  # which may multiply by weights itself
+        # The same dictionary, which the training step that follows fills.
         self.macs = self._counter.macs
 
     def on_before_backward(self, *_: Any) -> None:

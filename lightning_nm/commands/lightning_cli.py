@@ -32,6 +32,7 @@ class _Parser(LightningArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         # Parsers of single classes do not exit but raise, and the outer parser quotes their message.
         text = hint(message) if self.exit_on_error else ""
+        # With this variable jsonargparse raises the error, with its traceback, instead of exiting.
         if not text or "JSONARGPARSE_DEBUG" in os.environ:
             super().error(message, ex)
         # jsonargparse would print a page of all options first.
@@ -64,6 +65,7 @@ class NMLightningCLI(LightningCLI):
             message=r"`isinstance\(treespec, LeafSpec\)` is deprecated",
             category=FutureWarning,
         )
+        # Before Lightning's own check, whose message does not name the extra of this package.
         require_extra()
         # jsonargparse finds the subclasses that are imported, and takes their short names.
         importlib.import_module("lightning_nm.demo")
@@ -71,6 +73,7 @@ class NMLightningCLI(LightningCLI):
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
         """Return Lightning's parser, with hints."""
+        # Lightning calls this for the main parser and for that of each subcommand.
         self.parser_class = _Parser
         return super().init_parser(**kwargs)
 
@@ -89,6 +92,7 @@ class NMLightningCLI(LightningCLI):
         try:
             trainer = super().instantiate_trainer(**kwargs)
         except RuntimeError as error:
+            # Lightning knows the state of a callback in a checkpoint by a key, here its class and its `name`.
             found = re.search(
                 r"more than one stateful callback of type `(NM\w+|MaskMonitor)`", str(error)
             )
@@ -100,6 +104,7 @@ class NMLightningCLI(LightningCLI):
             )
         # Lightning's default logger would log hp_metric = -1.
         logger = trainer.logger
+        # None and True leave the choice of the logger to Lightning.
         is_default = self._get(self.config_init, "trainer.logger") in (None, True)
         if is_default and isinstance(logger, TensorBoardLogger):
             trainer.logger = TensorBoardLogger(
@@ -110,6 +115,7 @@ class NMLightningCLI(LightningCLI):
 
 def require_extra() -> None:
     """Raise ``ImportError``, with :data:`EXTRA`, if a package of the command line is missing."""
+    # Lightning needs jsonargparse with its extra `signatures`, which brings the second one.
     for package in ("jsonargparse", "docstring_parser"):
         try:
             importlib.import_module(package)
@@ -120,9 +126,13 @@ def require_extra() -> None:
 # What jsonargparse writes of a mistake. A message lists every form that the value did not fit, so the order matters:
 # what is surely wrong comes first, and a name that is none of a Literal's last, since an object may have been meant.
 _MISTAKES = (
+    # An argument that a class does not take; of a dotted one the part before the first dot.
     r"Option '(?P<word>[^'.]+)[^']*' is not accepted",
+    # A key of a rule or of a schedule.
     r"(?P<keys>Unexpected keys): \{'(?P<word>[^']+)'",
+    # A class path whose module exists.
     r"module '(?P<module>\S+)' has no attribute '(?P<word>\S+)'",
+    # A type with a function that reads it, such as NMPattern: what that function raised.
     r"Not of type [^:\n]+: (?P<told>.+)",
     # An error that a class raised: an item of the list that does not begin as jsonargparse's own.
     r"^ *- (?P<told>(?!Expected |Problem with |Not a |Does not |Unexpected |a class path|a dict ).+)",
@@ -146,6 +156,7 @@ def hint(message: str) -> str:
         if found is not None:
             # The dash of a list's item counts as indent, so the item is deeper than the line above it.
             before = message[: found.start(1)].replace("- ", "  ")
+            # Of each line its indent, a key and a class path; one of the latter two is empty.
             places = re.findall(_PLACE, before, re.MULTILINE)
             where = ", ".join(key or path.rpartition(".")[2] for _, key, path in places)
             text = _explanation(found.groupdict(), places[-1][-1] if places else "")

@@ -32,6 +32,7 @@ def print_json(command: str, **result: Any) -> None:
     """
     content = {"schema": SCHEMA, "command": command, **result}
     # NaN, which JSON does not know, would be a mistake of ours.
+    # By print, as rich would break long lines at the width of the terminal.
     print(json.dumps(content, indent=1, allow_nan=False))
 
 

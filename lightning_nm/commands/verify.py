@@ -39,11 +39,13 @@ def main(args: Sequence[str]) -> int:
             )
         except Exception as error:  # a traceback would exit with 1, which means "not N:M"
             text = str(error)
+            # A ValueError of verify() is a whole message; other errors need not name the file.
             if not isinstance(error, ValueError):
                 text = f"cannot read '{checkpoint}': {type(error).__name__}: {text}"
             print_line(errors, f"lightning-nm verify: {text}")
             documents.append({"checkpoint": checkpoint, "ok": False, "error": text})
             statuses.append(2)
+            # The other files are still checked: the exit status is the worst of all.
             continue
         _print(result, console, options.quiet)
         statuses.append(0 if result.ok else 1)
@@ -52,6 +54,7 @@ def main(args: Sequence[str]) -> int:
             {
                 "checkpoint": checkpoint,
                 "ok": result.ok,
+                # Also counts matrices that the sparsifier state does not name; these have no entry in `weights`.
                 "matrices": {verdict: result.count(verdict) for verdict in kinds},
                 "share": result.share,
                 "problems": result.problems,
@@ -69,6 +72,7 @@ def main(args: Sequence[str]) -> int:
 def _print(result: Verification, console: Console, quiet: bool) -> None:
     if not quiet:
         heads = ("weight", "pattern", "verdict", "violating", "density", "note")
+        # The numbers are the least widths of the two columns that may take several lines.
         table = columns_table("N:M verification", heads, {"weight": 20, "note": 12})
         rows = []
         for each in result.verdicts:
@@ -119,6 +123,7 @@ def _parser() -> argparse.ArgumentParser:
         "--include",
         metavar="GLOB",
         action="append",
+        # argparse appends to a copy, so that this list stays empty.
         default=[],
         help="weights (by key or module name) that must be N:M; may be given several times",
     )

@@ -27,6 +27,7 @@ class Classifier(LightningModule):
     def __init__(self, num_classes: int, label_smoothing: float = 0.0) -> None:
         super().__init__()
         self.label_smoothing = label_smoothing
+        # The fraction of all images; torchmetrics' own choice is the mean over the classes.
         self.val_acc = MulticlassAccuracy(num_classes, average="micro")
         self.test_acc = MulticlassAccuracy(num_classes, average="micro")
 
@@ -41,7 +42,9 @@ class Classifier(LightningModule):
         """Log `val_loss` and `val_acc`."""
         images, labels = batch
         logits = self(images)
+        # Without label smoothing, so that models that are trained with and without it can be compared.
         loss = F.cross_entropy(logits, labels)
+        # Lightning averages over the batches by their sizes, as the last one may be smaller, and over all processes.
         self.log(f"{stage}_loss", loss, batch_size=len(labels), sync_dist=True)
         # Lightning computes and resets a metric object at the end of the epoch, over all processes.
         accuracy = getattr(self, f"{stage}_acc")
@@ -58,6 +61,7 @@ class ResidualBlock(nn.Module):
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
+        # The batch norm that follows subtracts the mean, so that a bias would have no effect.
         self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
         self.norm1 = nn.BatchNorm2d(outputs)
         self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
@@ -120,6 +124,7 @@ class ResidualCNN(Classifier):
             raise ValueError(f"width must be a multiple of 4, so that N:M blocks fit, got {width}")
         check_positive(depth=depth)
         check_warmup(warmup)
+        # `lightning-nm export --model` creates the model with the arguments that are in the checkpoint.
         self.save_hyperparameters()
         self.warmup = warmup
         self.lr = lr
@@ -147,7 +152,7 @@ class ResidualCNN(Classifier):
         # Steps on a CPU were measured to be 10 to 15 % faster in this memory order.
         x = x.contiguous(memory_format=torch.channels_last)
         x = self.stages(x)
-        return self.head(x.mean(dim=(2, 3)))
+        return self.head(x.mean(dim=(2, 3)))  # over all positions, so any image size fits
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """SGD with momentum under a warm-up and a half cosine."""
@@ -155,4 +160,5 @@ class ResidualCNN(Classifier):
             self.parameters(), self.lr, self.momentum, weight_decay=self.weight_decay
         )
         schedule = warmup_cosine(optimizer, self.trainer.estimated_stepping_batches, self.warmup)
+        # Lightning would step it once in an epoch.
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

@@ -20,6 +20,8 @@ def keyed_generator(seed: int, *key: int | str) -> torch.Generator:
         >>> bool(torch.equal(a, b))
         True
     """
+    # Four bytes: torch's CPU generator starts from the low 32 bits of its seed. Not Python's hash(), which differs
+    # between processes for texts.
     digest = hashlib.blake2b(repr((seed, *key)).encode(), digest_size=4).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "little"))
 
@@ -43,6 +45,7 @@ class SeededSampler(DistributedSampler[int]):
 
     def set_epoch(self, epoch: int) -> None:
         """Select the epoch; another one starts from its beginning."""
+        # The same epoch may be set again before a resumed run's first batch: its start must stay.
         if epoch != self.epoch:
             self.start = 0
         super().set_epoch(epoch)
@@ -56,6 +59,7 @@ class SeededSampler(DistributedSampler[int]):
         order = torch.randperm(size, generator=keyed_generator(self.seed, "order", self.epoch))
         # All ranks get equally many: the order begins again at its end.
         own = torch.arange(self.rank, self.total_size, self.num_replicas, dtype=torch.int64) % size
+        # These may be fewer than len() says: Lightning adds the batches before the resume to those that it fetches.
         yield from order[own][start:].tolist()
 
 
@@ -110,6 +114,7 @@ class ResumableDataModule(LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[Any]:
         """The training batches, in an order that depends on seed and epoch."""
+        # Without a Trainer nobody has called setup().
         if self.train_set is None:
             self.setup("fit")
         replicas, rank, epoch = 1, 0, 0
@@ -119,6 +124,7 @@ class ResumableDataModule(LightningDataModule):
         # Lightning may ask for a loader before it knows the epoch, and for another one later.
         resumed = self._resume.get("epoch", 0)
         sampler.set_epoch(max(epoch, resumed))
+        # A position in an earlier epoch means nothing for this one.
         if resumed >= epoch:
             # Of all processes, whose number may have changed: together they took the first ones of the order.
             sampler.start = self._resume.get("samples", 0) // replicas
@@ -150,9 +156,11 @@ class ResumableDataModule(LightningDataModule):
     def state_dict(self) -> dict[str, int]:
         """Return the epoch, and the number of its samples that all processes have taken."""
         trainer = self.trainer
+        # Outside of a Trainer, or in evaluation, there is no position.
         if trainer is None or self._sampler is None:
             return {}
         # Lightning's count of batches, not the loader's: worker processes read ahead.
+        # `ready` includes the batch at whose end the checkpoint is saved; `completed` does not yet.
         batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready
         samples = batches * self.batch_size * trainer.world_size
         return {"epoch": self._sampler.epoch, "samples": samples}
@@ -181,5 +189,6 @@ def check_positive(**values: int | None) -> None:
 
 def check_fraction(name: str, value: float) -> None:
     """Raise `ValueError` unless `value` lies strictly between 0 and 1."""
+    # Written so that NaN is refused, too.
     if not 0 < value < 1:
         raise ValueError(f"{name} must lie between 0 and 1, got {value}")

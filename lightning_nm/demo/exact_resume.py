@@ -28,11 +28,12 @@ class ExactResume(RNGState):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse gradient accumulation in several processes."""
+        # Within a window each process has gradients of its own, and one process writes the checkpoint.
         if stage == "fit" and trainer.world_size > 1 and trainer.accumulate_grad_batches > 1:
             raise ValueError(
                 "ExactResume keeps gradients of one process: use RNGState, and save where windows end"
             )
-        self._gradients = {}
+        self._gradients = {}  # an earlier fit may have ended before it used them
         super().setup(trainer, pl_module, stage)
 
     def on_save_checkpoint(
@@ -40,6 +41,7 @@ class ExactResume(RNGState):
     ) -> None:
         """Add the random states and, inside a window, the gradients."""
         super().on_save_checkpoint(trainer, pl_module, checkpoint)
+        # As Lightning decides: a step follows every n-th batch, and the last one of an epoch in any case.
         ends_window = (trainer.fit_loop.batch_idx + 1) % trainer.accumulate_grad_batches == 0
         if trainer.state.fn == "fit" and not ends_window and not trainer.is_last_batch:
             checkpoint["exact_resume_gradients"] = {
@@ -58,9 +60,11 @@ class ExactResume(RNGState):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restore gradients and random states, after the sanity check and before the first batch."""
-        gradients, self._gradients = self._gradients, {}
+        gradients, self._gradients = self._gradients, {}  # a second fit has none
+        # Not when the checkpoint is loaded: parameters of methods are made in on_fit_start, which may come later.
         for name, parameter in _parameters(trainer, pl_module).items():
             if name in gradients:
+                # They stay: Lightning sets gradients to zero before the first batch of a window alone.
                 parameter.grad = gradients[name].to(parameter.device)
         super().on_train_start(trainer, pl_module)
 
@@ -68,6 +72,7 @@ class ExactResume(RNGState):
 def _parameters(trainer: Trainer, module: LightningModule) -> dict[str, Tensor]:
     """The model's parameters by name; by place those that optimizers hold besides them, such as the logits of masks."""
     found: dict[str, Tensor] = dict(module.named_parameters())
+    # A set finds tensors by identity, where a list would compare their values.
     known = {*found.values()}
     for number, optimizer in enumerate(trainer.optimizers):
         members = chain.from_iterable(group["params"] for group in optimizer.param_groups)

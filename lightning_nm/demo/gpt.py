@@ -35,6 +35,7 @@ class DecoderBlock(nn.Module):
         qkv = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, dim // self.heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [B, heads, T, dim / heads]
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        # The heads of a token next to each other again, [B, T, heads, dim / heads], to be one vector.
         x = x + self.dropout(self.proj(attended.transpose(1, 2).reshape(batch, length, dim)))
         hidden = F.gelu(self.fc1(self.norm2(x)))
         return x + self.dropout(self.fc2(hidden))
@@ -93,6 +94,7 @@ class GPT(LightningModule):
         check_positive(warmup_steps=warmup_steps)
         if not block_lr > 0:
             raise ValueError(f"block_lr must be positive, got {block_lr}")
+        # `lightning-nm export --model` creates the model with the arguments that are in the checkpoint.
         self.save_hyperparameters()
         self.context = context
         self.lr = lr
@@ -113,13 +115,14 @@ class GPT(LightningModule):
         length = tokens.shape[1]
         if length > self.context:
             raise ValueError(f"sequences of {length} tokens, but context={self.context}")
-        x = self.embed(tokens) + self.position.weight[:length]
+        x = self.embed(tokens) + self.position.weight[:length]  # [B, T, dim] + [T, dim]
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
 
     def _loss(self, batch: Batch) -> Tensor:
         tokens, targets = batch
+        # Cross entropy wants the classes in the second axis: [B * T, vocab_size] and [B * T].
         return F.cross_entropy(self(tokens).flatten(0, 1), targets.flatten())
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -142,8 +145,11 @@ class GPT(LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Fused AdamW under a warm-up and a half cosine."""
+        # Biases and layer norms have one axis.
         matrices = [p for p in self.blocks.parameters() if p.ndim > 1]
+        # A set finds tensors by identity; in a list `in` would compare their values.
         decayed = {*matrices, self.head.weight}
+        # A group without `lr` has that of the optimizer.
         groups = [
             {"params": matrices, "lr": self.lr * self.block_lr, "weight_decay": self.weight_decay},
             {"params": [self.head.weight], "weight_decay": self.weight_decay},

@@ -14,6 +14,7 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
         if len(text) <= context:
             raise ValueError(f"{len(text)} bytes of text are too short for a context of {context}")
         # Each window has one byte more than the context, the last target, which is the next window's first input.
+        # A view: no byte is copied.
         self.windows = text.unfold(0, context + 1, context)
 
     def __len__(self) -> int:
@@ -21,6 +22,7 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
         """A batch: inputs and targets, both int64 `[B, context]`."""
+        # int64, which cross entropy takes, for a batch alone: the text stays in bytes.
         windows = self.windows[torch.tensor(indices, dtype=torch.int64)].long()
         return windows[:, :-1], windows[:, 1:]
 
@@ -66,9 +68,12 @@ class HelpTopics(ResumableDataModule):
 
     def setup(self, stage: str) -> None:
         """Cut the text into windows."""
+        # Only here: the module is the whole text.
         from pydoc_data.topics import topics
 
+        # The order of the pages decides which of them are held out.
         pages = "\n".join(topics[name] for name in sorted(topics))
+        # A bytearray, because torch warns of memory that cannot be written.
         text = torch.frombuffer(bytearray(pages.encode()), dtype=torch.uint8)
         cut = round(len(text) * (1 - self.val_fraction))
         if self.tuning:

@@ -19,6 +19,7 @@ from lightning_nm.demo.data import (
 _TRAINING_IMAGES = 60_000  # of Fashion-MNIST
 
 
+# A generated == would ask tensors of many entries whether they are true, which raises.
 @dataclass(eq=False)
 class ImageArrays(Dataset[tuple[Tensor, Tensor]]):
     """Images in bytes, uint8 `[N, C, H, W]`, and labels `[N]`; a batch has `(images / scale - mean) / std`."""
@@ -44,6 +45,7 @@ class ImageArrays(Dataset[tuple[Tensor, Tensor]]):
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
         """A batch: float32 `[B, C, H, W]` and int64 `[B]`."""
         chosen = torch.tensor(indices, dtype=torch.int64)
+        # Only a batch at a time is in float32: kept so, all images would take four times the memory.
         images = (self.pixels(chosen).float() / self.scale - self.mean) / self.std
         return images, self.labels[chosen]
 
@@ -76,6 +78,7 @@ class Digits(ResumableDataModule):
         from sklearn.datasets import load_digits
 
         pixels, classes = load_digits(return_X_y=True)
+        # scikit-learn has whole numbers from 0 to 16 in float64: bytes hold them exactly.
         images = torch.from_numpy(pixels).to(torch.uint8).reshape(-1, 1, 8, 8)
         labels = torch.from_numpy(classes)
 
@@ -128,14 +131,17 @@ class FashionMNIST(ResumableDataModule):
         self.train_size = train_size
         self.val_size = val_size
         self.tuning = tuning
+        # Wrong sizes are refused before a file is read; setup() asks again, with the size of the file.
         self._training_size(_TRAINING_IMAGES)
 
     def setup(self, stage: str) -> None:
         """Read the files that the stage needs."""
+        # A Trainer calls setup() for every stage, and the file is read once.
         if (stage in ("fit", "validate") or self.tuning) and self.val_set is None:
             images, labels = self._read("train")
             size = self._training_size(len(images))
             self.train_set = self.training_set(images[:size], labels[:size])
+            # From the end of the file, so that they are the same for every train_size.
             self.val_set = _normalized(images[-self.val_size :], labels[-self.val_size :])
         if stage == "test" and self.test_set is None:
             self.test_set = self.val_set if self.tuning else _normalized(*self._read("t10k"))
@@ -145,6 +151,7 @@ class FashionMNIST(ResumableDataModule):
         return _normalized(images, labels)
 
     def _training_size(self, available: int) -> int:
+        # At least one, so that a val_size that leaves none is refused below.
         size = max(1, available - self.val_size) if self.train_size is None else self.train_size
         if size + self.val_size > available:
             raise ValueError(
@@ -169,6 +176,7 @@ class FashionMNIST(ResumableDataModule):
 
 
 def _normalized(images: Tensor, labels: Tensor) -> ImageArrays:
+    # Of all pixels of the training file, scaled to [0, 1].
     return ImageArrays(images, labels, scale=255, mean=0.2860, std=0.3530)
 
 
@@ -186,10 +194,12 @@ def read_idx(path: str | Path) -> Tensor:
     if len(raw) < 4 or raw[:3] != b"\0\0\x08":
         raise ValueError(f"{path} is not an IDX file of unsigned bytes")
     header = 4 + 4 * raw[3]
+    # A header that ends too early makes a shape of wrong sizes, and the length below does not fit.
     shape = [int.from_bytes(raw[i : i + 4], "big") for i in range(4, header, 4)]
     values = math.prod(shape)
     if len(raw) != header + values:
         raise ValueError(
             f"{path} states shape {shape}, {values} values, but holds {len(raw) - header}"
         )
+    # A copy in a bytearray: torch warns of memory that cannot be written, as that of bytes.
     return torch.frombuffer(bytearray(raw), dtype=torch.uint8, offset=header).reshape(shape)

@@ -24,13 +24,17 @@ def warmup_cosine(
     """
     rising = warmup_steps
     if rising is None:
+        # 1 is no warm-up: the first step has the whole rate already.
         rising = max(1, round(total_steps * warmup)) if math.isfinite(total_steps) else 1
 
     def factor(step: int) -> float:
         if step < rising:
+            # Steps count from 0, and a rate of 0 would waste the first one.
             return (step + 1) / rising
         # 0 where total_steps are infinite.
+        # Steps after the plan stay at a rate of 0. A plan may be no longer than its warm-up.
         done = min(1.0, (step - rising) / max(1, total_steps - rising))
         return (1 + math.cos(math.pi * done)) / 2
 
+    # It scales the rate of each parameter group, so that their ratios stay.
     return LambdaLR(optimizer, factor)

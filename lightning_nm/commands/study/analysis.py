@@ -51,7 +51,8 @@ class Interval:
         """
         count = len(values)
         mean = fmean(values) if count else math.nan
-        sd = stdev(values) if count > 1 else math.nan
+        sd = stdev(values) if count > 1 else math.nan  # stdev() raises for fewer
+        # Without values sd is NaN, and so are the bounds, whatever is divided by.
         half_width = _critical(count) * sd / math.sqrt(max(1, count))
         return cls(count, mean, sd, mean - half_width, mean + half_width)
 
@@ -67,11 +68,14 @@ class Interval:
         It solves :math:`P(T'_{n-1}(\delta \sqrt n / s) > t_{0.975, n-1}) = 0.8` for :math:`\delta`, where T' is the
         noncentral t distribution. The other tail, which would see it on the wrong side of zero, is below 1e-5 there.
         """
+        # It inverts P(T' <= t) by the noncentrality: arguments are the degrees of freedom, that probability and t.
         noncentrality = nctdtrinc(self.count - 1, 1 - POWER, _critical(self.count))
+        # A numpy number: without pairs NaN is divided by 0, which is NaN again, where Python's would raise.
         return float(noncentrality * self.sd / math.sqrt(self.count))
 
 
 def _critical(count: int) -> float:
+    # The quantile of 0.975, which leaves 2.5 % on each side; NaN without a degree of freedom.
     return float(t.ppf((1 + CONFIDENCE) / 2, count - 1))
 
 
@@ -150,6 +154,7 @@ def compare(
     verdict = "undecided"
     # The bounds of fewer than two pairs are NaN.
     if difference.high < 0 or difference.low > 0:
+        # A variant below its baseline is better if less of the metric is.
         verdict = "better" if (difference.high < 0) == (direction == "minimize") else "worse"
     return Comparison(variant, baseline, differences, difference, verdict)
 
@@ -159,6 +164,7 @@ def sections(spec: Spec, rows: Sequence[Row]) -> list[Section]:
     found = []
     complete = [row for row in rows if row["state"] == "complete"]
     for values in spec.points():
+        # The rows that have all grid values of this point.
         here = [row for row in complete if values.items() <= row.items()]
         if spec.search:
             here = [row for variant in spec.variants for row in _best(spec, here, variant)]
@@ -184,9 +190,11 @@ def _best(spec: Spec, complete: Sequence[Row], variant: str) -> list[Row]:
 
 def table(spec: Spec, section: Section) -> list[list[str]]:
     """Return a header, a row for each variant, and one for each comparison; a dash is what a row does not have."""
+    # Rows of a variant whose config has no NMSparsityCallback have none of these keys.
     flops = sorted({key for row in section.rows for key in row if key.startswith("flops_")})
     costs = {f"FLOPs, {key.removeprefix('flops_')}": (key, ".3f") for key in flops}
     costs["fit, s"] = ("fit_seconds", ".1f")
+    # Then the variants make different numbers of steps.
     if spec.seconds is not None:
         costs["steps"] = ("steps", ".0f")
     head = ["variant", "seeds", "mean", "95 % interval", "smallest detectable", "verdict"]
@@ -198,14 +206,18 @@ def table(spec: Spec, section: Section) -> list[list[str]]:
         name: Interval.of([row[spec.metric] for row in rows]) for name, rows in rows_of.items()
     }
     # A single seed has no interval: then the size of the mean decides.
+    # A fifth of a mean, to two digits, shows two or three digits of the mean.
     widths = [width for each in means.values() for width in (each.width, abs(each.mean) / 5)]
     digits = _decimals(widths)
     for variant, rows in rows_of.items():
+        # Only comparisons have a smallest detectable difference and a verdict.
         line = [variant, *_texts(means[variant], f".{digits}f"), "-", "-"]
         for key, form in costs.values():
             found = [row[key] for row in rows if key in row]
             line.append(_text(fmean(found or [math.nan]), form))
+        # In a search the rows of a variant are those of one trial, so their settings are the same.
         cells.append(line + [str(rows[0][key]) if rows else "-" for key in spec.search])
+    # Half of an interval is what is written behind a ±: it gets two digits.
     digits = _decimals([each.difference.width / 2 for each in section.comparisons])
     for variant, baseline, _, interval, verdict in section.comparisons:
         line = [f"{variant} - {baseline}", *_texts(interval, f"+.{digits}f")]
@@ -224,6 +236,7 @@ def _decimals(widths: Sequence[float]) -> int:
     real = [width for width in widths if width > 0 and math.isfinite(width)]
     if not real:
         return 3
+    # -2 for 0.037, whose first digit is in the second decimal; one more decimal shows the second digit.
     place_of_first_digit = math.floor(math.log10(min(real)))
     return min(6, max(0, 1 - place_of_first_digit))
 
@@ -247,6 +260,7 @@ def report(spec: Spec, rows: Sequence[Row], found: Sequence[Section]) -> str:
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         cells.insert(1, ["-" * width for width in widths])
         for line in cells:
+            # Markdown needs no padding, but the report is also printed.
             padded = [each.ljust(width) for each, width in zip(line, widths, strict=True)]
             text += f"\n| {' | '.join(padded)} |"
         text += "\n"
@@ -255,6 +269,7 @@ def report(spec: Spec, rows: Sequence[Row], found: Sequence[Section]) -> str:
     for row in rows:
         if row["state"] == "failed":
             text += f"\n- Failed: {', '.join(f'{key} {value}' for key, value in row.items())}"
+    # More than one value of a fact says that rows are of different machines or versions.
     for fact in ("torch", "lightning_nm", "threads", "device"):
         values = sorted({str(row[fact]) for row in rows if fact in row})
         text += f"\n- Ran with {fact} {' and '.join(values) or 'unknown'}."
@@ -265,7 +280,9 @@ def write(folder: Path, spec: Spec, rows: Sequence[Row]) -> str:
     """Write ``results.csv``, ``report.md`` and, with baselines, ``report.png``; return the report."""
     found = sections(spec, rows)
     text = report(spec, rows, found)
+    # A failed training has other columns than a complete one. A dict keeps the order in which they are met.
     header = dict.fromkeys(key for row in rows for key in row)
+    # csv writes the ends of lines itself.
     with replacing(folder / "results.csv") as new, new.open("w", newline="") as file:
         writer = csv.DictWriter(file, header)
         writer.writeheader()
@@ -282,6 +299,7 @@ def _draw(spec: Spec, found: Sequence[Section]) -> Figure:
     """Draw every comparison: its mean and interval, and below them the pairs."""
     names = []
     shown = [(section.title, each) for section in found for each in section.comparisons]
+    # Without pyplot, which chooses a backend and keeps figures. In inches: half of one for each comparison.
     figure = Figure((9, 1 + 0.5 * len(shown)), layout="constrained")
     axes = figure.subplots()
     axes.axvline(0, c="black")
@@ -289,6 +307,7 @@ def _draw(spec: Spec, found: Sequence[Section]) -> Figure:
         names.append(f"{title}\n{variant} - {baseline}: {verdict}")
         half_width = interval.high - interval.mean  # NaN is not drawn
         axes.errorbar(interval.mean, place, xerr=half_width, fmt="D")
+        # The y axis is inverted: 0.2 more is below the interval.
         axes.plot(list(pairs.values()), [place + 0.2] * len(pairs), ".", c="grey")
     axes.set_yticks(range(len(shown)), names, fontsize=8)
     axes.invert_yaxis()

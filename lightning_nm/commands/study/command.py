@@ -22,10 +22,11 @@ def main(args: Sequence[str]) -> int:
         used, stderr says why; 130 after Ctrl-C.
     """
     try:
+        # The parser is made here because it imports jsonargparse, whose absence is explained below.
         return _study(_parser().parse_args(list(args)))
     except KeyboardInterrupt:
         print("lightning-nm study: stopped; the same command goes on from here", file=sys.stderr)
-        return 130
+        return 130  # 128 + SIGINT, as of a shell
     except (ImportError, OSError, ValueError) as error:
         advice = f"\n{EXTRA}" if isinstance(error, ImportError) else ""
         print(f"lightning-nm study: {error}{advice}", file=sys.stderr)
@@ -45,11 +46,14 @@ def _study(options: argparse.Namespace) -> int:
         fault = "holds a study of lightning_nm 0.3, whose results.csv would be replaced"
         raise ValueError(f"{folder}: {fault}; take another --output")
     if not options.report_only:
+        # Before a Store makes the folder: a study file with a mistake leaves nothing behind.
         check(spec)
         if options.retry_failed:
+            # Before the trainings start, which read this mark from the storage.
             Store(spec, folder).retry_failed()
         threads = options.threads or max(1, (os.cpu_count() or 1) // options.workers)
         run(spec, folder, options.workers, threads)
+    # From the storage: other processes with the same folder may have finished trainings, too.
     rows = Store(spec, folder).rows()
     print(f"{write(folder, spec, rows)}\nWritten to {folder}")
     return 0 if all(row["state"] == "complete" for row in rows) else 1

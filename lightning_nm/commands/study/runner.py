@@ -37,6 +37,7 @@ from lightning_nm.commands.lightning_cli import NMLightningCLI
 from lightning_nm.commands.study.spec import Cell, Classes, Job, Spec
 from lightning_nm.spelling import did_you_mean
 
+# Optuna reports every study that it creates, and sample() creates one for each job.
 optuna.logging.set_verbosity(optuna.logging.ERROR)
 Row = dict[str, Any]
 
@@ -93,8 +94,10 @@ class Store:
     def trials(self) -> dict[str, FrozenTrial]:
         """The finished trials by their job's key, without the failed ones that are to be trained again."""
         with self.storage():
+            # How many trials there were when retry_failed() was last called. Trials are numbered from 0 on, so those
+            # from before that call have smaller numbers. A failed trial has no values.
             retried = self.study.user_attrs.get("retried", 0)
-            trials = self.study.get_trials(deepcopy=False)
+            trials = self.study.get_trials(deepcopy=False)  # they are only read
         kept = [trial for trial in trials if trial.values or trial.number >= retried]
         return {trial.user_attrs["key"]: trial for trial in kept}
 
@@ -109,7 +112,10 @@ class Store:
         while found:  # again: a process that held a lock may have been killed
             found = False
             for job in self.jobs:
+                # Without waiting: a job whose lock is taken is being trained by another process.
                 with suppress(Timeout), self.lock(job.key).acquire(timeout=0):
+                    # Read under the lock: another process may have finished the job since. Jobs of several grid points
+                    # may have one key, as dense training has for all patterns: then the first one counts for all.
                     if job.key not in self.trials():
                         found = True
                         yield job
@@ -117,6 +123,7 @@ class Store:
     def add(self, job: Job, searched: Row, rows: list[Row]) -> None:
         """Write what a job found: a row for each seed, with its ``state``."""
         values = [row[self.spec.metric] for row in rows if row["state"] == "complete"]
+        # With a failed seed there is no value: a mean over fewer seeds cannot be compared.
         is_complete = len(values) == len(rows)
         trial = create_trial(
             state=TrialState.COMPLETE if is_complete else TrialState.FAIL,
@@ -158,6 +165,7 @@ def sample(spec: Spec, number: int, before: Sequence[FrozenTrial] = ()) -> Row:
     study = optuna.create_study(
         direction=spec.direction, sampler=samplers[spec.sampler](seed=number)
     )
+    # TPE draws at random until there are ten complete trials, Optuna's default.
     study.add_trials(before)
     return study.ask(spec.search).params
 
@@ -170,8 +178,9 @@ def check(spec: Spec) -> None:
     """
     for cell in spec.cells():
         try:
+            # Any sampled settings will do: they have the same keys.
             build(spec.trial_config(cell, sample(spec, 0)), spec.seeds[0], spec.classes)
-        except Exception as error:
+        except Exception as error:  # of any class: models and data are the user's
             raise ValueError(f"variant {cell.label}: {error}") from error
 
 
@@ -180,9 +189,11 @@ def run(spec: Spec, folder: Path, workers: int, threads: int) -> None:
     if workers == 1:
         work(spec, folder, threads)
         return
+    # Not fork: this process has used torch, and a forked one can use neither CUDA nor the threads that torch has.
     context = multiprocessing.get_context("spawn")
     # One may be killed, as where memory is short: what is missing is reported.
     with suppress(BrokenProcessPool), ProcessPoolExecutor(workers, context) as pool:
+        # result() raises what ended a worker, such as an unknown metric.
         for done in [pool.submit(work, spec, folder, threads) for _ in range(workers)]:
             done.result()
 
@@ -195,15 +206,18 @@ def work(spec: Spec, folder: Path, threads: int) -> None:
         OSError: If the storage cannot be read or written.
         UnknownMetric: If the test does not log the study's metric: the others would fail by it, too.
     """
+    # First, so that steps are timed in as many threads as trainings have.
     torch.set_num_threads(threads)
     store = Store(spec, folder)
     paces = step_seconds(store)
     for job in store.claim():
+        # Again for each job: what other processes found meanwhile tells a search more.
         trials = store.trials()
         of_cell = [other.key for other in store.jobs if other.cell == job.cell]
         searched = sample(spec, job.number, [trials[key] for key in of_cell if key in trials])
         steps = None
         if spec.seconds is not None:
+            # Rounded down, so that the training keeps within its seconds.
             steps = max(1, int(spec.seconds / paces[spec.fingerprint(job.cell)]))
         config = spec.trial_config(job.cell, searched, steps)
         rows = []
@@ -213,14 +227,16 @@ def work(spec: Spec, folder: Path, threads: int) -> None:
                 row |= train(config, seed, spec.metric, spec.classes)
             except SystemExit as stop:  # what Lightning makes of Ctrl-C
                 raise KeyboardInterrupt from stop
+            # Before the clause for other errors, which would store it as a failed training.
             except UnknownMetric:
                 raise
             except Exception as fault:
                 row |= {"state": "failed", "error": f"{type(fault).__name__}: {fault}"}
             rows.append(row)
             found = row.get("error", f"{spec.metric} {row.get(spec.metric)}")
-            what = Cell(job.cell.label, {**searched, "seed": seed}).label
+            what = Cell(job.cell.label, {**searched, "seed": seed}).label  # for its label alone
             print(f"{what}: {found} (process {os.getpid()})", flush=True)
+        # After all seeds: of a job that is interrupted nothing is stored, and it is trained again as a whole.
         store.add(job, searched, rows)
 
 
@@ -232,9 +248,11 @@ def step_seconds(store: Store) -> dict[str, float]:
     different length does not count. The cells take turns, so that a change of the machine's speed meets all of them.
     """
     spec = store.spec
+    # Other processes wait here until the first one has measured, and then read what it found.
     with store.lock("pace"):
         with store.storage():
             paces: dict[str, float] = store.study.user_attrs.get("paces", {})
+        # Cells with one fingerprint, as dense training at several patterns has, are timed once.
         cells = {spec.fingerprint(cell): cell for cell in spec.cells()}
         times: dict[str, list[float]] = {key: [] for key in cells if key not in paces}
         if spec.seconds is None or not times:
@@ -242,6 +260,7 @@ def step_seconds(store: Store) -> dict[str, float]:
         print(f"Measuring the steps of {len(times)} settings", flush=True)
         for _ in range(ROUNDS):
             for key, found in times.items():
+                # Nothing is sampled: `seconds` goes with a grid alone.
                 configs = [spec.trial_config(cells[key], {}, steps) for steps in (SHORT, LONG)]
                 short, long = (fit(each, spec.seeds[0], spec.classes)[1] for each in configs)
                 found.append((long - short) / (LONG - SHORT))
@@ -267,6 +286,7 @@ def build(config: Mapping[str, Any], seed: int, classes: Classes) -> NMLightning
         def before_instantiate_classes(self) -> None:
             data = self.config.get("data")
             arguments = data.get("init_args") if data else None
+            # The parser has filled in the defaults, so the key is there if the class takes a seed.
             if arguments is not None and "seed" in arguments:
                 arguments["seed"] = seed
 
@@ -277,7 +297,7 @@ def build(config: Mapping[str, Any], seed: int, classes: Classes) -> NMLightning
                 **class_arguments,
                 run=False,
                 save_config_callback=None,
-                parser_kwargs={"exit_on_error": False},
+                parser_kwargs={"exit_on_error": False},  # raises, instead of ending the process
                 args={**config, "seed_everything": seed},
             )
     except ArgumentError as error:
@@ -291,6 +311,7 @@ def fit(
     with silence():
         cli = build(config, seed, classes)
         cli.trainer.callbacks += callbacks  # type: ignore[attr-defined]
+        # The fit alone is timed, not what was built and imported for it.
         start = time.perf_counter()
         cli.trainer.fit(cli.model, datamodule=cli.datamodule)
     return cli, time.perf_counter() - start
@@ -308,6 +329,7 @@ def train(config: Mapping[str, Any], seed: int, metric: str, classes: Classes) -
     def read_flops(trainer: pl.Trainer, _: Any) -> None:  # before the masks are taken off
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, NMSparsityCallback) and callback.sparsifier is not None:
+                # Over the whole training, its dense phases included.
                 ratios = callback.sparsifier.flops_ratios(mean=True)
                 flops.update({f"flops_{kind}": ratio for kind, ratio in ratios.items()})
 
@@ -315,6 +337,7 @@ def train(config: Mapping[str, Any], seed: int, metric: str, classes: Classes) -
     steps = cli.trainer.global_step
     with silence():
         found = cli.trainer.test(cli.model, datamodule=cli.datamodule, verbose=False)
+    # Lightning returns one dictionary for each test loader.
     tested = {name: float(value) for each in found for name, value in each.items()}
     if metric not in tested:
         names = ", ".join(tested) or "nothing"
@@ -337,6 +360,7 @@ def train(config: Mapping[str, Any], seed: int, metric: str, classes: Classes) -
 @contextmanager
 def silence() -> Iterator[None]:
     """Without log messages and warnings, which a small or short training gives rise to."""
+    # Calls are nested: the inner one must not end the outer one's silence.
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -15,12 +15,14 @@ from lightning_nm.commands.build import QUIET, read_yaml
 from lightning_nm.pattern import NMPattern
 
 _CALLBACK = "NMSparsityCallback"
+# Keys that mean arguments of the NMSparsityCallback, wherever it stands in the config.
 _SHORT_KEYS = ("pattern", "method", "grad_estimator", "dgrad", "scale", "base_density")
 
 # Of a trial, which prints, logs and saves nothing of its own, unless the study's overrides say so.
 _QUIET_MASKS = {"show_tables": False, "grad_snr_every": 0}
 
 # Callbacks that print, or need a logger or checkpoints, by the last part of their class path.
+# EarlyStopping and Timer are not among them: they decide how long a training is.
 _WATCHERS = (
     *("ModelCheckpoint", "OnExceptionCheckpoint", "LearningRateMonitor", "DeviceStatsMonitor"),
     *("ModelSummary", "RichModelSummary", "ProgressBar", "TQDMProgressBar", "RichProgressBar"),
@@ -125,6 +127,7 @@ class Spec:
         """Everything to train; a grid comes seed by seed, so that an unfinished study has whole pairs."""
         for number in range(self.trials) if self.trials else self.seeds:
             for cell in self.cells():
+                # Settings of a search are compared by their mean over all seeds, so one job trains them all.
                 seeds = self.seeds if self.search else [number]
                 yield Job(cell, number, seeds, self.fingerprint(cell, number))
 
@@ -138,10 +141,12 @@ class Spec:
         Raises:
             ValueError: If the config has several NMSparsityCallbacks and a short key is changed.
         """
+        # Quiet first, so that an override can bring a logger or a table back; of the changes later ones win.
         config = quiet(self.config)
         for changes in (self.overrides, self.variants[cell.variant], cell.values, searched):
             override(config, changes)
         if steps is not None:
+            # No other limit may end it earlier or later; -1 epochs are no limit.
             config["trainer"] |= {**dict.fromkeys(LENGTHS), "max_steps": steps, "max_epochs": -1}
         return config
 
@@ -151,6 +156,7 @@ class Spec:
         So variants, seeds and grid values can be added to a study that has begun, and what is changed in its file or
         its config is trained again.
         """
+        # Without sampled settings: trials of a search are told apart by their numbers.
         config = self.trial_config(cell, {})
         for entry in callbacks_of(config["trainer"]):
             arguments = entry["init_args"]
@@ -158,10 +164,13 @@ class Spec:
             keys = ("grad_estimator", "dgrad", "rules", "config", "preset")
             if arguments.get("method") == "dense" and not any(map(arguments.get, keys)):
                 arguments.pop("pattern", None)
+        # Names, baselines and the number of trials change no training, so they are left out.
         decides: list[Any] = [config, self.metric, self.classes, self.seconds, number]
         if self.search:
             decides += [self.sampler, self.search, self.seeds]
+        # The order of keys in a file means nothing. Optuna's distributions are no JSON, but their text has all bounds.
         text = json.dumps(decides, sort_keys=True, default=str)
+        # 64 bits, short enough for the name of a lock's file.
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -176,7 +185,9 @@ def read(path: Path) -> Spec:
 
     given = {"name": path.stem, **read_yaml(path)}
     if isinstance(given.get("config"), str):
+        # Relative to the study file, wherever the command is called.
         given["config"] = read_yaml(path.parent / given["config"])
+    # Not isinstance: True is an int, too, and no number of seeds.
     if type(given.get("seeds")) is int:
         given["seeds"] = list(range(given["seeds"]))
     parser = ArgumentParser(exit_on_error=False)
@@ -185,6 +196,8 @@ def read(path: Path) -> Spec:
         # Not its values: it makes a number of a text such as "2:4".
         parser.parse_object(copy.deepcopy(given))
         spec = Spec(**given)
+        # YAML 1.1 reads an unquoted 1:16 as 76, in base 60. The callback would read that back, but values of the grid
+        # are also printed in labels and tables.
         if patterns := spec.grid.get("pattern"):
             spec.grid["pattern"] = [str(NMPattern.parse(each)) for each in patterns]  # type: ignore[arg-type]
         for key, values in spec.search.items():
@@ -203,6 +216,7 @@ def _check_together(spec: Spec) -> None:
         _require(values, f"{key}: {values!r} must hold one value at least")
     searches = spec.sampler != "grid"
     fault = "`search` and `trials` go with `sampler: tpe` or `sampler: random`, and only so"
+    # All three or none.
     _require(bool(spec.search) == ((spec.trials or 0) > 0) == searches, fault)
     fault = f"seconds: {spec.seconds!r} must be positive, and goes with a grid, as a search may change the step"
     _require(spec.seconds is None or (spec.seconds > 0 and not searches), fault)
@@ -220,6 +234,7 @@ def _distribution(key: str, values: Any) -> Any:
     try:
         # YAML reads 1e-4 as a text.
         numbers: dict[str, Any] = {
+            # Integers stay: they make a range of integers. A bool, as of `log`, is an int, too.
             name: value if isinstance(value, int) else float(value)
             for name, value in values.items()
         }
@@ -238,6 +253,7 @@ def _require(condition: Any, fault: str) -> None:
 
 def quiet(config: Mapping[str, Any]) -> dict[str, Any]:
     """A config without loggers, checkpoints, progress bars and tables."""
+    # What follows changes the config in place, and the study has one for all its trials.
     result = copy.deepcopy(dict(config))
     for key in ("ckpt_path", "weights_only"):  # in the configs that `fit` saves
         result.pop(key, None)
@@ -260,6 +276,7 @@ def override(config: dict[str, Any], changes: Mapping[str, Any]) -> None:
         ValueError: If the config has several NMSparsityCallbacks and a short key is changed.
     """
     for key, value in changes.items():
+        # The first part decides: `method.init_args.every` leads into the callback, too.
         is_short = str(key).partition(".")[0] in _SHORT_KEYS
         _merge(_masks(config) if is_short else config, str(key), value)
 
@@ -271,9 +288,11 @@ def _merge(place: dict[str, Any], key: str, value: Any) -> None:
     if rest or joins:
         # What is no mapping gives way to one; the parser of configs says if that is wrong.
         place[first] = there if isinstance(there, dict) else {}
+        # Keys of nested mappings may have dots themselves.
         for inner, each in ({rest: value} if rest else value).items():
             _merge(place[first], str(inner), each)
     else:
+        # A copy: later changes may lead into this value, which belongs to the study.
         place[first] = copy.deepcopy(value)
 
 
@@ -283,6 +302,7 @@ def _masks(config: dict[str, Any]) -> dict[str, Any]:
     masks = [entry for entry in callbacks if last_part(entry) == _CALLBACK]
     if not masks:
         masks = [{"class_path": f"lightning_nm.{_CALLBACK}", "init_args": {**_QUIET_MASKS}}]
+        # In place, so that the config has it, too: this is the list in its section.
         callbacks += masks
     fault = "the config has several NMSparsityCallbacks: override trainer.callbacks instead"
     _require(len(masks) == 1, fault)
@@ -292,6 +312,7 @@ def _masks(config: dict[str, Any]) -> dict[str, Any]:
 def callbacks_of(trainer: dict[str, Any]) -> list[dict[str, Any]]:
     """The callbacks of a section ``trainer``, in place, each as ``{class_path: ..., init_args: {...}}``."""
     given = trainer.get("callbacks") or []
+    # Lightning also takes a single callback, and jsonargparse a class path without arguments.
     entries = given if isinstance(given, list) else [given]
     entries = [entry if isinstance(entry, dict) else {"class_path": entry} for entry in entries]
     for entry in entries:
