@@ -291,7 +291,9 @@ class Router(HasHandle):
             self.tuner.take_over(share(self.tuner.decisions))
         else:
             # The broadcast needs every process. The environment is a stand-in, because the device is not known yet.
-            self._received = share(Decisions(environment_of(torch.device("cpu"))))
+            received = share(Decisions(environment_of(torch.device("cpu"))))
+            # Without decisions it is the stand-in itself, under whose environment a GPU's would be saved.
+            self._received = received or None
 
     def _warn_of_postponed(self, tuner: Tuner) -> None:
         """Say which part of the GEMMs is dense because it was not measured yet."""

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from lightning_nm import NMPrecision
 from lightning_nm.kernels import Router
 from lightning_nm.kernels import router as router_module
+from lightning_nm.kernels.tuner import environment_of
 from lightning_nm.nn.products import GEMMS
 from tests.support.fake_kernels import FakeKernel, FakeTimer, gemm_key
 from tests.support.mlp import fit
@@ -56,6 +57,13 @@ def _decide_with_products_on_the_first_rank():
 @pytest.mark.slow
 def test_a_rank_without_products_takes_part_and_keeps_its_own_sizes(tmp_path):
     assert in_processes(2, tmp_path, _decide_with_products_on_the_first_rank) == [["fast"] * 4] * 2
+
+
+def test_what_is_measured_after_a_dense_start_is_saved_for_its_device():
+    router = fake_router()
+    router.tune()  # no GEMM ran that could be sparse, so no device is known
+    device = torch.device("meta")
+    assert router.initialize(device).decisions.environment == environment_of(device)
 
 
 def test_measuring_leaves_the_random_numbers_alone():

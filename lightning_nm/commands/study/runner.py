@@ -285,7 +285,8 @@ def build(config: Mapping[str, Any], seed: int, classes: Classes) -> NMLightning
     class CLI(NMLightningCLI):
         def before_instantiate_classes(self) -> None:
             data = self.config.get("data")
-            arguments = data.get("init_args") if data else None
+            # Without `class_path`, of a class that `--data` names, the arguments lie in `data` itself.
+            arguments = data.get("init_args", data) if data else None
             # The parser has filled in the defaults, so the key is there if the class takes a seed.
             if arguments is not None and "seed" in arguments:
                 arguments["seed"] = seed

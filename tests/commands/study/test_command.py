@@ -150,6 +150,9 @@ def test_classes_that_the_config_does_not_name(study, tmp_path, monkeypatch, cap
     assert start(path, "--model", "own_classes.Net", "--data", "own_classes.Text") == 0
     named = study(config, seeds=1, model="own_classes.Net", data="own_classes.Text")
     assert start(named) == 0, "the study file may name them, too"
+    spec = read(named)
+    (cell, *_), classes = spec.cells(), spec.classes
+    assert runner.build(spec.trial_config(cell, {}), 5, classes).datamodule.seed == 5
     assert "(process" not in capsys.readouterr().out.split("Written")[-1]
 
 
