@@ -28,6 +28,7 @@ def check_folder(path: Path) -> None:
     folder = path.parent
     if not folder.is_dir():
         raise FileNotFoundError(f"there is no folder '{folder}' for '{path.name}': make it first")
+    # To make an entry in a folder takes both rights.
     if not os.access(folder, os.W_OK | os.X_OK):
         raise PermissionError(f"nothing can be written into the folder '{folder}'")
 
@@ -48,7 +49,9 @@ def replacing(path: Path) -> Iterator[Path]:
         ...     path.read_text()
         'complete'
     """
+    # Before the caller's work, which may take minutes.
     check_folder(path)
+    # No file can be renamed to the name of a folder.
     if path.is_dir():
         raise IsADirectoryError(f"'{path}' is a folder: name a file")
     try:
@@ -56,9 +59,11 @@ def replacing(path: Path) -> Iterator[Path]:
         with TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
             new = Path(folder) / path.name
             yield new
+            # Atomic: a reader finds the old content or the new one, also if the process is killed.
             new.replace(path)
     except OSError as error:
         # The name of a temporary file tells nothing.
+        # Within a new folder, files are written by a replacing() of their own, which has wrapped the error already.
         fault = error.__cause__ or error
         reason = getattr(fault, "strerror", None) or fault
         raise type(error)(f"'{path}' was not written: {reason}") from error

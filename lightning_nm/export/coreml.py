@@ -70,6 +70,7 @@ class CoreMLWeight(NamedTuple):
         """In the file: of the values, and of the bit mask if there is one."""
         if self.storage == "const":
             return int(self.constant.outputs[0].val.nbytes)
+        # Sizes are asked of the export's own weights alone, which have the form of iOS 16.
         parts = self.constant.inputs
         return int(parts["nonzero_data"].val.nbytes + parts["mask"].val.nbytes)
 
@@ -92,6 +93,7 @@ class CoreMLPackage:
         self.path = Path(path)
         try:
             coremltools = _import_coremltools()
+            # The converter's own reader gives operators with their values; a model has its protobuf alone.
             from coremltools.converters.mil.frontend.milproto.load import load
         except ImportError as error:
             raise ValueError(f"cannot read '{self.path}': {error}") from error
@@ -101,6 +103,7 @@ class CoreMLPackage:
             raise self._damaged(f"'{links[0]}' is a link")
         try:
             with _quiet():
+                # Without loading it into Core ML, which needs macOS.
                 model = coremltools.models.MLModel(str(self.path), skip_model_load=True)
                 spec = model.get_spec()
                 program = load(spec, spec.specificationVersion, model.weights_dir or "")
@@ -110,12 +113,14 @@ class CoreMLPackage:
         self.weights: dict[str, CoreMLWeight] = {}
         for block in blocks:  # branches and loops add theirs
             for operation in block.operations:
-                blocks += operation.blocks
+                blocks += operation.blocks  # grows while it is read
                 kind = operation.op_type
                 if kind != "const" and not kind.startswith("constexpr_"):
                     continue
+                # Constants, and operators that decompress them, have one output.
                 (output,) = operation.outputs
                 shape = tuple(getattr(output, "shape", None) or ())
+                # Sorted, so that a weight which several operators use is described alike each time.
                 users = tuple(sorted({each.op_type for each in output.child_ops}))
                 # The program also holds strides, text, vectors, and the parts of compressed weights.
                 is_part = any(each.startswith("constexpr_") for each in users)
@@ -136,7 +141,9 @@ class CoreMLPackage:
             if weight.storage == "const":
                 values = constant.outputs[0].val
             else:
+                # coremltools decompresses each of its forms, also those of versions after iOS 16.
                 values = constant.materialized_val_inference()
+            # A copy is writable, and does not keep the whole program alive.
             return torch.from_numpy(values.reshape(weight.shape).copy())
         except Exception as error:  # of coremltools and numpy
             raise self._damaged(f"'{name}': {error}") from error
@@ -149,6 +156,7 @@ class CoreMLPackage:
             content = json.loads(noted[METADATA])
             schema, weights = content["schema"], content["weights"]
             entries = {
+                # In this order: verify takes the three values apart.
                 name: {part: str(entry[part]) for part in ("key", "pattern", "layout")}
                 for name, entry in weights.items()
             }
@@ -162,9 +170,11 @@ class CoreMLPackage:
                 raise self._damaged(f"it has no weight '{name}', which its metadata names")
             shape = self.weights[name].shape
             try:
+                # Not Layout(...), which also reads the layouts of experts: no weight of a file has them.
                 layout = {str(each): each for each in LAYOUTS}[entry["layout"]]
                 rest = shape_of_blocks(shape, layout)[-1] % NMPattern.parse(entry["pattern"]).m
             except (KeyError, ValueError):
+                # Whichever of the two is wrong, the message below shows both.
                 rest = 1
             if rest:
                 raise self._damaged(
@@ -201,6 +211,7 @@ def _quiet() -> Iterator[None]:
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
+        # Progress bars are drawn on stderr.
         with warnings.catch_warnings(), redirect_stderr(StringIO()):
             warnings.simplefilter("ignore")
             yield
@@ -307,6 +318,7 @@ def export_coreml(
         >>> report.operators  # doctest: +SKIP
         {'linear': 1}
     """
+    # What the caller can correct at once is said before coremltools is imported.
     check_output(output)
     check_option("precision", precision, Precision)
     coremltools = _import_coremltools()
@@ -316,6 +328,7 @@ def export_coreml(
         raise ValueError(f"{kind} has packed layers: export the model before pack()")
     places_of(model)  # refuses installed masks
     model = _in_float32(model)
+    # Of the model that is converted: ties are found by memory, and a copy has memory of its own.
     weights = model.state_dict()
     # What is sparse in training is known as for packed files, so that both hold the same weights as sparse.
     found = patterns_in(weights, states, pattern, kind)
@@ -346,10 +359,12 @@ def export_coreml(
     )
 
     # A threshold of zero prunes what is zero already, so that no value changes.
+    # By default tensors of 2048 entries or fewer, or with less than half zeros, would stay dense.
     exact = OpThresholdPrunerConfig(
         threshold=0.0, minimum_sparsity_percentile=0.0, weight_threshold=0
     )
     with _quiet():
+        # By name, without a global configuration: all other constants stay dense.
         config = OptimizationConfig(op_name_configs=dict.fromkeys(chosen, exact))
         compressed = prune_weights(converted, config)
     # verify() reads these patterns, as it reads the header of a packed file.
@@ -363,14 +378,17 @@ def export_coreml(
     }
     metadata = json.dumps({"schema": SCHEMA, "weights": noted})
     compressed.user_defined_metadata[METADATA] = metadata
+    # A package is a folder, which gets its name as a whole after the checks below.
     with replacing(Path(output)) as new:
         with _quiet():
             compressed.save(str(new))
+        # Read from the disk, because that is what other readers get.
         package = CoreMLPackage(new)
         # Such as the head of a model whose forward does not use it is not in the program.
         written = {key: CoreMLWritten(key, str(each.pattern)) for key, each in sparse.items()}
         for name, entry in noted.items():
             key, weight = entry["key"], package.weights[name]
+            # In the layout of the file, in which a matrix on the right of a GEMM lies transposed.
             rows = blocks_last(package.read(name), places[key][1])
             if not is_nm(rows, entry["pattern"]):
                 raise ValueError(
@@ -400,6 +418,7 @@ def check_output(output: FilePath) -> None:
     """
     path = Path(output)
     check_suffix(path, (SUFFIX,), "coreml")
+    # exists() is false of a broken link, which is an entry of the folder all the same.
     if path.exists() or path.is_symlink():
         raise ValueError(f"'{path}' exists: give a package that does not")
     check_folder(path)
@@ -431,6 +450,7 @@ def _traced(model: nn.Module, example: tuple[Any, ...]) -> Any:
             raise ValueError(
                 f"input {position} is {each!r}: Core ML takes tensors, so give it to {kind} in its constructor"
             )
+    # As the model was converted: inputs of another dtype or device would not fit its weights.
     inputs = tuple(x.float().cpu() if x.is_floating_point() else x.cpu() for x in example)
     try:
         # Decoders of transformers then return no cache of keys and values, which is an object and no tensor.
@@ -461,6 +481,8 @@ def _converted(coremltools: Any, program: Any, kind: str, precision: Precision) 
     }
     # Operators stay whole where possible, because coremltools recognises more of the whole ones.
     whole: Any = {}
+    # An empty table takes nothing apart, but makes the dialect that coremltools reads: torch.export's own is for
+    # training.
     for table in (whole, torch.export.default_decompositions()):
         # It gives its input another name, and coremltools does not know it.
         table[torch.ops.aten.alias.default] = lambda x: x
@@ -472,6 +494,7 @@ def _converted(coremltools: Any, program: Any, kind: str, precision: Precision) 
             unknown = re.search(r"kind (\w+)", str(error))
             operator = f"the operator '{unknown[1]}'" if unknown else first_line(error)
             failed = ValueError(f"coremltools cannot convert {operator} of {kind}")
+            # By hand: it is raised after the loop, where `error` is no longer bound.
             failed.__cause__ = error
         except Exception as error:
             raise ValueError(
@@ -492,6 +515,7 @@ def _places(
     zeros tell which weight they are.
     """
     places: dict[str, tuple[str, Layout]] = {}
+    # Dense constants alone: the program is not compressed yet.
     free = {name: each for name, each in package.weights.items() if each.storage == "const"}
     # GEMMs of a matrix on the right become linear operators, whose weights are [out, in].
     turned = {Layout.PLAIN: Layout.TRANSPOSED, Layout.TRANSPOSED: Layout.PLAIN}

@@ -75,12 +75,15 @@ def export_onnx(model: nn.Module, example: tuple[Any, ...], output: FilePath) ->
             f"{error}: pip install -e '.[onnx]' in a checkout of lightning_nm"
         ) from error
     shapes = _first_axis_varies(example)
+    # Other values than in the trace, so that what it took for a constant shows. Random integers could lie outside of a
+    # table.
     inputs = tuple(torch.randn_like(x) if x.is_floating_point() else x for x in example)
     with evaluation(model):
         program: Any = torch.onnx.export(
             model, example, dynamo=True, dynamic_shapes=shapes, verbose=False
         )
         outputs = model(*inputs)
+    # Compared before the file gets its name.
     with replacing(Path(output)) as new:
         program.save(str(new), external_data=False)
         session = onnxruntime.InferenceSession(str(new), providers=["CPUExecutionProvider"])
@@ -107,11 +110,13 @@ def build_model(source: Source, name: str) -> nn.Module:
             check_loadable(source.path)
             found: nn.Module = cls.from_pretrained(source.path)
             return found.eval()
+        # What was saved may hold more than the constructor takes, such as entries of LightningCLI.
         names = inspect.signature(cls).parameters
         saved = source.hyperparameters.items()
         arguments = {name: value for name, value in saved if name in names}
         model: nn.Module = cls(**arguments)
         model.load_state_dict(source.weights)
+    # A missing argument, weights that do not fit, or no folder of this class.
     except (TypeError, RuntimeError, OSError) as error:
         raise ValueError(f"--model {name} and '{source.path}': {error}") from error
     return model.eval()
@@ -169,6 +174,7 @@ def worst_difference(who: str, found: list[Tensor], outputs: Any, tolerance: flo
         RuntimeError: If it is larger than the tolerance.
     """
     expected = tensors_in(outputs)
+    # In double precision, because 16-bit outputs would round their own differences. Expected values may all be 0.
     errors = [
         float(
             (own.double() - each.double()).abs().max() / each.double().abs().max().clamp_min(1e-30)
@@ -193,6 +199,7 @@ def first_line(error: BaseException) -> str:
 
 def find_modules_here() -> None:
     """Let modules of the current folder be imported, as ``python -m`` does."""
+    # The path of an installed command begins with the folder of the command, not with the current one.
     if "" not in sys.path:
         sys.path.insert(0, "")
 
@@ -212,6 +219,7 @@ def import_class(path: str, option: str, kind: type) -> Any:
     find_modules_here()
     try:
         found = getattr(importlib.import_module(module), name)
+    # A ValueError is that of import_module(""), for a path without a dot.
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(
             f"{option} {path}: {error}; give a class as module.Class, from this folder"
@@ -241,7 +249,7 @@ _DTYPES = {
     31: torch.float8_e4m3fnuz,
     32: torch.float8_e5m2fnuz,
 }
-_FOLDERS = ("data/weights", "data/constants")
+_FOLDERS = ("data/weights", "data/constants")  # below the root, which each archive names itself
 _PICKLED = ("serialized_state_dict.pt", "serialized_constants.pt")  # of torch 2.6
 # ONNX operators that read integers with zero points, or several values in a byte, and are not read here.
 _QUANTISED = (
@@ -287,6 +295,7 @@ def program_weights(path: Path) -> Weights:
     try:
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()
+            # Readers of archives differ on which of two such records counts.
             if len(set(names)) < len(names):
                 raise ValueError("two of its records have one name")
             for name in names:
@@ -308,13 +317,16 @@ def _stored(archive: zipfile.ZipFile, name: str) -> Iterator[tuple[str, Tensor]]
     folder, _, last = name.rpartition("/")
     in_folder = folder.endswith(_FOLDERS)
     found: dict[str, Any] = {}
+    # From torch 2.9 on: for each tensor the name of its record, its dtype and its place in a storage.
     if in_folder and last.endswith("_config.json"):
         for key, entry in json.loads(_record(archive, name))["config"].items():
             content = _record(archive, f"{folder}/{entry['path_name']}")
             is_pickled = entry["use_pickle"]
+            # torch pickles tensors of subclasses alone; of others it writes the bytes.
             found[key] = (
                 load_tensors(io.BytesIO(content)) if is_pickled else _tensor(content, entry)
             )
+    # In older programs: whole dictionaries of tensors, pickled.
     elif last in _PICKLED or (in_folder and last.endswith(".pt")):
         found = load_tensors(io.BytesIO(_record(archive, name)))
     for key, value in found.items():
@@ -330,8 +342,10 @@ def _tensor(content: bytes, entry: Mapping[str, Any]) -> Tensor | None:
         return None
     dtype = _DTYPES[meta["dtype"]]
     sizes, strides = ([each["as_int"] for each in meta[part]] for part in ("sizes", "strides"))
+    # frombuffer() takes no empty buffer.
     if not content:
         return torch.empty(sizes, dtype=dtype)
+    # A bytearray, because bytes are read-only, of which torch warns.
     storage = torch.frombuffer(bytearray(content), dtype=dtype)
     # torch refuses a view that does not lie in its storage.
     return storage.as_strided(sizes, strides, meta["storage_offset"]["as_int"])
@@ -360,7 +374,9 @@ def onnx_weights(path: Path) -> Weights:
         raise ValueError(f"reading '{path}' needs the package `onnx`: {advice}") from error
     found: Weights = {}
     try:
+        # Values in other files are read below, one by one and of matrices alone.
         model = onnx.load(path, load_external_data=False)
+        # Names within a function are its own, and may occur in the graph, too.
         for prefix, graph in [("", model.graph), *((f"{f.name}/", f) for f in model.functions)]:
             for name, tensor in _matrices(graph, str(path.parent)):
                 key = f"{prefix}{name}"
@@ -399,9 +415,12 @@ def _matrices(root: Any, folder: str) -> Iterator[tuple[str, Tensor]]:
             continue
         array = values(name, constant)
         if name in dequantised:
+            # Operators may read one weight with different zero points: an entry counts as zero if it is for all of
+            # them.
             nonzero: Any = False
             for node, is_moved in dequantised[name]:
                 zero: Any = 0
+                # The zero point may be left out, or have an empty name.
                 for zero_name in filter(None, node.input[2:]):
                     if zero_name not in by_name:
                         raise ValueError(
@@ -415,10 +434,12 @@ def _matrices(root: Any, folder: str) -> Iterator[tuple[str, Tensor]]:
         # Types that numpy itself does not have, such as bfloat16 and integers of four bits.
         if array.dtype.isbuiltin != 1:
             type_name = array.dtype.name
+            # int4 and uint2, for example, become int8 and uint8.
             array = array.astype(type_name.rstrip("24") + "8" if "int" in type_name else "float32")
         elif array.dtype.kind in "iu" and array.dtype.itemsize > 1:
             continue  # indices
         if array.dtype.kind in "iufc":  # no texts and masks
+            # A copy, because arrays of protobuf's bytes are read-only.
             yield name, torch.from_numpy(array.copy())
 
 
@@ -481,8 +502,10 @@ def _spread(zero: Any, array: Any, node: Any, is_moved: bool) -> Any:
             "DequantizeLinear: check the checkpoint that the file was made from"
         )
     attributes = {each.name: each.i for each in node.attribute}
+    # 1 is ONNX's default, and negative axes count from the last one.
     axis = attributes.get("axis", 1) % array.ndim
     block_size = attributes.get("block_size", 0)
     if block_size:
+        # The last block may be cut.
         return zero.repeat(block_size, axis).take(range(array.shape[axis]), axis)
     return zero.reshape([-1 if each == axis else 1 for each in range(array.ndim)])

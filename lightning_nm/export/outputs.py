@@ -32,7 +32,7 @@ from lightning_nm.pattern import NMPattern, PatternLike
 _WEIGHTS = (
     ".safetensors",
     ".bin",
-    ".index.json",
+    ".index.json",  # it would name files that the new folder lacks
     ".pt",
     ".pth",
     ".ckpt",
@@ -108,6 +108,7 @@ def export_packed(
     of_embeddings: list[str] = []
     shared: dict[object, list[str]] = {}  # the keys of each tensor: tied weights have several
     for key, weight in weights.items():
+        # All empty tensors have the address 0, and are not tied for that.
         shared.setdefault(memory_of(weight) if weight.numel() else key, []).append(key)
     for keys in shared.values():
         weight = weights[keys[0]]
@@ -115,6 +116,7 @@ def export_packed(
         # A weight of three axes may be of a convolution or of experts, whose scales differ.
         int8 = own_pattern is not None and dtype == "int8" and weight.dim() != 3
         is_experts = False
+        # Any key of a tied weight may match.
         if own_pattern is not None and weight.dim() == 3 and _named(keys, experts):
             int8, is_experts = dtype == "int8", True
             of_experts += keys
@@ -123,6 +125,7 @@ def export_packed(
             of_embeddings += keys
         tensor: Tensor | PackedTensor = weight
         if own_pattern is not None:
+            # Asked here, where the key is known for the message.
             fault = int8_fault(weight) if int8 else ""
             # The scales of experts are [experts, out].
             kind = PackedKind(own_pattern, layout, tuple(weight.shape), weight.dtype)
@@ -131,6 +134,7 @@ def export_packed(
             if fault:
                 raise ValueError(f"'{keys[0]}' of '{source.path}' has no int8 form: {fault}")
             tensor = PackedTensor.of(weight, own_pattern, layout, int8=int8, experts=is_experts)
+        # One object under all keys: by its memory the writer sees that they are one tensor.
         tensors |= dict.fromkeys(keys, tensor)
         row = Written(
             keys[0],
@@ -143,9 +147,11 @@ def export_packed(
             _part(weight, own_pattern, int8),
         )
         written.append(row)
+        # Tied keys have rows without bytes, so that the sum of all rows is the size of the file's tensors.
         for key in keys[1:]:
             same = f"the same tensor as '{keys[0]}'"
             written.append(row._replace(key=key, dense_bytes=0, bytes=0, reason=same, part=""))
+    # A glob without a match is a mistake that would leave weights in float unnoticed.
     for option, globs, keys, expected in (
         ("--int8-experts", experts, of_experts, "N:M weight of three axes"),
         ("--int8-embeddings", embeddings, of_embeddings, "matrix that is not N:M"),
@@ -153,6 +159,7 @@ def export_packed(
         for glob in globs:
             if not _named(keys, [glob]):
                 raise ValueError(f"{option} '{glob}' matches no {expected}")
+    # Last, so that what is refused above leaves no file.
     write_packed(output, tensors)
     return written
 
@@ -191,8 +198,10 @@ def export_torch(source: Source, output: FilePath) -> None:
         with replacing(path) as new:
             new.mkdir()
             for file in source.path.iterdir():
+                # Configurations and files of the tokenizer. The weights are written below, under one name.
                 if file.is_file() and not file.name.endswith(_WEIGHTS):
                     shutil.copyfile(file, new / file.name)
+            # The weights are dense from here on, and transformers must not look for bitmasks.
             if holds_bitmasks(source.path):
                 (new / "config.json").write_text(config_without_bitmasks(source.path), "utf-8")
             _write_dense(source.weights, new / "model.safetensors")
@@ -203,6 +212,7 @@ def export_torch(source: Source, output: FilePath) -> None:
 
 def _write_dense(weights: Weights, path: Path) -> None:
     if path.suffix == ".safetensors":
+        # As save_pretrained() writes it: transformers 4 refuses a file without this entry.
         write_safetensors(path, weights, {"format": "pt"})
     else:
         with replacing(path) as new:

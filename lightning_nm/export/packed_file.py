@@ -66,12 +66,14 @@ class SafetensorsFile:
     _form = "a safetensors file"
 
     def __init__(self, path: FilePath) -> None:
+        # Bytes go straight into tensors, without a swap.
         if sys.byteorder != "little":
             raise ValueError(
                 "safetensors files are little-endian, and this machine is not: they cannot be read here"
             )
         self.path = Path(path)
         with open(self.path, "rb") as file:
+            # The length of the header, an unsigned little-endian integer.
             first = file.read(8)
             # torch.save writes zip files.
             if first.startswith(b"PK"):
@@ -86,12 +88,14 @@ class SafetensorsFile:
             except SafetensorError as error:
                 self._refuse(str(error))
             length = int.from_bytes(first, "little")
+            # The library has refused a length beyond the end of the file.
             header = _read_json(file.read(length), self._refuse)
         self.metadata: dict[str, str] = header.pop("__metadata__", None) or {}
         self.entries: dict[str, Entry] = {}
         for name, fields in header.items():
             if fields["dtype"] not in DTYPES:
                 self._refuse(f"'{name}' is of dtype {fields['dtype']}, none of {', '.join(DTYPES)}")
+            # Offsets count from the end of the header.
             begin = 8 + length + fields["data_offsets"][0]
             self.entries[name] = Entry(DTYPES[fields["dtype"]], tuple(fields["shape"]), begin)
 
@@ -109,6 +113,7 @@ class SafetensorsFile:
         if tensor.numel():
             with open(self.path, "rb") as file:
                 file.seek(entry.begin)
+                # Into the memory of the tensor, of which bytes_of() is a view: a large weight is not copied.
                 if file.readinto(bytes_of(tensor).numpy().data) != tensor.nbytes:
                     self._refuse(f"it ends within '{name}'")
         return tensor
@@ -116,6 +121,7 @@ class SafetensorsFile:
 
 def _read_json(text: bytes | str, refuse: Callable[[str], NoReturn]) -> Any:
     """Parse JSON in which no object may have two equal names."""
+    # Python takes the last of two equal names, and other readers may take the first: the file would mean two things.
     repeated: list[str] = []
 
     def note_repeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -166,17 +172,22 @@ def write_safetensors(
             "data_offsets": [begin, end],
         }
     text = json.dumps(header, separators=(",", ":")).encode()
+    # The format pads its header with spaces, so that the data begin at a multiple of 8.
     text += b" " * (-len(text) % 8)
     with replacing(Path(path)) as new, open(new, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in order:
+            # One at a time: tensors of other devices, and strided ones, are copied here.
             file.write(bytes_of(tensors[name]).numpy().data)
+        # On the disk before the file is renamed: otherwise a power failure could leave the new name without its
+        # content.
         file.flush()
         os.fsync(file.fileno())
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
     """The bytes of a tensor on the CPU, uint8 of one axis: a view if it is contiguous."""
+    # First one axis, because torch views no scalar in elements of another size.
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
@@ -211,7 +222,7 @@ to change a file on purpose can change the checksum, too.
 
 _FIELDS = {"pattern", "layout", "shape", "dtype"}
 _INT8_FIELDS = {*_FIELDS, "values"}
-_MOST_AXES = 32
+_MOST_AXES = 32  # more than any layer has; a hostile header may claim thousands
 
 
 class PackedFile(SafetensorsFile):
@@ -236,11 +247,13 @@ class PackedFile(SafetensorsFile):
 
     def __init__(self, path: FilePath) -> None:
         expected = "a packed model is one file, which `lightning-nm export --to packed` or save_packed() writes"
+        # open() would not say what kind of file is expected.
         if not os.path.exists(path):
             raise FileNotFoundError(f"there is no file '{path}': {expected}")
         if os.path.isdir(path):
             raise IsADirectoryError(f"'{path}' is a folder: {expected}")
         super().__init__(path)
+        # For messages: up to here the file was no safetensors file at all.
         self._form = "a packed model"
         metadata = self.metadata
         if metadata.get("format") != FORMAT:
@@ -253,13 +266,16 @@ class PackedFile(SafetensorsFile):
                 f"'{path}' is of version {self._version!r}, and this lightning_nm reads {VERSION!r}, {VERSION_INT8!r} "
                 f"and {VERSION_DENSE!r}: update it"
             )
+        # Metadata are texts, and this one is JSON. One that is missing is read as null, and refused as no object.
         packed = _read_json(metadata.get("packed", "null"), self._refuse)
         aliases = _read_json(metadata.get("aliases", "null"), self._refuse)
         if not isinstance(packed, dict) or not isinstance(aliases, dict):
             self._refuse("`packed` and `aliases` are not objects")
         self.packed = {key: self._entry(key, fields) for key, fields in packed.items()}
+        # What remains when the parts of packed weights are taken out.
         self.dense = dict(self.entries)
         for key in self.packed:
+            # Two tensors would claim one key of the state dict.
             if key in self.entries:
                 self._refuse(f"'{key}' is both dense and packed")
             for part in self.packed[key].parts:
@@ -270,11 +286,14 @@ class PackedFile(SafetensorsFile):
             is_object = isinstance(found, dict)
             if not is_object or not all(isinstance(each, str) for each in found.values()):
                 self._refuse(f"`{CHECKSUMS}` is no object of texts")
+            # The first name that is on one side alone is enough.
             for name in found.keys() ^ self.entries.keys():
                 self._refuse(f"'{name}' is not both a tensor and a name in `{CHECKSUMS}`")
         self._intact: set[str] = set()  # tensors whose checksum was compared
         self.aliases: dict[str, str] = aliases
         for alias, key in aliases.items():
+            # An alias stands for a stored tensor, never for another alias: one look-up resolves it, and there is no
+            # circle.
             known = isinstance(key, str) and (key in self.dense or key in self.packed)
             if not known or alias in self.packed or alias in self.entries:
                 self._refuse(f"'{alias}' is an alias of {key!r}")
@@ -282,6 +301,7 @@ class PackedFile(SafetensorsFile):
     def _entry(self, key: str, fields: Any) -> PackedKind:
         """A checked entry of the header."""
         names = set(fields) if isinstance(fields, dict) else set()
+        # Exactly these: a field that this reader does not know could change what the bytes mean.
         int8 = self._version != VERSION and names == _INT8_FIELDS
         if not int8 and names != _FIELDS:
             self._refuse(f"'{key}' does not have exactly pattern, layout, shape and dtype")
@@ -293,12 +313,14 @@ class PackedFile(SafetensorsFile):
             )
         sizes = fields["shape"]
         is_list = isinstance(sizes, list) and len(sizes) <= _MOST_AXES
+        # type(), because isinstance() takes true and false of JSON for integers.
         if not is_list or not all(type(size) is int and 0 < size < 1 << 48 for size in sizes):
             self._refuse(f"'{key}' is of shape {sizes!r}")
         shape = tuple(sizes)
         # A list or an object from the header is not hashable: only texts are looked up.
         dtype: Any = DTYPES.get(fields["dtype"]) if isinstance(fields["dtype"], str) else None
         try:
+            # parse() would also take 76, which is how YAML reads 1:16.
             if not isinstance(fields["pattern"], str):
                 raise ValueError(f"pattern {fields['pattern']!r} is no text")
             is_dense = self._version == VERSION_DENSE and fields["pattern"] == str(EVERY_ENTRY)
@@ -310,6 +332,7 @@ class PackedFile(SafetensorsFile):
             if pattern.m > MAX_M:
                 raise ValueError(f"pattern {pattern} has blocks of more than {MAX_M}")
             kind = PackedKind(pattern, Layout(fields["layout"]), shape, dtype, int8)
+            # Also a ValueError if shape, layout and pattern do not fit together.
             shapes = kind.part_shapes
         except ValueError as error:
             self._refuse(f"'{key}': {error}")
@@ -324,6 +347,7 @@ class PackedFile(SafetensorsFile):
             "positions": torch.uint8,
             "scales": torch.float32,
         }
+        # The claimed shape is compared with tensors that are known to lie in the file, before any is read.
         for name in kind.parts:
             part = self.entries.get(f"{key}.{name}")
             if part is None:
@@ -365,6 +389,7 @@ class PackedFile(SafetensorsFile):
             ValueError: If it is damaged.
         """
         tensor = super().read_stored(name)
+        # load_packed() reads packed weights twice: the first time to check all of them before the model is changed.
         if self.checksums is not None and name not in self._intact:
             found, expected = crc32(tensor), self.checksums[name]
             if found != expected:
@@ -385,6 +410,7 @@ class PackedFile(SafetensorsFile):
         parts: dict[str, Any] = {name: self.read_stored(f"{key}.{name}") for name in kind.parts}
         found = PackedTensor(kind=kind, **parts)
         try:
+            # Next to the checksums: older files have none, and whoever edits a file can write others.
             found.check()
         except ValueError as error:
             self._refuse(f"'{key}': {error}")
@@ -404,6 +430,7 @@ def is_packed(path: FilePath) -> bool:
     path = Path(path)
     if path.suffix != ".safetensors" or not path.is_file():
         return False
+    # What is wrong with such a file is for the reader of other files to say.
     with suppress(ValueError):
         return SafetensorsFile(path).metadata.get("format") == FORMAT
     return False
@@ -426,8 +453,10 @@ def write_packed(path: FilePath, tensors: Mapping[str, Tensor | PackedTensor]) -
     aliases: dict[str, str] = {}
     stored: Weights = {}
     header: dict[str, dict[str, Any]] = {}
+    # The lowest that can hold the tensors, so that older readers take what they know.
     version = VERSION
     for key, tensor in tensors.items():
+        # A packed weight is known by the memory of its values: its parts are made together.
         values = tensor.values if isinstance(tensor, PackedTensor) else tensor
         # All empty tensors have the address 0.
         same = first.setdefault(memory_of(values), key) if values.numel() else key
@@ -446,6 +475,7 @@ def write_packed(path: FilePath, tensors: Mapping[str, Tensor | PackedTensor]) -
         if tensor.kind.int8:
             header[key]["values"] = NAMES[torch.int8]
             is_dense = tensor.kind.pattern == EVERY_ENTRY
+            # Texts of one digit are ordered like their numbers.
             version = max(version, VERSION_DENSE if is_dense else VERSION_INT8)
         for part, value in tensor.parts.items():
             name = f"{key}.{part}"

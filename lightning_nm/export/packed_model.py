@@ -109,12 +109,13 @@ def pack(
         >>> model(torch.randn(2, 64)).shape
         torch.Size([2, 4])
     """
+    # What is wrong with the arguments is found before the first layer changes.
     choice = KernelChoice(kernels, budget_s)
     if dtype not in (None, "int8"):
         raise ValueError(f"dtype={dtype!r} is unknown: use 'int8', or None for the weight's own")
     given = None if pattern is None else NMPattern.parse(pattern)
     globs = [exclude] if isinstance(exclude, str) else list(exclude)
-    places, reasons = places_of(model)
+    places, reasons = places_of(model)  # refuses installed masks
     wanted = [int8_embeddings] if isinstance(int8_embeddings, str) else int8_embeddings
     if wanted and dtype != "int8":
         raise ValueError("`int8_embeddings` needs dtype='int8'")
@@ -147,11 +148,13 @@ def pack(
             reasons[key] = each.reason
         else:
             found[key] = place, each
+    # Before embeddings are added: they need not be N:M, and would not make the model N:M.
     if not found:
         shown = some_of([f"'{key}': {reason}" for key, reason in reasons.items()])
         raise ValueError(f"{type(model).__name__} has no weight to pack: {shown}")
     rounded = {key: (each[0], Found(EVERY_ENTRY)) for key, each in embeddings.items()}
     found = rounded | found
+    # A pass of its own: a weight without an int8 form must leave all others as they were.
     for key, (place, each) in found.items():
         fault = int8_fault(place.weight) if dtype else ""
         if fault:
@@ -161,10 +164,12 @@ def pack(
             raise ValueError(
                 f"'{key}' has no int8 form, {fault}: {remedy}leave the layer out by {option}"
             )
+    # A place looks its parameter up and does not hold it, so that each dense weight is freed in its turn.
     for key, (place, (own, layout, _)) in found.items():
         assert own is not None
         experts = place.axes.has_experts
         tensor = PackedTensor.of(place.weight, own, layout, int8=dtype == "int8", experts=experts)
+        # An embedding has further places: the heads that share its weight.
         put(embeddings.get(key, [place]), tensor, key, choice)
     return _for_inference(model)
 
@@ -185,7 +190,7 @@ def save_packed(model: nn.Module, path: FilePath) -> None:
         ValueError: If no layer is packed.
         OSError: If the file cannot be written.
     """
-    _required_weights(model)
+    _required_weights(model)  # refuses a model without any
     state = _state_of(model, lambda weight: weight.packed())
     # Without what else a state dict may hold; dense tensors come first in the file.
     tensors = {
@@ -222,11 +227,13 @@ def _state_of(model: nn.Module, form: Callable[[PackedWeight], Any]) -> dict[str
     It is made once for all keys of a weight.
     """
     packed = dict(packed_weights(model, all_names=True))
+    # By weight: keys that share one get one tensor, which a file then holds once.
     once = {weight: form(weight) for weight in dict.fromkeys(packed.values())}
     found = {}
     for key, value in model.state_dict().items():
         owner = key.rpartition(".")[0]
         if owner in packed:
+            # K.values, K.positions and K.scales all become the one key K.
             key, value = owner, once[packed[owner]]
         found[key] = value
     return found
@@ -234,6 +241,7 @@ def _state_of(model: nn.Module, form: Callable[[PackedWeight], Any]) -> dict[str
 
 def _for_inference(model: Model) -> Model:
     """Make a model whose weights were packed ready: evaluation mode, no gradients of parameters."""
+    # After the last layer, because which modules read packed children is known only now.
     call_packed_children(model)
     refuse_to_fit(model)
     return_freed_memory()
@@ -291,6 +299,7 @@ def warm_up(
             raise ValueError(
                 f"'{name}' is of a convolution, whose sizes depend on the image: pass example=image[None]"
             )
+    # Weights that were packed in one call share a budget.
     budgets = {weight.choice: weight.choice.left_s for weight in chosen.values()}
     try:
         for budget in budgets:
@@ -298,15 +307,18 @@ def warm_up(
         with torch.inference_mode():
             for weight in chosen.values():
                 if weight.convolves:
+                    # The example is to measure again: a remembered choice would be taken as it is.
                     weight.forget()
                     continue
                 for size in sorted({b * t for b in batch for t in tokens}):
                     weight.measure(size)
             if inputs and chosen:
                 for size in batch:
+                    # expand() repeats the input without copying it.
                     model(*(each.expand(size, *each.shape[1:]) for each in inputs))
     finally:
         for budget, left_s in budgets.items():
+            # Also after an error: requests keep the time that they had.
             budget.left_s = left_s
     return model
 
@@ -345,10 +357,13 @@ def load_packed(
     if any(packed_weights(model)):
         raise ValueError(f"{type(model).__name__} is packed already: load into a new model")
     file = PackedFile(path)
+    # All is compared before anything changes: keys and shapes, dtypes, then the bytes.
     owners = _owners(model, file)
     _refuse_other_model(model, file, owners, path)
     found_places, _ = places_of(model)  # refuses a masked model
     # N:M embeddings, and dense matrices of other layers, are unpacked.
+    # By id, because the loop has tensors without names. `owners` holds each until it is looked up, so no id is used
+    # again.
     places = {id(place.weight): (name, [place]) for name, place in found_places.items()}
     rows = {id(each[0].weight): (name, each) for name, each in embeddings_of(model).items()}
     _refuse_other_tensors(file, owners, rows | places)
@@ -357,6 +372,7 @@ def load_packed(
     nonfinite = []
     while owners:  # the list alone holds the dense weights, each until it is replaced
         owner = owners.pop(0)
+        # Any of its keys in the file: their tensors were compared and are equal.
         key = next(iter(owner.stored))
         found = file.read(key)
         tensor = owner.tensor
@@ -371,13 +387,17 @@ def load_packed(
             fitting = rows if found.kind.pattern == EVERY_ENTRY else places
             if id(tensor) in fitting:
                 name, where = fitting[id(tensor)]
+                # The module then has the last reference, and put() frees the dense weight.
                 del owner, tensor
                 put(where, found.to(device), name, choice)
                 continue
+            # Such as a layer with a forward of its own.
             found = found.unpack()
         if not tensor.is_meta:
+            # In place, so that all modules which share the tensor get the values.
             tensor.data = found.to(device)  # its dtype, too
             continue
+        # A meta tensor takes no data: another object replaces it under each of its keys.
         new = nn.Parameter(found, requires_grad=False) if is_parameter else found
         for own_key in owner.keys:
             prefix, _, name = own_key.rpartition(".")
@@ -411,7 +431,9 @@ def _owners(model: nn.Module, file: PackedFile) -> list[_Owner]:
     """The tensors of a model's state dict."""
     in_file = {plain_name(key): file.aliases.get(key, key) for key in file.names()}
     found: dict[int, _Owner] = {}
+    # keep_vars gives the parameters themselves, by whose ids shared ones are known.
     for key, tensor in model.state_dict(keep_vars=True).items():
+        # A state dict may also hold what get_extra_state() of a module returns.
         if isinstance(tensor, Tensor):
             owner = found.setdefault(id(tensor), _Owner(tensor))
             owner.keys.append(key)
@@ -428,12 +450,14 @@ def _refuse_other_tensors(
     if file.checksums is not None:
         for key in file.dense:
             file.read_stored(key)  # compares
+    # Packed tensors are compared with their checksums when they are read here.
     for owner in owners:
         for key in owner.stored.keys() & file.packed.keys():
             packed = file.read_packed(key)
             try:
                 if id(owner.tensor) in places:
                     _, where = places[id(owner.tensor)]
+                    # A file does not tell experts from a convolution in one dimension: the shape of the scales does.
                     packed.check_scales(where[0].axes.has_experts)
             except ValueError as error:
                 raise ValueError(
@@ -472,6 +496,7 @@ def _refuse_other_model(
         shape = tuple(tensor.shape)
         if shape != entry.shape:
             faults.append(f"'{key}' is {shape} in the model and {entry.shape} in the file")
+    # Before dtypes are compared, which says something only of the right model.
     if faults:
         raise ValueError(f"the model {kind} does not fit '{path}': {some_of(faults)}")
     for key, tensor, entry in shared:
@@ -484,6 +509,7 @@ def _refuse_other_model(
                 f"model has the dtypes of its file: load into model.to({dtype}), and convert the packed model by "
                 f".to({own_dtype})"
             )
+    # Such as rotary tables: the meta device left them without values, and no file has any.
     empty = [
         f"{name}.{buffer}".lstrip(".")
         for name, module in model.named_modules()
@@ -609,6 +635,7 @@ def _not_packed(model: nn.Module) -> Iterator[NotPacked]:
     partly: dict[str, nn.Module] = dict(packed)  # layers that may hold dense weights, too
     for name, reason in reasons.items():
         parent = name.rpartition(".")[0]
+        # Its reason is that it is packed already.
         if name in packed:
             continue
         if parent not in packed:

@@ -42,6 +42,7 @@ class Found(NamedTuple):
 
 def _possible_layouts(weight: Tensor) -> tuple[Layout, ...]:
     """The layouts that a weight of an unknown module may have, the most usual one first."""
+    # With two axes flat is the same as plain, and only such weights can be transposed.
     return (Layout.PLAIN, Layout.TRANSPOSED if weight.dim() == 2 else Layout.FLAT)
 
 
@@ -56,6 +57,7 @@ def pattern_of(
         pattern: The only one to try; by default every N for blocks of :data:`SOUGHT`.
         layouts: Where blocks may lie; by default :func:`_possible_layouts`.
     """
+    # An empty weight has no block whose nonzeros could be counted.
     packable = weight.dim() >= 2 and weight.dtype in PACKED_DTYPES and weight.numel()
     if not packable:
         dtype = str(weight.dtype).removeprefix("torch.")
@@ -73,11 +75,14 @@ def pattern_of(
                 continue
             # The least N for these blocks; a weight that is all zero needs one value a block, too.
             most = max(int(torch.count_nonzero(rows.reshape(-1, m), dim=1).max()), 1)
+            # A full block: at this length nothing is pruned, and no pattern has N = M.
             if most == m:
                 continue
             possible = NMPattern(most, m)
             # Packed over dense bytes.
             fraction = possible.density + position_bits(possible) / (m * weight.itemsize * 8)
+            # A tie stays with what was found first: the usual layout, the shorter blocks. LARGEST itself is still
+            # packed.
             if fraction < least or (best is None and fraction == least):
                 least = fraction
                 best = Found(possible, layout)
@@ -95,6 +100,7 @@ def _checked(blocked: Sequence[tuple[Layout, Tensor]], pattern: NMPattern) -> Fo
     for layout, rows in blocked:
         if rows.shape[-1] % pattern.m:
             continue
+        # The usual layout comes first, so that a weight which is N:M along several axes gets that one.
         violations = int(count_violations(rows, pattern))
         if not violations:
             return Found(pattern, layout)
@@ -102,6 +108,7 @@ def _checked(blocked: Sequence[tuple[Layout, Tensor]], pattern: NMPattern) -> Fo
     if not counts:
         return Found(None, reason=f"no axis is a multiple of {pattern.m}")
     blocks = blocked[0][1].numel() // pattern.m  # of every layout
+    # The layout that is nearest to the pattern speaks for the weight.
     return Found(
         None, reason=f"{min(counts)} of {blocks} blocks hold more than {pattern.n} of {pattern.m}"
     )
@@ -125,26 +132,31 @@ def patterns_in(
         ValueError: If the owner has none, with the reasons.
     """
     given = None if pattern is None else NMPattern.parse(pattern)
+    # A pattern of the caller counts more than what the training masked.
     if given is not None or not states:
         found = {key: pattern_of(weight, given) for key, weight in weights.items()}
     else:
+        # A head that is N:M by chance stays dense: where the training tells what it masked, zeros are not searched.
         found = {key: Found(None, reason="not masked in training") for key in weights}
         masked = {}
         for state in states:
             for key, layer in masked_layers(weights, state):
                 layout = Layout(layer["layout"])
+                # Files know no layouts of experts: one of three axes with the same blocks stands for them.
                 layouts = [SAME_BLOCKS.get(layout, layout)]
                 found[key] = pattern_of(weights[key], NMPattern.parse(layer["pattern"]), layouts)
                 if found[key].pattern is not None:
                     masked[memory_of(weights[key])] = found[key]
         # Tied weights have several keys, and a state names one of them.
         found = {key: masked.get(memory_of(weights[key]), each) for key, each in found.items()}
+    # The caller that names no owner has a message of its own for a model without N:M weights.
     if owner and not any(each.pattern for each in found.values()):
         # Vectors are never packed: their reasons tell nothing.
         matrices = [key for key, weight in weights.items() if weight.dim() >= 2]
         reasons = some_of([f"'{key}': {found[key].reason}" for key in matrices])
         fault = f"no weight of {owner} is {given or 'N:M'} sparse: {reasons}"
         if given is not None:
+            # The likeliest mistake is a wrong pattern: the one that most matrices have is named.
             own = [pattern_of(weights[key]).pattern for key in matrices]
             for other, number in Counter(filter(None, own)).most_common(1):
                 fault += f". {number} of {len(matrices)} matrices are {other}: give that pattern"
@@ -160,6 +172,7 @@ def masked_layers(
     Raises:
         ValueError: If there is no such weight.
     """
+    # Keys of a compiled or wrapped model have wrappers in them, which the names of the state may lack.
     keys = {plain_name(key): key for key in weights}
     for name, layer in state["layers"].items():
         plain = key_of_layer(plain_name(name), layer["parameter"])
@@ -232,16 +245,19 @@ def comparable(key: str, weight: Tensor) -> Tensor:
         ValueError: If torch cannot make one.
     """
     try:
+        # Asked first: a meta tensor passes all conversions below, and fails only where its values are read.
         if weight.is_meta:
             raise TypeError("it has no values (meta device)")
         if weight.layout != torch.strided:
             weight = weight.to_dense()
         if weight.is_quantized:
             weight = weight.dequantize()
+        # Of the floating-point dtypes float8 alone takes one byte. float32 holds it exactly, so that zeros stay zeros.
         is_float8 = weight.is_floating_point() and weight.itemsize == 1
         return weight.float() if is_float8 else weight
     except (RuntimeError, TypeError, MemoryError) as error:
         kind = f"{weight.dtype}, {weight.layout}, {list(weight.shape)}"
+        # Some errors of torch list all of its backends after the first line.
         reason = str(error).split("\n")[0]
         raise ValueError(f"'{key}' ({kind}) cannot be read: {reason}") from error
 
@@ -257,9 +273,11 @@ def classify(key: str, weight: Tensor, pattern: NMPattern) -> Verdict:
     Raises:
         ValueError: If its values cannot be read.
     """
+    # Pruned entries lie at the zero point of a quantised weight, in uint8 often 128, which a state dict does not tell.
     if weight.dtype == torch.uint8:
         unknown = "uint8: the file does not tell which value stands for zero"
         return Verdict(key, "dense", str(pattern), note=unknown)
+    # Named before the conversion, which widens these dtypes.
     stored = f", {str(weight.dtype).removeprefix('torch.')}" if weight.itemsize == 1 else ""
     weight = comparable(key, weight)
     # Some layers store weights as [in, out]; the blocks of a convolution may lie along the flattened filter.
@@ -272,6 +290,7 @@ def classify(key: str, weight: Tensor, pattern: NMPattern) -> Verdict:
         # A weight of three axes is that of a 1-d convolution, or one matrix for each expert, with the same blocks.
         if layout is Layout.FLAT and weight.dim() == 3 and weight.shape[2] % pattern.m == 0:
             note = "along dim 2"
+        # Nothing says that it was masked: with violations in most blocks it counts as dense, not as broken.
         verdicts.append(judge(key, rows, pattern, note, masked=False))
     if not verdicts:
         return Verdict(
@@ -280,6 +299,7 @@ def classify(key: str, weight: Tensor, pattern: NMPattern) -> Verdict:
     # All have as many blocks.
     found = min(verdicts, key=lambda verdict: verdict.violations)
     own_pattern = ""
+    # A denser weight has no pattern that pattern_of() returns, and a weight of zeros has every one.
     if found.verdict != "N:M" and 0 < found.density <= LARGEST:
         # Its zeros may have another pattern.
         own = pattern_of(weight).pattern
@@ -300,6 +320,7 @@ def judge(key: str, rows: Tensor, pattern: NMPattern, note: str, *, masked: bool
     """
     violations = int(count_violations(rows, pattern))
     blocks = rows.numel() // pattern.m
+    # An empty weight has no entries to divide by.
     density = float(torch.count_nonzero(rows)) / max(rows.numel(), 1)
     if not violations:
         # A weight that is all zero is N:M in every pattern.
@@ -327,4 +348,5 @@ def count_nonfinite(tensor: Tensor, *, infinite: bool = True) -> int:
     # NaN is the least and the largest where there is one. On a CPU this takes a twentieth of the time of isfinite().
     if torch.stack(torch.aminmax(values)).isfinite().all():
         return 0
+    # Counting is slower, and only a tensor with such entries gets here.
     return int((~values.isfinite() if infinite else values.isnan()).sum())

@@ -39,6 +39,7 @@ def check_archive(path: str | Path) -> None:
     Raises:
         ValueError: Naming the file and the damaged record.
     """
+    # Files that were saved with this option off have wrong checksums, and nothing in them says so.
     if not torch.serialization.get_crc32_options() or not zipfile.is_zipfile(path):
         return
     with zipfile.ZipFile(path) as archive:
@@ -56,6 +57,7 @@ def read_file(path: Path) -> Any:
     Raises:
         ValueError: Naming the file, and why it cannot be read.
     """
+    # The first bytes tell more of a wrong file than the errors of its reader.
     fault = file_fault(path)
     if fault:
         raise ValueError(f"cannot read '{path}': {fault}")
@@ -71,6 +73,7 @@ def read_file(path: Path) -> Any:
         return load_tensors(path)
     except Exception as error:
         fault = str(error)
+        # torch names the class that it refuses to unpickle.
         if other := re.search(r"GLOBAL ([\w.]+)", fault):
             fault = f"it holds a {other[1]}, which only its own program can load safely: save model.state_dict()"
         raise ValueError(f"cannot read '{path}' as tensors alone: {fault}") from error
@@ -90,6 +93,7 @@ def _tensors_in(content: Mapping[Any, Any], path: Path, *, nested: bool) -> Weig
     """
     found: Weights = {}
     seen = set()  # a list may hold itself, or one list many times
+    # A stack in place of recursion, which a deeply nested file would exhaust. Reversed, so that keys keep their order.
     waiting: list[tuple[str, Any]] = [(str(key), value) for key, value in content.items()]
     waiting.reverse()
     while waiting:
@@ -98,6 +102,7 @@ def _tensors_in(content: Mapping[Any, Any], path: Path, *, nested: bool) -> Weig
             if key in found:
                 raise ValueError(f"'{path}' holds two tensors of the name '{key}'")
             found[key] = value
+        # Ids stay unique, because `content` holds all objects until the end.
         elif nested and id(value) not in seen and not key.rpartition(".")[2].startswith("optim"):
             seen.add(id(value))
             inner: Iterable[tuple[Any, Any]] = ()
@@ -127,13 +132,17 @@ def file_fault(path: Path) -> str:
         return "it is empty (0 bytes), as after an interrupted copy or on a full disk"
     with path.open("rb") as file:
         start = file.read(256)
+    # First: a program of torch.export is an archive, too.
     graph = kind_of_graph(path)
     if graph:
         return f"it is {graph}, not a checkpoint: give the checkpoint that it was exported from"
+    # Cut, because a file of one to three bytes may be the beginning of an archive.
     if start[:4] == _ARCHIVE[: len(start)]:
+        # It looks for the directory at the end of an archive, which a truncated one lacks.
         if zipfile.is_zipfile(path):
             return ""
         return f"it is truncated: the {size} bytes that are there are the beginning of an archive of torch.save"
+    # A safetensors file begins with a length in 8 bytes, of which the high ones are 0 and no text.
     text = _text(start)
     if text.startswith("version https://git-lfs"):
         return "it is a Git LFS pointer instead of the file itself: fetch that by `git lfs pull`"
@@ -147,8 +156,10 @@ def kind_of_graph(path: Path) -> str:
     """The kind of a file that holds a graph of a model; empty for other files."""
     with path.open("rb") as file:
         start = file.read(8)
+    # One byte proves little, so that the suffix must agree.
     if path.suffix == ".onnx" and start[:1] == _ONNX:
         return ONNX
+    # FlatBuffers have an offset in 4 bytes, then the identifier of their schema, here ET and a version.
     if start[4:6] == b"ET" and path.suffix == ".pte":
         return "a program of ExecuTorch, whose weights are compiled for its target"
     if start[:4] == _ARCHIVE and zipfile.is_zipfile(path):
@@ -170,7 +181,9 @@ def _text(start: bytes) -> str:
 STATE_FILE = "nm_sparsifier.pt"
 """Where :class:`~lightning_nm.integrations.NMTrainerCallback` saves its state in a checkpoint folder."""
 
+# As in `layers.0.experts.3.up_proj.weight`: the matrix of one expert.
 _ONE_EXPERT = re.compile(r"\bexperts\.\d+\.")
+# In order of preference: safetensors is read without unpickling.
 _MODELS = (
     "model.safetensors",
     "model.safetensors.index.json",
@@ -195,6 +208,7 @@ def _read_folder(folder: Path, *, nested: bool) -> Source:
     """
     path = model_file(folder)
     if path is None:
+        # A Trainer of transformers leaves its checkpoints in such folders of its output folder.
         found = sorted(path.name for path in folder.glob("checkpoint-*") if path.is_dir())
         if found:
             raise ValueError(
@@ -211,6 +225,7 @@ def _read_folder(folder: Path, *, nested: bool) -> Source:
     content = _read_parts(folder, path) if path.suffix == ".json" else read_file(path)
     if not isinstance(content, Mapping):
         content = {}
+    # Before tensors become weights: packed integers could pass for a smaller matrix.
     _check_compression(folder)
     weights = decoded(_tensors_in(content, folder, nested=nested), folder)
     if not weights:
@@ -246,15 +261,18 @@ def named_as_in_model(source: Source) -> Weights:
             import transformers
         except ImportError:
             raise ValueError("pip install -e '.[hf]' in a checkout of lightning_nm") from None
+        # The class that saved the folder.
         name = (_read_config(folder).get("architectures") or ["none"])[0]
         cls = getattr(transformers, name, None)
         if cls is None:
             raise ValueError(f"it has no class {name}")
+        # In the dtype of the files, and without a look at the hub.
         found: Weights = cls.from_pretrained(
             folder, dtype="auto", local_files_only=True
         ).state_dict()
         return found
     except Exception as error:
+        # No state asks for the model's names, so those of the files will do.
         if not lacking:
             return weights
         fault = f"'{folder}' has masks for '{lacking[0]}' under another name than its weight has"
@@ -284,6 +302,7 @@ def _read_parts(folder: Path, index: Path) -> dict[str, Any]:
             f"cannot read '{index}': it is no index with a `weight_map` of file names"
         ) from error
     files = sorted(set(places.values()))
+    # A path could lead out of the folder.
     strange = [name for name in files if Path(name).name != name]
     if strange:
         raise ValueError(f"'{index}' names '{strange[0]}', which is not a file in its folder")
@@ -342,11 +361,13 @@ def _check_compression(folder: Path) -> None:
         ValueError: With the name of the form.
     """
     config = _compression_of(folder)
+    # compressed-tensors alone writes this entry, also where it names no method.
     default = "compressed-tensors" if "sparsity_config" in config else "unknown"
     method = str(config.get("quant_method", default))
     form = str(config.get("format", "dense"))
     sparsity = _sparsity(config)
     is_read = form in _IN_PLACE and sparsity in ("dense", *_BITMASKS)
+    # fp8 keeps weights under their usual keys, with scales next to them: a zero is a zero.
     if not config or method == "fp8" or (method == "compressed-tensors" and is_read):
         return
     bits = f"{config['bits']} bits" if "bits" in config else "dense"
@@ -370,21 +391,25 @@ def decoded(weights: Mapping[str, Tensor], path: Path) -> Weights:
         ValueError: If a bitmask does not fit its values, or a weight is in a form that is not read.
     """
     found: Weights = {}
+    # Other parts of these weights are read with their mask, and are no tensors of the state dict.
     encoded = {key.removesuffix(".bitmask") for key in weights if key.endswith(".bitmask")}
     for key, weight in weights.items():
         name, _, part = key.rpartition(".")
+        # A parameter may be called `positions` by chance: packed forms are integers.
         if part in _PACKED and not weight.is_floating_point():
             writer, way_out = _PACKED[part]
             raise ValueError(
                 f"'{path}' holds '{key}', a weight as {writer} packs it, which is not read: {way_out}"
             )
         if part == "bitmask":
+            # Some files have `.weight` before the name of the part, others not.
             dense_key = f"{name.removesuffix('.weight')}.weight"
             if dense_key in weights:
                 raise ValueError(f"'{path}' holds both '{dense_key}' and '{key}'")
             try:
                 found[dense_key] = _dense(weight, weights, name)
             except (KeyError, RuntimeError, TypeError, ValueError) as error:
+                # The text of a KeyError is the key alone.
                 reason = f"there is no {error}" if isinstance(error, KeyError) else error
                 raise ValueError(f"'{path}' is damaged: '{key}': {reason}") from error
         elif name not in encoded or part not in ("compressed", "shape", "row_offsets"):
@@ -414,6 +439,7 @@ def _dense(bitmask: Tensor, weights: Mapping[str, Tensor], name: str) -> Tensor:
     # Nothing of the shape is allocated before the file is known to have a bit for each entry.
     if bitmask.dtype != torch.uint8 or bitmask.numel() != math.prod(rows) * row_bytes:
         raise ValueError(f"it has {bitmask.numel()} bytes, which do not fit the shape {shape}")
+    # Rows are filled up to whole bytes; the bits after the last column are cut off.
     bits = unpack_mask(bitmask.reshape(-1), (math.prod(rows), row_bytes * 8))
     mask = bits[:, :columns].reshape(shape)
     kept = int(mask.sum())
@@ -522,6 +548,7 @@ def read_checkpoint(path: str | Path, prefix: str = "", *, nested: bool = False)
 def _read_saved(path: Path, *, nested: bool) -> Source:
     """Read a file of ``torch.save`` or of safetensors."""
     content = read_file(path)
+    # A saved list has numbers in the place of keys.
     if nested and isinstance(content, list | tuple):
         content = dict(enumerate(content))
     if not isinstance(content, Mapping):
@@ -532,6 +559,7 @@ def _read_saved(path: Path, *, nested: bool) -> Source:
     state_dict = inner[0] if inner else content
     # A file may also hold the state of a sparsifier itself.
     is_state = "schema" in content and "layers" in parts
+    # Nested tensors of a sparsifier's state are masks and buffers, not weights.
     weights = decoded(_tensors_in(state_dict, path, nested=nested and not is_state), path)
     if not weights:
         raise ValueError(
@@ -540,6 +568,7 @@ def _read_saved(path: Path, *, nested: bool) -> Source:
     states = [
         dict(state)
         for name, state in parts.get("callbacks", {}).items()
+        # Lightning may add arguments to the class name by which it keeps a callback's state.
         if str(name).startswith("NMSparsityCallback") and isinstance(state, Mapping) and state
     ]
     if is_state:

@@ -143,8 +143,10 @@ def verify(
     result = _verify_file(checkpoint, parsed)
     verdicts, problems = result.verdicts, result.problems
     problems += _problems(verdicts, [include] if isinstance(include, str) else include)
+    # The base tells which matrices must be N:M, so that dense ones are no problem by themselves.
     if base is not None:
         problems += _lost(verdicts, _verify_file(base, parsed).verdicts, base)
+    # A file with other problems fails already; its dense matrices would only hide them.
     elif parsed is not None and min_share is None and not allow_dense and not problems:
         dense = [v.key for v in verdicts if v.verdict == "dense"]
         if dense:
@@ -163,6 +165,7 @@ def _verify_file(checkpoint: str | Path, pattern: NMPattern | None) -> Verificat
     """The verdicts of a file, and what is said of it as a whole; problems are not told yet."""
     result = Verification([], [])
     path = Path(checkpoint)
+    # The header decides: ordinary safetensors files have the same suffix.
     if is_packed(path):
         file = PackedFile(path)
         if file.checksums is None:
@@ -184,11 +187,13 @@ def _verdict(
     *remarks: str,
 ) -> Verdict:
     """Judge a weight in the pattern and the layout that its file tells of it, if it does, or in another pattern."""
+    # The file tells where blocks of its own pattern lie. Those of another pattern may lie along any axis.
     if noted is not None and pattern in (None, noted[0]):
         own_pattern, layout = noted
         rows = blocks_last(weight, layout)
         verdict = judge(key, rows, own_pattern, layout, masked=True)
     else:
+        # Callers judge a weight that the file tells nothing of only if a pattern is given.
         assert pattern is not None
         verdict = classify(key, weight, pattern)
     return replace(verdict, note=", ".join(filter(None, (form, verdict.note, *remarks))))
@@ -200,6 +205,7 @@ def _lost(verdicts: Sequence[Verdict], of_base: Sequence[Verdict], base: str | P
     Raises:
         ValueError: If the base has no N:M matrix.
     """
+    # Keys of either file may have the wrappers of torch.compile or FSDP in them.
     wanted = {plain_name(v.key) for v in of_base if _is_sparse(v)}
     if not wanted:
         raise ValueError(f"no matrix of the base '{base}' is N:M in this pattern")
@@ -224,9 +230,12 @@ def _verify_dense(path: Path, pattern: NMPattern | None, result: Verification) -
     elif kind == PROGRAM:
         source = Source(path, program_weights(path), [])
     else:
+        # Also dictionaries and lists within the state dict: a dense matrix in one must not pass unseen.
         source = read_checkpoint(path, nested=True)
     weights, states = source.weights, source.states
     if pattern is None and states:
+        # A state has the model's names. Where a folder has others, transformers builds the model, which takes time: so
+        # only here.
         weights = named_as_in_model(source)
     matrices = matrices_in(weights)
     result.matrices.update((key, matrix.numel()) for key, matrix in matrices.items())
@@ -249,6 +258,7 @@ def _verify_packed(file: PackedFile, pattern: NMPattern | None, result: Verifica
         ValueError: If a tensor is damaged.
     """
     for name in file.names():
+        # An alias is a key of the model, and is judged like the tensor that it stands for.
         own_name, of_dense = file.aliases.get(name, name), file.entry(name)
         if is_matrix(of_dense.dtype, len(of_dense.shape)):
             result.matrices[name] = math.prod(of_dense.shape)
@@ -266,6 +276,7 @@ def _verify_packed(file: PackedFile, pattern: NMPattern | None, result: Verifica
         if pattern is not None:
             is_judged = entry is not None or name in result.matrices
         else:
+            # A dense matrix in int8 is packed as well, and has no pattern to be judged by.
             is_judged = entry is not None and entry.pattern != EVERY_ENTRY
         if is_judged:
             result.verdicts.append(_verdict(name, weight, noted, pattern, *notes))
@@ -297,6 +308,7 @@ def _verify_coreml(package: CoreMLPackage, pattern: NMPattern | None, result: Ve
 
 def _with_adapter(verdict: Verdict, weights: Mapping[str, Tensor]) -> Verdict:
     """A verdict that tells of a low-rank adapter that the file holds for the weight."""
+    # peft wraps a layer X: its weight becomes X.base_layer.weight, next to X.lora_A and X.lora_B.
     module, separator, _ = verdict.key.rpartition(".base_layer.")
     has_adapter = separator and any(key.startswith(f"{module}.lora_") for key in weights)
     if verdict.verdict != "N:M" or not has_adapter:
@@ -335,6 +347,7 @@ def _other_stage(layer: State, clock: int) -> str:
     if stage == FINAL:
         return ""
     pattern = layer["pattern"]
+    # A name that occurs twice, as dense stages at both ends do, keeps its last beginning.
     begins = {name: begin for begin, name in saved_stages(layer)}
     # The last of two dense stages.
     if stage == DENSE and clock >= begins[DENSE] > begins[FINAL]:
@@ -374,12 +387,14 @@ def _problems(verdicts: Sequence[Verdict], include: Sequence[str]) -> list[str]:
             )
     elif not any(map(_is_sparse, verdicts)):
         problems.append("every weight that is N:M is all zero")
+    # A dict has each stage once, in their order.
     stages = {v.stage: None for v in verdicts if v.stage and v.verdict != "N:M"}
     problems += [f"the checkpoint was saved in {stage}" for stage in stages]
     for glob in include:
         named = [v for v in verdicts if matches(v.key, glob)]
         if not named:
             problems.append(f"`include` '{glob}' matches no weight")
+        # Broken ones have a message above.
         dense = [v.key for v in named if v.verdict == "dense"]
         problems += [f"{key} is named by `include` but is dense" for key in _grouped_keys(dense)]
     return problems

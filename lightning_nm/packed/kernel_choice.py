@@ -65,6 +65,7 @@ LARGEST = 0.75
 @functools.cache
 def registry_of(name: str) -> KernelRegistry:
     """The kernel with this name alone, as all packed layers use it."""
+    # Kept for the process: a kernel that failed for a GEMM is switched off for it in every model.
     return KernelRegistry([kind() for kind in _KERNELS.values() if kind.name == name])
 
 
@@ -105,16 +106,20 @@ class Operand:
         layout = self.layout
         if rows is None or rows == (0, layout.rows):
             return self
+        # Cross-attention asks for the same parts at each call.
         if rows in self._parts:
             return self._parts[rows]
+        # It has no tiles to be cut at.
         if isinstance(layout, CsrLayout):
             return None
         first, end = rows
         tile = layout.tile
+        # Only the last tile of a matrix may have fewer rows of its own than a tile holds.
         if first % tile or (end % tile and end != layout.rows):
             return None
         tiles = slice(first // tile, math.ceil(end / tile))
         own = layout.part(tiles, end - first)
+        # Two threads that make one part both get the first.
         return self._parts.setdefault(rows, Operand(own, self.values[tiles], self.pattern))
 
 
@@ -135,8 +140,10 @@ def lay_out(matrix: Tensor, pattern: NMPattern | None, *, convolution: bool) -> 
     if not matrix.numel() or bool(matrix.isnan().any()):
         return None
     integers = matrix.view(torch.int32 if matrix.itemsize == 4 else torch.int16)
+    # A key must have a pattern: this one is for cpu-csr, which does not read it.
     given = NMPattern(1, 2) if pattern is None else pattern
     masked = MaskedMatrix.of(matrix, integers.ne(0), given)  # negative zeros are kept
+    # One token stands for all numbers: what these kernels support depends on the matrix.
     key = GemmKey("forward", *masked.shape, 1, matrix.dtype, given, "cpu")
     # The faster one first.
     for name in ["cpu-csr"] if pattern is None or convolution else ["cpu-permute", "cpu-csr"]:
@@ -147,6 +154,7 @@ def lay_out(matrix: Tensor, pattern: NMPattern | None, *, convolution: bool) -> 
             layout = registry.kernels[name].layout(masked)
         except ValueError:
             continue  # the matrix is too large for the kernel
+        # A 2:4 matrix in bfloat16 takes just 0.75 in cpu-permute with AVX512_BF16, and more in other layouts.
         if layout.nbytes > LARGEST * matrix.nbytes:
             continue
         values = layout.values(masked)
@@ -171,6 +179,7 @@ def lay_out_int8(packed: PackedTensor) -> Operand | None:
     if packed.scales is None or packed.values.device.type != "cpu":
         return None
     pattern, _, _, dtype, _ = packed.kind
+    # [rows, blocks, N]: the taps of a convolution become part of the depth.
     values = packed.values.flatten(1, -2)
     rows, blocks, _ = values.shape
     depth = blocks * pattern.m
@@ -200,7 +209,7 @@ class KernelChoice:
     def __init__(self, kernels: Kernels, budget_s: float) -> None:
         if kernels not in get_args(Kernels):
             raise ValueError(f"kernels={kernels!r} is unknown: use 'auto', 'sparse' or 'reference'")
-        if not budget_s >= 0:
+        if not budget_s >= 0:  # also NaN
             raise ValueError(f"budget_s={budget_s!r} must be 0 or more seconds")
         self.kernels = kernels
         self.left_s = budget_s
@@ -212,6 +221,7 @@ class KernelChoice:
         GEMMs are timed once, while the budget lasts, and kept in :data:`DECISIONS`. After that, and while another
         thread measures, the nearest timed one decides; without one, the kernel runs.
         """
+        # Of this very size, not of the coarse one: the kernel may have failed at it.
         if registry_of(name).reason_against(name, key):
             return False, True
         if self.kernels != "auto":
@@ -221,6 +231,7 @@ class KernelChoice:
             tuner = _tuner(name, torch.get_num_threads())
         decision = tuner.recall(key)
         to_measure = decision is None and self.left_s > 0
+        # A request does not wait while another thread measures; warm_up(), whose budget is infinite, does.
         if to_measure and _MEASURING.acquire(blocking=math.isinf(self.left_s)):
             try:
                 start = perf_counter()
@@ -232,6 +243,7 @@ class KernelChoice:
                 _MEASURING.release()
             return decision.kernel == name, True
         decision = decision or tuner.nearest(key)
+        # Without any measurement the smaller weight stays. The choice is not final while another thread measures.
         return decision is None or decision.kernel == name, not to_measure
 
 
@@ -270,7 +282,7 @@ def coarse(key: GemmKey) -> GemmKey:
     unit = 1 if key.conv is None else math.prod(key.conv.positions)
     count = max(key.columns // unit, 1)
     power = 1 << (count - 1).bit_length()
-    most = max(LARGEST_TOKENS // unit, 1)
+    most = max(LARGEST_TOKENS // unit, 1)  # at least one image
     return replace(key, columns=unit * min(power, most))
 
 
@@ -281,4 +293,5 @@ def return_freed_memory() -> None:
     """
     if sys.platform == "linux":
         with suppress(AttributeError, OSError):  # another C library
+            # CDLL(None) has the functions of the process, among them those of its C library.
             ctypes.CDLL(None).malloc_trim(0)

@@ -68,6 +68,7 @@ _MOST_SIZES = 1 << 12
 _MOST_ROW_TOKENS = 256
 """Tokens up to which a GEMM with an embedding in int8 is faster than to dequantise the embedding for it."""
 
+# Buffers of a kernel's layout: its values, and one or two tensors that say where they are.
 _IN_LAYOUT = ("kernel_values", "kernel_index", "kernel_offset")
 
 _PLAIN = (Tensor, nn.Parameter)  # others are fake, as in a trace
@@ -114,6 +115,7 @@ class PackedWeight(nn.Module, HasHandle):
     ) -> None:
         super().__init__()
         self.name, self.axes, self.choice, self.training = name, axes, choice, training
+        # torch.export asks here which buffers no state dict holds, see _save_to_state_dict().
         self._non_persistent_buffers_set = {"matrix", *_IN_LAYOUT}
         self._take(packed)
 
@@ -121,15 +123,19 @@ class PackedWeight(nn.Module, HasHandle):
         """Hold a weight of this shape, in its dtype and on its device."""
         self.kind = packed.kind
         self.pattern, self.layout, shape, self.dtype, self.is_int8 = packed.kind
+        # Attributes that a parameter has, because other code asks a module's weight for them.
         self.shape = torch.Size(shape)
         self.operand: Operand | None = None
         self._has_rows_kernel = False
+        # Former choices may be of another dtype or device.
         self._choices: dict[Any, tuple[GemmKey, bool]] = {}
+        # As in files for now; lay_out() changes the form where a kernel takes the weight.
         self._hold(**packed.parts)
         self.lay_out()
 
     def _hold(self, **tensors: Tensor | None) -> None:
         """Hold these tensors, and none of those that were held."""
+        # These names always exist, for attributes of the class; those of a layout only while one is held.
         none = dict.fromkeys(("matrix", "values", "positions", "scales"))
         # A new dict: threads that read the former one find the whole layout there.
         self._buffers = {**none, **tensors}
@@ -137,6 +143,7 @@ class PackedWeight(nn.Module, HasHandle):
     def lay_out(self) -> None:
         """Change to the layout of the CPU kernel for this weight; without one, in ``"auto"``, to the dense weight."""
         kernels = self.choice.kernels
+        # Without `values` the form was chosen already.
         if self.values is None or self.device.type == "meta" or kernels == "reference":
             return
         if self.pattern == EVERY_ENTRY:  # of an embedding, whose rows are looked up as they are
@@ -147,19 +154,23 @@ class PackedWeight(nn.Module, HasHandle):
         along = (Layout.FLAT,) if self.convolves else (Layout.PLAIN, Layout.FLAT)
         if self.axes.is_transposed:
             along = (Layout.TRANSPOSED,)
+        # Blocks that lie otherwise are no pattern of this matrix: cpu-csr then takes it as any sparse one.
         pattern = self.pattern if self.layout in along else None
         if self.is_int8:
             # The scales are those of rows only where blocks lie along the depth. Kernels know two dimensions.
             if self.dim() <= 4 if self.convolves else pattern is not None:
                 self.operand = lay_out_int8(self.packed())
         elif self.device.type == "cpu":
+            # Dense for a moment: layouts in floating point are made of a matrix and its mask.
             matrix = self.product_matrix().contiguous()
             self.operand = lay_out(matrix, pattern, convolution=self.convolves)
         if self.operand is not None:
             # An empty tensor whose size is the handle, by which graphs find this weight.
             self.operand.tag = torch.empty(self.handle, 0, dtype=torch.float32)
+            # Not strict: a layout of cpu-permute has one tensor fewer than the others.
             tensors: dict[str, Any] = dict(zip(_IN_LAYOUT, self.operand.tensors, strict=False))
             self._hold(scales=self.scales, **tensors)
+        # To unpack the weight for each GEMM would be slower than the dense model.
         elif kernels == "auto":
             self._hold(scales=self.scales, matrix=self.product_matrix().contiguous())
 
@@ -171,11 +182,13 @@ class PackedWeight(nn.Module, HasHandle):
             # Not in inference mode: later GEMMs may need gradients of their inputs.
             with torch.inference_mode(False), torch.no_grad():
                 self._hold(scales=self.scales, matrix=self.product_matrix())
+            # After the matrix is there: a thread that finds no operand takes that.
             self.operand = None
         return_freed_memory()
 
     def measure(self, tokens: int) -> None:
         """In ``"auto"``, choose for GEMMs of so many tokens, and hold the dense weight if that is faster."""
+        # An earlier choice for this size may be that of its nearest neighbour, without a measurement.
         self.forget()
         operand = self.operand
         is_auto = self.choice.kernels == "auto"
@@ -191,6 +204,7 @@ class PackedWeight(nn.Module, HasHandle):
     ) -> tuple[GemmKey, bool]:
         """The key of a GEMM, and whether the kernel makes it: it can, and is in ``"auto"`` no slower than torch."""
         deterministic = torch.are_deterministic_algorithms_enabled()
+        # All that a choice depends on, in a tuple: to hash a GemmKey takes as long as a small GEMM.
         name = operand.layout.rows, tokens, conv, torch.get_num_threads(), deterministic
         found = self._choices.get(name)
         if found is not None:
@@ -199,6 +213,7 @@ class PackedWeight(nn.Module, HasHandle):
         key = GemmKey("forward", rows, depth, tokens, self.dtype, operand.pattern, "cpu", conv=conv)
         takes, settled = self.choice.takes(operand.kernel, key, operand.packed)
         found = key, takes
+        # Other choices are asked for again, because their measurement is still to come.
         if settled:
             # Kept, because to make a key takes longer than to multiply one token.
             if len(self._choices) >= _MOST_SIZES:
@@ -218,6 +233,7 @@ class PackedWeight(nn.Module, HasHandle):
         chosen = slice(None) if rows is None else slice(*rows)
         if bias is not None:
             bias = bias[chosen]
+        # A head that shares an embedding in int8: no dense matrix is made of it.
         if rows is None and self._multiplies_rows(x, bias):
             x_ti = x.reshape(-1, x.shape[-1])
             y_to = torch.ops.lightning_nm.packed_rows(x_ti, bias, self.values, self.scales)
@@ -230,6 +246,7 @@ class PackedWeight(nn.Module, HasHandle):
             return y
         x_ti = x.reshape(-1, x.shape[-1])
         first, end = rows or (0, operand.layout.rows)
+        # A graph calls an operator that looks the weight up when it runs: its form may change between two runs.
         if torch.compiler.is_compiling():
             y_to = torch.ops.lightning_nm.packed_linear(x_ti, bias, first, end - first, operand.tag)
         else:
@@ -261,12 +278,14 @@ class PackedWeight(nn.Module, HasHandle):
             self._keep_dense(x)
             return y
         if torch.compiler.is_compiling():
+            # Operators take lists of integers, but no tuple of tuples.
             numbers = flattened(geometry)
             return torch.ops.lightning_nm.packed_conv(x, bias, self.shape, numbers, operand.tag)
         return _convolve(self, x, bias, geometry)
 
     def refuse_training(self) -> None:
         """Refuse to train next to a weight that cannot be trained."""
+        # Without gradients nothing is trained, whatever the mode.
         if self.training and torch.is_grad_enabled():
             raise self.training_error()
 
@@ -283,8 +302,10 @@ class PackedWeight(nn.Module, HasHandle):
 
     def _is_for_kernel(self, x: Tensor, bias: Tensor | None) -> bool:
         """Whether a GEMM of `x` is one of those that kernels make."""
+        # Exported programs run without this package, and fake tensors have no memory that a kernel could read.
         if _exporting() or (type(x) not in _PLAIN and not torch.compiler.is_compiling()):
             return False
+        # Autocast would cast both operands, which torch's own GEMM does.
         if not x.is_cpu or x.dtype != self.dtype or torch.is_autocast_enabled("cpu"):
             return False
         # Kernels have no backward pass.
@@ -297,11 +318,13 @@ class PackedWeight(nn.Module, HasHandle):
         if not self._has_rows_kernel or not self._is_for_kernel(x, bias) or x.dim() == 0:
             return False
         depth = self.shape[1]
+        # An empty input goes to torch: torch cannot infer the -1 in the view of an empty result.
         fits = x.shape[-1] == depth and 0 < x.numel() <= _MOST_ROW_TOKENS * depth
         return fits and (torch.compiler.is_compiling() or is_plain(x, bias, self.values))
 
     def _keep_dense(self, x: Tensor) -> None:
         """In ``"auto"``, hold the dense weight after a GEMM that the kernel cannot make, unless it was traced."""
+        # A trace runs no GEMM, and an empty one decides nothing.
         traced = torch.compiler.is_compiling() or _exporting()
         if not traced and type(x) in _PLAIN and self.choice.kernels == "auto" and x.numel():
             self.hold_dense()
@@ -330,8 +353,10 @@ class PackedWeight(nn.Module, HasHandle):
         # Read once: another thread may let this weight become dense at any time.
         operand = self.operand
         part = None if operand is None else operand.part(rows)
+        # Rows that are no whole tiles of the layout are no part.
         if part is None or not x.numel():
             return dense()
+        # Each output position of each image counts as a token.
         tokens = x.shape[0] if conv is None else len(x) * math.prod(conv.positions)
         key, takes = self._takes(part, tokens, None if conv is None else conv.planar)
         if not takes:
@@ -402,6 +427,7 @@ class PackedWeight(nn.Module, HasHandle):
     def packed(self) -> PackedTensor:
         """The weight as files hold it; it is packed again if it is in a kernel's layout."""
         if self.values is None or self.positions is None:
+            # By its own scales: rounding then finds the same integers again.
             return PackedTensor.of(
                 *(self.unpack(), self.pattern, self.layout), int8=self.is_int8, scales=self.scales
             )
@@ -414,6 +440,7 @@ class PackedWeight(nn.Module, HasHandle):
         matrix = self.product_matrix()
         if self.axes.is_transposed:
             return matrix.t().clone(memory_format=torch.contiguous_format)
+        # Only a matrix that is held must be copied; others were made for this call.
         return (matrix if self.matrix is None else matrix.clone()).view(self.shape)
 
     def product_matrix(self) -> Tensor:
@@ -425,12 +452,14 @@ class PackedWeight(nn.Module, HasHandle):
         if buffers["values"] is not None:
             weight = self.packed().unpack()
             return weight.t() if self.axes.is_transposed else weight.flatten(1)
+        # In this order; dense_matrix() tells the two layouts in floating point apart by their number.
         tensors: list[Any] = [buffers[name] for name in _IN_LAYOUT if name in buffers]
         rows = self.shape[1 if self.axes.is_transposed else 0]
         depth = self.numel() // rows
         scales = buffers["scales"]
         if scales is None:
             return dense_matrix(tensors, rows, depth, self.dtype)
+        # The third one corrects the kernel's sums, and is of no use for a matrix.
         values, positions, _ = tensors
         integers = int8_matrix(values, positions, rows, depth, self.pattern, self.kind.taps)
         return dequantise_weight(integers, scales, self.dtype)
@@ -450,6 +479,7 @@ class PackedWeight(nn.Module, HasHandle):
             return found if found.dtype == tensor.dtype else tensor.to(found.device)
 
         values = packed.values
+        # An empty tensor of the weight's dtype tells the new one: Module.to(dtype) leaves int8 values as they are.
         dtype = fn(values.new_empty(0, dtype=self.dtype)).dtype
         remedy = "For another dtype load lightning_nm.unpacked_state_dict(model) into a model that is not packed"
         if self.is_int8 and dtype not in INT8_DTYPES:
@@ -487,10 +517,12 @@ class PackedWeight(nn.Module, HasHandle):
     ) -> None:
         names = self.kind.parts
         missing = [prefix + name for name in names if prefix + name not in state_dict]
+        # In place, because this is the list that load_state_dict() reports.
         missing_keys += missing
         if missing:
             return
         tensors: dict[str, Any] = {name: state_dict[prefix + name].detach() for name in names}
+        # Checked as a whole before this weight changes.
         loaded = PackedTensor(kind=self.kind, **tensors)
         try:
             loaded.check()
@@ -504,9 +536,12 @@ class PackedWeight(nn.Module, HasHandle):
                 error_msgs.append(f"'{self.name}' is on the meta device: pass assign=True")
                 return
             for name, tensor in tensors.items():
+                # Positions, scales and int8 values have the same dtype in every model.
                 is_weight = name == "values" and not self.is_int8
                 dtype = self.dtype if is_weight else tensor.dtype
+                # A copy: as of torch's own copying, the model shares no memory with the state dict.
                 tensors[name] = tensor.to(self.device, dtype, copy=True)
+        # With `assign` the weight takes the dtype of the state dict, of which int8 values say nothing.
         dtype = self.dtype if self.is_int8 else tensors["values"].dtype
         self._take(PackedTensor(kind=self.kind._replace(dtype=dtype), **tensors))
 
@@ -525,13 +560,14 @@ class PackedExperts(PackedWeight):
         parts: The weight of each expert, ``[out, in]`` or ``[in, out]``.
     """
 
+    # A tuple, which torch does not register as children: state dicts and summaries see one weight.
     parts: tuple[PackedWeight, ...] = ()
 
     def lay_out(self) -> None:
         """Divide the weight into those of the experts, and hold each in the layout of a kernel if there is one."""
         if self.values is None or self.device.type == "meta":
             return
-        weight_eab = self.packed().unpack()
+        weight_eab = self.packed().unpack()  # experts, and both axes of a matrix in either order
         layout = Layout.TRANSPOSED if self.axes.is_transposed else Layout.PLAIN
         parts = []
         for number, weight_ab in enumerate(weight_eab):
@@ -542,9 +578,11 @@ class PackedExperts(PackedWeight):
             name = f"{self.name}[{number}]"
             parts.append(PackedWeight(tensor, name, layout, self.choice, self.training))
         self.parts = tuple(parts)
+        # The scales stay, because the whole weight is packed again by them.
         self.values = self.positions = None
 
     def _take(self, packed: PackedTensor) -> None:
+        # First: while there are parts, buffers() has those of the parts alone.
         self.parts = ()
         super()._take(packed)
 
@@ -582,6 +620,7 @@ class PackedExperts(PackedWeight):
 
 @torch.library.custom_op("lightning_nm::packed_linear", **OPTIONS)
 def _packed_linear(x: Tensor, bias: Tensor | None, first: int, out: int, tag: Tensor) -> Tensor:
+    # A graph holds tensors and numbers: the handle travels as the size of an empty tensor.
     (weight,) = lookup(tag.shape[0])
     return weight.multiply(x, bias, (first, first + out))
 
@@ -594,6 +633,7 @@ def _(x: Tensor, bias: Tensor | None, first: int, out: int, tag: Tensor) -> Tens
 @torch.library.custom_op("lightning_nm::packed_rows", **OPTIONS)
 def _packed_rows(x: Tensor, bias: Tensor | None, values: Tensor, scales: Tensor) -> Tensor:
     bias = None if bias is None else plain(bias)
+    # Values are [rows, columns, 1], as each block has one entry.
     return rows_linear(values.squeeze(-1), scales, plain(x), bias)
 
 
@@ -622,6 +662,7 @@ def _(
 def _convolve(weight: PackedWeight, x: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
     """The convolution of ``x [images, in, *size]``, in its memory format."""
     y = weight.multiply(x, bias, conv=convolution_of(x, weight.shape, geometry))
+    # Kernels return contiguous results; torch's convolutions keep channels last, and so does what follows them.
     return y.contiguous(memory_format=memory_format_of(x))
 
 
@@ -664,7 +705,9 @@ class PackedEmbedding(PackedLayer):
         """Look rows up."""
         weight: Any = self.weight
         weight.refuse_training()
+        # Its values are always held: no kernel has a layout of them, so the weight never becomes dense.
         rows = weight.values.squeeze(-1)[input].float() * weight.scales[input].unsqueeze(-1)
+        # Rounded once, after the multiplication in float32, as dequantise_weight() does.
         found: Tensor = rows.to(weight.dtype)
         return found
 
@@ -745,9 +788,11 @@ def holds_embedding(kind: type[nn.Module]) -> bool:
 
 def packed_class(base: type[nn.Module]) -> type[nn.Module]:
     """The class that mixes a packed layer into ``base``, and its adapter or the adapter's forward."""
+    # First, because packed_adapter() has none for a class that looks rows up.
     if holds_embedding(base):
         return _mixed(PackedEmbedding, base)
     adapter = packed_adapter(base)
+    # For pickle: refuse_to_fit() made the class of such a module.
     if adapter is None and _is_lightning(base):
         return _mixed(PackedLightningModule, base)
     if adapter is None:
@@ -788,6 +833,7 @@ class Place(NamedTuple):
     @property
     def weight(self) -> nn.Parameter:
         """The parameter."""
+        # Looked up at each use, so that a place keeps no dense weight alive.
         found: nn.Parameter = self.module._parameters[self.parameter]  # type: ignore[assignment]
         return found
 
@@ -826,6 +872,7 @@ def places_and_reasons(model: nn.Module) -> tuple[dict[str, Place], dict[str, st
             reasons[key] = f"its weight is {weight.dtype}"
         elif isinstance(weight, DTensor):
             reasons[key] = "its weight is sharded"
+        # Another owner would keep the dense weight, in addition to the packed one.
         elif owners[id(weight)] > 1:
             reasons[key] = "its weight is shared with another module"
         else:
@@ -844,14 +891,17 @@ def embeddings_of(model: nn.Module) -> dict[str, list[Place]]:
     heads: dict[int, list[Place]] = {}
     for module in model.modules():
         weight = module._parameters.get("weight")
+        # A forward that was assigned to the instance may use the weight in any way.
         is_linear = packed_adapter(type(module)) is NMLinear and "forward" not in vars(module)
         if is_linear and not _is_masked(module):
             heads.setdefault(id(weight), []).append(Place(module, "weight", Layout.PLAIN))
     for name, module in model.named_modules():
+        # max_norm scales rows in place when they are looked up.
         if not holds_embedding(type(module)) or module.max_norm is not None or _is_masked(module):
             continue
         weight = module._parameters.get("weight")
         places = [Place(module, "weight", Layout.PLAIN), *heads.get(id(weight), [])]
+        # More owners than places: a module of another kind needs the dense weight.
         if weight is None or isinstance(weight, DTensor) or owners[id(weight)] != len(places):
             continue
         found[parameter_key(plain_name(name), "weight")] = places
@@ -868,6 +918,7 @@ def _owner_counts(model: nn.Module) -> dict[int, int]:
 
 
 def _is_masked(module: nn.Module) -> bool:
+    # A packed layer may have an adapter mixed in, and its nm_layers are packed weights.
     return (
         isinstance(module, Adapter)
         and not isinstance(module, PackedLayer)
@@ -879,10 +930,13 @@ def put(places: Sequence[Place], packed: PackedTensor, name: str, choice: Kernel
     """Replace a parameter by its packed weight wherever it is, and the classes of its modules."""
     axes = places[0].axes
     kind = PackedExperts if axes.has_experts else PackedWeight
+    # One object for all places, so that what was shared stays shared.
     weight = kind(packed, name, axes, choice, places[0].module.training)
     for module, parameter, _ in places:
+        # A module with several weights has its new class since the first of them.
         if not isinstance(module, PackedLayer):
             module.__class__ = packed_class(type(module))
+        # First: torch refuses a module under the name of a parameter.
         del module._parameters[parameter]
         setattr(module, parameter, weight)
 

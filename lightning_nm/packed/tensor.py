@@ -79,8 +79,10 @@ class PackedKind(NamedTuple):
         blocked = shape_of_blocks(shape, layout)
         values, positions = packed_sizes(self.pattern, blocked)
         scales = [blocked[:1]]
+        # [experts, out, in]: if M divides `in`, no block lies across two rows.
         if layout == "flat" and len(shape) == 3 and shape[2] % self.pattern.m == 0:
             scales.append(shape[:2])
+        # [experts, in, out], which is [experts, out, in] once its blocks come last.
         elif layout == "plain" and len(shape) == 3:
             scales.append(blocked[:2])
         return {"values": [values], "positions": [positions], "scales": scales}
@@ -134,15 +136,17 @@ class PackedTensor(NamedTuple):
         if int8 and weight.dtype not in INT8_DTYPES:
             raise ValueError(int8_fault(weight))
         kind = PackedKind(pattern, layout, tuple(weight.shape), weight.dtype, int8)
-        shape_of_blocks(kind.shape, layout)
+        shape_of_blocks(kind.shape, layout)  # refuses an impossible layout
         values, positions = pack_nm(blocks_last(weight.detach(), layout), pattern)
         if not int8:
             return cls(values, positions, kind)
         if scales is None:
+            # The shape for experts is the last one.
             shape = kind.part_shapes["scales"][-1 if experts else 0]
         else:
             shape = tuple(scales.shape)
             scales = scales.flatten()
+        # Of the stored values alone: what is left out is zero, and changes no largest value of a row.
         integers, found = quantise_weight(_rows_first(values, shape), scales)
         return cls(integers.view(values.shape), positions, kind, found.view(shape))
 
@@ -161,6 +165,7 @@ class PackedTensor(NamedTuple):
                 raise ValueError(f"scales are of shape {list(self.scales.shape)}, not {shapes}")
             rows = _rows_first(self.values, self.scales.shape)
             check_quantised(rows, self.scales.flatten())
+        # As of an int8 model's state dict, for a weight that is not int8.
         elif self.values.dtype == torch.int8:
             raise TypeError("int8 values have scales, and there are none")
 
@@ -213,6 +218,7 @@ def int8_fault(weight: Tensor) -> str:
         dtype = str(weight.dtype).removeprefix("torch.")
         return f"{dtype} is not float32 or bfloat16, which the inputs of int8 GEMMs are"
     try:
+        # Only the values tell whether there are scales for them.
         quantise_weight(weight)
     except ValueError as error:
         return str(error)
@@ -230,6 +236,7 @@ def blocks_last(weight: Tensor, layout: Layout) -> Tensor:
     ``"plain"``: ``[out, in, *taps]`` as ``[out, *taps, in]``; ``"flat"``: as ``[out, in * taps]``; ``"transposed"``:
     ``[in, out]`` as ``[out, in]``.
     """
+    # Blocks of rows lie along axis 1, before the taps of a convolution.
     return Layout(layout).rows(weight).movedim(1, -1)
 
 

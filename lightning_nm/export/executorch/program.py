@@ -92,6 +92,7 @@ class Operator(NamedTuple):
 
 def make_quantizer(target: str) -> Any:
     """The quantizer of a target: int8, one scale for each output channel of a weight, zero points of weights 0."""
+    # Imported for the target alone: packages of the others may be missing.
     if target == "cpu":
         from executorch.backends.xnnpack.quantizer.xnnpack_quantizer import (
             XNNPACKQuantizer,
@@ -157,6 +158,7 @@ def lower(
             f"ExecuTorch cannot compile this model for {target}: {first_cause(error)}{last}"
         ) from error
     operators: list[Operator] = []
+    # Sorted, so that a program and its dense twin list their operators in one order.
     for part in sorted(path for path in folder.iterdir() if path.is_dir()):
         operators += _read_operators(part)
     return content, on_cpu, operators
@@ -172,6 +174,7 @@ def _partitioner(target: str, folder: Path, memory: Mapping[str, str | None]) ->
     from executorch.exir.backend.compile_spec_schema import CompileSpec
     from executorch.exir.backend.partitioner import DelegationSpec
 
+    # The database has the cycles and weight formats of the operators, see _read_operators().
     spec = EthosUCompileSpec(target, extra_flags=["--enable-debug-db"], **memory)
     spec.dump_intermediate_artifacts_to(str(folder))
     spec.dump_debug_info(EthosUCompileSpec.DebugMode.JSON)
@@ -186,6 +189,7 @@ def _partitioner(target: str, folder: Path, memory: Mapping[str, str | None]) ->
             own_folder.mkdir()
             specs = []
             for each in delegation.compile_specs:
+                # Only the value tells which of the entries is the folder.
                 is_folder = each.value == str(folder).encode()
                 value = str(own_folder).encode() if is_folder else each.value
                 specs.append(CompileSpec(each.key, value))
@@ -214,7 +218,9 @@ def _read_operators(folder: Path) -> list[Operator]:
         modules = {}
         for event in json.loads((folder / _NODES).read_text()):
             stack = event["torch_info"]["nn_module_stack"]
+            # A sentence in place of a stack says that there is none.
             if isinstance(stack, Mapping) and stack:
+                # The innermost module is the last one.
                 modules[event["aten_info"]["node_name"]] = str([*stack.values()][-1][0])
         formats = {row["id"]: row["weight_format"] for row in tables["perf_debug"]}
         return [
@@ -224,7 +230,7 @@ def _read_operators(folder: Path) -> list[Operator]:
                 module=modules.get(row["name"], ""),
                 cycles=int(row["op_cycles"]),
                 macs=int(row["mac_count"]),
-                has_weight=bool(formats[row["id"]]),
+                has_weight=bool(formats[row["id"]]),  # empty without a constant weight
                 sparse=_SPARSE in formats[row["id"]],
             )
             for row in tables["perf"]
@@ -344,6 +350,7 @@ def export_executorch(
         RuntimeError: If the quantizer or the compiler fails, or the runtime computes something else than torch.
         OSError: If the file cannot be written. Nothing is written on any of these.
     """
+    # From cheap to expensive: names and types, packages, the trace, the calibration, the compiler.
     check_target(target)
     is_tuple = isinstance(example_inputs, tuple) and bool(example_inputs)
     if not is_tuple or not all(isinstance(each, Tensor) for each in example_inputs):
@@ -357,7 +364,9 @@ def export_executorch(
     check_folder(Path(path))
     graph = trace(model, example_inputs)
     layers, in_float_anyway = layers_of_graph(graph)
+    # Known from the trace alone, before the model runs for the calibration.
     _require_int8(in_float_anyway, target, allow_float)
+    # The float weights, with which the int8 ones are compared.
     weights = model.state_dict()
     inputs = calibration_inputs(calibration, example_inputs, calibration_batches)
     quantized_graph = quantize(graph, make_quantizer(target), inputs)
@@ -373,6 +382,7 @@ def export_executorch(
             quantized_graph, example_inputs, target, Path(folder, "sparse"), memory
         )
         reasons = {each.module: _why_dense(each, model) for each in quantized}
+        # The last way into float: what the partitioner leaves to the host, after the quantizer took it.
         for operator, module in on_cpu:
             if module in reasons and any(name in operator for name in _PRODUCTS):
                 in_float[module] = f"the partitioner does not take {operator}"
@@ -384,6 +394,7 @@ def export_executorch(
             own_outputs = outputs_of(content, inputs[0])
             worst = worst_difference("ExecuTorch's runtime", own_outputs, outputs, TOLERANCE)
         elif compare_dense:
+            # A copy: the layers of the result share memory with the weights of this graph.
             twin = deepcopy(quantized_graph)
             fill_zeros(twin, [each for each in quantized if each.pattern])
             dense_folder = Path(folder, "dense")
@@ -450,6 +461,7 @@ def _require_int8(in_float: Mapping[str, str], target: str, allow_float: bool) -
 def _why_dense(layer: QuantizedLayer, model: nn.Module) -> str:
     """Why a weight is not stored as 2:4; empty if the rules allow it."""
     module = model.get_submodule(layer.module)
+    # Each group has one input channel. With one channel in all, a convolution is an ordinary one.
     if isinstance(module, nn.modules.conv._ConvNd) and module.groups == module.in_channels > 1:
         return "depthwise convolution: these have no sparse weights on Ethos-U85"
     weight = layer.weight

@@ -60,6 +60,7 @@ def trace(model: nn.Module, example: tuple[Tensor, ...]) -> GraphModule:
         raise ValueError(
             f"torch.export cannot trace {name} for inputs {shapes}: {first_cause(error)}"
         ) from error
+    # Without the node that checks the inputs, which is no operator to quantise.
     graph = program.module(check_guards=False)
     assert isinstance(graph, GraphModule)
     return graph
@@ -79,11 +80,13 @@ def layers_of_graph(graph: GraphModule) -> tuple[dict[str, tuple[str, str, str]]
         if operator in _ALWAYS_FLOAT:
             in_float[module_of(node)] = f"there is no int8 form of {operator}"
         position = _WEIGHT_ARGUMENT.get(operator)
+        # No GEMM, or one whose weight is no positional argument.
         if position is None or len(node.args) <= position:
             continue
         weight = node.args[position]
         if not isinstance(weight, Node) or weight.op != "get_attr":
             continue  # of two activations, as in attention
+        # By name, under which quantized_layers() looks for the node after quantisation.
         layers[node.name] = str(weight.target), module_of(node), operator
     return layers, in_float
 
@@ -111,6 +114,7 @@ def quantize(
     try:
         prepared = prepare_pt2e(graph, quantizer)
         with torch.no_grad():
+            # For the observers, which note the ranges of activations.
             for each in inputs:
                 prepared(*each)
         converted: GraphModule = convert_pt2e(prepared)
@@ -198,6 +202,7 @@ def _check_kept(
             f"the quantizer changed the shape of '{key}' from {list(float_weight.shape)} to "
             f"{list(int8_weight.shape)}, so that its pattern cannot be checked"
         )
+    # A folded batch norm scales whole filters, and symmetric rounding maps 0 to 0: no zero may be lost.
     is_zero = float_weight.detach() == 0
     lost = int((int8_weight[is_zero] != 0).sum())
     if lost:
@@ -206,6 +211,7 @@ def _check_kept(
         )
     if expected is None:
         found = pattern_of(float_weight.detach())
+    # A weight that was not masked in training: zeros that it may have are no pattern.
     elif expected.pattern is None:
         return expected
     else:
@@ -222,6 +228,7 @@ def fill_zeros(graph: GraphModule, layers: Sequence[QuantizedLayer]) -> None:
 
     The program and its scales stay as they are, so that a compiler's estimates differ by the zeros alone.
     """
+    # A generator of its own with a fixed seed: a model has one twin, and the caller's random numbers stay as they are.
     generator = torch.Generator().manual_seed(0)
     for each in layers:
         weight = getattr(graph, each.buffer)
@@ -237,7 +244,7 @@ def module_of(node: Node) -> str:
     """The name of the module that called an operator; empty for the model itself."""
     stack = node.meta.get("nn_module_stack") or {}
     names = [str(entry[0]) for entry in stack.values()]
-    return names[-1] if names else ""
+    return names[-1] if names else ""  # the innermost module is the last one
 
 
 def _operator(node: Node) -> str:
@@ -249,6 +256,7 @@ def _operator(node: Node) -> str:
 def _constant(node: Any) -> tuple[str, bool]:
     """The attribute that an argument comes from, and whether it is dequantised from integers on the way."""
     is_int8 = False
+    # Back through dequantisation, transposes and the like, whose first argument is the tensor.
     while isinstance(node, Node) and node.op == "call_function" and node.args:
         is_int8 = is_int8 or "dequantize" in _operator(node)
         node = node.args[0]
@@ -290,6 +298,7 @@ def calibration_inputs(
         pairs = list(zip(inputs, example, strict=True))
         for index, (given, expected) in enumerate(pairs):
             what = f"calibration batch {position}, input {index}"
+            # The number of rows may differ, because batches are cut.
             if given.dim() != expected.dim() or given.shape[1:] != expected.shape[1:]:
                 raise ValueError(
                     f"{what} has shape {list(given.shape)}, but the program takes {list(expected.shape)}, or more rows"
@@ -299,6 +308,7 @@ def calibration_inputs(
             if not bool(torch.isfinite(given).all()):
                 # An infinite range would make every int8 value of an activation 0.
                 raise ValueError(f"{what} has values that are not finite")
+        # A scalar has no rows to cut, and goes with every part.
         counts = [len(x) // max(len(like), 1) for x, like in pairs if like.dim()]
         for step in range(min(counts, default=1)):
             rows = [
@@ -311,6 +321,7 @@ def calibration_inputs(
             "the calibration data has no batch of enough rows: int8 scales cannot be chosen without data; give a "
             f"loader whose batches have at least {len(example[0]) if example[0].dim() else 1} rows"
         )
+    # Of all parts together, because one may be constant by chance.
     values = [torch.cat([x.flatten() for x in tensors]) for tensors in zip(*found, strict=True)]
     if all(bool((each == each[:1]).all()) for each in values):
         raise ValueError(

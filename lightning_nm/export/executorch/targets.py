@@ -56,6 +56,7 @@ def require_packages(target: str) -> None:
     needed = ["executorch", "torchao"]
     if target != "cpu":
         needed += ["ethosu", "tosa_serializer"]  # of ethos-u-vela and tosa-tools
+    # Found, not imported: an import takes long, and may fail for other reasons.
     missing = [name for name in needed if find_spec(name) is None]
     if missing:
         raise ImportError(f"target '{target}' needs {', '.join(missing)}: {EXTRA}")
@@ -84,6 +85,7 @@ def reason_of_weight(weight: Tensor) -> str:
         return "it has entries of -128, which the sparse format cannot hold"
     depth = weight.shape[1]
     rest = -depth % _BLOCKS.m
+    # The input depth comes last, in whole blocks of each tap.
     padded = pad(weight.movedim(1, -1), (0, rest))
     faults = int(count_violations(padded, _BLOCKS))
     if not faults:
