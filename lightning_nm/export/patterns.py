@@ -340,7 +340,12 @@ def count_nonfinite(tensor: Tensor, *, infinite: bool = True) -> int:
     Example:
         >>> count_nonfinite(torch.tensor([1.0, torch.nan, torch.inf]))
         2
+        >>> count_nonfinite(torch.tensor([1.0, complex(torch.nan, torch.inf)]))
+        1
     """
+    if tensor.is_complex():
+        # An entry with one such part is one entry: torch has no aminmax() of them.
+        return int((~tensor.isfinite() if infinite else tensor.isnan()).sum())
     if not tensor.is_floating_point() or not tensor.numel():
         return 0
     # torch has no isfinite() of float8.

@@ -535,12 +535,16 @@ def read_checkpoint(path: str | Path, prefix: str = "", *, nested: bool = False)
         check_schema(state)
     if not prefix:
         return source
-    weights = _without(source.weights, prefix)
+    weights = {
+        key.removeprefix(prefix): weight
+        for key, weight in source.weights.items()
+        if key.startswith(prefix)
+    }
     if not weights:
         shown = ", ".join(map(repr, list(source.weights)[:4]))
         raise ValueError(f"no key of '{path}' begins with '{prefix}': they are {shown}, ...")
     states = [
-        {**state, "layers": _without(state["layers"], prefix, ".")} for state in source.states
+        {**state, "layers": _layers_without(state["layers"], prefix)} for state in source.states
     ]
     return source._replace(weights=weights, states=states)
 
@@ -576,10 +580,13 @@ def _read_saved(path: Path, *, nested: bool) -> Source:
     return Source(path, weights, states, parts.get("hyper_parameters", {}))
 
 
-def _without(found: Mapping[str, Any], prefix: str, end: str = "") -> dict[str, Any]:
-    """What begins with a prefix, without it; the module that it names has no dot at its end, which `end` adds."""
-    return {
-        name.removeprefix(prefix): each
-        for name, each in found.items()
-        if f"{name}{end}".startswith(prefix)
-    }
+def _layers_without(layers: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """The layers whose weights' keys begin with a prefix, without it."""
+    found = {}
+    for name, layer in layers.items():
+        # The layer that the prefix ends with is all of the model, and goes by its parameter.
+        if f"{name}." == prefix:
+            found[layer["parameter"]] = layer
+        elif name.startswith(prefix):
+            found[name.removeprefix(prefix)] = layer
+    return found

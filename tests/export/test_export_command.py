@@ -57,7 +57,9 @@ def test_a_lightning_checkpoint_has_its_patterns(checkpoint, command):
     load_packed(Net().net, "a.safetensors")
     command("export a.safetensors --to torch -o b.pt --prefix 6.")
     assert list(load("b.pt")) == ["bias", "weight"]
-    assert sorted(os.listdir()) == ["a.ckpt", "a.safetensors", "b.pt"]
+    command("export a.ckpt -o layer.safetensors --prefix net.3.")
+    assert list(PackedFile("layer.safetensors").packed) == ["weight"]
+    assert sorted(os.listdir()) == ["a.ckpt", "a.safetensors", "b.pt", "layer.safetensors"]
 
 
 def test_a_folder_of_transformers_whose_weights_are_transposed(command):

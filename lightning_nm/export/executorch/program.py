@@ -439,7 +439,7 @@ def _require_patterns(layers: Sequence[QuantizedLayer], name: str) -> None:
     if not any(each.pattern for each in layers):
         reasons = "; ".join(f"'{each.key}': {each.reason}" for each in layers)
         raise ValueError(
-            f"no weight of {name} is N:M sparse: {reasons or 'it has no products with weights'}"
+            f"no weight of {name} is N:M sparse: {reasons or 'it has no GEMMs with weights'}"
         )
 
 

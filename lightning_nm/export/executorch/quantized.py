@@ -70,7 +70,7 @@ def layers_of_graph(graph: GraphModule) -> tuple[dict[str, tuple[str, str, str]]
     """The GEMMs with a constant weight, in the order of the program, and why modules stay in float.
 
     Returns:
-        By the name of a product's node the weight's key, the module and the operator, see :class:`QuantizedLayer`; and
+        By the name of a GEMM's node the weight's key, the module and the operator, see :class:`QuantizedLayer`; and
         by the name of a module the reason, if it holds whatever the quantizer does.
     """
     layers = {}
