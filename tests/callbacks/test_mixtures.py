@@ -172,6 +172,19 @@ def test_experts_without_a_gate_and_with_a_norm(family, name, config):
     torch.testing.assert_close(found, made(x, chosen.clamp(max=3), weights))
 
 
+def test_numbers_past_the_last_expert_give_zero_in_spite_of_biases():
+    model = tiny("gpt-oss")
+    experts = next(each for each in model.modules() if hasattr(each, "down_proj_bias"))
+    for bias in (experts.gate_up_proj_bias, experts.down_proj_bias):
+        nn.init.normal_(bias)
+    sparse(model)
+    number, _, hidden = experts.down_proj.shape
+    chosen = torch.tensor([[0, number], [number, number + 1]])
+    found = experts(torch.randn(2, hidden), chosen, torch.ones(2, 2))
+    assert found[0].any()
+    assert not found[1].any()
+
+
 def test_experts_that_do_not_run_by_the_interface_are_named_with_the_way_out():
     model = tiny("llama4")
     sparsifier = sparse(model)

@@ -345,6 +345,8 @@ class NMTransformersExperts(NMExperts):
         y = product(x, "down_proj")
         if getattr(module, "has_post_expert_norm", False):
             y = module.post_expert_norm(y)
+        # No GEMM took the tokens of numbers past the last expert, but a bias was added to their zeros.
+        y = y.masked_fill((experts >= number).unsqueeze(-1), 0)
         y = y * top_k_weights.flatten()[order].unsqueeze(-1)
         # Back to the order in which the tokens came.
         y = torch.empty_like(y).index_copy(0, order, y)
