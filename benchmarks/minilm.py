@@ -25,7 +25,7 @@ from transformers import AutoModel, AutoTokenizer
 
 from benchmarks.inference import minilm_folder
 from lightning_nm import ASP, BAME, NMSparsifier, prune
-from lightning_nm.demo.schedule import warmup_cosine
+from lightning_nm.demo.learning_rate import warmup_cosine
 from lightning_nm.kernels.cpu.library import cpu_name
 from studies.data import TextFiles
 

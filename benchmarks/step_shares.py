@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from lightning_nm.kernels.cpu import evolution, library
+from lightning_nm.kernels.cpu import library, mask_passes
 from lightning_nm.kernels.cpu.kernels import CsrLayout, PermuteLayout
 from studies.speed.side import Grant, Precision, Setting, run
 
@@ -102,7 +102,7 @@ def _in_range(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _mark_calls() -> None:
     """Let the profiler see the passes over weights and the layouts of this process."""
-    evolution._run = _in_range(_MASK_RANGE, evolution._run)
+    mask_passes._run = _in_range(_MASK_RANGE, mask_passes._run)
     for layout in (PermuteLayout, CsrLayout):
         layout.values = _in_range(_LAYOUT_RANGE, layout.values)  # type: ignore[method-assign]
         # The function of a class method, which gets the class as its first argument.

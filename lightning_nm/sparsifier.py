@@ -29,6 +29,7 @@ from lightning_nm.training.checkpoint import (
     check_schema,
     check_state,
 )
+from lightning_nm.training.optimizer_step import TrainingStep
 from lightning_nm.training.optimizers import held_by, trained_layer
 from lightning_nm.training.phases import (
     choose_masks,
@@ -43,7 +44,6 @@ from lightning_nm.training.statistics import (
     shares_of,
     violations,
 )
-from lightning_nm.training.step import TrainingStep
 
 
 class NMSparsifier:

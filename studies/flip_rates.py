@@ -21,7 +21,7 @@ import torch
 
 from lightning_nm import functional as nmf
 from lightning_nm.callbacks import NMSparsityCallback
-from lightning_nm.commands.build import read_yaml
+from lightning_nm.commands.from_config import read_yaml
 from lightning_nm.commands.study.runner import fit
 from lightning_nm.commands.study.spec import last_part, override, quiet
 from lightning_nm.nn.layer import NMLayer

@@ -72,6 +72,11 @@ def test_imports_point_one_way():
     assert not faults, "\n".join(faults)
 
 
+def test_no_two_files_have_one_name():
+    names = [path.name for path in FILES if path.stem != "__init__"]
+    assert sorted(set(names)) == sorted(names)
+
+
 def test_only_public_lightning():
     faults = []
     for path in FILES:
@@ -91,7 +96,11 @@ OWNERS = {
         "nn/layer.py",
         {
             "pending": ("methods/",),
-            "replaced_state": ("nn/state.py", "training/step.py", "training/checkpoint.py"),
+            "replaced_state": (
+                "nn/state.py",
+                "training/optimizer_step.py",
+                "training/checkpoint.py",
+            ),
         },
     ),
     "LayerSpec": ("nn/layer.py", {}),
@@ -100,7 +109,7 @@ OWNERS = {
     "LayerProgress": (
         "nn/layer.py",
         {
-            "": ("training/step.py", "training/phases.py"),
+            "": ("training/optimizer_step.py", "training/phases.py"),
             # A method has used the gradient of the window.
             "dense_gradient": ("methods/",),
             # A backward pass of the layer.

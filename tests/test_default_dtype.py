@@ -18,7 +18,7 @@ from lightning_nm import functional as nmf
 from lightning_nm.functional.calibrated import sparsegpt, wanda_mask
 from lightning_nm.functional.permutation import Criterion, Search
 from lightning_nm.functional.soft import gumbel_noise, normal_noise
-from lightning_nm.kernels.cpu.int8 import CpuInt8Kernel
+from lightning_nm.kernels.cpu.int8_kernel import CpuInt8Kernel
 from tests.support.contract import ESTIMATORS, METHODS, OPTIONS, accepted
 from tests.support.cpu_products import KERNELS
 from tests.support.kinds import KINDS, make

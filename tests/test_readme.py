@@ -13,7 +13,7 @@ from torch import nn
 from lightning_nm import NMSparsifier
 from lightning_nm import functional as nmf
 from lightning_nm.cli import main
-from lightning_nm.nn.adapters import base as adapters
+from lightning_nm.nn.adapters import adapter as adapters
 from tests.docs.blocks import ROOT, ShortTrainer, benchmarks, blocks, read, run_commands, section
 from tests.support.lightning_models import Data, Net
 

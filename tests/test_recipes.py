@@ -9,7 +9,7 @@ import torch
 from lightning_nm import NMPattern
 from lightning_nm import functional as nmf
 from lightning_nm.cli import main
-from lightning_nm.commands.build import read_yaml
+from lightning_nm.commands.from_config import read_yaml
 from lightning_nm.commands.study.spec import Cell, last_part, read
 
 ROOT = Path(__file__).parent.parent

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.tables.markdown import RESULTS, ROOT, Tables, read_csv, table
-from lightning_nm.commands.build import read_yaml
+from lightning_nm.commands.from_config import read_yaml
 from lightning_nm.commands.study.analysis import Interval, compare
 
 TASKS = {

@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_nm.callbacks.checks import callbacks_of
+from lightning_nm.callbacks.fit_checks import callbacks_of
 from lightning_nm.callbacks.tables import (
     PREFIX,
     environment,

@@ -6,7 +6,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lightning_nm.callbacks.checks import callbacks_of, planned_steps
+from lightning_nm.callbacks.fit_checks import callbacks_of, planned_steps
 from lightning_nm.callbacks.sparsity import NMSparsityCallback
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.schedule import Moment, check_moment

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_only, rank_zer
 from rich.console import Console
 from torch.optim import Optimizer
 
-from lightning_nm.callbacks.checks import (
+from lightning_nm.callbacks.fit_checks import (
     ProcessConsistency,
     check_averaging_order,
     check_trainer,
@@ -25,7 +25,7 @@ from lightning_nm.callbacks.checks import (
     warn_of_resume,
 )
 from lightning_nm.callbacks.monitor import NOT_THE_DEFAULT, MaskMonitor, Watch
-from lightning_nm.callbacks.state import Lifecycle, Origin, mask_average, restore_average
+from lightning_nm.callbacks.saved_state import Lifecycle, Origin, mask_average, restore_average
 from lightning_nm.callbacks.tables import (
     log_hyperparameters,
     print_kernels,

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_nm.functional import mask_margin
-from lightning_nm.functional.statistics import FLIP_RATE, KEPT_MAGNITUDE, magnitude_sum
+from lightning_nm.functional.mask_statistics import FLIP_RATE, KEPT_MAGNITUDE, magnitude_sum
 from lightning_nm.nn.layer import NMLayer
 
 if TYPE_CHECKING:  # for the types only

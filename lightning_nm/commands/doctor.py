@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 
 from lightning_nm.callbacks.tables import columns_table, kernel_rows, print_kernels
-from lightning_nm.commands.build import (
+from lightning_nm.commands.from_config import (
     Enough,
     add_training,
     build,

@@ -14,9 +14,9 @@ import torch
 from lightning.pytorch.cli import LightningCLI
 from rich.console import Console
 
-from lightning_nm.callbacks.checks import is_scheduled, planned_steps
+from lightning_nm.callbacks.fit_checks import is_scheduled, planned_steps
 from lightning_nm.callbacks.tables import COUNTINGS, columns_table, print_layers
-from lightning_nm.commands.build import (
+from lightning_nm.commands.from_config import (
     Enough,
     add_training,
     build,

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_nm.demo.data import check_positive
-from lightning_nm.demo.schedule import check_warmup, warmup_cosine
+from lightning_nm.demo.learning_rate import check_warmup, warmup_cosine
 
 Batch = tuple[Tensor, Tensor]
 """Images, float32 `[B, C, H, W]`, and labels, int64 `[B]`."""

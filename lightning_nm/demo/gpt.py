@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_nm.demo.data import check_positive
-from lightning_nm.demo.schedule import warmup_cosine
+from lightning_nm.demo.learning_rate import warmup_cosine
 
 Batch = tuple[Tensor, Tensor]
 """Tokens and the tokens that follow each of them, both int64 `[B, T]`."""

@@ -1,5 +1,5 @@
-from .base import BlockEstimator as BlockEstimator
-from .base import GradientEstimator as GradientEstimator
+from .estimator import BlockEstimator as BlockEstimator
+from .estimator import GradientEstimator as GradientEstimator
 from .mvue import MVUE as MVUE
 from .mvue import ApproxMVUE as ApproxMVUE
 from .top_n import TopN as TopN

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from lightning_nm.estimators.base import BlockEstimator
+from lightning_nm.estimators.estimator import BlockEstimator
 from lightning_nm.functional import approx_mvue, mvue
 from lightning_nm.kernels.operands import TOKENS, in_one_pass, mvue_transposed
 from lightning_nm.nn.layer import NMLayer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_nm.estimators.base import BlockEstimator
+from lightning_nm.estimators.estimator import BlockEstimator
 from lightning_nm.functional import nm_mask
 from lightning_nm.pattern import NMPattern
 

@@ -19,7 +19,7 @@ from transformers import (
 )
 from typing_extensions import Self
 
-from lightning_nm.callbacks.checks import warn_after_first_batch, warn_at_start
+from lightning_nm.callbacks.fit_checks import warn_after_first_batch, warn_at_start
 from lightning_nm.callbacks.tables import print_layers
 from lightning_nm.config import SparsityConfig, chosen_config
 from lightning_nm.estimators import GradientEstimator

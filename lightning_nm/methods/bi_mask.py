@@ -7,7 +7,7 @@ from torch import Tensor
 from lightning_nm.functional import magnitude_mask, search_permutation
 from lightning_nm.functional.masks import checked_permutation
 from lightning_nm.functional.permutation import Criterion, Search
-from lightning_nm.kernels.cpu import evolution
+from lightning_nm.kernels.cpu import mask_passes
 from lightning_nm.methods.base import backward_entries
 from lightning_nm.methods.checks import check_count, check_option
 from lightning_nm.methods.ste import SRSTE, DecayAt, DecayScale, grid_to_move
@@ -109,16 +109,16 @@ class BiMask(SRSTE):
         grid = grid_to_move(layer, backward=True)
         if grid is None or masks.permutation is None:
             return False
-        if not evolution.has_whole_rows(rows, weight, m):
+        if not mask_passes.has_whole_rows(rows, weight, m):
             return False
         # A saved state may be damaged, and the library reads and writes wherever the permutation says.
         checked_permutation(masks.permutation, rows, layer.spec.groups)
         assert masks.bits is not None
         # The forward bits first: the backward mask keeps a part of them.
-        flips = evolution.keep_largest(grid, n, weight, masks.bits)
+        flips = mask_passes.keep_largest(grid, n, weight, masks.bits)
         if due:
             self._search(layer, rows, masks.forward)
-        evolution.keep_largest_of_columns(rows, masks.permutation, n, m, weight, masks.bits)
+        mask_passes.keep_largest_of_columns(rows, masks.permutation, n, m, weight, masks.bits)
         masks.count_moved(flips)
         if due:
             assert masks.backward is not None

@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 from lightning_nm.functional.evolution import LONGEST_BLOCK, BlockGrid
 from lightning_nm.functional.select import masked
-from lightning_nm.kernels.cpu import evolution
+from lightning_nm.kernels.cpu import mask_passes
 from lightning_nm.methods.base import MaskMethod, largest_entries
 from lightning_nm.methods.checks import check_number, check_option
 from lightning_nm.nn.layer import NMLayer
@@ -88,7 +88,7 @@ class STE(MaskMethod):
         masks = layer.masks
         assert masks.bits is not None
         weight = layer.weight.detach()
-        masks.count_moved(evolution.keep_largest(grid, pattern.n, weight, masks.bits))
+        masks.count_moved(mask_passes.keep_largest(grid, pattern.n, weight, masks.bits))
 
 
 def grid_to_move(layer: NMLayer, *, backward: bool) -> BlockGrid | None:
@@ -105,7 +105,7 @@ def grid_to_move(layer: NMLayer, *, backward: bool) -> BlockGrid | None:
     m = layer.pattern.m
     if not has_these or masks.bits is None or m > LONGEST_BLOCK:
         return None
-    return layer.view.blocks(m) if evolution.runs(weight, masks.bits) else None
+    return layer.view.blocks(m) if mask_passes.runs(weight, masks.bits) else None
 
 
 DecayAt = Literal["before-clipping", "after-clipping"]
@@ -196,8 +196,8 @@ class SRSTE(STE):
         bits = layer.masks.bits
         # A pass reads both tensors in one dtype.
         one_dtype = grad.dtype == weight.dtype
-        if bits is not None and one_dtype and evolution.runs(grad, weight, bits):
-            evolution.decay_(grad, weight, layer.view.shard_of(bits), factor)
+        if bits is not None and one_dtype and mask_passes.runs(grad, weight, bits):
+            mask_passes.decay_(grad, weight, layer.view.shard_of(bits), factor)
             return
         pruned_weights = masked(weight, ~layer.view.shard_of(mask))
         grad.add_(pruned_weights, alpha=factor)

@@ -11,7 +11,7 @@ Masks are equal on all processes, and ratios do not change when each mask is cou
 """
 
 from lightning_nm.metrics.history import MaskFlipRate, MaskOscillation
-from lightning_nm.metrics.statistics import (
+from lightning_nm.metrics.mask_metrics import (
     GradientSNR,
     KeptMagnitude,
     MaskDensity,

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_nm.functional import pack_mask, unpack_mask
-from lightning_nm.functional.statistics import FLIP_RATE, OSCILLATION, check_tensors
-from lightning_nm.metrics.base import Layers, RatioMetric, by_name
+from lightning_nm.functional.mask_statistics import FLIP_RATE, OSCILLATION, check_tensors
+from lightning_nm.metrics.layer_metric import Layers, RatioMetric, by_name
 
 # What the keys of stored masks begin with in a state_dict: `memory.<layer>.shape` and `memory.<layer>.bits`.
 _KEY = "memory."

@@ -17,18 +17,18 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_nm.functional import FlopsKind, fold_seed
 from lightning_nm.functional.evolution import as_blocks, from_blocks
+from lightning_nm.functional.mask_statistics import gradient_energies
 from lightning_nm.functional.mask_storage import BACKWARD_BIT, FORWARD_BIT
 from lightning_nm.functional.select import mask_, masked
-from lightning_nm.functional.statistics import gradient_energies
 from lightning_nm.kernels.api import GemmName, HasHandle
-from lightning_nm.kernels.cpu import evolution
+from lightning_nm.kernels.cpu import mask_passes
 from lightning_nm.nn.costs import Gemms, find_gemms
 from lightning_nm.nn.weight import Layout, PlainWeight, ShardedWeight, is_sharded
 from lightning_nm.pattern import NMPattern
 from lightning_nm.schedule import DENSE, FINAL, Schedule, Stages, Steps, stage_at, within
 
 if TYPE_CHECKING:  # for the types only
-    from lightning_nm.estimators.base import GradientEstimator
+    from lightning_nm.estimators.estimator import GradientEstimator
     from lightning_nm.methods.base import Method
 
 
@@ -197,7 +197,7 @@ class LayerMasks:
             return
         # Neither autograd nor a compiler sees what the library writes.
         is_recorded = torch.is_grad_enabled() or torch.compiler.is_compiling()
-        if is_recorded or not evolution.mask_(tensor, self.bits):
+        if is_recorded or not mask_passes.mask_(tensor, self.bits):
             mask = self.forward_view
             assert mask is not None
             mask_(tensor, mask)
@@ -378,8 +378,8 @@ class LayerNoise:
 class LayerProgress:
     """The counters of a layer, and what it does in the window before the next optimizer step.
 
-    Written by :mod:`lightning_nm.training`: ``step.py`` advances the counters, ``phases.py`` plans the schedules and
-    goes through a training that is only planned.
+    Written by :mod:`lightning_nm.training`: ``optimizer_step.py`` advances the counters, ``phases.py`` plans the
+    schedules and goes through a training that is only planned.
     """
 
     step: int = 0  # real steps of the optimizer that owns the weight

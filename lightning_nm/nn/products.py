@@ -52,7 +52,7 @@ from lightning_nm.nn.layer import NMLayer, gemms_key, tensor_fingerprint
 from lightning_nm.nn.weight import Layout
 
 if TYPE_CHECKING:  # for the types only
-    from lightning_nm.estimators.base import GradientEstimator
+    from lightning_nm.estimators.estimator import GradientEstimator
 
 GEMMS: tuple[GemmName, ...] = ("forward", "dgrad", "wgrad")
 """The GEMMs of a layer, in the order in which they run."""

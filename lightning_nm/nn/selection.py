@@ -22,8 +22,8 @@ from torch.nn.utils import parametrize
 
 from lightning_nm.functional import is_nm
 from lightning_nm.nn.adapters import Adapter, WeightSpec, adapted_class, find_adapter
+from lightning_nm.nn.adapters.adapter import original_class
 from lightning_nm.nn.adapters.attention import switch_fused_paths
-from lightning_nm.nn.adapters.base import original_class
 from lightning_nm.nn.adapters.experts import holds_matrices
 from lightning_nm.nn.layer import LayerSpec, NMLayer
 from lightning_nm.nn.weight import (
@@ -43,7 +43,7 @@ from lightning_nm.schedule import Schedule
 from lightning_nm.spelling import some_of
 
 if TYPE_CHECKING:  # for the types only
-    from lightning_nm.estimators.base import GradientEstimator
+    from lightning_nm.estimators.estimator import GradientEstimator
     from lightning_nm.methods.base import Method
 
 SkipFirstLast = bool | Literal["first", "last"]

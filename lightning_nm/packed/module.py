@@ -27,7 +27,7 @@ from lightning_nm.kernels.api import (
     lookup,
     multiply,
 )
-from lightning_nm.kernels.cpu.int8 import MOST_DEPTH, int8_matrix, rows_linear
+from lightning_nm.kernels.cpu.int8_kernel import MOST_DEPTH, int8_matrix, rows_linear
 from lightning_nm.kernels.cpu.kernels import dense_matrix
 from lightning_nm.kernels.cpu.library import is_plain, unavailable
 from lightning_nm.nn.adapters import (

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from lightning_nm.nn.adapters.base import Adapter, find_adapter, original_class
+from lightning_nm.nn.adapters.adapter import Adapter, find_adapter, original_class
 from lightning_nm.nn.weight import is_sharded, layer_name, plain_name
 from lightning_nm.training.watch import compiled_parts
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_nm.functional import FlopsKind, GemmDensity, count_violations, train_flops_ratio
-from lightning_nm.functional.statistics import (
+from lightning_nm.functional.mask_statistics import (
     DENSITY,
     FLIP_RATE,
     GRADIENT_SNR,

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torchmetrics import MeanMetric
 
 from lightning_nm.demo.gpt import Batch
-from lightning_nm.demo.schedule import check_warmup, warmup_cosine
+from lightning_nm.demo.learning_rate import check_warmup, warmup_cosine
 
 IGNORED = -100
 """A target that is no label, as in torch and transformers."""

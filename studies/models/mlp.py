@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_nm.demo.cnn import Classifier
-from lightning_nm.demo.schedule import check_warmup, warmup_cosine
+from lightning_nm.demo.learning_rate import check_warmup, warmup_cosine
 
 
 class MLP(Classifier):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_nm.demo.cnn import Classifier
-from lightning_nm.demo.schedule import warmup_cosine
+from lightning_nm.demo.learning_rate import warmup_cosine
 
 BLOCKS = (3, 4, 6, 3)
 """Bottlenecks of the four stages."""

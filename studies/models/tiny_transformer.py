@@ -4,7 +4,7 @@ import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 
 from lightning_nm.demo import GPT
-from lightning_nm.demo.schedule import check_warmup, warmup_cosine
+from lightning_nm.demo.learning_rate import check_warmup, warmup_cosine
 
 
 class TinyTransformer(GPT):

@@ -7,7 +7,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, OnE
 
 from lightning_nm import NMSparsifier
 from lightning_nm import functional as nmf
-from lightning_nm.callbacks.state import mask_average
+from lightning_nm.callbacks.saved_state import mask_average
 from lightning_nm.commands.verify import main as verify
 from lightning_nm.demo import ExactResume
 from tests.support.lightning_models import (

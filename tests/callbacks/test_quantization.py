@@ -14,7 +14,7 @@ from lightning_nm.functional import (
     quantise_weight,
 )
 from lightning_nm.nn import NMLinear, nm_linear, register_adapter
-from lightning_nm.nn.adapters import base
+from lightning_nm.nn.adapters import adapter
 from lightning_nm.training.int8_rounding import Int8Rounding
 from tests.support.cpu_products import needs_library
 from tests.support.experts import Experts, TransposedExperts
@@ -120,7 +120,7 @@ def test_mask_and_fake_quantisation_of_torch_ao_see_the_same_weight(monkeypatch)
     from torch.ao import quantization
     from torch.ao.nn import qat
 
-    monkeypatch.setattr(base, "_ADAPTERS", list(base._ADAPTERS))
+    monkeypatch.setattr(adapter, "_ADAPTERS", list(adapter._ADAPTERS))
 
     @register_adapter
     class NMFakeQuantised(NMLinear):

@@ -14,8 +14,8 @@ from lightning.pytorch.plugins import MixedPrecision, Precision
 from rich.console import Console
 
 from lightning_nm.cli import main
-from lightning_nm.commands.build import build
 from lightning_nm.commands.doctor import _StepClock, print_machine
+from lightning_nm.commands.from_config import build
 from lightning_nm.kernels import KernelRegistry, tuner
 from lightning_nm.kernels.cpu import library
 from lightning_nm.kernels.router import active

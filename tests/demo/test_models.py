@@ -9,7 +9,7 @@ from lightning.pytorch import Trainer, seed_everything
 from torch import nn
 
 from lightning_nm.demo import GPT, Digits, HelpTopics, ResidualCNN
-from lightning_nm.demo.schedule import warmup_cosine
+from lightning_nm.demo.learning_rate import warmup_cosine
 from studies.models import MLP, MobileCNN, TinyTransformer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")

@@ -7,7 +7,7 @@ from torch import nn
 
 from lightning_nm.demo import ExactResume, ResumableDataModule
 from lightning_nm.demo.images import ImageArrays
-from lightning_nm.demo.schedule import warmup_cosine
+from lightning_nm.demo.learning_rate import warmup_cosine
 from studies.data.augmented import AugmentedArrays
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")

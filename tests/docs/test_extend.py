@@ -11,7 +11,7 @@ from lightning_nm import functional as nmf
 from lightning_nm.kernels import GemmKey
 from lightning_nm.kernels.tuner import check
 from lightning_nm.methods import Method
-from lightning_nm.nn.adapters import base
+from lightning_nm.nn.adapters import adapter
 from tests import test_contract
 from tests.docs.blocks import ROOT, blocks, execute, read, section
 from tests.estimators import test_gradient_estimators
@@ -32,8 +32,8 @@ TABLES = (contract.METHODS, contract.ESTIMATORS, kinds.KINDS)
 @pytest.fixture(autouse=True)
 def _tables_as_they_were(monkeypatch):
     """What the examples register is known within a test alone."""
-    monkeypatch.setattr(base, "_ADAPTERS", list(base._ADAPTERS))
-    monkeypatch.setattr(base, "_CLASSES", {})
+    monkeypatch.setattr(adapter, "_ADAPTERS", list(adapter._ADAPTERS))
+    monkeypatch.setattr(adapter, "_CLASSES", {})
     monkeypatch.setattr(contract, "KERNEL", contract.KERNEL)
     before = [dict(table) for table in TABLES]
     yield

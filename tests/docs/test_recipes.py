@@ -5,7 +5,7 @@ import shlex
 from pathlib import Path
 
 from lightning_nm import MVUE, NMPattern
-from lightning_nm.commands.build import read_yaml
+from lightning_nm.commands.from_config import read_yaml
 from tests.docs.blocks import read
 
 ROOT = Path(__file__).parent.parent.parent

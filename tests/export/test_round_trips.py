@@ -24,7 +24,7 @@ from lightning_nm.export.packed_file import write_packed
 from lightning_nm.functional import nm_prune
 from lightning_nm.kernels.cpu import library
 from lightning_nm.nn import NMLinear, register_adapter
-from lightning_nm.nn.adapters import base
+from lightning_nm.nn.adapters import adapter
 from lightning_nm.packed import kernel_choice
 from lightning_nm.packed.module import PackedWeight, packed_weights
 from lightning_nm.packed.tensor import PackedTensor
@@ -256,8 +256,8 @@ class NMScaled(NMLinear):
 
 
 def test_an_adapter_that_extends_one_of_the_package(monkeypatch):
-    monkeypatch.setattr(base, "_ADAPTERS", list(base._ADAPTERS))
-    monkeypatch.setattr(base, "_CLASSES", {})
+    monkeypatch.setattr(adapter, "_ADAPTERS", list(adapter._ADAPTERS))
+    monkeypatch.setattr(adapter, "_CLASSES", {})
     dense = nn.Sequential(Scaled(64, 32), nn.ReLU(), nn.Linear(32, 4)).eval()
     for layer in dense[::2]:
         layer.weight.data = nm_prune(layer.weight.data, "2:4")

@@ -1,6 +1,6 @@
 import pytest
 
-from lightning_nm.functional.flops import GemmDensity, train_flops, train_flops_ratio
+from lightning_nm.functional.flop_counting import GemmDensity, train_flops, train_flops_ratio
 
 
 def test_dense_is_three_forwards():

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
-from lightning_nm.functional import is_nm, transposable, transposable_mask
+from lightning_nm.functional import is_nm, transposable_mask, transposable_masks
 from lightning_nm.pattern import NMPattern
 
 PATTERNS = ["1:2", "2:3", "1:4", "2:4", "3:4", "3:5", "2:8", "4:8", "7:8", "1:16", "8:16", "16:32"]
@@ -89,9 +89,9 @@ def test_nothing_keeps_more(monkeypatch, pattern, numbers):
         "rank one": torch.randn(m, 1) * torch.randn(1, shape[1]),
     }[numbers]
     found = [transposable_mask(weight, pattern)]
-    monkeypatch.setattr(transposable, "_MAX_TABLE_M", 0)
+    monkeypatch.setattr(transposable_masks, "_MAX_TABLE_M", 0)
     for rounds in (1, 0):
-        monkeypatch.setattr(transposable, "_PRICE_ROUNDS", rounds)
+        monkeypatch.setattr(transposable_masks, "_PRICE_ROUNDS", rounds)
         found.append(transposable_mask(weight, pattern))
     assert_optimal(weight, pattern, *found)
     if numbers == "normal":  # one mask alone is the best
@@ -100,7 +100,7 @@ def test_nothing_keeps_more(monkeypatch, pattern, numbers):
 
 @pytest.mark.parametrize("pattern", ["3:5", "4:8", "1:16"])
 def test_prices_balance_tiles_whose_rows_are_equal(monkeypatch, pattern):
-    monkeypatch.setattr(transposable, "_augment", None)  # no path is searched
+    monkeypatch.setattr(transposable_masks, "_augment", None)  # no path is searched
     m = NMPattern.parse(pattern).m
     for weight in (torch.zeros(m, 1), torch.randn(1, 2 * m), torch.randn(m, 1)):
         mask = transposable_mask(weight.expand(m, 2 * m), pattern)
@@ -112,7 +112,9 @@ def test_prices_leave_few_paths(pattern, most):
     """Surplus entries per tile of normal weights: 4.4, 5.7 and 12.6 without prices; 0.03, 0.4 and 0.4 with them."""
     parsed = NMPattern.parse(pattern)
     values = torch.randn(parsed.m, parsed.m, 300).abs().mul(2**20).int()
-    rows = transposable._rows_alone(values - transposable._prices(values, parsed), parsed)
+    rows = transposable_masks._rows_alone(
+        values - transposable_masks._prices(values, parsed), parsed
+    )
     assert (rows.sum(0) - parsed.n).relu().sum(0).float().mean() <= most
 
 
@@ -158,10 +160,12 @@ def test_groups_and_strides_change_nothing(pattern):
 def test_chunks_change_nothing(monkeypatch, pattern, chunk):
     weight = torch.randn(40, 80, 3).mul(2).round()
     expected = transposable_mask(weight, pattern)
-    pieces, integers = [], transposable._integers
-    monkeypatch.setattr(transposable, "_CHUNK", chunk)
+    pieces, integers = [], transposable_masks._integers
+    monkeypatch.setattr(transposable_masks, "_CHUNK", chunk)
     monkeypatch.setattr(
-        transposable, "_integers", lambda x, *args: pieces.append(x.numel()) or integers(x, *args)
+        transposable_masks,
+        "_integers",
+        lambda x, *args: pieces.append(x.numel()) or integers(x, *args),
     )
     assert torch.equal(transposable_mask(weight, pattern), expected)
     at_least = 3 * NMPattern.parse(pattern).m ** 2  # one tile of every tap

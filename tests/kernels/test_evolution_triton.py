@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lightning_nm.functional.evolution import SCALE, BlockGrid
-from lightning_nm.kernels.cpu import evolution as cpu_passes
+from lightning_nm.kernels.cpu import mask_passes as cpu_passes
 from lightning_nm.kernels.gpu import triton_use
 from lightning_nm.methods.bame.exchange import passes_for
 from tests.support.bame import OPTIMIZERS, trained

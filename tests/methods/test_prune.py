@@ -12,7 +12,7 @@ from lightning_nm import NMSparsifier, prune
 from lightning_nm import functional as nmf
 from lightning_nm.functional.calibrated import sparsegpt, wanda_mask
 from lightning_nm.nn import register_experts
-from lightning_nm.nn.adapters import Adapter, base, find_adapter, register_adapter
+from lightning_nm.nn.adapters import Adapter, adapter, find_adapter, register_adapter
 from tests.support.experts import EXPERTS, WIDTH, Experts, TransposedExperts, matrices
 from tests.support.kinds import KINDS, make
 from tests.support.method_loop import mlp
@@ -423,7 +423,7 @@ def test_an_adapter_without_inputs_is_named(monkeypatch):
         handles = Scaled
         specs = find_adapter(nn.Linear)[0].specs
 
-    monkeypatch.setattr(base, "_ADAPTERS", list(base._ADAPTERS))
+    monkeypatch.setattr(adapter, "_ADAPTERS", list(adapter._ADAPTERS))
     register_adapter(NMScaled)
     model = nn.Sequential(nn.Linear(8, 8), Scaled(8, 8))
     before = model[0].weight.clone()

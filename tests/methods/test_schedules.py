@@ -26,7 +26,7 @@ from lightning_nm import (
     TransposableMask,
 )
 from lightning_nm import functional as nmf
-from lightning_nm.callbacks.checks import is_scheduled
+from lightning_nm.callbacks.fit_checks import is_scheduled
 from lightning_nm.callbacks.tables import hyperparameters, print_layers
 from lightning_nm.nn.costs import mean_densities
 from lightning_nm.nn.selection import Rule

@@ -9,7 +9,7 @@ from lightning_nm import BAME, LBC, MVUE, MaxQ, NMSparsifier, TransposableMask
 from lightning_nm.kernels import Router, routing
 from lightning_nm.kernels.cpu import CpuCsrKernel, CpuPermuteKernel
 from lightning_nm.nn import nm_grouped_linear, register_experts
-from lightning_nm.nn.adapters import base
+from lightning_nm.nn.adapters import adapter
 from lightning_nm.nn.layer import LayerNoise
 from tests.support.cpu_products import needs_library
 from tests.support.experts import (
@@ -237,8 +237,8 @@ def test_weights_that_masks_do_not_reach_are_left_out_or_refused_with_the_way_ou
 @pytest.fixture
 def adapters(monkeypatch):
     """Registrations of one test."""
-    monkeypatch.setattr(base, "_ADAPTERS", list(base._ADAPTERS))
-    monkeypatch.setattr(base, "_CLASSES", {})
+    monkeypatch.setattr(adapter, "_ADAPTERS", list(adapter._ADAPTERS))
+    monkeypatch.setattr(adapter, "_CLASSES", {})
 
 
 def test_a_registered_class_that_multiplies_in_another_way_is_refused(adapters):

@@ -20,7 +20,7 @@ from lightning_nm import (
 from lightning_nm.export.packed_file import write_packed
 from lightning_nm.functional import dequantise_weight, nm_prune, quantise_weight
 from lightning_nm.kernels.api import Convolution
-from lightning_nm.kernels.cpu import CpuInt8Kernel, int8
+from lightning_nm.kernels.cpu import CpuInt8Kernel, int8_kernel
 from lightning_nm.kernels.cpu.kernels import Packed
 from lightning_nm.packed import kernel_choice
 from lightning_nm.packed.module import packed_weights
@@ -179,7 +179,7 @@ def test_convolutions_compute_the_product_of_the_twin(
     matrix = (integers.double().flatten(1) * scale.double()[:, None]).view_as(dense.weight)
     exact = F.conv2d(x.double(), matrix, dense.bias.double(), *geometry)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(int8, "PATCHES", at_a_time)
+        patched.setattr(int8_kernel, "PATCHES", at_a_time)
         model = packed_int8(dense, pattern=pattern)
         found = model(x)
     assert REASON or model.weight.form == "cpu-int8"
@@ -386,7 +386,7 @@ def test_parts_of_a_projection():
     for first, end in ((0, 32), (64, 96), (16, 96)):
         part = weight.operand.part((first, end))
         places, _ = part.layout.tensors
-        integers = int8.int8_matrix(part.values, places, end - first, 32, part.pattern)
+        integers = int8_kernel.int8_matrix(part.values, places, end - first, 32, part.pattern)
         found = dequantise_weight(integers, part.layout.scale, torch.float32)
         assert torch.equal(found, weight.unpack()[first:end])
 

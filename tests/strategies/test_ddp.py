@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_nm import BAME, NMDDPStrategy, NMSparsifier
-from lightning_nm.callbacks.checks import ProcessConsistency
+from lightning_nm.callbacks.fit_checks import ProcessConsistency
 from lightning_nm.training.ranks import reduce_gradients
 from tests.support.lightning_models import callback, make_trainer
 from tests.support.outside import ScaledMask
@@ -102,7 +102,7 @@ EVERY_STEP = [0, 1, 2, 3, 4, 5, "end"]
 def test_when_masks_are_compared(monkeypatch, strategy, every, expected):
     sparsifier = NMSparsifier(Net(), "2:4", "asp", skip_first_last=False).attach()
     ranks, compared, now = ProcessConsistency(strategy(), sparsifier, every), [], 0
-    name = "lightning_nm.callbacks.checks.compare_ranks"
+    name = "lightning_nm.callbacks.fit_checks.compare_ranks"
     monkeypatch.setattr(name, lambda layers: compared.append(now))
     for now in range(6):  # noqa: B007
         for _ in range(2):  # micro-batches
@@ -176,7 +176,7 @@ def many():
     reduced, found = [], {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "lightning_nm.callbacks.checks.reduce_gradients",
+            "lightning_nm.callbacks.fit_checks.reduce_gradients",
             lambda layers: (reduced.append(1), reduce_gradients(layers)),
         )
         for name, (options, _) in RUNS.items():

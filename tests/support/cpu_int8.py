@@ -8,7 +8,7 @@ from lightning_nm import NMPattern
 from lightning_nm.functional import quantise_tokens, quantise_weight
 from lightning_nm.functional.int8 import conv_patches
 from lightning_nm.kernels.cpu import CpuInt8Kernel
-from lightning_nm.kernels.cpu.int8 import packed_int8, rows_linear
+from lightning_nm.kernels.cpu.int8_kernel import packed_int8, rows_linear
 from tests.support.cpu_products import DTYPES, pattern_mask
 
 

@@ -15,10 +15,10 @@ from lightning_nm.functional.evolution import (
     evidence_scores,
     select_blocks,
 )
-from lightning_nm.kernels.cpu import evolution
+from lightning_nm.kernels.cpu import mask_passes
 from lightning_nm.methods.bame.exchange import Evidence
 
-DTYPES = list(evolution.DTYPES)
+DTYPES = list(mask_passes.DTYPES)
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 ODD = [float("nan"), float("inf"), -float("inf"), -0.0, 1e-42]
 
@@ -113,8 +113,8 @@ def same(a, b):
 
 def compare(c):
     """Assert that each pass gives what torch does, which is all that there is to return."""
-    assert evolution.runs(c.weight, c.grad, c.value, c.square, c.bits)
-    compare_bame(c, evolution)
+    assert mask_passes.runs(c.weight, c.grad, c.value, c.square, c.bits)
+    compare_bame(c, mask_passes)
     _compare_mask(c)
     _compare_size(c)
     _compare_decay(c)
@@ -126,7 +126,7 @@ def compare(c):
 def compare_bame(c, passes, cast=torch.Tensor.to):
     """Assert that the passes of a module which are BAME's give what torch does; ``cast`` rounds as they do."""
     _compare_evidence(c, passes)
-    if passes is not evolution:  # the CPU's exchange finds its swaps itself
+    if passes is not mask_passes:  # the CPU's exchange finds its swaps itself
         _compare_best(c, passes)
     _compare_exchange(c, passes, cast)
 
@@ -148,7 +148,7 @@ def _compare_best(c, passes):
 
 def _compare_decay(c):
     found = c.grad.clone()
-    evolution.decay_(found, c.weight, c.bits, 0.1)
+    mask_passes.decay_(found, c.weight, c.bits, 0.1)
     expected = c.grad.double() + 0.1 * torch.where(c.mask, 0, c.weight.double())
     eps = torch.finfo(found.dtype).eps
     torch.testing.assert_close(
@@ -160,7 +160,7 @@ def _compare_largest(c):
     bits = c.bits
     n = 1 + c.budget % (c.m - 1)
     grid = BlockGrid.of(c.rows, c.m)
-    changed = evolution.keep_largest(grid, n, c.weight, bits)
+    changed = mask_passes.keep_largest(grid, n, c.weight, bits)
     mask = c.in_rows(nmf.magnitude_mask(c.rows, f"{n}:{c.m}", dim=1))
     assert torch.equal(bits, mask.to(torch.uint8) + (c.bits & 2))
     assert changed == int((mask ^ c.mask).sum())
@@ -175,22 +175,22 @@ def _compare_largest_of_columns(c):
     forward = bits & 1 == 1
     n = 1 + c.budget % (m - 1)
     order = torch.randperm(len(weight))
-    assert evolution.has_whole_rows(weight, weight, m)
-    evolution.keep_largest_of_columns(weight, order, n, m, weight, bits)
+    assert mask_passes.has_whole_rows(weight, weight, m)
+    mask_passes.keep_largest_of_columns(weight, order, n, m, weight, bits)
     expected = nmf.backward_mask(weight, forward, f"{n}:{m}", order)
     assert torch.equal(bits, forward.to(torch.uint8) + 2 * expected.to(torch.uint8))
 
 
 def _compare_mask(c):
     found = c.weight.clone()
-    if evolution.mask_(found, c.bits):
+    if mask_passes.mask_(found, c.bits):
         assert same(found, torch.where(c.mask, c.weight, 0))
 
 
 def _compare_size(c):
     kept = c.weight.double()[c.mask]
     expected = kept.square().mean().sqrt() if len(kept) else torch.zeros(())
-    found = torch.tensor(evolution.size_of_kept(c.weight, c.bits), dtype=torch.float64)
+    found = torch.tensor(mask_passes.size_of_kept(c.weight, c.bits), dtype=torch.float64)
     torch.testing.assert_close(found, expected.double(), rtol=1e-9, atol=1e-30, equal_nan=True)
 
 

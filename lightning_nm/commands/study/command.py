@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from lightning_nm.commands.build import add_classes
+from lightning_nm.commands.from_config import add_classes
 
 EXTRA = "Studies need the extra `study`: pip install -e '.[study]' in a checkout of lightning_nm"
 

@@ -32,7 +32,7 @@ from lightning.pytorch.callbacks import LambdaCallback
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from lightning_nm.callbacks import NMSparsityCallback
-from lightning_nm.commands.build import import_classes
+from lightning_nm.commands.from_config import import_classes
 from lightning_nm.commands.lightning_cli import NMLightningCLI
 from lightning_nm.commands.study.spec import Cell, Classes, Job, Spec
 from lightning_nm.spelling import did_you_mean

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from lightning_nm.commands.build import QUIET, read_yaml
+from lightning_nm.commands.from_config import QUIET, read_yaml
 from lightning_nm.pattern import NMPattern
 
 _CALLBACK = "NMSparsityCallback"

@@ -57,7 +57,7 @@ def gather_evidence(
     correction: Tensor,
     size: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Do what :func:`lightning_nm.kernels.cpu.evolution.gather_evidence` does."""
+    """Do what :func:`lightning_nm.kernels.cpu.mask_passes.gather_evidence` does."""
     new = torch.empty_like(old_value), torch.empty_like(old_square)
     tensors = bits, grad, old_value, old_square, *new, limit, correction, size
     _launch(
@@ -87,7 +87,7 @@ def keep_evidence(
     whole_value: bool,
     whole_square: bool,
 ) -> None:
-    """Do what :func:`lightning_nm.kernels.cpu.evolution.keep_evidence` does."""
+    """Do what :func:`lightning_nm.kernels.cpu.mask_passes.keep_evidence` does."""
     tensors = bits, value, square, kept_value, kept_square
     _launch(
         _keep,
@@ -147,7 +147,7 @@ def exchange(
     correction: Tensor,
     moment: float,
 ) -> tuple[int, int | Tensor]:
-    """Do what :func:`lightning_nm.kernels.cpu.evolution.exchange` does; which blocks change is chosen by torch."""
+    """Do what :func:`lightning_nm.kernels.cpu.mask_passes.exchange` does; which blocks change is chosen by torch."""
     pruned, regrown, gain = best(grid, bits, weight, value)
     chosen = select_blocks(gain, oscillation, budget)
     # It stays a tensor: reading it would wait for the device.

@@ -30,7 +30,7 @@ from lightning_nm.functional.evolution import (
 )
 from lightning_nm.functional.masks import wide_dtype
 from lightning_nm.functional.select import mask_, masked, merged
-from lightning_nm.kernels.cpu import evolution
+from lightning_nm.kernels.cpu import mask_passes
 from lightning_nm.kernels.gpu import triton_use
 from lightning_nm.methods.base import SparseToSparse
 from lightning_nm.methods.optimizer_state import (
@@ -121,7 +121,7 @@ class Evidence:
 
 # ---------------------------------------------------------------------- passes over a weight
 #
-# Each reads and writes every tensor once. kernels/cpu/evolution.py has them for CPUs, in C, and
+# Each reads and writes every tensor once. kernels/cpu/mask_passes.py has them for CPUs, in C, and
 # kernels/gpu/evolution_triton.py for CUDA tensors, by functions of the same arguments. Other tensors are left to the
 # torch operations here, which define the results. A training step calls:
 #
@@ -143,11 +143,11 @@ def passes_for(first: Tensor, *others: Tensor | None) -> ModuleType | None:
     # The first question is the cheaper one, and answers most.
     on_cpu = first.device.type == "cpu" and "TRITON_INTERPRET" not in os.environ
     if on_cpu or not triton_use.runs_on(first.device):
-        return evolution if evolution.runs(*tensors) else None
+        return mask_passes if mask_passes.runs(*tensors) else None
     for tensor in tensors:
         if tensor is not None and (tensor.device != first.device or not tensor.numel()):
             return None
-    if not evolution.is_row_major(*tensors, device_type=first.device.type):
+    if not mask_passes.is_row_major(*tensors, device_type=first.device.type):
         return None
     return triton_use.kernels("evolution_triton")
 
@@ -201,8 +201,8 @@ def gather_evidence(
         # Sharded parameters are left to torch.
         passes = passes_for(weight, bits, evidence.value, evidence.square, row_major)
     # The root mean square of kept weights.
-    if bits is not None and evolution.runs(weight, bits):
-        size_of_kept = torch.tensor(evolution.size_of_kept(weight, bits), dtype=torch.float32)
+    if bits is not None and mask_passes.runs(weight, bits):
+        size_of_kept = torch.tensor(mask_passes.size_of_kept(weight, bits), dtype=torch.float32)
     else:
         # In float64, so that the order of summation hardly ever changes the result.
         norm = torch.linalg.vector_norm(masked(weight, mask), dtype=torch.float64)
@@ -499,7 +499,7 @@ def exchange_in_one_pass(
     grad = param.grad
     if grad is not None and not (grad.is_contiguous() and grad.dtype == weight.dtype):
         grad = None  # it is masked apart
-    fits = m <= LONGEST_BLOCK and len(states) <= evolution.MOST_STATES
+    fits = m <= LONGEST_BLOCK and len(states) <= mask_passes.MOST_STATES
     if not fits or passes_for(weight, grad, *states.values()) is not passes:
         return None
     state = optimizer.state.get(param, {})

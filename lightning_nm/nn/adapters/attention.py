@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_nm.nn.adapters.base import Adapter, Args, Kwargs, WeightSpec, register_adapter
+from lightning_nm.nn.adapters.adapter import Adapter, Args, Kwargs, WeightSpec, register_adapter
 from lightning_nm.nn.products import nm_linear
 
 FUSED_PATHS: tuple[tuple[type[nn.Module], str, Any], ...] = (

@@ -9,7 +9,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_nm.nn.adapters.base import Adapter, Args, Kwargs, WeightSpec, register_adapter
+from lightning_nm.nn.adapters.adapter import Adapter, Args, Kwargs, WeightSpec, register_adapter
 from lightning_nm.nn.products import nm_conv
 from lightning_nm.nn.weight import Layout
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_nm.kernels.api import GemmName
-from lightning_nm.nn.adapters.base import (
+from lightning_nm.nn.adapters.adapter import (
     Adapter,
     Args,
     Kwargs,

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_nm.nn.adapters.base import Adapter, Args, Kwargs, WeightSpec, register_adapter
+from lightning_nm.nn.adapters.adapter import Adapter, Args, Kwargs, WeightSpec, register_adapter
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.products import nm_embedding, nm_linear
 from lightning_nm.nn.tensor_parallel import parallel_linear

@@ -11,7 +11,7 @@ import torch
 import yaml
 
 from lightning_nm import BAME, NMSparsityCallback
-from lightning_nm.commands.build import QUIET
+from lightning_nm.commands.from_config import QUIET
 from lightning_nm.commands.study import runner
 from lightning_nm.commands.study.runner import fit, train
 from lightning_nm.commands.study.spec import Cell, read

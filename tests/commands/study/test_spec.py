@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
-from lightning_nm.commands.build import QUIET, read_yaml
+from lightning_nm.commands.from_config import QUIET, read_yaml
 from lightning_nm.commands.study.spec import Cell, override, quiet, read
 
 STUDY = """

@@ -6,7 +6,7 @@ from torch import nn
 
 from lightning_nm import BAME, BiMask, NMSparsifier
 from lightning_nm.functional.evolution import BlockGrid
-from lightning_nm.kernels.cpu import evolution
+from lightning_nm.kernels.cpu import mask_passes
 from tests.support.bame import trained
 from tests.support.cpu_products import needs_library
 from tests.support.evolution import case
@@ -29,7 +29,7 @@ def masked(module, pattern, method):
 def by_torch(monkeypatch, function, *arguments):
     """The result of a function without these passes."""
     with monkeypatch.context() as patched:
-        patched.setattr(evolution, "runs", lambda *tensors: False)
+        patched.setattr(mask_passes, "runs", lambda *tensors: False)
         return function(*arguments)
 
 
@@ -45,7 +45,7 @@ def test_all_halves_are_read_and_written():
         weight = torch.zeros(len(value), 2, dtype=dtype)
         bits = torch.tensor([1, 0], dtype=torch.uint8).expand(len(value), 2).contiguous()
         grid = BlockGrid.of(weight, 2)
-        changed, _ = evolution.exchange(
+        changed, _ = mask_passes.exchange(
             grid,
             bits,
             weight,
@@ -92,7 +92,7 @@ def test_a_gradient_in_another_memory_order_is_masked():
 def test_torch_notices_what_the_library_wrote():
     c = case(80, 8, 16)
     versions = c.weight._version
-    assert evolution.mask_(c.weight, c.bits)
+    assert mask_passes.mask_(c.weight, c.bits)
     assert c.weight._version > versions
 
 
@@ -106,8 +106,8 @@ def test_torch_notices_what_the_library_wrote():
     ids=["float64", "another order", "another device"],
 )
 def test_other_tensors_are_left_to_torch(tensor):
-    assert not evolution.runs(tensor)
-    assert not evolution.mask_(tensor, torch.ones(128, 64, dtype=torch.uint8))
+    assert not mask_passes.runs(tensor)
+    assert not mask_passes.mask_(tensor, torch.ones(128, 64, dtype=torch.uint8))
 
 
 def bi_masks(make):

@@ -12,7 +12,7 @@ from lightning_nm.functional import quantise_weight
 from lightning_nm.functional.int8 import MOST_TERMS
 from lightning_nm.kernels.api import MaskedMatrix
 from lightning_nm.kernels.cpu import CpuPermuteKernel, CsrLayout, Int8Layout, PermuteLayout
-from lightning_nm.kernels.cpu.int8 import int8_matrix, packed_int8
+from lightning_nm.kernels.cpu.int8_kernel import int8_matrix, packed_int8
 from lightning_nm.kernels.cpu.kernels import dense_matrix
 from lightning_nm.kernels.cpu.library import PANEL
 from tests.support.cpu_int8 import int8_case

@@ -13,7 +13,7 @@ from lightning_nm.functional.int8 import MOST_TERMS
 from lightning_nm.kernels import GemmKey, KernelRegistry
 from lightning_nm.kernels.api import Convolution, MaskedMatrix
 from lightning_nm.kernels.cpu import CpuInt8Kernel, CpuPermuteKernel, library
-from lightning_nm.kernels.cpu.int8 import MOST_DEPTH, packed_int8, rows_linear
+from lightning_nm.kernels.cpu.int8_kernel import MOST_DEPTH, packed_int8, rows_linear
 from tests.support import evolution
 from tests.support.cpu_cases import CELLS, CSR, PERMUTE, check, check_random
 from tests.support.cpu_int8 import Int8Case, RowsCase, compare_int8, compare_rows, int8_case

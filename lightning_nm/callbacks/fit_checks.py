@@ -21,10 +21,10 @@ from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.selection import Rule
 from lightning_nm.plugins.ddp import NMDDPStrategy
 from lightning_nm.sparsifier import NMSparsifier
+from lightning_nm.training.optimizer_step import is_frozen
 from lightning_nm.training.phases import finished_phases, told_as_dense
 from lightning_nm.training.ranks import compare_ranks, reduce_gradients
 from lightning_nm.training.statistics import layers_short_of_tokens
-from lightning_nm.training.step import is_frozen
 
 CallbackT = TypeVar("CallbackT", bound=Callback)
 

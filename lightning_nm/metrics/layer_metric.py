@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_nm.functional.statistics import Ratio
+from lightning_nm.functional.mask_statistics import Ratio
 
 if TYPE_CHECKING:  # only plots need matplotlib
     from matplotlib.axes import Axes
@@ -41,7 +41,7 @@ class RatioMetric(NMMetric):
     """A ratio of two sums over layers, updates and processes; subclasses define the class attributes and ``update``.
 
     Example:
-        >>> from lightning_nm.functional.statistics import DENSITY
+        >>> from lightning_nm.functional.mask_statistics import DENSITY
         >>> class Density(RatioMetric):
         ...     ratio = DENSITY
         ...     sums = ("nonzeros", "entries")

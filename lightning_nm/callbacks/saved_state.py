@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import WeightAveraging
 from torch import Tensor, nn
 
-from lightning_nm.callbacks.checks import callbacks_of
+from lightning_nm.callbacks.fit_checks import callbacks_of
 from lightning_nm.functional import unpack_mask
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.nn.state import State, dropped, latent_weight

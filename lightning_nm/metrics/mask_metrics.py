@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_nm.functional import count_violations
-from lightning_nm.functional.statistics import (
+from lightning_nm.functional.mask_statistics import (
     DENSITY,
     GRADIENT_SNR,
     KEPT_MAGNITUDE,
@@ -18,7 +18,7 @@ from lightning_nm.functional.statistics import (
     magnitude_sums,
     overlap_counts,
 )
-from lightning_nm.metrics.base import Layers, NMMetric, RatioMetric, by_name, pairs
+from lightning_nm.metrics.layer_metric import Layers, NMMetric, RatioMetric, by_name, pairs
 from lightning_nm.pattern import NMPattern, PatternLike
 
 
