@@ -99,5 +99,5 @@ def test_replacements_in_the_upgrade_notes_exist(old):
     words = set()
     for folder in ("lightning_nm", "benchmarks", "studies"):
         for path in (ROOT / folder).rglob("*.py"):
-            words |= set(re.findall(r"\w+", path.read_text(encoding="utf-8")))
+            words |= {path.stem, *re.findall(r"\w+", path.read_text(encoding="utf-8"))}
     assert not [name for name in dotted if not words.issuperset(name.split("."))]

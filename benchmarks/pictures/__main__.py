@@ -22,6 +22,7 @@ from benchmarks.pictures import (
     smollm2,
     speed,
     speed_up,
+    training,
 )
 from benchmarks.pictures.style import Picture, stamp_of
 from benchmarks.tables.markdown import ROOT
@@ -37,6 +38,7 @@ PICTURES: dict[str, Picture] = {
     "fronts": fronts.PICTURE,
     "step-shares": shares.PICTURE,
     "smollm2": smollm2.PICTURE,
+    "smollm2-training": training.PICTURE,
     **cycles.pictures(),
     **inference.pictures(),
 }

@@ -14,8 +14,8 @@ COLOURS = {"dense": SERIES[4], "2:4": KEPT}
 
 
 def data() -> Any:
-    """``{variant: {planned steps: [[tokens, perplexity], ...]}}``; a training starts from the model at 0 tokens."""
-    found: dict[str, dict[int, list[list[float]]]] = {model: {} for model in COLOURS}
+    """``{variant: {planned steps: [[tokens, perplexity], ...]}}``."""
+    found: dict[str, dict[int, list[list[float]]]] = {variant: {} for variant in COLOURS}
     for row in read_csv(FILE):
         if row["seed"] == 0:
             points = found[row["variant"]].setdefault(int(row["planned_steps"]), [])
@@ -24,22 +24,25 @@ def data() -> Any:
 
 
 def draw(figure: Figure, found: Any) -> None:
-    """A curve for each training; the learning rate falls to zero at its end."""
+    """A curve for the long trainings, a point for the ends of the short ones; the learning rate falls to zero there."""
     axes = figure.subplots()
     plain(axes)
-    for model, trainings in found.items():
+    for variant, trainings in found.items():
         for steps, points in trainings.items():
             tokens, perplexity = zip(*points, strict=True)
             thousands = [count / 1000 for count in tokens]
-            axes.plot(thousands, perplexity, "o-", markersize=4, color=COLOURS[model])
+            axes.plot(thousands, perplexity, "o-", markersize=4, color=COLOURS[variant])
+            # Of shorter trainings the end alone is known: its name stands on the side away from the curve.
+            single = len(points) == 1
+            below = single and variant == "dense"
             axes.annotate(
-                f"{model}, {steps} steps",
+                f"{variant}, {steps} steps",
                 (thousands[-1], perplexity[-1]),
-                (0, 6),
+                (0, -14 if below else 6),
                 textcoords="offset points",
-                ha="right",
+                ha="left" if single else "right",
                 fontsize=FONT,
-                color=COLOURS[model],
+                color=COLOURS[variant],
             )
     axes.set_yscale("log")
     axes.set_yticks([8, 10, 12, 15, 20, 30], ["8", "10", "12", "15", "20", "30"])
