@@ -91,7 +91,7 @@ def by_onnxruntime(model: nn.Module, folder: Path, ids: Tensor) -> Iterator[Vari
     dense = _onnx_file(model, folder, ids)
     file = dense.with_name(f"{dense.stem}-int8.onnx")
     if not file.exists():
-        # Without VNNI the runtime adds pairs of 8-bit GEMMs in 16 bits, which saturate: 7 bits of a weight do not.
+        # Without VNNI the runtime adds pairs of 8-bit products in 16 bits, which saturate: 7 bits of a weight do not.
         cpu = Path("/proc/cpuinfo")
         has_vnni = not cpu.exists() or "vnni" in cpu.read_text()
         quantize_dynamic(

@@ -535,7 +535,8 @@ class SparsityConfig:
     def to_dict(self) -> dict[str, Any]:
         """Return the settings that are not the default, as primitives that JSON and YAML hold.
 
-        Methods and estimators that are objects become ``{"class_path": ..., "init_args": ...}``.
+        Methods and estimators that are objects become ``{"class_path": ..., "init_args": ...}``. The prior of
+        :class:`~lightning_nm.methods.MaskLogits` is tensors, and is left out.
         """
         # Defaults are left out, so that a file shows what was chosen.
         settings = {}
@@ -626,7 +627,7 @@ def _as_primitive(value: Any) -> Any:
         return str(value)
     if isinstance(value, (Method, GradientEstimator)):
         owner = type(value)
-        # Constructors keep each argument under its own name; other attributes are derived from these.
+        # Constructors keep an argument that is a primitive under its own name; other attributes are derived from these.
         arguments = inspect.signature(owner).parameters
         init_args = {
             name: _as_primitive(setting)

@@ -277,7 +277,7 @@ inductor = pytest.param(
     ("estimate", "text"), [(mvue, "1:2"), (mvue, "2:4"), (mvue, "3:5"), (approx_mvue, "2:4")]
 )
 def test_every_path_gives_the_same_bits(estimate, text, backend, monkeypatch):
-    """With GEMMs in finite chunks, with selects elsewhere, of any chunks and strides, and in a compiled graph."""
+    """With products in finite chunks, with selects elsewhere, of any chunks and strides, and in a compiled graph."""
     torch._dynamo.reset()
     x, u = awkward_blocks(text)
     u = u[0] if estimate is mvue else u

@@ -46,7 +46,7 @@ def test_interpreted_passes(seed):
 
 
 def rounded(x):
-    """A float64 result as float32 has it: GEMMs, quotients and roots of float32 are rounded but once by this."""
+    """A float64 result as float32 has it: products, quotients and roots of float32 are rounded but once by this."""
     return x.float().double()
 
 

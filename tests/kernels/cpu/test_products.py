@@ -112,7 +112,7 @@ def products_of(kernel, made, x=None):
 
 @per_kernel
 def test_bfloat16_results_are_rounded_to_nearest_even(kernel, level):
-    # One GEMM for each output, exact in float32: (1 + k / 128) 1.5 is halfway between two values for odd k.
+    # One product for each output, exact in float32: (1 + k / 128) 1.5 is halfway between two values for odd k.
     weight, mask = torch.full((40, 8), 1.5).bfloat16(), torch.zeros(40, 8, dtype=torch.bool)
     mask[:, 3] = True
     above = 1 + torch.arange(128) / 128
