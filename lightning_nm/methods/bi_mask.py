@@ -10,7 +10,7 @@ from lightning_nm.functional.permutation import Criterion, Search
 from lightning_nm.kernels.cpu import mask_passes
 from lightning_nm.methods.base import backward_entries
 from lightning_nm.methods.checks import check_count, check_option
-from lightning_nm.methods.ste import SRSTE, DecayAt, DecayScale, grid_to_move
+from lightning_nm.methods.ste import SRSTE, Decay, DecayAt, DecayScale, grid_to_move
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.schedule import Moment
 
@@ -37,7 +37,7 @@ class BiMask(SRSTE):
             the authors' code does, so that it may get worse.
         criterion: What a permutation should keep: ``"retained"`` nonzeros (the authors' code), ``"eligible"`` blocks
             that lose nothing (the paper's wording) or the retained magnitude ``"l1"``.
-        decay: The SR-STE decay of pruned weights.
+        decay: The decay of pruned weights, see :class:`SRSTE`; the paper has 2e-4.
         dense_start: How long training stays dense before the first masks: training steps, or a fraction of them.
         dense_end: How long it is dense again at the end, in the same units: **the trained model is dense then**.
         first_search: Optimizer steps before the first search, with the rows in their own order until then. The authors'
@@ -61,7 +61,7 @@ class BiMask(SRSTE):
         candidates: int = 100,
         search: Search = "swap",
         criterion: Criterion = "retained",
-        decay: float = 2e-4,
+        decay: Decay = "relative",
         dense_start: Moment = 0,
         dense_end: Moment = 0,
         first_search: int = 0,

@@ -22,7 +22,7 @@ from lightning_nm.methods.checks import (
     resolve_span,
     warn_of_late_stop,
 )
-from lightning_nm.methods.ste import SRSTE, DecayAt, DecayScale
+from lightning_nm.methods.ste import SRSTE, Decay, DecayAt, DecayScale
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.pattern import NMPattern
 from lightning_nm.schedule import Moment, Phases
@@ -82,7 +82,7 @@ class MaxQ(SRSTE):
         start: Moment = 0,
         stop: Moment = 0.25,
         ramp: Ramp = "linear",
-        decay: float = 2e-4,
+        decay: Decay = 2e-4,
         temperature: float = 0.01,
         decay_scale: DecayScale = 1.0,
         decay_at: DecayAt = "before-clipping",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_nm.functional.evolution import LONGEST_BLOCK, BlockGrid
@@ -12,6 +14,7 @@ from lightning_nm.kernels.cpu import mask_passes
 from lightning_nm.methods.base import MaskMethod, largest_entries
 from lightning_nm.methods.checks import check_number, check_option
 from lightning_nm.nn.layer import NMLayer
+from lightning_nm.nn.weight import sum_of_shards
 from lightning_nm.schedule import Moment, Phases, Steps, check_window, resolve_window, within
 from lightning_nm.training.ranks import processes
 
@@ -108,8 +111,12 @@ def grid_to_move(layer: NMLayer, *, backward: bool) -> BlockGrid | None:
     return layer.view.blocks(m) if mask_passes.runs(weight, masks.bits) else None
 
 
+Decay = float | Literal["relative"]
 DecayAt = Literal["before-clipping", "after-clipping"]
 DecayScale = float | Literal["world-size"]
+
+RELATIVE = 0.5
+"""The norm of a relative decay, over that of the gradient at kept entries."""
 
 
 class SRSTE(STE):
@@ -118,10 +125,20 @@ class SRSTE(STE):
     :math:`g \leftarrow g + s \lambda (1 - m) \odot W`, once per real optimizer step; :math:`s` is 1 unless it is set.
     The decay makes it costly to revive an entry and so steadies the mask.
 
+    A fixed :math:`\lambda` that suits SGD is far too weak under Adam, which divides the gradient by its own size, and
+    its best value differs between models and batch sizes. The default is relative to the gradient G, in each weight:
+
+    .. math:: \lambda = \frac{\lVert m \odot G \rVert}{2 \lVert (1 - m) \odot W \rVert},
+
+    so that :math:`\lambda (1 - m) \odot W` is half as long as the gradient at kept entries. Let the gradient at pruned
+    entries be noise, u the size of the optimizer's step there, and a the decay's fraction of it: entries walk at random
+    by u and are pulled back by a u, so they stay within about u / 2a of zero, under SGD and Adam alike. There are
+    (M - N) / N times as many pruned entries as kept ones, which makes a smaller at 1:16 than at 2:4.
+
     Args:
-        decay: :math:`\lambda`, the paper's 2e-4 by default. Values in use begin at 6e-5 (FST under AdamW, arXiv
-            2404.01847). The authors' runs on G GPUs add up G decays, so that 2e-4 has the effect of 1.6e-3 on 8 GPUs;
-            see ``decay_scale``.
+        decay: :math:`\lambda`; ``"relative"`` is the formula above, which is this project's. The paper has 2e-4, and
+            values in use begin at 6e-5 (FST under AdamW, arXiv 2404.01847). The authors' runs on G GPUs add up G
+            decays, so that 2e-4 has the effect of 1.6e-3 on 8 GPUs; see ``decay_scale``.
         dense_start: How long training stays dense before the first masks: training steps, or a fraction of them.
         dense_end: How long it is dense again at the end, in the same units: **the trained model is dense then**.
         decay_scale: :math:`s`, a factor of the decay. ``"world-size"`` is the number of processes, as in the authors'
@@ -138,14 +155,16 @@ class SRSTE(STE):
 
     def __init__(
         self,
-        decay: float = 2e-4,
+        decay: Decay = "relative",
         dense_start: Moment = 0,
         dense_end: Moment = 0,
         decay_scale: DecayScale = 1.0,
         decay_at: DecayAt = "before-clipping",
     ) -> None:
         super().__init__(dense_start, dense_end)
-        check_number("decay", decay, "it pulls pruned weights to zero; 0 is 'ste'", zero=True)
+        if decay != "relative":
+            why = "it pulls pruned weights to zero; 0 is 'ste', 'relative' goes by the gradient"
+            check_number("decay", decay, why, zero=True)
         if decay_scale != "world-size":
             check_number("decay_scale", decay_scale, "a factor, or 'world-size'", zero=True)
         check_option("decay_at", decay_at, DecayAt)
@@ -184,20 +203,52 @@ class SRSTE(STE):
             self._add_decay(layer)
 
     def _add_decay(self, layer: NMLayer) -> None:
-        # The decay is of each entry by itself: a process adds that of its own shard, and nothing is gathered.
         mask = layer.masks.forward_view
         grad = layer.view.local_grad
-        if not self.decay or mask is None or grad is None:
+        if not self.decay or not self.decay_scale or mask is None or grad is None:
             return
-        # Each process adds the decay before the all-reduce in the authors' code, so that their decays add up.
-        scale = processes() if self.decay_scale == "world-size" else self.decay_scale
-        factor = self.decay * float(scale)
+        # Of each entry by itself: a process adds the decay of its own shard, and no weight is gathered.
         weight = layer.view.local
-        bits = layer.masks.bits
-        # A pass reads both tensors in one dtype.
-        one_dtype = grad.dtype == weight.dtype
-        if bits is not None and one_dtype and mask_passes.runs(grad, weight, bits):
-            mask_passes.decay_(grad, weight, layer.view.shard_of(bits), factor)
-            return
-        pruned_weights = masked(weight, ~layer.view.shard_of(mask))
-        grad.add_(pruned_weights, alpha=factor)
+        kept = layer.view.shard_of(mask)
+        bits = None if layer.masks.bits is None else layer.view.shard_of(layer.masks.bits)
+        # A pass reads both tensors in one dtype. A shard of the bits may have gaps where that of the weight has none.
+        if grad.dtype != weight.dtype or not mask_passes.runs(grad, weight, bits):
+            bits = None
+        # Each process adds the decay before the all-reduce in the authors' code, so that their decays add up.
+        scale = processes() if self.decay_scale == "world-size" else float(self.decay_scale)
+        if self.decay == "relative":
+            # Stays a tensor: its value would wait for the device.
+            factor = scale * _relative_decay(layer, grad, weight, kept, bits)
+        else:
+            factor = torch.tensor(scale * self.decay, dtype=torch.float64)
+        if bits is not None:
+            mask_passes.decay_(grad, weight, bits, float(factor))
+        else:
+            grad.add_(masked(weight, ~kept).mul_(factor))
+
+
+def _relative_decay(
+    layer: NMLayer, grad: Tensor, weight: Tensor, kept: Tensor, bits: Tensor | None
+) -> Tensor:
+    r"""The :math:`\lambda` of a relative decay, over the shards of all processes; 0 if all pruned entries are 0.
+
+    Args:
+        layer: The layer.
+        grad: This process's shard of the gradient.
+        weight: That of the weight.
+        kept: That of the forward mask.
+        bits: That of the masks' bits, if the library of CPU kernels reads all of them.
+    """
+    if bits is not None:
+        of_grad, of_weight = (
+            mask_passes.squares(grad, bits)[0],
+            mask_passes.squares(weight, bits)[1],
+        )
+        squares = torch.tensor([of_grad, of_weight], dtype=torch.float64)
+    else:
+        parts = masked(grad, kept), masked(weight, ~kept)
+        # In float64, so that the order of summation hardly ever changes the result.
+        norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]
+        squares = torch.stack(norms).square()
+    of_grad, of_weight = sum_of_shards(squares, layer.param)
+    return torch.where(of_weight > 0, RELATIVE * (of_grad / of_weight).sqrt(), 0.0)

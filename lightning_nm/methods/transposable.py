@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning_nm.functional import transposable_mask
 from lightning_nm.methods.checks import check_count
-from lightning_nm.methods.ste import SRSTE, DecayAt, DecayScale
+from lightning_nm.methods.ste import SRSTE, Decay, DecayAt, DecayScale
 from lightning_nm.nn.layer import NMLayer
 from lightning_nm.schedule import Moment
 
@@ -40,7 +40,7 @@ class TransposableMask(SRSTE):
     def __init__(
         self,
         update_every: int = 40,
-        decay: float = 0.03,
+        decay: Decay = 0.03,
         dense_start: Moment = 0,
         dense_end: Moment = 0,
         first_update: int | None = None,

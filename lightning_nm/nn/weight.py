@@ -232,7 +232,7 @@ def sum_of_shards(local_sum: Tensor, like: Tensor) -> Tensor:
     """Add up what every process summed over its shard of a tensor; to be called in all of them.
 
     Args:
-        local_sum: The sum over this process's shard, without axes.
+        local_sum: The sum over this process's shard, or several sums.
         like: The tensor; where it is not sharded, the sum is returned as it is.
     """
     if not isinstance(like, DTensor):

@@ -1,18 +1,24 @@
 """Where the decay of pruned weights enters, and its factor; tests/strategies/test_decay.py has the precisions."""
 
+from unittest.mock import patch
+
 import lightning.pytorch as pl
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.optim import SGD
 
 from lightning_nm import SRSTE, BiMask, NMSparsityCallback, TransposableMask
 from lightning_nm import functional as nmf
+from lightning_nm.kernels.cpu import mask_passes
 from tests.support.lightning_models import Data, make_trainer, new_model
 from tests.support.method_loop import Loop, mlp, one_layer
 
 MOST = 0.01  # the norm that gradients are clipped to
 PLACES = ("before-clipping", "after-clipping")
+runs = mask_passes.runs
 
 
 class Twice(SGD):
@@ -60,22 +66,66 @@ def by_formula(decay, *, after):
         used = {name: torch.where(masks[name], w, 0).requires_grad_() for name, w in values.items()}
         y = torch.func.functional_call(mlp(16, 32, 16), used, (batch(step),))
         grads = torch.autograd.grad((y - 1).square().mean(), used.values())
-        pulls = [decay * torch.where(masks[name], 0, w) for name, w in values.items()]
+        pulls = [torch.where(masks[name], 0, w) for name, w in values.items()]
+        if decay == "relative":
+            kept = [torch.where(mask, g, 0) for mask, g in zip(masks.values(), grads, strict=True)]
+            sizes = [0.5 * g.norm() / w.norm() for g, w in zip(kept, pulls, strict=True)]
+        else:
+            sizes = [decay] * len(pulls)
+        pulls = [size * w if w.any() else w for size, w in zip(sizes, pulls, strict=True)]
         clipped = [g if after else g + pull for g, pull in zip(grads, pulls, strict=True)]
         norm = sum(g.square().sum() for g in clipped).sqrt()
+        clip = min(1.0, MOST / (norm + 1e-6))
+        if decay == "relative":  # to the gradient as it is then
+            pulls = [pull * clip for pull in pulls]
         for w, g, pull in zip(values.values(), clipped, pulls, strict=True):
-            w -= 0.1 * (g * min(1.0, MOST / (norm + 1e-6)) + (pull if after else 0))
+            w -= 0.1 * (g * clip + (pull if after else 0))
     return [w for w in values.values() if w.dim() == 2]
 
 
 @pytest.mark.parametrize("decay_at", PLACES)
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize("optimizer", [SGD, Twice])
-def test_the_decay_enters_once_before_or_after_clipping(decay_at, call, optimizer):
-    found = trained(SRSTE(0.3, decay_at=decay_at), call, optimizer)
-    torch.testing.assert_close(found, by_formula(0.3, after=decay_at == "after-clipping"))
-    for weight, other in zip(found, by_formula(0.3, after=decay_at == PLACES[0]), strict=True):
-        assert (weight - other).abs().max() > 1e-3
+@pytest.mark.parametrize("decay", [0.3, "relative"])
+def test_the_decay_enters_once_before_or_after_clipping(decay_at, call, optimizer, decay):
+    found = trained(SRSTE(decay, decay_at=decay_at), call, optimizer)
+    torch.testing.assert_close(found, by_formula(decay, after=decay_at == "after-clipping"))
+    for weight, other in zip(found, by_formula(decay, after=decay_at == PLACES[0]), strict=True):
+        assert (weight - other).abs().max() > (1e-6 if decay == "relative" else 1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@given(seed=st.integers(0, 10**6), pattern=st.sampled_from(["2:4", "1:4", "1:16"]))
+def test_a_relative_decay_is_half_as_long_as_the_gradient_of_kept_entries(dtype, seed, pattern):
+    """By the library of CPU kernels and by torch, for gradients of any size."""
+    run = Loop(SRSTE(), pattern=pattern, model=one_layer(dtype))
+    generator = torch.Generator().manual_seed(seed)
+    grad = torch.randn(run.layer.param.shape, generator=generator) * 10.0 ** (seed % 9 - 6)
+    mask, weight = run.layer.forward_mask, run.layer.param.detach().double()
+    for by_library in (True, False):
+        run.layer.param.grad = grad.to(dtype)
+        before = run.layer.param.grad.double()
+        with patch.object(mask_passes, "runs", runs if by_library else lambda *_: False):
+            run.sparsifier.before_step(run.optimizer)
+        added = run.layer.param.grad.double() - before
+        expected = torch.where(mask, 0, weight)
+        expected *= before[mask].norm() / 2 / expected.norm()
+        rounding = torch.finfo(dtype).eps * (before.abs() + expected.abs())
+        assert ((added - expected).abs() <= 2 * rounding).all()
+
+
+@pytest.mark.parametrize("by_library", [True, False])
+def test_without_pruned_weights_or_gradients_nothing_decays(by_library):
+    run = Loop(SRSTE(), model=one_layer())
+    pruned = ~run.layer.forward_mask
+    for what in ("weights", "gradients"):
+        run.layer.param.grad = torch.ones_like(run.layer.param) * (what == "weights")
+        if what == "weights":
+            run.layer.param.detach()[pruned] = 0
+        before = run.layer.param.grad.clone()
+        with patch.object(mask_passes, "runs", runs if by_library else lambda *_: False):
+            run.sparsifier.before_step(run.optimizer)
+        assert torch.equal(run.layer.param.grad, before)
 
 
 @pytest.mark.parametrize("make", [SRSTE, BiMask, TransposableMask])

@@ -12,8 +12,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from lightning_nm import NMPattern, NMSparsifier
-from lightning_nm.functional import is_nm
+from lightning_nm import SRSTE, NMPattern, NMSparsifier
+from lightning_nm.functional import is_nm, magnitude_mask
 from tests.support.parallel import FIRST_MASKS_STAY, STEPS, Net, assert_equal, data, train
 from tests.support.processes import in_processes
 
@@ -79,6 +79,34 @@ def test_tensor_parallel_layers_train_as_whole_ones(tmp_path, groups, tensor):
                 assert_equal(found[k], alone, 1e-9, method)
         moved = any(layer["total_flips"] for layer in alone[1].values())
         assert moved or method in FIRST_MASKS_STAY
+
+
+def decayed(decay):
+    """The decay of a weight that is cut along `out` and of one along `in`, in float32, is that of one process."""
+    torch.manual_seed(0)
+    model = Block()
+    parallel(model, init_device_mesh("cpu", (2,)))
+    sparsifier = NMSparsifier(model, "2:4", SRSTE(decay), skip_first_last=False).attach()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    sparsifier.register(optimizer)
+    grads = [torch.randn(32, 16), torch.randn(8, 32)]
+    for layer, grad in zip((model.up, model.down), grads, strict=True):
+        layer.weight.grad = distribute_tensor(
+            grad, layer.weight.device_mesh, layer.weight.placements
+        )
+    sparsifier.before_step(optimizer)
+    for layer, grad in zip((model.up, model.down), grads, strict=True):
+        weight = layer.weight.full_tensor().detach()
+        kept = magnitude_mask(weight, "2:4")
+        pruned = torch.where(kept, 0, weight)
+        size = grad[kept].norm() / 2 / pruned.norm() if decay == "relative" else decay
+        torch.testing.assert_close(layer.weight.grad.full_tensor(), grad + size * pruned)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("decay", [0.5, "relative"])
+def test_each_process_decays_the_pruned_entries_of_its_shard(tmp_path, decay):
+    in_processes(2, tmp_path / "run", decayed, decay)
 
 
 def cut(hidden):

@@ -188,7 +188,10 @@ def _compare_mask(c):
 
 
 def _compare_size(c):
-    kept = c.weight.double()[c.mask]
+    kept, pruned = (c.weight.double()[part] for part in (c.mask, ~c.mask))
+    sums = torch.tensor(mask_passes.squares(c.weight, c.bits), dtype=torch.float64)
+    expected = torch.stack([kept.square().sum(), pruned.square().sum()])
+    torch.testing.assert_close(sums, expected, rtol=1e-9, atol=1e-30, equal_nan=True)
     expected = kept.square().mean().sqrt() if len(kept) else torch.zeros(())
     found = torch.tensor(mask_passes.size_of_kept(c.weight, c.bits), dtype=torch.float64)
     torch.testing.assert_close(found, expected.double(), rtol=1e-9, atol=1e-30, equal_nan=True)

@@ -3,6 +3,7 @@
 They are forked from one that has imported what takes seconds, and has done nothing since.
 """
 
+import faulthandler
 import multiprocessing
 import os
 
@@ -31,6 +32,7 @@ def in_processes(world, folder, function, *args):
 
 
 def _enter(rank, world, folder, function, args):
+    faulthandler.enable()  # pytest enables its own in the parent alone: an abort here would say nothing
     ranks = {
         "RANK": rank,
         "LOCAL_RANK": rank,

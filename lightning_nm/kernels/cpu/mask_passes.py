@@ -188,8 +188,14 @@ def has_whole_rows(rows: Tensor, weight: Tensor, m: int) -> bool:
 
 def size_of_kept(weight: Tensor, bits: Tensor) -> float:
     """The root mean square of the entries of a weight whose forward bit is set; 0 if there are none."""
-    job = _run("KEPT_SIZE", bits, weight=weight, written=[])
+    job = _run("SIZES", bits, weight=weight, written=[])
     return math.sqrt(job.kept_square / max(job.kept, 1))
+
+
+def squares(tensor: Tensor, bits: Tensor) -> tuple[float, float]:
+    """The sums of the squares of the entries whose forward bit is set, and of those whose bit is not."""
+    job = _run("SIZES", bits, weight=tensor, written=[])
+    return float(job.kept_square), float(job.pruned_square)
 
 
 @torch.no_grad()

@@ -88,33 +88,39 @@ INLINE void mask_entry(void *to, int32_t dtype, int64_t at, int keep) {
         }                              \
     } while (0)
 
-/* ------------------------------------------------------------------------------------------------ size of kept entries */
+/* --------------------------------------------------------------------------------------- sizes of kept and of pruned entries */
 
 typedef struct {
     const nm_evolution *e;
-    double *sums; /* of each chunk */
+    double *sums; /* of each chunk: of the kept entries, of the pruned ones */
     int64_t *counts;
 } size_job;
 
 INLINE void size_of_chunk(size_job *job, int64_t chunk, const int32_t dtype) {
     const nm_evolution *e = job->e;
     int64_t begin = chunk * CHUNK, end = nm_min(begin + CHUNK, e->entries), i = begin, count = 0;
-    double sums[8] = {0}, sum = 0;
+    double kept[8] = {0}, pruned[8] = {0}, *sums = job->sums + 2 * chunk;
     for (; i + 8 <= end; i += 8)
         for (int64_t k = 0; k < 8; k++) {
             int keep = e->bits[i + k] & 1;
-            double value = keep ? (double)read_entry(e->weight, dtype, i + k) : 0.0;
-            sums[k] += value * value;
+            double value = (double)read_entry(e->weight, dtype, i + k);
+            double square = value * value;
+            /* Not multiplied by the bit: an infinite entry would make the other sum NaN. */
+            kept[k] += keep ? square : 0.0;
+            pruned[k] += keep ? 0.0 : square;
             count += keep;
         }
-    for (; i < end; i++) {
+    for (int64_t k = 0; i < end; i++, k++) {
         int keep = e->bits[i] & 1;
-        double value = keep ? (double)read_entry(e->weight, dtype, i) : 0.0;
-        sum += value * value;
+        double value = (double)read_entry(e->weight, dtype, i);
+        *(keep ? &kept[k] : &pruned[k]) += value * value;
         count += keep;
     }
-    for (int64_t k = 0; k < 8; k++) sum += sums[k];
-    job->sums[chunk] = sum;
+    sums[0] = sums[1] = 0;
+    for (int64_t k = 0; k < 8; k++) {
+        sums[0] += kept[k];
+        sums[1] += pruned[k];
+    }
     job->counts[chunk] = count;
 }
 
@@ -124,19 +130,20 @@ static void size_task(int64_t begin, int64_t end, void *context) {
         EACH_DTYPE(job->e->dtype, size_of_chunk(job, chunk, DTYPE));
 }
 
-/* The sum of the squares of kept weights, and their number. */
-static void kept_size(nm_evolution *e) {
+/* The sums of the squares of kept and of pruned entries, and the number of the kept ones. */
+static void sizes(nm_evolution *e) {
     int64_t chunks = nm_ceil(e->entries, CHUNK);
     size_job job = {.e = e};
-    e->kept_square = 0;
+    e->kept_square = e->pruned_square = 0;
     e->kept = 0;
-    job.sums = malloc((size_t)(chunks + 1) * sizeof(double));
+    job.sums = malloc((size_t)(chunks + 1) * 2 * sizeof(double));
     job.counts = malloc((size_t)(chunks + 1) * sizeof(int64_t));
     if (job.sums && job.counts) {
         nm_run(e->parallel, e->threads, chunks, size_task, &job);
         /* Chunk by chunk, so that the number of threads changes no bit. */
         for (int64_t chunk = 0; chunk < chunks; chunk++) {
-            e->kept_square += job.sums[chunk];
+            e->kept_square += job.sums[2 * chunk];
+            e->pruned_square += job.sums[2 * chunk + 1];
             e->kept += job.counts[chunk];
         }
     } else {
@@ -611,7 +618,7 @@ static void largest_of_columns(nm_evolution *e) {
 }
 
 const nm_pass LEVEL(nm_evolve)[] = {
-    [NM_KEPT_SIZE] = kept_size,
+    [NM_SIZES] = sizes,
     [NM_GATHER] = gather,
     [NM_EXCHANGE] = exchange,
     [NM_KEEP] = keep,

@@ -28,7 +28,7 @@
 enum { NM_LINEAR, NM_MATMUL, NM_SAMPLED };
 enum { NM_FORWARD, NM_DGRAD, NM_WGRAD };
 /* Passes over a weight and its mask. */
-enum { NM_KEPT_SIZE, NM_GATHER, NM_EXCHANGE, NM_KEEP, NM_MASK, NM_DECAY, NM_LARGEST, NM_LARGEST_OF_COLUMNS };
+enum { NM_SIZES, NM_GATHER, NM_EXCHANGE, NM_KEEP, NM_MASK, NM_DECAY, NM_LARGEST, NM_LARGEST_OF_COLUMNS };
 /* Operands are of the first two, weights and gradients of a pass of the first three, scores of all. */
 enum { NM_FLOAT32, NM_BFLOAT16, NM_FLOAT16, NM_FLOAT64, NM_INT32, NM_INT64 };
 enum { NM_NO_MEMORY = 1, NM_NO_KERNEL, NM_TOO_LARGE }; /* why there is no result */
@@ -131,7 +131,7 @@ typedef struct {
     float limit;                       /* what is larger is no evidence */
     double decay;
     float correction, epsilon, size;
-    double kept_square; /* results */
+    double kept_square, pruned_square; /* results */
     int64_t kept;
     /* Blocks of m entries: block (out * taps + tap) * blocks_per_row + column. */
     int64_t blocks_per_row, taps, n, m, out_stride, tap_stride, in_stride;
