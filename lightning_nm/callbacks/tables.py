@@ -83,7 +83,7 @@ def hyperparameters(sparsifier: NMSparsifier, prefix: str = "nm") -> dict[str, A
         >>> from torch import nn
         >>> found = hyperparameters(NMSparsifier(nn.Linear(8, 8), "2:4", "sr-ste"))
         >>> found["nm/pattern"], found["nm/method"], found["nm/method/decay"], found["nm/grad_estimator"]
-        ('2:4', 'sr-ste', 0.0002, 'none')
+        ('2:4', 'sr-ste', 'relative', 'none')
     """
     # The general rule comes last, because the first one that matches a layer decides.
     *rules, general = sparsifier.settings.rules

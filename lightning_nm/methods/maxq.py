@@ -53,7 +53,7 @@ class MaxQ(SRSTE):
         stop: When all blocks are N:M, in the same units. The code's is a quarter: 30 of 120 epochs.
         ramp: How the fraction of dense blocks falls in between: ``"linear"``, as in the code's scripts, ``"cubic"``,
             ``"cos"`` or ``"exp"``.
-        decay: The SR-STE decay of pruned weights.
+        decay: The decay of pruned weights, see :class:`SRSTE`.
         temperature: :math:`\tau`.
         decay_scale: A factor of the decay. ``"world-size"`` is the number of processes.
         decay_at: ``"before-clipping"`` or ``"after-clipping"``, see :class:`SRSTE`.

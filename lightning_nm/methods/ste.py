@@ -9,12 +9,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_nm.functional.evolution import LONGEST_BLOCK, BlockGrid
+from lightning_nm.functional.masks import wide_dtype
 from lightning_nm.functional.select import masked
 from lightning_nm.kernels.cpu import mask_passes
 from lightning_nm.methods.base import MaskMethod, largest_entries
 from lightning_nm.methods.checks import check_number, check_option
 from lightning_nm.nn.layer import NMLayer
-from lightning_nm.nn.weight import sum_of_shards
+from lightning_nm.nn.weight import as_sharded, gather, sum_of_shards
 from lightning_nm.schedule import Moment, Phases, Steps, check_window, resolve_window, within
 from lightning_nm.training.ranks import processes
 
@@ -117,6 +118,10 @@ DecayScale = float | Literal["world-size"]
 
 RELATIVE = 0.5
 """The norm of a relative decay, over that of the gradient at kept entries."""
+LEAST = 1e-4
+"""The norm that pruned weights have at least in a relative decay, over that of the kept ones."""
+LARGEST = 1e30
+"""A larger factor is none: in float32 it may be infinite."""
 
 
 class SRSTE(STE):
@@ -130,10 +135,12 @@ class SRSTE(STE):
 
     .. math:: \lambda = \frac{\lVert m \odot G \rVert}{2 \lVert (1 - m) \odot W \rVert},
 
-    so that :math:`\lambda (1 - m) \odot W` is half as long as the gradient at kept entries. Let the gradient at pruned
-    entries be noise, u the size of the optimizer's step there, and a the decay's fraction of it: entries walk at random
-    by u and are pulled back by a u, so they stay within about u / 2a of zero, under SGD and Adam alike. There are
-    (M - N) / N times as many pruned entries as kept ones, which makes a smaller at 1:16 than at 2:4.
+    so that :math:`\lambda (1 - m) \odot W` is half as long as the gradient at kept entries; of experts, for each by
+    itself. Let the gradients at pruned entries be noise as large as those at kept ones, and u how far one of them moves
+    an entry in all: about the learning rate under Adam. At each entry the decay then has the size of
+    :math:`a = \sqrt{N / (M - N)} / 2` gradients. Pruned entries walk at random by u and are pulled back by a u, so they
+    stay within about u / 2a of zero: u at 2:4, 4 u at 1:16, under SGD and Adam alike. Pruned weights count as at least
+    1e-4 times as long as kept ones.
 
     Args:
         decay: :math:`\lambda`; ``"relative"`` is the formula above, which is this project's. The paper has 2e-4, and
@@ -147,6 +154,7 @@ class SRSTE(STE):
             the optimizer's step begins, as FST does; the gradient's norm does not count it.
 
     Raises:
+        TypeError: If ``decay`` is neither a number nor ``"relative"``.
         ValueError: If ``decay`` or ``decay_scale`` is negative, for an unknown ``decay_scale`` or ``decay_at``, and
             what :class:`STE` refuses.
     """
@@ -216,21 +224,27 @@ class SRSTE(STE):
             bits = None
         # Each process adds the decay before the all-reduce in the authors' code, so that their decays add up.
         scale = processes() if self.decay_scale == "world-size" else float(self.decay_scale)
-        if self.decay == "relative":
-            # Stays a tensor: its value would wait for the device.
-            factor = scale * _relative_decay(layer, grad, weight, kept, bits)
-        else:
+        if self.decay != "relative":
             factor = torch.tensor(scale * self.decay, dtype=torch.float64)
+        elif layer.view.layout.has_experts:
+            # Each expert has a matrix of its own, and may get few tokens. A pass has one factor for all.
+            factor = scale * _of_each_expert(layer, grad, weight, kept)
+            bits = None
+        else:
+            # Stays a tensor: its value would wait for the device.
+            factor = scale * _of_whole_weight(layer, grad, weight, kept, bits)
         if bits is not None:
             mask_passes.decay_(grad, weight, bits, float(factor))
-        else:
-            grad.add_(masked(weight, ~kept).mul_(factor))
+            return
+        # Half precision is rounded once, by the sum.
+        pull = masked(weight, ~kept).to(wide_dtype(weight))
+        grad.add_(pull.mul_(factor))
 
 
-def _relative_decay(
+def _of_whole_weight(
     layer: NMLayer, grad: Tensor, weight: Tensor, kept: Tensor, bits: Tensor | None
 ) -> Tensor:
-    r"""The :math:`\lambda` of a relative decay, over the shards of all processes; 0 if all pruned entries are 0.
+    r"""The :math:`\lambda` of a relative decay, over the shards of all processes.
 
     Args:
         layer: The layer.
@@ -240,15 +254,29 @@ def _relative_decay(
         bits: That of the masks' bits, if the library of CPU kernels reads all of them.
     """
     if bits is not None:
-        of_grad, of_weight = (
-            mask_passes.squares(grad, bits)[0],
-            mask_passes.squares(weight, bits)[1],
-        )
-        squares = torch.tensor([of_grad, of_weight], dtype=torch.float64)
+        sums = (mask_passes.squares(grad, bits)[0], *mask_passes.squares(weight, bits))
+        squares = torch.tensor(sums, dtype=torch.float64)
     else:
-        parts = masked(grad, kept), masked(weight, ~kept)
+        parts = masked(grad, kept), masked(weight, kept), masked(weight, ~kept)
         # In float64, so that the order of summation hardly ever changes the result.
         norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]
         squares = torch.stack(norms).square()
-    of_grad, of_weight = sum_of_shards(squares, layer.param)
-    return torch.where(of_weight > 0, RELATIVE * (of_grad / of_weight).sqrt(), 0.0)
+    return _relative(*sum_of_shards(squares, layer.param))
+
+
+def _of_each_expert(layer: NMLayer, grad: Tensor, weight: Tensor, kept: Tensor) -> Tensor:
+    r"""The :math:`\lambda` of each expert, in the shape of this process's shard of the weight ``[experts, ...]``."""
+    parts = masked(grad, kept), masked(weight, kept), masked(weight, ~kept)
+    squares = [
+        gather(as_sharded(part.double().square(), layer.param).sum((1, 2), keepdim=True))
+        for part in parts
+    ]
+    return layer.view.shard_of(_relative(*squares).expand(layer.view.shape))
+
+
+def _relative(gradient: Tensor, kept: Tensor, pruned: Tensor) -> Tensor:
+    """The factor of a relative decay from sums of squares: of the gradient at kept entries, kept and pruned weights."""
+    # The few leftovers of weights that were set to zero would get the pull of all.
+    factor = RELATIVE * (gradient / pruned.clamp(min=LEAST**2 * kept)).sqrt()
+    # Nothing to decay is 0 / 0. The gradient of a step that a scaler skips is infinite: times a zero it would be NaN.
+    return torch.where(factor < LARGEST, factor, 0.0)

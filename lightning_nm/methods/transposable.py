@@ -20,8 +20,9 @@ class TransposableMask(SRSTE):
 
     Args:
         update_every: Optimizer steps between two selections of the mask (the paper's 40).
-        decay: The SR-STE decay of pruned weights. The paper has none, which is 0. The default is this project's:
-            without a decay every selection exchanges entries that the other weights do not fit (docs/recipes.md).
+        decay: The decay of pruned weights, see :class:`SRSTE`. The paper has none, which is 0. The default is this
+            project's: without a decay every selection exchanges entries that the other weights do not fit
+            (docs/recipes.md).
         dense_start: How long training stays dense before the first masks: training steps, or a fraction of them.
         dense_end: How long it is dense again at the end, in the same units: **the trained model is dense then**.
         first_update: Optimizer steps before the mask that was selected at the start is first replaced; ``None`` for

@@ -115,6 +115,32 @@ def test_a_relative_decay_is_half_as_long_as_the_gradient_of_kept_entries(dtype,
 
 
 @pytest.mark.parametrize("by_library", [True, False])
+@pytest.mark.parametrize("size", [1e-40, 1e-6])
+def test_the_leftovers_of_weights_that_were_set_to_zero_are_not_pulled_far(by_library, size):
+    run = Loop(SRSTE(), model=one_layer(torch.float32))
+    pruned = ~run.layer.forward_mask
+    weight = run.layer.param.detach()
+    weight[pruned] = 0
+    weight[tuple(pruned.nonzero()[0])] = size
+    run.layer.param.grad = torch.ones_like(weight)
+    with patch.object(mask_passes, "runs", runs if by_library else lambda *_: False):
+        run.sparsifier.before_step(run.optimizer)
+    assert (run.layer.param.grad - 1).abs().max() < 0.05
+
+
+@pytest.mark.parametrize("by_library", [True, False])
+def test_an_infinite_gradient_stays_where_it_was(by_library):
+    """Clipping by value makes it finite."""
+    run = Loop(SRSTE(), model=one_layer(torch.float32))
+    grad = run.layer.param.grad = torch.ones_like(run.layer.param)
+    grad[tuple(run.layer.forward_mask.nonzero()[0])] = torch.inf
+    before = grad.clone()
+    with patch.object(mask_passes, "runs", runs if by_library else lambda *_: False):
+        run.sparsifier.before_step(run.optimizer)
+    assert torch.equal(grad, before)
+
+
+@pytest.mark.parametrize("by_library", [True, False])
 def test_without_pruned_weights_or_gradients_nothing_decays(by_library):
     run = Loop(SRSTE(), model=one_layer())
     pruned = ~run.layer.forward_mask
