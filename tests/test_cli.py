@@ -194,6 +194,10 @@ STARTS = "there is no 'dense_strat'; did you mean 'dense_start'"
             "method: {class_path: lightning_nm.BAME, init_args: {stop: 1.5}}",
             "stop=1.5.*an integer",
         ),
+        (
+            "method: {class_path: lightning_nm.SRSTE, init_args: {decay: relativ}}",
+            "SRSTE, decay: 'relativ' is neither a number nor relative; did you mean 'relative'",
+        ),
         ("grad_estimator: mvu", "mvu.*approx-mvue"),
         (
             "grad_estimator: {class_path: lightning_nm.MVUE, init_args: {pattern: 5:4}}",
@@ -221,7 +225,7 @@ def test_an_unknown_mistake_has_no_hint(fit, capsys):
     """Such as a bad argument of a method, which is not taken for its name."""
     assert hint("Subcommand 'fit' does not accept option 'trainr.accelerator'") == ""
     assert hint("") == ""
-    assert fit("method: {class_path: lightning_nm.SRSTE, init_args: {decay: abc}}") == 2
+    assert fit("method: {class_path: lightning_nm.CAST, init_args: {decay: abc}}") == 2
     said = capsys.readouterr().err
     assert "Expected a <class 'float'>. Got value: abc" in said
     assert "hint:" not in said

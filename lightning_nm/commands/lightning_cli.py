@@ -136,7 +136,7 @@ _MISTAKES = (
     r"Not of type [^:\n]+: (?P<told>.+)",
     # An error that a class raised: an item of the list that does not begin as jsonargparse's own.
     r"^ *- (?P<told>(?!Expected |Problem with |Not a |Does not |Unexpected |a class path|a dict ).+)",
-    r"Expected a typing\.Literal(?P<literal>\[.*?\])(?:(?!class_path)[\s\S])*?G(?:ot|iven) value: (?P<word>.*)",
+    r"(?P<number>Expected a <class 'float'>\n *- )?Expected a typing\.Literal(?P<literal>\[.*?\])(?:(?!class_path)[\s\S])*?G(?:ot|iven) value: (?P<word>.*)",
 )
 # The line of a key or a class which encloses the end of a text: the lines after it are deeper or empty.
 _PLACE = r"""^( *).*(?:Parser key "(.*)":|class_path '(.*)':)(?=(?:\n(?:\1 .*)?)*\Z)"""
@@ -155,7 +155,7 @@ def hint(message: str) -> str:
         found = re.search(pattern, message, re.MULTILINE)
         if found is not None:
             # The dash of a list's item counts as indent, so the item is deeper than the line above it.
-            before = message[: found.start(1)].replace("- ", "  ")
+            before = message[: found.start()].replace("- ", "  ")
             # Of each line its indent, a key and a class path; one of the latter two is empty.
             places = re.findall(_PLACE, before, re.MULTILINE)
             where = ", ".join(key or path.rpartition(".")[2] for _, key, path in places)
@@ -173,7 +173,8 @@ def _explanation(mistake: dict[str, str], class_path: str) -> str:
     known: list[str] = []
     if "literal" in mistake:
         known = list(map(str, ast.literal_eval(mistake["literal"])))
-        text = f"'{word}' is none of {', '.join(known)}"
+        is_what = "neither a number nor" if mistake["number"] else "none of"
+        text = f"'{word}' is {is_what} {', '.join(known)}"
     elif "module" in mistake:
         known = dir(importlib.import_module(mistake["module"]))
     elif "keys" in mistake:  # of a rule or a schedule

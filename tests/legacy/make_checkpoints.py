@@ -53,7 +53,7 @@ class Model(pl.LightningModule):
 def callback(name):
     """What the checkpoint of this name was made with."""
     method, estimator = {
-        "bi-mask": (BiMask(permute_every=3), None),
+        "bi-mask": (BiMask(permute_every=3, decay=2e-4), None),
         "bame": (BAME(stop=8, every=2, budget=1.0, evidence="batch"), None),
         "three-gemms": (TransposableMask(update_every=3, decay=0), MVUE("1:2")),
         # Version 0.3 made these two with storage="packed", which later versions do not have.
