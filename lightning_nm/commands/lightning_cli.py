@@ -136,7 +136,8 @@ _MISTAKES = (
     r"Not of type [^:\n]+: (?P<told>.+)",
     # An error that a class raised: an item of the list that does not begin as jsonargparse's own.
     r"^ *- (?P<told>(?!Expected |Problem with |Not a |Does not |Unexpected |a class path|a dict ).+)",
-    r"(?P<number>Expected a <class 'float'>\n *- )?Expected a typing\.Literal(?P<literal>\[.*?\])(?:(?!class_path)[\s\S])*?G(?:ot|iven) value: (?P<word>.*)",
+    r"(?P<number>Expected a <class 'float'>\n *- )?"
+    r"Expected a typing\.Literal(?P<literal>\[.*?\])(?:(?!class_path)[\s\S])*?G(?:ot|iven) value: (?P<word>.*)",
 )
 # The line of a key or a class which encloses the end of a text: the lines after it are deeper or empty.
 _PLACE = r"""^( *).*(?:Parser key "(.*)":|class_path '(.*)':)(?=(?:\n(?:\1 .*)?)*\Z)"""
