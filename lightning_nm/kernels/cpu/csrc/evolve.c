@@ -88,7 +88,7 @@ INLINE void mask_entry(void *to, int32_t dtype, int64_t at, int keep) {
         }                              \
     } while (0)
 
-/* --------------------------------------------------------------------------------------- sizes of kept and of pruned entries */
+/* ------------------------------------------------------------------------------ sizes of kept and of pruned entries */
 
 typedef struct {
     const nm_evolution *e;
