@@ -22,7 +22,7 @@ ETHOS_NOTEBOOK := notebooks/05_ethos_u85.ipynb
 
 ## Train a small residual CNN 2:4 sparse on real images, with a TensorBoard log and a checkpoint in runs/.
 demo: .venv/.demo
-	$(BIN)/lightning-nm fit -c configs/digits-bi-mask.yaml
+	$(BIN)/lightning-nm fit -c configs/digits.yaml
 
 ## Train a small GPT on real text at 1:16 and dense side by side: tokens per second and losses, with curves in runs/speed.
 ## Each side trains for a minute and 20 steps at least. OPTIONS="--seconds 600" trains longer; OPTIONS=--help lists all.

@@ -110,7 +110,9 @@ def distilled(
     sparsifier = NMSparsifier(
         model,
         pattern,
-        ASP(init="zeros") if method == "asp" else BAME(),
+        # The evidence and the scale of version 0.3, which the committed figures are of.
+        ASP(init="zeros") if method == "asp" else BAME(evidence_rate=0.015, reach=None),
+        scale=None,
         include=layers,
         skip_first_last=False,
         planned_steps=len(batches),

@@ -296,6 +296,7 @@ class ResolvedRules:
         skip_first: Whether the first convolution is dense.
         skip_last: Whether the last linear layer is dense.
         presets: The presets of the rules' methods, each once; empty without a preset.
+        scale: The scale of initial values and learning rates; ``None`` for that of a dense weight.
 
     Example:
         >>> from lightning_nm import SparsityConfig
@@ -309,6 +310,7 @@ class ResolvedRules:
     skip_first: bool
     skip_last: bool
     presets: list[Preset]
+    scale: Scale | None
 
 
 def _check_dgrad(rule: Rule) -> None:
@@ -351,9 +353,8 @@ class SparsityConfig:
 
     Args:
         pattern: The N:M pattern: ``"2:4"``, ``{n: 2, m: 4}``, or the integer that YAML makes of an unquoted 2:4.
-        method: A short name, such as ``bi-mask``, ``sr-ste``, ``bame`` or ``asp``, of those in docs/which-method.md, or
-            a :class:`Method`
-            by ``class_path``.
+        method: A short name, such as ``bame``, ``asp``, ``sr-ste`` or ``bi-mask``, of those in docs/which-method.md, or
+            a :class:`Method` by ``class_path``.
         grad_estimator: The estimator that replaces the output gradient dY in the weight-gradient GEMM: ``mvue``,
             ``approx-mvue``, ``top-n``, or a :class:`GradientEstimator` by ``class_path``; ``dense`` keeps dY, and so
             does ``None`` unless the preset has an estimator. By short name, ``mvue`` and ``top-n`` use each layer's own
@@ -384,7 +385,8 @@ class SparsityConfig:
             0 for none. Compiled layers are never compared.
         scale: ``supar``: weights that are not trained yet get initial values that make up for the pruned entries, and
             masked weights the learning rate times ``base_density / density`` (arXiv 2405.15743, docs/recipes.md).
-            ``supar-lr``: the learning rate alone, for weights that were trained before.
+            ``supar-lr``: the learning rate alone, for weights that were trained before. ``auto``: ``supar`` where
+            ``method`` is ``bame``, else ``None``: neither.
         base_density: The density that the learning rate and the initial values suit: 1 if they were found for the dense
             model.
         dgrad: ``mvue``: the input gradient is made with a random draw of the forward weight, N:M along the outputs and
@@ -415,7 +417,7 @@ class SparsityConfig:
     """
 
     pattern: PatternLike = "2:4"
-    method: MethodName | Method = "bi-mask"
+    method: MethodName | Method = "bame"
     grad_estimator: EstimatorName | GradientEstimator | None = None
     include: str | list[str] | None = None
     exclude: str | list[str] | None = None
@@ -426,7 +428,7 @@ class SparsityConfig:
     seed: int = 0
     frozen: Frozen = "dense"
     grad_snr_every: int = 100
-    scale: Scale | None = None
+    scale: Scale | Literal["auto"] | None = "auto"
     base_density: float = 1.0
     dgrad: DgradName | None = None
     schedule: ScheduleSpec | None = None
@@ -491,6 +493,9 @@ class SparsityConfig:
             deciding = (presets if is_neutral else [general_preset]) or [_NEUTRAL]
             skip_first = any(preset.skip_first for preset in deciding)
             skip_last = any(preset.skip_last for preset in deciding)
+        scale = self.scale
+        if scale == "auto":
+            scale = general.method.default_scale
         return ResolvedRules(
             # The first match decides: the general rule comes last, because it may match every layer.
             rules=scheduled,
@@ -498,6 +503,7 @@ class SparsityConfig:
             skip_first=skip_first,
             skip_last=skip_last,
             presets=presets,
+            scale=scale,
         )
 
     def _preset(self, method: MethodName | Method) -> Preset:

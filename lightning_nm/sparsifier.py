@@ -37,7 +37,13 @@ from lightning_nm.training.phases import (
     refuse_to_mask,
     told_as_dense,
 )
-from lightning_nm.training.scale import ScaledLearningRates, rescale_initial
+from lightning_nm.training.scale import (
+    Scale,
+    ScaledLearningRates,
+    forget_initial,
+    rescale_initial,
+    restore_initial,
+)
 from lightning_nm.training.statistics import (
     flops_ratios,
     joint_statistics,
@@ -86,7 +92,7 @@ class NMSparsifier:
         self,
         model: nn.Module,
         pattern: PatternLike = "2:4",
-        method: MethodName | Method = "bi-mask",
+        method: MethodName | Method = "bame",
         grad_estimator: EstimatorName | GradientEstimator | None = None,
         *,
         config: SparsityConfig | None = None,
@@ -113,13 +119,13 @@ class NMSparsifier:
         self.attached = False
         self.initial_factors: dict[str, float] = {}
         """By layer name, what ``scale="supar"`` multiplied its initial weight by."""
-        rates = None
-        if self.config.scale is not None:
-            rates = ScaledLearningRates(self.config.base_density)
         self.training = TrainingStep(
-            model, rates, self.config.grad_snr_every, self.config.direct_reads, not managed
+            model, self.config.grad_snr_every, self.config.direct_reads, not managed
         )
         """What advances when an optimizer steps."""
+        self.scale: Scale | None
+        """The scale of initial values and learning rates; ``None`` for that of a dense weight."""
+        self._use_scale(self.settings.scale)
 
     @property
     def layers(self) -> dict[str, NMLayer]:
@@ -169,6 +175,7 @@ class NMSparsifier:
             return self
         if state:
             check_schema(state)
+            self._use_scale(self._scale_after(state))
         try:
             self._select(state or {}, optimizers)
         except UnknownLength as error:
@@ -183,7 +190,7 @@ class NMSparsifier:
         if told and not self.managed:  # a callback warns when its training starts
             warnings.warn(told, stacklevel=2)
         # Only initial values are scaled: none of a saved training, and none that were trained before this attach().
-        if self.config.scale == "supar" and not state and self.clock == 0:
+        if self.scale == "supar" and not state and self.clock == 0:
             for layer in self.selection.layers:
                 # A weight with a dense start is trained when its masks come, and keeps its values then.
                 if layer.masks.has_forward:
@@ -256,6 +263,9 @@ class NMSparsifier:
                 "no optimizer is registered: call sparsifier.register(optimizer) before training"
             )
         stepped = self.training.end_batch()
+        if stepped and self.clock == 1:
+            for layer in self.selection.layers:
+                forget_initial(layer)
         if self.selection.frozen:
             self.mask_unfrozen()
         return stepped
@@ -322,6 +332,9 @@ class NMSparsifier:
             self.training.forgotten.detaching(self.selection.layers)
             self.training.stop(keep_parameters=keep_parameters)
             self.attached = False
+            # A fit that fails before its first step leaves the model as it came.
+            for layer in self.selection.layers:
+                restore_initial(layer)
 
     def _require_attached(self, call: str) -> None:
         if not self.attached:
@@ -400,13 +413,25 @@ class NMSparsifier:
             "waiting": [layer.name for layer in self.selection.frozen],
             "ends": dict(self.selection.first_last),
             **self._skips(),
-            "scale": self.config.scale or "",
+            "scale": self.scale or "",
             "base_density": self.config.base_density,
             "auto": "",  # 0.3 reads it: no training chooses patterns
         }
 
     def _skips(self) -> dict[str, bool]:
         return {"skip_first": self.settings.skip_first, "skip_last": self.settings.skip_last}
+
+    def _use_scale(self, scale: Scale | None) -> None:
+        self.scale = scale
+        self.training.scale_rates(
+            None if scale is None else ScaledLearningRates(self.config.base_density)
+        )
+
+    def _scale_after(self, state: State) -> Scale | None:
+        """The scale of a training that goes on from this state: that of the state, if none was asked for."""
+        if self.config.scale == "auto":
+            return state["scale"] or None
+        return self.settings.scale
 
     def load_state_dict(self, state: State) -> None:
         """Restore masks, latent values and clocks; call it after ``model.load_state_dict``.
@@ -417,10 +442,11 @@ class NMSparsifier:
         """
         self._require_attached("load_state_dict")
         check_schema(state)
+        scale = self._scale_after(state)
         check_scale(
             state,
             self.selection,
-            self.config.scale,
+            scale,
             self.config.base_density,
             {} if self.clock else self.initial_factors,
         )
@@ -428,6 +454,7 @@ class NMSparsifier:
 
         saved = state["layers"]
         # All checks have passed: from here on the model is changed.
+        self._use_scale(scale)
         frozen = [layer for layer in self.selection.frozen if layer.name in saved]
         self._mask_frozen(frozen, saved)
         self.seed = state["seed"]

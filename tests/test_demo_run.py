@@ -35,7 +35,7 @@ def test_every_config_runs(config, tmp_path, monkeypatch, capsys):
 @pytest.mark.filterwarnings("ignore")
 def test_the_demo_learns_and_its_checkpoint_is_sparse_and_resumes(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    fit = ["fit", "-c", str(ROOT / "configs" / "digits-bi-mask.yaml")]
+    fit = ["fit", "-c", str(ROOT / "configs" / "digits.yaml")]
     command = [sys.executable, "-W", "ignore", "-m", "lightning_nm", *fit, "--trainer.max_epochs=4"]
     result = subprocess.run(
         command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300

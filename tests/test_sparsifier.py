@@ -33,7 +33,7 @@ def network():
     ],
 )
 def test_what_is_forgotten_is_named(call, error, words):
-    sparsifier = NMSparsifier(network()).attach()
+    sparsifier = NMSparsifier(network(), method="bi-mask").attach()
     with pytest.raises(error, match=words):
         call(sparsifier, sgd(sparsifier.model.parameters()))
 
@@ -312,6 +312,6 @@ def test_layers_that_no_batch_reached_are_unseen_in_a_compiled_model_too():
     parts = {"used": nn.Linear(16, 16), "idle": nn.Linear(16, 16), "block": network()}
     model = nn.ModuleDict(parts)
     model["block"].compile(backend="eager")
-    sparsifier = NMSparsifier(model, "2:4", skip_first_last=False).attach()
+    sparsifier = NMSparsifier(model, "2:4", "bi-mask", skip_first_last=False).attach()
     model["used"](torch.randn(4, 16))
     assert sparsifier.training.unseen() == ["idle"]

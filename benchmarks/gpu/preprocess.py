@@ -147,7 +147,13 @@ def ways_of_an_adaptation(weight: Tensor, pattern: NMPattern) -> list[Way]:
     old = Evidence(value / SCALE, value.square(), torch.ones((), device=weight.device))
     rate, limit = torch.tensor([1e-3, 1e3], device=weight.device)
     correction = replace(old, count=old.count + 1).correction()
-    step = {"correction": correction, "limit": limit, "size": rate, "own_ratio": 1.0}
+    step = {
+        "correction": correction,
+        "limit": limit,
+        "size": rate,
+        "own_ratio": 1.0,
+        "fraction": 1.0,
+    }
     grid = BlockGrid.of(weight, m)
     passes = passes_for(weight, bits, value)
 

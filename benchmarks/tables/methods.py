@@ -29,7 +29,9 @@ TEXT = Task("help-topics", "test_bits_per_byte", 1.0, 3, more_is_better=False)
 IMAGES = Task("fashion-mnist", "test_acc", 100.0, 2, more_is_better=True)
 PATTERNS = ("2:4", "1:4", "1:16")
 _RATE = "model.init_args.lr"
-SEARCHES = tuple(f"learning-rate{part}" for part in ("", "-edges", "-last", "-decays", "-relative"))
+SEARCHES = tuple(
+    f"learning-rate{part}" for part in ("", "-edges", "-last", "-decays", "-relative", "-bame")
+)
 """The studies of learning rates: their names begin with it."""
 
 

@@ -59,7 +59,7 @@ class NMSparsityCallback(Callback):
 
     Args:
         pattern: The N:M pattern: ``"2:4"``, ``{n: 2, m: 4}``, or the integer that YAML makes of an unquoted 2:4.
-        method: The short name of a method, such as ``bi-mask``, ``sr-ste``, ``bame`` or ``asp``, or a :class:`Method`
+        method: The short name of a method, such as ``bame``, ``asp``, ``sr-ste`` or ``bi-mask``, or a :class:`Method`
             by ``class_path``; docs/which-method.md has all of them.
         grad_estimator: ``mvue``, ``approx-mvue``, ``top-n``, or a :class:`GradientEstimator` by ``class_path``, which
             replaces the output gradient dY in the weight-gradient GEMM; ``None`` keeps dY.
@@ -88,7 +88,7 @@ class NMSparsityCallback(Callback):
     def __init__(
         self,
         pattern: PatternLike = "2:4",
-        method: MethodName | Method = "bi-mask",
+        method: MethodName | Method = "bame",
         grad_estimator: EstimatorName | GradientEstimator | None = None,
         *,
         config: SparsityConfig | None = None,

@@ -552,7 +552,7 @@ def _notes(sparsifier: NMSparsifier) -> Iterator[str]:
         yield f"no rows for {', '.join(name for (name,) in grouped(names))}: {NO_MATRICES}"
     if sparsifier.selection.first_last:
         yield "skip_first_last=False masks the first and the last layer, too"
-    if config.scale is not None:
+    if sparsifier.scale is not None:
         # Layers of different patterns have different factors.
         rates = {
             config.base_density / layer.spec.pattern.density for layer in sparsifier.layers.values()
@@ -560,7 +560,7 @@ def _notes(sparsifier: NMSparsifier) -> Iterator[str]:
         initial = "their values as they are"
         if sparsifier.initial_factors:
             initial = f"their initial values {_times(sparsifier.initial_factors.values())}"
-        yield f"scale={config.scale!r}: learning rates of masked weights {_times(rates)}, {initial}"
+        yield f"scale={sparsifier.scale!r}: learning rates of masked weights {_times(rates)}, {initial}"
     for preset in sparsifier.settings.presets:
         yield f"preset {config.preset}, {preset}"
     yield from phases(sparsifier)

@@ -100,7 +100,7 @@ class NMTrainerCallback(TrainerCallback):
     def __init__(
         self,
         pattern: PatternLike = "2:4",
-        method: MethodName | Method = "bi-mask",
+        method: MethodName | Method = "bame",
         grad_estimator: EstimatorName | GradientEstimator | None = None,
         *,
         config: SparsityConfig | None = None,

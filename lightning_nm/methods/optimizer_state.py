@@ -152,5 +152,5 @@ def unsupported(layer: NMLayer, optimizer: Optimizer, why: str) -> ValueError:
     """The error of an optimizer for a method that exchanges entries."""
     return ValueError(
         f"{type(optimizer).__name__} {why} (layer '{layer.name}'), so the state of pruned and regrown entries cannot "
-        "be set: use SGD, Adam, AdamW, NAdam or RAdam, or another method"
+        "be set: use SGD, Adam, AdamW, NAdam or RAdam, or another method, such as 'asp'"
     )

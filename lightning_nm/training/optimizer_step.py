@@ -43,7 +43,6 @@ class TrainingStep:
 
     Args:
         model: The model of the layers.
-        rates: What scales the learning rates of masked weights within a step.
         observe_every: Training steps between two comparisons of gradient estimates; 0 for none.
         on_direct_read: What happens when other code reads a masked weight.
         in_plain_loop: Whether the user makes the calls of a step, and may forget one.
@@ -52,7 +51,6 @@ class TrainingStep:
     def __init__(
         self,
         model: nn.Module,
-        rates: ScaledLearningRates | None,
         observe_every: int,
         on_direct_read: OnDirectRead,
         in_plain_loop: bool,
@@ -68,11 +66,7 @@ class TrainingStep:
         self.forgotten = ForgottenCalls(in_plain_loop)
         self.direct_reads = DirectReads(model, on_direct_read)
         self._model = model
-        self._rates = rates
-        # Within, the groups of a RegisteredOptimizer have the learning rates of its step.
-        self._rates_shown: Callable[[RegisteredOptimizer], AbstractContextManager[Any]] = (
-            nullcontext if rates is None else rates.shown
-        )
+        self.scale_rates(None)
         self._observe_every = observe_every
         # By id: an optimizer has no hash of its own to rely on.
         self._registered: dict[int, RegisteredOptimizer] = {}
@@ -81,6 +75,14 @@ class TrainingStep:
         # The hooks that are called for a layer in this window: none in a dense stage, and never those that its method
         # does not define. Most layers have few.
         self._hooks: dict[NMLayer, frozenset[str]] = {}
+
+    def scale_rates(self, rates: ScaledLearningRates | None) -> None:
+        """Multiply the learning rates of masked weights by these, or no more, from the next step on."""
+        self._rates = rates
+        # Within, the groups of a RegisteredOptimizer have the learning rates of its step.
+        self._rates_shown: Callable[[RegisteredOptimizer], AbstractContextManager[Any]] = (
+            nullcontext if rates is None else rates.shown
+        )
 
     def start(self, layers: Sequence[NMLayer]) -> None:
         """Install the masks of layers that have some; others may join the list later, see :meth:`add`."""
@@ -432,9 +434,8 @@ class TrainingStep:
 
     def _find_layers(self, known: RegisteredOptimizer) -> None:
         """Find the layers of an optimizer, which may have got more parameters, as the layers may have."""
-        if self._rates is not None:
-            self._rates.check_optimizer(known.optimizer, self.layers)
-        known.find_layers(self.layers)
+        check = None if self._rates is None else self._rates.check_optimizer
+        known.find_layers(self.layers, check)
         known.parameter_count = _parameter_count(known.optimizer)
 
     # -------------------------------------------------------------------------------------------- hooks of their step()

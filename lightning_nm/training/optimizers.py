@@ -27,13 +27,18 @@ class RegisteredOptimizer:
     announced: bool = False  # whether methods have shaped the gradients of its next step
     steps_in_batch: int = 0  # real steps since the last end of a batch
 
-    def find_layers(self, layers: Sequence[NMLayer]) -> None:
+    def find_layers(
+        self,
+        layers: Sequence[NMLayer],
+        check: Callable[[Optimizer, Sequence[NMLayer]], None] | None = None,
+    ) -> None:
         """Find the layers whose weight the optimizer holds, and add the parameters that their methods own.
 
-        Methods do not check the optimizer again for the layers that it had before.
+        Methods do not check the optimizer again for the layers that it had before. ``check`` comes after them.
 
         Raises:
-            ValueError: If a method cannot work with the optimizer, naming it and the layer; nothing is added then.
+            ValueError: If a method cannot work with the optimizer, naming it and the layer, or ``check`` raises it;
+                nothing is added then.
         """
         # By id: `in` a list of tensors would compare their entries.
         groups = {id(p): group for group in self.optimizer.param_groups for p in group["params"]}
@@ -48,6 +53,8 @@ class RegisteredOptimizer:
                         f"Muon trains matrices only, but {type(layer.spec.method).__name__} owns a parameter of shape "
                         f"{tuple(parameter.shape)} at layer '{layer.name}': use another optimizer for this method"
                     )
+        if check is not None:
+            check(self.optimizer, layers)
         methods_own = [parameter for layer in owned for parameter in layer.parameters.values()]
         if any(id(parameter) not in groups for parameter in methods_own):
             # All again, in the order of the layers: optimizers save their state by position, and a resumed run may mask

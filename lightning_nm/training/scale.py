@@ -39,14 +39,14 @@ copies of the parameters by their positions in the groups.
 _RATES = ("lr", "initial_lr", "max_lr", "min_lr")
 """Learning rates in a group; schedulers keep the latter three there."""
 
-# By parameter: the factor of its initial values, and the state of its memory after it.
+# By parameter: the factor of its initial values, the state of its memory after it, and the values before it.
 _rescaled = WeakTensorKeyDictionary()
 
 
 def check_scale(scale: str | None, base_density: float) -> None:
     """Refuse an unknown ``scale`` or an impossible ``base_density`` by a ``ValueError``."""
-    if scale is not None and scale not in get_args(Scale):
-        raise ValueError(f"scale={scale!r} is unknown: use 'supar', 'supar-lr' or None")
+    if scale not in (None, "auto", *get_args(Scale)):
+        raise ValueError(f"scale={scale!r} is unknown: use 'auto', 'supar', 'supar-lr' or None")
     if not 0 < base_density <= 1:
         raise ValueError(
             f"base_density={base_density} must lie in (0, 1]: the density that the learning rate suits"
@@ -70,6 +70,7 @@ def rescale_initial(layer: NMLayer, base_density: float = 1.0) -> float:
     """
     if is_rescaled(layer):
         return float(_rescaled[layer.view.optimizer_param][0])
+    before = layer.view.local.clone()
     with layer.full():
         square = _square(layer.weight)
         kept_square = _square(layer.forward_weight())
@@ -79,15 +80,32 @@ def rescale_initial(layer: NMLayer, base_density: float = 1.0) -> float:
             factor = math.sqrt(base_density * square / kept_square)
         layer.weight.mul_(factor)
     # After full(), which writes a sharded weight back: the fingerprint counts that write.
-    _rescaled[layer.view.optimizer_param] = factor, tensor_fingerprint(layer.view.local)
+    _rescaled[layer.view.optimizer_param] = factor, tensor_fingerprint(layer.view.local), before
     return factor
+
+
+@torch.no_grad()
+def restore_initial(layer: NMLayer) -> None:
+    """Give a weight back the values from before :func:`rescale_initial`, unless it was changed or trained since."""
+    if is_rescaled(layer):
+        *_, before = _rescaled[layer.view.optimizer_param]
+        if before is not None:
+            layer.view.local.copy_(before)
+            del _rescaled[layer.view.optimizer_param]
+
+
+def forget_initial(layer: NMLayer) -> None:
+    """Free the values from before :func:`rescale_initial`: the weight is trained now."""
+    parameter = layer.view.optimizer_param
+    if parameter in _rescaled:
+        _rescaled[parameter] = *_rescaled[parameter][:2], None
 
 
 def is_rescaled(layer: NMLayer) -> bool:
     """Whether the weight still has the values that :func:`rescale_initial` gave it."""
     if layer.view.optimizer_param not in _rescaled:
         return False
-    _, state_after = _rescaled[layer.view.optimizer_param]
+    _, state_after, _ = _rescaled[layer.view.optimizer_param]
     return bool(state_after == tensor_fingerprint(layer.view.local))
 
 

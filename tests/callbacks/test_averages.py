@@ -170,7 +170,7 @@ def test_weights_alone_are_those_of_the_model_not_its_average(tmp_path):
 def test_a_module_that_the_model_holds_twice_is_masked_under_both_keys():
     model = torch.nn.ModuleDict({"one": torch.nn.Sequential(torch.nn.Linear(16, 16))})
     model["two"] = torch.compile(model["one"], backend="eager")
-    layers = NMSparsifier(model, "2:4", skip_first_last=False).attach().layers
+    layers = NMSparsifier(model, "2:4", "bi-mask", skip_first_last=False).attach().layers
     names = ("one.0.weight", "two._orig_mod.0.weight", "three.0.weight")
     average = {key: torch.randn(16, 16) for key in names}
     weights = dict(average)

@@ -52,8 +52,8 @@ def test_groups_are_as_large_as_they_can_be():
 def test_a_range_is_no_glob():
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
     with pytest.raises(ValueError, match=r"'\{0,2\}' matches no"):
-        NMSparsifier(model, include="{0,2}").attach()
-    assert list(NMSparsifier(model, include="[02]").attach().layers) == ["0", "2"]
+        NMSparsifier(model, method="bi-mask", include="{0,2}").attach()
+    assert list(NMSparsifier(model, method="bi-mask", include="[02]").attach().layers) == ["0", "2"]
 
 
 @pytest.mark.parametrize("option", ["include", "exclude"])
@@ -61,7 +61,7 @@ def test_a_range_is_no_glob():
 def test_a_parameter_as_input_is_told_to_drop_its_last_part(option, glob):
     model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8)), nn.Linear(8, 8))
     with pytest.raises(ValueError, match=rf"drop '\.weight' and write '{re.escape(glob[:-7])}'"):
-        NMSparsifier(model, **{option: glob}).attach()
+        NMSparsifier(model, method="bi-mask", **{option: glob}).attach()
 
 
 @given(NAMES, st.integers(1, 40))
@@ -111,6 +111,7 @@ def test_overlap_is_told_where_there_are_two_masks(method, overlaps):
 def lines_of(model, width=100, **options):
     """The lines of the table above its rule, between it and the empty line at its end, and those below."""
     console = Console(width=width, file=io.StringIO())
+    options = {"method": "bi-mask", **options}
     print_layers(NMSparsifier(model, "2:4", **options).attach(), console)
     lines = [line.strip() for line in console.file.getvalue().splitlines()]
     rule = next(k for k, line in enumerate(lines) if line.startswith("───"))

@@ -107,7 +107,7 @@ def test_a_state_of_other_weights_is_refused(method, change, message):
         (
             BAME_EVERY_2,
             {"method": BAME(stop=4, every=1, evidence_rate=0.5)},
-            "BAME's every 2 in the checkpoint, 1 here; BAME's evidence_rate 0.015 in the checkpoint, 0.5 here",
+            "BAME's every 2 in the checkpoint, 1 here; BAME's evidence_rate 0.04 in the checkpoint, 0.5 here",
         ),
         (
             {"method": ASP()},

@@ -43,7 +43,10 @@ def run(tmp_path_factory):
     """One fit with everything on, and its events."""
     path = tmp_path_factory.mktemp("run")
     logger = TensorBoardLogger(str(path), name="logs")
-    callbacks = [NMSparsityCallback(log_layers=True), ModelCheckpoint(path / "checkpoints")]
+    callbacks = [
+        NMSparsityCallback("2:4", "bi-mask", log_layers=True),
+        ModelCheckpoint(path / "checkpoints"),
+    ]
     trainer, _ = fit(path, callbacks, logger=logger)
     return trainer, Events(logger.log_dir)
 
@@ -99,7 +102,7 @@ def printed(function, *args):
 
 def test_the_table_tells_what_each_gemm_does_and_why():
     model = Net()
-    sparsifier = NMSparsifier(model).attach()
+    sparsifier = NMSparsifier(model, method="bi-mask").attach()
     lines = printed(lambda console: console.print(layer_table(sparsifier))).splitlines()
     rows = {line.split()[0]: line.split()[1:] for line in lines if line.strip().startswith("net.")}
     assert rows["net.3"] == ["16x16x3x3", "2:4", "bi-mask", "2:4", "2:4", "dense"]
@@ -112,7 +115,7 @@ def test_the_table_tells_what_each_gemm_does_and_why():
     text = printed(print_layers, sparsifier)
     assert "of its weight FLOPs" in text
     assert "warning" not in text
-    small = NMSparsifier(Net(), include="net.3").attach()
+    small = NMSparsifier(Net(), method="bi-mask", include="net.3").attach()
     assert "less than half" in printed(print_layers, small)
 
 
@@ -120,7 +123,7 @@ def test_the_table_tells_what_each_gemm_does_and_why():
 def test_a_large_embedding_is_no_reason_for_a_warning(frozen):
     model = nn.Sequential(nn.Embedding(1000, 16), nn.Linear(16, 64), nn.Linear(64, 16))
     model[0].requires_grad_(not frozen)
-    sparsifier = NMSparsifier(model, skip_first_last=False).attach()
+    sparsifier = NMSparsifier(model, method="bi-mask", skip_first_last=False).attach()
     assert sparsifier.shares()["parameters"] < 0.5
     assert "less than half" not in printed(print_layers, sparsifier)
     model(torch.zeros(2, 4, dtype=torch.int64))
@@ -129,7 +132,7 @@ def test_a_large_embedding_is_no_reason_for_a_warning(frozen):
 
 def test_many_masked_parameters_of_few_flops_are_a_reason_for_a_warning():
     model = nn.ModuleList([nn.Linear(64, 64), nn.Linear(16, 16)])
-    sparsifier = NMSparsifier(model, include="0").attach()
+    sparsifier = NMSparsifier(model, method="bi-mask", include="0").attach()
     model[0](torch.zeros(1, 64))
     model[1](torch.zeros(1000, 16))
     assert "less than half of the model's weight FLOPs" in printed(print_layers, sparsifier)
@@ -137,7 +140,7 @@ def test_many_masked_parameters_of_few_flops_are_a_reason_for_a_warning():
 
 def test_the_summary_names_every_figure_and_where_things_are(run):
     trainer = run[0]
-    text = printed(print_summary, NMSparsifier(new_model()).attach(), trainer)
+    text = printed(print_summary, NMSparsifier(new_model(), method="bi-mask").attach(), trainer)
     for word in ("val_loss", "density", "N:M violations", "flip rate", "arithmetic", "paper"):
         assert word in text
     assert "eligible" in text

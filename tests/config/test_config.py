@@ -21,7 +21,7 @@ from lightning_nm import (
 
 SHARED = {
     "pattern": "2:4",
-    "method": "bi-mask",
+    "method": "bame",
     "grad_estimator": None,
     "include": None,
     "exclude": None,
@@ -32,7 +32,7 @@ SHARED = {
     "seed": 0,
     "frozen": "dense",
     "grad_snr_every": 100,
-    "scale": None,
+    "scale": "auto",
     "dgrad": None,
     "schedule": None,
     "base_density": 1.0,

@@ -194,7 +194,7 @@ def test_presets_of_rules_decide_if_the_general_method_is_dense(preset, rules, m
         ({"preset": "papers"}, "preset='papers' is unknown: use 'paper' or 'fst'"),
         (
             {"preset": "fst"},
-            "preset='fst' has no settings for method 'bi-mask': it has them for 'transposable'",
+            "preset='fst' has no settings for method 'bame': it has them for 'transposable'",
         ),
         (
             {"preset": "paper", "method": "bame"},
@@ -202,7 +202,7 @@ def test_presets_of_rules_decide_if_the_general_method_is_dense(preset, rules, m
         ),
         ({"preset": "fst", "method": ASP()}, "preset='fst' has no settings for method ASP objects"),
         (
-            {"preset": "paper", "rules": [{"include": "a", "method": "ste"}]},
+            {"preset": "paper", "method": "asp", "rules": [{"include": "a", "method": "ste"}]},
             "no settings for method 'ste'",
         ),
         ({"preset": "paper", "method": "bi-msak"}, "method 'bi-msak' does not exist"),
@@ -234,5 +234,5 @@ def test_it_is_seen_in_the_table_the_log_and_the_state():
     assert found["nm/preset"] == "paper"
     assert (found["nm/conv_layout"], found["nm/rules/0/conv_layout"]) == ("flat", "channels")
     assert made.state_dict()["preset"] == "paper"
-    assert NMSparsifier(model()).attach().state_dict()["preset"] == ""
-    assert "preset='paper'" in repr(NMSparsityCallback(preset="paper"))
+    assert NMSparsifier(model(), method="bi-mask").attach().state_dict()["preset"] == ""
+    assert "preset='paper'" in repr(NMSparsityCallback(method="bi-mask", preset="paper"))

@@ -239,7 +239,7 @@ FITS = "the model Sequential does not fit 'a': "
         (with_table, "'2.table' of Sequential on the meta device has no values"),
         (lambda: pack(small("1:16"), kernels="reference"), "Sequential is packed already"),
         (
-            lambda: changed(lambda m: NMSparsifier(m, "1:16").attach()),
+            lambda: changed(lambda m: NMSparsifier(m, "1:16", "bi-mask").attach()),
             "is masked by a sparsifier",
         ),
     ],

@@ -352,7 +352,7 @@ def test_every_reason():
     model["dense"].reset_parameters()
     model["b"].weight = model["a"].weight
     pack(model, exclude=["excluded", "masked"], kernels="reference")
-    NMSparsifier(model, "2:4", include="masked", skip_first_last=False).attach()
+    NMSparsifier(model, "2:4", "bi-mask", include="masked", skip_first_last=False).attach()
     found = rows(model)
     own = f"{__name__}.Scaled has a forward of its own"
     assert f"own  not packed: {own}" in str(packed_summary(model)).splitlines()

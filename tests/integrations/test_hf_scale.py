@@ -91,7 +91,7 @@ def test_runs_resume_bit_for_bit(make, method):
 
 def test_a_checkpoint_of_another_scale_is_refused():
     train(new(gpt2), ".", [supar()], **SAVES, max_steps=2)
-    resumed = sparse("ste", resume_from="checkpoint-2")
+    resumed = sparse("ste", resume_from="checkpoint-2", scale=None)
     with pytest.raises(ValueError, match=r"saved with scale='supar'.*this training has scale=None"):
         train(new(gpt2), ".", [resumed], "checkpoint-2")
 

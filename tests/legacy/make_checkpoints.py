@@ -54,11 +54,11 @@ def callback(name):
     """What the checkpoint of this name was made with."""
     method, estimator = {
         "bi-mask": (BiMask(permute_every=3, decay=2e-4), None),
-        "bame": (BAME(stop=8, every=2, budget=1.0, evidence="batch"), None),
+        "bame": (BAME(stop=8, every=2, budget=1.0, evidence="batch", evidence_rate=0.015), None),
         "three-gemms": (TransposableMask(update_every=3, decay=0), MVUE("1:2")),
         # Version 0.3 made these two with storage="packed", which later versions do not have.
         "asp-storage": (ASP(), None),
-        "bame-storage": (BAME(stop=8, every=2, budget=1.0, evidence_rate=0.3), None),
+        "bame-storage": (BAME(stop=8, every=2, budget=1.0, evidence_rate=0.3, reach=None), None),
     }[name]
     return NMSparsityCallback("2:4", method, estimator, skip_first_last=False, show_tables=False)
 

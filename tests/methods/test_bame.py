@@ -55,7 +55,8 @@ def simulate(run, weight, method, steps, make):
                 size = method.evidence_rate * method.gradient_every**0.5 * kept
                 v = 0.999 * v + 0.001 * g**2
                 step = size * g / ((v / (1 - 0.999**count)).sqrt() + 1e-12)
-                u = torch.where(mask, 0, u - step)
+                # The pull of a gradient of one sign stops at ``reach`` times the kept weights' size.
+                u = torch.where(mask, 0, u * (1 - size / kept / method.reach) - step)
         optimizer.step()
         with torch.no_grad():
             parameter.masked_fill_(~mask, 0)
@@ -108,7 +109,7 @@ BATCH = {"evidence": "batch", "every": 2, "budget": 0.5}
     ],
 )
 def test_the_training_is_what_is_written(name, pattern, options):
-    method = BAME(**{"stop": 20, "evidence_rate": 0.2, "budget": 0.6, **options})
+    method = BAME(**{"stop": 20, "evidence_rate": 0.3, "budget": 0.6, **options})
     run = loop(method, pattern, PLAIN[name])
     weight = one_layer()[0].weight.detach()
     run.train(24)

@@ -410,7 +410,7 @@ def test_what_is_refused_leaves_the_model_as_it_was(options, message):
 
 def test_a_masked_model_is_refused():
     model = Net()
-    NMSparsifier(model, "2:4").attach()
+    NMSparsifier(model, "2:4", "bi-mask").attach()
     with pytest.raises(ValueError, match="masked already"):
         prune(model, "2:4")
 

@@ -55,7 +55,9 @@ def train(model, method, estimator, router=None, dtype=torch.float64, optimizer=
     """The sparsifier, and the losses and input gradients of four steps, in one of which an expert has no token."""
     model = model.to(dtype)
     method = METHODS[method]()
-    sparsifier = NMSparsifier(model, "2:4", method, estimator, skip_first_last=False).attach()
+    sparsifier = NMSparsifier(
+        model, "2:4", method, estimator, skip_first_last=False, scale=None
+    ).attach()
     optimizer = optimizer(model.parameters(), 1e-2)
     sparsifier.register(optimizer)
     figures = []
@@ -289,14 +291,14 @@ class TwoTables(nn.Module):
 
 def test_names_are_whole_ones_of_the_module(adapters):
     register_experts(TwoTables, transposed="gate_up")
-    layers = NMSparsifier(TwoTables(), "2:4").attach().layers
+    layers = NMSparsifier(TwoTables(), "2:4", "bi-mask").attach().layers
     layouts = {name: layer.spec.layout for name, layer in layers.items()}
     assert layouts == {"gate_up": "experts-transposed", "up": "experts"}
     register_experts(TwoTables, parameters="gate_up")
-    assert list(NMSparsifier(TwoTables(), "2:4").attach().layers) == ["gate_up"]
+    assert list(NMSparsifier(TwoTables(), "2:4", "bi-mask").attach().layers) == ["gate_up"]
     for wrong in ({"parameters": ["gate_upp"]}, {"transposed": ["gate_upp"]}):
         register_experts(TwoTables, **wrong)
         with pytest.raises(ValueError, match="names gate_upp, but its parameters are gate_up, up"):
-            NMSparsifier(TwoTables(), "2:4").attach()
+            NMSparsifier(TwoTables(), "2:4", "bi-mask").attach()
     with pytest.raises(TypeError, match="takes a module class"):
         register_experts(3)

@@ -76,7 +76,7 @@ def test_a_lazy_layer_with_loaded_weights_is_still_one():
     assert sparsifier.skipped["0"].startswith(REASON)
     named = f"'0' is named by `include` but cannot be masked: {REASON}"
     with pytest.raises(ValueError, match=named):
-        NMSparsifier(linears(), include="0").attach()
+        NMSparsifier(linears(), method="bi-mask", include="0").attach()
     # After a batch it is an ordinary layer.
     sparsifier.detach()
     model(torch.randn(8, 12))
@@ -88,7 +88,7 @@ def test_a_fit_with_a_lazy_layer_resumes(tmp_path):
     for epochs in (1, 2):
         model = new_model()
         model.net[6] = nn.LazyLinear(32)
-        trainer = make_trainer(tmp_path, [NMSparsityCallback("2:4")], max_epochs=epochs)
+        trainer = make_trainer(tmp_path, [NMSparsityCallback("2:4", "bi-mask")], max_epochs=epochs)
         trainer.fit(model, Data(), ckpt_path=path if epochs == 2 else None)
         trainer.save_checkpoint(path)
         assert type(model.net[6]) is nn.Linear

@@ -197,7 +197,9 @@ def test_training_is_refused():
     with torch.no_grad():
         model(images())
     model = nn.Sequential(pack(linear()), nn.Linear(64, 64))
-    assert list(NMSparsifier(model, skip_first_last=False).attach().layers) == ["1"]
+    assert list(NMSparsifier(model, method="bi-mask", skip_first_last=False).attach().layers) == [
+        "1"
+    ]
     with pytest.raises(ValueError, match="layer '1' is masked by a sparsifier"):
         pack(model)
 
@@ -208,7 +210,7 @@ def test_packed_layers_are_named_as_such():
     way = r"packed already, for inference: .* load lightning_nm.unpacked_state_dict\(model\) into a model"
     for model in (small(), prune(attention, "2:4")):
         pack(model, "2:4")
-        for use in (lambda m: NMSparsifier(m, "2:4").attach(), lightning_nm.prune, pack):
+        for use in (lambda m: NMSparsifier(m, "2:4", "bi-mask").attach(), lightning_nm.prune, pack):
             with pytest.raises(ValueError, match=way) as raised:
                 use(model)
             assert "forward of its own" not in str(raised.value)

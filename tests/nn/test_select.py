@@ -61,6 +61,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:the trained weights of these lay
 
 
 def attach(model=None, **options):
+    options = {"method": "bi-mask", **options}
     return NMSparsifier(Model() if model is None else model, **options).attach()
 
 

@@ -140,7 +140,7 @@ def test_policies_that_wrap_by_class_find_masked_layers(kind):
     for cls in classes:
         policies = [make_policy(cls) for make_policy in POLICIES.values()]
         before = [chosen(policy, model) for policy in policies]
-        sparsifier = NMSparsifier(model, "2:4", skip_first_last=False).attach()
+        sparsifier = NMSparsifier(model, "2:4", "bi-mask", skip_first_last=False).attach()
         for policy, modules in zip(policies, before, strict=True):
             assert any(isinstance(module, Adapter) for module in modules)
             assert chosen(policy, model) == modules

@@ -18,7 +18,7 @@ def fabric_of(made):
 def linear(made):
     """A Fabric with this plugin, and a masked layer that it set up."""
     module, fabric = nn.Linear(32, 64), fabric_of(made)
-    NMSparsifier(module, "2:4", skip_first_last=False).attach()
+    NMSparsifier(module, "2:4", "bi-mask", skip_first_last=False).attach()
     return fabric, fabric.setup(module)
 
 

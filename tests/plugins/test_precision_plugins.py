@@ -102,7 +102,7 @@ trainer:
           - class_path: benchmarks.gpu.simulated.SimulatedSparseKernel
   callbacks:
     - class_path: lightning_nm.NMSparsityCallback
-      init_args: {{pattern: 2:4, grad_estimator: mvue, include: "net.[02]", show_tables: false}}
+      init_args: {{pattern: 2:4, method: bi-mask, grad_estimator: mvue, include: "net.[02]", show_tables: false}}
 """
 
 

@@ -203,12 +203,13 @@ def _compare_evidence(c, passes):
     limit = 2.0
     # As the optimizer's state holds it: momentum at kept entries, U / SCALE at the others.
     old_value = torch.where(c.mask, c.value, c.value / SCALE)
-    evidence = Evidence(
-        value=torch.where(c.mask | (c.value.abs() > limit), 0, c.value / SCALE * SCALE),
-        square=torch.where(c.mask, c.square * own_ratio, c.square),
-        count=count,
-    )
-    for grad, size in ((None, 0.0), (c.grad, 0.3)):
+    for grad, size, fraction in ((None, 0.0, 1.0), (c.grad, 0.3, 0.7)):
+        left = c.value / SCALE * (SCALE * fraction)
+        evidence = Evidence(
+            value=torch.where(c.mask | (left.abs() > limit), 0, left),
+            square=torch.where(c.mask, c.square * own_ratio, c.square),
+            count=count,
+        )
         if grad is not None:
             evidence.add(grad, c.mask, torch.tensor(size))
         found_grad = None if grad is None else grad.clone()
@@ -217,6 +218,7 @@ def _compare_evidence(c, passes):
             found_grad,
             old_value,
             c.square,
+            fraction=fraction,
             own_ratio=own_ratio,
             limit=torch.tensor(limit),
             correction=evidence.correction(),

@@ -39,7 +39,8 @@ class Loop:
         **options,
     ):
         self.model, self.shape = model, shape
-        options = {"skip_first_last": False, **options}
+        # As in method_loop.py: the method alone.
+        options = {"skip_first_last": False, "scale": None, **options}
         self.sparsifier = NMSparsifier(model, pattern, method, **options).attach(state)
         self.optimizer = optimizer(model.parameters())
         self.sparsifier.register(self.optimizer)

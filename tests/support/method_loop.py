@@ -28,7 +28,8 @@ class Loop:
     def __init__(self, method, pattern="2:4", make=sgd, model=None, shape=(12, 16), **options):
         self.model = mlp(16, 32, 16) if model is None else model
         self.shape = shape
-        options = {"skip_first_last": False, "planned_steps": 20} | options
+        # The method alone: what scales initial values and learning rates is asked for.
+        options = {"skip_first_last": False, "planned_steps": 20, "scale": None} | options
         self.sparsifier = NMSparsifier(self.model, pattern, method, **options).attach()
         self.optimizer = make(self.model.parameters())
         self.sparsifier.register(self.optimizer)

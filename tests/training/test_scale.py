@@ -9,7 +9,7 @@ from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
-from lightning_nm import BAME, STE, NMSparsityCallback, SparsityConfig
+from lightning_nm import BAME, STE, NMSparsifier, NMSparsityCallback, SparsityConfig
 from lightning_nm.demo.exact_resume import ExactResume
 from lightning_nm.functional import is_nm, nm_prune
 from tests.support.lightning_models import Data, callback, make_trainer, new_model
@@ -502,8 +502,51 @@ def test_a_trainer_resumes_bit_for_bit(tmp_path):
     _, path = fit(1, scale="supar")
     resumed, _ = fit(2, path, scale="supar")
     assert same(whole, resumed)
+    # Where no scale is asked for, the training goes on with its own.
+    resumed, _ = fit(2, path, scale="auto")
+    assert same(whole, resumed)
     with pytest.raises(ValueError, match=r"saved with scale='supar'.*this training has scale=None"):
-        fit(2, path)
+        fit(2, path, scale=None)
+
+
+def test_the_scale_of_bame_is_supar_unless_something_else_is_asked_for_or_was_saved():
+    def started(method, state=None, **options):
+        model = network()
+        made = NMSparsifier(model, "1:4", method, planned_steps=10, **options).attach(state)
+        return made, model
+
+    assert SparsityConfig().scale == "auto"
+    for method in ("bame", BAME()):
+        assert started(method)[0].scale == "supar"
+    assert started("bame", scale=None)[0].scale is None
+    assert started("asp")[0].scale is None
+    # Of version 0.3, whose `bame` had none: it goes on without, and no initial value is touched.
+    saved = started("bame", scale=None)[0].state_dict()
+    made, model = started("bame", saved)
+    assert made.scale is None
+    assert not made.initial_factors
+    assert same(list(model.parameters()), list(network().parameters()))
+    # In a plain loop that loads after attach(), too: the rates are those of the state from then on.
+    made, model = started("bame")
+    model.load_state_dict(network().state_dict())
+    made.load_state_dict(saved)
+    assert made.scale is None
+
+
+def test_a_training_that_never_stepped_leaves_the_initial_values():
+    model = network()
+    before = [parameter.clone() for parameter in model.parameters()]
+    sparsifier = NMSparsifier(model, "1:4", "bame", planned_steps=10).attach()
+    assert not same(list(model.parameters()), before)
+    sparsifier.detach()
+    assert same(list(model.parameters()), before)
+    # After a step they are trained weights, of which nothing is undone.
+    loop = start(method=BAME(), planned_steps=10)
+    loop.train([0])
+    trained = [parameter.clone() for parameter in loop.model.parameters()]
+    loop.sparsifier.bake()
+    loop.sparsifier.detach()
+    assert same(list(loop.model.parameters()), trained)
 
 
 def test_the_table_says_what_is_scaled(tmp_path, capsys):
@@ -519,7 +562,7 @@ def test_the_table_says_what_is_scaled(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"scale": "mup"}, "scale='mup' is unknown: use 'supar', 'supar-lr' or None"),
+        ({"scale": "mup"}, "scale='mup' is unknown: use 'auto', 'supar', 'supar-lr' or None"),
         ({"scale": "supar", "base_density": 0}, r"base_density=0 must lie in \(0, 1\]"),
         ({"scale": "supar", "base_density": 1.5}, r"base_density=1\.5"),
     ],

@@ -205,6 +205,7 @@ def gather_evidence(
     old_value: Tensor,
     old_square: Tensor,
     *,
+    fraction: float,
     own_ratio: float,
     limit: Tensor,
     correction: Tensor,
@@ -217,6 +218,7 @@ def gather_evidence(
         grad: The dense gradient G of the weight, whose pruned entries become +0.0 afterwards.
         old_value: What :func:`keep_evidence` kept of U, float32.
         old_square: The same of V.
+        fraction: What the old U is multiplied by.
         own_ratio: What the old V of kept entries is multiplied by.
         limit: Old values beyond it in magnitude are set to 0; float32 without axes, as the next two.
         correction: :math:`1 - \beta^t`, of the gradients so far including this one.
@@ -233,7 +235,7 @@ def gather_evidence(
         old_square=old_square,
         value=value,
         square=square,
-        unit=SCALE,
+        unit=SCALE * fraction,
         own_ratio=own_ratio,
         limit=float(limit),
         # In double precision: the library subtracts it from 1 before it rounds both to float32.

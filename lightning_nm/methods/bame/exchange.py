@@ -69,9 +69,11 @@ class Evidence:
     .. math::
 
         V \leftarrow \beta V + (1 - \beta) G^2, \qquad
-        U \leftarrow U - r \, G / (\sqrt{V / (1 - \beta^t)} + \epsilon),
+        U \leftarrow (1 - d) U - r \, G / (\sqrt{V / (1 - \beta^t)} + \epsilon),
 
-    where t counts the gradients, :math:`\beta` is 0.999 and :math:`\epsilon` is 1e-12.
+    where t counts the gradients, :math:`\beta` is 0.999 and :math:`\epsilon` is 1e-12. d is r divided by ``reach``
+    times the size of kept weights. It holds a virtual weight back, as the loss does a real one: without it the noise of
+    the gradients would add up as long as an entry stays pruned.
 
     Attributes:
         value: U, of the weight's shape, 0 at kept entries.
@@ -97,7 +99,7 @@ class Evidence:
         return cls(zero, zero.clone(), count, places)
 
     def add(self, grad: Tensor, mask: Tensor, size: Tensor) -> None:
-        """Add a dense gradient of the loss; ``size`` is r."""
+        """Add a dense gradient of the loss to what is left of U; ``size`` is r."""
         grad = grad.to(self.square.dtype)
         # A new tensor: the layer's buffer keeps the old count in case the step is skipped.
         self.count = self.count + 1
@@ -158,6 +160,7 @@ def gather_evidence(
     group: Mapping[str, Any],
     mask: Tensor,
     rate: float,
+    reach: float | None,
 ) -> Evidence:
     """The evidence so far, with the gradient of the coming step if that is dense; this gradient is masked then.
 
@@ -167,6 +170,7 @@ def gather_evidence(
         group: The optimizer's group of the weight.
         mask: The forward mask.
         rate: The largest r relative to the size of kept weights.
+        reach: Where U stops under gradients of one size and sign, in the same unit; ``None`` for nowhere.
     """
     weight = layer.weight.detach()
     grad = layer.weight.grad if layer.progress.dense_gradient else None
@@ -215,6 +219,7 @@ def gather_evidence(
     rate *= now / largest if largest else 0.0
     size = (-rate if group.get("maximize") else rate) * size_of_kept
     limit = _PLAUSIBLE * size_of_kept
+    fraction = 1.0 if grad is None or reach is None else max(0.0, 1 - rate / reach)
 
     if passes is not None:
         evidence.passes = passes
@@ -226,6 +231,7 @@ def gather_evidence(
             row_major,
             evidence.value,
             evidence.square,
+            fraction=fraction,
             own_ratio=own_ratio,
             limit=limit,
             correction=evidence.correction(),
@@ -234,7 +240,7 @@ def gather_evidence(
     else:
         # Into new tensors: the optimizer's step still reads its state.
         evidence.square = merged(mask, evidence.square * own_ratio, evidence.square)
-        value = masked(evidence.value, ~mask).mul_(SCALE)
+        value = masked(evidence.value, ~mask).mul_(SCALE * fraction)
         evidence.value = mask_(value, ~(value.abs() > limit))
         if grad is not None:
             evidence.add(grad, mask, size)

@@ -90,11 +90,11 @@ class BAME(ExchangingMethod):
     The paper's exact score was not public when this was written. ``evidence`` selects one of two:
 
     * ``"accumulated"`` (ours): each pruned entry has a virtual weight U, which takes the steps that training would
-      have made with it: :math:`U \leftarrow U - r\, G / (\sqrt{\hat V} + \epsilon)` for the dense gradient G and the
-      mean square :math:`\hat V` of its own gradients. r is ``evidence_rate`` times the root mean square of the layer's
-      kept weights, times the learning rate over its maximum. An exchange prunes the kept entry of the least
-      :math:`|W|`, whose U starts at 0, for the pruned entry of the largest :math:`|U|`, which starts at U. A block's
-      gain R is :math:`|U| - |W|`.
+      have made with it: :math:`U \leftarrow (1 - r / (s \cdot reach))\, U - r\, G / (\sqrt{\hat V} + \epsilon)` for
+      the dense gradient G, the mean square :math:`\hat V` of its own gradients and the root mean square s of the
+      layer's kept weights. r is ``evidence_rate`` times s, times the learning rate over its maximum. An
+      exchange prunes the kept entry of the least :math:`|W|`, whose U starts at 0, for the pruned entry of the largest
+      :math:`|U|`, which starts at U. A block's gain R is :math:`|U| - |W|`.
     * ``"batch"``: the paper's abstract and reviews. With the dense gradient G of the step and :math:`\eta` the
       effective step size read from the optimizer, an entry's score is :math:`|m W - \eta G|`, its magnitude one dense
       step ahead; R is what the exchange raises the score by, and the regrown entry starts at zero.
@@ -124,6 +124,9 @@ class BAME(ExchangingMethod):
         dgrad: ``"masked"`` uses the forward weight for the input gradient, as the paper's arithmetic does; it is not
             N:M along `out`, so tensor cores gain nothing there. ``"bi-mask"`` gives dgrad a mask of its own, as
             :class:`BiMask` does.
+        reach: The size that U tends to under gradients of one size and sign, relative to that of kept weights. Older
+            gradients fade: of one, half is left after 0.7 ``reach / evidence_rate`` later ones. ``None`` keeps all of
+            them, as version 0.3 did with an ``evidence_rate`` of 0.015.
 
     Raises:
         ValueError: For a setting out of its range; when training starts, if ``stop`` comes before ``start``, a fraction
@@ -140,6 +143,8 @@ class BAME(ExchangingMethod):
     # It decides whether a saved state has a backward mask and a permutation.
     fixed = ("dgrad",)
     headline = "adapted_blocks"
+    # Best at the learning rate of dense training: docs/benchmarks.md, "The default".
+    default_scale = "supar"
     # The first training step at which an adaptation may happen, and the one from which on none may.
     _scheduled = ("start", "stop")
 
@@ -150,9 +155,10 @@ class BAME(ExchangingMethod):
         every: int | None = None,
         evidence: Source = "accumulated",
         gradient_every: int = 1,
-        evidence_rate: float = 0.015,
+        evidence_rate: float = 0.04,
         budget: float = 0.3,
         dgrad: DgradMask = "masked",
+        reach: float | None = 1.0,
     ) -> None:
         check_span(start, stop, "no adaptation could happen")
         check_option("evidence", evidence, Source)
@@ -168,7 +174,9 @@ class BAME(ExchangingMethod):
                 f"gradient_every={gradient_every} has no meaning for evidence='batch', whose dense gradients come "
                 "with `every` adaptation: leave it out"
             )
-        check_number("evidence_rate", evidence_rate, "the default is 0.015")
+        check_number("evidence_rate", evidence_rate, "the default is 0.04")
+        if reach is not None:
+            check_number("reach", reach, "the default is 1, and None is no bound")
         if not 0 < budget <= 1:
             raise ValueError(
                 f"budget={budget} is not a fraction of the blocks: it must lie in (0, 1]"
@@ -179,6 +187,7 @@ class BAME(ExchangingMethod):
         self.evidence = evidence
         self.gradient_every = gradient_every
         self.evidence_rate = evidence_rate
+        self.reach = reach
         self.budget = budget
         self.dgrad = dgrad
         # It selects the masks for dgrad; its own hooks are not called.
@@ -281,7 +290,7 @@ class BAME(ExchangingMethod):
             param = layer.param
             group = group_of(layer, optimizer)
             # It masks the gradient, too.
-            pending.evidence = gather_evidence(layer, optimizer, group, mask, rate)
+            pending.evidence = gather_evidence(layer, optimizer, group, mask, rate, self.reach)
             # At learning rate 0, as a warm-up may begin, the weight stands still, and so does its mask.
             trains = param.grad is not None and bool(group["lr"])
             pending.due = trains and (progress.step - progress.schedule[0]) % self.every == 0

@@ -127,7 +127,7 @@ typedef struct {
     float *old_value, *old_square, *value, *square;
     int32_t whole_value, whole_square; /* keep all entries, not the pruned ones alone */
     float own_ratio;                   /* of V of kept entries, which counts other steps */
-    float unit;                        /* old_value is U / unit, a power of two */
+    float unit;                        /* gathering begins with old_value * unit, keeping divides by it */
     float limit;                       /* what is larger is no evidence */
     double decay;
     float correction, epsilon, size;
