@@ -115,7 +115,7 @@ def test_yaml(tmp_path, monkeypatch, capsys):
         main(words)
     assert stop.value.code in (0, None)
     printed = capsys.readouterr().out
-    assert "method: bi-mask" in printed
+    assert "method: bame" in printed
     assert "kernels: auto" in printed
 
 
