@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from benchmarks.pictures import (
     coordinates,
     cycles,
-    evidence,
     fronts,
     gemms,
     inference,
@@ -32,7 +31,6 @@ PICTURES: dict[str, Picture] = {
     "speed-up": speed_up.PICTURE,
     "three-gemms": gemms.PICTURE,
     "bi-mask-permutation": permutation.PICTURE,
-    "bame-evidence": evidence.PICTURE,
     "speed": speed.PICTURE,
     "coordinate-check": coordinates.PICTURE,
     "scale": scale.PICTURE,
