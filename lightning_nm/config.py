@@ -386,7 +386,7 @@ class SparsityConfig:
         scale: ``supar``: weights that are not trained yet get initial values that make up for the pruned entries, and
             masked weights the learning rate times ``base_density / density`` (arXiv 2405.15743, docs/recipes.md).
             ``supar-lr``: the learning rate alone, for weights that were trained before. ``auto``: ``supar`` where
-            ``method`` is ``bame``, else ``None``: neither.
+            ``method``, not that of a rule, is ``bame``, else ``None``: neither. A resumed training keeps its own.
         base_density: The density that the learning rate and the initial values suit: 1 if they were found for the dense
             model.
         dgrad: ``mvue``: the input gradient is made with a random draw of the forward weight, N:M along the outputs and

@@ -156,6 +156,8 @@ class NMSparsifier:
         self,
         state: State | None = None,
         optimizers: Iterable[Optimizer] | None = None,
+        *,
+        trained: bool = False,
     ) -> NMSparsifier:
         """Select the layers, choose the first masks and install them; does nothing when attached.
 
@@ -166,6 +168,7 @@ class NMSparsifier:
                 or would be the first or the last layer, and its schedules need no ``planned_steps``.
             optimizers: All optimizers of the training: weights that none of them holds are frozen, too. By default
                 those with ``requires_grad=False`` are.
+            trained: Whether the weights were trained before, without masks: ``scale="supar"`` then leaves their values.
 
         Raises:
             ValueError: If the selection fails, see :func:`~lightning_nm.nn.selection.select`, or a schedule
@@ -175,7 +178,6 @@ class NMSparsifier:
             return self
         if state:
             check_schema(state)
-            self._use_scale(self._scale_after(state))
         try:
             self._select(state or {}, optimizers)
         except UnknownLength as error:
@@ -183,6 +185,7 @@ class NMSparsifier:
             if self.managed:
                 raise
             raise ValueError(f"{error}, or pass planned_steps to NMSparsifier") from error
+        self._use_scale(self._scale_after(state) if state else self.settings.scale)
         # All checks have passed: this is the first line that changes the model.
         self.training.start(self.selection.layers)
         self.attached = True
@@ -190,13 +193,20 @@ class NMSparsifier:
         if told and not self.managed:  # a callback warns when its training starts
             warnings.warn(told, stacklevel=2)
         # Only initial values are scaled: none of a saved training, and none that were trained before this attach().
-        if self.scale == "supar" and not state and self.clock == 0:
-            for layer in self.selection.layers:
-                # A weight with a dense start is trained when its masks come, and keeps its values then.
-                if layer.masks.has_forward:
-                    factor = rescale_initial(layer, self.config.base_density)
-                    self.initial_factors[layer.name] = factor
+        if self.scale == "supar" and not (state or trained or self.clock):
+            try:
+                self._rescale_initial()
+            except BaseException:
+                self.detach()
+                raise
         return self
+
+    def _rescale_initial(self) -> None:
+        for layer in self.selection.layers:
+            # A weight with a dense start is trained when its masks come, and keeps its values then.
+            if layer.masks.has_forward:
+                factor = rescale_initial(layer, self.config.base_density)
+                self.initial_factors[layer.name] = factor
 
     def _select(self, state: State, optimizers: Iterable[Optimizer] | None) -> None:
         """Select the layers, and choose their first masks; nothing is installed."""
@@ -263,9 +273,6 @@ class NMSparsifier:
                 "no optimizer is registered: call sparsifier.register(optimizer) before training"
             )
         stepped = self.training.end_batch()
-        if stepped and self.clock == 1:
-            for layer in self.selection.layers:
-                forget_initial(layer)
         if self.selection.frozen:
             self.mask_unfrozen()
         return stepped
@@ -451,13 +458,19 @@ class NMSparsifier:
             {} if self.clock else self.initial_factors,
         )
         loaded = check_state(state, self.selection, self._skips(), self.planned_steps, SHORT_NAMES)
+        if scale is not None:
+            rates = ScaledLearningRates(self.config.base_density)
+            for optimizer in self.training.optimizers:
+                rates.check_optimizer(optimizer, self.selection.layers)
 
         saved = state["layers"]
         # All checks have passed: from here on the model is changed.
-        self._use_scale(scale)
         frozen = [layer for layer in self.selection.frozen if layer.name in saved]
         self._mask_frozen(frozen, saved)
+        self._use_scale(scale)
         self.seed = state["seed"]
         apply_state(state, self.selection, loaded)
+        for layer in self.selection.layers:
+            forget_initial(layer)
         # Last: it begins a window, which asks the layers' restored counters.
         self.training.load(state["clock"], state["stepped"], state["macs"])

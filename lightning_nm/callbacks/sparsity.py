@@ -274,7 +274,11 @@ class NMSparsityCallback(Callback):
         if self._last_step is not None:
             sparsifier.planned_steps = self._last_step - self._lifecycle.joined_at
         try:
-            return sparsifier.attach(self._lifecycle.state, trainer.optimizers)
+            return sparsifier.attach(
+                self._lifecycle.state,
+                trainer.optimizers,
+                trained=bool(self._lifecycle.joined_at),
+            )
         except UnknownLength as error:
             advice = ". Under manual optimization the Trainer knows none"
             if pl_module.automatic_optimization:

@@ -90,6 +90,8 @@ def hyperparameters(sparsifier: NMSparsifier, prefix: str = "nm") -> dict[str, A
     found = _rule_settings(general, prefix)
     for number, rule in enumerate(rules):
         found |= _rule_settings(rule, f"{prefix}/rules/{number}")
+    if sparsifier.scale is not None:
+        found[f"{prefix}/scale"] = sparsifier.scale
     if sparsifier.config.preset is not None:
         found[f"{prefix}/preset"] = sparsifier.config.preset
     if sparsifier.settings.exclude:

@@ -102,7 +102,7 @@ def _settings(part: Any) -> dict[str, Any]:
     return {
         name: value
         for name, value in vars(part).items()
-        if name in names and isinstance(value, (bool, int, float, str, dict))
+        if name in names and (value is None or isinstance(value, (bool, int, float, str, dict)))
     }
 
 

@@ -31,7 +31,7 @@ from lightning_nm.training.optimizers import (
     unwrapped,
 )
 from lightning_nm.training.phases import begin_stage, refuse_late_sharding, zero_pruned_state
-from lightning_nm.training.scale import ScaledLearningRates
+from lightning_nm.training.scale import ScaledLearningRates, forget_initial
 from lightning_nm.training.watch import DirectReads, ForgottenCalls, OnDirectRead
 
 _OBSERVED_LAYERS = 4
@@ -199,6 +199,8 @@ class TrainingStep:
             layer.progress.step += 1
             layer.progress.shaped = False
             # The first step has found pruned entries in the weight; Adamax adds its epsilon to every entry's state.
+            if layer.progress.step == 1:
+                forget_initial(layer)
             if layer.progress.step == 1 or isinstance(known.optimizer, torch.optim.Adamax):
                 zero_pruned_state(layer, layer.forward_mask, self.optimizers)
             if "after_step" in self._hooks[layer]:

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from torch.optim import SGD, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAd
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_nm.nn.costs import kept_share
-from lightning_nm.nn.layer import NMLayer, tensor_fingerprint
+from lightning_nm.nn.layer import NMLayer
 from lightning_nm.training.optimizers import RegisteredOptimizer
 
 Scale = Literal["supar", "supar-lr"]
@@ -39,7 +39,15 @@ copies of the parameters by their positions in the groups.
 _RATES = ("lr", "initial_lr", "max_lr", "min_lr")
 """Learning rates in a group; schedulers keep the latter three there."""
 
-# By parameter: the factor of its initial values, the state of its memory after it, and the values before it.
+
+class _Initial(NamedTuple):
+    """The initial values of a weight that was rescaled and not trained since, and the factor."""
+
+    before: Tensor
+    factor: float
+
+
+# By parameter.
 _rescaled = WeakTensorKeyDictionary()
 
 
@@ -69,7 +77,7 @@ def rescale_initial(layer: NMLayer, base_density: float = 1.0) -> float:
         base_density: :math:`\rho_0`, the density that the initial values suit.
     """
     if is_rescaled(layer):
-        return float(_rescaled[layer.view.optimizer_param][0])
+        return _rescaled[layer.view.optimizer_param].factor
     before = layer.view.local.clone()
     with layer.full():
         square = _square(layer.weight)
@@ -79,34 +87,35 @@ def rescale_initial(layer: NMLayer, base_density: float = 1.0) -> float:
         if kept_square and kept_square != square:
             factor = math.sqrt(base_density * square / kept_square)
         layer.weight.mul_(factor)
-    # After full(), which writes a sharded weight back: the fingerprint counts that write.
-    _rescaled[layer.view.optimizer_param] = factor, tensor_fingerprint(layer.view.local), before
+    forget_initial(layer)
+    if factor != 1:
+        _rescaled[layer.view.optimizer_param] = _Initial(before, factor)
     return factor
 
 
 @torch.no_grad()
+def is_rescaled(layer: NMLayer) -> bool:
+    """Whether the weight still has the values that :func:`rescale_initial` gave it, wherever its memory is now."""
+    initial = _rescaled.get(layer.view.optimizer_param)
+    if initial is None:
+        return False
+    values = layer.view.local
+    return initial.before.shape == values.shape and torch.equal(
+        values, (initial.before * initial.factor).to(values)
+    )
+
+
+@torch.no_grad()
 def restore_initial(layer: NMLayer) -> None:
-    """Give a weight back the values from before :func:`rescale_initial`, unless it was changed or trained since."""
+    """Give a weight back the values from before :func:`rescale_initial`, unless it was changed since."""
     if is_rescaled(layer):
-        *_, before = _rescaled[layer.view.optimizer_param]
-        if before is not None:
-            layer.view.local.copy_(before)
-            del _rescaled[layer.view.optimizer_param]
+        layer.view.local.copy_(_rescaled[layer.view.optimizer_param].before)
+    forget_initial(layer)
 
 
 def forget_initial(layer: NMLayer) -> None:
-    """Free the values from before :func:`rescale_initial`: the weight is trained now."""
-    parameter = layer.view.optimizer_param
-    if parameter in _rescaled:
-        _rescaled[parameter] = *_rescaled[parameter][:2], None
-
-
-def is_rescaled(layer: NMLayer) -> bool:
-    """Whether the weight still has the values that :func:`rescale_initial` gave it."""
-    if layer.view.optimizer_param not in _rescaled:
-        return False
-    _, state_after, _ = _rescaled[layer.view.optimizer_param]
-    return bool(state_after == tensor_fingerprint(layer.view.local))
+    """Free the values from before :func:`rescale_initial`: the weight is trained from now on."""
+    _rescaled.pop(layer.view.optimizer_param, None)
 
 
 def _square(tensor: Tensor) -> float:
@@ -138,7 +147,11 @@ class ScaledLearningRates:
             ValueError: With the optimizer's and a layer's name.
         """
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        masked = [layer.name for layer in layers if id(layer.view.optimizer_param) in held]
+        masked = [
+            layer.name
+            for layer in layers
+            if layer.spec.maskable and id(layer.view.optimizer_param) in held
+        ]
         names = [
             f"{kind.__module__.partition('.')[0]}.{kind.__name__}"
             # Classes that inherit from a known one count as it does.

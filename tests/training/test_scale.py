@@ -3,15 +3,19 @@
 import copy
 import gc
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
+from torch.optim import Adafactor
 
 from lightning_nm import BAME, STE, NMSparsifier, NMSparsityCallback, SparsityConfig
 from lightning_nm.demo.exact_resume import ExactResume
 from lightning_nm.functional import is_nm, nm_prune
+from lightning_nm.training import scale as module
+from lightning_nm.training.scale import is_rescaled
 from tests.support.lightning_models import Data, callback, make_trainer, new_model
 from tests.support.loop import Loop, adamw, mlp, same
 
@@ -533,6 +537,61 @@ def test_the_scale_of_bame_is_supar_unless_something_else_is_asked_for_or_was_sa
     assert made.scale is None
 
 
+def test_what_fails_while_it_attaches_or_loads_changes_nothing(monkeypatch):
+    model = network()
+    before = [parameter.clone() for parameter in model.parameters()]
+    calls = []
+
+    def short_of_memory(tensor):
+        calls.append(tensor)
+        if len(calls) == 3:
+            raise MemoryError("none left")
+        return float(tensor.detach().double().square().sum())
+
+    sparsifier = NMSparsifier(model, "1:4", planned_steps=10)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_square", short_of_memory)
+        with pytest.raises(MemoryError):
+            sparsifier.attach()
+    assert not sparsifier.attached
+    assert same(list(model.parameters()), before)
+
+    # The scale of a state that does not fit is not taken over.
+    other = NMSparsifier(network(), "1:4", "asp").attach().state_dict()
+    with pytest.raises(ValueError, match="method asp in the checkpoint, bame here"):
+        sparsifier.attach(other).load_state_dict(other)
+    sparsifier.detach()
+    assert sparsifier.attach().scale == "supar"
+    assert set(sparsifier.initial_factors) == {"0", *HIDDEN}
+
+    # Nor one that a registered optimizer cannot follow.
+    scaled = NMSparsifier(network(), "1:4", "asp", scale="supar").attach()
+    asp = NMSparsifier(scaled.model, "1:4", "asp")
+    scaled.bake()
+    state = scaled.state_dict()
+    scaled.detach()
+    asp.attach().register(Adafactor(asp.model.parameters()))
+    with pytest.raises(ValueError, match="not for Adafactor"):
+        asp.load_state_dict(state)
+    assert asp.scale is None
+
+
+def test_weights_of_a_dense_run_that_is_resumed_keep_their_values(tmp_path):
+    class Begin(pl.Callback):
+        def on_train_start(self, trainer, pl_module):
+            self.weights = {n: p.detach().clone() for n, p in pl_module.named_parameters()}
+
+    trainer = make_trainer(tmp_path, [], max_epochs=1)
+    trainer.fit(new_model(), Data())
+    trainer.save_checkpoint(tmp_path / "dense.ckpt")
+    saved = torch.load(tmp_path / "dense.ckpt")["state_dict"]
+    begin = Begin()
+    trainer = make_trainer(tmp_path, [NMSparsityCallback("1:4"), begin], max_epochs=2)
+    with pytest.warns(UserWarning, match="it is of a dense training"):
+        trainer.fit(new_model(), Data(), ckpt_path=tmp_path / "dense.ckpt")
+    assert same(begin.weights, {name: saved[name] for name in begin.weights})
+
+
 def test_a_training_that_never_stepped_leaves_the_initial_values():
     model = network()
     before = [parameter.clone() for parameter in model.parameters()]
@@ -540,9 +599,17 @@ def test_a_training_that_never_stepped_leaves_the_initial_values():
     assert not same(list(model.parameters()), before)
     sparsifier.detach()
     assert same(list(model.parameters()), before)
-    # After a step they are trained weights, of which nothing is undone.
+    # Nor does the next one multiply twice, wherever the memory has moved in between.
+    NMSparsifier(model, "1:4", "bame", planned_steps=10).attach().detach()
+    moved = NMSparsifier(model, "1:4", "bame", planned_steps=10).attach()
+    model.double()
+    moved.detach()
+    torch.testing.assert_close([p.float() for p in model.parameters()], before)
+    # After a step they are trained weights, of which nothing is undone or kept.
     loop = start(method=BAME(), planned_steps=10)
+    assert all(is_rescaled(layer) for layer in loop.layers.values())
     loop.train([0])
+    assert not any(layer.view.optimizer_param in module._rescaled for layer in loop.layers.values())
     trained = [parameter.clone() for parameter in loop.model.parameters()]
     loop.sparsifier.bake()
     loop.sparsifier.detach()

@@ -124,9 +124,9 @@ class BAME(ExchangingMethod):
         dgrad: ``"masked"`` uses the forward weight for the input gradient, as the paper's arithmetic does; it is not
             N:M along `out`, so tensor cores gain nothing there. ``"bi-mask"`` gives dgrad a mask of its own, as
             :class:`BiMask` does.
-        reach: The size that U tends to under gradients of one size and sign, relative to that of kept weights. Older
-            gradients fade: of one, half is left after 0.7 ``reach / evidence_rate`` later ones. ``None`` keeps all of
-            them, as version 0.3 did with an ``evidence_rate`` of 0.015.
+        reach: The size that U tends to under gradients of one size and sign, relative to that of kept weights, at least
+            one step. Older gradients fade: of one, half is left after 0.7 ``reach / evidence_rate`` later ones.
+            ``None`` keeps all of them, as version 0.3 did with an ``evidence_rate`` of 0.015.
 
     Raises:
         ValueError: For a setting out of its range; when training starts, if ``stop`` comes before ``start``, a fraction
@@ -415,6 +415,8 @@ class BAME(ExchangingMethod):
             # By then a virtual weight with steady gradients is as large as the kept ones.
             was_long_enough = totals.adaptations * self.every * self.evidence_rate >= 1
             advice = f"raise evidence_rate={self.evidence_rate}"
+            if self.reach is not None:
+                advice += f" or reach={self.reach}"
         else:
             was_long_enough = totals.adaptations >= 5
             advice = "use evidence='accumulated' with every=1"
