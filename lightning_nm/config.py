@@ -11,7 +11,7 @@ from typing import Any, Literal, TypedDict
 from typing_extensions import Required
 
 from lightning_nm.estimators import GradientEstimator
-from lightning_nm.methods import Dense, MaskMethod, Method
+from lightning_nm.methods import BAME, Dense, MaskMethod, Method
 from lightning_nm.nn.selection import Rule, SkipFirstLast, as_globs, parse_skip_first_last
 from lightning_nm.nn.weight import ConvLayout
 from lightning_nm.pattern import NMPattern, PatternLike
@@ -495,7 +495,8 @@ class SparsityConfig:
             skip_last = any(preset.skip_last for preset in deciding)
         scale = self.scale
         if scale == "auto":
-            scale = general.method.default_scale
+            # Best at the learning rate of dense training: docs/benchmarks.md, "The default".
+            scale = "supar" if isinstance(general.method, BAME) else None
         return ResolvedRules(
             # The first match decides: the general rule comes last, because it may match every layer.
             rules=scheduled,

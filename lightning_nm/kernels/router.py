@@ -100,7 +100,7 @@ class Router(HasHandle):
         >>> class Mine(GemmKernel):
         ...     name = "mine"
         >>> model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 32))
-        >>> sparsifier = NMSparsifier(model, skip_first_last=False).attach()
+        >>> sparsifier = NMSparsifier(model, "2:4", "ste", skip_first_last=False).attach()
         >>> router = Router("sparse", backends=[Mine()])
         >>> with routing(router):
         ...     y = model(torch.randn(16, 32))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -124,8 +124,6 @@ class Method:
     passes_read_buffers: bool = True
     """Whether forward or backward passes read ``layer.buffers``; if not, the buffers may change their number and shapes
     without another compiled graph."""
-    default_scale: ClassVar[Literal["supar"] | None] = None
-    """What ``scale="auto"`` is for the method."""
     headline: str = "kept_magnitude"
     """The statistic for progress bars: one of the sparsifier's or the method's own."""
     fixed: tuple[str, ...] = ()

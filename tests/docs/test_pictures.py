@@ -10,7 +10,7 @@ pytest.importorskip("matplotlib")
 
 from benchmarks import ethos_u85
 from benchmarks.pictures import __main__ as program
-from benchmarks.pictures import cycles, evidence, inference, permutation, speed, style
+from benchmarks.pictures import cycles, inference, permutation, speed, style
 from benchmarks.pictures.style import Picture, stamp_of
 from benchmarks.tables import markdown
 from benchmarks.tables.regions import pages
@@ -50,12 +50,6 @@ def test_the_permutation_loses_less():
         for column in range(permutation.SIZE):
             for block in (0, 4):
                 assert sum(permuted[row][column] for row in range(block, block + 4)) <= 2
-
-
-def test_evidence_passes_the_kept_weight():
-    """Only that of the entry whose gradients have a mean."""
-    last = evidence.data()["block"][-1]
-    assert [value > evidence.KEPT_WEIGHT for value in last] == [False, True, False]
 
 
 def test_accuracy_over_cycles(tmp_path, monkeypatch):

@@ -143,8 +143,6 @@ class BAME(ExchangingMethod):
     # It decides whether a saved state has a backward mask and a permutation.
     fixed = ("dgrad",)
     headline = "adapted_blocks"
-    # Best at the learning rate of dense training: docs/benchmarks.md, "The default".
-    default_scale = "supar"
     # The first training step at which an adaptation may happen, and the one from which on none may.
     _scheduled = ("start", "stop")
 

@@ -210,7 +210,7 @@ def register_adapter(adapter: type[Adapter]) -> type[Adapter]:
         ...     def forward(self, input):
         ...         return 2 * super().forward(input)
         >>> from lightning_nm import NMSparsifier
-        >>> list(NMSparsifier(Scaled(8, 4), "2:4", skip_first_last=False).attach().layers)
+        >>> list(NMSparsifier(Scaled(8, 4), "2:4", "ste", skip_first_last=False).attach().layers)
         ['weight']
     """
     if not (isinstance(adapter, type) and issubclass(adapter, Adapter)):

@@ -377,7 +377,7 @@ def register_experts(
         ...         self.up = nn.Parameter(torch.randn(4, 8, 16))
         ...     def forward(self, x, offs):
         ...         return nm_grouped_linear(x, self, "up", offs)
-        >>> list(NMSparsifier(MoE(), "2:4").attach().layers)
+        >>> list(NMSparsifier(MoE(), "2:4", "sr-ste").attach().layers)
         ['up']
     """
     if kind is None:  # called as @register_experts(...)
