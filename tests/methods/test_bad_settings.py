@@ -185,6 +185,7 @@ OPTIMIZERS = [
     (CAST(), NAdam, "not for NAdam"),
     (CAST(), lambda p: Adam(p, weight_decay=0.1), r"weight_decay=0\.1 .*layer '0'.* use AdamW"),
     (CAST(), lambda p: Adam(p, maximize=True), "maximize=True"),
+    (BAME(), type("AdamW8bit", (AdamW,), {}), "AdamW8bit quantises its state.*such as 'asp'"),
     (BAME(), LBFGS, "LBFGS is neither SGD nor of the Adam family.*layer '0'.*use SGD, Adam"),
     *(
         (BAME(), getattr(torch.optim, name), f"{name} is neither SGD nor of the Adam family")

@@ -363,6 +363,10 @@ class ExchangingMethod(SparseToSparse):
 
     def check_optimizer(self, layer: NMLayer, optimizer: Optimizer) -> None:
         """Refuse an optimizer that is neither SGD nor like Adam, or keeps state of other shapes than the weight's."""
+        name = type(optimizer).__name__
+        # Before its first step, after which it has state that cannot be read.
+        if name.endswith(("8bit", "4bit", "Fp8")):
+            raise unsupported(layer, optimizer, "quantises its state")
         state = optimizer.state.get(layer.param, {})
         known = (is_adam_like(optimizer, group, state) for group in optimizer.param_groups)
         if not isinstance(optimizer, SGD) and not all(known):
