@@ -155,7 +155,9 @@ def check_scale(
             f"this training has scale={scale!r}, base_density={base_density}: use the former"
         )
     for layer in selection.layers if state["clock"] else ():
-        if initial_factors.get(layer.name, 1.0) != 1.0 and is_rescaled(layer):
+        # An empty shard tells nothing.
+        has_values = initial_factors.get(layer.name, 1.0) != 1.0 and layer.view.local.numel()
+        if has_values and is_rescaled(layer):
             raise ValueError(
                 f"attach() has rescaled the weight of layer '{layer.name}', which the state does not know: give the "
                 "state to attach(state), or load the model's weights after attach()"

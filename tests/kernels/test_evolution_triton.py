@@ -55,22 +55,24 @@ def rounded(x):
 @given(
     dtype=st.sampled_from(DTYPES),
     own_ratio=st.floats(0.01, 100),
+    fraction=st.floats(0, 1),
     correction=st.floats(1e-3, 1),
     seed=st.integers(0, 2**20),
 )
-def test_every_operation_is_rounded_on_its_own(dtype, own_ratio, correction, seed):
+def test_every_operation_is_rounded_on_its_own(dtype, own_ratio, fraction, correction, seed):
     """Bit for bit by float64, in which every operation on float32 is exact or so close that it rounds the same."""
     c = case(7, 3, 8, kept=3, dtype=dtype, odd=20, seed=seed)
     numbers = {"own_ratio": own_ratio, "correction": correction, "size": 0.3, "limit": 2.0}
     numbers = {name: torch.tensor(number) for name, number in numbers.items()}
     decay, epsilon = 0.999, 1e-12
-    step = {**numbers, "own_ratio": own_ratio}
+    step = {**numbers, "own_ratio": own_ratio, "fraction": fraction}
     old_value = c.value / (SCALE / 2)
     value, square = kernels.gather_evidence(c.bits, c.grad.clone(), old_value, c.square, **step)
 
     own_ratio, correction, size, limit = (number.double() for number in numbers.values())
     g, v = c.grad.double(), c.square.double()
-    u = torch.where(c.mask, 0, SCALE * old_value.double())
+    unit = torch.tensor(SCALE * fraction).double()  # float32 before
+    u = torch.where(c.mask, 0, rounded(unit * old_value.double()))
     u = torch.where(u.abs() > limit, 0, u)
     v = torch.where(c.mask, rounded(v * own_ratio), v)
     taken = rounded(rounded(g * g) * torch.tensor(1 - decay).double())
@@ -113,7 +115,9 @@ def test_the_first_of_equal_entries_and_blocks_without_a_choice(weight, value, b
 def gather_a_step(c):
     one = torch.tensor(1.0)
     numbers = {"limit": one, "correction": one, "size": one}
-    return kernels.gather_evidence(c.bits, c.grad, c.value, c.square, own_ratio=0.5, **numbers)
+    return kernels.gather_evidence(
+        c.bits, c.grad, c.value, c.square, own_ratio=0.5, fraction=0.5, **numbers
+    )
 
 
 def exchange_all(c, bits, grad, states, are_squares):

@@ -14,7 +14,7 @@ from tests.models.families import EXCLUDE, FAMILIES, make, whole
 
 def selection(family):
     """The names of masked layers, and of the others with the reason."""
-    sparsifier = NMSparsifier(make(family), "2:4", exclude=EXCLUDE.get(family)).attach()
+    sparsifier = NMSparsifier(make(family), "2:4", "bi-mask", exclude=EXCLUDE.get(family)).attach()
     masked = [name.removeprefix("model.") for name in sparsifier.layers]
     skipped = {
         name.removeprefix("model."): reason.replace("'model.", "'")
