@@ -92,7 +92,7 @@ def _unknown_length(owner: object, name: str, moment: Moment) -> UnknownLength:
         )
         # Estimators have moments, too.
         if hasattr(owner, "init_masks"):
-            advice += ", or take a method without moments, such as 'asp'"
+            advice += ", or take a method that needs no number of steps, such as 'asp'"
     return UnknownLength(
         f"{_name(owner)}'s {name}={moment} {what} of the planned training steps", advice
     )
