@@ -299,6 +299,7 @@ class NMSparsifier:
             return
         # All layers are checked before the first one is changed.
         refuse_to_mask(layers, self.training.optimizers)
+        self._check_optimizers(layers, self.scale)
         for layer in layers:
             # The model may have moved since the selection, and only modules with masks move their layers.
             layer.to_weight_device()
@@ -434,6 +435,13 @@ class NMSparsifier:
             None if scale is None else ScaledLearningRates(self.config.base_density)
         )
 
+    def _check_optimizers(self, layers: Sequence[NMLayer], scale: Scale | None) -> None:
+        """Refuse registered optimizers that cannot follow a scale."""
+        if scale is not None:
+            rates = ScaledLearningRates(self.config.base_density)
+            for optimizer in self.training.optimizers:
+                rates.check_optimizer(optimizer, layers)
+
     def _scale_after(self, state: State) -> Scale | None:
         """The scale of a training that goes on from this state: that of the state, if none was asked for."""
         if self.config.scale == "auto":
@@ -458,10 +466,7 @@ class NMSparsifier:
             {} if self.clock else self.initial_factors,
         )
         loaded = check_state(state, self.selection, self._skips(), self.planned_steps, SHORT_NAMES)
-        if scale is not None:
-            rates = ScaledLearningRates(self.config.base_density)
-            for optimizer in self.training.optimizers:
-                rates.check_optimizer(optimizer, self.selection.layers)
+        self._check_optimizers(self.selection.layers, scale)
 
         saved = state["layers"]
         # All checks have passed: from here on the model is changed.

@@ -576,6 +576,19 @@ def test_what_fails_while_it_attaches_or_loads_changes_nothing(monkeypatch):
     assert asp.scale is None
 
 
+def test_a_layer_that_is_unfrozen_is_refused_before_it_is_masked():
+    model = network()
+    model[2].requires_grad_(False)
+    sparsifier = NMSparsifier(model, "1:4", "asp", scale="supar").attach()
+    sparsifier.register(adamw(model[0].parameters()))
+    sparsifier.register(Adafactor(model[2].parameters()))
+    model[2].requires_grad_(True)
+    with pytest.raises(ValueError, match=r"layer '2'.*not for Adafactor"):
+        sparsifier.mask_unfrozen()
+    assert "2" not in sparsifier.layers
+    assert type(model[2]) is nn.Linear
+
+
 def test_weights_of_a_dense_run_that_is_resumed_keep_their_values(tmp_path):
     class Begin(pl.Callback):
         def on_train_start(self, trainer, pl_module):
