@@ -90,9 +90,6 @@ def _unknown_length(owner: object, name: str, moment: Moment) -> UnknownLength:
         advice = (
             f"write {type(owner).__name__}({', '.join(steps)}), with training steps of your own"
         )
-        # Estimators have moments, too.
-        if hasattr(owner, "init_masks"):
-            advice += ", or take a method that needs no number of steps, such as 'asp'"
     return UnknownLength(
         f"{_name(owner)}'s {name}={moment} {what} of the planned training steps", advice
     )

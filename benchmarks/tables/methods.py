@@ -44,11 +44,11 @@ class Trained(NamedTuple):
     flops: float  # of training, over dense training, as the papers count
 
 
-def trained(task: Task) -> list[Trained]:
-    """The variants of the comparison."""
+def trained(task: Task, study: str = "") -> list[Trained]:
+    """The variants of a study, by default those of the comparison of all methods."""
     by_seed: dict[str, dict[int, float]] = defaultdict(dict)
     flops: dict[str, float] = {}
-    for row in read_csv(f"study-methods-{task.name}.csv"):
+    for row in read_csv(f"study-{study or f'methods-{task.name}'}.csv"):
         name = row["variant"]
         if task.metric in row:
             by_seed[name][row["seed"]] = task.factor * row[task.metric]
@@ -76,9 +76,9 @@ FORMER = ("-2e-4", "-0.015")
 """How the names of variants end that have the defaults of version 0.3."""
 
 
-def accuracy(task: Task) -> str:
+def accuracy(task: Task, study: str = "") -> str:
     """Each method's difference to dense training with the same seeds, by pattern; the best first."""
-    found = [each for each in trained(task) if not each.method.endswith(FORMER)]
+    found = [each for each in trained(task, study) if not each.method.endswith(FORMER)]
     dense = next(each for each in found if each.method == "dense")
     cells: dict[str, dict[str, str]] = defaultdict(dict)
     means: dict[str, list[float]] = defaultdict(list)
@@ -90,7 +90,7 @@ def accuracy(task: Task) -> str:
         if each is dense:
             continue
         difference = _difference(each, dense)
-        cells[each.method][each.pattern] = _text(difference, task, each is best[each.pattern])
+        cells[each.method][each.pattern] = text_of(difference, task, each is best[each.pattern])
         means[each.method].append(difference.mean)
     ranked = sorted(means, key=lambda name: fmean(means[name]), reverse=task.more_is_better)
     rows = [
@@ -213,7 +213,8 @@ def _difference(one: Trained, other: Trained) -> Interval:
     return Interval.of([one.by_seed[seed] - other.by_seed[seed] for seed in one.by_seed])
 
 
-def _text(difference: Interval, task: Task, is_best: bool) -> str:
+def text_of(difference: Interval, task: Task, is_best: bool) -> str:
+    """A difference as a cell: the mean, and half of the interval."""
     mean = f"{difference.mean:+.{task.digits}f}"
     half = f"{difference.high - difference.mean:.{task.digits}f}"  # Student's t is symmetric
     return f"**{mean}** ± {half}" if is_best else f"{mean} ± {half}"
@@ -229,4 +230,10 @@ def _tables(task: Task) -> dict[str, Any]:
     }
 
 
-TABLES: Tables = {**_tables(TEXT), **_tables(IMAGES), "method-costs": costs, "methods": by_method}
+TABLES: Tables = {
+    **_tables(TEXT),
+    **_tables(IMAGES),
+    "length": partial(accuracy, TEXT, "length-800-python-source"),
+    "method-costs": costs,
+    "methods": by_method,
+}

@@ -198,10 +198,11 @@ class TrainingStep:
             layer.costs.count_step(layer)
             layer.progress.step += 1
             layer.progress.shaped = False
-            # The first step has found pruned entries in the weight; Adamax adds its epsilon to every entry's state.
-            if layer.progress.step == 1:
+            is_first = layer.progress.step == 1
+            if is_first:
                 forget_initial(layer)
-            if layer.progress.step == 1 or isinstance(known.optimizer, torch.optim.Adamax):
+            # The first step has found pruned entries in the weight; Adamax adds its epsilon to every entry's state.
+            if is_first or isinstance(known.optimizer, torch.optim.Adamax):
                 zero_pruned_state(layer, layer.forward_mask, self.optimizers)
             if "after_step" in self._hooks[layer]:
                 with layer.view.full(gradient=True):

@@ -235,6 +235,7 @@ def gather_evidence(
         old_square=old_square,
         value=value,
         square=square,
+        # A power of two loses no bit: one product is rounded as that by the fraction alone.
         unit=SCALE * fraction,
         own_ratio=own_ratio,
         limit=float(limit),

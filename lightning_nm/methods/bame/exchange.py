@@ -219,6 +219,7 @@ def gather_evidence(
     rate *= now / largest if largest else 0.0
     size = (-rate if group.get("maximize") else rate) * size_of_kept
     limit = _PLAUSIBLE * size_of_kept
+    # Of the old U, what is left.
     fraction = 1.0 if grad is None or reach is None else max(0.0, 1 - rate / reach)
 
     if passes is not None:
