@@ -59,7 +59,7 @@ class NMSparsifier:
         model: The model; its modules and parameters stay the same objects. With FSDP2 pass the whole model: the modules
             that gather the weights must be in it.
         pattern: The N:M pattern.
-        method: A short name (``"bi-mask"``) or a :class:`Method`.
+        method: A short name, by default ``"bame"``, which needs `planned_steps`, or a :class:`Method`.
         grad_estimator: A short name (``"mvue"``) or a :class:`GradientEstimator`; ``None`` keeps dY.
         config: All settings as one object, instead of the other arguments.
         planned_steps: Training steps of the whole training (calls of :meth:`step` after an optimizer step), for
