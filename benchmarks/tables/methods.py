@@ -76,9 +76,9 @@ FORMER = ("-2e-4", "-0.015")
 """How the names of variants end that have the defaults of version 0.3."""
 
 
-def accuracy(task: Task, study: str = "") -> str:
+def accuracy(task: Task) -> str:
     """Each method's difference to dense training with the same seeds, by pattern; the best first."""
-    found = [each for each in trained(task, study) if not each.method.endswith(FORMER)]
+    found = [each for each in trained(task) if not each.method.endswith(FORMER)]
     dense = next(each for each in found if each.method == "dense")
     cells: dict[str, dict[str, str]] = defaultdict(dict)
     means: dict[str, list[float]] = defaultdict(list)
@@ -89,7 +89,7 @@ def accuracy(task: Task, study: str = "") -> str:
     for each in found:
         if each is dense:
             continue
-        difference = _difference(each, dense)
+        difference = paired_difference(each, dense)
         cells[each.method][each.pattern] = text_of(difference, task, each is best[each.pattern])
         means[each.method].append(difference.mean)
     ranked = sorted(means, key=lambda name: fmean(means[name]), reverse=task.more_is_better)
@@ -209,7 +209,8 @@ def _best(found: list[Trained], task: Task) -> Trained | None:
     return found[means.index(max(means) if task.more_is_better else min(means))]
 
 
-def _difference(one: Trained, other: Trained) -> Interval:
+def paired_difference(one: Trained, other: Trained) -> Interval:
+    """One minus the other, paired by the seeds of the first."""
     return Interval.of([one.by_seed[seed] - other.by_seed[seed] for seed in one.by_seed])
 
 
@@ -233,7 +234,6 @@ def _tables(task: Task) -> dict[str, Any]:
 TABLES: Tables = {
     **_tables(TEXT),
     **_tables(IMAGES),
-    "length": partial(accuracy, TEXT, "length-800-python-source"),
     "method-costs": costs,
     "methods": by_method,
 }
