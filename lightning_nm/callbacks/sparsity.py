@@ -59,8 +59,8 @@ class NMSparsityCallback(Callback):
 
     Args:
         pattern: The N:M pattern: ``"2:4"``, ``{n: 2, m: 4}``, or the integer that YAML makes of an unquoted 2:4.
-        method: The short name of a method, such as ``bame``, which needs a known number of steps, ``asp``, ``sr-ste`` or
-            ``bi-mask``, or a :class:`Method` by ``class_path``; docs/which-method.md has all of them.
+        method: The short name of a method, such as ``bame``, which needs a known number of steps, ``asp``, ``sr-ste``
+            or ``bi-mask``, or a :class:`Method` by ``class_path``; docs/which-method.md has all of them.
         grad_estimator: ``mvue``, ``approx-mvue``, ``top-n``, or a :class:`GradientEstimator` by ``class_path``, which
             replaces the output gradient dY in the weight-gradient GEMM; ``None`` keeps dY.
         config: All settings as one object, instead of the other ones.
