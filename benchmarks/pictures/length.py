@@ -24,7 +24,7 @@ def data() -> Any:
             pattern: {
                 method: [
                     [steps, each.mean, each.low, each.high]
-                    for steps, each in found.get((method, pattern), {}).items()
+                    for steps, each in found[method, pattern].items()
                 ]
                 for method in METHODS
             }
@@ -49,11 +49,9 @@ def draw(figure: Figure, shown: Any) -> None:
 def _curves(axes: Axes, methods: dict[str, Any]) -> None:
     axes.axhline(0, color=QUIET, linewidth=1)
     for place, (method, points) in enumerate(methods.items()):
-        if not points:
-            continue
         steps, means, lows, highs = zip(*points, strict=True)
         # Side by side, so that intervals at the same number of steps do not hide each other.
-        shifted = [1.03 ** (place - 2.5) * step for step in steps]
+        shifted = [1.03 ** (place - (len(methods) - 1) / 2) * step for step in steps]
         colour = COLOURS[method]
         axes.plot(shifted, means, "o-", color=colour, markersize=4, linewidth=1.6, label=method)
         axes.vlines(shifted, lows, highs, color=colour, linewidth=1.2, alpha=0.7)

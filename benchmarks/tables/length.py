@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from functools import partial
 
-from benchmarks.tables.markdown import RESULTS, Tables, table
+from benchmarks.tables.markdown import Tables, table
 from benchmarks.tables.methods import PATTERNS, TEXT, paired_difference, text_of, trained
 from lightning_nm.commands.study.analysis import Interval
 
@@ -21,46 +22,27 @@ METHODS = ("bame", "asp", "sr-ste", "bi-mask", "transposable", "rigl")
 
 
 def over_steps(task: str) -> dict[tuple[str, str], dict[int, Interval]]:
-    """By method and pattern, then by steps: bits per byte minus those of dense training with the same seeds.
-
-    A length that was not trained is not there.
-    """
-    found: dict[tuple[str, str], dict[int, Interval]] = {}
+    """By method and pattern, then by steps: bits per byte minus those of dense training with the same seeds."""
+    found: dict[tuple[str, str], dict[int, Interval]] = defaultdict(dict)
     for steps, study in STUDIES[task].items():
-        if not (RESULTS / f"study-{study}.csv").exists():
-            continue
         variants = {(each.method, each.pattern): each for each in trained(TEXT, study)}
         dense = variants["dense", ""]
         for key, variant in variants.items():
             if key[0] in METHODS:
-                found.setdefault(key, {})[steps] = paired_difference(variant, dense)
+                found[key][steps] = paired_difference(variant, dense)
     return found
 
 
 def by_length(task: str) -> str:
-    """One row a method, one column a pattern and a number of steps; the best of a column is bold."""
+    """One row a method, one column a pattern and a number of steps that the default was trained for."""
     found = over_steps(task)
-    columns: list[dict[str, Interval]] = []
-    header = ["method"]
-    for pattern in PATTERNS:
-        for steps in STUDIES[task]:
-            cells = {
-                method: found[method, pattern][steps]
-                for method in METHODS
-                if steps in found.get((method, pattern), {})
-            }
-            if cells:
-                header.append(f"{pattern}, {steps}")
-                columns.append(cells)
-    rows = [[f"`{method}`", *(_cell(method, cells) for cells in columns)] for method in METHODS]
-    return table(header, rows)
-
-
-def _cell(method: str, cells: dict[str, Interval]) -> str:
-    if method not in cells:
-        return "-"
-    best = min(each.mean for each in cells.values())
-    return text_of(cells[method], TEXT, cells[method].mean == best)
+    columns = [(pattern, steps) for pattern in PATTERNS for steps in found["bame", pattern]]
+    rows = []
+    for method in METHODS:
+        cells = [found[method, pattern].get(steps) for pattern, steps in columns]
+        texts = ["-" if cell is None else text_of(cell, TEXT, is_best=False) for cell in cells]
+        rows.append([f"`{method}`", *texts])
+    return table(["method", *(f"{pattern}, {steps}" for pattern, steps in columns)], rows)
 
 
 TABLES: Tables = {
