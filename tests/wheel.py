@@ -184,6 +184,7 @@ def main():
         "-m",
         "pip",
         "install",
+        "--no-compile",
         "--quiet",
         "--disable-pip-version-check",
         "-c",
