@@ -47,7 +47,7 @@ slow: .venv/.dev .venv/.others
 ethos: BIN := .venv-ethos/bin
 ethos: .venv-ethos/.dev
 	$(PYTEST) -m 'not gpu' tests/export/executorch_programs tests/docs/test_ethos_u85.py
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -p no:cacheprovider --nbmake --nbmake-timeout=300 $(ETHOS_NOTEBOOK)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -p no:cacheprovider --nbmake --nbmake-timeout=600 $(ETHOS_NOTEBOOK)
 
 ## Run the test suite and the slow tests together.
 test-all: .venv/.dev .venv/.others
