@@ -67,15 +67,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--patterns", nargs="+", default=PATTERNS, metavar="N:M")
     args = parser.parse_args(argv)
     found: dict[str, dict[str, float]] = {}
-    print(f"| method | {' | '.join(args.patterns)} |\n|---|{'---|' * len(args.patterns)}")
+    print(f"| method | {' | '.join(PATTERNS)} |\n|---|{'---|' * len(PATTERNS)}")
     for name, (method, estimator) in METHODS.items():
         if "," in name and not name.startswith("bame"):
             continue  # an estimator keeps nothing between two steps
         found[name] = {}
-        for pattern in args.patterns:
+        for pattern in PATTERNS:
             found[name][pattern] = held(method, estimator, pattern)
         print(f"| {name} | {' | '.join(f'{value:.2f}' for value in found[name].values())} |")
     if args.json:
